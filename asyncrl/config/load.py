@@ -1,0 +1,110 @@
+"""Reads a config: YAML plus `key=value` overrides. A wrong key is answered with the closest right one."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from asyncrl.config.run import RunConfig
+from asyncrl.errors import ConfigError
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read and check a config. `overrides` are `section.key=value`, the value as YAML (`none` = null).
+
+    Raises ConfigError, which names every wrong key and value, where it stands, and the closest right key.
+    """
+    values = _read(Path(path))
+    for override in overrides:
+        _apply(values, override)
+    try:
+        return RunConfig.model_validate(values)
+    except ValidationError as error:
+        lines = [_explain(dict(problem), str(path)) for problem in error.errors()]
+        raise ConfigError(
+            "\n  ".join(lines),
+            way_out="correct the file or the key=value after it; `asyncrl check CONFIG` validates without starting anything.",
+        ) from error
+
+
+def run_config_yaml(config: RunConfig) -> str:
+    """The resolved config as YAML, fit to be read back by load_config."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the config {path}: {error}", way_out="give the path of a YAML file, e.g. configs/quickstart.yaml.") from error
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {error}", way_out="correct the line that the message names.") from error
+    if not isinstance(values, dict):
+        raise ConfigError(
+            f"{path} holds {type(values).__name__}, not sections", rule="a config is a YAML mapping (model:, task:, ...)",
+            way_out="start from configs/quickstart.yaml.",
+        )
+    return values
+
+
+def _apply(values: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    if not separator or not key:
+        raise ConfigError(f"override {override!r} is not key=value", way_out="write it like buffer.max_staleness=4.")
+    *sections, name = key.split(".")
+    target: Any = values
+    for section in sections:
+        target = target.setdefault(section, {}) if isinstance(target, dict) else None
+        if target is None:
+            break
+    if not isinstance(target, dict):
+        raise ConfigError(f"override {override!r}: {'.'.join(sections)} is not a section", way_out="give a key of a section, like trainer.num_steps=10.")
+    try:
+        target[name] = None if text == "none" else yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"override {override!r}: the value is not YAML: {error}", way_out="quote the value.") from error
+
+
+def _explain(problem: Mapping[str, Any], path: str) -> str:
+    where = ".".join(str(part) for part in problem["loc"]) or "config"
+    if problem["type"] == "extra_forbidden":
+        closest = _closest(problem["loc"])
+        return f"{where} in {path} is not a known key" + (f"; did you mean {closest}?" if closest else ".")
+    if problem["type"] == "missing":
+        return f"{where} is missing in {path}."
+    message = str(problem["msg"]).removeprefix("Value error, ")
+    value = "" if isinstance(problem["input"], dict) else f"={problem['input']!r}"
+    return f"{where}{value} in {path}: {message}."
+
+
+def _closest(location: Sequence[str | int]) -> str | None:
+    """The known key nearest to a wrong one: in its own section first, then anywhere."""
+    known = all_keys()
+    wrong = ".".join(map(str, location))
+    section = [key for key in known if key.rpartition(".")[0] == wrong.rpartition(".")[0]]
+    for candidates in (section, known):
+        if found := difflib.get_close_matches(wrong, candidates, n=1, cutoff=0.6):
+            return found[0]
+    name = wrong.rpartition(".")[2]
+    by_name = {key.rpartition(".")[2]: key for key in known}
+    if found := difflib.get_close_matches(name, list(by_name), n=1, cutoff=0.75):
+        return by_name[found[0]]
+    return None
+
+
+def all_keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> list[str]:
+    """Every key of the config by its full dotted name, sections included, in the order of the models."""
+    keys = []
+    for name, info in model.model_fields.items():
+        keys.append(prefix + name)
+        for kind in (info.annotation, *get_args(info.annotation)):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                keys += all_keys(kind, f"{prefix}{name}.")
+    return keys

@@ -1,0 +1,87 @@
+"""Every error that asyncrl raises on purpose. Knows no room; every room knows it.
+
+AsyncrlError                what failed with its values, the rule, the way out
+├── ConfigError             a setting is wrong; raised before anything starts (exit code 2)
+├── RoomError               a part of the run is broken; ends the run, names the room (exit code 1)
+│   ├── EngineError         an engine server died, answers nonsense or refuses
+│   ├── TrainerError        the trainer worker died, or refused a batch
+│   ├── PublishError        weights did not arrive as they were sent
+│   └── TaskError           prompts cannot be read, or no rollout can be scored any more
+└── RolloutFailure          one bad rollout: data, not a crash; caught once, in producers/
+    ├── RolloutTimeout      it ran past rollout.timeout_s
+    ├── RewardFailure       the reward function raised, ran out of time or returned no finite number
+    └── RequestRefused      an engine server refused this one request (too long, say)
+WouldWait                   an x_nowait call that can only be answered by waiting (no failure)
+"""
+
+from __future__ import annotations
+
+
+class AsyncrlError(Exception):
+    """What failed with its values, the rule that was broken, and the way out.
+
+    `what` and `rule` make the first sentence, `way_out` the last line; all three stay attributes, so that
+    callers need not parse the text.
+    """
+
+    exit_code = 1
+
+    def __init__(self, what: str, *, rule: str = "", way_out: str = "") -> None:
+        self.what, self.rule, self.way_out = what, rule, way_out
+        super().__init__(what)
+
+    def __str__(self) -> str:
+        sentence = f"{self.what}; {self.rule}" if self.rule else self.what
+        if not sentence.endswith((".", "!", "?", "\n")):
+            sentence += "."
+        return f"{sentence}\n  Way out: {self.way_out}" if self.way_out else sentence
+
+
+class ConfigError(AsyncrlError):
+    """A setting is wrong. Raised before any process is started."""
+
+    exit_code = 2
+
+
+class RoomError(AsyncrlError):
+    """A part of the run is broken: nobody catches this, the run ends and names `room`."""
+
+    def __init__(self, room: str, what: str, *, rule: str = "", way_out: str = "") -> None:
+        self.room = room
+        super().__init__(f"{room}: {what}", rule=rule, way_out=way_out)
+
+
+class EngineError(RoomError):
+    """An engine server died, stopped answering, or answered something that cannot be."""
+
+
+class TrainerError(RoomError):
+    """The trainer worker died, stopped answering, or refused a batch."""
+
+
+class PublishError(RoomError):
+    """Weights did not arrive at an engine server as the trainer sent them."""
+
+
+class TaskError(RoomError):
+    """Prompts cannot be read, or rollouts cannot be scored any more."""
+
+
+class RolloutFailure(AsyncrlError):  # noqa: N818  it is data, and not named an error on purpose
+    """One rollout went wrong. Recorded, retried, counted; its siblings live on."""
+
+
+class RolloutTimeout(RolloutFailure):
+    """A rollout ran past `rollout.timeout_s`."""
+
+
+class RewardFailure(RolloutFailure):
+    """The reward function raised, ran out of time, or returned no finite number."""
+
+
+class RequestRefused(RolloutFailure):
+    """An engine server refused this one request, with the numbers."""
+
+
+class WouldWait(Exception):  # noqa: N818  no failure: the nowait half of a wait says "not yet"
+    """Raised by an `x_nowait` call that can only be answered by waiting."""

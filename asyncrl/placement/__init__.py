@@ -1,0 +1,1 @@
+"""Which process runs where: starts, watches and ends the child processes. Knows no message that they speak."""

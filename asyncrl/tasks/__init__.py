@@ -1,0 +1,1 @@
+"""Prompts in, rewards out. Knows datasets and reward functions; knows no engine, no version, no torch."""

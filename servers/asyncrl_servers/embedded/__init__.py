@@ -1,0 +1,1 @@
+"""The embedded engine: continuous batching of our own over any Hugging Face causal language model."""
