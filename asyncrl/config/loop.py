@@ -122,7 +122,7 @@ class PublisherConfig(FrozenConfig):
     interrupt: Literal["abort", "keep", "keep_kv", "wait"] = "abort"
     """What a swap does to running requests: abort and resume them from their tokens, keep them with a recomputed KV
     cache, keep them over the old KV cache, or wait until they are done."""
-    timeout_s: float = Field(default=120.0, gt=0)
+    timeout_s: float = Field(default=600.0, gt=0)
     """Seconds until a push that does not finish ends the run."""
 
 

@@ -1,0 +1,253 @@
+"""The staleness rule as a pure state machine: events in, decisions out. Knows versions and counts; no groups' content, no clock, no asyncio."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from dataclasses import dataclass
+from typing import Literal
+
+from asyncrl.buffer.refusals import (
+    after_the_last_batch,
+    look_ahead_out_of_range,
+    not_running,
+    served_goes_back,
+    token_too_old,
+    version_unknown,
+)
+from asyncrl.errors import WouldWait
+from asyncrl.types import GroupId, Ticket
+
+OnOverdue = Literal["wait", "mask", "drop"]
+HandBackReason = Literal["dropped", "all_masked"]
+WaitCause = Literal["generation", "stragglers", "publishing"]
+
+
+@dataclass(frozen=True, slots=True)
+class HandedBack:
+    """An admitted group that no batch can use any more; `was_ready` says whether it had finished."""
+
+    group_id: GroupId
+    reason: HandBackReason
+    was_ready: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Batch `version`: its groups in order of admission, and what taking it made unusable."""
+
+    version: int
+    group_ids: tuple[GroupId, ...]
+    handed_back: tuple[HandedBack, ...]
+
+
+class StalenessRule:
+    """Who may start, which groups form the next batch, who is too old.
+
+    Life:       a group is admitted -> running -> ready -> consumed; or it fails, or is handed back, and its place is free again.
+    Deadline:   last batch that may take a group whole: its start version (later: its oldest token's) + max_staleness.
+    Invariants: (1) admitted = consumed + running + ready <= min((served + look_ahead + 1) * num_groups, all of the run) at each admission.
+                (2) `wait`: sorted by deadline, item j of what is in flight has its turn in batch next_batch + j // num_groups, and
+                    that is no later than its deadline. admit_nowait cannot break it, because of (1) and look_ahead <= max_staleness;
+                    take_nowait keeps it by looking at everything that stays behind. So nothing is ever late, and when all that runs
+                    has finished the next batch can be taken.
+                (3) `drop`: nothing in flight has a deadline before next_batch. `mask`: no ready group has only tokens that are too old.
+    Cost:       O(log n) an event and O(max_staleness) a decision: deadlines are counted, not looked through.
+    """
+
+    def __init__(self, *, num_groups: int, num_batches: int, max_staleness: int, on_overdue: OnOverdue, look_ahead: int) -> None:
+        self.num_groups, self.num_batches = num_groups, num_batches
+        self.max_staleness, self.on_overdue = max_staleness, on_overdue
+        self.next_batch = 0
+        """Index of the batch that is taken next: as many have been taken."""
+        self.served = 0
+        """Oldest policy_version that any engine serves."""
+        self.set_look_ahead(look_ahead)
+        self._num_issued = 0
+        self._running: dict[GroupId, int] = {}  # -> deadline, in order of admission
+        self._ready: dict[GroupId, int] = {}  # -> deadline
+        self._ready_order: list[tuple[int, GroupId]] = []  # heap; entries no longer in _ready are skipped
+        self._running_due: Counter[int] = Counter()  # deadline -> how many
+        self._ready_due: Counter[int] = Counter()
+        self._useless_after: dict[int, set[GroupId]] = {}  # last batch that can use them -> groups (mask: ready ones, drop: all)
+        self._stopped: set[GroupId] = set()  # dropped while running: their producers may not know yet
+
+    # ---- what is asked
+
+    @property
+    def consumed(self) -> int:
+        """Groups in batches taken."""
+        return self.next_batch * self.num_groups
+
+    @property
+    def num_running(self) -> int:
+        """Groups admitted and not finished."""
+        return len(self._running)
+
+    @property
+    def num_ready(self) -> int:
+        """Groups finished and not taken."""
+        return len(self._ready)
+
+    @property
+    def admitted(self) -> int:
+        """Groups consumed or in flight. What failed or was handed back does not count."""
+        return self.consumed + self.num_running + self.num_ready
+
+    @property
+    def num_open(self) -> int:
+        """How many more groups may be admitted now."""
+        limit = min(self.served + self.look_ahead + 1, self.num_batches) * self.num_groups
+        return max(0, limit - self.admitted)
+
+    @property
+    def oldest_running(self) -> tuple[GroupId, int] | None:
+        """(id, start version) of the group that has run longest."""
+        for group_id, deadline in self._running.items():
+            return group_id, deadline - self.max_staleness
+        return None
+
+    @property
+    def waits_for(self) -> WaitCause | None:
+        """What the next batch waits for; None if it can be taken now. See asyncrl.types.WaitReport for the causes."""
+        if self.num_ready >= self.num_groups:
+            return "stragglers" if self.on_overdue == "wait" and self.first_in_danger() is not None else None
+        if self.num_ready + self.num_running < self.num_groups and self.num_open == 0:
+            return "publishing"
+        return "generation"
+
+    def first_in_danger(self) -> int | None:
+        """Earliest deadline that could be missed if the next batch were taken now; None if everything left stays feasible.
+
+        What is left with deadline <= D, all of it, must fit into the batches next_batch + 1 .. D.
+        """
+        num_due = num_taken = 0
+        for deadline in sorted(self._running_due.keys() | self._ready_due.keys()):
+            num_due += self._running_due[deadline] + self._ready_due[deadline]
+            num_taken = min(self.num_groups, num_taken + self._ready_due[deadline])
+            if num_due - num_taken > (deadline - self.next_batch) * self.num_groups:
+                return deadline
+        return None
+
+    # ---- what happens
+
+    def set_look_ahead(self, look_ahead: int) -> None:
+        """From now on at most `look_ahead` batches beyond the served version may be started. What has started stays."""
+        if not 0 <= look_ahead <= self.max_staleness:
+            raise look_ahead_out_of_range(look_ahead, self.max_staleness)
+        self.look_ahead = look_ahead
+
+    def set_served_nowait(self, version: int) -> None:
+        """Every engine serves `version` or a newer one from now on. Versions may be skipped, never go back."""
+        if version < self.served:
+            raise served_goes_back(version, self.served)
+        if version > self.next_batch:
+            raise version_unknown(f"served version {version}", self.next_batch)
+        self.served = version
+
+    def admit_nowait(self) -> Ticket:
+        """Leave to start one group. Raises WouldWait while the rule gives none."""
+        if self.num_open == 0:
+            raise WouldWait(f"admitted {self.admitted} groups at version {self.served} with look_ahead {self.look_ahead}")
+        group_id = GroupId(self._num_issued)
+        self._num_issued += 1
+        deadline = self.served + self.max_staleness
+        self._running[group_id] = deadline
+        self._running_due[deadline] += 1
+        if self.on_overdue == "drop":
+            self._useless_after.setdefault(deadline, set()).add(group_id)
+        return Ticket(group_id, start_version=self.served)
+
+    def finish_nowait(self, group_id: GroupId, *, oldest: int, newest: int) -> HandedBack | None:
+        """A running group is ready; `oldest` and `newest` are the versions of its tokens.
+
+        Its deadline moves to oldest + max_staleness, never to an earlier batch. Returns the group if `mask` leaves nothing of it.
+        Raises RoomError if it is not running, or its tokens are older than its ticket allows or newer than any weights.
+        """
+        deadline = self._deadline_of_running(group_id)
+        if oldest < deadline - self.max_staleness:
+            raise token_too_old(group_id, oldest, deadline - self.max_staleness)
+        if newest > self.next_batch:
+            raise version_unknown(f"group {group_id} has a token of version {newest}", self.next_batch)
+        self._forget_running(group_id)
+        deadline = oldest + self.max_staleness
+        last_use = newest + self.max_staleness if self.on_overdue == "mask" else deadline
+        if self.on_overdue == "mask" and last_use < self.next_batch:
+            return HandedBack(group_id, "all_masked", was_ready=True)
+        self._ready[group_id] = deadline
+        self._ready_due[deadline] += 1
+        heapq.heappush(self._ready_order, (deadline, group_id))
+        if self.on_overdue != "wait":
+            self._useless_after.setdefault(last_use, set()).add(group_id)
+        return None
+
+    def fail_nowait(self, group_id: GroupId) -> None:
+        """A running group failed or was filtered: its admission is handed back. Raises RoomError if it is not running."""
+        self._deadline_of_running(group_id)
+        self._forget_running(group_id)
+
+    def was_stopped(self, group_id: GroupId) -> bool:
+        """Whether the group was dropped while it ran, so that what its producer says of it is of no interest."""
+        return group_id in self._stopped
+
+    def is_running(self, group_id: GroupId) -> bool:
+        """Whether the group is admitted and not finished, failed or handed back."""
+        return group_id in self._running
+
+    def deadline_of(self, group_id: GroupId) -> int:
+        """Last batch that may take a running group whole. Raises RoomError if it is not running."""
+        return self._deadline_of_running(group_id)
+
+    def take_nowait(self) -> Choice:
+        """Batch next_batch: the num_groups ready groups of earliest deadline (then lowest id). This line of work guarantees the bound.
+
+        Raises WouldWait while `waits_for` says so, and RoomError after the last batch.
+        """
+        if self.next_batch == self.num_batches:
+            raise after_the_last_batch(self.num_batches)
+        if cause := self.waits_for:
+            raise WouldWait(f"batch {self.next_batch} waits for {cause}")
+        version = self.next_batch
+        group_ids = tuple(sorted(self._pop_earliest() for _ in range(self.num_groups)))
+        self.next_batch += 1
+        return Choice(version, group_ids, tuple(self._hand_back(version)))
+
+    # ---- how
+
+    def _deadline_of_running(self, group_id: GroupId) -> int:
+        if group_id not in self._running:
+            raise not_running(group_id, was_admitted=0 <= group_id < self._num_issued, is_ready=group_id in self._ready)
+        return self._running[group_id]
+
+    def _forget_running(self, group_id: GroupId) -> None:
+        deadline = self._running.pop(group_id)
+        _count_down(self._running_due, deadline)
+        if self.on_overdue == "drop":
+            self._useless_after[deadline].discard(group_id)
+
+    def _pop_earliest(self) -> GroupId:
+        while True:
+            _, group_id = heapq.heappop(self._ready_order)
+            if group_id in self._ready:
+                _count_down(self._ready_due, self._ready.pop(group_id))
+                return group_id
+
+    def _hand_back(self, version: int) -> list[HandedBack]:
+        """Forget the groups that batch `version` was the last to have a use for; it did not take them."""
+        reason: HandBackReason = "dropped" if self.on_overdue == "drop" else "all_masked"
+        handed_back = []
+        for group_id in sorted(self._useless_after.pop(version, ())):
+            if group_id in self._ready:
+                _count_down(self._ready_due, self._ready.pop(group_id))
+                handed_back.append(HandedBack(group_id, reason, was_ready=True))
+            elif group_id in self._running:
+                _count_down(self._running_due, self._running.pop(group_id))
+                self._stopped.add(group_id)
+                handed_back.append(HandedBack(group_id, reason, was_ready=False))
+        return handed_back
+
+
+def _count_down(counts: Counter[int], deadline: int) -> None:
+    counts[deadline] -= 1
+    if not counts[deadline]:
+        del counts[deadline]

@@ -1,0 +1,268 @@
+"""Plays a whole run in virtual time: rollouts of random length, a trainer, a publisher, and a rule between them. No asyncio, no model.
+
+An event heap moves the time; the rule is the one that runs use, or the count-based one. Everything is drawn from the workload's seed,
+so two rules see rollouts of the same distribution, and the same rule the same run again.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from asyncrl.buffer.look_ahead import LookAhead
+from asyncrl.buffer.rule import Choice, HandedBack, WaitCause
+from asyncrl.buffer.waiting import WaitMeter
+from asyncrl.types import GroupId, Ticket, WaitReport
+
+
+class AnyRule(Protocol):
+    """What the simulation needs of a rule: StalenessRule and CountRule have it."""
+
+    num_groups: int
+    num_batches: int
+    look_ahead: int
+    next_batch: int
+    served: int
+
+    @property
+    def num_open(self) -> int: ...  # noqa: D102
+    @property
+    def num_ready(self) -> int: ...  # noqa: D102
+    @property
+    def waits_for(self) -> WaitCause | None: ...  # noqa: D102
+    def set_served_nowait(self, version: int) -> None: ...  # noqa: D102
+    def admit_nowait(self) -> Ticket: ...  # noqa: D102
+    def finish_nowait(self, group_id: GroupId, *, oldest: int, newest: int) -> HandedBack | None: ...  # noqa: D102
+    def fail_nowait(self, group_id: GroupId) -> None: ...  # noqa: D102
+    def take_nowait(self) -> Choice: ...  # noqa: D102
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What is simulated. A rollout's length is lognormal with mean `rollout_s` and shape `sigma`, and is proportional to its time.
+
+    `num_slots` rollouts run at once, others queue in order of admission. A group is done when its `group_size` rollouts are. A batch
+    trains for `train_s`; its version is served `publish_s` later, and while a publish is under way newer versions wait and are skipped
+    over. A finished group fails with `failure_probability`. A dropped group is drawn anew (kinder than reality, where a prompt that
+    made a long answer makes another).
+    """
+
+    num_slots: int
+    sigma: float
+    rollout_s: float = 1.0
+    group_size: int = 1
+    train_s: float = 1.0
+    publish_s: float = 0.0
+    failure_probability: float = 0.0
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of it. Ages are in versions: batch index - oldest version of a token with a loss weight, one value a group."""
+
+    batches_per_s: float
+    idle_fraction: float
+    age_mean: float
+    age_max: int
+    late_fraction: float
+    masked_fraction: float
+    num_dropped: int
+    num_all_masked: int
+    num_failed: int
+    look_ahead_mean: float
+    wait: WaitReport
+
+
+@dataclass(slots=True)
+class _Rollout:
+    length_s: float
+    started_s: float = -1.0
+    oldest: int = 0
+
+
+@dataclass(slots=True)
+class _Group:
+    rollouts: list[_Rollout]
+    num_unfinished: int
+    finished_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _Tally:
+    ages: list[int] = field(default_factory=list)
+    num_late: int = 0
+    tokens: float = 0.0
+    masked: float = 0.0
+    dropped: int = 0
+    all_masked: int = 0
+    failed: int = 0
+    look_aheads: list[int] = field(default_factory=list)
+    waits: list[WaitReport] = field(default_factory=list)
+
+
+class Simulation:
+    """One run. `run()` plays it to its end; raises RuntimeError if nothing can happen any more (a deadlock of the rule)."""
+
+    def __init__(self, rule: AnyRule, workload: Workload, *, max_staleness: int, masks: bool, auto: LookAhead | None = None) -> None:
+        self.rule, self.workload, self.max_staleness, self.masks, self.auto = rule, workload, max_staleness, masks, auto
+        self.now_s = 0.0
+        self._lengths, self._failures = random.Random(workload.seed), random.Random(~workload.seed)  # so that group i is the same under each rule
+        self._mu = math.log(workload.rollout_s) - workload.sigma**2 / 2
+        self._events: list[tuple[float, int, str, int, int]] = []
+        self._sequence = 0
+        self._groups: dict[GroupId, _Group] = {}
+        self._queue: deque[tuple[GroupId, int]] = deque()
+        self._free_slots = workload.num_slots
+        self._served_at_s = [0.0]
+        self._trained = 0
+        self._is_publishing = self._is_training = False
+        self._meter: WaitMeter | None = WaitMeter(0.0, rule.waits_for)
+        self._last_take_s = 0.0
+        self._num_spare = 0
+        self._tally = _Tally()
+        self.batches: list[tuple[int, tuple[tuple[int, int], ...]]] = []
+        """(index, (group id, oldest version) of each group) of every batch, for tests."""
+
+    def run(self) -> Outcome:
+        """Play until the last batch has been trained."""
+        self._settle()
+        while self.rule.next_batch < self.rule.num_batches or self._is_training:
+            if not self._events:
+                raise RuntimeError(f"deadlock at batch {self.rule.next_batch}: waits for {self.rule.waits_for}, nothing runs")
+            self.now_s, _, kind, first, second = heapq.heappop(self._events)
+            match kind:
+                case "rollout":
+                    self._rollout_done(GroupId(first), second)
+                case "trained":
+                    self._train_done()
+                case "published":
+                    self._publish_done(first)
+            self._settle()
+        return self._outcome()
+
+    def _at(self, delay_s: float, kind: str, first: int = 0, second: int = 0) -> None:
+        self._sequence += 1
+        heapq.heappush(self._events, (self.now_s + delay_s, self._sequence, kind, first, second))
+
+    def _settle(self) -> None:
+        """Do all that can be done now: admit, start in free slots, take a batch."""
+        self._fill()
+        if self._meter is not None:
+            self._meter.change(self.now_s, self.rule.waits_for)
+            if self.rule.next_batch < self.rule.num_batches and self.rule.waits_for is None:
+                self._take()
+                self._fill()
+
+    def _fill(self) -> None:
+        while self.rule.num_open:
+            group_id = self.rule.admit_nowait().group_id
+            draw, size = self._lengths.lognormvariate, self.workload.group_size
+            self._groups[group_id] = _Group([_Rollout(draw(self._mu, self.workload.sigma)) for _ in range(size)], size)
+            self._queue.extend((group_id, index) for index in range(size))
+        while self._free_slots and self._queue:
+            group_id, index = self._queue.popleft()
+            if group_id in self._groups:
+                rollout = self._groups[group_id].rollouts[index]
+                rollout.started_s, rollout.oldest = self.now_s, self.rule.served
+                self._free_slots -= 1
+                self._at(rollout.length_s, "rollout", group_id, index)
+
+    def _rollout_done(self, group_id: GroupId, index: int) -> None:
+        group = self._groups.get(group_id)
+        if group is None:
+            return  # dropped meanwhile: its slots were freed then
+        self._free_slots += 1
+        group.rollouts[index].length_s = self.now_s - group.rollouts[index].started_s
+        group.num_unfinished -= 1
+        if group.num_unfinished:
+            return
+        group.finished_s = self.now_s
+        if self._failures.random() < self.workload.failure_probability:
+            self.rule.fail_nowait(group_id)
+            del self._groups[group_id]
+            self._tally.failed += 1
+            return
+        oldest = min(rollout.oldest for rollout in group.rollouts)
+        self._hand_back(self.rule.finish_nowait(group_id, oldest=oldest, newest=self.rule.served))
+
+    def _hand_back(self, handed_back: HandedBack | None) -> None:
+        if handed_back is None:
+            return
+        group = self._groups.pop(handed_back.group_id)
+        if handed_back.reason == "dropped":
+            self._tally.dropped += 1
+        else:
+            self._tally.all_masked += 1
+        if not handed_back.was_ready:
+            now_s = self.now_s
+            self._free_slots += sum(r.started_s >= 0 and r.started_s + r.length_s > now_s for r in group.rollouts)
+
+    def _take(self) -> None:
+        assert self._meter is not None
+        wait = self._meter.report()
+        self._meter = None
+        self._tally.waits.append(wait)
+        self._tally.look_aheads.append(self.rule.look_ahead)
+        choice = self.rule.take_nowait()
+        self.batches.append((choice.version, tuple((int(g), self._weigh(choice.version, self._groups.pop(g))) for g in choice.group_ids)))
+        for handed_back in choice.handed_back:
+            self._hand_back(handed_back)
+        if self.auto is not None:
+            self.rule.look_ahead = self.auto.batch_taken(self.now_s - self._last_take_s, wait, self._num_spare)
+        self._last_take_s = self.now_s
+        self._is_training = True
+        self._at(self.workload.train_s, "trained")
+
+    def _weigh(self, version: int, group: _Group) -> int:
+        """Count ages and masked tokens of a group in batch `version`; return its oldest version."""
+        oldest = min(rollout.oldest for rollout in group.rollouts)
+        age, min_version = version - oldest, version - self.max_staleness
+        self._tally.num_late += age > self.max_staleness and not self.masks
+        self._tally.ages.append(min(age, self.max_staleness) if self.masks else age)
+        for rollout in group.rollouts:
+            self._tally.tokens += rollout.length_s
+            if self.masks and rollout.oldest < min_version:
+                self._tally.masked += min(rollout.length_s, self._served_at_s[min_version] - rollout.started_s)
+        return oldest
+
+    def _train_done(self) -> None:
+        self._trained += 1
+        self._is_training = False
+        self._num_spare = (self.rule.num_ready - self.rule.num_groups) // self.rule.num_groups
+        self._meter = WaitMeter(self.now_s, self.rule.waits_for)
+        self._publish()
+
+    def _publish(self) -> None:
+        if not self._is_publishing and self._trained > self.rule.served:
+            self._is_publishing = True
+            if self.workload.publish_s:
+                self._at(self.workload.publish_s, "published", self._trained)
+            else:
+                self._publish_done(self._trained)
+
+    def _publish_done(self, version: int) -> None:
+        self._is_publishing = False
+        self._served_at_s += [self.now_s] * (version - self.rule.served)
+        self.rule.set_served_nowait(version)
+        self._publish()
+
+    def _outcome(self) -> Outcome:
+        tally, num_batches = self._tally, self.rule.num_batches
+        return Outcome(
+            batches_per_s=num_batches / self.now_s,
+            idle_fraction=1 - num_batches * self.workload.train_s / self.now_s,
+            age_mean=sum(tally.ages) / len(tally.ages),
+            age_max=max(tally.ages),
+            late_fraction=tally.num_late / len(tally.ages),
+            masked_fraction=tally.masked / tally.tokens,
+            num_dropped=tally.dropped,
+            num_all_masked=tally.all_masked,
+            num_failed=tally.failed,
+            look_ahead_mean=sum(tally.look_aheads) / num_batches,
+            wait=WaitReport(*(sum(getattr(wait, name) for wait in tally.waits) for name in ("generation_s", "stragglers_s", "publishing_s"))),
+        )

@@ -1,0 +1,122 @@
+"""The live panel, as a function of what was reported so far. Fits 80 columns. Knows metrics; knows no rooms, no clock."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from rich.console import RenderableType
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from asyncrl.observe.text import duration, sparkline, time_parts
+
+_RECENT = 20
+_COLOURS = {"train": "green", "wait gen": "yellow", "wait stragglers": "red", "wait publish": "magenta", "other": "bright_black"}
+
+
+@dataclass(slots=True)
+class PanelState:
+    """What the panel shows: the last metrics, all rewards, and the last steps for means. Times in seconds of one clock."""
+
+    run_name: str
+    num_steps: int
+    max_staleness: int
+    started_s: float
+    step: int = 0
+    activity: str = "starting"
+    last: Mapping[str, float] = field(default_factory=dict)
+    rewards: list[float] = field(default_factory=list)
+    recent: deque[Mapping[str, float]] = field(default_factory=lambda: deque(maxlen=_RECENT))
+
+    def add_step(self, metrics: Mapping[str, float]) -> None:
+        """Take in one step."""
+        self.step = int(metrics["step"])
+        self.last = metrics
+        self.recent.append(metrics)
+        if "reward/mean" in metrics:
+            self.rewards.append(metrics["reward/mean"])
+
+    def recent_total(self, name: str) -> float:
+        """Sum of a metric over the last steps."""
+        return sum(step.get(name, 0.0) for step in tuple(self.recent))  # a copy: the repainting thread asks too
+
+
+def live_panel(state: PanelState, *, now_s: float) -> RenderableType:
+    """The whole panel at time `now_s`."""
+    rows = Table.grid(padding=(0, 2))
+    rows.add_column(style="bold", width=9, no_wrap=True)
+    rows.add_column(ratio=1, overflow="fold")
+    rows.add_row("progress", _progress(state, now_s))
+    rows.add_row("now", Text(state.activity, overflow="ellipsis", no_wrap=True))
+    if state.last:
+        rows.add_row("reward", _reward(state))
+        rows.add_row("staleness", _staleness(state))
+        rows.add_row("speed", _speed(state))
+        rows.add_row("time", _time(state))
+        rows.add_row("rollouts", _rollouts(state.last))
+    return Panel(rows, title=Text.assemble(("asyncrl ", "bold"), state.run_name), title_align="left", border_style="blue")
+
+
+def _progress(state: PanelState, now_s: float) -> RenderableType:
+    elapsed_s = now_s - state.started_s
+    words = f"{state.step}/{state.num_steps}  {duration(elapsed_s)}"
+    if state.recent and state.step < state.num_steps:
+        step_s = state.recent_total("perf/step_s") / len(state.recent)
+        words += f", {duration(step_s * (state.num_steps - state.step))} to go"
+    line = Table.grid(padding=(0, 1), expand=True)
+    line.add_column(ratio=1)
+    line.add_column(no_wrap=True, justify="right")
+    line.add_row(ProgressBar(total=state.num_steps, completed=state.step), words)
+    return line
+
+
+def _reward(state: PanelState) -> RenderableType:
+    if not state.rewards:
+        return Text("-")
+    line = sparkline(state.rewards, width=32)
+    return Text.assemble((f"{state.rewards[-1]:.3f}  ", "bold"), (line, "cyan"), f"  from {state.rewards[0]:.3f}")
+
+
+def _staleness(state: PanelState) -> RenderableType:
+    mean, largest = state.last.get("sample/staleness_mean"), state.last.get("sample/staleness_max")
+    if mean is None or largest is None:
+        return Text("no token in the loss")
+    text = Text(f"{mean:.1f} on average, {largest:.0f} at most of {state.max_staleness} allowed")
+    if (masked := state.last.get("sample/masked_fraction", 0.0)) > 0:
+        text.append(f", {masked:.1%} of the tokens masked")
+    return text
+
+
+def _speed(state: PanelState) -> RenderableType:
+    seconds = state.recent_total("perf/step_s")
+    if seconds <= 0:
+        return Text("-")
+    tokens = state.recent_total("tokens/trained") / seconds
+    length = state.last.get("sample/length_mean", 0.0)
+    return Text(f"{seconds / len(state.recent):.2f} s a step, {tokens:,.0f} trained tokens/s, {length:.0f} tokens a rollout")
+
+
+def _time(state: PanelState) -> RenderableType:
+    names = ("perf/step_s", "perf/train_s", "perf/wait_generation_s", "perf/wait_stragglers_s", "perf/wait_publishing_s")
+    parts = time_parts({name: state.recent_total(name) for name in names})
+    shown = [(f"{name} {share:.0%}", _COLOURS[name]) for name, share in parts if share >= 0.005]
+    words: list[tuple[str, str] | str] = []
+    for part in shown:
+        words += [", ", part] if words else [part]
+    return Text.assemble(*words)
+
+
+def _rollouts(last: Mapping[str, float]) -> RenderableType:
+    parts = [
+        ("in flight", "inflight"),
+        ("interrupted", "interrupted"),
+        ("retried", "retried"),
+        ("failed", "failed"),
+        ("dropped", "dropped"),
+    ]
+    words = [f"{last[f'rollout/{key}']:.0f} {name}" for name, key in parts if f"rollout/{key}" in last]
+    return Text(", ".join(words) or "-")

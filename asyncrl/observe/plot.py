@@ -1,0 +1,55 @@
+"""Draws the reward of one run against steps and against wall time. Knows metrics; imports matplotlib when it draws."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+PLOT_FILE = "reward.png"
+
+_RAW, _SMOOTH = "#9ecae1", "#08519c"
+
+
+def write_reward_plot(run_dir: Path, steps: Sequence[Mapping[str, float]], *, title: str) -> Path:
+    """Write RUN_DIR/reward.png: reward/mean of each step and its running mean. Returns the path.
+
+    Raises ValueError if no step has a reward.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    shown = [step for step in steps if "reward/mean" in step]
+    if not shown:
+        raise ValueError(f"no step with reward/mean among {len(steps)} steps")
+    rewards = [step["reward/mean"] for step in shown]
+    smooth = running_mean(rewards, window=smoothing_window(len(rewards)))
+    figure = Figure(figsize=(10, 4), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, 2, sharey=True)
+    for panel, axis, label in zip(panels, ("step", "time_s"), ("optimizer step", "wall time in s"), strict=True):
+        across = [step.get(axis, float("nan")) for step in shown]
+        panel.plot(across, rewards, color=_RAW, linewidth=1, label="each step")
+        panel.plot(across, smooth, color=_SMOOTH, linewidth=2, label=f"mean of {smoothing_window(len(rewards))} steps")
+        panel.set_xlabel(label)
+        panel.grid(alpha=0.25)
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("reward/mean")
+    panels[0].legend(loc="lower right", frameon=False)
+    figure.suptitle(title)
+    path = run_dir / PLOT_FILE
+    figure.savefig(path)
+    return path
+
+
+def smoothing_window(num_steps: int) -> int:
+    """Steps that the smoothed line averages: a twentieth of the run, 1 to 25."""
+    return max(1, min(25, num_steps // 20))
+
+
+def running_mean(values: Sequence[float], *, window: int) -> list[float]:
+    """Mean of the last `window` values at each place (of fewer at the start)."""
+    means = []
+    for end in range(1, len(values) + 1):
+        part = values[max(0, end - window) : end]
+        means.append(sum(part) / len(part))
+    return means

@@ -1,0 +1,147 @@
+"""One child process: started on a socket that is already bound, watched, and ended with everything it started."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from asyncrl.errors import ConfigError, RoomError
+from asyncrl.wire import SECRET_ENV, find_fatal
+
+LOG_TAIL_LINES = 12
+
+
+def bind_socket(owner: str, port: int | None) -> socket.socket:
+    """A listening socket on 127.0.0.1, at `port` or any free one. Raises ConfigError if the port is taken."""
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(("127.0.0.1", port or 0))
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"port {port} for {owner} cannot be used: {error.strerror}",
+            rule="each internal server needs a port of its own on 127.0.0.1",
+            way_out="end the program that holds it, choose another port, or leave the port at none (any free one).",
+        ) from error
+    return listener
+
+
+class ChildProcess:
+    """A server of the run in a process of its own. Knows how to start, watch and end it; knows no message of it.
+
+    Life:   created -> start() -> running -> ended, by aclose() or of itself (then watch() raises).
+    Its standard input is a pipe that only we hold: if we die, however, the child reads its end and exits.
+    """
+
+    def __init__(
+        self, name: str, module: str, spec: str, *, run_dir: Path, secret: str, port: int | None = None, env: Mapping[str, str] | None = None
+    ) -> None:
+        self.name, self.module, self._spec = name, module, spec
+        self._spec_path = run_dir / "specs" / f"{name}.json"
+        self.log_path = run_dir / "logs" / f"{name}.log"
+        self._secret, self._port, self._env = secret, port, dict(env or {})
+        self._process: asyncio.subprocess.Process | None = None
+        self.url = ""
+        self.died: RoomError | None = None
+        """Why it ended before we ended it, once note_death() was called."""
+
+    def __repr__(self) -> str:
+        return f"<ChildProcess {self.name} {self.url or 'not started'} exit={self.returncode}>"
+
+    @property
+    def pid(self) -> int | None:
+        """Process id, None before start()."""
+        return self._process.pid if self._process else None
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit code, None while it runs."""
+        return self._process.returncode if self._process else None
+
+    async def start(self) -> None:
+        """Bind the socket and start the process; returns at once (ask its /health to know when it is ready)."""
+        self._spec_path.parent.mkdir(parents=True, exist_ok=True)
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        self._spec_path.write_text(self._spec, encoding="utf-8")
+        with bind_socket(self.name, self._port) as listener, self.log_path.open("ab") as log:
+            self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", self.module, "--spec", str(self._spec_path), "--fd", str(listener.fileno()),
+                stdin=asyncio.subprocess.PIPE, stdout=log, stderr=log, pass_fds=[listener.fileno()],
+                env=os.environ | {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"} | self._env | {SECRET_ENV: self._secret},
+                start_new_session=True,
+            )  # fmt: skip
+
+    async def watch(self) -> None:
+        """Sleep as long as the process lives; raises RoomError, with why it ended, when it does."""
+        await self.wait()
+        raise self.death()
+
+    async def wait(self) -> None:
+        """Sleep as long as the process lives."""
+        assert self._process is not None, "wait() comes after start()"
+        await self._process.wait()
+
+    def note_death(self) -> None:
+        """Keep in `died` why the process ended, if it has ended by now; call it before aclose()."""
+        if self.returncode is not None and self.died is None:
+            self.died = self.death()
+
+    def death(self) -> RoomError:
+        """Why the process ended, from its own last words or its log."""
+        code = self.returncode
+        fatal = find_fatal(self._log())
+        if fatal is not None:
+            return RoomError(self.name, fatal.error, rule=fatal.rule, way_out=fatal.way_out)
+        how = f"was killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exited with code {code}"
+        advice = " (SIGKILL from outside is often the kernel short of memory.)" if code == -signal.SIGKILL else ""
+        return RoomError(
+            self.name,
+            f"process {self.pid} {how} in the middle of the run{advice}; the end of {self.log_path}:\n{self.log_tail()}",
+            way_out=f"read {self.log_path}, mend the cause, and start the run again.",
+        )
+
+    def log_tail(self) -> str:
+        """The last lines of its log, indented."""
+        lines = self._log().splitlines()[-LOG_TAIL_LINES:]
+        return "\n".join(f"    {line}" for line in lines) or "    (empty)"
+
+    def _log(self) -> str:
+        try:
+            return self.log_path.read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return ""
+
+    async def aclose(self, timeout_s: float = 5.0) -> None:
+        """End the process and all that it started: SIGTERM, and after `timeout_s` SIGKILL. Idempotent."""
+        process = self._process
+        if process is None:
+            return
+        if process.returncode is None:
+            _signal_group(process.pid, signal.SIGTERM)
+            try:
+                await asyncio.wait_for(process.wait(), timeout_s)
+            except TimeoutError:
+                pass
+        _signal_group(process.pid, signal.SIGKILL)
+        await process.wait()
+        if process.stdin is not None:
+            process.stdin.close()
+
+    def kill_nowait(self) -> None:
+        """SIGKILL to the process and all that it started, without waiting."""
+        if self._process is not None:
+            _signal_group(self._process.pid, signal.SIGKILL)
+
+
+def _signal_group(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, number)

@@ -1,0 +1,50 @@
+"""Prompts from the Hugging Face `datasets` library: a hub id or a folder. Knows rows and columns; knows no rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from asyncrl.errors import TaskError
+from asyncrl.tasks.rows import Rows
+
+
+def read_dataset(name: str, split: str, settings: Mapping[str, Any]) -> Rows:
+    """The rows of one split; `settings` go to `datasets.load_dataset` as they are (`name` of a subset, `revision`, ...).
+
+    A folder may be one that `save_to_disk` wrote, or one with data files. Raises TaskError if it cannot be read.
+    """
+    import datasets
+
+    shown = f"task.dataset={name}, split {split}"
+    try:
+        if (Path(name) / "state.json").is_file() or (Path(name) / "dataset_dict.json").is_file():
+            found: Any = datasets.load_from_disk(name)
+        else:
+            found = datasets.load_dataset(name, split=split, **settings)
+    except (datasets.exceptions.DatasetsError, OSError, ValueError, TypeError, RuntimeError) as error:
+        raise TaskError(
+            "tasks", f"{shown} cannot be loaded: {type(error).__name__}: {error}",
+            way_out="check the hub id or folder, task.split, the subset (task.args: {name: ...}) and the network.",
+        ) from error
+    if isinstance(found, Mapping):
+        if split not in found:
+            raise TaskError("tasks", f"{shown}: there is no such split", rule=f"it has {', '.join(found)}", way_out="set task.split to one of them.")
+        found = found[split]
+    if len(found) == 0:
+        raise TaskError("tasks", f"{shown} holds no rows", way_out="set task.split to one that has some.")
+    return Rows(found, _Places(shown, len(found)))
+
+
+class _Places:
+    """Names of rows, made when one is asked for."""
+
+    def __init__(self, name: str, length: int) -> None:
+        self.name, self.length = name, length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> str:
+        return f"{self.name}, row {index}"

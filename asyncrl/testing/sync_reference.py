@@ -1,0 +1,86 @@
+"""The plain synchronous RL loop: sample, score, train, load the new weights, again. Knows no buffer, no servers, no HTTP.
+
+It is what a run with max_staleness=0 must equal bit for bit, so it shares no code with the rooms it is compared to:
+every part is handed in, and everything happens one after the other in the order in which it is written here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from asyncrl.types import Batch, Completion, Group, GroupId, Prompt, StepReport, Trajectory, VersionSpan
+
+
+@dataclass(frozen=True, slots=True)
+class SyncParts:
+    """What the loop is made of; plain functions, called one at a time."""
+
+    next_prompt: Callable[[], Prompt]
+    """The next prompt of the feed."""
+    encode: Callable[[Sequence[Mapping[str, str]]], Sequence[int]]
+    """Token ids of a prompt's chat messages."""
+    derive_seed: Callable[[str, int], int]
+    """Seed of one sample, from (prompt_id, sample_index)."""
+    generate: Callable[[Sequence[int], int], Completion]
+    """Sample one completion for (prompt token ids, seed) with the weights that were loaded last."""
+    decode: Callable[[Sequence[int]], str]
+    """Text of a completion's token ids."""
+    score: Callable[[Prompt, str], float]
+    """Reward of a completion's text."""
+    train: Callable[[Batch], StepReport]
+    """One optimizer step."""
+    load_weights: Callable[[int], None]
+    """Copy the trained weights into the generator, as the given policy_version."""
+
+
+@dataclass(frozen=True, slots=True)
+class SyncStep:
+    """One step as it happened: what was trained on (`batch`), and what the trainer said of it."""
+
+    batch: Batch
+    metrics: Mapping[str, float]
+
+    @property
+    def token_ids(self) -> list[tuple[int, ...]]:
+        """Token ids of each trajectory, prompt included, in the order of training."""
+        return [tuple(t.token_ids.tolist()) for group in self.batch.groups for t in group.trajectories]
+
+    @property
+    def rewards(self) -> list[float]:
+        """Reward of each trajectory, in the same order."""
+        return [t.reward for group in self.batch.groups for t in group.trajectories]
+
+
+def sync_reference(parts: SyncParts, *, num_groups: int, group_size: int, num_steps: int) -> Iterator[SyncStep]:
+    """Take `num_steps` optimizer steps, each on `num_groups` prompts with `group_size` samples; yield each step.
+
+    Nothing is retried and nothing is caught: a part that raises ends the loop.
+    """
+    for version in range(num_steps):
+        groups = []
+        for index in range(num_groups):
+            prompt = parts.next_prompt()
+            trajectories = tuple(_sample(parts, prompt, sample_index, version) for sample_index in range(group_size))
+            groups.append(Group(GroupId(version * num_groups + index), prompt, trajectories))
+        batch = Batch(version=version, groups=tuple(groups), min_version=version)
+        report = parts.train(batch)
+        parts.load_weights(report.policy_version)
+        yield SyncStep(batch, report.metrics)
+
+
+def _sample(parts: SyncParts, prompt: Prompt, sample_index: int, version: int) -> Trajectory:
+    prompt_ids = parts.encode(prompt.messages)
+    completion = parts.generate(prompt_ids, parts.derive_seed(prompt.prompt_id, sample_index))
+    num_prompt, num_sampled = len(prompt_ids), len(completion.token_ids)
+    return Trajectory(
+        sample_index=sample_index,
+        token_ids=np.array([*prompt_ids, *completion.token_ids], dtype=np.int32),
+        loss_mask=np.array([False] * num_prompt + [True] * num_sampled),
+        behaviour_logprobs=np.array([0.0] * num_prompt + [*completion.behaviour_logprobs], dtype=np.float32),
+        version_spans=(VersionSpan(num_prompt, num_prompt + num_sampled, version),),
+        reward=parts.score(prompt, parts.decode(completion.token_ids)),
+        is_truncated=completion.finish_reason == "length",
+    )

@@ -1,0 +1,198 @@
+"""An asyncio event loop whose clock jumps to the next timer. For fakes only: it knows no threads, no sockets, no processes.
+
+run_virtual(story())     runs a coroutine; `asyncio.sleep(3600)` takes no time, and the same story always plays the same way
+await all_blocked()      lets everybody else go on until nobody can; no virtual time passes
+DeadlockError            nobody can move and no timer is left: says which task waits in which function
+BusyLoopError            somebody runs for ever without letting the clock go on
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import sysconfig
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn, TypeVar
+
+Result = TypeVar("Result")
+
+_STDLIB = str(Path(sysconfig.get_path("stdlib")).resolve())
+_MAX_NAMED = 20
+
+
+class DeadlockError(Exception):
+    """Nothing can happen any more. `blocked` holds (task name, function it waits in), `now_s` the virtual time."""
+
+    def __init__(self, now_s: float, blocked: list[tuple[str, str]]) -> None:
+        self.now_s, self.blocked = now_s, blocked
+        super().__init__(f"nothing can happen at t={now_s} s: {_sentence(blocked, 'waits')}")
+
+
+class BusyLoopError(Exception):
+    """The clock stands still: `running` holds (task name, function) of all tasks that are not done."""
+
+    def __init__(self, now_s: float, num_rounds: int, running: list[tuple[str, str]]) -> None:
+        self.now_s, self.num_rounds, self.running = now_s, num_rounds, running
+        super().__init__(f"time stands still at t={now_s} s after {num_rounds} rounds of the loop: {_sentence(running, 'is')}")
+
+
+def run_virtual(coro: Coroutine[Any, Any, Result], *, start_s: float = 0.0, max_rounds: int = 200_000) -> Result:
+    """Run `coro` on a virtual clock that starts at `start_s` seconds, and return its result.
+
+    Tasks that are left over are cancelled, and the loop is closed. Raises DeadlockError when nothing can
+    happen any more, BusyLoopError after `max_rounds` rounds of the loop at one instant, and the error of a callback
+    or of a task that nobody awaited, which asyncio would only log.
+    """
+    loop = VirtualTimeLoop(start_s, max_rounds)
+    runner = asyncio.Runner(loop_factory=lambda: loop)
+    try:
+        runner.get_loop()
+        result = runner.run(_named(coro))
+    except BaseException as error:
+        try:
+            runner.close()
+        except (DeadlockError, BusyLoopError) as stubborn:
+            error.add_note(f"And the tasks that were cancelled then did not end: {stubborn}")
+        raise
+    runner.close()
+    if loop.lost_errors:
+        raise loop.lost_errors[0]
+    return result
+
+
+async def all_blocked() -> None:
+    """Return when no other task can move at this instant. No virtual time passes.
+
+    If several tasks wait here, they all go on at once. Raises RuntimeError outside run_virtual.
+    """
+    loop = asyncio.get_running_loop()
+    if not isinstance(loop, VirtualTimeLoop):
+        raise RuntimeError("all_blocked() works on the virtual clock alone; run the test's coroutine with run_virtual(...)")
+    await loop.wait_blocked()
+
+
+class VirtualTimeLoop(asyncio.BaseEventLoop):
+    """The loop behind run_virtual. It is its own selector: where another loop sleeps, this one sets its clock.
+
+    Waits:      tasks sleep in futures and timers as ever. select(), called whenever the loop has run its ready
+                callbacks, wakes those in all_blocked first, else jumps to the next timer, else raises DeadlockError.
+    Invariant:  the clock moves only while nothing is ready, and only to the time of the next timer.
+    """
+
+    def __init__(self, start_s: float, max_rounds: int) -> None:
+        super().__init__()
+        self._selector = self
+        self._max_rounds, self._rounds = max_rounds, 0
+        self._in_all_blocked: list[asyncio.Future[None]] = []
+        self.lost_errors: list[BaseException] = []
+        self.set_exception_handler(lambda _, context: self._keep_error(context))
+        self._set_clock(start_s)
+
+    def __repr__(self) -> str:
+        return f"<VirtualTimeLoop t={self._now_s} s>"
+
+    def time(self) -> float:
+        """Virtual seconds."""
+        return self._now_s
+
+    async def wait_blocked(self) -> None:
+        """Body of all_blocked()."""
+        waiting = self.create_future()
+        self._in_all_blocked.append(waiting)
+        await waiting
+
+    def select(self, timeout: float | None) -> list[Any]:
+        """Called by the loop once a round; `timeout` is 0 if callbacks are ready or due, None if there is no timer."""
+        self._rounds += 1
+        if self._rounds > self._max_rounds:
+            self._rounds = 0
+            raise BusyLoopError(self._now_s, self._max_rounds, _where_tasks_are(self))
+        if timeout is not None and timeout <= 0:
+            return []
+        if self._wake_all_blocked():
+            return []
+        if timeout is None:
+            raise DeadlockError(self._now_s, _where_tasks_are(self))
+        self._set_clock(self._scheduled[0].when())  # type: ignore[attr-defined]
+        return []
+
+    def run_in_executor(self, executor: Any, func: Any, *args: Any) -> NoReturn:  # type: ignore[override]
+        """Refused: a thread knows nothing of the virtual clock."""
+        raise RuntimeError(
+            f"{getattr(func, '__qualname__', func)} would run in a thread; the virtual clock knows no threads, give the test a fake"
+        )
+
+    def _wake_all_blocked(self) -> bool:
+        waiting, self._in_all_blocked = [future for future in self._in_all_blocked if not future.done()], []
+        for future in waiting:
+            future.set_result(None)
+        return bool(waiting)
+
+    def _set_clock(self, now_s: float) -> None:
+        self._now_s, self._rounds = now_s, 0
+        self._clock_resolution = max(1e-9, math.ulp(now_s))  # below one ulp, a timer due now would never be due
+
+    def _keep_error(self, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if isinstance(error, BaseException):
+            self.lost_errors.append(error)
+
+    def _process_events(self, event_list: list[Any]) -> None:
+        """Called by asyncio with what select() returned: never anything."""
+
+    def _write_to_self(self) -> None:
+        """Called by asyncio to wake a sleeping selector; this one never sleeps."""
+
+
+async def _named(coro: Coroutine[Any, Any, Result]) -> Result:
+    task = asyncio.current_task()
+    assert task is not None
+    task.set_name("main")
+    return await coro
+
+
+def _where_tasks_are(loop: asyncio.AbstractEventLoop) -> list[tuple[str, str]]:
+    """(name, function) of every task that is not done, by name, the main task last."""
+    places = [(task.get_name(), _innermost_own_function(task)) for task in asyncio.all_tasks(loop)]
+    return sorted(places, key=lambda place: (place[0] == "main", _natural(place[0])))
+
+
+def _innermost_own_function(task: asyncio.Task[Any]) -> str:
+    """Qualified name of the innermost function on the task's await chain that is not Python's own library.
+
+    A task made of a library function alone (`create_task(queue.get())`) is named by that function.
+    """
+    codes = [frame.f_code for frame in _await_chain(task.get_coro()) if frame.f_code is not _named.__code__]
+    own = [code for code in codes if not code.co_filename.startswith(_STDLIB) or "-packages" in code.co_filename]
+    if not codes:
+        return "its start"
+    return (own[-1] if own else codes[0]).co_qualname.rpartition("<locals>.")[2]
+
+
+def _await_chain(awaitable: Any) -> Iterator[FrameType]:
+    """Frames from a coroutine down to what it waits for, outermost first."""
+    while awaitable is not None:
+        for frame_name, next_name in (("cr_frame", "cr_await"), ("gi_frame", "gi_yieldfrom"), ("ag_frame", "ag_await")):
+            if hasattr(awaitable, frame_name):
+                frame = getattr(awaitable, frame_name)
+                if frame is not None:
+                    yield frame
+                awaitable = getattr(awaitable, next_name)
+                break
+        else:
+            return
+
+
+def _natural(name: str) -> tuple[str, int]:
+    """Sort key under which producer-2 stands before producer-10."""
+    stem = name.rstrip("0123456789")
+    return stem, int(name[len(stem) :] or 0)
+
+
+def _sentence(places: list[tuple[str, str]], verb: str) -> str:
+    named = [f"{name} {verb} in {function}" for name, function in places[:_MAX_NAMED]]
+    if len(places) > _MAX_NAMED:
+        named.append(f"and {len(places) - _MAX_NAMED} tasks more")
+    return ", ".join(named) or "no task is left"

@@ -1,0 +1,100 @@
+"""Turns a TrainerSpec into a model, an optimizer and functions. Knows the spec; knows no batch.
+
+Every failure here is a ConfigError with the way out: it happens before the first step.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from asyncrl.config import TrainerConfig
+from asyncrl.errors import ConfigError
+from asyncrl.trainer.spec import TrainerSpec
+
+STATE_BYTES = 12
+"""Bytes a parameter beside its float32 weight: gradient and two moments of AdamW."""
+
+
+def resolve_device(spec: TrainerSpec) -> tuple[torch.device, torch.dtype]:
+    """The device and the dtype of forward pass and exports that the spec's `auto` stand for."""
+    if spec.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("placement.trainer=cuda, but torch sees no CUDA device", way_out="set placement.trainer to auto or cpu.")
+    is_cuda = spec.device == "cuda" or (spec.device == "auto" and torch.cuda.is_available())
+    dtype = ("bfloat16" if is_cuda else "float32") if spec.dtype == "auto" else spec.dtype
+    return torch.device("cuda" if is_cuda else "cpu"), getattr(torch, dtype)
+
+
+def resolve_function(name: str, key: str) -> Callable[..., Any]:
+    """The function that `module:function` names. `key` is the config key that it came from."""
+    module_name, _, function_name = name.partition(":")
+    try:
+        function = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"{key}={name} cannot be found: {error}",
+            way_out=f"give {key} as a built-in name or module:function, the module importable from where asyncrl was started.",
+        ) from error
+    if not callable(function):
+        raise ConfigError(f"{key}={name} is {type(function).__name__}", rule="it must be a function", way_out=f"name a function in {key}.")
+    return function  # type: ignore[no-any-return]
+
+
+def load_model(spec: TrainerSpec, device: torch.device) -> Any:
+    """The model with float32 master weights, dropout off, all parameters trained."""
+    try:
+        model = AutoModelForCausalLM.from_pretrained(spec.model_path, dtype=torch.float32)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"cannot load the model {spec.model_path}: {_first_line(error)}",
+            rule="model.path is a Hugging Face folder or hub id of a causal language model",
+            way_out="correct model.path; a hub id needs the network or a filled cache.",
+        ) from error
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    _check_memory(num_parameters, device)
+    model.eval()  # dropout would make the trainer's logprobs differ from the engine's; gradients flow all the same
+    return model.to(device).requires_grad_(True)
+
+
+def load_tokenizer(spec: TrainerSpec) -> Any:
+    """The model's tokenizer, with spec.chat_template if there is one. Raises OSError or ValueError if it cannot be read."""
+    tokenizer = AutoTokenizer.from_pretrained(spec.model_path)
+    if spec.chat_template is not None:
+        tokenizer.chat_template = Path(spec.chat_template).read_text(encoding="utf-8")
+    return tokenizer
+
+
+def make_optimizer(model: Any, config: TrainerConfig) -> torch.optim.AdamW:
+    """AdamW, fused; weight decay on matrices alone, not on norms and biases. The learning rate is set before each step."""
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [parameter for parameter in parameters if parameter.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [parameter for parameter in parameters if parameter.ndim < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, fused=True)
+
+
+def _check_memory(num_parameters: int, device: torch.device) -> None:
+    """Refuse what cannot fit before it is allocated. On CUDA the weights themselves are still to be moved."""
+    if device.type == "cuda":
+        needed_bytes, free_bytes = num_parameters * (STATE_BYTES + 4), torch.cuda.mem_get_info(device)[0]
+    else:
+        needed_bytes, free_bytes = num_parameters * STATE_BYTES, psutil.virtual_memory().available
+    if needed_bytes > free_bytes:
+        raise ConfigError(
+            f"the trainer needs {needed_bytes / 2**30:.1f} GiB for gradients and optimizer state of {num_parameters / 1e6:.0f} M parameters, "
+            f"and {free_bytes / 2**30:.1f} GiB are free on {device.type}",
+            rule=f"{STATE_BYTES} bytes a parameter beside the float32 weights, activations not counted",
+            way_out="take a smaller model, or a machine with more memory.",
+        )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

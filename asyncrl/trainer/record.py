@@ -1,0 +1,63 @@
+"""The trained record: one JSON line a step, enough to check the staleness bound with nothing else. Knows no torch.
+
+A line holds `version` (the batch turned it into version + 1), `min_version`, `loss`, `num_loss_tokens`, and for each
+trajectory its ids, reward, `num_tokens`, `num_loss_tokens`, `tokens_sha` (first 16 hex digits of the sha256 of its int32
+token ids) and `spans`: [start, end, version] of the tokens that carried loss, positions counted from the first prompt token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from asyncrl.wire import BatchArrays, BatchHeader
+
+
+def trained_line(
+    header: BatchHeader, arrays: BatchArrays, has_loss: npt.NDArray[np.bool_], loss: float, weights_digest: str | None
+) -> dict[str, Any]:
+    """The record of one step. `has_loss` bool [N]: what carried loss, masks applied."""
+    trajectories = []
+    for entry in header.trajectories:
+        part = slice(entry.start, entry.end)
+        trajectories.append(
+            {
+                "group_id": entry.group_id,
+                "prompt_id": entry.prompt_id,
+                "sample_index": entry.sample_index,
+                "reward": entry.reward,
+                "num_tokens": entry.end - entry.start,
+                "num_loss_tokens": int(has_loss[part].sum()),
+                "tokens_sha": hashlib.sha256(np.ascontiguousarray(arrays.token_ids[part], dtype="<i4").tobytes()).hexdigest()[:16],
+                "spans": loss_spans(has_loss[part], arrays.versions[part]),
+            }
+        )
+    line = {
+        "version": header.version,
+        "min_version": header.min_version,
+        "loss": loss,
+        "num_loss_tokens": int(has_loss.sum()),
+        "trajectories": trajectories,
+    }
+    return line if weights_digest is None else {**line, "weights_digest": weights_digest}
+
+
+def loss_spans(has_loss: npt.NDArray[np.bool_], versions: npt.NDArray[np.int32]) -> list[list[int]]:
+    """[start, end, version] of each run of neighbours that carry loss and have one version."""
+    label = np.where(has_loss, versions, -1)
+    edges = np.flatnonzero(np.diff(label)) + 1
+    starts = np.concatenate([[0], edges])
+    ends = np.concatenate([edges, [len(label)]])
+    return [[int(start), int(end), int(label[start])] for start, end in zip(starts, ends, strict=True) if label[start] >= 0]
+
+
+def append_line(path: Path, line: dict[str, Any]) -> None:
+    """Append and flush; the line is in the file when this returns."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")

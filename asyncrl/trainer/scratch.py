@@ -1,0 +1,133 @@
+"""Makes a Hugging Face folder from model.scratch: random weights and a character-level tokenizer. Knows no run.
+
+`python -m asyncrl.trainer.scratch --spec FILE`, so that the controller need not import torch. The same spec
+gives the same bytes. A character outside the alphabet becomes the one token <unk> when it is encoded, which
+decodes to nothing when special tokens are left out: choose an alphabet that holds every prompt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers.trainer_utils import set_seed
+
+from asyncrl.config import ScratchConfig
+from asyncrl.serving import fail
+
+PAD, UNK, END = "<pad>", "<unk>", "<|im_end|>"
+ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
+SPECIAL_TOKENS = (PAD, UNK, END, *ROLES)
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|im_end|>' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+class ScratchSpec(BaseModel):
+    """What to make and where: `out` must not exist yet. dtype auto and float32 are the same here."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    out: Path
+    seed: int
+    scratch: ScratchConfig
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+
+
+def make_character_tokenizer(characters: str) -> Any:
+    """A fast tokenizer with one token a character, after SPECIAL_TOKENS, in the order given.
+
+    Decoding gives the exact text back: no spaces are added or cleaned up. Raises ValueError if a character is
+    there twice.
+    """
+    twice = sorted({character for character in characters if characters.count(character) > 1})
+    if twice:
+        raise ValueError(f"model.scratch.characters holds {twice} more than once; name each character once")
+    vocabulary = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *characters))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNK))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        unk_token=UNK,
+        eos_token=END,
+        additional_special_tokens=list(ROLES),
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def make_random_model(architecture: Mapping[str, Any], tokenizer: Any, seed: int, dtype: str = "float32") -> Any:
+    """A causal language model with weights drawn from `seed`; vocab_size and token ids come from the tokenizer.
+
+    Raises ValueError if `architecture` has no model_type, or names a key that its transformers config does not know.
+    """
+    known = dict(architecture)
+    model_type = known.pop("model_type", None)
+    if model_type is None:
+        raise ValueError("model.scratch.architecture has no model_type; give one, like qwen3")
+    filled = {
+        "vocab_size": len(tokenizer),
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": None,
+    }
+    unknown = sorted(set(known) - set(AutoConfig.for_model(model_type).to_dict()))
+    if unknown:
+        raise ValueError(f"model.scratch.architecture has keys that a {model_type} config does not know: {', '.join(unknown)}")
+    config = AutoConfig.for_model(model_type, **{**known, **filled})
+    set_seed(seed)
+    model = AutoModelForCausalLM.from_config(config).to(getattr(torch, dtype))
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    return model
+
+
+def make_scratch_model(spec: ScratchSpec) -> None:
+    """Write model, tokenizer and chat template to spec.out, all at once: never half a folder.
+
+    Raises ValueError for a spec that makes no model, FileExistsError if `out` is there already.
+    """
+    if spec.out.exists():
+        raise FileExistsError(f"{spec.out} exists already")
+    tokenizer = make_character_tokenizer(spec.scratch.characters)
+    dtype = "float32" if spec.dtype == "auto" else spec.dtype
+    model = make_random_model(spec.scratch.architecture, tokenizer, spec.seed, dtype)
+    spec.out.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = spec.out.with_name(f".{spec.out.name}.{os.getpid()}")
+    try:
+        model.save_pretrained(unfinished)
+        tokenizer.save_pretrained(unfinished)
+        unfinished.rename(spec.out)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def main() -> None:
+    """The command: make the folder, or end with a fatal line that names the key to correct."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--spec", required=True)
+    text = Path(parser.parse_args().spec).read_text(encoding="utf-8")
+    try:
+        make_scratch_model(ScratchSpec.model_validate_json(text))
+    except (ValidationError, ValueError, TypeError, KeyError) as error:
+        fail(f"cannot make a model from model.scratch: {error}", way_out="correct model.scratch in the config; architecture takes the keys of a transformers config.")
+    except OSError as error:
+        fail(f"cannot write the scratch model: {error}", way_out="give a run directory that is new and writable.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,229 @@
+"""Attention over the slot cache, called from inside any Hugging Face model. Knows tensors; knows no request, no HTTP.
+
+A call of the model has one row a token, whatever sequence the token belongs to: input_ids is [1, R]. Everything
+but attention works on rows alone; attention finds out from the `Pass` in force which slot a row belongs to.
+
+Bits. On CPU a float32 row comes out with the same bits whatever stands beside it, and decoding a token gives the
+same bits as prefilling it (so that a resumed request goes on exactly), because:
+- each matrix product has at least 4 rows: below that MKL takes another kernel, with another order of summation;
+- the product with V is summed in blocks of CONTRACTION positions: above 192 MKL splits the sum by its length;
+- a masked probability is exactly 0 and every value in the cache is finite, so what lies beyond a sequence's end adds 0.
+`canary.check_determinism` checks it at start, on the machine at hand.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+
+NAME = "asyncrl_slots"
+LENGTH_STEP = 64
+"""Attention runs over a multiple of this many positions."""
+CONTRACTION = 128
+"""Positions summed in one matrix product with V."""
+MIN_ROWS = 4
+"""Rows of the smallest matrix product of attention."""
+QUERY_CHUNK = 256
+"""Query rows of one sequence that attention takes at once; bounds the score matrix."""
+
+
+class UnsupportedAttentionError(Exception):
+    """The model's attention is of a kind that the slot cache does not reproduce."""
+
+
+def padded_length(length: int) -> int:
+    """`length` rounded up to LENGTH_STEP."""
+    return -(-length // LENGTH_STEP) * LENGTH_STEP
+
+
+@dataclass(slots=True)
+class SlotCache:
+    """Keys and values: [layers, slots, kv_heads, positions, head_dim] each; positions is a multiple of LENGTH_STEP."""
+
+    keys: Tensor
+    values: Tensor
+
+    @classmethod
+    def allocate(cls, shape: CacheShape, slots: int, max_length: int, dtype: torch.dtype, device: torch.device) -> SlotCache:
+        """A cache of zeros: what was never written must be finite, since it is multiplied by a probability of 0."""
+        size = (shape.num_layers, slots, shape.kv_heads, padded_length(max_length), shape.head_dim)
+        return cls(torch.zeros(size, dtype=dtype, device=device), torch.zeros(size, dtype=dtype, device=device))
+
+    def copy_slot(self, source: int, target: int, length: int) -> None:
+        """Copy the first `length` positions of one slot to another."""
+        self.keys[:, target, :, :length] = self.keys[:, source, :, :length]
+        self.values[:, target, :, :length] = self.values[:, source, :, :length]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """Sizes of a model's keys and values."""
+
+    num_layers: int
+    kv_heads: int
+    head_dim: int
+
+    def bytes_per_token(self, itemsize: int) -> int:
+        """Bytes of the keys and values of one token."""
+        return 2 * self.num_layers * self.kv_heads * self.head_dim * itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillItem:
+    """Positions [start, end) of the sequence in `slot` are rows [row, row + end - start) of the call."""
+
+    slot: int
+    start: int
+    end: int
+    row: int
+
+
+@dataclass(slots=True)
+class DecodePass:
+    """Row i of the call is the newest token of the sequence in slot i, for all n running ones."""
+
+    cache: SlotCache
+    num_rows: int
+    length: int
+    """Positions looked at, a multiple of LENGTH_STEP."""
+    invalid: Tensor
+    """bool [n, 1, 1, length]: true beyond the row's own position."""
+    flat_index: Tensor
+    """int64 [n * kv_heads]: row of the flattened cache [slots * kv_heads * positions] that gets the new key."""
+    is_exact: bool
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        """[1, heads, R, d] queries and [1, kv_heads, R, d] keys and values in, [1, R, heads, d] out."""
+        n, kv_heads, head_dim = self.num_rows, key.shape[1], key.shape[3]
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        keys.view(-1, head_dim).index_copy_(0, self.flat_index, key[0].transpose(0, 1)[:n].reshape(-1, head_dim))
+        values.view(-1, head_dim).index_copy_(0, self.flat_index, value[0].transpose(0, 1)[:n].reshape(-1, head_dim))
+        rows, heads = query.shape[2], query.shape[1]
+        repeat = heads // kv_heads
+        queries = (query[0].transpose(0, 1)[:n] * scaling).reshape(n, kv_heads, repeat, head_dim)
+        if self.is_exact and repeat < MIN_ROWS:
+            queries = torch.nn.functional.pad(queries, (0, 0, 0, MIN_ROWS - repeat))
+        scores = torch.matmul(queries, keys[:n, :, : self.length].transpose(2, 3)).masked_fill_(self.invalid, float("-inf"))
+        mixed = mix_values(_softmax(scores), values[:n, :, : self.length], self.is_exact)[:, :, :repeat]
+        output = query.new_zeros(1, rows, heads, head_dim)
+        output[0, :n] = mixed.reshape(n, heads, head_dim)
+        return output
+
+
+@dataclass(slots=True)
+class PrefillPass:
+    """The rows of the call are stretches of sequences, one after the other; rows after the last are padding."""
+
+    cache: SlotCache
+    items: list[PrefillItem]
+    is_exact: bool
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        """[1, heads, R, d] queries and [1, kv_heads, R, d] keys and values in, [1, R, heads, d] out."""
+        rows, heads = query.shape[2], query.shape[1]
+        output = query.new_zeros(1, rows, heads, query.shape[3])
+        for item in self.items:
+            end_row = item.row + item.end - item.start
+            keys, values = self.cache.keys[layer, item.slot], self.cache.values[layer, item.slot]
+            keys[:, item.start : item.end] = key[0, :, item.row : end_row]
+            values[:, item.start : item.end] = value[0, :, item.row : end_row]
+            for offset in range(0, item.end - item.start, QUERY_CHUNK):
+                first = item.row + offset
+                last = min(first + QUERY_CHUNK, end_row)
+                output[0, first:last] = self._attend_one(query[0, :, first:last] * scaling, keys, values, item.start + offset)
+        return output
+
+    def _attend_one(self, query: Tensor, keys: Tensor, values: Tensor, start: int) -> Tensor:
+        """Causal attention of `query` [heads, T, d], its first row at position `start`; returns [T, heads, d]."""
+        heads, tokens, head_dim = query.shape
+        kv_heads = keys.shape[0]
+        rows = max(tokens, MIN_ROWS) if self.is_exact else tokens
+        if rows > tokens:
+            query = torch.nn.functional.pad(query, (0, 0, 0, rows - tokens))
+        length = padded_length(start + tokens)
+        grouped = query.reshape(kv_heads, -1, head_dim)
+        scores = torch.matmul(grouped, keys[:, :length].transpose(1, 2)).view(kv_heads, -1, rows, length)
+        positions = torch.arange(start, start + rows, device=query.device)
+        scores.masked_fill_(torch.arange(length, device=query.device) > positions[:, None], float("-inf"))
+        mixed = mix_values(_softmax(scores).view(kv_heads, -1, length), values[:, :length], self.is_exact)
+        return mixed.view(heads, rows, head_dim)[:, :tokens].transpose(0, 1)
+
+
+@dataclass(slots=True)
+class ProbePass:
+    """Looks at what the model asks for: fills `shapes` by layer and attends to nothing."""
+
+    shapes: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        """Record kv_heads and head_dim."""
+        if key.shape != value.shape or query.shape[3] != key.shape[3] or query.shape[1] % key.shape[1]:
+            raise UnsupportedAttentionError(
+                f"layer {layer} has queries {tuple(query.shape)}, keys {tuple(key.shape)} and values {tuple(value.shape)}"
+            )
+        self.shapes[layer] = (key.shape[1], key.shape[3])
+        return query.new_zeros(1, query.shape[2], query.shape[1], query.shape[3])
+
+
+_local = threading.local()
+
+
+class in_force:  # noqa: N801  read as a statement: `with in_force(pass_, max_length):`
+    """Makes `pass_` the one that the model's attention layers of this thread use."""
+
+    def __init__(self, pass_: DecodePass | PrefillPass | ProbePass, max_length: int) -> None:
+        self.pass_, self.max_length = pass_, max_length
+
+    def __enter__(self) -> None:
+        _local.pass_, _local.max_length = self.pass_, self.max_length
+
+    def __exit__(self, *_: object) -> None:
+        _local.pass_ = None
+
+
+def mix_values(probabilities: Tensor, values: Tensor, is_exact: bool) -> Tensor:
+    """probabilities [..., rows, length] times values [..., length, d], summed block after block if `is_exact`."""
+    length = values.shape[-2]
+    if not is_exact or length <= CONTRACTION:
+        return torch.matmul(probabilities, values)
+    mixed = torch.matmul(probabilities[..., :CONTRACTION], values[..., :CONTRACTION, :])
+    for start in range(CONTRACTION, length, CONTRACTION):
+        end = min(start + CONTRACTION, length)
+        mixed += torch.matmul(probabilities[..., start:end], values[..., start:end, :])
+    return mixed
+
+
+def _softmax(scores: Tensor) -> Tensor:
+    return torch.softmax(scores, dim=-1, dtype=torch.float32).to(scores.dtype)
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls in every attention layer. Refuses what it would get wrong."""
+    layer = getattr(module, "layer_idx", None)
+    if layer is None:
+        raise UnsupportedAttentionError(f"{type(module).__name__} has no layer_idx")
+    window = kwargs.get("sliding_window")
+    if window is not None and window < _local.max_length:
+        raise UnsupportedAttentionError(f"layer {layer} has a sliding window of {window}, below max_length {_local.max_length}")
+    for name in ("softcap", "s_aux", "position_bias"):
+        if kwargs.get(name) is not None:
+            raise UnsupportedAttentionError(f"layer {layer} asks for {name}")
+    return _local.pass_.attend(layer, query, key, value, query.shape[3] ** -0.5 if scaling is None else scaling), None
+
+
+# No mask function is registered under this name, so transformers builds no mask (masking_utils._preprocess_mask_arguments).
+AttentionInterface.register(NAME, _attention)

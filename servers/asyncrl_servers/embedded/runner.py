@@ -1,0 +1,165 @@
+"""Forward passes of the model over slots: prefill, decode, and the prompts it remembers. Knows no request, no sampling."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from asyncrl_servers.embedded.attention import DecodePass, PrefillItem, PrefillPass, SlotCache, in_force, padded_length
+from asyncrl_servers.embedded.model import LoadedModel
+
+PREFILL_ROWS = 1024
+"""Most tokens in one prefill call; a longer prompt takes several."""
+EXACT_ROWS = 16
+"""Exact calls have a multiple of this many rows: the size from which a row of a float32 product keeps its bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Remembered:
+    """A prefilled prompt of T tokens: keys and values [layers, kv_heads, T, head_dim], logits_V after its last token."""
+
+    keys: Tensor
+    values: Tensor
+    logits_V: Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory it takes."""
+        return self.keys.nbytes + self.values.nbytes + self.logits_V.nbytes
+
+
+class PromptCache:
+    """The prompts used last, at most `max_bytes`. Must be cleared at every weight swap: it never outlives its weights."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes, self.num_bytes = max_bytes, 0
+        self._entries: OrderedDict[tuple[int, ...], Remembered] = OrderedDict()
+
+    def get(self, prompt_ids: tuple[int, ...]) -> Remembered | None:
+        """The entry of exactly this prompt."""
+        entry = self._entries.get(prompt_ids)
+        if entry is not None:
+            self._entries.move_to_end(prompt_ids)
+        return entry
+
+    def put(self, prompt_ids: tuple[int, ...], entry: Remembered) -> None:
+        """Remember it, and forget what was not used for longest until all fit."""
+        if entry.num_bytes > self.max_bytes or prompt_ids in self._entries:
+            return
+        self._entries[prompt_ids] = entry
+        self.num_bytes += entry.num_bytes
+        while self.num_bytes > self.max_bytes:
+            self.num_bytes -= self._entries.popitem(last=False)[1].num_bytes
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._entries.clear()
+        self.num_bytes = 0
+
+
+class Runner:
+    """Runs the model over a slot cache. One thread owns it.
+
+    Sequences stand in slots 0..n-1 without a gap (the caller sees to it), so that decoding reads a plain view.
+    """
+
+    def __init__(self, loaded: LoadedModel, slots: int, max_length: int, *, is_exact: bool, prompt_cache_bytes: int) -> None:
+        self.loaded, self.max_length, self.is_exact = loaded, max_length, is_exact
+        self.cache = SlotCache.allocate(loaded.shape, slots, max_length, loaded.dtype, loaded.device)
+        self.prompts = PromptCache(prompt_cache_bytes)
+        self.num_prefilled = 0
+        """Sequences prefilled so far: a group of n that shares its prompt counts once."""
+        kv_heads, positions = self.cache.keys.shape[2], self.cache.keys.shape[3]
+        self._head_rows = torch.arange(slots * kv_heads, device=loaded.device) * positions
+        self._kv_heads = kv_heads
+        self._positions = torch.arange(positions, device=loaded.device)
+
+    def prefill(self, jobs: Sequence[tuple[int, Sequence[int]]]) -> Tensor:
+        """Fill slots with sequences, each (slot, token ids); returns the logits after each last token, [jobs, V]."""
+        self.num_prefilled += len(jobs)
+        results: list[Tensor] = []
+        items: list[PrefillItem] = []
+        ids: list[int] = []
+        for slot, sequence in jobs:
+            start = 0
+            while start < len(sequence):
+                end = min(len(sequence), start + PREFILL_ROWS - len(ids))
+                items.append(PrefillItem(slot, start, end, len(ids)))
+                ids.extend(sequence[start:end])
+                if len(ids) == PREFILL_ROWS:
+                    results.append(self._prefill_call(items, ids, jobs))
+                    items, ids = [], []
+                start = end
+        if items:
+            results.append(self._prefill_call(items, ids, jobs))
+        return torch.cat(results) if len(results) > 1 else results[0]
+
+    def _prefill_call(self, items: list[PrefillItem], ids: list[int], jobs: Sequence[tuple[int, Sequence[int]]]) -> Tensor:
+        """Logits [K, V] after the K sequences that end in this call."""
+        lengths = {slot: len(sequence) for slot, sequence in jobs}
+        ends = [item.row + item.end - item.start - 1 for item in items if item.end == lengths[item.slot]]
+        rows = self._num_rows(len(ids))
+        positions = np.zeros(rows, dtype=np.int64)
+        for item in items:
+            positions[item.row : item.row + item.end - item.start] = np.arange(item.start, item.end)
+        keep = np.zeros(self._num_rows(len(ends)) if ends else 1, dtype=np.int64)
+        keep[: len(ends)] = ends
+        padded = np.zeros(rows, dtype=np.int64)
+        padded[: len(ids)] = ids
+        with in_force(PrefillPass(self.cache, items, self.is_exact), self.max_length):
+            logits = self._forward(padded, positions, torch.from_numpy(keep).to(self.loaded.device))
+        return logits[: len(ends)]
+
+    def decode(self, last_ids: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> Tensor:
+        """One step of the sequences in slots 0..n-1: logits [n, V] after `last_ids` [n], token number `lengths` - 1 of each."""
+        n = len(last_ids)
+        rows = self._num_rows(n)
+        packed = np.zeros((2, rows), dtype=np.int64)
+        packed[0, :n] = last_ids
+        packed[1, :n] = lengths - 1
+        packed_2R = torch.from_numpy(packed).to(self.loaded.device)
+        length = padded_length(int(lengths.max()))
+        positions_n = packed_2R[1, :n]
+        invalid = (self._positions[:length] > positions_n[:, None])[:, None, None, :]
+        flat_index = (self._head_rows[: n * self._kv_heads].view(n, -1) + positions_n[:, None]).view(-1)
+        with in_force(DecodePass(self.cache, n, length, invalid, flat_index, self.is_exact), self.max_length):
+            return self._call(packed_2R[0], packed_2R[1], 0)[:n]
+
+    def remember(self, slot: int, prompt_ids: tuple[int, ...], logits_V: Tensor) -> None:
+        """Keep a prefilled prompt for requests to come."""
+        length = len(prompt_ids)
+        keys, values = self.cache.keys[:, slot, :, :length], self.cache.values[:, slot, :, :length]
+        if keys.nbytes + values.nbytes + logits_V.nbytes <= self.prompts.max_bytes:
+            self.prompts.put(prompt_ids, Remembered(keys.clone(), values.clone(), logits_V.clone()))
+
+    def recall(self, slot: int, prompt_ids: tuple[int, ...]) -> Tensor | None:
+        """Fill a slot with a remembered prompt and return the logits_V after it; None if it is not remembered."""
+        entry = self.prompts.get(prompt_ids)
+        if entry is None:
+            return None
+        self.cache.keys[:, slot, :, : len(prompt_ids)] = entry.keys
+        self.cache.values[:, slot, :, : len(prompt_ids)] = entry.values
+        return entry.logits_V
+
+    def _num_rows(self, needed: int) -> int:
+        if not self.is_exact:
+            return needed
+        return -(-(needed + self.loaded.spare_rows) // EXACT_ROWS) * EXACT_ROWS
+
+    def _forward(self, ids: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], keep: Tensor) -> Tensor:
+        device = self.loaded.device
+        return self._call(torch.from_numpy(ids).to(device), torch.from_numpy(positions).to(device), keep)
+
+    def _call(self, ids_R: Tensor, positions_R: Tensor, keep: Tensor | int) -> Tensor:
+        """Logits of the rows `keep` (0 = all), [rows, V]."""
+        output = self.loaded.model(
+            input_ids=ids_R[None], position_ids=positions_R[None], use_cache=False, logits_to_keep=keep, return_dict=True
+        )
+        logits: Tensor = output.logits[0]
+        return logits

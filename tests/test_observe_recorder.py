@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from asyncrl.observe.recorder import Recorder
+
+
+def lines(run_dir: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_each_step_is_one_line_that_is_on_disk_at_once(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, tensorboard=False)
+    recorder.record_step({"step": 1, "reward/mean": np.float32(0.5), "tokens/trained": np.int64(12)})
+    assert lines(tmp_path) == [{"step": 1, "reward/mean": 0.5, "tokens/trained": 12}]
+    recorder.record_step({"step": 2, "reward/mean": 1.0})
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2]
+    recorder.close()
+    recorder.close()
+
+
+def test_a_metric_that_is_no_number_is_left_out_and_named(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, tensorboard=False)
+    recorder.record_step({"step": 1, "policy/loss": math.nan, "policy/ess": math.inf, "reward/mean": 0.25})
+    recorder.close()
+    assert lines(tmp_path) == [{"step": 1, "reward/mean": 0.25, "not_finite": ["policy/loss", "policy/ess"]}]
+
+
+def test_metrics_without_a_step_are_refused(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, tensorboard=False)
+    with pytest.raises(ValueError, match="without 'step'"):
+        recorder.record_step({"reward/mean": 0.5})
+    recorder.close()
+
+
+def test_a_half_line_of_a_killed_process_spoils_no_other_line(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2, "rew')
+    recorder = Recorder(tmp_path, tensorboard=False)
+    recorder.record_step({"step": 2})
+    recorder.close()
+    assert (tmp_path / "metrics.jsonl").read_text().splitlines() == ['{"step": 1}', '{"step": 2, "rew', '{"step": 2}']
+
+
+def test_status_is_replaced_as_a_whole_and_says_which_process_wrote_it(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, tensorboard=False)
+    recorder.write_status({"state": "starting", "step": 0, "oldest": math.nan})
+    recorder.write_status({"state": "running", "step": 3, "rooms": {"buffer": {"ready": 2}}})
+    recorder.close()
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert (status["state"], status["step"], status["rooms"]) == ("running", 3, {"buffer": {"ready": 2}})
+    assert status["pid"] == os.getpid()
+    assert "oldest" not in status
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "status.json"]
+
+
+def test_tensorboard_reads_back_what_was_recorded(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    recorder = Recorder(tmp_path)
+    for step in range(1, 4):
+        recorder.record_step({"step": step, "reward/mean": step / 4, "policy/loss": math.nan})
+    recorder.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert events.Tags()["scalars"] == ["reward/mean"]
+    assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5), (3, 0.75)]
+
+
+def test_observe_never_imports_torch_not_even_when_it_writes(tmp_path: Path) -> None:
+    script = """
+import sys, pkgutil, importlib, asyncrl.observe
+from pathlib import Path
+for module in pkgutil.iter_modules(asyncrl.observe.__path__):
+    importlib.import_module("asyncrl.observe." + module.name)
+heavy = {"torch", "transformers", "datasets", "matplotlib", "tensorboard"} & set(sys.modules)
+assert not heavy, heavy
+from asyncrl.observe.recorder import Recorder
+from asyncrl.observe.plot import write_reward_plot
+steps = [{"step": n, "time_s": float(n), "reward/mean": 0.1 * n} for n in range(1, 4)]
+recorder = Recorder(sys.argv[1])
+for step in steps:
+    recorder.record_step(step)
+recorder.close()
+write_reward_plot(Path(sys.argv[1]), steps, title="t")
+assert "torch" not in sys.modules and "tensorflow" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import numpy as np
+
+from asyncrl.observe.step_metrics import batch_metrics
+from asyncrl.types import Batch, Group, GroupId, Prompt, Trajectory, VersionSpan
+
+
+def trajectory(reward: float, *spans: tuple[int, int, int], truncated: bool = False, interruptions: int = 0) -> Trajectory:
+    end = max(span[1] for span in spans)
+    mask = np.zeros(end, dtype=np.bool_)
+    for start, stop, _ in spans:
+        mask[start:stop] = True
+    return Trajectory(
+        sample_index=0,
+        token_ids=np.arange(end, dtype=np.int32),
+        loss_mask=mask,
+        behaviour_logprobs=np.zeros(end, dtype=np.float32),
+        version_spans=tuple(VersionSpan(*span) for span in spans),
+        reward=reward,
+        is_truncated=truncated,
+        num_interruptions=interruptions,
+    )
+
+
+def batch_of(*trajectories: Trajectory, version: int = 7, min_version: int = 4, mask_older: bool = False) -> Batch:
+    groups = tuple(Group(GroupId(i), Prompt(str(i), ()), (t,)) for i, t in enumerate(trajectories))
+    return Batch(version, groups, min_version, mask_older)
+
+
+def test_a_batch_is_measured_over_its_trajectories() -> None:
+    metrics = batch_metrics(batch_of(trajectory(0.0, (2, 4, 5), (4, 5, 6), truncated=True, interruptions=1), trajectory(1.0, (2, 3, 7))))
+    assert metrics == {
+        "reward/mean": 0.5,
+        "reward/std": 0.5,
+        "sample/staleness_mean": 1.0,
+        "sample/staleness_max": 2,
+        "sample/length_mean": 2.0,
+        "sample/truncated_fraction": 0.5,
+        "sample/masked_fraction": 0.0,
+        "sample/interrupted_fraction": 0.5,
+        "tokens/trained": 4,
+    }
+
+
+def test_masked_tokens_count_for_the_length_but_not_for_the_staleness() -> None:
+    metrics = batch_metrics(batch_of(trajectory(1.0, (2, 5, 3), (5, 6, 5)), mask_older=True))
+    assert metrics["sample/staleness_max"] == 2
+    assert metrics["sample/masked_fraction"] == 0.75
+    assert metrics["sample/length_mean"] == 4.0
+    assert metrics["tokens/trained"] == 1
+
+
+def test_a_token_below_the_bound_in_a_batch_that_masks_nothing_is_not_hidden() -> None:
+    assert batch_metrics(batch_of(trajectory(1.0, (2, 5, 3), (5, 6, 5))))["sample/staleness_max"] == 4
+
+
+def test_without_any_token_in_the_loss_no_staleness_is_claimed() -> None:
+    metrics = batch_metrics(batch_of(trajectory(1.0, (2, 5, 3)), mask_older=True))
+    assert "sample/staleness_max" not in metrics
+    assert metrics["sample/masked_fraction"] == 1.0

@@ -1,0 +1,99 @@
+"""The plain loop against a little bandit whose every draw can be computed by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncrl.testing.sync_reference import SyncParts, SyncStep, sync_reference
+from asyncrl.types import Batch, Completion, Prompt, StepReport, VersionSpan
+
+
+class Bandit:
+    """Samples `weight + seed % 7`, once or twice; training adds the mean reward to the weight."""
+
+    def __init__(self) -> None:
+        self.trained_weight, self.served_weight, self.served_version = 0, 0, 0
+        self.num_prompts = 0
+        self.calls: list[str] = []
+
+    def next_prompt(self) -> Prompt:
+        self.num_prompts += 1
+        return Prompt(prompt_id=f"e0-{self.num_prompts}", messages=({"role": "user", "content": "ab"},), answer=3)
+
+    def generate(self, prompt_ids: Sequence[int], seed: int) -> Completion:
+        self.calls.append(f"generate v{self.served_version}")
+        tokens = (self.served_weight + seed % 7,) * (1 + seed % 2)
+        spans = (VersionSpan(0, len(tokens), self.served_version),)
+        return Completion(tokens, (-0.5,) * len(tokens), spans, "length" if seed % 2 else "stop")
+
+    def train(self, batch: Batch) -> StepReport:
+        self.calls.append(f"train v{batch.version}")
+        self.trained_weight += len(batch.groups)
+        return StepReport(batch.version + 1, {"policy/loss": float(self.trained_weight)})
+
+    def load_weights(self, version: int) -> None:
+        self.calls.append(f"load v{version}")
+        self.served_weight, self.served_version = self.trained_weight, version
+
+    def parts(self, score: Callable[[Prompt, str], float]) -> SyncParts:
+        return SyncParts(
+            next_prompt=self.next_prompt,
+            encode=lambda messages: [ord(letter) for letter in messages[0]["content"]],
+            derive_seed=lambda prompt_id, sample_index: int(prompt_id[3:]) * 10 + sample_index,
+            generate=self.generate,
+            decode=lambda ids: ",".join(map(str, ids)),
+            score=score,
+            train=self.train,
+            load_weights=self.load_weights,
+        )
+
+
+def play(num_steps: int = 2, **changes: Any) -> tuple[Bandit, list[SyncStep]]:
+    bandit = Bandit()
+    parts = bandit.parts(lambda prompt, text: float(text.split(",")[0]) - prompt.answer)
+    for name, value in changes.items():
+        object.__setattr__(parts, name, value)
+    return bandit, list(sync_reference(parts, num_groups=2, group_size=2, num_steps=num_steps))
+
+
+def test_every_step_samples_with_the_weights_of_the_step_before() -> None:
+    bandit, steps = play()
+    assert bandit.calls == [*["generate v0"] * 4, "train v0", "load v1", *["generate v1"] * 4, "train v1", "load v2"]
+    first = [(97, 98, 10 % 7), (97, 98, 11 % 7, 11 % 7), (97, 98, 20 % 7), (97, 98, 21 % 7, 21 % 7)]
+    assert steps[0].token_ids == first
+    assert steps[1].token_ids[0] == (97, 98, 2 + 30 % 7)
+    assert steps[1].rewards[0] == 2 + 30 % 7 - 3
+    assert [step.metrics["policy/loss"] for step in steps] == [2.0, 4.0]
+
+
+def test_a_batch_is_what_the_trainer_of_a_real_run_would_be_given() -> None:
+    _, steps = play()
+    batch = steps[1].batch
+    assert (batch.version, batch.min_version, batch.mask_older) == (1, 1, False)
+    assert [group.group_id for group in batch.groups] == [2, 3]
+    trajectory = batch.groups[0].trajectories[1]
+    assert trajectory.token_ids.dtype == np.int32
+    assert trajectory.behaviour_logprobs.dtype == np.float32
+    assert trajectory.loss_mask.tolist() == [False, False, True, True]
+    assert trajectory.behaviour_logprobs.tolist() == [0.0, 0.0, -0.5, -0.5]
+    assert trajectory.version_spans == (VersionSpan(2, 4, 1),)
+    assert trajectory.is_truncated
+    assert trajectory.sample_index == 1
+
+
+def test_one_changed_seed_changes_the_tokens() -> None:
+    _, steps = play()
+    _, changed = play(derive_seed=lambda prompt_id, sample_index: int(prompt_id[3:]) * 10 + sample_index + 1)
+    assert steps[0].token_ids != changed[0].token_ids
+
+
+def test_a_reward_function_that_raises_ends_the_loop() -> None:
+    def broken(prompt: Prompt, text: str) -> float:
+        raise ZeroDivisionError("no reward")
+
+    with pytest.raises(ZeroDivisionError):
+        play(score=broken)

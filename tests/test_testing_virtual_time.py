@@ -1,0 +1,278 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+
+from asyncrl.testing.virtual_time import BusyLoopError, DeadlockError, all_blocked, run_virtual
+
+
+class Door:
+    def __init__(self) -> None:
+        self.opened = asyncio.Event()
+
+    async def wait_open(self) -> None:
+        await self.opened.wait()
+
+
+def test_a_long_sleep_takes_no_real_time_and_all_of_its_virtual_time() -> None:
+    async def story() -> float:
+        loop = asyncio.get_running_loop()
+        await asyncio.sleep(1e6)
+        return loop.time()
+
+    before = time.monotonic()
+    assert run_virtual(story()) == 1e6
+    assert time.monotonic() - before < 1e5
+
+
+def test_timers_fire_in_order_of_their_time_not_of_their_making() -> None:
+    async def story() -> list[tuple[float, float]]:
+        seen: list[tuple[float, float]] = []
+
+        async def wake_after(delay_s: float) -> None:
+            await asyncio.sleep(delay_s)
+            seen.append((delay_s, asyncio.get_running_loop().time()))
+
+        async with asyncio.TaskGroup() as tasks:
+            for delay_s in (3.0, 0.5, 86400.0 * 3, 1.0, 0.0):
+                tasks.create_task(wake_after(delay_s))
+        return seen
+
+    assert run_virtual(story(), start_s=10.0) == [(0.0, 10.0), (0.5, 10.5), (1.0, 11.0), (3.0, 13.0), (259200.0, 259210.0)]
+
+
+def test_the_clock_works_where_one_float_step_is_above_a_nanosecond() -> None:
+    async def story() -> float:
+        await asyncio.sleep(1e-7)
+        await asyncio.sleep(0.25)
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(story(), start_s=1e12) == 1e12 + 0.25
+
+
+def test_a_deadlock_names_each_task_and_the_function_it_waits_in() -> None:
+    async def story() -> None:
+        door = Door()
+        await asyncio.sleep(42)
+        async with asyncio.TaskGroup() as tasks:
+            for number in (10, 2, 1):
+                tasks.create_task(door.wait_open(), name=f"producer-{number}")
+
+    expected = (
+        r"nothing can happen at t=42\.0 s: producer-1 waits in Door\.wait_open, producer-2 waits in Door\.wait_open, "
+        r"producer-10 waits in Door\.wait_open, main waits in story$"
+    )
+    with pytest.raises(DeadlockError, match=expected) as caught:
+        run_virtual(story())
+    assert caught.value.blocked[0] == ("producer-1", "Door.wait_open")
+    assert caught.value.now_s == 42.0
+
+
+def test_a_deadlock_among_very_many_tasks_stays_readable() -> None:
+    async def story() -> None:
+        door = Door()
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(500):
+                tasks.create_task(door.wait_open(), name=f"waiter-{number}")
+
+    with pytest.raises(DeadlockError, match="and 481 tasks more$"):
+        run_virtual(story())
+
+
+def test_a_cancelled_timer_does_not_hide_a_deadlock() -> None:
+    async def story() -> None:
+        asyncio.get_running_loop().call_later(5, print).cancel()
+        await Door().wait_open()
+
+    with pytest.raises(DeadlockError, match=r"t=0\.0 s: main waits in Door\.wait_open"):
+        run_virtual(story())
+
+
+def test_a_timeout_ends_a_wait_at_its_virtual_time() -> None:
+    async def story() -> float:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(600):
+                await Door().wait_open()
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(story()) == 600.0
+
+
+def test_all_blocked_returns_when_nobody_else_can_move_and_no_time_has_passed() -> None:
+    async def story() -> None:
+        steps: list[int] = []
+        door = Door()
+
+        async def walk() -> None:
+            for step in range(50):
+                steps.append(step)
+                await asyncio.sleep(0)
+            await door.wait_open()
+            steps.append(50)
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(walk())
+            tasks.create_task(asyncio.sleep(9))
+            await all_blocked()
+            assert steps == list(range(50))
+            assert asyncio.get_running_loop().time() == 0.0
+            door.opened.set()
+            await all_blocked()
+            assert steps[-1] == 50
+        assert asyncio.get_running_loop().time() == 9.0
+
+    run_virtual(story())
+
+
+def test_all_blocked_lets_timers_that_are_due_run_first() -> None:
+    async def story() -> None:
+        seen: list[str] = []
+        loop = asyncio.get_running_loop()
+        loop.call_later(0, seen.append, "due now")
+        loop.call_at(loop.time(), seen.append, "due now too")
+        loop.call_later(1e-6, seen.append, "later")
+        await all_blocked()
+        assert sorted(seen) == ["due now", "due now too"]
+
+    run_virtual(story())
+
+
+def test_all_blocked_with_nobody_else_returns() -> None:
+    run_virtual(all_blocked())
+
+
+def test_all_blocked_outside_the_virtual_clock_says_how_to_run_it() -> None:
+    with pytest.raises(RuntimeError, match="run_virtual"):
+        asyncio.run(all_blocked())
+
+
+def test_a_task_cancelled_in_all_blocked_leaves_nothing_behind() -> None:
+    async def story() -> None:
+        waiting = asyncio.create_task(all_blocked())
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await all_blocked()
+        assert waiting.cancelled()
+
+    run_virtual(story())
+
+
+def test_a_task_that_never_lets_the_clock_go_on_is_an_error() -> None:
+    async def spin() -> None:
+        while True:  # noqa: ASYNC110  the loop under test
+            await asyncio.sleep(0)
+
+    async def story() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(spin(), name="spinner")
+
+    with pytest.raises(BusyLoopError, match=r"time stands still at t=0\.0 s after 500 rounds of the loop: spinner is in .*spin"):
+        run_virtual(story(), max_rounds=500)
+
+
+def test_rounds_are_counted_for_each_instant_alone() -> None:
+    async def story() -> None:
+        for _ in range(100):
+            for _ in range(20):
+                await asyncio.sleep(0)
+            await asyncio.sleep(1)
+
+    run_virtual(story(), max_rounds=50)
+
+
+def test_left_over_tasks_are_cancelled_and_may_clean_up() -> None:
+    cleaned: list[str] = []
+
+    async def linger() -> None:
+        try:
+            await Door().wait_open()
+        finally:
+            await asyncio.sleep(5)
+            cleaned.append("linger")
+
+    async def story() -> str:
+        story.task = asyncio.create_task(linger())  # type: ignore[attr-defined]
+        await all_blocked()
+        return "done"
+
+    assert run_virtual(story()) == "done"
+    assert cleaned == ["linger"]
+
+
+def test_a_task_that_does_not_end_when_cancelled_is_told_beside_the_first_error() -> None:
+    async def stubborn() -> None:
+        while True:
+            with contextlib.suppress(asyncio.CancelledError):
+                await Door().wait_open()
+
+    async def story() -> None:
+        story.task = asyncio.create_task(stubborn(), name="stubborn")  # type: ignore[attr-defined]
+        await asyncio.sleep(1)
+        raise KeyError("first")
+
+    with pytest.raises(KeyError, match="first") as caught:
+        run_virtual(story())
+    assert "stubborn waits in Door.wait_open" in caught.value.__notes__[0]
+
+
+def test_the_first_failure_of_a_task_group_cancels_its_siblings_and_is_raised() -> None:
+    async def fail_later() -> None:
+        await asyncio.sleep(3)
+        raise ValueError("broken room")
+
+    async def story() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(Door().wait_open())
+            tasks.create_task(fail_later())
+
+    with pytest.raises(ExceptionGroup) as caught:
+        run_virtual(story())
+    assert [str(error) for error in caught.value.exceptions] == ["broken room"]
+
+
+def test_an_error_in_a_callback_is_raised_and_not_only_logged() -> None:
+    async def story() -> None:
+        asyncio.get_running_loop().call_later(1, {}.pop, "missing")
+        await asyncio.sleep(2)
+
+    with pytest.raises(KeyError, match="missing"):
+        run_virtual(story())
+
+
+def test_a_thread_is_refused_with_the_reason() -> None:
+    async def story() -> None:
+        await asyncio.to_thread(time.monotonic)
+
+    with pytest.raises(RuntimeError, match="knows no threads"):
+        run_virtual(story())
+
+
+def test_a_wait_inside_an_async_generator_is_named_by_its_user() -> None:
+    async def numbers() -> AsyncIterator[int]:
+        yield 1
+        await Door().wait_open()
+
+    async def use_numbers() -> None:
+        async for _ in numbers():
+            pass
+
+    async def story() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(use_numbers(), name="user")
+
+    with pytest.raises(DeadlockError, match="user waits in "):
+        run_virtual(story())
+
+
+def test_a_task_of_a_library_function_alone_is_named_by_that_function() -> None:
+    async def story() -> None:
+        queue: asyncio.Queue[int] = asyncio.Queue()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(queue.get(), name="getter")
+
+    with pytest.raises(DeadlockError, match=r"getter waits in Queue\.get, main waits in story"):
+        run_virtual(story())
