@@ -47,9 +47,7 @@ class Caller:
         """POST a message (JSON) or bytes (octet-stream); raises CallRefused or CallLost."""
         return await self._call("POST", path, body, answer, timeout_s)
 
-    async def _call(
-        self, method: str, path: str, body: BaseModel | bytes | None, answer: type[Answer], timeout_s: float | None
-    ) -> Answer:
+    async def _call(self, method: str, path: str, body: BaseModel | bytes | None, answer: type[Answer], timeout_s: float | None) -> Answer:
         data = body.model_dump_json().encode() if isinstance(body, BaseModel) else body
         kind = "application/octet-stream" if isinstance(body, bytes) else "application/json"
         try:

@@ -23,7 +23,9 @@ app = typer.Typer(
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file, e.g. configs/quickstart.yaml.", show_default=False)]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Settings that replace those of the file, e.g. buffer.max_staleness=4.", show_default=False),
+    typer.Argument(
+        metavar="[KEY=VALUE]...", help="Settings that replace those of the file, e.g. buffer.max_staleness=4.", show_default=False
+    ),
 ]
 RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Directory of a run.", show_default=False)]
 

@@ -41,7 +41,7 @@ from asyncrl.wiring import CLOSE_TIMEOUT_S, Rooms, close_within, open_rooms
 logger = logging.getLogger("asyncrl.job")
 
 STATUS_PERIOD_S = 1.0
-HEARTBEAT_PERIOD_S = 5.0
+HEARTBEAT_PERIOD_S = 1.0
 SAVE_TIMEOUT_S = 120.0
 
 

@@ -17,6 +17,7 @@ from asyncrl.observe.step_metrics import batch_metrics
 from asyncrl.observe.text import duration
 from asyncrl.observe.verdict import judge
 from asyncrl.types import Batch, StepReport
+from asyncrl.wire import EngineHealth
 from asyncrl.wiring import Rooms
 
 
@@ -139,6 +140,7 @@ class Reporter:
             "perf/publish_pause_s": publisher.pause_s,
             "perf/tokens_per_s": metrics["tokens/trained"] / step_s if step_s > 0 else 0.0,
             "publish/skipped": publisher.skipped,
+            "engine/decode_s": sum(server.health.decode_s for server in rooms.servers if isinstance(server.health, EngineHealth)),
             "buffer/ready": buffer.ready,
             "buffer/running": buffer.running,
             "buffer/look_ahead": buffer.look_ahead,

@@ -98,7 +98,11 @@ def serve(app: FastAPI, fd: int) -> None:
     """Serve on the inherited socket until SIGTERM. Returns after a clean shutdown."""
     secret = os.environ.get(SECRET_ENV)
     if not secret:
-        fail(f"environment variable {SECRET_ENV} is not set", rule="internal servers ask for the run's secret", way_out="start it through asyncrl.")
+        fail(
+            f"environment variable {SECRET_ENV} is not set",
+            rule="internal servers ask for the run's secret",
+            way_out="start it through asyncrl.",
+        )
     config = uvicorn.Config(
         _BearerOnly(app, secret),
         fd=fd,

@@ -23,17 +23,18 @@ START_TIMEOUT_S = 300.0
 ENGINE_MODULES = {"embedded": "asyncrl_servers.embedded", "simulated": "asyncrl_servers.simulated"}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Server:
-    """A child process and the caller that speaks to it."""
+    """A child process and the caller that speaks to it; `health` is its last answer to /health."""
 
     child: ChildProcess
     caller: Caller
+    health: EngineHealth | TrainerHealth | None = None
 
     async def check_alive(self, timeout_s: float) -> None:
         """Ask /health. Raises RoomError if the process does not answer within `timeout_s`."""
         try:
-            await self.caller.get("/health", health_type(self.child.name), timeout_s=timeout_s)
+            self.health = await self.caller.get("/health", health_type(self.child.name), timeout_s=timeout_s)
         except (CallLost, CallRefused) as error:
             raise RoomError(
                 self.child.name, f"process {self.child.pid} does not answer: {error}",
@@ -69,7 +70,9 @@ async def make_model_folder(config: RunConfig, run_dir: Path) -> Path:
         text = output.decode(errors="replace")
         fatal = find_fatal(text)
         what = fatal.error if fatal else f"exit code {process.returncode}: {text[-500:]}"
-        raise ConfigError(f"model.scratch cannot be made: {what}", way_out=(fatal and fatal.way_out) or "correct model.scratch.architecture.")
+        raise ConfigError(
+            f"model.scratch cannot be made: {what}", way_out=(fatal and fatal.way_out) or "correct model.scratch.architecture."
+        )
     return folder
 
 

@@ -22,9 +22,9 @@ from asyncrl.producers.rollout import RolloutRunner
 from asyncrl.producers.single_turn import SingleTurn
 from asyncrl.producers.tokenizer import HFChatTokenizer
 from asyncrl.publisher.publisher import Publisher
+from asyncrl.tasks.build import build_task
 from asyncrl.tasks.feed import Feed
-from asyncrl.tasks.load import load_task
-from asyncrl.tasks.scorer import make_scorer
+from asyncrl.tasks.scorer import TaskScorer
 from asyncrl.trainer.client import TrainerClient
 from asyncrl.types import Group, GroupId
 
@@ -70,9 +70,9 @@ async def open_rooms(config: RunConfig, run_dir: Path, stack: AsyncExitStack, *,
     for folder in clear_stale_staging():
         logger.info("removed %s, which a run that was killed had left", folder)
     tell("reading the task")
-    task = await asyncio.to_thread(load_task, config.task, seed=config.seed)
+    task = await asyncio.to_thread(build_task, config.task, config.seed)
     feed = Feed(task, seed=config.seed, shuffle=config.task.shuffle, system_prompt=config.task.system_prompt)
-    scorer = make_scorer(config.task, task, seed=config.seed)
+    scorer = TaskScorer(task, config.task, seed=config.seed)
     closes("rewards", scorer.aclose)
     tell("making the model" if config.model.scratch else "finding the model")
     model_path = await startup.make_model_folder(config, run_dir)
@@ -91,7 +91,7 @@ async def open_rooms(config: RunConfig, run_dir: Path, stack: AsyncExitStack, *,
 
 
 def _wire(
-    config: RunConfig, servers: tuple[startup.Server, ...], feed: Feed, scorer: object, tokenizer: HFChatTokenizer, spawn: Spawn
+    config: RunConfig, servers: tuple[startup.Server, ...], feed: Feed, scorer: TaskScorer, tokenizer: HFChatTokenizer, spawn: Spawn
 ) -> Rooms:
     rollout, trainer_config = config.rollout, config.trainer
     trainer = TrainerClient(servers[0].caller)
@@ -101,9 +101,7 @@ def _wire(
     def handed_back(group_id: GroupId, group: Group | None, reason: str) -> None:
         producers.handed_back(group_id, group, reason)
 
-    buffer = Buffer(
-        config.buffer, num_groups=trainer_config.num_groups, num_batches=trainer_config.num_steps, on_handed_back=handed_back
-    )
+    buffer = Buffer(config.buffer, num_groups=trainer_config.num_groups, num_batches=trainer_config.num_steps, on_handed_back=handed_back)
     generator = SingleTurn(
         engines, tokenizer, scorer, run_seed=config.seed, max_tokens=rollout.max_tokens,
         max_prompt_tokens=rollout.max_prompt_tokens, temperature=rollout.temperature, stop=tuple(config.generator.stop),

@@ -39,6 +39,7 @@ def test_a_batch_is_measured_over_its_trajectories() -> None:
         "sample/truncated_fraction": 0.5,
         "sample/masked_fraction": 0.0,
         "sample/interrupted_fraction": 0.5,
+        "tokens/sampled": 4,
         "tokens/trained": 4,
     }
 

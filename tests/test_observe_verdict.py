@@ -83,7 +83,7 @@ def test_small_waits_are_balanced_and_unnamed_time_is_other() -> None:
 
 
 def test_what_masking_and_dropping_did_is_said_with_their_alternatives() -> None:
-    busy = steps(train_s=0.95, tokens__trained=90, sample__masked_fraction=0.1, rollout__dropped=3)
+    busy = steps(train_s=0.95, tokens__trained=90, tokens__sampled=100, rollout__dropped=3)
     masked = judge(busy, config(buffer={"max_staleness": 2, "on_overdue": "mask"}))
     assert "on_overdue=mask took the gradient of 10.0% of the tokens; 3 groups were generated again" in words(masked)
     numbers = OverdueNumbers(masked_fraction=0.02, num_masked_groups=7, num_groups=160)

@@ -24,7 +24,10 @@ class Bandit:
         self.num_prompts += 1
         return Prompt(prompt_id=f"e0-{self.num_prompts}", messages=({"role": "user", "content": "ab"},), answer=3)
 
-    def generate(self, prompt_ids: Sequence[int], seed: int) -> Completion:
+    def generate(self, requests: Sequence[tuple[Sequence[int], int]]) -> list[Completion]:
+        return [self.sample(seed) for _, seed in requests]
+
+    def sample(self, seed: int) -> Completion:
         self.calls.append(f"generate v{self.served_version}")
         tokens = (self.served_weight + seed % 7,) * (1 + seed % 2)
         spans = (VersionSpan(0, len(tokens), self.served_version),)

@@ -29,7 +29,7 @@ def grpo(reward_B: Tensor, group_B: Tensor) -> Tensor:
     centred_B = reward_B - mean_G[group_B]
     std_G = (torch.zeros_like(count_G).index_add(0, group_B, centred_B.square()) / count_G).sqrt()
     # Equal rewards can have a mean that rounds to another number: ask for equality itself, not for std = 0.
-    lowest_G = torch.full_like(count_G, torch.inf).index_reduce(0, group_B, reward_B, "amin")
-    highest_G = torch.full_like(count_G, -torch.inf).index_reduce(0, group_B, reward_B, "amax")
+    lowest_G = torch.full_like(count_G, torch.inf).scatter_reduce(0, group_B, reward_B, "amin")
+    highest_G = torch.full_like(count_G, -torch.inf).scatter_reduce(0, group_B, reward_B, "amax")
     is_equal_B = (lowest_G == highest_G)[group_B]
     return torch.where(is_equal_B, torch.zeros_like(centred_B), centred_B / (std_G[group_B] + EPSILON))

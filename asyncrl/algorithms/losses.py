@@ -100,7 +100,8 @@ def _check(current_BT: Tensor, proximal_BT: Tensor, behaviour_BT: Tensor, advant
         expected = torch.bool if name == "mask_BT" else torch.float32
         if tensor.shape != current_BT.shape or tensor.dtype != expected:
             raise ValueError(
-                f"{name} is {tensor.dtype} {tuple(tensor.shape)}, but must be {expected} of the shape of current_BT, {tuple(current_BT.shape)}"
+                f"{name} is {tensor.dtype} {tuple(tensor.shape)}, but must be {expected} "
+                f"of the shape of current_BT, {tuple(current_BT.shape)}"
             )
 
 

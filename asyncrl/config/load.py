@@ -41,14 +41,17 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the config {path}: {error}", way_out="give the path of a YAML file, e.g. configs/quickstart.yaml.") from error
+        raise ConfigError(
+            f"cannot read the config {path}: {error}", way_out="give the path of a YAML file, e.g. configs/quickstart.yaml."
+        ) from error
     try:
         values = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not YAML: {error}", way_out="correct the line that the message names.") from error
     if not isinstance(values, dict):
         raise ConfigError(
-            f"{path} holds {type(values).__name__}, not sections", rule="a config is a YAML mapping (model:, task:, ...)",
+            f"{path} holds {type(values).__name__}, not sections",
+            rule="a config is a YAML mapping (model:, task:, ...)",
             way_out="start from configs/quickstart.yaml.",
         )
     return values
@@ -65,7 +68,9 @@ def _apply(values: dict[str, Any], override: str) -> None:
         if target is None:
             break
     if not isinstance(target, dict):
-        raise ConfigError(f"override {override!r}: {'.'.join(sections)} is not a section", way_out="give a key of a section, like trainer.num_steps=10.")
+        raise ConfigError(
+            f"override {override!r}: {'.'.join(sections)} is not a section", way_out="give a key of a section, like trainer.num_steps=10."
+        )
     try:
         target[name] = None if text == "none" else yaml.safe_load(text)
     except yaml.YAMLError as error:

@@ -42,7 +42,9 @@ class RolloutConfig(FrozenConfig):
     @model_validator(mode="after")
     def _a_port_each(self) -> Self:
         if self.ports is not None and len(self.ports) != self.num_engines:
-            raise ValueError(f"rollout.ports names {len(self.ports)} ports for rollout.num_engines={self.num_engines}; give one port an engine, or none")
+            raise ValueError(
+                f"rollout.ports names {len(self.ports)} ports for rollout.num_engines={self.num_engines}; give one port an engine, or none"
+            )
         return self
 
 

@@ -65,9 +65,9 @@ class TaskConfig(FrozenConfig):
     """System message before every prompt (none = no system message)."""
     shuffle: bool = True
     """Seeded shuffle, another one each epoch (false = file order)."""
-    reward_pool: Literal["inline", "thread", "process"] = "thread"
+    reward_pool: Literal["auto", "inline", "thread", "process"] = "auto"
     """Where the reward function runs: inline on the event loop (fast pure functions only), in threads, or in
-    processes, which alone can be ended when they hang."""
+    processes, which alone can be ended when they hang (auto = process for `math`, thread for all else)."""
     reward_workers: int = Field(default=4, ge=1)
     """Rewards computed at once in `thread` and `process`."""
     reward_timeout_s: float = Field(default=30.0, gt=0)
@@ -75,11 +75,7 @@ class TaskConfig(FrozenConfig):
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
-        sources = {
-            name: value
-            for name in ("python", "files", "dataset", "reasoning_gym")
-            if (value := getattr(self, name)) is not None
-        }
+        sources = {name: value for name in ("python", "files", "dataset", "reasoning_gym") if (value := getattr(self, name)) is not None}
         if len(sources) != 1:
             given = ", ".join(sources) or "none of them"
             raise ValueError(f"give exactly one of python, files, dataset, reasoning_gym (given: {given})")

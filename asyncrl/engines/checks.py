@@ -18,9 +18,9 @@ def check_segment(name: str, request: GenerateRequest, answer: GenerateResponse,
     `oldest` is the version that server `name` had confirmed when the request was sent, `newest` the last one
     that it was offered: no token may carry a version outside [oldest, newest].
     """
-    for fault in (_wrong_counts(request, answer), _wrong_values(answer), _wrong_spans(answer.version_spans, len(answer.token_ids))):
-        if fault:
-            raise _error(name, request, *fault)
+    fault = _wrong_counts(request, answer) or _wrong_values(answer) or _wrong_spans(answer.version_spans, len(answer.token_ids))
+    if fault:
+        raise _error(name, request, *fault)
     for span in answer.version_spans:
         if not oldest <= span.version <= newest:
             raise _error(

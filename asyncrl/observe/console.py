@@ -11,7 +11,7 @@ from rich.console import RenderableType
 from rich.live import Live
 from rich.markup import escape
 
-from asyncrl.observe.live_panel import PanelState, live_panel
+from asyncrl.observe.live_panel import PanelState, live_panel, steps_done
 from asyncrl.observe.text import time_parts
 
 Kind = Literal["auto", "live", "plain", "none"]
@@ -33,7 +33,7 @@ class Console:
         self._live: Live | None = None
 
     def __repr__(self) -> str:
-        return f"<Console {self.kind}, step {self._state.step}>"
+        return f"<Console {self.kind}, step {self._state.steps_done}>"
 
     def __enter__(self) -> Console:
         self.start()
@@ -88,7 +88,7 @@ def plain_line(metrics: Mapping[str, float], *, num_steps: int, max_staleness: i
     From a wait of 10 % on, the largest part of it is named.
     """
     width = len(str(num_steps))
-    parts = [f"step {int(metrics['step']):>{width}}/{num_steps}"]
+    parts = [f"step {steps_done(metrics):>{width}}/{num_steps}"]
     if (reward := metrics.get("reward/mean")) is not None:
         parts.append(f"reward {reward:.3f}")
     if (age := metrics.get("sample/staleness_mean")) is not None:

@@ -26,7 +26,7 @@ class PanelState:
     num_steps: int
     max_staleness: int
     started_s: float
-    step: int = 0
+    steps_done: int = 0
     activity: str = "starting"
     last: Mapping[str, float] = field(default_factory=dict)
     rewards: list[float] = field(default_factory=list)
@@ -34,7 +34,7 @@ class PanelState:
 
     def add_step(self, metrics: Mapping[str, float]) -> None:
         """Take in one step."""
-        self.step = int(metrics["step"])
+        self.steps_done = steps_done(metrics)
         self.last = metrics
         self.recent.append(metrics)
         if "reward/mean" in metrics:
@@ -43,6 +43,11 @@ class PanelState:
     def recent_total(self, name: str) -> float:
         """Sum of a metric over the last steps."""
         return sum(step.get(name, 0.0) for step in tuple(self.recent))  # a copy: the repainting thread asks too
+
+
+def steps_done(metrics: Mapping[str, float]) -> int:
+    """Optimizer steps taken once this one is: its number `step` counts from 0."""
+    return int(metrics["step"]) + 1
 
 
 def live_panel(state: PanelState, *, now_s: float) -> RenderableType:
@@ -63,14 +68,14 @@ def live_panel(state: PanelState, *, now_s: float) -> RenderableType:
 
 def _progress(state: PanelState, now_s: float) -> RenderableType:
     elapsed_s = now_s - state.started_s
-    words = f"{state.step}/{state.num_steps}  {duration(elapsed_s)}"
-    if state.recent and state.step < state.num_steps:
+    words = f"{state.steps_done}/{state.num_steps}  {duration(elapsed_s)}"
+    if state.recent and state.steps_done < state.num_steps:
         step_s = state.recent_total("perf/step_s") / len(state.recent)
-        words += f", {duration(step_s * (state.num_steps - state.step))} to go"
+        words += f", {duration(step_s * (state.num_steps - state.steps_done))} to go"
     line = Table.grid(padding=(0, 1), expand=True)
     line.add_column(ratio=1)
     line.add_column(no_wrap=True, justify="right")
-    line.add_row(ProgressBar(total=state.num_steps, completed=state.step), words)
+    line.add_row(ProgressBar(total=state.num_steps, completed=state.steps_done), words)
     return line
 
 

@@ -29,7 +29,7 @@ def write_reward_plot(run_dir: Path, steps: Sequence[Mapping[str, float]], *, ti
     for panel, axis, label in zip(panels, ("step", "time_s"), ("optimizer step", "wall time in s"), strict=True):
         across = [step.get(axis, float("nan")) for step in shown]
         panel.plot(across, rewards, color=_RAW, linewidth=1, label="each step")
-        panel.plot(across, smooth, color=_SMOOTH, linewidth=2, label=f"mean of {smoothing_window(len(rewards))} steps")
+        panel.plot(across, smooth, color=_SMOOTH, linewidth=2, label=f"mean of the last {smoothing_window(len(rewards))} steps")
         panel.set_xlabel(label)
         panel.grid(alpha=0.25)
         panel.spines[["top", "right"]].set_visible(False)

@@ -50,7 +50,7 @@ class Recorder:
             self._tensorboard.add(finite)
 
     def write_status(self, status: Mapping[str, Any]) -> None:
-        """Replace status.json. `status["state"]` is starting, running, done, failed or interrupted; the rest is free.
+        """Replace status.json. `status["state"]` is starting, running, done, failed or interrupted, and `why` says why; the rest is free.
 
         Adds the process (pid and its start time, for a pid is used again) and `updated_s` (seconds since the epoch).
         """

@@ -62,10 +62,7 @@ def time_shares(steps: Steps) -> TimeShares:
 
 def overdue_from_steps(steps: Steps, config: RunConfig) -> OverdueNumbers:
     """The overdue numbers as far as step metrics tell them."""
-    sampled = sum(
-        step["tokens/trained"] / (1 - step["sample/masked_fraction"]) for step in steps if masked(step) < 1 and "tokens/trained" in step
-    )
-    trained = sum(step["tokens/trained"] for step in steps if masked(step) < 1 and "tokens/trained" in step)
+    sampled, trained = total(steps, "tokens/sampled"), total(steps, "tokens/trained")
     return OverdueNumbers(
         straggler_s=total(steps, "perf/wait_stragglers_s"),
         num_straggler_waits=sum(step.get("perf/wait_stragglers_s", 0.0) > 0 for step in steps),
@@ -73,11 +70,6 @@ def overdue_from_steps(steps: Steps, config: RunConfig) -> OverdueNumbers:
         num_handed_back=int(steps[-1].get("rollout/dropped", 0)),  # a counter of the whole run
         num_groups=len(steps) * config.trainer.num_groups,
     )
-
-
-def masked(step: Mapping[str, float]) -> float:
-    """Share of the step's sampled tokens that were masked."""
-    return step.get("sample/masked_fraction", 0.0)
 
 
 def total(steps: Steps, name: str) -> float:

@@ -17,7 +17,7 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
     sample/truncated_fraction          trajectories that ran into rollout.max_tokens
     sample/masked_fraction             sampled tokens that get loss weight 0 because of their age
     sample/interrupted_fraction        trajectories that at least one weight swap interrupted
-    tokens/trained                     tokens with a loss weight
+    tokens/sampled, tokens/trained     sampled tokens, and those of them with a loss weight
     """
     trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
     rewards = [trajectory.reward for trajectory in trajectories]
@@ -32,6 +32,7 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
         "sample/truncated_fraction": fmean(trajectory.is_truncated for trajectory in trajectories),
         "sample/masked_fraction": 1 - num_trained / num_sampled if num_sampled else 0.0,
         "sample/interrupted_fraction": fmean(trajectory.num_interruptions > 0 for trajectory in trajectories),
+        "tokens/sampled": num_sampled,
         "tokens/trained": num_trained,
     }
     if ages:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -34,6 +35,11 @@ class Verdict:
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
         return asdict(self)
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> Verdict:
+        """The inverse of as_dict."""
+        return cls(**{**plain, "shares": TimeShares(**plain["shares"]), "sentences": tuple(plain["sentences"])})
 
 
 def judge(steps: Steps, config: RunConfig, overdue: OverdueNumbers | None = None) -> Verdict:

@@ -42,7 +42,15 @@ class ChildProcess:
     """
 
     def __init__(
-        self, name: str, module: str, spec: str, *, run_dir: Path, secret: str, port: int | None = None, env: Mapping[str, str] | None = None
+        self,
+        name: str,
+        module: str,
+        spec: str,
+        *,
+        run_dir: Path,
+        secret: str,
+        port: int | None = None,
+        env: Mapping[str, str] | None = None,
     ) -> None:
         self.name, self.module, self._spec = name, module, spec
         self._spec_path = run_dir / "specs" / f"{name}.json"

@@ -1,1 +1,8 @@
 """Prompts in, rewards out. Knows datasets and reward functions; knows no engine, no version, no torch."""
+
+from asyncrl.tasks.build import build_task
+from asyncrl.tasks.feed import Feed
+from asyncrl.tasks.scorer import TaskScorer
+from asyncrl.tasks.task import Item, Task
+
+__all__ = ["Feed", "Item", "Task", "TaskScorer", "build_task"]

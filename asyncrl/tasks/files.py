@@ -18,19 +18,25 @@ def read_files(paths: Sequence[str]) -> Rows:
     for path in map(Path, paths):
         if not path.is_file():
             raise TaskError(
-                "tasks", f"task.files: {path} is not a file", rule=f"paths are relative to the working directory ({Path.cwd()})",
+                "tasks",
+                f"task.files: {path} is not a file",
+                rule=f"paths are relative to the working directory ({Path.cwd()})",
                 way_out="correct the path.",
             )
         reader = {".jsonl": _read_jsonl, ".json": _read_jsonl, ".parquet": _read_parquet}.get(path.suffix)
         if reader is None:
-            raise TaskError("tasks", f"task.files: {path} ends in {path.suffix or 'nothing'}", rule="files are .jsonl or .parquet",
-                            way_out="convert it, e.g. with the datasets library's to_parquet().")
+            raise TaskError(
+                "tasks",
+                f"task.files: {path} ends in {path.suffix or 'nothing'}",
+                rule="files are .jsonl or .parquet",
+                way_out="convert it, e.g. with the datasets library's to_parquet().",
+            )
         found = reader(path)
         if not found:
             raise TaskError("tasks", f"task.files: {path} holds no rows", way_out="put one prompt a row into it, or leave it out.")
         rows += (row for _, row in found)
         places += (place for place, _ in found)
-    return Rows(rows, places)
+    return Rows(rows, places.__getitem__)
 
 
 def _read_jsonl(path: Path) -> list[tuple[str, Mapping[str, Any]]]:
@@ -43,11 +49,19 @@ def _read_jsonl(path: Path) -> list[tuple[str, Mapping[str, Any]]]:
             try:
                 row = json.loads(line)
             except (json.JSONDecodeError, UnicodeDecodeError) as error:
-                raise TaskError("tasks", f"{place} is not JSON: {error}: {line[:80]!r}", rule="a .jsonl file has one JSON object a line",
-                                way_out="correct that line.") from error
+                raise TaskError(
+                    "tasks",
+                    f"{place} is not JSON: {error}: {line[:80]!r}",
+                    rule="a .jsonl file has one JSON object a line",
+                    way_out="correct that line.",
+                ) from error
             if not isinstance(row, dict):
-                raise TaskError("tasks", f"{place} is {type(row).__name__}, not an object", rule="a .jsonl file has one JSON object a line",
-                                way_out='write it like {"prompt": "2+2?", "answer": "4"}.')
+                raise TaskError(
+                    "tasks",
+                    f"{place} is {type(row).__name__}, not an object",
+                    rule="a .jsonl file has one JSON object a line",
+                    way_out='write it like {"prompt": "2+2?", "answer": "4"}.',
+                )
             found.append((place, row))
     return found
 

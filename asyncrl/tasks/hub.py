@@ -25,26 +25,16 @@ def read_dataset(name: str, split: str, settings: Mapping[str, Any]) -> Rows:
             found = datasets.load_dataset(name, split=split, **settings)
     except (datasets.exceptions.DatasetsError, OSError, ValueError, TypeError, RuntimeError) as error:
         raise TaskError(
-            "tasks", f"{shown} cannot be loaded: {type(error).__name__}: {error}",
+            "tasks",
+            f"{shown} cannot be loaded: {type(error).__name__}: {error}",
             way_out="check the hub id or folder, task.split, the subset (task.args: {name: ...}) and the network.",
         ) from error
     if isinstance(found, Mapping):
         if split not in found:
-            raise TaskError("tasks", f"{shown}: there is no such split", rule=f"it has {', '.join(found)}", way_out="set task.split to one of them.")
+            raise TaskError(
+                "tasks", f"{shown}: there is no such split", rule=f"it has {', '.join(found)}", way_out="set task.split to one of them."
+            )
         found = found[split]
     if len(found) == 0:
         raise TaskError("tasks", f"{shown} holds no rows", way_out="set task.split to one that has some.")
-    return Rows(found, _Places(shown, len(found)))
-
-
-class _Places:
-    """Names of rows, made when one is asked for."""
-
-    def __init__(self, name: str, length: int) -> None:
-        self.name, self.length = name, length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> str:
-        return f"{self.name}, row {index}"
+    return Rows(found, lambda index: f"{shown}, row {index}")

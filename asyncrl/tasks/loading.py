@@ -49,7 +49,11 @@ def load_object(spec: str, setting: str) -> Any:
 def check_call(function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], *, setting: str, spec: str, usage: str) -> None:
     """Raise ConfigError if `function` cannot be called with these arguments; `usage` says how it will be called."""
     if not callable(function):
-        raise ConfigError(f"{setting}={spec} is {function!r:.80}, which cannot be called", rule=f"it is called as {usage}", way_out="name a function or class.")
+        raise ConfigError(
+            f"{setting}={spec} is {function!r:.80}, which cannot be called",
+            rule=f"it is called as {usage}",
+            way_out="name a function or class.",
+        )
     try:
         inspect.signature(function).bind(*arguments, **keywords)
     except TypeError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from asyncrl.errors import TaskError
@@ -11,10 +11,10 @@ from asyncrl.types import Prompt
 
 
 class Rows:
-    """Rows and, for messages, the place of each one."""
+    """Rows, and for messages what `place` calls the row at an index."""
 
-    def __init__(self, rows: Sequence[Mapping[str, Any]], places: Sequence[str]) -> None:
-        self.rows, self.places = rows, places
+    def __init__(self, rows: Sequence[Mapping[str, Any]], place: Callable[[int], str]) -> None:
+        self.rows, self.place = rows, place
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -56,11 +56,13 @@ class RowTask:
         return self._score(prompt, completion)
 
     def _check(self, index: int) -> None:
-        row, place = self.rows[index], self.rows.places[index]
+        row, place = self.rows[index], self.rows.place(index)
         for setting, column in (("prompt_column", self.prompt_column), ("answer_column", self.answer_column)):
             if column is not None and column not in row:
                 raise TaskError(
-                    "tasks", f"{place} has no column {column} (task.{setting})", rule=f"its columns are {', '.join(map(str, row)) or 'none'}",
+                    "tasks",
+                    f"{place} has no column {column} (task.{setting})",
+                    rule=f"its columns are {', '.join(map(str, row)) or 'none'}",
                     way_out=f"set task.{setting} to one of them" + (", or to none." if setting == "answer_column" else "."),
                 )
         as_messages(row[self.prompt_column], f"{place}, column {self.prompt_column}")

@@ -24,8 +24,9 @@ class SyncParts:
     """Token ids of a prompt's chat messages."""
     derive_seed: Callable[[str, int], int]
     """Seed of one sample, from (prompt_id, sample_index)."""
-    generate: Callable[[Sequence[int], int], Completion]
-    """Sample one completion for (prompt token ids, seed) with the weights that were loaded last."""
+    generate: Callable[[Sequence[tuple[Sequence[int], int]]], Sequence[Completion]]
+    """Sample a completion for each (prompt token ids, seed) of a step with the weights that were loaded last. One by one or as a
+    batch: a deterministic engine gives the same tokens either way."""
     decode: Callable[[Sequence[int]], str]
     """Text of a completion's token ids."""
     score: Callable[[Prompt, str], float]
@@ -60,10 +61,17 @@ def sync_reference(parts: SyncParts, *, num_groups: int, group_size: int, num_st
     Nothing is retried and nothing is caught: a part that raises ends the loop.
     """
     for version in range(num_steps):
+        prompts = [parts.next_prompt() for _ in range(num_groups)]
+        prompt_ids = [tuple(parts.encode(prompt.messages)) for prompt in prompts]
+        requests = [
+            (ids, parts.derive_seed(prompt.prompt_id, sample_index))
+            for prompt, ids in zip(prompts, prompt_ids, strict=True)
+            for sample_index in range(group_size)
+        ]
+        completions = iter(parts.generate(requests))
         groups = []
-        for index in range(num_groups):
-            prompt = parts.next_prompt()
-            trajectories = tuple(_sample(parts, prompt, sample_index, version) for sample_index in range(group_size))
+        for index, (prompt, ids) in enumerate(zip(prompts, prompt_ids, strict=True)):
+            trajectories = tuple(_trajectory(parts, prompt, ids, next(completions), sample, version) for sample in range(group_size))
             groups.append(Group(GroupId(version * num_groups + index), prompt, trajectories))
         batch = Batch(version=version, groups=tuple(groups), min_version=version)
         report = parts.train(batch)
@@ -71,9 +79,9 @@ def sync_reference(parts: SyncParts, *, num_groups: int, group_size: int, num_st
         yield SyncStep(batch, report.metrics)
 
 
-def _sample(parts: SyncParts, prompt: Prompt, sample_index: int, version: int) -> Trajectory:
-    prompt_ids = parts.encode(prompt.messages)
-    completion = parts.generate(prompt_ids, parts.derive_seed(prompt.prompt_id, sample_index))
+def _trajectory(
+    parts: SyncParts, prompt: Prompt, prompt_ids: Sequence[int], completion: Completion, sample_index: int, version: int
+) -> Trajectory:
     num_prompt, num_sampled = len(prompt_ids), len(completion.token_ids)
     return Trajectory(
         sample_index=sample_index,

@@ -25,7 +25,10 @@ STATE_BYTES = 12
 def resolve_device(spec: TrainerSpec) -> tuple[torch.device, torch.dtype]:
     """The device and the dtype of forward pass and exports that the spec's `auto` stand for."""
     if spec.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("placement.trainer=cuda, but torch sees no CUDA device", way_out="set placement.trainer to auto or cpu.")
+        raise ConfigError(
+            "the trainer is to run on CUDA, but torch sees no CUDA device",
+            way_out="set placement.trainer=cpu, or install a CUDA build of torch.",
+        )
     is_cuda = spec.device == "cuda" or (spec.device == "auto" and torch.cuda.is_available())
     dtype = ("bfloat16" if is_cuda else "float32") if spec.dtype == "auto" else spec.dtype
     return torch.device("cuda" if is_cuda else "cpu"), getattr(torch, dtype)
@@ -89,7 +92,8 @@ def _check_memory(num_parameters: int, device: torch.device) -> None:
         needed_bytes, free_bytes = num_parameters * STATE_BYTES, psutil.virtual_memory().available
     if needed_bytes > free_bytes:
         raise ConfigError(
-            f"the trainer needs {needed_bytes / 2**30:.1f} GiB for gradients and optimizer state of {num_parameters / 1e6:.0f} M parameters, "
+            f"the trainer needs {needed_bytes / 2**30:.1f} GiB for gradients and optimizer state "
+            f"of {num_parameters / 1e6:.0f} M parameters, "
             f"and {free_bytes / 2**30:.1f} GiB are free on {device.type}",
             rule=f"{STATE_BYTES} bytes a parameter beside the float32 weights, activations not counted",
             way_out="take a smaller model, or a machine with more memory.",

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 
 CHUNK_LOGITS = 2**24
 """Most logits alive at once: 64 MiB in float32."""
@@ -19,11 +19,11 @@ CHUNK_LOGITS = 2**24
 
 @dataclass(frozen=True)
 class TokenPlaces:
-    """Where the loss tokens of a micro-batch stand: token m is predicted at [row_M[m], column_M[m]] and is target_M[m]; int64."""
+    """Where the loss tokens of a micro-batch stand: token m is predicted at [row[m], column[m]] and is target[m]; int64 [M]."""
 
-    row_M: Tensor
-    column_M: Tensor
-    target_M: Tensor
+    row: Tensor
+    column: Tensor
+    target: Tensor
 
 
 def token_logprobs(model: Any, ids_BT: Tensor, places: TokenPlaces, temperature: float, *, has_plain_head: bool) -> tuple[Tensor, Tensor]:
@@ -32,15 +32,15 @@ def token_logprobs(model: Any, ids_BT: Tensor, places: TokenPlaces, temperature:
     Sequences are padded on the right, so causality alone keeps padding away from real tokens, and no attention mask is made.
     """
     if not has_plain_head:
-        logits_MV = model(input_ids=ids_BT, use_cache=False).logits[places.row_M, places.column_M]
-        logprob_MV = F.log_softmax(logits_MV.float() / temperature, dim=-1)
+        logits_MV = model(input_ids=ids_BT, use_cache=False).logits[places.row, places.column]
+        logprob_MV = functional.log_softmax(logits_MV.float() / temperature, dim=-1)
         with torch.no_grad():
             entropy_M = _entropy(logprob_MV)
-        return logprob_MV.gather(-1, places.target_M[:, None]).squeeze(-1), entropy_M
-    hidden_MD = model.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state[places.row_M, places.column_M]
+        return logprob_MV.gather(-1, places.target[:, None]).squeeze(-1), entropy_M
+    hidden_MD = model.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state[places.row, places.column]
     head = model.get_output_embeddings()
     with torch.autocast(hidden_MD.device.type, enabled=False):
-        return _HeadLogprobs.apply(hidden_MD.float(), head.weight, head.bias, places.target_M, temperature)  # type: ignore[no-any-return, no-untyped-call]
+        return _HeadLogprobs.apply(hidden_MD.float(), head.weight, head.bias, places.target, temperature)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def has_plain_head(model: Any) -> bool:
@@ -63,7 +63,7 @@ class _HeadLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         logprob_M, entropy_M = torch.empty_like(hidden_MD[:, 0]), torch.empty_like(hidden_MD[:, 0])
         for rows in _chunks(len(hidden_MD), len(weight_VD)):
-            logprob_RV = F.log_softmax(F.linear(hidden_MD[rows], weight_VD, bias_V) / temperature, dim=-1)
+            logprob_RV = functional.log_softmax(functional.linear(hidden_MD[rows], weight_VD, bias_V) / temperature, dim=-1)
             logprob_M[rows] = logprob_RV.gather(-1, target_M[rows, None]).squeeze(-1)
             entropy_M[rows] = _entropy(logprob_RV)
         ctx.save_for_backward(hidden_MD, weight_VD, bias_V, target_M)
@@ -78,7 +78,7 @@ class _HeadLogprobs(torch.autograd.Function):
         grad_hidden_MD, grad_weight_VD = torch.empty_like(hidden_MD), torch.zeros_like(weight_VD)
         grad_bias_V = None if bias_V is None else torch.zeros_like(bias_V)
         for rows in _chunks(len(hidden_MD), len(weight_VD)):
-            probability_RV = torch.softmax(F.linear(hidden_MD[rows], weight_VD, bias_V) / ctx.temperature, dim=-1)
+            probability_RV = torch.softmax(functional.linear(hidden_MD[rows], weight_VD, bias_V) / ctx.temperature, dim=-1)
             grad_RV = probability_RV.mul_(-grad_M[rows, None])
             grad_RV.scatter_add_(-1, target_M[rows, None], grad_M[rows, None])
             grad_hidden_MD[rows] = grad_RV @ weight_VD
@@ -95,4 +95,5 @@ def _chunks(num_rows: int, vocab_size: int) -> list[slice]:
 
 def _entropy(logprob_RV: Tensor) -> Tensor:
     """Entropy of each row in nats; a token of probability 0 adds 0."""
-    return torch.special.entr(logprob_RV.exp()).sum(dim=-1)
+    entropy_R: Tensor = torch.special.entr(logprob_RV.exp()).sum(dim=-1)
+    return entropy_R

@@ -47,7 +47,7 @@ def check_batch(header: BatchHeader, arrays: BatchArrays, policy_version: int, v
 
 
 def loss_tokens(header: BatchHeader, arrays: BatchArrays) -> BoolN:
-    """bool [N]: the tokens that carry loss. Refuses (409) an old token if the batch does not allow masking, and an empty batch."""
+    """The tokens that carry loss, bool [N]. Refuses (409) an old token if the batch does not allow masking, and an empty batch."""
     old = arrays.loss_mask & (arrays.versions < header.min_version)
     if old.any() and not header.mask_older:
         worst = int(np.flatnonzero(old)[np.argmin(arrays.versions[old])])
@@ -62,7 +62,8 @@ def loss_tokens(header: BatchHeader, arrays: BatchArrays) -> BoolN:
     if not kept.any():
         raise Refused(
             409,
-            f"batch {header.version} has no token that carries loss ({int(arrays.loss_mask.sum())} sampled, all older than version {header.min_version})",
+            f"batch {header.version} has no token that carries loss "
+            f"({int(arrays.loss_mask.sum())} sampled, all older than version {header.min_version})",
             rule="an optimizer step needs at least one loss token",
             way_out="raise buffer.max_staleness, or set buffer.on_overdue=wait.",
         )
@@ -102,11 +103,15 @@ def _check_structure(header: BatchHeader, num_tokens: int) -> None:
     for trajectory in header.trajectories:
         name = f"g{trajectory.group_id}/r{trajectory.sample_index}"
         if trajectory.start != end or trajectory.end <= trajectory.start:
-            _refuse(f"{name} has tokens [{trajectory.start}, {trajectory.end}) after {end}", "trajectories follow each other, none is empty")
+            _refuse(
+                f"{name} has tokens [{trajectory.start}, {trajectory.end}) after {end}", "trajectories follow each other, none is empty"
+            )
         if trajectory.group_index == len(group_ids):
             group_ids.append(trajectory.group_id)
         if trajectory.group_index != len(group_ids) - 1 or group_ids[-1] != trajectory.group_id:
-            _refuse(f"{name} has group_index {trajectory.group_index} after group {len(group_ids) - 1}", "groups follow each other, one id each")
+            _refuse(
+                f"{name} has group_index {trajectory.group_index} after group {len(group_ids) - 1}", "groups follow each other, one id each"
+            )
         if (trajectory.group_id, trajectory.sample_index) in seen:
             _refuse(f"{name} is there twice", "a group has each sample once, a batch each group")
         if not np.isfinite(trajectory.reward):
@@ -114,7 +119,10 @@ def _check_structure(header: BatchHeader, num_tokens: int) -> None:
         seen.add((trajectory.group_id, trajectory.sample_index))
         end = trajectory.end
     if end != num_tokens or not header.trajectories or len(set(group_ids)) != len(group_ids):
-        _refuse(f"{len(header.trajectories)} trajectories of groups {group_ids} cover {end} of {num_tokens} tokens", "they cover every token, each group once")
+        _refuse(
+            f"{len(header.trajectories)} trajectories of groups {group_ids} cover {end} of {num_tokens} tokens",
+            "they cover every token, each group once",
+        )
 
 
 def _refuse_any(wrong: BoolN, header: BatchHeader, values: npt.NDArray[np.generic], what: str, rule: str) -> None:

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.trainer_utils import set_seed
+from transformers.utils.logging import disable_progress_bar
 
 from asyncrl.config import ScratchConfig
 from asyncrl.serving import fail
@@ -120,11 +121,15 @@ def main() -> None:
     """The command: make the folder, or end with a fatal line that names the key to correct."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--spec", required=True)
+    disable_progress_bar()
     text = Path(parser.parse_args().spec).read_text(encoding="utf-8")
     try:
         make_scratch_model(ScratchSpec.model_validate_json(text))
     except (ValidationError, ValueError, TypeError, KeyError) as error:
-        fail(f"cannot make a model from model.scratch: {error}", way_out="correct model.scratch in the config; architecture takes the keys of a transformers config.")
+        fail(
+            f"cannot make a model from model.scratch: {error}",
+            way_out="correct model.scratch in the config; architecture takes the keys of a transformers config.",
+        )
     except OSError as error:
         fail(f"cannot write the scratch model: {error}", way_out="give a run directory that is new and writable.")
 

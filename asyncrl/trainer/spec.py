@@ -26,6 +26,8 @@ class TrainerSpec(FrozenConfig):
     """CPU threads. Results on the CPU are bit-identical for the same number."""
     trainer: TrainerConfig = TrainerConfig()
     """The section of the config."""
+    num_steps: int | None = None
+    """The run's number of steps; if given it must be trainer.num_steps."""
     temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature: logprobs are those of logits / temperature."""
     loss: str
@@ -48,6 +50,12 @@ class TrainerSpec(FrozenConfig):
     """Where a batch that gives NaN is saved for inspection."""
     chat_template: Path | None = None
     """Jinja file that replaces the tokenizer's own template in saved folders."""
+
+    @model_validator(mode="after")
+    def _one_number_of_steps(self) -> Self:
+        if self.num_steps not in (None, self.trainer.num_steps):
+            raise ValueError(f"num_steps={self.num_steps} is not trainer.num_steps={self.trainer.num_steps}")
+        return self
 
     @model_validator(mode="after")
     def _functions_are_named(self) -> Self:

@@ -39,10 +39,10 @@ SPLIT_COST_TOKENS = {"cpu": 64, "cuda": 4096}
 
 @dataclass
 class _Sums:
-    """What the micro-batches of one mini-batch add up to; logprob_N and entropy_N are set where a token carries loss."""
+    """What the micro-batches of one mini-batch add up to; logprobs and entropies [N] are set where a token carries loss."""
 
-    logprob_N: npt.NDArray[np.float32]
-    entropy_N: npt.NDArray[np.float32]
+    logprobs: npt.NDArray[np.float32]
+    entropies: npt.NDArray[np.float32]
     loss: float = 0.0
     stats: dict[str, float] = field(default_factory=dict)
 
@@ -95,7 +95,7 @@ class TrainStep:
         return {
             "policy/loss": sums.loss,
             "policy/grad_norm": grad_norm,
-            **policy_metrics(sums.logprob_N[has_loss], arrays.behaviour_logprobs[has_loss], sums.entropy_N[has_loss]),
+            **policy_metrics(sums.logprobs[has_loss], arrays.behaviour_logprobs[has_loss], sums.entropies[has_loss]),
             **{f"policy/{name}": value / num_loss_tokens for name, value in sums.stats.items()},
             **gap,
             "sample/masked_fraction": 1.0 - num_loss_tokens / int(arrays.loss_mask.sum()),
@@ -122,7 +122,8 @@ class TrainStep:
         config = self.spec.trainer
         # A sequence is read up to its last loss token: what comes after it can change nothing.
         lengths = [
-            int(positions[-1]) if len(positions := np.flatnonzero(has_loss[entry.start : entry.end])) else 0 for entry in header.trajectories
+            int(positions[-1]) if len(positions := np.flatnonzero(has_loss[entry.start : entry.end])) else 0
+            for entry in header.trajectories
         ]
         sums = _Sums(np.zeros(len(has_loss), np.float32), np.zeros(len(has_loss), np.float32))
         num_loss_tokens = int(has_loss.sum())
@@ -153,22 +154,38 @@ class TrainStep:
             )
         current_BT = torch.zeros(mask.shape, device=self.device).index_put((row_M, column_M), logprob_M)
         behaviour_BT = self._tensor(np.where(mask_BT, arrays.behaviour_logprobs[source_BT[:, 1:]], np.float32(0)))
-        loss_sum, stats = self._loss(
+        advantages_BT = advantage_B.to(self.device)[:, None].expand(mask.shape)
+        loss_sum, stats = self._call_loss(current_BT, behaviour_BT, advantages_BT, mask)
+        (loss_sum / num_loss_tokens).backward()  # type: ignore[no-untyped-call]
+        sums.loss += float(loss_sum.detach()) / num_loss_tokens
+        for name, value in stats.items():
+            sums.stats[name] = sums.stats.get(name, 0.0) + float(value)
+        sums.logprobs[source_BT[:, 1:][mask_BT]] = logprob_M.detach().cpu().numpy()
+        sums.entropies[source_BT[:, 1:][mask_BT]] = entropy_M.cpu().numpy()
+
+    def _call_loss(
+        self, current_BT: Tensor, behaviour_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The sum of the loss over the micro-batch and its statistics, checked: the function may be the user's."""
+        answer = self._loss(
             current_BT,
             current_BT.detach(),  # the proximal policy is that before the step, and the mini-batch has one step
             behaviour_BT,
-            advantage_B.to(self.device)[:, None].expand(mask.shape),
-            mask,
+            advantages_BT,
+            mask_BT,
             clip_low=self.spec.clip_low,
             clip_high=self.spec.clip_high,
             importance_cap=self.spec.importance_cap,
         )
-        (loss_sum / num_loss_tokens).backward()
-        sums.loss += float(loss_sum) / num_loss_tokens
-        for name, value in stats.items():
-            sums.stats[name] = sums.stats.get(name, 0.0) + float(value)
-        sums.logprob_N[source_BT[:, 1:][mask_BT]] = logprob_M.detach().cpu().numpy()
-        sums.entropy_N[source_BT[:, 1:][mask_BT]] = entropy_M.cpu().numpy()
+        match answer:
+            case (Tensor(ndim=0, requires_grad=True) as loss_sum, dict() as stats):
+                return loss_sum, stats
+        raise Refused(
+            422,
+            f"algorithm.loss={self.spec.loss} returned {answer!r}"[:500],
+            rule="it returns (sum of the loss: a scalar tensor with gradient, dict of summed statistics)",
+            way_out="correct the function; asyncrl/algorithms/losses.py has three that fit.",
+        )
 
     def _advantages(self, header: BatchHeader) -> Tensor:
         reward_B = torch.tensor([entry.reward for entry in header.trajectories], dtype=torch.float32)
@@ -186,7 +203,7 @@ class TrainStep:
     def _check_gap(self, header: BatchHeader, arrays: BatchArrays, has_loss: npt.NDArray[np.bool_], sums: _Sums) -> dict[str, float]:
         """Metrics of |current - behaviour| on fresh tokens, where both come from the same weights. Refuses past the limit."""
         is_fresh = has_loss & (arrays.versions == header.version)
-        gap = gap_metrics(sums.logprob_N[is_fresh], arrays.behaviour_logprobs[is_fresh])
+        gap = gap_metrics(sums.logprobs[is_fresh], arrays.behaviour_logprobs[is_fresh])
         mean, limit = gap.get("policy/logprob_gap_mean", 0.0), self.spec.trainer.logprob_gap_limit
         if limit is not None and mean > limit:
             self._refuse_saved(

@@ -19,7 +19,14 @@ from torch import Tensor
 
 from asyncrl.wire import ExportResponse, weights_digest
 
-SAFETENSORS_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64", torch.int32: "I32", torch.bool: "BOOL"}
+SAFETENSORS_NAMES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.bool: "BOOL",
+}
 
 
 def named_weights(model: Any) -> dict[str, Tensor]:
@@ -81,7 +88,7 @@ def save_folder(model: Any, tokenizer: Any, dtype: torch.dtype, path: Path) -> N
 
 def raw_bytes(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, not copied."""
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def _parts(weights: dict[str, Tensor]) -> Iterable[tuple[str, str, tuple[int, ...], memoryview]]:
@@ -95,7 +102,11 @@ def _safetensors_head(weights: dict[str, Tensor], order: list[str]) -> bytes:
     offset = 0
     for name in order:
         tensor = weights[name]
-        entries[name] = {"dtype": SAFETENSORS_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, offset + tensor.nbytes]}
+        entries[name] = {
+            "dtype": SAFETENSORS_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + tensor.nbytes],
+        }
         offset += tensor.nbytes
     head = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
     head += b" " * (math.ceil(len(head) / 8) * 8 - len(head))  # data starts on a multiple of 8 bytes, as the format asks

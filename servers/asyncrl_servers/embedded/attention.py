@@ -187,7 +187,7 @@ class in_force:  # noqa: N801  read as a statement: `with in_force(pass_, max_le
 
 
 def mix_values(probabilities: Tensor, values: Tensor, is_exact: bool) -> Tensor:
-    """probabilities [..., rows, length] times values [..., length, d], summed block after block if `is_exact`."""
+    """Probabilities [..., rows, length] times values [..., length, d], summed block after block if `is_exact`."""
     length = values.shape[-2]
     if not is_exact or length <= CONTRACTION:
         return torch.matmul(probabilities, values)

@@ -33,7 +33,7 @@ class LoadedModel:
     spare_rows: int
     """Rows of padding that an exact call needs at its end. Elementwise kernels compute what is left over behind their
     last whole vector pair (32 floats) by another formula (measured for silu and gelu); an odd width leaves something over."""
-    reference_logits_TV: Tensor
+    reference_logits: Tensor
     """Logits of the model's own attention for `probe_ids`, float32."""
     probe_ids: list[int]
 
@@ -56,7 +56,10 @@ def load_model(spec: EmbeddedSpec) -> LoadedModel:
     try:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager", local_files_only=True)
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
-        fail(f"{spec.name}: cannot load the model in {path}: {error}", way_out="check the folder, and that transformers knows the model type.")
+        fail(
+            f"{spec.name}: cannot load the model in {path}: {error}",
+            way_out="check the folder, and that transformers knows the model type.",
+        )
     model = model.to(device).eval().requires_grad_(False)
     _check_length(spec, model)
     vocab_size = model.get_input_embeddings().num_embeddings

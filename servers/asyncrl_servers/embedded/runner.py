@@ -22,16 +22,16 @@ EXACT_ROWS = 16
 
 @dataclass(frozen=True, slots=True)
 class Remembered:
-    """A prefilled prompt of T tokens: keys and values [layers, kv_heads, T, head_dim], logits_V after its last token."""
+    """A prefilled prompt of T tokens: keys and values [layers, kv_heads, T, head_dim], logits [V] after its last token."""
 
     keys: Tensor
     values: Tensor
-    logits_V: Tensor
+    logits: Tensor
 
     @property
     def num_bytes(self) -> int:
         """Memory it takes."""
-        return self.keys.nbytes + self.values.nbytes + self.logits_V.nbytes
+        return self.keys.nbytes + self.values.nbytes + self.logits.nbytes
 
 
 class PromptCache:
@@ -145,7 +145,7 @@ class Runner:
             return None
         self.cache.keys[:, slot, :, : len(prompt_ids)] = entry.keys
         self.cache.values[:, slot, :, : len(prompt_ids)] = entry.values
-        return entry.logits_V
+        return entry.logits
 
     def _num_rows(self, needed: int) -> int:
         if not self.is_exact:

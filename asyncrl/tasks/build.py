@@ -1,0 +1,82 @@
+"""Makes the task of a config. Knows every kind of task; in the processes of the reward pool it makes the score function alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from asyncrl.config import TaskConfig
+from asyncrl.errors import ConfigError
+from asyncrl.tasks.files import read_files
+from asyncrl.tasks.gym import GymTask
+from asyncrl.tasks.hub import read_dataset
+from asyncrl.tasks.loading import check_call, load_object
+from asyncrl.tasks.math_reward import math_reward
+from asyncrl.tasks.outcome import caught
+from asyncrl.tasks.rows import RowTask
+from asyncrl.tasks.task import Score, Task
+from asyncrl.types import Prompt
+
+
+def build_task(config: TaskConfig, seed: int) -> Task:
+    """The task that `config` names; `seed` is the run's.
+
+    Raises ConfigError if a name or setting is wrong, TaskError if the prompts cannot be read.
+    """
+    if config.python is not None:
+        return _python_task(config, config.python, seed)
+    if config.reasoning_gym is not None:
+        return GymTask(config.reasoning_gym, size=config.size, seed=seed, settings=config.args)
+    score = _reward_function(config)
+    if config.files is not None:
+        if config.args:
+            raise ConfigError(f"task.args={config.args} with task.files", rule="files have no settings", way_out="remove task.args.")
+        rows = read_files(config.files)
+    else:
+        assert config.dataset is not None  # TaskConfig asks for exactly one source
+        rows = read_dataset(config.dataset, config.split, config.args)
+    return RowTask(rows, score, prompt_column=config.prompt_column, answer_column=config.answer_column)
+
+
+def build_score(config: TaskConfig, seed: int) -> Score:
+    """The score function alone, without reading rows. Raises as build_task does."""
+    if config.files is not None or config.dataset is not None:
+        return _reward_function(config)
+    return build_task(config, seed).score
+
+
+def _python_task(config: TaskConfig, spec: str, seed: int) -> Task:
+    factory = load_object(spec, "task.python")
+    keywords = {"size": config.size, "seed": seed, **config.args}
+    usage = f"{spec.partition(':')[2]}({', '.join(f'{name}={value!r}' for name, value in keywords.items())})"
+    check_call(factory, (), keywords, setting="task.python", spec=spec, usage=usage)
+    with caught() as boundary:
+        task = factory(**keywords)
+    if boundary.error is not None:
+        raise ConfigError(
+            f"task.python={spec}: {usage} {boundary.failure}", way_out="correct task.args, task.size, or the task."
+        ) from boundary.error
+    lacking = [name for name in ("__len__", "prompt", "score") if not callable(getattr(task, name, None))]
+    if lacking:
+        raise ConfigError(
+            f"task.python={spec} made a {type(task).__name__} without {', '.join(lacking)}",
+            rule="a task has __len__(), prompt(index) and score(prompt, completion)",
+            way_out="add them; examples/my_task.py shows one.",
+        )
+    check_call(task.prompt, (0,), {}, setting="task.python", spec=spec, usage="prompt(index)")
+    check_call(task.score, (None, ""), {}, setting="task.python", spec=spec, usage="score(prompt, completion)")
+    assert isinstance(task, Task)
+    return task
+
+
+def _reward_function(config: TaskConfig) -> Score:
+    assert config.reward is not None  # TaskConfig asks for it
+    function: Any = math_reward
+    if config.reward != "math":
+        function = load_object(config.reward, "task.reward")
+        usage = "reward(prompt, completion, answer)"
+        check_call(function, (None, "", None), {}, setting="task.reward", spec=config.reward, usage=usage)
+
+    def score(prompt: Prompt, completion: str) -> Any:
+        return function(prompt, completion, prompt.answer)
+
+    return score

@@ -1,0 +1,151 @@
+"""Tokens a second of the embedded engine against Hugging Face `generate`, in one process, in turns.
+
+    python benchmarks/engine.py [--seconds S] [--concurrency C] [--write]
+
+Both sample the same prompts for the same numbers of tokens (the model has no end-of-sequence token) with the same model,
+float32, one thread, at most C sequences at a time. Ours runs its own loop thread in this process (no HTTP), deterministic
+mode, and returns logprobs; `generate` returns none, runs static batches of C in order of arrival, each until its longest
+is done, and gets whichever of eager and sdpa attention is faster here. Counted are the tokens that were asked for.
+The last line is the ratio of medians for long-tailed lengths.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from asyncrl.wire import GenerateRequest
+from asyncrl_servers.embedded.build import build_engine
+from asyncrl_servers.embedded.engine import Engine
+from asyncrl_servers.embedded.spec import EmbeddedSpec
+
+VOCAB, PROMPT_LENGTH, MAX_NEW = 64, 16, 496
+RESULTS = Path(__file__).parent / "results" / "engine.txt"
+
+
+def make_model(folder: Path) -> None:
+    """A Qwen3 of about 1M parameters with random weights and no end-of-sequence token."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        eos_token_id=None,
+        bos_token_id=None,
+        pad_token_id=0,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+
+
+def long_tailed_lengths(count: int, mean: float, sigma: float) -> list[int]:
+    """Lognormal lengths with this mean and sigma, within 1..MAX_NEW."""
+    draws = np.random.default_rng(0).lognormal(math.log(mean) - sigma**2 / 2, sigma, count)
+    return [int(length) for length in np.clip(np.rint(draws), 1, MAX_NEW)]
+
+
+def run_ours(engine: Engine, prompts: list[list[int]], lengths: list[int]) -> float:
+    """Seconds for all requests; all are queued at once, the slots bound the concurrency."""
+    started = time.perf_counter()
+    answers = [
+        engine.submit(GenerateRequest(request_id=str(index), prompt_ids=prompt, max_tokens=length, seed=index))
+        for index, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
+    ]
+    produced = [len(answer.result().token_ids) for answer in answers]
+    seconds = time.perf_counter() - started
+    if produced != lengths:
+        raise SystemExit("the engine did not produce the lengths that were asked for")
+    return seconds
+
+
+def run_generate(model: Qwen3ForCausalLM, prompts: list[list[int]], lengths: list[int], concurrency: int) -> float:
+    """Seconds for all requests in static batches."""
+    started = time.perf_counter()
+    for first in range(0, len(prompts), concurrency):
+        batch = torch.tensor(prompts[first : first + concurrency])
+        longest = max(lengths[first : first + concurrency])
+        output = model.generate(
+            batch, attention_mask=torch.ones_like(batch), max_new_tokens=longest, do_sample=True, temperature=1.0, top_k=0, top_p=1.0
+        )
+        if output.shape[1] != PROMPT_LENGTH + longest:
+            raise SystemExit("generate did not produce the lengths that were asked for")
+    return time.perf_counter() - started
+
+
+def compare(ours: Callable[[], float], peer: Callable[[], float], seconds: float) -> tuple[list[float], list[float]]:
+    """Times of both, in turns, until `seconds` are over; at least 3 of each."""
+    ours(), peer()
+    times: tuple[list[float], list[float]] = ([], [])
+    deadline = time.perf_counter() + seconds
+    while len(times[0]) < 3 or time.perf_counter() < deadline:
+        times[0].append(ours())
+        times[1].append(peer())
+    return times
+
+
+def main() -> None:
+    """Run both cases and print the table."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seconds", type=float, default=20.0, help="seconds for each of the two cases (at least 3 repetitions)")
+    parser.add_argument("--concurrency", type=int, default=32, help="sequences at a time, on both sides")
+    parser.add_argument("--write", action="store_true", help="also write the table to benchmarks/results/engine.txt")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    concurrency = options.concurrency
+    lines = [
+        f"embedded engine against transformers generate: Qwen3, 4 layers, hidden 128, vocabulary {VOCAB}, float32, 1 thread, "
+        f"{concurrency} sequences at a time, prompts of {PROMPT_LENGTH} tokens, engine loop in process (no HTTP)",
+        f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, Python {platform.python_version()}",
+        "",
+        f"{'lengths':<38}{'tokens':>8}{'ours tok/s':>12}{'generate tok/s':>16}{'ratio':>8}{'runs':>6}",
+    ]
+    cases = {
+        "equal, 64 new tokens": [64] * (4 * concurrency),
+        "lognormal sigma 1, mean 64, at most 496": long_tailed_lengths(8 * concurrency, 64.0, 1.0),
+    }
+    ratio = math.nan
+    with tempfile.TemporaryDirectory() as folder:
+        make_model(Path(folder))
+        engine = build_engine(EmbeddedSpec(name="engine", model_path=folder, slots=concurrency, max_length=PROMPT_LENGTH + MAX_NEW))
+        peers = {name: AutoModelForCausalLM.from_pretrained(folder, attn_implementation=name, dtype=torch.float32).eval() for name in ("sdpa", "eager")}
+        engine.start()
+        for name, lengths in cases.items():
+            generator = np.random.default_rng(1)
+            prompts = [generator.integers(1, VOCAB, PROMPT_LENGTH).tolist() for _ in lengths]
+            trial = {kind: run_generate(model, prompts[:concurrency], lengths[:concurrency], concurrency) for kind, model in peers.items()}
+            peer = peers[min(trial, key=lambda kind: trial[kind])]
+            times = compare(
+                lambda: run_ours(engine, prompts, lengths), lambda: run_generate(peer, prompts, lengths, concurrency), options.seconds
+            )
+            ours_s, peer_s = (statistics.median(column) for column in times)
+            ratio, total = peer_s / ours_s, sum(lengths)
+            lines.append(f"{name:<38}{total:>8}{total / ours_s:>12.0f}{total / peer_s:>16.0f}{ratio:>8.2f}{len(times[0]):>6}")
+        engine.stop()
+    lines += ["", f"ratio: {ratio:.2f}"]
+    print("\n".join(lines))
+    if options.write:
+        RESULTS.parent.mkdir(exist_ok=True)
+        RESULTS.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""Runs `sync_reference`, the plain synchronous loop, on a config: one process, no HTTP, no buffer, no producers.
+
+    python benchmarks/sync_run.py CONFIG [key=value ...] --run-dir DIR
+
+Writes metrics.jsonl (step, time_s, reward/mean, and what the trainer says), trained.jsonl and final/, as `asyncrl run`
+does, so that the two can be laid over each other: at max_staleness 0 they must agree bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import inspect
+import json
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from asyncrl.config import RunConfig, load_config
+from asyncrl.observe.step_metrics import batch_metrics
+from asyncrl.placement.plan import engine_threads
+from asyncrl.producers.seeds import derive_seed
+from asyncrl.producers.tokenizer import HFChatTokenizer
+from asyncrl.startup import engine_spec, make_model_folder, trainer_spec
+from asyncrl.tasks.build import build_task
+from asyncrl.tasks.feed import Feed
+from asyncrl.testing.sync_reference import SyncParts, SyncStep, sync_reference
+from asyncrl.trainer.client import pack_groups
+from asyncrl.trainer.spec import TrainerSpec
+from asyncrl.trainer.step import TrainStep
+from asyncrl.types import Batch, Completion, Prompt, StepReport, VersionSpan
+from asyncrl.wire import CommitRequest, GenerateRequest, PrepareRequest
+from asyncrl_servers.embedded.build import build_engine
+from asyncrl_servers.embedded.engine import Engine
+from asyncrl_servers.embedded.spec import EmbeddedSpec
+
+
+class SyncRun:
+    """The parts of sync_reference for one config: engine and trainer of the product, in this process, called in turn."""
+
+    def __init__(self, config: RunConfig, run_dir: Path, *, one_by_one: bool = False) -> None:
+        self.config, self.run_dir, self.one_by_one = config, run_dir, one_by_one
+        run_dir.mkdir(parents=True, exist_ok=True)
+        model_path = asyncio.run(make_model_folder(config, run_dir))
+        self._staging = tempfile.TemporaryDirectory(prefix="sync-run-")
+        spec = trainer_spec(config, model_path, run_dir, Path(self._staging.name))
+        self.trainer = TrainStep(TrainerSpec.model_validate_json(spec))
+        self.engine: Engine = build_engine(EmbeddedSpec.model_validate_json(engine_spec(config, model_path, "engine-0")))
+        self.engine.threads = engine_threads(config)
+        self.engine.start()
+        self.tokenizer = HFChatTokenizer(model_path, chat_template=config.model.chat_template)
+        self.task = build_task(config.task, config.seed)
+        self.feed = Feed(self.task, seed=config.seed, shuffle=config.task.shuffle, system_prompt=config.task.system_prompt)
+
+    def parts(self) -> SyncParts:
+        """What sync_reference is made of."""
+        return SyncParts(
+            next_prompt=self.feed.next_nowait,
+            encode=self.tokenizer.encode_chat,
+            derive_seed=lambda prompt_id, sample: derive_seed(self.config.seed, prompt_id, sample, 0),
+            generate=self.generate,
+            decode=self.tokenizer.decode,
+            score=self.score,
+            train=self.train,
+            load_weights=self.load_weights,
+        )
+
+    def generate(self, requests: Sequence[tuple[Sequence[int], int]]) -> list[Completion]:
+        """A completion for each (prompt ids, seed): all at once, or strictly one after the other."""
+        if self.one_by_one and len(requests) > 1:
+            return [completion for request in requests for completion in self.generate([request])]
+        rollout = self.config.rollout
+        futures = [
+            self.engine.submit(
+                GenerateRequest(
+                    request_id=f"sync-{index}", prompt_ids=list(prompt_ids), max_tokens=rollout.max_tokens,
+                    temperature=rollout.temperature, stop=list(self.config.generator.stop), seed=seed,
+                )
+            )
+            for index, (prompt_ids, seed) in enumerate(requests)
+        ]  # fmt: skip
+        answers = [future.result(timeout=600) for future in futures]
+        return [
+            Completion(
+                tuple(answer.token_ids), tuple(answer.logprobs),
+                tuple(VersionSpan(span.start, span.end, span.version) for span in answer.version_spans), answer.finish_reason,
+            )
+            for answer in answers
+            if answer.finish_reason != "abort"
+        ]  # fmt: skip
+
+    def score(self, prompt: Prompt, completion: str) -> float:
+        """The task's own score."""
+        reward = self.task.score(prompt, completion)
+        if inspect.isawaitable(reward):
+            raise TypeError("sync_run scores with plain functions; this task's score is async")
+        return float(reward)
+
+    def train(self, batch: Batch) -> StepReport:
+        """One optimizer step."""
+        metrics = self.trainer.train(*pack_groups(batch))
+        return StepReport(self.trainer.policy_version, metrics)
+
+    def load_weights(self, version: int) -> None:
+        """Export, stage, swap, one after the other."""
+        export = self.trainer.export(Path(self._staging.name) / f"v{version}.safetensors")
+        self.engine.prepare(PrepareRequest(**export.model_dump()))
+        self.engine.commit(CommitRequest(version=version, digest=export.digest)).result(timeout=600)
+        Path(export.path).unlink()
+
+    def steps(self) -> list[SyncStep]:
+        """Run the loop to its end; writes metrics.jsonl as it goes."""
+        config, done = self.config, []
+        started = time.monotonic()
+        with (self.run_dir / "metrics.jsonl").open("w", encoding="utf-8") as file:
+            loop = sync_reference(
+                self.parts(), num_groups=config.trainer.num_groups, group_size=config.rollout.group_size, num_steps=config.trainer.num_steps
+            )
+            for step in loop:
+                line = {"step": step.batch.version, "time_s": time.monotonic() - started, **batch_metrics(step.batch), **step.metrics}
+                file.write(json.dumps(line) + "\n")
+                file.flush()
+                done.append(step)
+        self.trainer.save(self.run_dir / "final")
+        return done
+
+    def close(self) -> None:
+        """End the engine and remove the staging folder."""
+        self.engine.stop()
+        self._staging.cleanup()
+
+
+def main() -> None:
+    """Run one config."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", type=Path)
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--run-dir", type=Path, required=True)
+    arguments = parser.parse_args()
+    run = SyncRun(load_config(arguments.config, arguments.overrides), arguments.run_dir)
+    try:
+        steps = run.steps()
+    finally:
+        run.close()
+    print(f"{len(steps)} steps, last reward/mean {batch_metrics(steps[-1].batch)['reward/mean']:.3f}, in {arguments.run_dir}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""Writes docs/configuration.md from the config models, so that the page cannot say anything else than they do.
+
+python scripts/config_reference.py            write the page
+python scripts/config_reference.py --check    exit with 1 if the page is out of date
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from asyncrl.config.describe import Key, sections
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
+
+HEAD = """\
+# Configuration
+
+<!-- Made by scripts/config_reference.py from asyncrl/config/. Change the docstrings there, then run the script. -->
+
+A run is one YAML file of the sections below; `key=value` after it on the command line replaces single settings:
+
+```bash
+asyncrl run configs/quickstart.yaml buffer.max_staleness=2 rollout.timeout_s=none
+```
+
+The first three to touch are `trainer.num_groups`, `buffer.max_staleness` and `placement`. `none` is written for "off", a key
+that does not exist is refused with the closest right one, and nothing is repaired in silence. The resolved settings of a
+run are in its directory as `config.yaml`. `asyncrl check CONFIG` validates without starting anything, and `asyncrl keys` prints this
+list.
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    parts = [HEAD]
+    for name, about, keys in sections():
+        title = f"`{name}`" if name else "Top level"
+        parts.append(f"\n## {title}\n\n{_cell(about)}\n\n| key | type | default | meaning |\n| --- | --- | --- | --- |\n")
+        parts += [_row(key) for key in keys]
+    return "".join(parts)
+
+
+def _row(key: Key) -> str:
+    default = key.default if key.default == "must be given" else f"`{key.default}`"
+    return f"| `{key.name}` | {_cell(key.type)} | {_cell(default)} | {_cell(key.meaning)} |\n"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit code: 0 written or up to date, 1 out of date."""
+    parser = argparse.ArgumentParser(description="Write docs/configuration.md from the config models.")
+    parser.add_argument("--check", action="store_true", help="only compare; exit with 1 if the page is out of date")
+    parser.add_argument("--page", type=Path, default=PAGE, help="file to write or compare (default: docs/configuration.md)")
+    options = parser.parse_args(arguments)
+    if not options.check:
+        options.page.write_text(page(), encoding="utf-8")
+        return 0
+    if not options.page.exists() or options.page.read_text(encoding="utf-8") != page():
+        print(f"{options.page} is out of date.\n  Way out: python scripts/config_reference.py", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,313 @@
+"""The engine loop: one thread that owns the model and decides what happens between two decode steps. Knows no HTTP."""
+
+from __future__ import annotations
+
+import queue
+import sys
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from asyncrl.serving import Refused
+from asyncrl.wire import CommitRequest, CommitResponse, GenerateRequest, GenerateResponse, PrepareRequest, PrepareResponse
+from asyncrl_servers.embedded.runner import Runner
+from asyncrl_servers.embedded.sampling import SamplingRows, sample
+from asyncrl_servers.embedded.sequence import FinishReason, RunningRows, Sequence
+from asyncrl_servers.embedded.stopping import StopWatch
+from asyncrl_servers.embedded.weights import StagedWeights, Weights
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """What the loop has done and holds."""
+
+    num_running: int
+    num_queued: int
+    tokens_generated: int
+    decode_s: float
+
+
+class Engine:
+    """Continuous batching over slots.
+
+    Life:       start() -> serving -> stop(). An exception in the loop answers all requests with an error and calls
+                `on_crash` once.
+    Waits:      the loop sleeps in its inbox when nothing runs and nothing is queued; submit, abort, commit and stop
+                wake it. Callers sleep in the futures they got; each is answered, at the latest by the crash.
+    Invariant:  every sampled token is stamped with the version of the weights that computed it: weights and version
+                change together in _swap, between two decode steps, and nowhere else.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        weights: Weights,
+        *,
+        slots: int,
+        max_length: int,
+        max_queued: int,
+        threads: int = 1,
+        on_crash: Callable[[BaseException | None], None] = lambda _: None,
+    ) -> None:
+        self.runner, self.weights = runner, weights
+        self.slots, self.max_length, self.max_queued, self.threads = slots, max_length, max_queued, threads
+        self._on_crash = on_crash
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._queued: OrderedDict[str, Sequence] = OrderedDict()
+        self._rows = RunningRows(slots, max_length)
+        self._draining: tuple[CommitRequest, StagedWeights, Future[CommitResponse]] | None = None
+        self._is_stopping = False
+        self._tokens_generated = 0
+        self._decode_s = 0.0
+        self._is_eos = np.zeros(runner.loaded.vocab_size, dtype=np.bool_)
+        self._is_eos[[token for token in runner.loaded.eos_ids if token < runner.loaded.vocab_size]] = True
+        self._thread = threading.Thread(target=self._run, name="engine-loop", daemon=True)
+
+    # Called from any thread.
+
+    def start(self) -> None:
+        """Start the loop."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the loop after the step in hand; what is running is aborted. Returns when it has ended."""
+        self._inbox.put(self._stop)
+        self._thread.join()
+
+    def stats(self) -> EngineStats:
+        """Counts of this moment."""
+        return EngineStats(self._rows.n, len(self._queued), self._tokens_generated, self._decode_s)
+
+    def submit(self, request: GenerateRequest) -> Future[GenerateResponse]:
+        """Queue a request. Raises Refused (400) at once if it can never run; the future may carry Refused too (409, 503)."""
+        self._check(request)
+        tokenizer = self.runner.loaded.tokenizer
+        resumed = request.prompt_ids[len(request.prompt_ids) - request.num_resumed :]
+        sequence = Sequence(request, StopWatch(request.stop, tokenizer, resumed) if request.stop else None)
+        self._inbox.put(lambda: self._accept(sequence))
+        return sequence.answer
+
+    def abort(self, request_ids: Iterable[str] | None) -> Future[list[str]]:
+        """End these requests (None: all) with what they have; the future names those that were here."""
+        answer: Future[list[str]] = Future()
+        wanted = None if request_ids is None else set(request_ids)
+        self._inbox.put(lambda: answer.set_result(self._abort(wanted)))
+        return answer
+
+    def prepare(self, request: PrepareRequest) -> PrepareResponse:
+        """Stage weights while generation goes on; blocks the calling thread. Raises Refused."""
+        staged = self.weights.stage(request)
+        return PrepareResponse(version=staged.version, digest=staged.digest)
+
+    def commit(self, request: CommitRequest) -> Future[CommitResponse]:
+        """Swap between two decode steps; the future may carry Refused (409, 500)."""
+        answer: Future[CommitResponse] = Future()
+        answer.set_running_or_notify_cancel()
+        self._inbox.put(lambda: self._commit(request, answer))
+        return answer
+
+    def _check(self, request: GenerateRequest) -> None:
+        num_prompt, vocab_size = len(request.prompt_ids), self.runner.loaded.vocab_size
+        if num_prompt + request.max_tokens > self.max_length:
+            raise Refused(
+                400,
+                f"request {request.request_id} wants {num_prompt} prompt tokens + {request.max_tokens} new ones = "
+                f"{num_prompt + request.max_tokens}, a slot holds {self.max_length}",
+                rule="prompt and completion must fit into a slot",
+                way_out="shorten the prompt, lower max_tokens, or raise rollout.max_prompt_tokens or rollout.max_tokens.",
+            )
+        if min(request.prompt_ids) < 0 or max(request.prompt_ids) >= vocab_size:
+            wrong = next(token for token in request.prompt_ids if not 0 <= token < vocab_size)
+            raise Refused(
+                400,
+                f"request {request.request_id} has token id {wrong}",
+                rule=f"the model knows ids 0..{vocab_size - 1}",
+                way_out="encode the prompt with the model's own tokenizer.",
+            )
+        if request.num_resumed > num_prompt:
+            raise Refused(400, f"request {request.request_id} has num_resumed={request.num_resumed} of {num_prompt} prompt ids")
+        if request.stop and self.runner.loaded.tokenizer is None:
+            raise Refused(
+                400,
+                f"request {request.request_id} has stop strings, but the model folder has no tokenizer",
+                way_out="save the tokenizer beside the model.",
+            )
+
+    # Called in the loop's thread alone.
+
+    @torch.inference_mode()
+    def _run(self) -> None:
+        torch.set_num_threads(self.threads)  # OpenMP counts threads by the thread that calls
+        try:
+            while not self._is_stopping:
+                if self._rows.n == 0 and (not self._queued or self._draining is not None):
+                    self._inbox.get()()
+                while not self._inbox.empty():
+                    self._inbox.get_nowait()()
+                if self._draining is None:
+                    self._admit()
+                self._step()
+                if self._draining is not None and self._rows.n == 0:
+                    self._finish_commit()
+        finally:
+            if not self._is_stopping:
+                self._crash(sys.exception())
+
+    def _crash(self, error: BaseException | None) -> None:
+        for sequence in (*self._rows.sequences, *self._queued.values()):
+            sequence.answer.set_exception(RuntimeError(f"the engine loop died: {error!r}"))
+        self._on_crash(error)
+
+    def _stop(self) -> None:
+        self._abort(None)
+        self._is_stopping = True
+
+    def _accept(self, sequence: Sequence) -> None:
+        request_id = sequence.request.request_id
+        if request_id in self._queued or any(running.request.request_id == request_id for running in self._rows.sequences):
+            sequence.answer.set_exception(Refused(409, f"request {request_id} is here already", rule="request ids are unique"))
+        elif len(self._queued) >= self.max_queued:
+            refusal = Refused(503, f"{self.max_queued} requests are queued already", way_out="lower the number of rollouts in flight.")
+            sequence.answer.set_exception(refusal)
+        else:
+            self._queued[request_id] = sequence
+
+    def _admit(self) -> None:
+        """Move queued requests into free slots; a prompt shared by several is prefilled once."""
+        rows, runner = self._rows, self.runner
+        first = rows.n
+        num_new = min(self.slots - first, len(self._queued))
+        if num_new == 0:
+            return
+        started = time.perf_counter()
+        leaders: dict[tuple[int, ...], int] = {}
+        jobs: list[tuple[int, tuple[int, ...]]] = []
+        logits: list[Tensor | None] = [None] * num_new
+        followers: list[tuple[int, int]] = []
+        for index in range(num_new):
+            sequence = self._queued.popitem(last=False)[1]
+            sequence.marks.append((0, self.weights.version))
+            row, prompt_ids = rows.add(sequence), sequence.prompt_ids
+            if prompt_ids in leaders:
+                followers.append((index, leaders[prompt_ids]))
+            elif (remembered := runner.recall(row, prompt_ids)) is not None:
+                logits[index] = remembered
+            else:
+                leaders[prompt_ids] = index
+                jobs.append((row, prompt_ids))
+        if jobs:
+            for (row, prompt_ids), logits_V in zip(jobs, runner.prefill(jobs), strict=True):
+                logits[row - first] = logits_V
+                if rows.sequences[row].request.num_resumed == 0:
+                    runner.remember(row, prompt_ids, logits_V)
+        for index, leader in followers:
+            length = len(rows.sequences[first + leader].prompt_ids)
+            runner.cache.copy_slot(first + leader, first + index, length)
+            logits[index] = logits[leader]
+        self._sample(torch.stack([one for one in logits if one is not None]), first)
+        self._decode_s += time.perf_counter() - started
+
+    def _step(self) -> None:
+        """One decode step of everything that runs."""
+        n = self._rows.n
+        if n == 0:
+            return
+        started = time.perf_counter()
+        self._sample(self.runner.decode(self._rows.last_ids[:n], self._rows.lengths[:n]), 0)
+        self._decode_s += time.perf_counter() - started
+
+    def _sample(self, logits_NV: Tensor, first: int) -> None:
+        """Draw a token for rows first..n-1 and answer those that are done."""
+        rows = self._rows
+        drawn = slice(first, rows.n)
+        settings = SamplingRows(rows.temperatures[drawn], rows.top_ps[drawn], rows.seeds[drawn], rows.lengths[drawn])
+        token_ids, logprobs = sample(logits_NV, settings)
+        if not np.isfinite(logprobs).all():
+            raise FloatingPointError(f"the model of policy_version {self.weights.version} gives logits that are not finite")
+        rows.append(first, token_ids, logprobs)
+        self._tokens_generated += len(token_ids)
+        is_stop = self._is_eos[token_ids]
+        for row in range(first, rows.n):
+            watch = rows.sequences[row].stop_watch
+            if watch is not None and watch.is_complete(int(token_ids[row - first])):
+                is_stop[row - first] = True
+        is_done = is_stop | (rows.counts[drawn] >= rows.max_tokens[drawn])
+        for offset in np.flatnonzero(is_done)[::-1].tolist():  # from the last, so that no row moves before its turn
+            self._finish(first + offset, "stop" if is_stop[offset] else "length")
+
+    def _finish(self, row: int, reason: FinishReason) -> None:
+        rows = self._rows
+        rows.sequences[row].finish(*rows.sampled(row), reason)
+        moved = rows.remove(row)
+        if moved is not None:
+            self.runner.cache.copy_slot(moved, row, int(rows.lengths[row]))
+
+    def _abort(self, wanted: set[str] | None) -> list[str]:
+        aborted = []
+        for row in reversed(range(self._rows.n)):
+            request_id = self._rows.sequences[row].request.request_id
+            if wanted is None or request_id in wanted:
+                self._finish(row, "abort")
+                aborted.append(request_id)
+        for request_id in [key for key in self._queued if wanted is None or key in wanted]:
+            self._queued.pop(request_id).finish([], [], "abort")
+            aborted.append(request_id)
+        return aborted
+
+    def _commit(self, request: CommitRequest, answer: Future[CommitResponse]) -> None:
+        try:
+            if self._draining is not None:
+                raise Refused(409, f"a commit of policy_version {self._draining[0].version} waits for running requests already")
+            if request.version == self.weights.version and request.digest == self.weights.digest:
+                answer.set_result(CommitResponse(version=request.version, digest=request.digest, pause_s=0.0, num_interrupted=0))
+                return
+            staged = self.weights.staged_for(request.version, request.digest)
+        except Refused as error:
+            answer.set_exception(error)
+            return
+        self._draining = (request, staged, answer)
+        if request.interrupt != "wait" or self._rows.n == 0:
+            self._finish_commit()
+
+    def _finish_commit(self) -> None:
+        """Swap and answer. Decoding goes on afterwards in any case; if the swap fails, over the old weights."""
+        assert self._draining is not None
+        request, staged, answer = self._draining
+        self._draining = None
+        started = time.perf_counter()
+        num_interrupted = len(self._abort(None)) if request.interrupt == "abort" else self._rows.n
+        try:
+            self._swap(staged)
+        except RuntimeError as error:
+            answer.set_exception(error)
+            return
+        if request.interrupt == "keep":
+            self._prefill_running()
+        pause_s = time.perf_counter() - started
+        answer.set_result(
+            CommitResponse(version=staged.version, digest=self.weights.digest, pause_s=pause_s, num_interrupted=num_interrupted)
+        )
+
+    def _swap(self, staged: StagedWeights) -> None:
+        """New weights, new version, no prompt remembered. If it raises, the old ones serve on."""
+        self.weights.swap(staged)
+        self.runner.prompts.clear()
+        for row, sequence in enumerate(self._rows.sequences):
+            sequence.marks.append((int(self._rows.counts[row]), staged.version))
+
+    def _prefill_running(self) -> None:
+        """Recompute the KV cache of all running rows; their newest token is not in it."""
+        rows = self._rows
+        jobs = []
+        for row, sequence in enumerate(rows.sequences):
+            sampled = rows.token_ids[row, : rows.counts[row] - 1].tolist()
+            jobs.append((row, (*sequence.prompt_ids, *sampled)))
+        if jobs:
+            self.runner.prefill(jobs)

@@ -1,0 +1,111 @@
+"""One request on its way through the engine, and the table of the running ones. Knows ids and numbers; knows no torch."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Literal
+
+import numpy as np
+
+from asyncrl.wire import GenerateRequest, GenerateResponse, Span
+from asyncrl_servers.embedded.stopping import StopWatch
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+class Sequence:
+    """A request from its arrival to its answer.
+
+    Life: queued -> running in a slot -> answered, or queued -> answered (aborted). `answer` is set exactly once.
+    """
+
+    __slots__ = ("answer", "marks", "prompt_ids", "request", "stop_watch")
+
+    def __init__(self, request: GenerateRequest, stop_watch: StopWatch | None) -> None:
+        self.request = request
+        self.prompt_ids = tuple(request.prompt_ids)
+        self.stop_watch = stop_watch
+        self.marks: list[tuple[int, int]] = []
+        """(index of the first sampled token, policy_version) of each version it ran under."""
+        self.answer: Future[GenerateResponse] = Future()
+        self.answer.set_running_or_notify_cancel()  # a caller that goes away must abort, it cannot cancel
+
+    def finish(self, token_ids: list[int], logprobs: list[float], reason: FinishReason) -> None:
+        """Answer with what was sampled."""
+        self.answer.set_result(
+            GenerateResponse(
+                request_id=self.request.request_id,
+                token_ids=token_ids,
+                logprobs=logprobs,
+                version_spans=spans_of(self.marks, len(token_ids)),
+                finish_reason=reason,
+            )
+        )
+
+
+def spans_of(marks: list[tuple[int, int]], num_tokens: int) -> list[Span]:
+    """Version spans that cover [0, num_tokens) once, in order; versions without a token are left out."""
+    ends = [start for start, _ in marks[1:]] + [num_tokens]
+    return [Span(start=start, end=end, version=version) for (start, version), end in zip(marks, ends, strict=False) if start < end]
+
+
+class RunningRows:
+    """The running sequences as columns; row i stands in slot i of the KV cache, rows 0..n-1 are taken, without a gap."""
+
+    def __init__(self, slots: int, max_length: int) -> None:
+        self.n = 0
+        self.sequences: list[Sequence] = []
+        self.lengths = np.zeros(slots, dtype=np.int64)
+        """Tokens so far, prompt included; the newest one is not in the KV cache yet."""
+        self.counts = np.zeros(slots, dtype=np.int64)
+        """Tokens sampled so far."""
+        self.last_ids = np.zeros(slots, dtype=np.int64)
+        self.max_tokens = np.zeros(slots, dtype=np.int64)
+        self.temperatures = np.ones(slots, dtype=np.float32)
+        self.top_ps = np.ones(slots, dtype=np.float64)
+        self.seeds = np.zeros(slots, dtype=np.uint64)
+        self.token_ids = np.zeros((slots, max_length), dtype=np.int64)
+        self.logprobs = np.zeros((slots, max_length), dtype=np.float32)
+        self._row_numbers = np.arange(slots)
+        self._columns = (self.lengths, self.counts, self.last_ids, self.max_tokens, self.temperatures, self.top_ps, self.seeds)
+
+    def add(self, sequence: Sequence) -> int:
+        """Take the next row for a sequence whose prompt is (being) prefilled into that slot; returns the row."""
+        row = self.n
+        request = sequence.request
+        self.sequences.append(sequence)
+        self.lengths[row], self.counts[row] = len(sequence.prompt_ids), 0
+        self.max_tokens[row], self.seeds[row] = request.max_tokens, request.seed
+        self.temperatures[row], self.top_ps[row] = request.temperature, request.top_p
+        self.n += 1
+        return row
+
+    def append(self, first: int, token_ids: np.ndarray, logprobs: np.ndarray) -> None:
+        """One more sampled token for rows first..n-1."""
+        rows = self._row_numbers[first : self.n]
+        counts = self.counts[first : self.n]
+        self.token_ids[rows, counts] = token_ids
+        self.logprobs[rows, counts] = logprobs
+        self.last_ids[first : self.n] = token_ids
+        counts += 1
+        self.lengths[first : self.n] += 1
+
+    def remove(self, row: int) -> int | None:
+        """Free a row; the last row moves there, its former number is returned (None if `row` was the last)."""
+        self.n -= 1
+        last = self.n
+        moved = self.sequences.pop()
+        if row == last:
+            return None
+        self.sequences[row] = moved
+        for column in self._columns:
+            column[row] = column[last]
+        count = self.counts[last]
+        self.token_ids[row, :count] = self.token_ids[last, :count]
+        self.logprobs[row, :count] = self.logprobs[last, :count]
+        return last
+
+    def sampled(self, row: int) -> tuple[list[int], list[float]]:
+        """Token ids and logprobs sampled so far."""
+        count = self.counts[row]
+        return self.token_ids[row, :count].tolist(), self.logprobs[row, :count].tolist()

@@ -1,0 +1,108 @@
+"""Starts real `asyncrl run` processes on a tiny model and reads what they leave."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+from asyncrl.placement.staging import shared_memory_root
+
+TESTS = Path(__file__).parent
+RUN = [sys.executable, "-m", "asyncrl.cli", "run"]
+
+CONFIG: dict[str, Any] = {
+    "seed": 7,
+    "model": {
+        "scratch": {
+            "characters": "abcdefgh0123456789 ",
+            "architecture": {
+                "model_type": "qwen3", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+                "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "tie_word_embeddings": True,
+            },
+        }
+    },
+    "task": {"python": "asyncrl.tasks.letters:Letters", "size": 200},
+    "rollout": {"group_size": 4, "slots": 16, "max_tokens": 24, "max_prompt_tokens": 16, "threads": 1},
+    "buffer": {"max_staleness": 0},
+    "trainer": {"num_groups": 4, "num_steps": 12, "learning_rate": 0.003, "threads": 1},
+    "observe": {"console": "plain", "tensorboard": False},
+}  # fmt: skip
+
+
+def write_config(folder: Path, **sections: Mapping[str, Any]) -> Path:
+    """CONFIG with some keys of some sections replaced, as a file."""
+    merged = {key: dict(value) if isinstance(value, dict) else value for key, value in CONFIG.items()}
+    for name, values in sections.items():
+        merged[name] = {**merged.get(name, {}), **values}
+    path = folder / "config-for-test.yaml"
+    path.write_text(yaml.safe_dump(merged))
+    return path
+
+
+def environment(**more: str) -> dict[str, str]:
+    """The environment of a run: the test modules can be imported, one thread."""
+    return os.environ | {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"} | more
+
+
+def run(config: Path, run_dir: Path, *overrides: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+    """Run to the end."""
+    command = [*RUN, str(config), *overrides, "--run-dir", str(run_dir)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=environment())
+
+
+def start(config: Path, run_dir: Path, *overrides: str) -> subprocess.Popen[str]:
+    """Start, and return at once."""
+    command = [*RUN, str(config), *overrides, "--run-dir", str(run_dir)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(), start_new_session=True)
+
+
+def wait_for_steps(run_dir: Path, num_steps: int, process: subprocess.Popen[str], timeout_s: float = 90) -> None:
+    """Return once `num_steps` steps are recorded; fails if the run ends before."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if len(read_lines(run_dir / "metrics.jsonl")) >= num_steps:
+            return
+        if process.poll() is not None:
+            raise AssertionError(f"the run ended with {process.returncode}: {process.communicate()[1]}")
+        time.sleep(0.05)
+    process.kill()
+    raise AssertionError(f"no {num_steps} steps within {timeout_s} s: {process.communicate()}")
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a JSON-lines file."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def children_of(process: subprocess.Popen[str], name: str = "") -> list[psutil.Process]:
+    """The child processes whose command line holds `name`."""
+    return [child for child in psutil.Process(process.pid).children() if name in " ".join(child.cmdline())]
+
+
+def all_gone(children: list[psutil.Process], timeout_s: float = 20) -> bool:
+    """Whether all of these processes end in time."""
+    _, alive = psutil.wait_procs(children, timeout=timeout_s)
+    return not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE]
+
+
+def staging_of(pid: int) -> list[Path]:
+    """What a run's controller has left in shared memory."""
+    return list(shared_memory_root().glob(f"asyncrl-{pid}-*"))
+
+
+def interrupt(process: subprocess.Popen[str], number: signal.Signals = signal.SIGINT) -> tuple[str, str]:
+    """Send a signal to the controller alone and return what it says."""
+    process.send_signal(number)
+    return process.communicate(timeout=60)

@@ -1,0 +1,38 @@
+"""Reward functions that misbehave, for runs in tests."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from asyncrl.tasks.letters import Letters
+from asyncrl.types import Prompt
+
+
+class Raises(Letters):
+    """Every score raises."""
+
+    def score(self, prompt: Prompt, completion: str) -> float:
+        raise KeyError("no such answer")
+
+
+class RaisesSometimes(Letters):
+    """A score raises for short completions."""
+
+    def score(self, prompt: Prompt, completion: str) -> float:
+        if len(completion) % 5 == 0:
+            raise ValueError(f"length {len(completion)}")
+        return super().score(prompt, completion)
+
+
+class Hangs(Letters):
+    """Every score hangs for ever."""
+
+    def score(self, prompt: Prompt, completion: str) -> float:
+        threading.Event().wait()
+        return 0.0
+
+
+def no_number(prompt: Prompt, completion: str, answer: Any) -> Any:
+    """No number at all."""
+    return {"score": 1}

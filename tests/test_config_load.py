@@ -1,0 +1,123 @@
+"""Reading a config: what is right is kept, what is wrong is named with the closest right key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from asyncrl.config import load_config, run_config_yaml
+from asyncrl.config.load import all_keys
+from asyncrl.errors import ConfigError
+
+ROOT = Path(__file__).parent.parent
+GOOD = """
+model: {path: some/model}
+task: {files: [data.jsonl], reward: "my:reward"}
+trainer: {num_groups: 4}
+"""
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> Path:
+    path = tmp_path / "good.yaml"
+    path.write_text(GOOD)
+    return path
+
+
+def test_overrides_replace_values_and_none_is_the_off_word(good: Path) -> None:
+    config = load_config(good, ["buffer.max_staleness=4", "rollout.timeout_s=none", "trainer.betas=[0.9, 0.99]"])
+    assert config.buffer.max_staleness == 4
+    assert config.rollout.timeout_s is None
+    assert config.trainer.betas == (0.9, 0.99)
+    assert config.trainer.num_groups == 4
+
+
+def test_the_resolved_config_reads_back_as_itself(good: Path, tmp_path: Path) -> None:
+    config = load_config(good, ["rollout.timeout_s=none"])
+    again = tmp_path / "again.yaml"
+    again.write_text(run_config_yaml(config))
+    assert load_config(again) == config
+
+
+def test_a_config_is_frozen(good: Path) -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        load_config(good).trainer.num_groups = 5  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("override", "wrong", "right"),
+    [
+        ("buffer.max_stalenes=4", "buffer.max_stalenes", "buffer.max_staleness"),
+        ("trainer.lr_rate=1", "trainer.lr_rate", "trainer."),
+        ("group_size=4", "group_size", "rollout.group_size"),
+        ("bufer.max_staleness=1", "bufer", "buffer"),
+    ],
+)
+def test_a_misspelt_key_is_named_with_the_closest_right_one(good: Path, override: str, wrong: str, right: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(good, [override])
+    message = str(caught.value)
+    assert f"{wrong} in {good} is not a known key" in message
+    if wrong != "trainer.lr_rate":
+        assert f"did you mean {right}?" in message
+    assert "Way out:" in message
+
+
+def test_all_problems_are_told_at_once(good: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(good, ["trainer.num_groups=0", "buffer.max_stalenes=4", "rollout.temperature=-1"])
+    message = str(caught.value)
+    assert "trainer.num_groups=0" in message
+    assert "buffer.max_stalenes" in message
+    assert "rollout.temperature=-1" in message
+
+
+def test_a_look_ahead_above_the_bound_is_refused_with_both_values(good: Path) -> None:
+    with pytest.raises(ConfigError, match="buffer.look_ahead=4 is above buffer.max_staleness=2"):
+        load_config(good, ["buffer.max_staleness=2", "buffer.look_ahead=4"])
+
+
+@pytest.mark.parametrize("text", ["", "- a\n- b\n", "model: [unclosed\n", "42"])
+def test_a_file_that_is_no_config_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"bad\.yaml"):
+        load_config(path)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot read the config"):
+        load_config(tmp_path / "nothing.yaml")
+
+
+@pytest.mark.parametrize("override", ["novalue", "=3", "seed.deep=3", "model.path.deep=3"])
+def test_an_override_that_is_no_key_and_value_is_refused(good: Path, override: str) -> None:
+    with pytest.raises(ConfigError, match="Way out"):
+        load_config(good, [override])
+
+
+@pytest.mark.parametrize("given", ["task.python=a:B", "task.files=none"])
+def test_a_task_has_exactly_one_source(good: Path, given: str) -> None:
+    with pytest.raises(ConfigError, match="exactly one of python, files, dataset, reasoning_gym"):
+        load_config(good, [given])
+
+
+def test_every_key_has_a_meaning() -> None:
+    from asyncrl.config.describe import sections
+
+    keys = [key for _, _, keys in sections() for key in keys]
+    assert len(keys) >= 60
+    assert not [key.name for key in keys if len(key.meaning) < 8]
+
+
+def test_fixed_names_are_there() -> None:
+    fixed = """seed model.path rollout.group_size rollout.num_engines rollout.engine rollout.slots rollout.max_tokens rollout.temperature
+    rollout.timeout_s buffer.max_staleness buffer.look_ahead buffer.on_overdue trainer.num_groups trainer.num_steps trainer.world_size
+    trainer.learning_rate algorithm.loss algorithm.advantage publisher.transport publisher.interrupt""".split()
+    assert set(fixed) <= set(all_keys())
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
+def test_every_shipped_config_is_valid(path: Path) -> None:
+    load_config(path)

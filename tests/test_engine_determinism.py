@@ -1,0 +1,121 @@
+"""What deterministic mode promises: tokens and logprobs of a request depend on prompt, seed and weights alone, bit for bit."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_in_process import make_qwen3, make_request, running_engine, staging_request, weights_of
+
+from asyncrl.wire import CommitRequest, GenerateRequest, GenerateResponse
+from asyncrl_servers.embedded.engine import Engine
+
+SIZES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "vocabulary of 2048": {"vocab_size": 2048, "num_hidden_layers": 2},
+    "odd sizes": {"vocab_size": 53, "hidden_size": 60, "intermediate_size": 101, "num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 20},
+    "8 queries a key": {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 16, "num_hidden_layers": 2},
+}
+
+
+def varied_requests(vocab_size: int, count: int, seed: int) -> list[GenerateRequest]:
+    """Requests of all lengths and settings; some share a prompt, one is long enough for several blocks of attention."""
+    rng = random.Random(seed)
+    prompts = [[rng.randrange(vocab_size) for _ in range(length)] for length in (1, 2, 5, 16, 31, 64, 150)]
+    return [
+        GenerateRequest(
+            request_id=f"r{index}",
+            prompt_ids=prompts[index % len(prompts)],
+            max_tokens=rng.choice([1, 2, 7, 30, 90]),
+            temperature=rng.choice([0.0, 0.7, 1.0, 1.0, 1.3]),
+            top_p=rng.choice([1.0, 1.0, 0.8]),
+            seed=rng.getrandbits(62),
+        )
+        for index in range(count)
+    ]
+
+
+def answers_of(engine: Engine, requests: list[GenerateRequest]) -> dict[str, GenerateResponse]:
+    futures = [engine.submit(request) for request in requests]
+    return {answer.request_id: answer for answer in (future.result(timeout=60) for future in futures)}
+
+
+@pytest.fixture(scope="module", params=SIZES, ids=lambda name: name.replace(" ", "-"))
+def sized_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
+    sizes = SIZES[request.param]
+    return make_qwen3(tmp_path_factory.mktemp("sized") / "model", **sizes), sizes.get("vocab_size", 50)
+
+
+def test_a_request_gets_the_same_bits_alone_and_in_any_company(sized_model: tuple[Path, int]) -> None:
+    folder, vocab_size = sized_model
+    requests = varied_requests(vocab_size, 21, seed=1)
+    with running_engine(folder, slots=1) as engine:
+        alone = answers_of(engine, requests)
+    for slots in (3, 17, 40):
+        with running_engine(folder, slots=slots) as engine:
+            assert answers_of(engine, requests) == alone
+            shuffled = random.Random(slots).sample(requests, len(requests))
+            others = [request.model_copy(update={"request_id": f"other {request.request_id}", "seed": 1}) for request in requests]
+            mixed = [request for pair in zip(shuffled, others, strict=True) for request in pair]
+            answers = answers_of(engine, mixed)
+            assert {request_id: answers[request_id] for request_id in alone} == alone
+
+
+def test_an_aborted_request_goes_on_with_the_bits_that_the_uninterrupted_one_has(sized_model: tuple[Path, int]) -> None:
+    folder, vocab_size = sized_model
+    requests = [request.model_copy(update={"max_tokens": 90, "top_p": 1.0}) for request in varied_requests(vocab_size, 6, seed=2)]
+    with running_engine(folder, slots=6) as engine:
+        whole = answers_of(engine, requests)
+    with running_engine(folder, slots=3) as engine:
+        num_aborts = 0
+        for request in requests:
+            token_ids: list[int] = []
+            logprobs: list[float] = []
+            while len(token_ids) < request.max_tokens:
+                resumed = request.model_copy(
+                    update={
+                        "prompt_ids": [*request.prompt_ids, *token_ids],
+                        "num_resumed": len(token_ids),
+                        "max_tokens": request.max_tokens - len(token_ids),
+                    }
+                )
+                future = engine.submit(resumed)
+                if num_aborts % 4 < 3:
+                    engine.abort([request.request_id]).result(timeout=60)
+                num_aborts += 1
+                token_ids += future.result(timeout=60).token_ids
+                logprobs += future.result(timeout=60).logprobs
+            assert (token_ids, logprobs) == (whole[request.request_id].token_ids, whole[request.request_id].logprobs)
+        assert num_aborts > len(requests)
+
+
+@pytest.mark.parametrize("interrupt", ["keep", "keep_kv"])
+def test_a_swap_to_equal_weights_changes_no_bit_of_a_kept_request(tmp_path: Path, interrupt: str) -> None:
+    folder = make_qwen3(tmp_path / "model", num_hidden_layers=2)
+    requests = [make_request(f"r{seed}", prompt_ids=(1 + seed, 2, 3), max_tokens=150, seed=seed) for seed in range(5)]
+    with running_engine(folder, slots=4) as engine:
+        whole = answers_of(engine, requests)
+    with running_engine(folder, slots=4) as engine:
+        futures = [engine.submit(request) for request in requests]
+        for version in (1, 2, 3):
+            staged = engine.prepare(staging_request(weights_of(folder), version, tmp_path))
+            commit: dict[str, Any] = {"version": version, "digest": staged.digest, "interrupt": interrupt}
+            assert engine.commit(CommitRequest(**commit)).result(timeout=60).version == version
+        for future in futures:
+            answer = future.result(timeout=60)
+            assert (answer.token_ids, answer.logprobs) == (whole[answer.request_id].token_ids, whole[answer.request_id].logprobs)
+
+
+def test_a_prompt_longer_than_one_prefill_call_gives_the_bits_of_decoding_it(tmp_path: Path) -> None:
+    folder = make_qwen3(tmp_path / "model", num_hidden_layers=2)
+    prompt = tuple(index * 7 % 50 for index in range(1200))
+    with running_engine(folder, slots=3, max_length=1300) as engine:
+        short = [make_request(f"short {index}", prompt_ids=prompt[: 100 + index]) for index in range(2)]
+        beside = answers_of(engine, [*short, make_request("long", prompt_ids=prompt, max_tokens=40)])["long"]
+    with running_engine(folder, slots=1, max_length=1300) as engine:
+        first = engine.submit(make_request("first", prompt_ids=prompt, max_tokens=15)).result(timeout=60)
+        rest = engine.submit(make_request("rest", prompt_ids=(*prompt, *first.token_ids), max_tokens=25, num_resumed=15)).result(timeout=60)
+    assert first.token_ids + rest.token_ids == beside.token_ids
+    assert first.logprobs + rest.logprobs == beside.logprobs

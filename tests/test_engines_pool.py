@@ -1,0 +1,259 @@
+"""Abort and resume, on the virtual clock: whatever interrupts, the joined answer is the uninterrupted one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.engines import EnginePool, EngineServer
+from asyncrl.errors import EngineError, RequestRefused
+from asyncrl.testing.fakes import FakeEngineServer
+from asyncrl.testing.virtual_time import all_blocked, run_virtual
+from asyncrl.types import Completion, Interrupt, SamplingRequest, VersionSpan, WeightManifest
+
+DECODE_S = 0.01
+
+
+def make_request(name: str = "r0", *, max_tokens: int = 20, seed: int = 1, route_key: str = "") -> SamplingRequest:
+    return SamplingRequest(name, (ord("p"), ord("q")), max_tokens, temperature=1.0, seed=seed, route_key=route_key)
+
+
+def make_pool(fakes: Sequence[FakeEngineServer]) -> EnginePool:
+    return EnginePool([EngineServer(fake) for fake in fakes], slots=fakes[0].slots)
+
+
+async def publish(pool: EnginePool, version: int, digest: str, interrupt: Interrupt = "abort") -> None:
+    manifest = WeightManifest(version, f"fake/{digest}", digest, 1, 1)
+    for server in pool.servers:
+        assert isinstance(server, EngineServer)
+        await server.prepare(manifest)
+        await server.commit(version, digest, interrupt)
+
+
+def check_whole(request: SamplingRequest, completion: Completion) -> None:
+    """Budget, one logprob a token, spans that cover each token once, versions that do not go back."""
+    num_tokens = len(completion.token_ids)
+    assert num_tokens <= request.max_tokens
+    assert (completion.finish_reason == "stop") == (completion.token_ids[-1] == 0)
+    assert completion.finish_reason == "stop" or num_tokens == request.max_tokens
+    assert len(completion.behaviour_logprobs) == num_tokens
+    covered = [index for span in completion.version_spans for index in range(span.start, span.end)]
+    assert covered == list(range(num_tokens))
+    versions = [span.version for span in completion.version_spans]
+    assert versions == sorted(set(versions)), "adjacent spans of one version are merged"
+
+
+async def uninterrupted(request: SamplingRequest, end_fraction: float = 0.0) -> Completion:
+    return await make_pool([FakeEngineServer(end_fraction=end_fraction, decode_s=DECODE_S)]).generate(request)
+
+
+@given(
+    seed=st.integers(0, 2**63 - 1),
+    max_tokens=st.integers(1, 40),
+    end_fraction=st.sampled_from([0.0, 0.1]),
+    interruptions=st.lists(st.tuples(st.integers(1, 45), st.sampled_from(["all", "one", "abort", "keep", "keep_kv", "wait"])), max_size=8),
+)
+def test_random_interruptions_leave_the_joined_answer_as_the_uninterrupted_one(
+    seed: int, max_tokens: int, end_fraction: float, interruptions: list[tuple[int, str]]
+) -> None:
+    request = make_request(max_tokens=max_tokens, seed=seed)
+
+    async def story() -> None:
+        pool = make_pool([FakeEngineServer(slots=2, decode_s=DECODE_S, swap_s=0.003, end_fraction=end_fraction)])
+        server = pool.servers[0]
+        assert isinstance(server, EngineServer)
+        async with asyncio.TaskGroup() as tasks:
+            joined = tasks.create_task(pool.generate(request), name="request")
+            version = 0
+            for after_steps, kind in sorted(interruptions):
+                await asyncio.sleep(max(0.0, after_steps * DECODE_S - 0.005 - asyncio.get_running_loop().time()))
+                if kind in ("all", "one"):
+                    await server.abort(None if kind == "all" else [request.request_id])
+                else:
+                    version += 1
+                    await publish(pool, version, "w0", kind)  # type: ignore[arg-type]
+        expected, completion = await uninterrupted(request, end_fraction), joined.result()
+        check_whole(request, completion)
+        assert completion.token_ids == expected.token_ids
+        assert completion.behaviour_logprobs == expected.behaviour_logprobs
+        assert completion.finish_reason == expected.finish_reason
+        assert pool.oldest_served_version == version
+        assert pool.stats().inflight == 0
+        assert pool.stats().tokens == len(completion.token_ids)
+
+    run_virtual(story())
+
+
+def test_six_requests_on_two_servers_with_two_slots_survive_two_aborts() -> None:
+    async def story() -> None:
+        fakes = [FakeEngineServer(f"engine-{index}", slots=2, decode_s=DECODE_S) for index in range(2)]
+        pool = make_pool(fakes)
+        requests = [make_request(f"r{index}", max_tokens=20 + index, seed=index) for index in range(6)]
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(pool.generate(request)) for request in requests]
+            await asyncio.sleep(5.5 * DECODE_S)
+            await publish(pool, 1, "w0")
+            await asyncio.sleep(5.5 * DECODE_S)
+            await publish(pool, 2, "w0")
+        for request, task in zip(requests, running, strict=True):
+            completion = task.result()
+            check_whole(request, completion)
+            assert completion.token_ids == (await uninterrupted(request)).token_ids
+        first = running[0].result().version_spans
+        assert first == (VersionSpan(0, 5, 0), VersionSpan(5, 10, 1), VersionSpan(10, 20, 2))
+        assert [fake.peak_running for fake in fakes] == [2, 2]
+        assert pool.stats().interrupted == sum(task.result().num_interruptions for task in running) == 8
+
+    run_virtual(story())
+
+
+def test_new_weights_take_over_from_the_token_after_the_publish() -> None:
+    async def story() -> None:
+        pool = make_pool([FakeEngineServer(decode_s=DECODE_S)])
+        request = make_request(max_tokens=10)
+        async with asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(pool.generate(request))
+            await asyncio.sleep(4.5 * DECODE_S)
+            await publish(pool, 1, "w1")
+        old = await uninterrupted(request)
+        assert running.result().token_ids[:4] == old.token_ids[:4]
+        assert running.result().token_ids[4:] != old.token_ids[4:], "six letters agree by chance once in 3e8"
+        assert running.result().version_spans == (VersionSpan(0, 4, 0), VersionSpan(4, 10, 1))
+
+    run_virtual(story())
+
+
+def test_a_resumed_request_says_what_was_sampled_and_what_is_left() -> None:
+    async def story() -> None:
+        fake = FakeEngineServer(decode_s=DECODE_S)
+        pool = make_pool([fake])
+        async with asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(pool.generate(make_request(max_tokens=10)))
+            await asyncio.sleep(3.5 * DECODE_S)
+            await pool.servers[0].abort(None)
+        first, second = fake.requests
+        assert (first.num_resumed, first.max_tokens, len(first.prompt_ids)) == (0, 10, 2)
+        assert (second.num_resumed, second.max_tokens, len(second.prompt_ids)) == (3, 7, 5)
+        assert second.prompt_ids[2:] == list(running.result().token_ids[:3])
+        assert second.seed == first.seed
+
+    run_virtual(story())
+
+
+def test_a_cancelled_request_frees_its_slot_at_once_and_tells_the_server() -> None:
+    async def story() -> None:
+        fake = FakeEngineServer(slots=1, decode_s=DECODE_S)
+        pool = make_pool([fake])
+        told: list[list[str] | None] = []
+        server = pool.servers[0]
+        tell = server.abort
+
+        async def abort(request_ids: list[str] | None, *, timeout_s: float | None = 10.0) -> list[str]:
+            told.append(request_ids)
+            return await tell(request_ids, timeout_s=timeout_s)
+
+        server.abort = abort  # type: ignore[method-assign]
+        cancelled = asyncio.create_task(pool.generate(make_request("slow", max_tokens=1000)))
+        waiting = asyncio.create_task(pool.generate(make_request("next", max_tokens=3)))
+        await asyncio.sleep(10.5 * DECODE_S)
+        cancelled.cancel()
+        await all_blocked()
+        assert told == [["slow"]]
+        assert fake.num_running == 1
+        assert len((await waiting).token_ids) == 3
+        assert asyncio.get_running_loop().time() == pytest.approx(13.5 * DECODE_S)
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+        assert pool.stats().load == {"engine-0": 0}
+
+    run_virtual(story())
+
+
+def test_a_server_that_aborts_for_ever_is_an_error_that_names_it() -> None:
+    async def story() -> None:
+        fake = FakeEngineServer(decode_s=DECODE_S)
+        fake.mangle = lambda answer: answer.model_copy(
+            update={"token_ids": [], "logprobs": [], "version_spans": [], "finish_reason": "abort"}
+        )
+        with pytest.raises(EngineError, match=r"engine-0: aborted request r0 32 times in a row without a token") as caught:
+            await make_pool([fake]).generate(make_request(max_tokens=2))
+        assert "Way out" in str(caught.value)
+        assert len(fake.requests) == 32
+
+    run_virtual(story())
+
+
+def test_a_queued_request_outlives_any_number_of_publishes() -> None:
+    async def story() -> None:
+        fake = FakeEngineServer(slots=1, decode_s=DECODE_S)
+        pool = make_pool([fake])
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(pool.generate(make_request("long", max_tokens=200)))
+            queued = tasks.create_task(pool.generate(make_request("queued", max_tokens=2)))
+            for version in range(1, 101):
+                await asyncio.sleep(DECODE_S / 2)
+                await pool.servers[0].abort(["queued"])
+                await publish(pool, version, "w0")
+        assert len(queued.result().token_ids) == 2
+
+    run_virtual(story())
+
+
+def test_a_refused_request_is_data_and_the_others_go_on() -> None:
+    async def story() -> None:
+        pool = make_pool([FakeEngineServer(decode_s=DECODE_S, max_length=10)])
+        async with asyncio.TaskGroup() as tasks:
+            good = tasks.create_task(pool.generate(make_request("good", max_tokens=8)))
+            with pytest.raises(RequestRefused, match=r"2 prompt tokens, max_tokens=9.*11 tokens do not fit max_length=10"):
+                await pool.generate(make_request("bad", max_tokens=9))
+        assert len(good.result().token_ids) == 8
+        assert pool.stats().inflight == 0
+
+    run_virtual(story())
+
+
+def test_a_dead_server_is_an_engine_error_with_the_way_out() -> None:
+    async def story() -> None:
+        fake = FakeEngineServer("engine-7", decode_s=DECODE_S)
+        running = asyncio.create_task(make_pool([fake]).generate(make_request()))
+        await asyncio.sleep(3.5 * DECODE_S)
+        fake.die()
+        with pytest.raises(EngineError, match=r"engine-7: \(fake://engine-7\) gave no answer to /generate"):
+            await running
+        with pytest.raises(EngineError, match="gave no answer to /health"):
+            await EngineServer(fake).health()
+
+    run_virtual(story())
+
+
+def test_tokens_older_than_a_confirmed_version_are_an_engine_error() -> None:
+    async def story() -> None:
+        fake = FakeEngineServer(decode_s=DECODE_S)
+        pool = make_pool([fake])
+        await publish(pool, 3, "w3")
+        fake.policy_version = 2
+        with pytest.raises(EngineError, match="under version 2; it had confirmed version 3"):
+            await pool.generate(make_request())
+
+    run_virtual(story())
+
+
+def test_least_loaded_servers_come_first_and_the_pool_says_its_load() -> None:
+    async def story() -> None:
+        fakes = [FakeEngineServer(f"engine-{index}", slots=8, decode_s=DECODE_S) for index in range(3)]
+        pool = make_pool(fakes)
+        async with asyncio.TaskGroup() as tasks:
+            for group in range(3):
+                for sample in range(4):
+                    tasks.create_task(pool.generate(make_request(f"g{group}/r{sample}", route_key=f"g{group}")))
+            await all_blocked()
+            assert pool.stats().load == {"engine-0": 4, "engine-1": 4, "engine-2": 4}
+            assert repr(pool) == "<EnginePool 3 servers, 12 in flight, v0>"
+        for index, fake in enumerate(fakes):
+            assert {request.request_id.split("/")[0] for request in fake.requests} == {f"g{index}"}
+
+    run_virtual(story())

@@ -1,0 +1,175 @@
+"""Two real embedded servers with two slots each, six requests, two aborts: every joined answer is the uninterrupted one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager
+from pathlib import Path
+
+import pytest
+from engine_processes import SECRET, EngineProcess, engine_process
+
+from asyncrl.calling import Caller
+from asyncrl.engines import EnginePool, EngineServer
+from asyncrl.publisher.push import Push
+from asyncrl.types import Completion, SamplingRequest, WeightManifest
+
+pytestmark = pytest.mark.slow
+
+NUM_ENGINES, SLOTS, NUM_REQUESTS = 2, 2, 6
+
+
+@pytest.fixture(scope="module")
+def endless_model_dir(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model with an end token that it cannot sample: every request runs to max_tokens."""
+    folder = tmp_path_factory.mktemp("endless") / "model"
+    shutil.copytree(tiny_model_dir, folder)
+    for name in ("config.json", "generation_config.json"):
+        values = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps(values | {"eos_token_id": 10_000}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def same_weights(endless_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> WeightManifest:
+    """An export of the very weights that the servers start with."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from asyncrl.trainer.weights import export_weights, named_weights
+
+    torch.set_num_threads(1)
+    model = AutoModelForCausalLM.from_pretrained(endless_model_dir)
+    sent = export_weights(named_weights(model), tmp_path_factory.mktemp("staging") / "weights.safetensors", 1)
+    return WeightManifest(sent.version, sent.path, sent.digest, sent.num_tensors, sent.num_bytes)
+
+
+@pytest.fixture(params=["greedy", "seeded"])
+def temperature(request: pytest.FixtureRequest) -> float:
+    return 0.0 if request.param == "greedy" else 1.0
+
+
+@pytest.fixture
+def processes(endless_model_dir: Path, tmp_path: Path) -> Iterator[list[EngineProcess]]:
+    with ExitStack() as stack:
+        specs = [
+            {"name": f"engine-{index}", "model_path": str(endless_model_dir), "slots": SLOTS, "max_length": 400}
+            for index in range(NUM_ENGINES)
+        ]
+        yield [stack.enter_context(engine_process("embedded", spec, tmp_path / spec["name"])) for spec in specs]
+
+
+@asynccontextmanager
+async def open_pool(processes: list[EngineProcess]) -> AsyncIterator[EnginePool]:
+    callers = [Caller(f"engine-{index}", process.url, SECRET) for index, process in enumerate(processes)]
+    servers = [EngineServer(caller) for caller in callers]
+    try:
+        await asyncio.gather(*(server.health(timeout_s=120.0) for server in servers))
+        yield EnginePool(servers, slots=SLOTS)
+    finally:
+        for caller in callers:
+            await caller.aclose()
+
+
+def make_requests(temperature: float) -> list[SamplingRequest]:
+    """Six requests of two groups, of unequal lengths."""
+    return [
+        SamplingRequest(
+            f"g{index // 3}/r{index % 3}",
+            prompt_ids=tuple(range(6, 12 + index // 3)),
+            max_tokens=200 + 20 * index,
+            temperature=temperature,
+            seed=1000 + index,
+            route_key=f"g{index // 3}",
+        )
+        for index in range(NUM_REQUESTS)
+    ]
+
+
+async def tokens_sampled(server: EngineServer, more: int) -> None:
+    """Return when the server has sampled `more` tokens more; it is busy, so it will."""
+    start = (await server.health()).tokens_generated
+    while (await server.health()).tokens_generated < start + more:
+        pass
+
+
+async def run_all(pool: EnginePool, requests: list[SamplingRequest]) -> list[Completion]:
+    return list(await asyncio.gather(*(pool.generate(request) for request in requests)))
+
+
+def test_joined_answers_equal_uninterrupted_ones_on_real_servers(
+    processes: list[EngineProcess], same_weights: WeightManifest, temperature: float
+) -> None:
+    async def story() -> None:
+        async with open_pool(processes) as pool:
+            servers = [server for server in pool.servers if isinstance(server, EngineServer)]
+            requests = make_requests(temperature)
+            expected = await run_all(pool, requests)
+            assert [completion.num_interruptions for completion in expected] == [0] * NUM_REQUESTS
+
+            running = asyncio.gather(*(pool.generate(request) for request in requests))
+            for server in servers:
+                await tokens_sampled(server, 40)
+            report = await Push(same_weights, servers, served=0, interrupt="abort", timeout_s=60.0).run()
+            for server in servers:
+                await tokens_sampled(server, 40)
+            aborted = await asyncio.gather(*(server.abort(None) for server in servers))
+            joined = await running
+
+            assert report.num_interrupted >= NUM_ENGINES * SLOTS
+            assert sum(len(names) for names in aborted) >= NUM_ENGINES * SLOTS
+            check(requests, expected, joined)
+            assert pool.oldest_served_version == 1
+            assert pool.stats().interrupted == sum(completion.num_interruptions for completion in joined)
+            for server in servers:
+                health = await server.health()
+                assert (health.policy_version, health.num_running, health.num_queued) == (1, 0, 0)
+
+    asyncio.run(story())
+
+
+def check(requests: list[SamplingRequest], expected: list[Completion], joined: list[Completion]) -> None:
+    for request, whole, completion in zip(requests, expected, joined, strict=True):
+        assert completion.token_ids == whole.token_ids
+        assert completion.behaviour_logprobs == whole.behaviour_logprobs
+        assert completion.finish_reason == "length"
+        assert len(completion.token_ids) == len(completion.behaviour_logprobs) == request.max_tokens
+        covered = [index for span in completion.version_spans for index in range(span.start, span.end)]
+        assert covered == list(range(request.max_tokens))
+    versions = [tuple(span.version for span in completion.version_spans) for completion in joined]
+    assert versions.count((0, 1)) >= NUM_ENGINES * SLOTS, "what ran when the weights came has both versions"
+    assert set(versions) <= {(0, 1), (1,)}
+    assert all(completion.num_interruptions >= 1 for completion in joined)
+
+
+def test_a_cancelled_request_frees_its_slot_on_a_real_server(processes: list[EngineProcess]) -> None:
+    async def story() -> None:
+        async with open_pool(processes[:1]) as pool:
+            (server,) = (server for server in pool.servers if isinstance(server, EngineServer))
+            running = [asyncio.create_task(pool.generate(request)) for request in make_requests(1.0)[:3]]
+            await tokens_sampled(server, 2)
+            for task in running[:2]:
+                task.cancel()
+            await asyncio.wait(running[:2])
+            assert (await server.health()).num_running <= 1, "no later than the cancelled calls return"
+            assert len((await running[2]).token_ids) == 240
+
+    asyncio.run(story())
+
+
+def test_a_killed_server_ends_its_requests_with_its_name(processes: list[EngineProcess]) -> None:
+    from asyncrl.errors import EngineError
+
+    async def story() -> None:
+        async with open_pool(processes[:1]) as pool:
+            (server,) = (server for server in pool.servers if isinstance(server, EngineServer))
+            running = asyncio.create_task(pool.generate(make_requests(1.0)[0]))
+            await tokens_sampled(server, 2)
+            processes[0].process.kill()
+            with pytest.raises(EngineError, match="engine-0: .* gave no answer to /generate"):
+                await running
+
+    asyncio.run(story())

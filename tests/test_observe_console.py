@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import io
+from collections import deque
+
+import pytest
+from rich.console import Console as RichConsole
+
+from asyncrl.observe.console import Console, plain_line
+from asyncrl.observe.live_panel import PanelState, live_panel
+from asyncrl.observe.summary import summary_panel
+from asyncrl.observe.text import duration, sparkline
+from asyncrl.observe.verdict import TimeShares, Verdict
+
+METRICS = {
+    "step": 11,
+    "reward/mean": 0.413,
+    "sample/staleness_mean": 1.2,
+    "sample/staleness_max": 3,
+    "perf/step_s": 0.41,
+    "perf/train_s": 0.29,
+    "perf/wait_generation_s": 0.07,
+    "perf/wait_stragglers_s": 0.02,
+    "perf/wait_publishing_s": 0.01,
+    "tokens/trained": 900,
+    "sample/length_mean": 14.0,
+    "rollout/inflight": 61,
+    "rollout/failed": 1,
+    "rollout/retried": 2,
+    "rollout/interrupted": 33,
+    "rollout/dropped": 0,
+}
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def drawn(renderable: object, width: int = 80) -> str:
+    out = io.StringIO()
+    RichConsole(file=out, width=width).print(renderable)
+    return out.getvalue()
+
+
+def test_a_plain_line_says_step_reward_staleness_and_where_the_time_went() -> None:
+    line = plain_line(METRICS, num_steps=300, max_staleness=4)
+    assert line == "step  12/300  reward 0.413  staleness 1.2 (max 3 of 4)  0.41 s/step  train 71% wait 24% (gen)"
+    assert plain_line({"step": 0}, num_steps=9, max_staleness=1) == "step 1/9"
+    assert "masked 2.0%" in plain_line(METRICS | {"sample/masked_fraction": 0.02}, num_steps=300, max_staleness=4)
+
+
+def test_auto_is_plain_without_a_terminal_and_live_on_one() -> None:
+    assert Console("auto", run_name="r", num_steps=3, max_staleness=1, file=io.StringIO()).kind == "plain"
+    assert Console("auto", run_name="r", num_steps=3, max_staleness=1, file=Terminal()).kind == "live"
+
+
+def test_plain_prints_a_line_a_step_and_what_is_said() -> None:
+    out = io.StringIO()
+    with Console("plain", run_name="r", num_steps=300, max_staleness=4, file=out) as console:
+        console.say("saved to [runs/x]")
+        console.show_activity("not shown")
+        console.show_step(METRICS)
+    lines = out.getvalue().splitlines()
+    assert lines[0] == "saved to [runs/x]"
+    assert lines[1].startswith("step  12/300")
+    assert len(lines) == 2
+
+
+def test_none_prints_nothing_at_all() -> None:
+    out = io.StringIO()
+    with Console("none", run_name="r", num_steps=300, max_staleness=4, file=out) as console:
+        console.say("x")
+        console.show_step(METRICS)
+        console.show("y")
+    assert out.getvalue() == ""
+
+
+def test_live_leaves_the_last_picture_and_its_thread_ends() -> None:
+    out = Terminal()
+    console = Console("live", run_name="quick [start]", num_steps=300, max_staleness=4, file=out, width=80)
+    console.start()
+    console.show_step(METRICS)
+    console.close()
+    console.close()
+    assert "quick [start]" in out.getvalue()
+    assert "12/300" in out.getvalue()
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_the_panel_fits_its_width_and_shows_everything_by_name(width: int) -> None:
+    state = PanelState(run_name="quickstart", num_steps=300, max_staleness=4, started_s=100.0)
+    before = drawn(live_panel(state, now_s=100.5), width)
+    assert "starting" in before
+    for step in range(1, 13):
+        state.add_step(METRICS | {"step": step - 1, "reward/mean": step / 12})
+    picture = drawn(live_panel(state, now_s=165.0), width)
+    assert max(map(len, picture.splitlines())) <= width
+    flat = " ".join(picture.replace("│", " ").split())
+    for words in ("12/300", "1 min 05 s", "1 min 58 s to go", "1.2 on average, 3 at most of 4 allowed", "train 71%", "wait stragglers 5%"):
+        assert words in flat
+    for words in ("61 in flight", "1 failed", "2 retried", "33 interrupted"):
+        assert words in flat
+
+
+def test_the_summary_shows_the_verdict_in_80_columns() -> None:
+    shares = TimeShares(training=0.5, generation=0.3, stragglers=0.1, publishing=0.05, other=0.05)
+    verdict = Verdict(50, 125.0, 0.1, 0.8, shares, "generation", ("Generation held the run back.", "Knob: more engines."))
+    picture = drawn(summary_panel(verdict, title="quickstart"))
+    assert "50 in 2 min 05 s, 2.50 s each" in picture
+    assert "0.100 at first, 0.800 at last" in picture
+    assert "waiting for stragglers  10%" in picture
+    assert "Knob: more engines." in picture
+    assert max(map(len, picture.splitlines())) <= 80
+    assert Verdict.from_dict(verdict.as_dict()) == verdict
+
+
+def test_a_sparkline_averages_what_does_not_fit() -> None:
+    assert sparkline([0.0, 1.0], width=8) == "▁█"
+    assert sparkline([0.0, 0.0, 1.0, 1.0], width=2) == "▁█"
+    assert sparkline([0.5] * 3, width=8) == "▁▁▁"
+    assert sparkline(deque(), width=8) == ""
+    assert len(sparkline(list(range(1000)), width=32)) == 32
+
+
+def test_durations_read_like_a_person_says_them() -> None:
+    assert [duration(seconds) for seconds in (8.26, 245, 59.99, 7800)] == ["8.3 s", "4 min 05 s", "60.0 s", "2 h 10 min"]

@@ -1,0 +1,221 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from asyncrl.config import RunConfig, run_config_yaml
+from asyncrl.errors import ConfigError
+from asyncrl.observe.read import render_inspect, render_status
+from asyncrl.observe.recorder import Recorder
+from asyncrl.observe.run_files import is_alive
+from asyncrl.trainer.record import append_line, trained_line
+from asyncrl.wire import BatchArrays, BatchHeader, TrajectoryHeader
+
+NUM_GROUPS = 2
+
+
+def make_run(run_dir: Path, *, num_steps: int = 3, state: str = "running", ages: tuple[int, int] = (0, 2), max_staleness: int = 2) -> None:
+    """A run directory as the rooms write it: the real recorder, and the trainer's own record of each step."""
+    config = RunConfig.model_validate(
+        {
+            "model": {"path": "m"},
+            "task": {"python": "a:B"},
+            "buffer": {"max_staleness": max_staleness},
+            "trainer": {"num_steps": 9, "num_groups": NUM_GROUPS},
+        }
+    )
+    (run_dir / "config.yaml").write_text(run_config_yaml(config))
+    recorder = Recorder(run_dir, tensorboard=False)
+    for version in range(num_steps):
+        append_line(run_dir / "trained.jsonl", record_line(version, ages))
+        recorder.record_step(
+            {
+                "step": version,
+                "time_s": version + 1.0,
+                "reward/mean": 0.25 * version,
+                "sample/staleness_mean": 1.0,
+                "sample/staleness_max": 2.0,
+                "perf/step_s": 1.0,
+                "perf/train_s": 0.9,
+            }
+        )
+    recorder.write_status(
+        {"state": state, "step": num_steps, "waits": {"trainer": "generation"}, "oldest_rollouts": [["g7/r1", 12.0], ["g8/r0", 3.5]]}
+    )
+    recorder.close()
+
+
+def record_line(version: int, ages: tuple[int, int]) -> dict[str, Any]:
+    """Two groups of one trajectory, 3 prompt and 4 sampled tokens each; the first sampled token of group i is ages[i] old."""
+    headers, versions = [], []
+    for index, age in enumerate(ages):
+        group = version * NUM_GROUPS + index
+        headers.append(
+            TrajectoryHeader(
+                group_index=index, group_id=group, sample_index=0, prompt_id=f"e0-{group}", start=7 * index, end=7 * index + 7, reward=index
+            )
+        )
+        versions += [-1, -1, -1, max(0, version - age), version, version, version]
+    header = BatchHeader(version=version, min_version=max(0, version - 2), mask_older=False, trajectories=headers)
+    ids = np.arange(14, dtype=np.int32)
+    mask = np.array(versions) >= 0
+    arrays = BatchArrays(token_ids=ids, loss_mask=mask, behaviour_logprobs=np.zeros(14, np.float32), versions=np.array(versions, np.int32))
+    return trained_line(header, arrays, mask, 0.5, None)
+
+
+def inspected(run_dir: Path, **options: Any) -> dict[str, Any]:
+    plain: dict[str, Any] = json.loads(render_inspect(run_dir, as_json=True, **options))
+    return plain
+
+
+def test_status_of_a_live_run_says_what_it_does_and_how_far_it_is(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    status = json.loads(render_status(tmp_path, as_json=True))
+    assert (status["state"], status["steps_done"], status["num_steps"]) == ("running", 3, 9)
+    assert status["last_metrics"]["reward/mean"] == 0.5
+    assert status["verdict"]["bottleneck"] == "training"
+    text = render_status(tmp_path)
+    assert f"process {os.getpid()} is running" in text
+    assert "3 of 9" in text
+    assert "trainer generation" in text
+    assert "g7/r1, 12.000" in text
+
+
+def test_a_run_that_says_running_while_its_process_is_gone_has_crashed(tmp_path: Path) -> None:
+    script = "import sys; from asyncrl.observe.recorder import Recorder; Recorder(sys.argv[1]).write_status({'state': 'running'})"
+    make_run(tmp_path, state="done")
+    subprocess.run([sys.executable, "-W", "ignore", "-c", script, str(tmp_path)], check=True)
+    status = json.loads(render_status(tmp_path, as_json=True))
+    assert status["state"] == "crashed"
+    assert "controller.log" in status["explanation"]
+
+
+def test_the_same_pid_with_another_start_time_is_another_process() -> None:
+    started_s = psutil.Process().create_time()
+    assert is_alive(os.getpid(), started_s)
+    assert not is_alive(os.getpid(), started_s - 100)
+    assert not is_alive("nonsense", started_s)
+
+
+def test_the_end_of_a_run_is_told_with_its_reason(tmp_path: Path) -> None:
+    make_run(tmp_path, state="failed")
+    recorder = Recorder(tmp_path, tensorboard=False)
+    recorder.write_status({"state": "failed", "why": "engine-0: the process ended"})
+    recorder.close()
+    assert "engine-0: the process ended" in json.loads(render_status(tmp_path, as_json=True))["explanation"]
+
+
+@pytest.mark.parametrize("name", ["empty", "missing", "file"])
+def test_a_directory_that_is_no_run_is_told_with_the_way_out(tmp_path: Path, name: str) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="is no run directory") as caught:
+        render_status(tmp_path / name)
+    assert "asyncrl run" in caught.value.way_out
+    with pytest.raises(ConfigError):
+        render_inspect(tmp_path / name)
+
+
+def test_half_a_last_line_and_a_bad_line_are_told_and_nothing_else_is_lost(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "rew')
+    lines = (tmp_path / "trained.jsonl").read_text().splitlines()
+    lines.insert(1, "garbage")
+    lines.append('{"version": 3}')
+    (tmp_path / "trained.jsonl").write_text("\n".join(lines) + "\n")
+    plain = inspected(tmp_path)
+    assert plain["num_steps"] == 3
+    assert plain["problems"] == [
+        "metrics.jsonl ends in half a line (16 characters), which is left out: it was being written",
+        "trained.jsonl line 2 is no JSON object and is left out: 'garbage'",
+        "trained.jsonl object 4 is no record of a step and is left out: KeyError 'trajectories'",
+    ]
+    assert json.loads(render_status(tmp_path, as_json=True))["steps_done"] == 3
+
+
+def test_a_run_before_its_first_step_can_be_read(tmp_path: Path) -> None:
+    make_run(tmp_path, num_steps=0, state="starting")
+    assert json.loads(render_status(tmp_path, as_json=True))["verdict"] is None
+    plain = inspected(tmp_path)
+    assert (plain["num_steps"], plain["bound_kept"]) == (0, None)
+    assert "nothing was trained yet" in render_inspect(tmp_path)
+    with pytest.raises(ConfigError, match="no record of step 1; it has no steps"):
+        render_inspect(tmp_path, step=1)
+
+
+def test_inspect_recomputes_staleness_from_the_spans_and_finds_the_bound_kept(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    plain = inspected(tmp_path)
+    assert plain["bound_kept"] is True
+    assert plain["staleness_max"] == 2
+    assert plain["num_loss_tokens"] == 3 * 2 * 4
+    last = plain["steps"][-1]
+    assert (last["step"], last["version"], last["group_ids"]) == (2, 2, [4, 5])
+    assert last["tokens_by_version"] == {"0": 1, "2": 7}
+    assert (last["staleness_mean"], last["staleness_max"], last["reward_mean"]) == (1.0, 2, 0.5)
+    assert "bound kept: 24 tokens of 6 trajectories in 3 steps, the oldest 2 versions" in " ".join(render_inspect(tmp_path).split())
+
+
+def test_a_token_past_the_bound_is_found_whatever_the_metrics_say(tmp_path: Path) -> None:
+    make_run(tmp_path, max_staleness=1)
+    plain = inspected(tmp_path)
+    assert plain["bound_kept"] is False
+    assert plain["violations"] == ["step 2, group 5, sample 0: tokens 3..3 are of version 0, 2 behind; 1 are allowed"]
+    assert "BOUND OR RECORD BROKEN" in render_inspect(tmp_path)
+
+
+def test_a_record_that_does_not_add_up_is_found(tmp_path: Path) -> None:
+    make_run(tmp_path, num_steps=1)
+    again, future, gap = record_line(0, (0, 0)), record_line(1, (0, 0)), record_line(3, (0, 0))
+    again["version"] = 1
+    again["trajectories"][0]["num_loss_tokens"] = 9
+    future["version"] = 2
+    future["trajectories"][1]["spans"] = [[3, 7, 5]]
+    for line in (again, future, gap, record_line(5, (0, 0))):
+        append_line(tmp_path / "trained.jsonl", line)
+    assert inspected(tmp_path)["violations"] == [
+        "step 1, group 0, sample 0: 9 tokens in the loss, but spans of 4",
+        "step 1, group 0, sample 0: was trained on in step 0 already",
+        "step 1, group 1, sample 0: was trained on in step 0 already",
+        "step 2, group 3, sample 0: tokens 3..6 are of version 5, which did not exist yet",
+        "step 5 follows step 3",
+    ]
+
+
+def test_one_step_or_group_is_shown_with_its_trajectories(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    (only,) = inspected(tmp_path, step=1)["steps"]
+    assert [entry["group_id"] for entry in only["trajectories"]] == [2, 3]
+    assert only["metrics"]["reward/mean"] == 0.25
+    (found,) = inspected(tmp_path, group=5)["steps"]
+    assert found["step"] == 2
+    assert found["trajectories"] == [
+        {
+            "group_id": 5,
+            "prompt_id": "e0-5",
+            "sample_index": 0,
+            "reward": 1.0,
+            "num_tokens": 7,
+            "num_loss_tokens": 4,
+            "staleness": 2,
+            "spans": [[3, 4, 0], [4, 7, 2]],
+        }
+    ]
+    assert "3..3@v0 4..6@v2" in render_inspect(tmp_path, group=5)
+
+
+def test_an_unknown_step_or_group_is_told_with_what_there_is(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    with pytest.raises(ConfigError, match="no record of step 7; it has steps 0 to 2"):
+        render_inspect(tmp_path, step=7)
+    with pytest.raises(ConfigError, match="group 99 was not trained on"):
+        render_inspect(tmp_path, group=99)

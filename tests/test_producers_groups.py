@@ -1,0 +1,353 @@
+"""The room that keeps the engines busy."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.engines import EnginePool, EngineServer
+from asyncrl.errors import EngineError, TaskError
+from asyncrl.producers import Producers, RolloutRunner, SingleTurn
+from asyncrl.testing.fakes import FakeEngine, FakeEngineServer, FakeScorer, FakeSink, FakeSource, FakeTokenizer
+from asyncrl.testing.virtual_time import all_blocked, run_virtual
+from asyncrl.types import GroupId, Prompt, SamplingEngine, SamplingRequest
+
+
+class House:
+    """Producers between a fake source, sink, engine and scorer."""
+
+    def __init__(
+        self,
+        tasks: asyncio.TaskGroup,
+        *,
+        engine: SamplingEngine | None = None,
+        scorer: FakeScorer | None = None,
+        num_tickets: int = 100,
+        group_size: int = 2,
+        capacity: int = 4,
+        timeout_s: float | None = 100.0,
+        retries: int = 1,
+        max_failed_groups: int = 3,
+    ) -> None:
+        self.engine = engine or FakeEngine()
+        self.source, self.sink = FakeSource(), FakeSink(num_tickets)
+        generator = SingleTurn(
+            self.engine, FakeTokenizer(), scorer or FakeScorer(), run_seed=0, max_tokens=50, max_prompt_tokens=16, temperature=1.0
+        )
+        self.producers = Producers(
+            self.sink,
+            self.source,
+            RolloutRunner(generator, timeout_s=timeout_s, retries=retries),
+            spawn=tasks.create_task,
+            group_size=group_size,
+            capacity=capacity,
+            max_failed_groups=max_failed_groups,
+        )
+        self.running = tasks.create_task(self.producers.run(), name="producers")
+
+    @property
+    def admitted(self) -> list[int]:
+        return [ticket.group_id for ticket in self.sink.admitted]
+
+
+def play(story: Callable[[asyncio.TaskGroup], Awaitable[House]]) -> None:
+    """Run a story in a TaskGroup; its house's producers are cancelled at its end, and nothing may be left."""
+
+    async def whole() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            house = await story(tasks)
+            house.running.cancel()
+            await house.producers.aclose()
+            await house.producers.aclose()
+        assert house.producers.stats().inflight == house.producers.stats().sampling == 0
+
+    run_virtual(whole())
+
+
+def by_id(latencies: dict[str, float], default: float = 1.0) -> Callable[[SamplingRequest], float]:
+    return lambda request: next((seconds for name, seconds in latencies.items() if request.request_id.startswith(name)), default)
+
+
+def test_groups_start_as_long_as_the_engines_have_free_slots() -> None:
+    async def story(tasks: asyncio.TaskGroup) -> House:
+        house = House(tasks, capacity=5)
+        await all_blocked()
+        assert house.admitted == [0, 1], "a third group of 2 would need 6 slots of 5"
+        assert (house.producers.stats().inflight, house.producers.stats().sampling) == (4, 4)
+        assert repr(house.producers) == "<Producers 2 groups, 4/5 sampling, 0 failed>"
+        await asyncio.sleep(1.0)
+        await all_blocked()
+        assert house.admitted == [0, 1, 2, 3]
+        assert [group.group_id for group in house.sink.finished] == [0, 1]
+        return house
+
+    play(story)
+
+
+def test_one_group_runs_even_if_it_is_larger_than_all_slots() -> None:
+    async def story(tasks: asyncio.TaskGroup) -> House:
+        house = House(tasks, group_size=8, capacity=3)
+        await all_blocked()
+        assert house.admitted == [0]
+        await asyncio.sleep(1.0)
+        await all_blocked()
+        assert house.admitted == [0, 1]
+        return house
+
+    play(story)
+
+
+def test_a_stragglers_finished_siblings_make_room_for_the_next_group() -> None:
+    async def story(tasks: asyncio.TaskGroup) -> House:
+        house = House(tasks, engine=FakeEngine(latency_s=by_id({"g0/r0": 100.0})), group_size=2, capacity=4)
+        await asyncio.sleep(1.0)
+        await all_blocked()
+        assert house.admitted == [0, 1, 2], "g0 holds one slot, so one group of 2 fits into the 3 others"
+        return house
+
+    play(story)
+
+
+def test_a_rollout_that_is_being_scored_holds_no_slot() -> None:
+    async def story(tasks: asyncio.TaskGroup) -> House:
+        house = House(tasks, scorer=FakeScorer(latency_s=50.0), group_size=2, capacity=2)
+        await asyncio.sleep(1.0)
+        await all_blocked()
+        assert house.admitted == [0, 1]
+        assert (house.producers.stats().inflight, house.producers.stats().sampling) == (4, 2)
+        return house
+
+    play(story)
+
+
+def test_a_ticket_is_asked_for_only_when_its_slots_are_free() -> None:
+    async def story(tasks: asyncio.TaskGroup) -> House:
+        house = House(tasks, num_tickets=0, group_size=2, capacity=2)
+        await all_blocked()
+        house.sink.allow(1)
+        await all_blocked()
+        house.sink.allow(1)
+        house.sink.start_version = 1
+        await asyncio.sleep(0.5)
+        assert house.admitted == [0], "leave was given, but the slots are taken: the ticket would be stamped too early"
+        house.sink.start_version = 2
+        house.engine.policy_version = 2  # type: ignore[attr-defined]
+        await asyncio.sleep(0.5)
+        await all_blocked()
+        assert [ticket.start_version for ticket in house.sink.admitted] == [0, 2]
+        return house
+
+    play(story)
+
+
+def test_a_groups_trajectories_stand_in_the_order_of_their_samples() -> None:
+    async def story(tasks: asyncio.TaskGroup) -> House:
+        engine = FakeEngine(latency_s=lambda request: 10.0 - int(request.request_id.split("/r")[1][0]))
+        house = House(tasks, engine=engine, num_tickets=1, group_size=4, capacity=4)
+        await asyncio.sleep(20.0)
+        (group,) = house.sink.finished
+        assert [trajectory.sample_index for trajectory in group.trajectories] == [0, 1, 2, 3]
+        assert len({request.seed for request in engine.requests}) == 4
+        return house
+
+    play(story)
+
+
+def test_a_failed_rollout_is_retried_with_another_seed_and_its_siblings_are_kept() -> None:
+    async def story(tasks: asyncio.TaskGroup) -> House:
+        engine = FakeEngine(latency_s=by_id({"g0/r1": 1000.0}))
+        house = House(tasks, engine=engine, num_tickets=1, group_size=3, timeout_s=10.0, retries=2)
+        await asyncio.sleep(31.0)
+        (group,) = house.sink.finished
+        assert [trajectory.sample_index for trajectory in group.trajectories] == [0, 2]
+        stats = house.producers.stats()
+        assert (stats.failed, stats.retried, stats.timeouts, stats.finished, stats.failed_groups) == (1, 2, 3, 2, 0)
+        assert "g0/r1 (prompt p0) is not finished after 10.0 s" in stats.last_failure
+        tried = [request for request in engine.requests if request.request_id.startswith("g0/r1")]
+        assert [request.request_id for request in tried] == ["g0/r1/t0/a0", "g0/r1/t0/a1", "g0/r1/t0/a2"]
+        assert len({request.seed for request in tried}) == 3
+        return house
+
+    play(story)
+
+
+def test_a_group_with_one_usable_rollout_fails_and_hands_its_admission_back() -> None:
+    async def story(tasks: asyncio.TaskGroup) -> House:
+        engine = FakeEngine(latency_s=by_id({"g0/r0": 1000.0}))
+        house = House(tasks, engine=engine, num_tickets=2, group_size=2, timeout_s=10.0, retries=0)
+        await asyncio.sleep(11.0)
+        assert [group.group_id for group in house.sink.finished] == [1]
+        assert "g0 (prompt p0) has 1 usable rollouts of 2 and needs 2" in house.sink.failed[GroupId(0)]
+        assert house.producers.stats().failed_groups == 1
+        assert not house.source.handed_back, "a prompt that failed is not tried for ever"
+        return house
+
+    play(story)
+
+
+def test_a_group_of_one_needs_one_rollout() -> None:
+    async def story(tasks: asyncio.TaskGroup) -> House:
+        house = House(tasks, num_tickets=3, group_size=1)
+        await asyncio.sleep(2.0)
+        assert len(house.sink.finished) == 3
+        return house
+
+    play(story)
+
+
+def test_too_many_failed_groups_in_a_row_end_the_run_with_the_last_failure() -> None:
+    async def story() -> None:
+        def always_broken(prompt: Prompt, _: str) -> str:
+            return f"division by zero at {prompt.prompt_id}"
+
+        with pytest.raises(ExceptionGroup) as caught:
+            async with asyncio.TaskGroup() as tasks:
+                House(tasks, scorer=FakeScorer(always_broken), group_size=2, capacity=2, max_failed_groups=3)
+        (error,) = caught.value.exceptions
+        assert isinstance(error, TaskError)
+        assert error.room == "producers"
+        assert "3 groups in a row had too few usable rollouts" in str(error)
+        assert "division by zero at p2" in str(error)
+        assert "rollout.max_failed_groups=3" in str(error)
+
+    run_virtual(story())
+
+
+def test_a_good_group_ends_the_row_of_failed_ones() -> None:
+    async def story(tasks: asyncio.TaskGroup) -> House:
+        def broken_but_every_third(prompt: Prompt, _: str) -> float | str:
+            return 1.0 if int(prompt.prompt_id[1:]) % 3 == 2 else "no"
+
+        house = House(tasks, scorer=FakeScorer(broken_but_every_third), num_tickets=30, capacity=2, max_failed_groups=3)
+        await asyncio.sleep(200.0)
+        assert (len(house.sink.finished), len(house.sink.failed)) == (10, 20)
+        return house
+
+    play(story)
+
+
+def test_a_running_group_that_is_handed_back_is_cancelled_and_its_prompt_comes_first() -> None:
+    async def story(tasks: asyncio.TaskGroup) -> House:
+        engine = FakeEngine(latency_s=by_id({"g0": 100.0}))
+        house = House(tasks, engine=engine, num_tickets=2, group_size=2, capacity=4)
+        await asyncio.sleep(2.0)
+        house.producers.handed_back(GroupId(0), None, "overdue")
+        house.sink.allow(1)
+        await all_blocked()
+        assert sorted(engine.cancelled) == ["g0/r0/t0/a0", "g0/r1/t0/a0"]
+        assert house.producers.stats().dropped == 1
+        await asyncio.sleep(2.0)
+        assert [(group.group_id, group.prompt.prompt_id) for group in house.sink.finished] == [(1, "p1"), (2, "p0")]
+        assert not house.sink.failed
+        with pytest.raises(KeyError):
+            house.producers.handed_back(GroupId(0), None, "overdue")
+        return house
+
+    play(story)
+
+
+def test_a_finished_group_that_is_handed_back_gives_its_prompt_back() -> None:
+    async def story(tasks: asyncio.TaskGroup) -> House:
+        house = House(tasks, num_tickets=1)
+        await asyncio.sleep(2.0)
+        (group,) = house.sink.finished
+        house.producers.handed_back(group.group_id, group, "all masked")
+        assert house.source.handed_back == [group.prompt]
+        return house
+
+    play(story)
+
+
+def test_a_group_may_be_handed_back_before_its_first_step() -> None:
+    async def story(tasks: asyncio.TaskGroup) -> House:
+        house = House(tasks, num_tickets=0)
+        await all_blocked()
+        house.sink.allow(1)
+        for _ in range(20):
+            if not house.producers.stats().sampling:
+                await asyncio.sleep(0)
+        assert house.producers.stats().sampling == 2
+        assert house.producers.stats().inflight == 0, "spawned, and none of its tasks has begun"
+        house.producers.handed_back(GroupId(0), None, "overdue")
+        await all_blocked()
+        assert house.producers.stats().sampling == 0
+        return house
+
+    play(story)
+
+
+def test_tokens_older_than_the_ticket_end_the_run() -> None:
+    async def story() -> None:
+        with pytest.raises(ExceptionGroup) as caught:
+            async with asyncio.TaskGroup() as tasks:
+                House(tasks).sink.start_version = 3
+        assert caught.group_contains(EngineError, match=r"g0/r0 has tokens of version 0; its group was admitted when every engine")
+
+    run_virtual(story())
+
+
+def test_the_oldest_rollouts_are_named_with_their_age() -> None:
+    async def story(tasks: asyncio.TaskGroup) -> House:
+        house = House(tasks, engine=FakeEngine(latency_s=by_id({"g0/r1": 100.0})), capacity=2)
+        await asyncio.sleep(7.5)
+        assert house.producers.stats().oldest[0] == ("g0/r1", 7.5)
+        return house
+
+    play(story)
+
+
+@given(
+    latencies=st.lists(st.floats(0.1, 30.0), min_size=8, max_size=8),
+    is_bad=st.lists(st.booleans(), min_size=8, max_size=8),
+    drops=st.lists(st.floats(0.5, 60.0), max_size=4),
+    group_size=st.integers(1, 3),
+    capacity=st.integers(1, 7),
+)
+def test_every_ticket_is_answered_exactly_once(
+    latencies: list[float], is_bad: list[bool], drops: list[float], group_size: int, capacity: int
+) -> None:
+    def number(request_id: str) -> int:
+        group, rollout, *_ = request_id.split("/")
+        return (int(group[1:]) * 3 + int(rollout[1:])) % 8
+
+    async def story(tasks: asyncio.TaskGroup) -> House:
+        engine = FakeEngine(
+            latency_s=lambda request: 1000.0 if is_bad[number(request.request_id)] else latencies[number(request.request_id)]
+        )
+        house = House(tasks, engine=engine, num_tickets=10, group_size=group_size, capacity=capacity, timeout_s=20.0, max_failed_groups=99)
+        dropped = []
+        for at_s in sorted(drops):
+            await asyncio.sleep(max(0.0, at_s - asyncio.get_running_loop().time()))
+            answered = {group.group_id for group in house.sink.finished} | set(house.sink.failed) | set(dropped)
+            running = [ticket.group_id for ticket in house.sink.admitted if ticket.group_id not in answered]
+            if running:
+                house.producers.handed_back(running[0], None, "overdue")
+                dropped.append(running[0])
+                house.sink.allow(1)
+        await asyncio.sleep(2000.0)
+        answers = [*(group.group_id for group in house.sink.finished), *house.sink.failed, *dropped]
+        assert sorted(answers) == house.admitted == list(range(10 + len(dropped)))
+        assert engine.peak_running <= max(capacity, group_size)
+        finished = [group.prompt.prompt_id for group in house.sink.finished]
+        assert len(set(finished)) == len(finished), "no prompt is trained on twice"
+        return house
+
+    play(story)
+
+
+def test_a_timed_out_rollout_frees_its_slot_at_the_server() -> None:
+    async def story(tasks: asyncio.TaskGroup) -> House:
+        fake = FakeEngineServer(slots=2, decode_s=1.0)
+        house = House(tasks, engine=EnginePool([EngineServer(fake)], slots=2), num_tickets=1, group_size=2, timeout_s=10.5, retries=0)
+        await asyncio.sleep(10.4)
+        assert fake.num_running == 2
+        await asyncio.sleep(0.2)
+        assert fake.num_running == 0
+        assert house.producers.stats().failed == 2
+        return house
+
+    play(story)

@@ -1,0 +1,125 @@
+"""The order of prompts: seeded, another one each epoch, handed-back ones first, and a cursor that can be saved."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.errors import TaskError
+from asyncrl.tasks import Feed, Item
+
+
+class Numbers:
+    """Prompt number i is the text "item i"."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __repr__(self) -> str:
+        return "<Numbers>"
+
+    def __len__(self) -> int:
+        return self.size
+
+    def prompt(self, index: int) -> str:
+        return f"item {index}"
+
+    def score(self, prompt: Any, completion: str) -> float:
+        return 0.0
+
+
+def make_feed(size: int = 5, *, seed: int = 0, shuffle: bool = True, **settings: Any) -> Feed:
+    return Feed(Numbers(size), seed=seed, shuffle=shuffle, **settings)
+
+
+def ids(feed: Feed, number: int) -> list[str]:
+    return [feed.next_nowait().prompt_id for _ in range(number)]
+
+
+def test_every_epoch_holds_each_prompt_once_in_another_order() -> None:
+    drawn = ids(make_feed(20), 60)
+    epochs = [[int(prompt_id.split("/")[1]) for prompt_id in drawn[start : start + 20]] for start in (0, 20, 40)]
+    assert all(sorted(epoch) == list(range(20)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+    assert [prompt_id.split("/")[0] for prompt_id in drawn] == ["0"] * 20 + ["1"] * 20 + ["2"] * 20
+
+
+def test_the_seed_alone_makes_the_order() -> None:
+    assert ids(make_feed(20, seed=3), 40) == ids(make_feed(20, seed=3), 40)
+    assert ids(make_feed(20, seed=3), 40) != ids(make_feed(20, seed=4), 40)
+
+
+def test_without_shuffle_the_order_is_that_of_the_file() -> None:
+    assert ids(make_feed(3, shuffle=False), 5) == ["0/0", "0/1", "0/2", "1/0", "1/1"]
+
+
+def test_prompts_handed_back_come_first_and_in_their_old_order() -> None:
+    feed = make_feed(4, shuffle=False)
+    drawn = [feed.next_nowait() for _ in range(6)]
+    for prompt in (drawn[5], drawn[0], drawn[3]):
+        feed.hand_back_nowait(prompt)
+    assert ids(feed, 4) == ["0/0", "0/3", "1/1", "1/2"]
+
+
+def test_a_prompt_that_is_not_out_cannot_be_handed_back() -> None:
+    feed = make_feed(4)
+    prompt = feed.next_nowait()
+    feed.hand_back_nowait(prompt)
+    with pytest.raises(ValueError, match="is not out"):
+        feed.hand_back_nowait(prompt)
+    other = make_feed(4)
+    ahead = [other.next_nowait() for _ in range(9)][-1]
+    with pytest.raises(ValueError, match="is not out"):
+        feed.hand_back_nowait(ahead)
+
+
+@given(size=st.integers(1, 7), shuffle=st.booleans(), moves=st.lists(st.integers(-3, 3), max_size=40), data=st.data())
+def test_a_feed_that_loads_a_saved_state_goes_on_with_the_same_prompts(size: int, shuffle: bool, moves: list[int], data: Any) -> None:
+    feed, out = make_feed(size, shuffle=shuffle), []
+    for move in moves:
+        if move >= 0 or not out:
+            out.append(feed.next_nowait())
+        else:
+            feed.hand_back_nowait(out.pop(data.draw(st.integers(0, len(out) - 1))))
+    assert len({prompt.prompt_id for prompt in out}) == len(out), "a prompt was out twice"
+    resumed = make_feed(size, shuffle=shuffle)
+    resumed.load_state(json.loads(json.dumps(feed.state())))
+    assert [resumed.next_nowait() for _ in range(2 * size)] == [feed.next_nowait() for _ in range(2 * size)]
+
+
+def test_a_state_of_another_task_or_seed_is_refused() -> None:
+    state = make_feed(5).state()
+    for other in (make_feed(6), make_feed(5, seed=1), make_feed(5, shuffle=False)):
+        with pytest.raises(TaskError, match=r"the saved position has (.|\n)*Way out"):
+            other.load_state(state)
+
+
+def test_a_system_prompt_stands_before_every_prompt() -> None:
+    prompt = make_feed(1, system_prompt="be short").next_nowait()
+    assert prompt.messages == ({"role": "system", "content": "be short"}, {"role": "user", "content": "item 0"})
+
+
+def test_two_system_messages_are_refused() -> None:
+    task = Numbers(1)
+    task.prompt = lambda index: Item([{"role": "system", "content": "x"}, {"role": "user", "content": "y"}])  # type: ignore[method-assign, assignment, return-value]
+    with pytest.raises(TaskError, match="begins with a system message of its own"):
+        Feed(task, seed=0, shuffle=False, system_prompt="be short").next_nowait()
+
+
+def test_a_task_without_prompts_is_refused_at_the_start() -> None:
+    with pytest.raises(TaskError, match=r"<Numbers> has no prompts(.|\n)*Way out"):
+        make_feed(0)
+
+
+def test_a_task_that_raises_or_gives_nonsense_is_named_with_the_index() -> None:
+    task = Numbers(1)
+    task.prompt = lambda index: {}[index]  # type: ignore[method-assign]
+    with pytest.raises(TaskError, match=r"prompt 0 of <Numbers>: making it raised KeyError: 0 .test_tasks_feed.py line \d+"):
+        Feed(task, seed=0, shuffle=False).next_nowait()
+    task.prompt = lambda index: 5  # type: ignore[method-assign, return-value, assignment]
+    with pytest.raises(TaskError, match="prompt 0 of <Numbers> is no prompt: 5"):
+        Feed(task, seed=0, shuffle=False).next_nowait()

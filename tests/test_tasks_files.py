@@ -1,0 +1,149 @@
+"""Rows from JSONL, parquet and the datasets library become prompts; what cannot is refused with its place."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from asyncrl.config import TaskConfig
+from asyncrl.errors import ConfigError, TaskError
+from asyncrl.tasks import Item, build_task
+from asyncrl.types import Prompt
+
+ROWS = [{"prompt": "2+2?", "answer": "4", "level": 1}, {"prompt": "3+3?", "answer": "6", "level": 2}]
+
+
+def write_jsonl(path: Path, rows: list[Any]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def task_of(*files: str, **settings: Any) -> Any:
+    return build_task(TaskConfig(files=list(files), reward="math", **settings), seed=0)
+
+
+def test_a_jsonl_row_becomes_prompt_answer_and_info(tmp_path: Path) -> None:
+    task = task_of(write_jsonl(tmp_path / "a.jsonl", ROWS))
+    assert len(task) == 2
+    assert task.prompt(1) == Item("3+3?", answer="6", info={"level": 2})
+
+
+def test_a_parquet_file_gives_the_same_items_as_the_jsonl_file(tmp_path: Path) -> None:
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "a.parquet")
+    parquet, jsonl = task_of(str(tmp_path / "a.parquet")), task_of(write_jsonl(tmp_path / "a.jsonl", ROWS))
+    assert [parquet.prompt(i) for i in range(2)] == [jsonl.prompt(i) for i in range(2)]
+
+
+def test_several_files_follow_each_other_in_order(tmp_path: Path) -> None:
+    first, second = write_jsonl(tmp_path / "a.jsonl", ROWS[:1]), write_jsonl(tmp_path / "b.jsonl", ROWS[1:])
+    task = task_of(second, first)
+    assert [task.prompt(i).content for i in range(2)] == ["3+3?", "2+2?"]
+
+
+def test_columns_go_by_the_names_of_the_config(tmp_path: Path) -> None:
+    file = write_jsonl(tmp_path / "a.jsonl", [{"q": "2+2?", "a": 4}])
+    assert task_of(file, prompt_column="q", answer_column="a").prompt(0) == Item("2+2?", answer=4)
+    assert task_of(file, prompt_column="q", answer_column=None).prompt(0) == Item("2+2?", info={"a": 4})
+
+
+def test_chat_messages_are_a_prompt_too_and_parquets_empty_fields_are_left_out(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "hi", "name": None}, {"role": "assistant", "content": "yes?", "name": None}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"prompt": messages, "answer": "1"}]), tmp_path / "a.parquet")
+    assert len(task_of(str(tmp_path / "a.parquet")).prompt(0).content) == 2
+
+
+def test_the_reward_gets_the_answer_of_its_row(tmp_path: Path) -> None:
+    task = task_of(write_jsonl(tmp_path / "a.jsonl", ROWS))
+    prompt = Prompt("0/0", ({"role": "user", "content": "2+2?"},), "4")
+    assert (task.score(prompt, "It is 4."), task.score(prompt, "It is 5.")) == (1.0, 0.0)
+
+
+def test_a_missing_column_names_the_columns_that_exist(tmp_path: Path) -> None:
+    file = write_jsonl(tmp_path / "a.jsonl", [{"question": "2+2?", "answer": "4"}])
+    with pytest.raises(TaskError, match="line 1 has no column prompt .task.prompt_column.; its columns are question, answer"):
+        task_of(file)
+    with pytest.raises(TaskError, match=r"no column gold(.|\n)*Way out: set task.answer_column to one of them, or to none"):
+        task_of(file, prompt_column="question", answer_column="gold")
+
+
+def test_an_empty_file_is_an_error_that_names_it(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_text("\n\n")
+    with pytest.raises(TaskError, match=r"empty.jsonl holds no rows(.|\n)*Way out"):
+        task_of(str(tmp_path / "empty.jsonl"))
+
+
+def test_a_broken_line_is_named_by_file_and_number(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"prompt": "x", "answer": "1"}\n\n{"prompt": "y", "ans\n')
+    with pytest.raises(TaskError, match=r"a.jsonl line 3 is not JSON(.|\n)*Way out"):
+        task_of(str(tmp_path / "a.jsonl"))
+
+
+@pytest.mark.parametrize("line", [b"[1, 2]\n", b'"text"\n', b"\xff\xfe\n"], ids=["list", "text", "not utf-8"])
+def test_a_line_that_is_no_object_is_refused(tmp_path: Path, line: bytes) -> None:
+    (tmp_path / "a.jsonl").write_bytes(line)
+    with pytest.raises(TaskError, match="a.jsonl line 1 is"):
+        task_of(str(tmp_path / "a.jsonl"))
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [7, None, "", [], ["hi"], [{"role": "user"}], [{"role": "user", "content": 3}], [{"role": "user", "content": "a", "tool": "b"}]],
+)
+def test_a_prompt_that_is_no_text_is_named_by_its_place(tmp_path: Path, prompt: object) -> None:
+    file = write_jsonl(tmp_path / "a.jsonl", [ROWS[0], {"prompt": prompt, "answer": "1"}])
+    with pytest.raises(TaskError, match=r"a.jsonl line 2, column prompt is no prompt(.|\n)*Way out"):
+        task_of(file)
+
+
+def test_a_file_that_is_not_there_or_of_another_kind_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match="nowhere.jsonl is not a file"):
+        task_of(str(tmp_path / "nowhere.jsonl"))
+    (tmp_path / "a.csv").write_text("prompt\nx\n")
+    with pytest.raises(TaskError, match=r"ends in .csv; files are .jsonl or .parquet"):
+        task_of(str(tmp_path / "a.csv"))
+    (tmp_path / "a.parquet").write_text("not at all")
+    with pytest.raises(TaskError, match="a.parquet is not a parquet file"):
+        task_of(str(tmp_path / "a.parquet"))
+
+
+def test_settings_for_files_are_refused_since_files_have_none(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="files have no settings"):
+        task_of(write_jsonl(tmp_path / "a.jsonl", ROWS), args={"x": 1})
+
+
+def dataset_task(folder: Path, cache: Path, **settings: Any) -> Any:
+    config = TaskConfig(dataset=str(folder), reward="math", args={"cache_dir": str(cache)}, **settings)
+    return build_task(config, seed=0)
+
+
+def test_a_folder_of_data_files_is_a_dataset(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    write_jsonl(tmp_path / "data" / "train.jsonl", ROWS)
+    task = dataset_task(tmp_path / "data", tmp_path / "cache")
+    assert [task.prompt(i).answer for i in range(len(task))] == ["4", "6"]
+    with pytest.raises(TaskError, match=r"row 0 has no column q (.|\n)*prompt, answer, level"):
+        dataset_task(tmp_path / "data", tmp_path / "cache", prompt_column="q")
+    with pytest.raises(TaskError, match=r"split test cannot be loaded(.|\n)*task.split"):
+        dataset_task(tmp_path / "data", tmp_path / "cache", split="test")
+
+
+def test_a_saved_dataset_is_read_with_and_without_splits(tmp_path: Path) -> None:
+    import datasets
+
+    rows = datasets.Dataset.from_list(ROWS)
+    rows.save_to_disk(tmp_path / "plain")
+    datasets.DatasetDict({"easy": rows}).save_to_disk(tmp_path / "splits")
+    assert len(dataset_task(tmp_path / "plain", tmp_path)) == 2
+    assert len(dataset_task(tmp_path / "splits", tmp_path, split="easy")) == 2
+    with pytest.raises(TaskError, match="there is no such split; it has easy"):
+        dataset_task(tmp_path / "splits", tmp_path)
+
+
+def test_a_dataset_that_is_not_there_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match=r"cannot be loaded(.|\n)*Way out"):
+        dataset_task(tmp_path / "nowhere", tmp_path)

@@ -1,0 +1,346 @@
+"""Rewards run off the loop and within a limit; whatever goes wrong is a failure, never a reward of 0."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from asyncrl.config import TaskConfig
+from asyncrl.errors import RewardFailure, TaskError
+from asyncrl.tasks import TaskScorer, build_task
+from asyncrl.tasks.outcome import as_outcome
+from asyncrl.testing.virtual_time import run_virtual
+from asyncrl.types import Prompt
+
+PROMPT = Prompt("0/7", ({"role": "user", "content": "say x"},), answer="x")
+
+
+class OnePrompt:
+    """A task with one prompt, scored by `function`."""
+
+    def __init__(self, function: Any) -> None:
+        self.score = function
+
+    def __len__(self) -> int:
+        return 1
+
+    def prompt(self, index: int) -> str:
+        return "say x"
+
+
+@asynccontextmanager
+async def scorer_of(function: Any, pool: str, **settings: Any) -> AsyncIterator[TaskScorer]:
+    """A scorer in the thread or inline pool."""
+    config = TaskConfig(python="x:y", reward_pool=pool, **settings)  # type: ignore[arg-type]
+    scorer = TaskScorer(OnePrompt(function), config, seed=0)
+    try:
+        yield scorer
+    finally:
+        await scorer.aclose()
+
+
+async def score_once(function: Any, pool: str, **settings: Any) -> float:
+    async with scorer_of(function, pool, **settings) as scorer:
+        return await scorer.score(PROMPT, "an answer")
+
+
+def matches(prompt: Prompt, completion: str) -> float:
+    return 1.0 if completion == "an answer" and prompt.answer == "x" else 0.0
+
+
+def raises(prompt: Prompt, completion: str) -> float:
+    raise KeyError("no such thing")
+
+
+def exits(prompt: Prompt, completion: str) -> float:
+    sys.exit(3)
+
+
+def stops(prompt: Prompt, completion: str) -> float:
+    return next(iter(()))  # type: ignore[no-any-return]  # StopIteration, which asyncio futures do not take
+
+
+async def waits(prompt: Prompt, completion: str) -> float:
+    await asyncio.sleep(5.0)
+    return 0.5
+
+
+@pytest.mark.parametrize("pool", ["inline", "thread"])
+def test_the_reward_function_gets_prompt_and_completion(pool: str) -> None:
+    assert asyncio.run(score_once(matches, pool)) == 1.0
+
+
+@pytest.mark.parametrize("pool", ["inline", "thread"])
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [(raises, "raised KeyError: 'no such thing' .test_tasks_scorer.py line"), (exits, "SystemExit: 3"), (stops, "StopIteration")],
+)
+def test_what_the_reward_function_raises_is_a_failure(pool: str, function: Any, words: str) -> None:
+    with pytest.raises(RewardFailure, match=rf"the reward of prompt 0/7 raised .*{words.removeprefix('raised ')}(.|\n)*'an answer'"):
+        asyncio.run(score_once(function, pool))
+
+
+@pytest.mark.parametrize("value", [1, 0, True, False, 0.25, np.float32(0.25), np.int64(3), np.bool_(True), np.array([0.5]), np.array(2)])
+def test_numbers_of_all_kinds_are_rewards(value: Any) -> None:
+    assert as_outcome(value).reward == float(np.asarray(value).item())
+
+
+def test_a_tensor_with_one_element_is_a_reward() -> None:
+    import torch
+
+    assert as_outcome(torch.tensor(0.5)).reward == as_outcome(torch.tensor([[0.5]])).reward == 0.5
+    assert as_outcome(torch.tensor([0.5, 1.0])).failure
+
+
+@pytest.mark.parametrize(
+    "value", [None, "1.0", float("nan"), float("inf"), np.float64("nan"), 1j, [1.0], np.array([1.0, 2.0]), {}, np.array([])]
+)
+def test_what_is_no_finite_number_is_a_failure(value: Any) -> None:
+    assert as_outcome(value).failure.startswith("returned ")
+    with pytest.raises(RewardFailure, match="a reward is one finite number"):
+        asyncio.run(score_once(lambda prompt, completion: value, "inline"))
+
+
+@pytest.mark.parametrize("pool", ["inline", "thread"])
+def test_an_async_reward_that_takes_too_long_is_a_failure(pool: str) -> None:
+    with pytest.raises(RewardFailure, match=r"did not return within 0.05 s .task.reward_timeout_s."):
+        asyncio.run(score_once(waits, pool, reward_timeout_s=0.05))
+
+
+def test_async_rewards_are_awaited_beside_each_other() -> None:
+    async def story() -> None:
+        async with scorer_of(waits, "inline", reward_workers=1) as scorer:
+            async with asyncio.timeout(6.0):  # virtual: one after the other would take 500 s
+                assert await asyncio.gather(*(scorer.score(PROMPT, "") for _ in range(100))) == [0.5] * 100
+
+    run_virtual(story())
+
+
+def test_cancelling_an_async_reward_cancels_it() -> None:
+    async def story() -> None:
+        async with scorer_of(waits, "inline") as scorer:
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await scorer.score(PROMPT, "")
+
+    run_virtual(story())
+
+
+def test_threads_run_at_most_reward_workers_at_once_and_the_loop_goes_on() -> None:
+    most, running, lock, gate = 0, 0, threading.Lock(), threading.Event()
+
+    def counts(prompt: Prompt, completion: str) -> float:
+        nonlocal most, running
+        with lock:
+            running += 1
+            most = max(most, running)
+        gate.wait(30.0)
+        with lock:
+            running -= 1
+        return 1.0
+
+    async def story() -> None:
+        async with scorer_of(counts, "thread", reward_workers=3) as scorer, asyncio.TaskGroup() as tasks:
+            scoring = [tasks.create_task(scorer.score(PROMPT, "")) for _ in range(12)]
+            while most < 3:
+                await asyncio.sleep(0)  # the loop is free while three threads are blocked
+            gate.set()
+        assert [task.result() for task in scoring] == [1.0] * 12
+
+    asyncio.run(story())
+    assert most == 3
+
+
+def test_one_hung_thread_costs_one_worker_and_its_own_rollout_alone() -> None:
+    gate = threading.Event()
+
+    def hangs_on_x(prompt: Prompt, completion: str) -> float:
+        return float(completion != "x" or gate.wait(30.0))
+
+    async def story() -> None:
+        async with scorer_of(hangs_on_x, "thread", reward_workers=2, reward_timeout_s=0.3) as scorer:
+            with pytest.raises(RewardFailure, match="did not return within"):
+                await scorer.score(PROMPT, "x")
+            assert await asyncio.gather(*(scorer.score(PROMPT, "y") for _ in range(5))) == [1.0] * 5
+            gate.set()
+
+    asyncio.run(story())
+
+
+def test_when_every_thread_hangs_all_callers_learn_it_and_the_way_out() -> None:
+    gate = threading.Event()
+
+    async def story() -> None:
+        async with scorer_of(lambda prompt, completion: gate.wait(30.0), "thread", reward_workers=2, reward_timeout_s=0.1) as scorer:
+            found = await asyncio.gather(*(scorer.score(PROMPT, "") for _ in range(6)), return_exceptions=True)
+            assert [type(error) for error in found] == [RewardFailure] * 2 + [TaskError] * 4
+            assert "Way out: set task.reward_pool=process" in str(found[-1])
+            with pytest.raises(TaskError, match="all 2 reward threads"):
+                await scorer.score(PROMPT, "")
+            gate.set()
+
+    asyncio.run(story())
+
+
+def run_python(code: str, **settings: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60, check=False, **settings
+    )
+
+
+HANGING = """
+    import asyncio, threading
+    from asyncrl.config import TaskConfig
+    from asyncrl.tasks import TaskScorer
+    from asyncrl.types import Prompt
+    class Hangs:
+        def __len__(self): return 1
+        def prompt(self, index): return "x"
+        def score(self, prompt, completion): threading.Event().wait()
+    async def main():
+        scorer = TaskScorer(Hangs(), TaskConfig(python="x:y", reward_pool="thread", reward_timeout_s=0.1), seed=0)
+        await scorer.score(Prompt("0/0", ()), "")
+    asyncio.run(main())
+"""
+
+
+def test_a_hung_thread_does_not_keep_the_interpreter_alive() -> None:
+    done = run_python(HANGING)
+    assert done.returncode == 1
+    assert "RewardFailure" in done.stderr
+
+
+REWARDS = """
+    import asyncio, os, time
+    def plain(prompt, completion, answer): return float(completion == answer)
+    async def later(prompt, completion, answer): await asyncio.sleep(0); return 0.5
+    def moody(prompt, completion, answer):
+        if completion == "hang":
+            while True: time.sleep(1)
+        if completion == "die": os._exit(7)
+        if completion == "raise": raise KeyError("no")
+        if completion == "none": return None
+        if completion == "torch":
+            import sys; return "torch" in sys.modules
+        if completion == "pid": return os.getpid()
+        return 1.0
+"""
+
+
+@pytest.fixture
+def rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with rewards_here.py and rows.jsonl."""
+    (tmp_path / "rewards_here.py").write_text(textwrap.dedent(REWARDS))
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "say x", "answer": "x"}\n')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.delitem(sys.modules, "rewards_here", raising=False)
+    return tmp_path
+
+
+def process_scorer(name: str, **settings: Any) -> TaskScorer:
+    config = TaskConfig(files=["rows.jsonl"], reward=name, reward_pool="process", **settings)
+    return TaskScorer(build_task(config, 0), config, seed=0)
+
+
+@pytest.mark.slow
+def test_processes_survive_whatever_the_reward_function_does(rewards: Path) -> None:
+    async def story() -> None:
+        scorer = process_scorer("rewards_here:moody", reward_workers=2, reward_timeout_s=1.0)
+        try:
+            assert await scorer.score(PROMPT, "fine") == 1.0
+            assert await scorer.score(PROMPT, "torch") == 0.0, "torch was loaded into a reward process"
+            found = await asyncio.gather(
+                *(scorer.score(PROMPT, word) for word in ("hang", "hang", "hang", "die", "raise", "none", "fine")), return_exceptions=True
+            )
+            assert [type(error) for error in found[:-1]] == [RewardFailure] * 6
+            words = ["did not return within 1.0 s"] * 3 + ["ended its process .exit code 7.", "raised KeyError", "returned None"]
+            for error, word in zip(found, words, strict=False):
+                with pytest.raises(RewardFailure, match=word):
+                    raise error  # type: ignore[misc]
+            assert found[-1] == 1.0
+        finally:
+            await scorer.aclose()
+
+    asyncio.run(story())
+    assert multiprocessing.active_children() == []
+
+
+@pytest.mark.slow
+def test_an_async_reward_runs_in_a_process_too_and_closing_is_harmless_twice(rewards: Path) -> None:
+    async def story() -> None:
+        scorer = process_scorer("rewards_here:later", reward_workers=1)
+        assert await scorer.score(PROMPT, "x") == 0.5
+        await scorer.aclose()
+        await scorer.aclose()
+        await process_scorer("rewards_here:plain").aclose()  # never started
+
+    asyncio.run(story())
+
+
+@pytest.mark.slow
+def test_a_score_that_cannot_be_built_in_a_process_ends_the_run(rewards: Path) -> None:
+    async def story() -> None:
+        scorer = process_scorer("rewards_here:plain", reward_workers=1)
+        (rewards / "rewards_here.py").write_text("raise ValueError('not here')")
+        try:
+            with pytest.raises(TaskError, match=r"cannot build the score function(.|\n)*not here(.|\n)*Way out"):
+                await scorer.score(PROMPT, "x")
+        finally:
+            await scorer.aclose()
+
+    asyncio.run(story())
+
+
+@pytest.mark.slow
+def test_what_cannot_be_sent_to_a_process_is_a_failure(rewards: Path) -> None:
+    async def story() -> None:
+        scorer = process_scorer("rewards_here:plain", reward_workers=1)
+        try:
+            with pytest.raises(RewardFailure, match="cannot be sent there"):
+                await scorer.score(Prompt("0/0", (), answer=lambda: 0), "x")
+            assert await scorer.score(PROMPT, "x") == 1.0
+        finally:
+            await scorer.aclose()
+
+    asyncio.run(story())
+
+
+ORPHANS = """
+    import asyncio, os, signal
+    from asyncrl.config import TaskConfig
+    from asyncrl.tasks import TaskScorer, build_task
+    from asyncrl.types import Prompt
+    async def main():
+        config = TaskConfig(files=["rows.jsonl"], reward="rewards_here:moody", reward_pool="process", reward_workers=2)
+        scorer = TaskScorer(build_task(config, 0), config, seed=0)
+        print(int(await scorer.score(Prompt("0/0", ()), "pid")), flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if __name__ == "__main__":
+        asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+def test_reward_processes_die_with_a_killed_run(rewards: Path) -> None:
+    done = run_python(ORPHANS, cwd=rewards)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    worker = int(done.stdout)
+    if psutil.pid_exists(worker):
+        psutil.Process(worker).wait(timeout=20)
+    assert not psutil.pid_exists(worker)
+    assert worker != os.getpid()

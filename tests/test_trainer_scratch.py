@@ -1,0 +1,100 @@
+"""The model made from nothing: same spec, same bytes; a tokenizer that gives back what it got."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_model import TINY_ARCHITECTURE, TINY_CHARACTERS, make_tiny_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from asyncrl.trainer.scratch import main, make_character_tokenizer, make_random_model
+from asyncrl.wire import ErrorBody, find_fatal
+
+TOKENIZER = make_character_tokenizer(TINY_CHARACTERS)
+
+
+def folder_bytes(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def test_the_same_seed_gives_the_same_bytes_and_another_seed_other_weights(tmp_path: Path) -> None:
+    first, again, other = (folder_bytes(make_tiny_model(tmp_path / name, seed=seed)) for name, seed in (("a", 1), ("b", 1), ("c", 2)))
+    assert first == again
+    assert first["model.safetensors"] != other["model.safetensors"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "c"], "no unfinished folder stays behind"
+
+
+def test_the_folder_opens_with_the_auto_classes(tiny_model_dir: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    assert model.config.vocab_size == len(tokenizer) == 6 + len(TINY_CHARACTERS)
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id == tokenizer.convert_tokens_to_ids("<|im_end|>")
+    text = "a  b, c\n.\n? 12 ."
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@given(st.text(alphabet=TINY_CHARACTERS))
+def test_decoding_gives_back_every_text_of_the_alphabet_with_one_token_a_character(text: str) -> None:
+    ids = TOKENIZER.encode(text)
+    assert len(ids) == len(text)
+    assert TOKENIZER.decode(ids) == text
+
+
+def test_a_character_outside_the_alphabet_becomes_unk() -> None:
+    assert TOKENIZER.decode(TOKENIZER.encode("aÄb")) == "a<unk>b"
+
+
+def test_the_chat_template_ends_with_the_assistants_turn() -> None:
+    chat = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}]
+    text = TOKENIZER.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    assert text == "<|system|>be kind<|im_end|><|user|>hi<|im_end|><|assistant|>"
+    assert len(TOKENIZER.encode(text)) == 1 + 7 + 1 + 1 + 2 + 1 + 1, "each special token is one token"
+    assert TOKENIZER.decode(TOKENIZER.encode(text), skip_special_tokens=True) == "be kindhi"
+
+
+def test_an_unknown_key_of_the_architecture_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="a qwen3 config does not know: hiden_size"):
+        make_random_model({**TINY_ARCHITECTURE, "hiden_size": 3}, TOKENIZER, 0)
+    with pytest.raises(ValueError, match="no model_type"):
+        make_random_model({"hidden_size": 8}, TOKENIZER, 0)
+
+
+def test_a_character_that_is_there_twice_is_refused() -> None:
+    with pytest.raises(ValueError, match="'b'.*more than once"):
+        make_character_tokenizer("abcb")
+
+
+def test_a_spec_that_makes_no_model_ends_with_what_to_correct(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fatal(**values: object) -> ErrorBody:
+        spec = tmp_path / "spec.json"
+        scratch = {"architecture": TINY_ARCHITECTURE, "characters": TINY_CHARACTERS}
+        spec.write_text(json.dumps({"out": str(tmp_path / "model"), "seed": 0, "scratch": scratch, **values}), encoding="utf-8")
+        monkeypatch.setattr(sys, "argv", ["scratch", "--spec", str(spec)])
+        with pytest.raises(SystemExit):
+            main()
+        error = find_fatal(capsys.readouterr().err)
+        assert error is not None
+        assert error.way_out
+        return error
+
+    assert "qwen33" in fatal(scratch={"architecture": {"model_type": "qwen33"}, "characters": "ab"}).error
+    assert "sed" in fatal(sed=3).error
+    (tmp_path / "model").mkdir()
+    assert "exists already" in fatal().error
+
+
+@pytest.mark.slow
+def test_the_command_makes_the_folder(tmp_path: Path) -> None:
+    spec = tmp_path / "spec.json"
+    scratch = {"architecture": TINY_ARCHITECTURE, "characters": TINY_CHARACTERS}
+    spec.write_text(json.dumps({"out": str(tmp_path / "model"), "seed": 0, "scratch": scratch, "dtype": "bfloat16"}), encoding="utf-8")
+    subprocess.run([sys.executable, "-m", "asyncrl.trainer.scratch", "--spec", spec], check=True, timeout=120)
+    assert str(AutoModelForCausalLM.from_pretrained(tmp_path / "model").dtype) == "torch.bfloat16"

@@ -1,0 +1,212 @@
+"""The real worker process over HTTP: it steps, exports, saves, refuses, survives, and ends with its parent."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+from safetensors.torch import load_file
+from trainer_cases import changed, make_batch, make_spec
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from asyncrl.calling import Caller, CallRefused
+from asyncrl.trainer.step import TrainStep
+from asyncrl.trainer.weights import digest_of
+from asyncrl.wire import SECRET_ENV, ExportResponse, SaveRequest, TrainerHealth, TrainResponse, find_fatal, pack_batch
+
+pytestmark = pytest.mark.slow
+
+T = TypeVar("T")
+TIMEOUT_S = 60.0
+BREAKS = "def loss(*tensors, **settings):\n    raise ArithmeticError('planted')\n"
+
+
+@dataclass
+class Worker:
+    process: subprocess.Popen[bytes]
+    url: str
+    folder: Path
+    secret: str = "s3cret"
+
+    def ask(self, call: Callable[[Caller], Awaitable[T]]) -> T:
+        async def story() -> T:
+            caller = Caller("trainer-0", self.url, self.secret)
+            try:
+                return await call(caller)
+            finally:
+                await caller.aclose()
+
+        return asyncio.run(story())
+
+    def train(self, body: bytes) -> TrainResponse:
+        return self.ask(lambda caller: caller.post("/train", body, TrainResponse, timeout_s=TIMEOUT_S))
+
+    def export(self) -> ExportResponse:
+        return self.ask(lambda caller: caller.post("/export", b"", ExportResponse, timeout_s=TIMEOUT_S))
+
+    def health(self) -> TrainerHealth:
+        return self.ask(lambda caller: caller.get("/health", TrainerHealth, timeout_s=TIMEOUT_S))
+
+    @property
+    def staging(self) -> Path:
+        return self.folder / "staging"
+
+    @property
+    def log(self) -> str:
+        return (self.folder / "log").read_text()
+
+
+@contextlib.contextmanager
+def running(model_dir: Path, folder: Path, **values: object) -> Iterator[Worker]:
+    """A worker on any free port; killed at the end if it still runs."""
+    folder.mkdir(exist_ok=True)
+    spec = folder / "spec.json"
+    spec.write_text(make_spec(model_dir, folder, **values).model_dump_json(), encoding="utf-8")
+    with socket.create_server(("127.0.0.1", 0)) as listener, (folder / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "asyncrl.trainer.worker", "--spec", str(spec), "--fd", str(listener.fileno())],
+            stdin=subprocess.PIPE, stdout=log, stderr=log, pass_fds=[listener.fileno()],
+            env={**os.environ, SECRET_ENV: "s3cret", "PYTHONPATH": str(folder)},
+        )  # fmt: skip
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    try:
+        yield Worker(process, url, folder)
+    finally:
+        process.kill()
+        process.wait()
+        if process.stdin is not None:
+            process.stdin.close()
+
+
+@pytest.fixture(scope="module")
+def worker(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
+    with running(tiny_model_dir, tmp_path_factory.mktemp("worker")) as worker:
+        yield worker
+
+
+def test_a_run_of_the_worker_is_that_of_a_step_in_process_bit_for_bit(worker: Worker, tiny_model_dir: Path, tmp_path: Path) -> None:
+    assert worker.health() == TrainerHealth(policy_version=0, device="cpu", is_busy=False)
+    here = TrainStep(make_spec(tiny_model_dir, tmp_path))
+    for version in range(4):
+        header, arrays = make_batch(version=version, seed=version)
+        there = worker.train(pack_batch(header, arrays))
+        assert there.policy_version == version + 1
+        expected = here.train(header, arrays)
+        assert {**there.metrics, "perf/train_s": 0} == {**expected, "perf/train_s": 0}
+        export = worker.export()
+        assert export.digest == here.weights_digest() == digest_of(load_file(export.path))
+        assert export.version == version + 1
+        assert len((worker.folder / "trained.jsonl").read_text().splitlines()) == version + 1, "written before the answer"
+    assert sorted(path.name for path in worker.staging.iterdir()) == ["v3.safetensors", "v4.safetensors"]
+    assert stat.S_IMODE(worker.staging.stat().st_mode) == 0o700
+
+
+def test_a_batch_for_another_version_is_refused_with_409_and_both_values(worker: Worker) -> None:
+    version = worker.health().policy_version
+    with pytest.raises(CallRefused) as caught:
+        worker.train(pack_batch(*make_batch(version=version + 7)))
+    assert caught.value.status == 409
+    assert f"batch {version + 7} came while the trainer is at policy_version {version}" in caught.value.body.error
+    assert worker.health().policy_version == version
+
+
+def test_a_body_that_is_no_batch_is_refused_and_the_worker_lives_on(worker: Worker) -> None:
+    with pytest.raises(CallRefused) as caught:
+        worker.train(b"nonsense")
+    assert caught.value.status == 422
+    version = worker.health().policy_version
+    header, arrays = make_batch(version=version)
+    with pytest.raises(CallRefused, match="too old|sampled at version"):
+        worker.train(pack_batch(header, changed(arrays, versions=arrays.versions - 1)))
+    assert worker.train(pack_batch(header, arrays)).policy_version == version + 1
+
+
+def test_save_writes_a_folder_that_opens_and_refuses_one_that_exists(worker: Worker, tmp_path: Path) -> None:
+    def save() -> TrainerHealth:
+        return worker.ask(lambda caller: caller.post("/save", SaveRequest(path=str(tmp_path / "hf")), TrainerHealth, timeout_s=TIMEOUT_S))
+
+    save()
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "hf")) == 52
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert digest_of({name: parameter.detach() for name, parameter in model.named_parameters()}) == worker.export().digest
+    with pytest.raises(CallRefused, match="exists already"):
+        save()
+
+
+def test_a_caller_without_the_secret_is_turned_away(worker: Worker) -> None:
+    with pytest.raises(CallRefused) as caught:
+        Worker(worker.process, worker.url, worker.folder, secret="guess").health()
+    assert caught.value.status == 401
+
+
+def test_requests_run_in_order_while_health_is_answered_beside_them(worker: Worker) -> None:
+    first = worker.health().policy_version
+
+    async def story(caller: Caller) -> list[int]:
+        bodies = [pack_batch(*make_batch(version=first + index, num_groups=8, group_size=8)) for index in range(3)]
+        steps = [asyncio.ensure_future(caller.post("/train", body, TrainResponse, timeout_s=TIMEOUT_S)) for body in bodies]
+        seen_busy = False
+        while not steps[-1].done():
+            seen_busy |= (await caller.get("/health", TrainerHealth, timeout_s=TIMEOUT_S)).is_busy
+        assert seen_busy
+        return [(await step).policy_version for step in steps]
+
+    assert worker.ask(story) == [first + 1, first + 2, first + 3]
+
+
+def test_the_end_of_standard_input_ends_the_worker_and_its_staging(tiny_model_dir: Path, tmp_path: Path) -> None:
+    with running(tiny_model_dir, tmp_path / "w") as worker:
+        assert Path(worker.export().path).exists()
+        assert worker.process.stdin is not None
+        worker.process.stdin.close()
+        assert worker.process.wait(TIMEOUT_S) == 3
+        assert not worker.staging.exists()
+
+
+def test_an_exception_in_a_step_is_answered_with_500_and_sigterm_ends_the_worker_and_its_staging(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "w"
+    folder.mkdir()
+    (folder / "planted_loss.py").write_text(BREAKS)
+    with running(tiny_model_dir, folder, loss="planted_loss:loss") as worker:
+        body = pack_batch(*make_batch())
+        for _ in range(2):
+            with pytest.raises(CallRefused) as caught:
+                worker.train(body)
+            assert caught.value.status == 500
+            assert caught.value.body.error == "ArithmeticError: planted"
+        assert worker.health().policy_version == 0
+        assert "Traceback" in worker.log
+        worker.process.send_signal(signal.SIGTERM)
+        assert worker.process.wait(TIMEOUT_S) == 0
+        assert not worker.staging.exists()
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [({"model_path": "/no/such/model"}, "cannot load the model /no/such/model"), ({"loss": "no_such:loss"}, "algorithm.loss=no_such:loss")],
+)
+def test_a_start_that_cannot_be_ends_with_the_reason_and_the_way_out(
+    tiny_model_dir: Path, tmp_path: Path, values: dict[str, str], message: str
+) -> None:
+    with running(tiny_model_dir, tmp_path / "w", **values) as worker:
+        assert worker.process.wait(TIMEOUT_S) == 1
+        fatal = find_fatal(worker.log)
+        assert fatal is not None
+        assert message in fatal.error
+        assert fatal.way_out
+        assert not worker.staging.exists()
