@@ -126,7 +126,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder))
         engine = build_engine(EmbeddedSpec(name="engine", model_path=folder, slots=concurrency, max_length=PROMPT_LENGTH + MAX_NEW))
-        peers = {name: AutoModelForCausalLM.from_pretrained(folder, attn_implementation=name, dtype=torch.float32).eval() for name in ("sdpa", "eager")}
+        peers = {
+            name: AutoModelForCausalLM.from_pretrained(folder, attn_implementation=name, dtype=torch.float32).eval()
+            for name in ("sdpa", "eager")
+        }
         engine.start()
         for name, lengths in cases.items():
             generator = np.random.default_rng(1)

@@ -15,7 +15,14 @@ from asyncrl_servers.embedded.engine import Engine
 SIZES: dict[str, dict[str, Any]] = {
     "plain": {},
     "vocabulary of 2048": {"vocab_size": 2048, "num_hidden_layers": 2},
-    "odd sizes": {"vocab_size": 53, "hidden_size": 60, "intermediate_size": 101, "num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 20},
+    "odd sizes": {
+        "vocab_size": 53,
+        "hidden_size": 60,
+        "intermediate_size": 101,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+        "head_dim": 20,
+    },
     "8 queries a key": {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 16, "num_hidden_layers": 2},
 }
 

@@ -6,7 +6,8 @@ import asyncio
 import json
 import shutil
 from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from engine_processes import SECRET, EngineProcess, engine_process
 
 from asyncrl.calling import Caller
 from asyncrl.engines import EnginePool, EngineServer
+from asyncrl.errors import EngineError
 from asyncrl.publisher.push import Push
 from asyncrl.types import Completion, SamplingRequest, WeightManifest
 
@@ -24,12 +26,14 @@ NUM_ENGINES, SLOTS, NUM_REQUESTS = 2, 2, 6
 
 @pytest.fixture(scope="module")
 def endless_model_dir(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model with an end token that it cannot sample: every request runs to max_tokens."""
+    """The tiny model with an end token that it cannot sample, and no tokenizer to name one: all run to max_tokens."""
     folder = tmp_path_factory.mktemp("endless") / "model"
     shutil.copytree(tiny_model_dir, folder)
     for name in ("config.json", "generation_config.json"):
         values = json.loads((folder / name).read_text())
         (folder / name).write_text(json.dumps(values | {"eos_token_id": 10_000}))
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (folder / name).unlink(missing_ok=True)
     return folder
 
 
@@ -52,23 +56,29 @@ def temperature(request: pytest.FixtureRequest) -> float:
     return 0.0 if request.param == "greedy" else 1.0
 
 
-@pytest.fixture
-def processes(endless_model_dir: Path, tmp_path: Path) -> Iterator[list[EngineProcess]]:
+@pytest.fixture(scope="module")
+def processes(endless_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[EngineProcess]]:
+    """Two servers that all tests share: their version only grows."""
     with ExitStack() as stack:
-        specs = [
-            {"name": f"engine-{index}", "model_path": str(endless_model_dir), "slots": SLOTS, "max_length": 400}
-            for index in range(NUM_ENGINES)
+        yield [
+            stack.enter_context(start_engine(endless_model_dir, index, tmp_path_factory.mktemp("engine"))) for index in range(NUM_ENGINES)
         ]
-        yield [stack.enter_context(engine_process("embedded", spec, tmp_path / spec["name"])) for spec in specs]
+
+
+def start_engine(model_dir: Path, index: int, folder: Path) -> AbstractContextManager[EngineProcess]:
+    spec = {"name": f"engine-{index}", "model_path": str(model_dir), "slots": SLOTS, "max_length": 400}
+    return engine_process("embedded", spec, folder)
 
 
 @asynccontextmanager
-async def open_pool(processes: list[EngineProcess]) -> AsyncIterator[EnginePool]:
+async def open_pool(processes: list[EngineProcess]) -> AsyncIterator[tuple[EnginePool, list[EngineServer]]]:
     callers = [Caller(f"engine-{index}", process.url, SECRET) for index, process in enumerate(processes)]
-    servers = [EngineServer(caller) for caller in callers]
     try:
-        await asyncio.gather(*(server.health(timeout_s=120.0) for server in servers))
-        yield EnginePool(servers, slots=SLOTS)
+        servers = []
+        for caller in callers:
+            health = await EngineServer(caller).health(timeout_s=120.0)
+            servers.append(EngineServer(caller, policy_version=health.policy_version))
+        yield EnginePool(servers, slots=SLOTS), servers
     finally:
         for caller in callers:
             await caller.aclose()
@@ -92,8 +102,9 @@ def make_requests(temperature: float) -> list[SamplingRequest]:
 async def tokens_sampled(server: EngineServer, more: int) -> None:
     """Return when the server has sampled `more` tokens more; it is busy, so it will."""
     start = (await server.health()).tokens_generated
-    while (await server.health()).tokens_generated < start + more:
-        pass
+    async with asyncio.timeout(60.0):
+        while (await server.health()).tokens_generated < start + more:
+            pass
 
 
 async def run_all(pool: EnginePool, requests: list[SamplingRequest]) -> list[Completion]:
@@ -104,8 +115,8 @@ def test_joined_answers_equal_uninterrupted_ones_on_real_servers(
     processes: list[EngineProcess], same_weights: WeightManifest, temperature: float
 ) -> None:
     async def story() -> None:
-        async with open_pool(processes) as pool:
-            servers = [server for server in pool.servers if isinstance(server, EngineServer)]
+        async with open_pool(processes) as (pool, servers):
+            old = pool.oldest_served_version
             requests = make_requests(temperature)
             expected = await run_all(pool, requests)
             assert [completion.num_interruptions for completion in expected] == [0] * NUM_REQUESTS
@@ -113,7 +124,8 @@ def test_joined_answers_equal_uninterrupted_ones_on_real_servers(
             running = asyncio.gather(*(pool.generate(request) for request in requests))
             for server in servers:
                 await tokens_sampled(server, 40)
-            report = await Push(same_weights, servers, served=0, interrupt="abort", timeout_s=60.0).run()
+            manifest = replace(same_weights, version=old + 1)
+            report = await Push(manifest, servers, served=old, interrupt="abort", timeout_s=60.0).run()
             for server in servers:
                 await tokens_sampled(server, 40)
             aborted = await asyncio.gather(*(server.abort(None) for server in servers))
@@ -121,17 +133,17 @@ def test_joined_answers_equal_uninterrupted_ones_on_real_servers(
 
             assert report.num_interrupted >= NUM_ENGINES * SLOTS
             assert sum(len(names) for names in aborted) >= NUM_ENGINES * SLOTS
-            check(requests, expected, joined)
-            assert pool.oldest_served_version == 1
+            check(requests, expected, joined, old)
+            assert pool.oldest_served_version == old + 1
             assert pool.stats().interrupted == sum(completion.num_interruptions for completion in joined)
             for server in servers:
                 health = await server.health()
-                assert (health.policy_version, health.num_running, health.num_queued) == (1, 0, 0)
+                assert (health.policy_version, health.num_running, health.num_queued) == (old + 1, 0, 0)
 
     asyncio.run(story())
 
 
-def check(requests: list[SamplingRequest], expected: list[Completion], joined: list[Completion]) -> None:
+def check(requests: list[SamplingRequest], expected: list[Completion], joined: list[Completion], old: int) -> None:
     for request, whole, completion in zip(requests, expected, joined, strict=True):
         assert completion.token_ids == whole.token_ids
         assert completion.behaviour_logprobs == whole.behaviour_logprobs
@@ -139,37 +151,35 @@ def check(requests: list[SamplingRequest], expected: list[Completion], joined: l
         assert len(completion.token_ids) == len(completion.behaviour_logprobs) == request.max_tokens
         covered = [index for span in completion.version_spans for index in range(span.start, span.end)]
         assert covered == list(range(request.max_tokens))
+        assert completion.num_interruptions >= 1
     versions = [tuple(span.version for span in completion.version_spans) for completion in joined]
-    assert versions.count((0, 1)) >= NUM_ENGINES * SLOTS, "what ran when the weights came has both versions"
-    assert set(versions) <= {(0, 1), (1,)}
-    assert all(completion.num_interruptions >= 1 for completion in joined)
+    assert versions.count((old, old + 1)) >= NUM_ENGINES * SLOTS, "what ran when the weights came has both versions"
+    assert set(versions) <= {(old, old + 1), (old + 1,)}
 
 
 def test_a_cancelled_request_frees_its_slot_on_a_real_server(processes: list[EngineProcess]) -> None:
     async def story() -> None:
-        async with open_pool(processes[:1]) as pool:
-            (server,) = (server for server in pool.servers if isinstance(server, EngineServer))
+        async with open_pool(processes[:1]) as (pool, (server,)):
             running = [asyncio.create_task(pool.generate(request)) for request in make_requests(1.0)[:3]]
             await tokens_sampled(server, 2)
             for task in running[:2]:
                 task.cancel()
             await asyncio.wait(running[:2])
-            assert (await server.health()).num_running <= 1, "no later than the cancelled calls return"
+            health = await server.health()
+            assert health.num_running + health.num_queued <= 1, "no later than the cancelled calls return"
             assert len((await running[2]).token_ids) == 240
 
     asyncio.run(story())
 
 
-def test_a_killed_server_ends_its_requests_with_its_name(processes: list[EngineProcess]) -> None:
-    from asyncrl.errors import EngineError
-
+def test_a_killed_server_ends_its_requests_with_its_name(endless_model_dir: Path, tmp_path: Path) -> None:
     async def story() -> None:
-        async with open_pool(processes[:1]) as pool:
-            (server,) = (server for server in pool.servers if isinstance(server, EngineServer))
-            running = asyncio.create_task(pool.generate(make_requests(1.0)[0]))
-            await tokens_sampled(server, 2)
-            processes[0].process.kill()
-            with pytest.raises(EngineError, match="engine-0: .* gave no answer to /generate"):
-                await running
+        with start_engine(endless_model_dir, 0, tmp_path) as victim:
+            async with open_pool([victim]) as (pool, (server,)):
+                running = asyncio.create_task(pool.generate(make_requests(1.0)[0]))
+                await tokens_sampled(server, 2)
+                victim.process.kill()
+                with pytest.raises(EngineError, match="engine-0: .* gave no answer to /generate"):
+                    await running
 
     asyncio.run(story())

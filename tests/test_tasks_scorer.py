@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import multiprocessing
 import os
 import signal
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -142,22 +143,27 @@ def test_cancelling_an_async_reward_cancels_it() -> None:
 
 def test_threads_run_at_most_reward_workers_at_once_and_the_loop_goes_on() -> None:
     most, running, lock, gate = 0, 0, threading.Lock(), threading.Event()
+    on_three: Callable[[], object] = int
 
     def counts(prompt: Prompt, completion: str) -> float:
         nonlocal most, running
         with lock:
             running += 1
             most = max(most, running)
+            if most == 3:
+                on_three()
         gate.wait(30.0)
         with lock:
             running -= 1
         return 1.0
 
     async def story() -> None:
+        nonlocal on_three
+        three_run = asyncio.Event()
+        on_three = functools.partial(asyncio.get_running_loop().call_soon_threadsafe, three_run.set)
         async with scorer_of(counts, "thread", reward_workers=3) as scorer, asyncio.TaskGroup() as tasks:
             scoring = [tasks.create_task(scorer.score(PROMPT, "")) for _ in range(12)]
-            while most < 3:
-                await asyncio.sleep(0)  # the loop is free while three threads are blocked
+            await three_run.wait()  # the loop is free while three threads are blocked
             gate.set()
         assert [task.result() for task in scoring] == [1.0] * 12
 

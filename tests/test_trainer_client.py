@@ -103,14 +103,19 @@ def test_everybody_who_waits_for_a_version_wakes_when_a_step_brings_it() -> None
     run_virtual(story())
 
 
+REFUSED = CallRefused("t", "/train", 409, ErrorBody(error="batch 4 is odd", rule="r", way_out="do this."))
+BROKEN = CallRefused("t", "/train", 500, ErrorBody(error="boom"))
+LOST = CallLost("t", "/train", "ServerDisconnectedError")
+
+
 @pytest.mark.parametrize(
     ("failure", "message", "way_out"),
     [
-        (CallRefused("t", "/train", 409, ErrorBody(error="batch 4 is odd", rule="r", way_out="do this.")), "/train was refused (409): batch 4 is odd", "do this."),
-        (CallRefused("t", "/train", 500, ErrorBody(error="boom")), "/train was refused (500): boom", "log"),
-        (CallLost("t", "/train", "ServerDisconnectedError"), "no answer to /train: ServerDisconnectedError", "log"),
+        (REFUSED, "/train was refused (409): batch 4 is odd", "do this."),
+        (BROKEN, "/train was refused (500): boom", "log"),
+        (LOST, "no answer to /train: ServerDisconnectedError", "log"),
     ],
-)  # fmt: skip
+)
 def test_a_refusal_or_a_lost_worker_is_a_trainer_error_with_a_way_out(failure: Exception, message: str, way_out: str) -> None:
     client = client_of(FakeTrainer(failure))
     with pytest.raises(TrainerError) as caught:

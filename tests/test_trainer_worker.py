@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import signal
 import socket
 import stat
 import subprocess
 import sys
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -152,19 +150,19 @@ def test_a_caller_without_the_secret_is_turned_away(worker: Worker) -> None:
     assert caught.value.status == 401
 
 
-def test_requests_run_in_order_while_health_is_answered_beside_them(worker: Worker) -> None:
+def test_an_export_waits_for_the_step_before_it_while_health_is_answered_beside_both(worker: Worker) -> None:
     first = worker.health().policy_version
+    body = pack_batch(*make_batch(version=first, num_groups=64, group_size=8))
 
-    async def story(caller: Caller) -> list[int]:
-        bodies = [pack_batch(*make_batch(version=first + index, num_groups=8, group_size=8)) for index in range(3)]
-        steps = [asyncio.ensure_future(caller.post("/train", body, TrainResponse, timeout_s=TIMEOUT_S)) for body in bodies]
-        seen_busy = False
-        while not steps[-1].done():
-            seen_busy |= (await caller.get("/health", TrainerHealth, timeout_s=TIMEOUT_S)).is_busy
-        assert seen_busy
-        return [(await step).policy_version for step in steps]
+    async def story(caller: Caller) -> ExportResponse:
+        step = asyncio.ensure_future(caller.post("/train", body, TrainResponse, timeout_s=TIMEOUT_S))
+        while not (await caller.get("/health", TrainerHealth, timeout_s=TIMEOUT_S)).is_busy:
+            assert not step.done(), "health was not answered once during a step of 512 sequences"
+        export = await caller.post("/export", b"", ExportResponse, timeout_s=TIMEOUT_S)
+        assert (await step).policy_version == first + 1
+        return export
 
-    assert worker.ask(story) == [first + 1, first + 2, first + 3]
+    assert worker.ask(story).version == first + 1
 
 
 def test_the_end_of_standard_input_ends_the_worker_and_its_staging(tiny_model_dir: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from asyncrl.serving import child_arguments, die_with_parent, fail, serve
 from asyncrl.wire import ErrorBody, fatal_line
 from asyncrl_servers.embedded.spec import EmbeddedSpec
+from asyncrl_servers.engine_app import engine_app
 
 
 def main() -> None:
@@ -22,7 +23,6 @@ def main() -> None:
     except ValidationError as error:
         fail(f"the spec of the embedded engine is wrong: {error}", rule="see asyncrl_servers/embedded/spec.py")
 
-    from asyncrl_servers.embedded.app import engine_app
     from asyncrl_servers.embedded.build import build_engine
 
     def on_crash(error: BaseException | None) -> None:
@@ -35,7 +35,7 @@ def main() -> None:
 
     engine = build_engine(spec, on_crash)
     engine.start()
-    serve(engine_app(engine, spec.name, str(engine.runner.loaded.device)), fd)
+    serve(engine_app(engine), fd)
     engine.stop()
 
 

@@ -33,6 +33,7 @@ def build_engine(spec: EmbeddedSpec, on_crash: Callable[[BaseException | None], 
     return Engine(
         runner,
         Weights(loaded.model, spec.start_version),
+        name=spec.name,
         slots=spec.slots,
         max_length=spec.max_length,
         max_queued=spec.max_queued,

@@ -8,30 +8,22 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
-from dataclasses import dataclass
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from asyncrl.serving import Refused
-from asyncrl.wire import CommitRequest, CommitResponse, GenerateRequest, GenerateResponse, PrepareRequest, PrepareResponse
+from asyncrl.wire import CommitRequest, CommitResponse, EngineHealth, GenerateRequest, GenerateResponse, PrepareRequest, PrepareResponse
+from asyncrl_servers.checks import check_request, commit_waits_already, here_already, too_many_queued
 from asyncrl_servers.embedded.runner import Runner
 from asyncrl_servers.embedded.sampling import SamplingRows, sample
 from asyncrl_servers.embedded.sequence import FinishReason, RunningRows, Sequence
 from asyncrl_servers.embedded.stopping import StopWatch
 from asyncrl_servers.embedded.weights import StagedWeights, Weights
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """What the loop has done and holds."""
-
-    num_running: int
-    num_queued: int
-    tokens_generated: int
-    decode_s: float
 
 
 class Engine:
@@ -50,16 +42,18 @@ class Engine:
         runner: Runner,
         weights: Weights,
         *,
+        name: str,
         slots: int,
         max_length: int,
         max_queued: int,
         threads: int = 1,
         on_crash: Callable[[BaseException | None], None] = lambda _: None,
     ) -> None:
-        self.runner, self.weights = runner, weights
+        self.runner, self.weights, self.name = runner, weights, name
         self.slots, self.max_length, self.max_queued, self.threads = slots, max_length, max_queued, threads
         self._on_crash = on_crash
-        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[Callable[[], None], Future[Any]]] = queue.SimpleQueue()
+        self._crash_error: BaseException | None = None
         self._queued: OrderedDict[str, Sequence] = OrderedDict()
         self._rows = RunningRows(slots, max_length)
         self._draining: tuple[CommitRequest, StagedWeights, Future[CommitResponse]] | None = None
@@ -78,12 +72,23 @@ class Engine:
 
     def stop(self) -> None:
         """End the loop after the step in hand; what is running is aborted. Returns when it has ended."""
-        self._inbox.put(self._stop)
+        self._inbox.put((self._stop, Future()))
         self._thread.join()
 
-    def stats(self) -> EngineStats:
+    def health(self) -> EngineHealth:
         """Counts of this moment."""
-        return EngineStats(self._rows.n, len(self._queued), self._tokens_generated, self._decode_s)
+        return EngineHealth(
+            name=self.name,
+            kind="embedded",
+            policy_version=self.weights.version,
+            slots=self.slots,
+            max_length=self.max_length,
+            num_running=self._rows.n,
+            num_queued=len(self._queued),
+            tokens_generated=self._tokens_generated,
+            device=str(self.runner.loaded.device),
+            decode_s=self._decode_s,
+        )
 
     def submit(self, request: GenerateRequest) -> Future[GenerateResponse]:
         """Queue a request. Raises Refused (400) at once if it can never run; the future may carry Refused too (409, 503)."""
@@ -91,14 +96,15 @@ class Engine:
         tokenizer = self.runner.loaded.tokenizer
         resumed = request.prompt_ids[len(request.prompt_ids) - request.num_resumed :]
         sequence = Sequence(request, StopWatch(request.stop, tokenizer, resumed) if request.stop else None)
-        self._inbox.put(lambda: self._accept(sequence))
+        self._post(lambda: self._accept(sequence), sequence.answer)
         return sequence.answer
 
     def abort(self, request_ids: Iterable[str] | None) -> Future[list[str]]:
         """End these requests (None: all) with what they have; the future names those that were here."""
         answer: Future[list[str]] = Future()
+        answer.set_running_or_notify_cancel()
         wanted = None if request_ids is None else set(request_ids)
-        self._inbox.put(lambda: answer.set_result(self._abort(wanted)))
+        self._post(lambda: answer.set_result(self._abort(wanted)), answer)
         return answer
 
     def prepare(self, request: PrepareRequest) -> PrepareResponse:
@@ -110,29 +116,21 @@ class Engine:
         """Swap between two decode steps; the future may carry Refused (409, 500)."""
         answer: Future[CommitResponse] = Future()
         answer.set_running_or_notify_cancel()
-        self._inbox.put(lambda: self._commit(request, answer))
+        self._post(lambda: self._commit(request, answer), answer)
         return answer
 
+    def _post(self, action: Callable[[], None], answer: Future[Any]) -> None:
+        self._inbox.put((action, answer))
+        if self._crash_error is not None:  # asked after the put: either the crash finds the message, or this line finds the crash
+            self._refuse_dead([answer])
+
+    def _refuse_dead(self, answers: Iterable[Future[Any]]) -> None:
+        for answer in answers:
+            with suppress(InvalidStateError):
+                answer.set_exception(RuntimeError(f"the engine loop died: {self._crash_error!r}"))
+
     def _check(self, request: GenerateRequest) -> None:
-        num_prompt, vocab_size = len(request.prompt_ids), self.runner.loaded.vocab_size
-        if num_prompt + request.max_tokens > self.max_length:
-            raise Refused(
-                400,
-                f"request {request.request_id} wants {num_prompt} prompt tokens + {request.max_tokens} new ones = "
-                f"{num_prompt + request.max_tokens}, a slot holds {self.max_length}",
-                rule="prompt and completion must fit into a slot",
-                way_out="shorten the prompt, lower max_tokens, or raise rollout.max_prompt_tokens or rollout.max_tokens.",
-            )
-        if min(request.prompt_ids) < 0 or max(request.prompt_ids) >= vocab_size:
-            wrong = next(token for token in request.prompt_ids if not 0 <= token < vocab_size)
-            raise Refused(
-                400,
-                f"request {request.request_id} has token id {wrong}",
-                rule=f"the model knows ids 0..{vocab_size - 1}",
-                way_out="encode the prompt with the model's own tokenizer.",
-            )
-        if request.num_resumed > num_prompt:
-            raise Refused(400, f"request {request.request_id} has num_resumed={request.num_resumed} of {num_prompt} prompt ids")
+        check_request(request, self.max_length, self.runner.loaded.vocab_size)
         if request.stop and self.runner.loaded.tokenizer is None:
             raise Refused(
                 400,
@@ -142,27 +140,38 @@ class Engine:
 
     # Called in the loop's thread alone.
 
-    @torch.inference_mode()
     def _run(self) -> None:
         torch.set_num_threads(self.threads)  # OpenMP counts threads by the thread that calls
         try:
             while not self._is_stopping:
-                if self._rows.n == 0 and (not self._queued or self._draining is not None):
-                    self._inbox.get()()
-                while not self._inbox.empty():
-                    self._inbox.get_nowait()()
-                if self._draining is None:
-                    self._admit()
-                self._step()
-                if self._draining is not None and self._rows.n == 0:
-                    self._finish_commit()
+                if self._rows.n == 0 and not self._queued:
+                    self._take(self._inbox.get())
+                self.turn()
         finally:
             if not self._is_stopping:
                 self._crash(sys.exception())
 
+    @torch.inference_mode()
+    def turn(self) -> None:
+        """Take what came in, admit, decode one step. The loop's body; callers other than the loop must not have started it."""
+        while not self._inbox.empty():
+            self._take(self._inbox.get_nowait())
+        if self._draining is None:
+            self._admit()
+        self._step()
+        if self._draining is not None and self._rows.n == 0:
+            self._finish_commit()
+
+    def _take(self, message: tuple[Callable[[], None], Future[Any]]) -> None:
+        message[0]()
+
     def _crash(self, error: BaseException | None) -> None:
-        for sequence in (*self._rows.sequences, *self._queued.values()):
-            sequence.answer.set_exception(RuntimeError(f"the engine loop died: {error!r}"))
+        self._crash_error = error
+        self._refuse_dead(sequence.answer for sequence in (*self._rows.sequences, *self._queued.values()))
+        if self._draining is not None:
+            self._refuse_dead([self._draining[2]])
+        while not self._inbox.empty():
+            self._refuse_dead([self._inbox.get_nowait()[1]])
         self._on_crash(error)
 
     def _stop(self) -> None:
@@ -172,10 +181,9 @@ class Engine:
     def _accept(self, sequence: Sequence) -> None:
         request_id = sequence.request.request_id
         if request_id in self._queued or any(running.request.request_id == request_id for running in self._rows.sequences):
-            sequence.answer.set_exception(Refused(409, f"request {request_id} is here already", rule="request ids are unique"))
+            sequence.answer.set_exception(here_already(request_id))
         elif len(self._queued) >= self.max_queued:
-            refusal = Refused(503, f"{self.max_queued} requests are queued already", way_out="lower the number of rollouts in flight.")
-            sequence.answer.set_exception(refusal)
+            sequence.answer.set_exception(too_many_queued(self.max_queued))
         else:
             self._queued[request_id] = sequence
 
@@ -264,7 +272,7 @@ class Engine:
     def _commit(self, request: CommitRequest, answer: Future[CommitResponse]) -> None:
         try:
             if self._draining is not None:
-                raise Refused(409, f"a commit of policy_version {self._draining[0].version} waits for running requests already")
+                raise commit_waits_already(self._draining[0].version)
             if request.version == self.weights.version and request.digest == self.weights.digest:
                 answer.set_result(CommitResponse(version=request.version, digest=request.digest, pause_s=0.0, num_interrupted=0))
                 return

@@ -9,20 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-
-
-def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The finalizer of SplitMix64 (Steele, Lea and Flood 2014, https://doi.org/10.1145/2660193.2660195)."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
-
-
-def uniform_draws(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """One number in [0, 1) for each (seed, absolute position), float64 with 53 random bits; depends on nothing else."""
-    counter = _mix(seeds + _GOLDEN) + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN
-    return (_mix(counter) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+from asyncrl_servers.draws import uniform_draws
 
 
 @dataclass(slots=True)
@@ -59,6 +46,7 @@ def sample(logits_NV: Tensor, rows: SamplingRows) -> tuple[npt.NDArray[np.int64]
     if is_greedy.any():
         chosen = torch.from_numpy(np.flatnonzero(is_greedy)).to(device)
         tokens_N1[chosen, 0] = logits_NV[chosen].argmax(-1)
+    tokens_N1.clamp_(max=logits_NV.shape[1] - 1)  # only logits that are not finite get there; their logprob tells the caller
     picked_N1 = logprobs_NV.gather(1, tokens_N1)
     return tokens_N1[:, 0].cpu().numpy(), picked_N1[:, 0].cpu().numpy()
 

@@ -7,7 +7,8 @@ from typing import Literal
 
 import numpy as np
 
-from asyncrl.wire import GenerateRequest, GenerateResponse, Span
+from asyncrl.wire import GenerateRequest, GenerateResponse
+from asyncrl_servers.checks import spans_of
 from asyncrl_servers.embedded.stopping import StopWatch
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -41,12 +42,6 @@ class Sequence:
                 finish_reason=reason,
             )
         )
-
-
-def spans_of(marks: list[tuple[int, int]], num_tokens: int) -> list[Span]:
-    """Version spans that cover [0, num_tokens) once, in order; versions without a token are left out."""
-    ends = [start for start, _ in marks[1:]] + [num_tokens]
-    return [Span(start=start, end=end, version=version) for (start, version), end in zip(marks, ends, strict=False) if start < end]
 
 
 class RunningRows:

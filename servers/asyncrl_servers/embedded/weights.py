@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from asyncrl.serving import Refused
 from asyncrl.wire import PrepareRequest, weights_digest
-
-WAY_OUT_RESEND = "export and prepare again; if it repeats, look for what else writes the staging file."
+from asyncrl_servers.checks import RESEND, not_newer, not_staged, wrong_digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,16 +72,11 @@ class Weights:
                     409,
                     f"{request.path} holds {len(tensors)} tensors of {num_bytes} bytes, announced were {request.num_tensors} "
                     f"of {request.num_bytes}",
-                    way_out=WAY_OUT_RESEND,
+                    way_out=RESEND,
                 )
             digest = digest_tensors(tensors)
             if digest != request.digest:
-                raise Refused(
-                    409,
-                    f"weights of policy_version {request.version} in {request.path} have digest {digest}, announced was {request.digest}",
-                    rule="a version is served only when what was loaded is what was sent",
-                    way_out=WAY_OUT_RESEND,
-                )
+                raise wrong_digest(request.version, request.path, digest, request.digest)
             self._staged = StagedWeights(request.version, digest, tensors)
             return self._staged
 
@@ -90,20 +84,9 @@ class Weights:
         """The staged set, if it is this one and may follow the serving version. Raises Refused (409)."""
         staged = self._staged
         if version <= self.version:
-            raise Refused(
-                409,
-                f"policy_version {version} cannot be committed over {self.version}",
-                rule="versions only grow, and the same version is accepted again only with the same digest",
-                way_out="commit a newer version.",
-            )
+            raise not_newer(version, self.version)
         if staged is None or (staged.version, staged.digest) != (version, digest):
-            lies = f"version {staged.version} with digest {staged.digest}" if staged else "nothing"
-            raise Refused(
-                409,
-                f"commit of policy_version {version} with digest {digest}, but staged is {lies}",
-                rule="only prepared weights can be committed",
-                way_out="prepare this version first.",
-            )
+            raise not_staged(version, digest, (staged.version, staged.digest) if staged else None)
         return staged
 
     def swap(self, staged: StagedWeights) -> None:
@@ -135,13 +118,13 @@ class Weights:
     def _read(self, path: str) -> dict[str, Tensor]:
         """Copies of all tensors of a safetensors file, on the model's device, checked against its parameters."""
         if not Path(path).is_file():
-            raise Refused(400, f"no weights file {path}", way_out=WAY_OUT_RESEND)
+            raise Refused(400, f"no weights file {path}", way_out=RESEND)
         try:
             with safe_open(path, framework="pt", device="cpu") as file:
                 self._check_names(set(file.keys()), path)
                 return {name: self._copy(name, file.get_tensor(name), path) for name in file.keys()}  # noqa: SIM118  not a mapping
         except (SafetensorError, OSError) as error:
-            raise Refused(400, f"cannot read the weights file {path}: {error}", way_out=WAY_OUT_RESEND) from error
+            raise Refused(400, f"cannot read the weights file {path}: {error}", way_out=RESEND) from error
 
     def _check_names(self, found: set[str], path: str) -> None:
         missing, unknown = sorted(self._parameters.keys() - found), sorted(found - self._parameters.keys())

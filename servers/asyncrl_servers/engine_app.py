@@ -1,10 +1,10 @@
-"""The HTTP side of the embedded engine. Knows messages and the engine's futures; knows no torch."""
+"""The HTTP side of an engine server: five endpoints over any engine that answers with futures. Knows no torch."""
 
 from __future__ import annotations
 
 import asyncio
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
 import anyio
 from fastapi import FastAPI, Request
@@ -21,30 +21,42 @@ from asyncrl.wire import (
     PrepareRequest,
     PrepareResponse,
 )
-from asyncrl_servers.embedded.engine import Engine
 
 Answer = TypeVar("Answer")
+AnyFuture: TypeAlias = "Future[Answer] | asyncio.Future[Answer]"
 
 
-def engine_app(engine: Engine, name: str, device: str) -> FastAPI:
+class Engine(Protocol):
+    """What the endpoints ask for. A future carries Refused, or any other error, which is answered as 500."""
+
+    def health(self) -> EngineHealth:
+        """Counts of this moment."""
+        ...
+
+    def submit(self, request: GenerateRequest) -> AnyFuture[GenerateResponse]:
+        """Queue a request. Raises Refused if it can never run."""
+        ...
+
+    def abort(self, request_ids: list[str] | None) -> AnyFuture[list[str]]:
+        """End these requests (None: all) with what they have; names those that were here."""
+        ...
+
+    def prepare(self, request: PrepareRequest) -> PrepareResponse:
+        """Stage weights; blocks its thread. Raises Refused."""
+        ...
+
+    def commit(self, request: CommitRequest) -> AnyFuture[CommitResponse]:
+        """Swap to the staged weights."""
+        ...
+
+
+def engine_app(engine: Engine) -> FastAPI:
     """The five endpoints of an engine server over `engine`."""
     app = make_app()
 
     @app.get("/health")
     async def health() -> EngineHealth:
-        stats = engine.stats()
-        return EngineHealth(
-            name=name,
-            kind="embedded",
-            policy_version=engine.weights.version,
-            slots=engine.slots,
-            max_length=engine.max_length,
-            num_running=stats.num_running,
-            num_queued=stats.num_queued,
-            tokens_generated=stats.tokens_generated,
-            device=device,
-            decode_s=stats.decode_s,
-        )
+        return engine.health()
 
     @app.post("/generate")
     async def generate(body: GenerateRequest, request: Request) -> GenerateResponse:
@@ -63,7 +75,7 @@ def engine_app(engine: Engine, name: str, device: str) -> FastAPI:
 
     @app.post("/abort")
     async def abort(body: AbortRequest) -> AbortResponse:
-        return AbortResponse(aborted=await asyncio.wrap_future(engine.abort(body.request_ids)))
+        return AbortResponse(aborted=await _answered(engine.abort(body.request_ids)))
 
     @app.post("/prepare")
     def prepare(body: PrepareRequest) -> PrepareResponse:
@@ -83,7 +95,7 @@ def _result(future: asyncio.Future[Answer]) -> Answer:
     raise Refused(500, f"{type(error).__name__}: {error}", way_out="see this server's log.")
 
 
-async def _answered(future: Future[Answer]) -> Answer:
+async def _answered(future: AnyFuture[Answer]) -> Answer:
     wrapped = asyncio.wrap_future(future)
     await asyncio.wait((wrapped,))
     return _result(wrapped)

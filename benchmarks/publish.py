@@ -1,0 +1,226 @@
+"""How long generation stands still when new weights come, against a plain memory copy of the same bytes.
+
+One real embedded engine process with >= 250 MB of weights and a light load of generation. Each repetition, in the same
+run and under the same load: a memory copy of as many bytes (source and target warm), an export into shared memory, prepare
+(while generation goes on), commit. Two sets of weights take turns, so that every push changes every byte.
+
+    python benchmarks/publish.py [--seconds 60] [--interrupt abort]
+
+Two pauses are given: the server's own (pause_s, no token can be decoded) and the one that a client sees (longest time
+between two answers of a stream of one-token requests while the commit is under way). The client's holds the rest of the
+decode step in hand, the round trips, and the prefill that the swap made necessary; `usual` is the same time without a commit.
+
+Last line: `ratio: X` = the client's pause over the memory copy, medians (the server's own ratio stands in the table).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import secrets
+import shutil
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from asyncrl.calling import Caller
+from asyncrl.engines import EnginePool, EngineServer
+from asyncrl.placement.process import ChildProcess
+from asyncrl.placement.staging import clear_stale_staging, new_staging_dir
+from asyncrl.trainer.weights import export_weights, named_weights
+from asyncrl.types import Interrupt, SamplingRequest, WeightManifest
+from asyncrl.wire import EngineHealth
+
+SLOTS, MAX_LENGTH = 8, 256
+VOCAB_SIZE = 16_384
+MIN_REPETITIONS = 3
+LOAD = 3
+"""Long requests that generate all the time, beside the stream of one-token requests."""
+
+
+@dataclass(frozen=True)
+class Repetition:
+    """Seconds of one publish, and of the memory copy beside it."""
+
+    memcpy_s: float
+    export_s: float
+    prepare_s: float
+    commit_s: float
+    pause_s: float
+    client_pause_s: float
+
+
+class TokenStream:
+    """One-token requests, one after the other; `gaps` are (start, end) of each wait for an answer."""
+
+    def __init__(self, pool: EnginePool) -> None:
+        self._pool = pool
+        self.gaps: list[tuple[float, float]] = []
+
+    async def run(self) -> None:
+        """Ask until cancelled."""
+        last = time.perf_counter()
+        number = 0
+        while True:
+            await self._pool.generate(SamplingRequest(f"probe-{number}", tuple(range(16)), 1, 1.0, seed=number))
+            now = time.perf_counter()
+            self.gaps.append((last, now))
+            last, number = now, number + 1
+
+    def longest(self, start: float, end: float) -> float:
+        """The longest wait that touches [start, end]."""
+        return max(after - before for before, after in self.gaps if before < end and after > start)
+
+    async def answered_after(self, moment: float) -> None:
+        """Return when a wait that began after `moment` has ended."""
+        while not self.gaps or self.gaps[-1][0] < moment:
+            await asyncio.sleep(0.005)
+
+
+def make_model(folder: Path) -> torch.nn.Module:
+    """A random Qwen3 of 277 MB in float32."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCAB_SIZE, hidden_size=640, intermediate_size=1920, num_hidden_layers=12, num_attention_heads=10,
+        num_key_value_heads=5, head_dim=64, max_position_embeddings=MAX_LENGTH, tie_word_embeddings=True,
+        eos_token_id=None, bos_token_id=None,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(folder)
+    return model
+
+
+@asynccontextmanager
+async def engine(model: Path, folder: Path) -> AsyncIterator[tuple[EnginePool, EngineServer]]:
+    """A running embedded engine and its pool."""
+    secret = secrets.token_hex(16)
+    spec = {"name": "engine-0", "model_path": str(model), "slots": SLOTS, "max_length": MAX_LENGTH, "device": "cpu"}
+    child = ChildProcess("engine-0", "asyncrl_servers.embedded", json.dumps(spec), run_dir=folder, secret=secret)
+    await child.start()
+    caller = Caller("engine-0", child.url, secret)
+    try:
+        await caller.get("/health", EngineHealth, timeout_s=120.0)
+        server = EngineServer(caller)
+        yield EnginePool([server], slots=SLOTS), server
+    finally:
+        await caller.aclose()
+        await child.aclose()
+
+
+async def keep_generating(pool: EnginePool, number: int) -> None:
+    """One long request after the other."""
+    turn = 0
+    while True:
+        await pool.generate(SamplingRequest(f"load-{number}-{turn}", tuple(range(number, number + 16)), 200, 1.0, seed=turn))
+        turn += 1
+
+
+def copy_once(source: np.ndarray, target: np.ndarray) -> float:
+    """Seconds of a plain copy."""
+    start = time.perf_counter()
+    np.copyto(target, source)
+    return time.perf_counter() - start
+
+
+async def repeat(
+    server: EngineServer, stream: TokenStream, weights: dict[str, torch.Tensor], staging: Path, version: int, interrupt: Interrupt
+) -> tuple[Repetition, int]:
+    """One memory copy and one publish; also the bytes of the weights."""
+    size = sum(tensor.nbytes for tensor in weights.values())
+    source, target = np.ones(size, dtype=np.uint8), np.ones(size, dtype=np.uint8)
+    memcpy_s = median([await asyncio.to_thread(copy_once, source, target) for _ in range(3)])
+    del source, target
+    start = time.perf_counter()
+    sent = await asyncio.to_thread(export_weights, weights, staging / f"{version}.safetensors", version)
+    exported = time.perf_counter()
+    await server.prepare(WeightManifest(version, sent.path, sent.digest, sent.num_tensors, sent.num_bytes))
+    prepared = time.perf_counter()
+    report = await server.commit(version, sent.digest, interrupt)
+    committed = time.perf_counter()
+    Path(sent.path).unlink()
+    assert report.digest == sent.digest, f"engine serves {report.digest}, sent was {sent.digest}"
+    await stream.answered_after(committed)
+    client_pause_s = stream.longest(prepared, committed)
+    times = Repetition(memcpy_s, exported - start, prepared - exported, committed - prepared, report.pause_s, client_pause_s)
+    return times, sent.num_bytes
+
+
+async def measure(seconds: float, interrupt: Interrupt, folder: Path, staging: Path) -> tuple[list[Repetition], list[float], int]:
+    """Repetitions until the time is over; the usual waits of the stream; bytes of the weights."""
+    first = named_weights(await asyncio.to_thread(make_model, folder / "model"))
+    second = {name: tensor * 1.01 for name, tensor in first.items()}
+    async with engine(folder / "model", folder) as (pool, server):
+        stream = TokenStream(pool)
+        tasks = [asyncio.create_task(stream.run())]
+        tasks += [asyncio.create_task(keep_generating(pool, number)) for number in range(LOAD)]
+        try:
+            await stream.answered_after(time.perf_counter())
+            repetitions: list[Repetition] = []
+            usual: list[float] = []
+            end = time.perf_counter() + seconds
+            while time.perf_counter() < end or len(repetitions) < MIN_REPETITIONS:
+                num_before = len(stream.gaps)
+                await asyncio.sleep(0.5)
+                usual += [after - before for before, after in stream.gaps[num_before:]]
+                version = len(repetitions) + 1
+                done, num_bytes = await repeat(server, stream, second if version % 2 else first, staging, version, interrupt)
+                repetitions.append(done)
+                for task in tasks:
+                    if task.done():
+                        task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            with suppress(asyncio.CancelledError):
+                await asyncio.gather(*tasks)
+    return repetitions, usual, num_bytes
+
+
+def show(repetitions: list[Repetition], usual: list[float], num_bytes: int, interrupt: str) -> None:
+    """The table and the last line."""
+    memcpy_s = median(one.memcpy_s for one in repetitions)
+    print(f"{num_bytes / 1e6:.0f} MB of float32 weights, interrupt={interrupt}, {len(repetitions)} repetitions, medians")
+    print(f"{'':28}{'seconds':>10}{'GB/s':>8}{'of memcpy':>12}")
+    rows = {
+        "memory copy": memcpy_s,
+        "export (trainer)": median(one.export_s for one in repetitions),
+        "prepare (beside generation)": median(one.prepare_s for one in repetitions),
+        "commit, round trip": median(one.commit_s for one in repetitions),
+        "pause, server": median(one.pause_s for one in repetitions),
+        "pause, client": median(one.client_pause_s for one in repetitions),
+        "usual wait, client": median(usual),
+    }
+    for name, seconds in rows.items():
+        print(f"{name:28}{seconds:10.4f}{num_bytes / seconds / 1e9:8.1f}{seconds / memcpy_s:12.2f}")
+    print(f"ratio: {rows['pause, client'] / memcpy_s:.2f}")
+
+
+def main() -> None:
+    """Parse, measure, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--interrupt", choices=["abort", "keep", "keep_kv", "wait"], default="abort")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    clear_stale_staging()
+    staging = new_staging_dir()
+    staging.mkdir()
+    try:
+        with tempfile.TemporaryDirectory(prefix="asyncrl-publish-") as folder:
+            results = asyncio.run(measure(arguments.seconds, arguments.interrupt, Path(folder), staging))
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    show(*results, arguments.interrupt)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""The `math` reward: math-verify's verdict, in threads too, and no verdict without a readable reference."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from asyncrl.config import TaskConfig
+from asyncrl.tasks import TaskScorer
+from asyncrl.tasks.math_reward import math_reward
+from asyncrl.tasks.rows import RowTask, Rows
+from asyncrl.types import Prompt
+
+PROMPT = Prompt("0/0", ())
+CASES = [
+    ("42", "The answer is 42.", 1.0),
+    ("42", "The answer is 41.", 0.0),
+    (42, "$42$", 1.0),
+    ("1/2", "so it is $\\frac{1}{2}$", 1.0),
+    ("\\frac{1}{2}", "0.5", 1.0),
+    ("$\\frac12$", "\\boxed{0.5}", 1.0),
+    ("5\\sqrt{2}", "$\\sqrt{50}$", 1.0),
+    ("x^2+2x+1", "$(x+1)^2$", 1.0),
+    ("1,234", "1234", 1.0),
+    ("#### 18", "Therefore 18", 1.0),
+    ("42", "I do not know", 0.0),
+    ("42", "", 0.0),
+]
+
+
+@pytest.mark.parametrize(("answer", "completion", "reward"), CASES)
+def test_a_completion_is_right_if_its_answer_is_the_same_mathematics(answer: object, completion: str, reward: float) -> None:
+    assert math_reward(PROMPT, completion, answer) == reward
+
+
+def test_the_verdicts_are_the_same_in_threads() -> None:
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda case: math_reward(PROMPT, case[1], case[0]), CASES * 5))
+    assert found == [reward for _, _, reward in CASES] * 5
+
+
+@pytest.mark.parametrize("answer", [None, "", "???"])
+def test_a_reference_that_is_no_mathematics_is_an_error_and_not_a_reward_of_0(answer: object) -> None:
+    with pytest.raises(ValueError, match="is not mathematics"):
+        math_reward(PROMPT, "42", answer)
+
+
+def test_math_runs_in_processes_unless_the_config_says_otherwise() -> None:
+    task = RowTask(Rows([], str), lambda prompt, completion: 0.0, prompt_column="prompt", answer_column=None)
+    for settings, kind in (({}, "process"), ({"reward_pool": "thread"}, "thread"), ({"reward": "m:f"}, "thread")):
+        config = TaskConfig(**{"files": ["x.jsonl"], "reward": "math", **settings})
+        assert kind in repr(TaskScorer(task, config, seed=0))
