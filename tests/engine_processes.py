@@ -15,7 +15,7 @@ from typing import Any
 
 from asyncrl.wire import SECRET_ENV
 
-SECRET = "a secret for tests"  # noqa: S105
+SECRET = "a secret for tests"
 
 
 @dataclass

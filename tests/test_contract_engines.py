@@ -30,8 +30,8 @@ from asyncrl.wire import (
     weights_digest,
 )
 
-SLOTS, MAX_LENGTH = 4, 4000
-LONG = 3900
+SLOTS, MAX_LENGTH = 4, 2600
+LONG = 2500
 """Tokens that take either server more than a second: time for a test to interrupt them."""
 
 
@@ -311,7 +311,7 @@ def test_a_client_that_goes_away_frees_its_slot(server: Server) -> None:
 def test_a_commit_changes_the_version_between_two_tokens(server: Server, interrupt: str) -> None:
     async def story(caller: Caller) -> None:
         old = (await health(caller)).policy_version
-        max_tokens = 1000 if interrupt == "wait" else LONG
+        max_tokens = 600 if interrupt == "wait" else LONG
         tasks = [asyncio.create_task(generate(caller, server.request(max_tokens=max_tokens, seed=seed))) for seed in range(SLOTS)]
         await until_decoding(caller, SLOTS)
         queued = asyncio.create_task(generate(caller, server.request(max_tokens=5)))

@@ -9,7 +9,7 @@ import pytest
 from asyncrl.config import TaskConfig
 from asyncrl.tasks import TaskScorer
 from asyncrl.tasks.math_reward import math_reward
-from asyncrl.tasks.rows import RowTask, Rows
+from asyncrl.tasks.rows import Rows, RowTask
 from asyncrl.types import Prompt
 
 PROMPT = Prompt("0/0", ())
@@ -23,7 +23,9 @@ CASES = [
     ("5\\sqrt{2}", "$\\sqrt{50}$", 1.0),
     ("x^2+2x+1", "$(x+1)^2$", 1.0),
     ("1,234", "1234", 1.0),
-    ("#### 18", "Therefore 18", 1.0),
+    ("5 + 3 = <<5+3=8>>8 apples and 10 more.\n#### 18", "Therefore 18", 1.0),
+    ("The answer is 42", "42", 1.0),
+    ("\\sin x", "$\\sin(x)$", 1.0),
     ("42", "I do not know", 0.0),
     ("42", "", 0.0),
 ]

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.errors import ConfigError
 from asyncrl.serving import Refused
+from asyncrl.trainer import loading
 from asyncrl.trainer import logprobs as logprobs_module
 from asyncrl.trainer.step import TrainStep
 from asyncrl.wire import BatchArrays, BatchHeader, unpack_batch
@@ -215,6 +216,14 @@ def test_a_loss_function_that_returns_something_else_is_refused_by_name(make_ste
 def test_a_function_that_is_not_there_ends_the_start_with_its_key(make_step: MakeStep, name: str) -> None:
     with pytest.raises(ConfigError, match=f"algorithm.loss={name}"):
         make_step(loss=name)
+
+
+def test_a_model_that_cannot_fit_is_refused_with_the_numbers_before_it_is_allocated(
+    make_step: MakeStep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "STATE_BYTES", 2**50)
+    with pytest.raises(ConfigError, match=r"needs \d+.\d GiB for gradients and optimizer state of 0 M parameters, and \d+.\d GiB are free"):
+        make_step()
 
 
 def test_a_gap_past_the_limit_is_refused_with_advice(make_step: MakeStep) -> None:

@@ -17,7 +17,7 @@ class Letters:
     """`size` prompts "LETTER COUNT"; letters are drawn evenly, counts from a lognormal, clipped to 1 .. max_count."""
 
     def __init__(
-        self, *, size: int, seed: int, letters: str = "abcdefgh", median_count: float = 5.0, sigma: float = 0.7, max_count: int = 40
+        self, *, size: int, seed: int, letters: str = "abcdef", median_count: float = 4.0, sigma: float = 0.8, max_count: int = 40
     ) -> None:
         if len(set(letters)) != len(letters) or not letters.isalpha():
             raise ValueError(f"letters={letters!r}: give letters, each once")
@@ -41,7 +41,7 @@ class Letters:
         return Item(f"{draw.choice(self._letters)} {min(max(count, 1), self._max_count)}")
 
     def score(self, prompt: Prompt, completion: str) -> float:
-        """0 .. 1, in three parts: half for the share of right letters, 0.4 for a length near the count, 0.1 for exactness.
+        """0 .. 1, in three parts: 0.6 for the share of right letters, 0.35 for a length near the count, 0.05 for exactness.
 
         A sum and not a product, so that each part can be learnt before the other.
         """
@@ -51,4 +51,4 @@ class Letters:
             return 0.0
         right_share = completion.count(letter) / len(completion)
         closeness = min(len(completion), count) / max(len(completion), count)
-        return 0.5 * right_share + 0.4 * closeness + 0.1 * (completion == letter * count)
+        return 0.6 * right_share + 0.35 * closeness + 0.05 * (completion == letter * count)

@@ -8,6 +8,7 @@ why `math` runs in processes unless task.reward_pool says otherwise.
 from __future__ import annotations
 
 import logging
+import re
 from functools import lru_cache
 from typing import Any
 
@@ -31,12 +32,19 @@ def math_reward(prompt: Prompt, completion: str, answer: Any) -> float:
 
 @lru_cache(maxsize=4096)
 def _gold(answer: str) -> tuple[Any, ...]:
-    """The reference answer, parsed. Bare LaTeX is put into dollars, without which math-verify would not see it."""
+    """The reference answer, parsed: what stands after ####, if that is there (as in GSM8K), else all of it.
+
+    Bare LaTeX is put into dollars, without which math-verify sees the first number in it alone; a sentence is not.
+    """
     from math_verify import parse
 
     # Warns once that the time limits are off; they are off on purpose (see above).
     logging.getLogger("math_verify").setLevel(logging.ERROR)
-    found = parse(answer, parsing_timeout=None)
-    if not found and not any(mark in answer for mark in DELIMITERS):
-        found = parse(f"${answer}$", parsing_timeout=None)
-    return tuple(found)
+    answer = answer.rpartition("####")[2].strip()
+    is_sentence = "\\" not in answer and re.search(r"\b[A-Za-z]{2,}\b", answer) is not None
+    readings = [answer, f"${answer}$"] if is_sentence else [f"${answer}$", answer]
+    for text in [answer] if any(mark in answer for mark in DELIMITERS) else readings:
+        found = parse(text, parsing_timeout=None)
+        if any(not isinstance(reading, str) for reading in found):  # a text is what math-verify gives back unparsed
+            return tuple(found)
+    return ()

@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.config import TrainerConfig
@@ -52,13 +53,19 @@ def resolve_function(name: str, key: str) -> Callable[..., Any]:
 def load_model(spec: TrainerSpec, device: torch.device) -> Any:
     """The model with float32 master weights, dropout off, all parameters trained."""
     try:
-        model = AutoModelForCausalLM.from_pretrained(spec.model_path, dtype=torch.float32)
-    except (OSError, ValueError, KeyError) as error:
+        model, info = AutoModelForCausalLM.from_pretrained(spec.model_path, dtype=torch.float32, output_loading_info=True)
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         raise ConfigError(
             f"cannot load the model {spec.model_path}: {_first_line(error)}",
             rule="model.path is a Hugging Face folder or hub id of a causal language model",
             way_out="correct model.path; a hub id needs the network or a filled cache.",
         ) from error
+    if missing := sorted([*info["missing_keys"], *(str(key) for key in info["mismatched_keys"])]):
+        raise ConfigError(
+            f"the weights of {spec.model_path} lack {len(missing)} tensors of a {type(model).__name__}, e.g. {missing[0]}",
+            rule="transformers would fill them with random numbers, in every process with others",
+            way_out="complete the folder; model.scratch makes a model with random weights on purpose.",
+        )
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     _check_memory(num_parameters, device)
     model.eval()  # dropout would make the trainer's logprobs differ from the engine's; gradients flow all the same

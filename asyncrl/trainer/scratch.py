@@ -18,7 +18,6 @@ import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
-from transformers.trainer_utils import set_seed
 from transformers.utils.logging import disable_progress_bar
 
 from asyncrl.config import ScratchConfig
@@ -27,6 +26,9 @@ from asyncrl.serving import fail
 PAD, UNK, END = "<pad>", "<unk>", "<|im_end|>"
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
 SPECIAL_TOKENS = (PAD, UNK, END, *ROLES)
+
+OLD_KEYS = {"rope_theta", "rope_scaling"}
+"""Keys that transformers still takes and turns into rope_parameters."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -86,11 +88,11 @@ def make_random_model(architecture: Mapping[str, Any], tokenizer: Any, seed: int
         "pad_token_id": tokenizer.pad_token_id,
         "bos_token_id": None,
     }
-    unknown = sorted(set(known) - set(AutoConfig.for_model(model_type).to_dict()))
+    unknown = sorted(set(known) - set(AutoConfig.for_model(model_type).to_dict()) - OLD_KEYS)
     if unknown:
         raise ValueError(f"model.scratch.architecture has keys that a {model_type} config does not know: {', '.join(unknown)}")
     config = AutoConfig.for_model(model_type, **{**known, **filled})
-    set_seed(seed)
+    torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config).to(getattr(torch, dtype))
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id

@@ -101,8 +101,12 @@ def make_service(spec: TrainerSpec) -> FastAPI:
         service = TrainerService(spec)
     except ConfigError as error:
         fail(error.what, rule=error.rule, way_out=error.way_out)
-    except (MemoryError, torch.OutOfMemoryError) as error:
-        fail(f"no memory for the trainer: {error}", way_out="take a smaller model, or a machine with more memory.")
+    except (MemoryError, RuntimeError) as error:  # torch reports a lack of memory on the CPU as a plain RuntimeError
+        log.exception("cannot start")
+        fail(
+            f"the trainer cannot start: {type(error).__name__}: {error}",
+            way_out="if memory is short, take a smaller model or more memory; the traceback is in this log.",
+        )
     log.info("serving %r", service)
     app = make_app()
     app.add_exception_handler(Exception, _broken)

@@ -1,6 +1,6 @@
 """The trainer process: `python -m asyncrl.trainer.worker --spec FILE --fd N`. Knows how to start and end; no steps itself.
 
-Owns the staging directory: made here with mode 0700, removed at the end, whether the parent sends SIGTERM or is gone.
+Owns the staging directory: made here with mode 0700, removed at the end, whether the parent sends SIGTERM or SIGINT, or is gone.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ def main() -> None:
 
     die_with_parent(remove_staging)
     signal.signal(signal.SIGTERM, end)
+    signal.signal(signal.SIGINT, end)
     make_staging(spec.staging_dir)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:

