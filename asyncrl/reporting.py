@@ -14,6 +14,7 @@ from asyncrl.observe.plot import write_reward_plot
 from asyncrl.observe.recorder import Recorder
 from asyncrl.observe.run_numbers import OverdueNumbers
 from asyncrl.observe.step_metrics import batch_metrics
+from asyncrl.observe.summary import summary_panel
 from asyncrl.observe.text import duration
 from asyncrl.observe.verdict import judge
 from asyncrl.types import Batch, StepReport
@@ -88,12 +89,8 @@ class Reporter:
             verdict = judge(self._steps, self.config, self._overdue())
             summary |= verdict.as_dict()
             plot = write_reward_plot(self.run_dir, self._steps, title=self.name)
-            self._console.say("")
-            self._console.say(f"{state} after {verdict.num_steps} steps, {duration(verdict.wall_s)}")
-            if verdict.reward_first is not None and verdict.reward_last is not None:
-                self._console.say(f"reward/mean {verdict.reward_first:.3f} -> {verdict.reward_last:.3f}   ({plot})")
-            for sentence in verdict.sentences:
-                self._console.say(f"  {sentence}")
+            self._console.show(summary_panel(verdict, title=f"{self.name}: {state}"))
+            self._console.say(f"reward plot: {plot}")
             if state != "failed":
                 self._console.say(f"weights: {self.run_dir / 'final'}")
         elif state == "interrupted":

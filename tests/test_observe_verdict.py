@@ -42,7 +42,7 @@ def test_a_trainer_that_waits_for_rollouts_is_told_whether_slots_or_engines_are_
     free = judge(steps(train_s=0.3, wait_generation_s=0.65, rollout__inflight=20), config(rollout={"slots": 64}))
     assert "so more slots would not help" in words(free)
     unknown = judge(steps(train_s=0.3, wait_generation_s=0.65), config())
-    assert "rollout.num_engines=1 or rollout.slots=64" in words(unknown)
+    assert "rollout.num_engines (now 1) or rollout.slots (now 64)" in words(unknown)
 
 
 def test_at_staleness_0_the_knob_is_max_staleness() -> None:
@@ -63,7 +63,7 @@ def test_stragglers_are_named_with_their_price_and_the_other_choices() -> None:
     verdict = judge(steps(train_s=0.4, wait_generation_s=0.1, wait_stragglers_s=0.5), config(buffer={"max_staleness": 2}))
     assert verdict.bottleneck == "stragglers"
     assert "buffer.on_overdue=mask never waits" in words(verdict)
-    assert "raise buffer.max_staleness=2 to 4" in words(verdict)
+    assert "raise buffer.max_staleness (now 2) to 4" in words(verdict)
     assert "on_overdue=wait cost 10.0 s (50.0%) in 20 of 20 batches" in words(verdict)
 
 

@@ -1,92 +1,252 @@
-"""PROVISIONAL by the lead, for integration only: to be replaced as a whole by the buffer room's own file."""
+"""The room around the staleness rule: holds the groups, lets producers and trainer wait. Knows no HTTP, no torch, no rewards."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict
 
-from asyncrl.buffer.rule import StalenessRule
+from asyncrl.buffer.look_ahead import LookAhead
+from asyncrl.buffer.refusals import no_sampled_token
+from asyncrl.buffer.rule import HandedBack, StalenessRule
+from asyncrl.buffer.stats import BufferStats, Tally
 from asyncrl.buffer.waiting import WaitMeter
 from asyncrl.config import BufferConfig
 from asyncrl.errors import WouldWait
 from asyncrl.types import Batch, Group, GroupId, Ticket, WaitReport
 
-
-@dataclass(frozen=True)
-class BufferStats:
-    ready: int
-    running: int
-    look_ahead: int
-    served: int
+OnHandedBack = Callable[[GroupId, Group | None, str], None]
+"""(group_id, the group if it was ready, None if it runs and must stop, "dropped" or "all_masked")."""
 
 
 class Buffer:
-    def __init__(self, config: BufferConfig, *, num_groups: int, num_batches: int, on_handed_back: Callable[[GroupId, Group | None, str], None]) -> None:
-        d = min(2, config.max_staleness) if config.look_ahead == "auto" else config.look_ahead
-        self.config = config
-        self.rule = StalenessRule(num_groups=num_groups, num_batches=num_batches, max_staleness=config.max_staleness, on_overdue=config.on_overdue, look_ahead=d)
-        self.groups: dict[GroupId, Group] = {}
-        self.on = on_handed_back
-        self.last_wait = WaitReport()
-        self.event = asyncio.Event()
-        self.meter: WaitMeter | None = None
+    """Groups between admission and training.
 
-    def _change(self) -> None:
-        if self.meter:
-            self.meter.change(asyncio.get_running_loop().time(), self.rule.waits_for)
-        self.event.set()
-        self.event = asyncio.Event()
+    Life:       admitted -> running -> ready -> in a batch; or failed, or handed back through `on_handed_back`, and its place is free.
+    Waits:      producers sleep in wait_admit, woken when a version is served, a group fails or is handed back, or look_ahead grows;
+                the trainer sleeps in wait_batch, woken by the finish_nowait that completes a batch. Both may be cancelled: what is
+                given is given in one step without a sleep, so nothing is lost. After the last batch wait_admit sleeps until cancelled.
+    Invariant:  no token with a loss weight in a taken batch is older than max_staleness. StalenessRule.take_nowait guarantees it
+                (`mask`: it guarantees the batch's min_version and mask_older, which the trainer honours).
+    Cost:       O(log n) an event. A waiter of wait_admit is woken at each opening, so let few wait: one loop that starts groups.
+    """
+
+    name = "buffer"
+
+    def __init__(self, config: BufferConfig, *, num_groups: int, num_batches: int, on_handed_back: OnHandedBack) -> None:
+        self.config, self._on_handed_back = config, on_handed_back
+        self._auto = LookAhead(config.max_staleness) if config.look_ahead == "auto" else None
+        self._rule = StalenessRule(
+            num_groups=num_groups,
+            num_batches=num_batches,
+            max_staleness=config.max_staleness,
+            on_overdue=config.on_overdue,
+            look_ahead=LookAhead(config.max_staleness).current if config.look_ahead == "auto" else config.look_ahead,
+        )
+        self._ready: dict[GroupId, Group] = {}
+        self._opened, self._formed = asyncio.Event(), asyncio.Event()
+        self._meters: list[WaitMeter] = []  # of those in wait_batch
+        self._last_wait = WaitReport()
+        self._last_take_s: float | None = None
+        self._tally = Tally()
+
+    def __repr__(self) -> str:
+        rule = self._rule
+        return (
+            f"<Buffer batch {rule.next_batch}/{rule.num_batches}, v{rule.served} served, {rule.num_running} running, "
+            f"{rule.num_ready} ready of {rule.num_groups}, {rule.num_open} open, look_ahead {rule.look_ahead}/{rule.max_staleness}>"
+        )
+
+    # ---- producers
 
     async def wait_admit(self) -> Ticket:
+        """Return leave to start one group, as soon as the staleness rule gives it. Sleeps for ever once the run's groups are all out."""
         while True:
             try:
-                t = self.rule.admit_nowait()
-                self._change()
-                return t
+                return self.admit_nowait()
             except WouldWait:
-                await self.event.wait()
+                await self._opened.wait()
+
+    def admit_nowait(self) -> Ticket:
+        """Leave to start one group. Raises WouldWait while the rule gives none."""
+        ticket = self._rule.admit_nowait()
+        self._changed()
+        return ticket
 
     def finish_nowait(self, group: Group) -> bool:
-        if self.rule.was_stopped(group.group_id):
+        """The group is ready. Returns False, and forgets it, if it was dropped meanwhile.
+
+        Raises RoomError if it is not running, has a token older than its ticket allows or newer than any weights, or a
+        trajectory without a sampled token. If `mask` leaves nothing of it, it goes straight to `on_handed_back`.
+        """
+        if self._rule.was_stopped(group.group_id):
             return False
-        versions = [s.version for t in group.trajectories for s in t.version_spans]
-        back = self.rule.finish_nowait(group.group_id, oldest=min(versions), newest=max(versions))
-        if back:
-            self.on(group.group_id, group, back.reason)
-        else:
-            self.groups[group.group_id] = group
-        self._change()
+        oldest, newest = _versions(group)
+        self._note_waited_for(group)
+        handed_back = self._rule.finish_nowait(group.group_id, oldest=oldest, newest=newest)
+        self._ready[group.group_id] = group
+        self._changed()
+        if handed_back is not None:
+            self._hand_back(handed_back)
         return True
 
     def fail_nowait(self, group_id: GroupId, reason: str) -> bool:
-        if self.rule.was_stopped(group_id):
+        """The group failed or was filtered: its admission is handed back. Returns False if it was dropped meanwhile.
+
+        Raises RoomError if it is not running.
+        """
+        if self._rule.was_stopped(group_id):
             return False
-        self.rule.fail_nowait(group_id)
-        self._change()
+        self._rule.fail_nowait(group_id)
+        self._tally.failed += 1
+        self._tally.last_failure = reason
+        self._changed()
         return True
 
+    # ---- publisher
+
     def set_served_nowait(self, version: int) -> None:
-        self.rule.set_served_nowait(version)
-        self._change()
+        """Every engine serves `version` or a newer one from now on. Versions may be skipped; raises RoomError if they go back."""
+        self._rule.set_served_nowait(version)
+        self._changed()
+
+    # ---- trainer
 
     async def wait_batch(self) -> Batch:
+        """Return the next batch as soon as the rule allows it; afterwards `last_wait` says what was waited for.
+
+        Raises RoomError after the last batch of the run.
+        """
         clock = asyncio.get_running_loop().time
-        self.meter = WaitMeter(clock(), self.rule.waits_for)
-        while True:
-            try:
-                choice = self.rule.take_nowait()
-                break
-            except WouldWait:
-                await self.event.wait()
-        self.meter.change(clock(), None)
-        self.last_wait = self.meter.report()
-        self.meter = None
-        groups = tuple(self.groups.pop(g) for g in choice.group_ids)
-        for back in choice.handed_back:
-            self.on(back.group_id, self.groups.pop(back.group_id, None), back.reason)
-        self._change()
-        return Batch(choice.version, groups, max(0, choice.version - self.config.max_staleness), self.config.on_overdue == "mask")
+        num_spare = self._rule.num_ready // self._rule.num_groups - 1
+        meter = WaitMeter(clock(), self._rule.waits_for)
+        self._meters.append(meter)
+        try:
+            while True:
+                try:
+                    batch = self.take_nowait()
+                    break
+                except WouldWait:
+                    await self._formed.wait()
+        finally:
+            self._meters.remove(meter)
+        self._last_wait = meter.report()
+        self._count_wait(self._last_wait)
+        self._adapt(clock(), num_spare)
+        return batch
+
+    def take_nowait(self) -> Batch:
+        """The next batch. Raises WouldWait while the rule allows none, and RoomError after the last one."""
+        is_hurried = self._rule.on_overdue != "wait" and self._rule.waits_for is None and self._rule.first_in_danger() is not None
+        choice = self._rule.take_nowait()
+        min_version = max(0, choice.version - self._rule.max_staleness)
+        batch = Batch(
+            choice.version,
+            tuple(self._ready.pop(group_id) for group_id in choice.group_ids),
+            min_version,
+            mask_older=self._rule.on_overdue == "mask",
+        )
+        self._tally.hurried_batches += is_hurried
+        self._count_tokens(batch)
+        self._changed()
+        for handed_back in choice.handed_back:
+            self._hand_back(handed_back)
+        return batch
+
+    # ---- what is asked
+
+    @property
+    def last_wait(self) -> WaitReport:
+        """How the seconds of the last wait_batch split by cause."""
+        return self._last_wait
+
+    def num_open(self) -> int:
+        """How many more groups could be admitted right now."""
+        return self._rule.num_open
 
     def stats(self) -> BufferStats:
-        return BufferStats(self.rule.num_ready, self.rule.num_running, self.rule.look_ahead, self.rule.served)
+        """Where the groups are, and what overdue ones cost."""
+        rule = self._rule
+        oldest_running, start_version = rule.oldest_running or (None, None)
+        return BufferStats(
+            admitted=rule.admitted,
+            consumed=rule.consumed,
+            running=rule.num_running,
+            ready=rule.num_ready,
+            open=rule.num_open,
+            next_batch=rule.next_batch,
+            served=rule.served,
+            look_ahead=rule.look_ahead,
+            oldest_running=oldest_running,
+            oldest_running_start_version=start_version,
+            **asdict(self._tally),
+        )
+
+    # ---- how
+
+    def _changed(self) -> None:
+        """The rule's state has changed: note what the trainer waits for, wake whom it concerns."""
+        cause = self._rule.waits_for
+        if self._meters:
+            now_s = asyncio.get_running_loop().time()
+            for meter in self._meters:
+                meter.change(now_s, cause)
+        if cause is None:
+            self._formed.set()
+            self._formed = asyncio.Event()
+        if self._rule.num_open:
+            self._opened.set()
+            self._opened = asyncio.Event()
+
+    def _hand_back(self, handed_back: HandedBack) -> None:
+        group = self._ready.pop(handed_back.group_id, None)
+        if handed_back.reason == "dropped":
+            self._tally.dropped += 1
+            self._tally.dropped_tokens += _num_tokens(group, before_version=None) if group else 0
+        else:
+            self._tally.all_masked += 1
+        self._on_handed_back(handed_back.group_id, group, handed_back.reason)
+
+    def _adapt(self, now_s: float, num_spare: int) -> None:
+        if self._auto is not None and self._last_take_s is not None:
+            self._rule.set_look_ahead(self._auto.batch_taken(now_s - self._last_take_s, self._last_wait, num_spare))
+            self._changed()
+        self._last_take_s = now_s
+
+    def _note_waited_for(self, group: Group) -> None:
+        if self._meters and self._rule.waits_for == "stragglers":
+            danger = self._rule.first_in_danger()
+            if danger is not None and self._rule.deadline_of(group.group_id) <= danger:
+                self._tally.waited_groups += 1
+                self._tally.waited_tokens += _num_tokens(group, before_version=danger - self._rule.max_staleness + 1)
+
+    def _count_wait(self, wait: WaitReport) -> None:
+        self._tally.generation_s += wait.generation_s
+        self._tally.straggler_s += wait.stragglers_s
+        self._tally.publishing_s += wait.publishing_s
+        self._tally.num_straggler_waits += wait.stragglers_s > 0
+
+    def _count_tokens(self, batch: Batch) -> None:
+        for group in batch.groups:
+            masked = _num_tokens(group, before_version=batch.min_version)
+            self._tally.masked_tokens += masked
+            self._tally.masked_groups += masked > 0
+            self._tally.consumed_tokens += _num_tokens(group, before_version=None)
+
+
+def _versions(group: Group) -> tuple[int, int]:
+    """(oldest, newest) version of any sampled token of the group."""
+    for trajectory in group.trajectories:
+        if not trajectory.version_spans:
+            raise no_sampled_token(group.group_id, trajectory.sample_index)
+    return group.oldest_version, max(span.version for trajectory in group.trajectories for span in trajectory.version_spans)
+
+
+def _num_tokens(group: Group, *, before_version: int | None) -> int:
+    """Sampled tokens of the group, all of them or those older than a version."""
+    return sum(
+        span.end - span.start
+        for trajectory in group.trajectories
+        for span in trajectory.version_spans
+        if before_version is None or span.version < before_version
+    )

@@ -3,88 +3,132 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
 from asyncrl.types import WaitReport
 
-START = int(os.environ.get("START", 2))
-FIRST_WINDOW = int(os.environ.get("FW", 5))
-WINDOW = 12
-PROBE_WINDOW = int(os.environ.get("PW", 16))
-MIN_LACK = float(os.environ.get("ML", .05))
-FIRST_HOLD = 96
-UCB = float(os.environ.get("UCB", 1.0))
-RND= float(os.environ.get("RND", .25))
-FS = int(os.environ.get("FS", 2))
+START = 2
+FIRST_WINDOW, WINDOW, PROBE_WINDOW, MEMORY = 5, 12, 24, 48
+"""Batches looked at before the first decision, before each later one, after a change on trial; and at most to judge a setting."""
+MIN_LACK_FRACTION = 0.05
+"""Share of the time lost to missing groups below which nothing is done: more look-ahead could win no more than this."""
+MAX_LOSS_FRACTION = 0.02
+"""Longer time for a batch at which one batch less of look-ahead still counts as as good."""
+FIRST_HOLD, SHORT_HOLD = 96, 24
+"""Batches until a refuted change is tried again (doubled each time), and until a confirmed step down is followed by the next."""
 
 
-@dataclass(slots=True)
-class _Probe:
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    interval_s: float
+    lack_s: float
+    num_spare: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """Mean time for a batch at one look-ahead; `error` is its standard error as a fraction."""
+
     look_ahead: int
     interval_s: float
     error: float
 
 
 class LookAhead:
-    """Raises, lowers or keeps the look-ahead after each batch."""
+    """Raises, lowers or keeps the look-ahead, one batch after the other.
+
+    The trainer lacks groups (waits for generation or publishing, not for stragglers) for two reasons: too few were started, or the
+    engines make no more. By Little's law time for a batch ~ 1 / (look_ahead + 1) as long as it is the first. So:
+
+    - lack: raise to where it would be gone; look at how much faster batches come; keep what that gain needs by the same law, and
+      believe for a while that more is of no use. What falls into the noise is given to the higher look-ahead.
+    - spare: nearly always a whole batch more was ready than was asked for: lower by one, and go back up if the trainer lacks groups then.
+    - lack, and more was of no use: after a while try one less, then again more. The workload may have changed.
+
+    Straggler waits (on_overdue=wait) need no rule of their own: in simulation the time for a batch falls with the look-ahead and
+    stays, it does not rise again, because what a long group holds up is the batch of its deadline, however much else was started.
+    """
 
     def __init__(self, max_staleness: int) -> None:
         self.max_staleness = max_staleness
         self.current = min(START, max_staleness)
-        self._settling = FS
-        self._need = FIRST_WINDOW
-        self._window: list[tuple[float, float, int]] = []
-        self._probe: _Probe | None = None
-        self._ceiling, self._ceiling_left, self._ceiling_hold = max_staleness, 0, FIRST_HOLD
-        self._lower_left, self._lower_hold, self._lowered_from = 0, FIRST_HOLD, -1
+        self._batch = 0
+        self._settling = START  # batches after a change that still show the setting before it
+        self._samples: list[_Sample] = []
+        self._until_decision = FIRST_WINDOW
+        self._trial_of: _Measured | None = None  # the setting that the present one is compared with
+        self._raise_from, self._raise_hold = 0, FIRST_HOLD
+        self._lower_from, self._lower_hold = 0, FIRST_HOLD
+        self._came_down = self._try_lower = False
 
     def batch_taken(self, interval_s: float, wait: WaitReport, num_spare: int) -> int:
-        self._ceiling_left -= 1
-        self._lower_left -= 1
+        """The look-ahead from now on.
+
+        `interval_s`: since the batch before was taken; `wait`: how much of it the trainer waited; `num_spare`: batches ready when it
+        asked, less the one it asked for.
+        """
+        self._batch += 1
         if self._settling > 0:
             self._settling -= 1
             return self.current
-        self._window.append((interval_s, wait.generation_s + wait.publishing_s, num_spare))
-        if len(self._window) >= self._need:
-            self._decide()
+        self._samples = [*self._samples[1 - MEMORY :], _Sample(interval_s, wait.generation_s + wait.publishing_s, num_spare)]
+        self._until_decision -= 1
+        if self._until_decision <= 0:
+            self._until_decision = WINDOW
+            if self._trial_of is None or self._is_confirmed(self._trial_of):
+                self._steer()
         return self.current
 
-    def _decide(self) -> None:
-        intervals = [w[0] for w in self._window]
-        total = sum(intervals)
-        lack = sum(w[1] for w in self._window) / total if total > 0 else 0.0
-        mean = fmean(intervals)
-        error = stdev(intervals) / len(intervals) ** 0.5 / mean if mean > 0 else 0.0
-        num_spare = sorted(w[2] for w in self._window)[len(self._window) // 10]
-        self._need = WINDOW
-        if self._probe is not None:
-            probe, self._probe = self._probe, None
-            gain = (probe.interval_s / mean) * (1 + UCB * math.hypot(error, probe.error)) if mean > 0 else 1.0
-            needed = max(probe.look_ahead, math.ceil((probe.look_ahead + 1) * gain - RND) - 1)
-            if needed < self.current:
-                self._ceiling, self._ceiling_left = needed, self._ceiling_hold
-                self._ceiling_hold *= 2
-                self._move(needed)
-                return
-            self._ceiling_hold = FIRST_HOLD
-        limit = self._ceiling if self._ceiling_left > 0 else self.max_staleness
-        if lack > MIN_LACK and self.current < limit:
-            if self._lowered_from == self.current + 1:
-                self._lower_left = self._lower_hold
-                self._lower_hold *= 2
-            target = math.ceil((self.current + 1) / (1 - lack) - 0.25) - 1 if lack < 1 else self.max_staleness
-            self._probe = _Probe(self.current, mean, error)
-            self._need = PROBE_WINDOW
-            self._move(min(limit, max(self.current + 1, target)))
-        elif num_spare >= 1 and self.current > 1 and self._lower_left <= 0:
-            self._lowered_from = self.current
-            self._move(self.current - 1)
+    def _is_confirmed(self, before: _Measured) -> bool:
+        """Judge the change that was on trial. If it does not stand, go where it should have gone."""
+        self._trial_of = None
+        now = self._measured()
+        if now.look_ahead < before.look_ahead:
+            if now.interval_s <= before.interval_s * (1 + MAX_LOSS_FRACTION):
+                self._raise_from = self._batch + SHORT_HOLD
+                return True
+            needed, self._try_lower = before.look_ahead, False
         else:
-            self._window.clear()
+            gain = before.interval_s / now.interval_s * (1 + math.hypot(before.error, now.error))
+            needed, self._try_lower = max(before.look_ahead, math.ceil((before.look_ahead + 1) * gain) - 1), True
+            if needed >= now.look_ahead:
+                self._raise_hold = FIRST_HOLD
+                return True
+        self._raise_from = self._batch + self._raise_hold
+        self._raise_hold *= 2
+        self._move(needed)
+        return False
+
+    def _steer(self) -> None:
+        window = self._samples[-WINDOW:]
+        lack = sum(sample.lack_s for sample in window) / max(sum(sample.interval_s for sample in window), 1e-9)
+        num_spare = sorted(sample.num_spare for sample in window)[len(window) // 10]
+        if lack > MIN_LACK_FRACTION:
+            if self._came_down:  # one less was too little
+                self._lower_from = self._batch + self._lower_hold
+                self._lower_hold *= 2
+                self._move(self.current + 1)
+            elif self._batch >= self._raise_from and self._try_lower and self.current > 1:
+                self._try(self.current - 1)
+            elif self._batch >= self._raise_from and self.current < self.max_staleness:
+                without_lack = math.ceil((self.current + 1) / max(1 - lack, 1e-9) - 0.25) - 1
+                self._try(min(self.max_staleness, max(self.current + 1, without_lack)))
+        elif num_spare >= 1 and self.current > 1 and self._batch >= self._lower_from:
+            self._move(self.current - 1)
+            self._came_down = True
+
+    def _try(self, look_ahead: int) -> None:
+        measured = self._measured()
+        self._move(look_ahead)
+        self._trial_of, self._until_decision = measured, PROBE_WINDOW
 
     def _move(self, look_ahead: int) -> None:
-        self.current = look_ahead
-        self._settling = look_ahead + 1
-        self._window.clear()
+        self.current, self._settling, self._until_decision = look_ahead, look_ahead + 1, WINDOW
+        self._samples.clear()
+        self._came_down = False
+
+    def _measured(self) -> _Measured:
+        intervals = [max(sample.interval_s, 1e-9) for sample in self._samples]
+        mean = fmean(intervals)
+        return _Measured(self.current, mean, stdev(intervals) / math.sqrt(len(intervals)) / mean)

@@ -190,10 +190,6 @@ class StalenessRule:
         """Whether the group was dropped while it ran, so that what its producer says of it is of no interest."""
         return group_id in self._stopped
 
-    def is_running(self, group_id: GroupId) -> bool:
-        """Whether the group is admitted and not finished, failed or handed back."""
-        return group_id in self._running
-
     def deadline_of(self, group_id: GroupId) -> int:
         """Last batch that may take a running group whole. Raises RoomError if it is not running."""
         return self._deadline_of_running(group_id)

@@ -39,7 +39,7 @@ def knob(bottleneck: Bottleneck, steps: Steps, config: RunConfig) -> str:
             return f"Knob: more generation, {_engine_knob(steps, config)}."
         case "stragglers":
             longest = config.rollout.max_tokens
-            higher = f"raise buffer.max_staleness={eta} to {max(2, 2 * eta)}"
+            higher = f"raise buffer.max_staleness (now {eta}) to {max(2, 2 * eta)}"
             return f"Knob: buffer.on_overdue=mask never waits for a straggler; or {higher}; or lower rollout.max_tokens={longest}."
         case "publishing" if eta == 0:
             return "Knob: buffer.max_staleness=0 waits for every push; 1 or more hides it behind training."
@@ -53,7 +53,7 @@ def knob(bottleneck: Bottleneck, steps: Steps, config: RunConfig) -> str:
                 if config.publisher.interrupt == "wait"
                 else ""
             )
-            return f"Knob: raise buffer.max_staleness={eta}, so that more may start while {pushes} are under way.{drain}"
+            return f"Knob: raise buffer.max_staleness (now {eta}), so that more may start while {pushes} are under way.{drain}"
         case "training":
             age = mean(steps, "sample/staleness_mean")
             fresher = (
@@ -74,11 +74,11 @@ def _engine_knob(steps: Steps, config: RunConfig) -> str:
     num, slots = config.rollout.num_engines, config.rollout.slots
     inflight = mean(steps, "rollout/inflight")
     if inflight is None:
-        return f"raise rollout.num_engines={num} or rollout.slots={slots}"
+        return f"raise rollout.num_engines (now {num}) or rollout.slots (now {slots})"
     used = f"{inflight:.0f} rollouts were in flight on average in {num * slots} slots"
     if inflight >= 0.9 * num * slots:
-        return f"{used}, all full: raise rollout.slots={slots} or rollout.num_engines={num}"
-    return f"{used}, so more slots would not help: raise rollout.num_engines={num} or rollout.threads, or change placement.rollout"
+        return f"{used}, all full: raise rollout.slots (now {slots}) or rollout.num_engines (now {num})"
+    return f"{used}, so more slots would not help: raise rollout.num_engines (now {num}) or rollout.threads, or change placement.rollout"
 
 
 def other_choices(overdue: OverdueNumbers, steps: Steps, config: RunConfig) -> tuple[str, ...]:

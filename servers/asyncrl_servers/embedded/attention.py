@@ -83,16 +83,26 @@ class PrefillItem:
     row: int
 
 
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Slots [start, end) look at `length` positions, a multiple of LENGTH_STEP.
+
+    `invalid` bool [end - start, 1, 1, length]: true beyond the row's own position.
+    """
+
+    start: int
+    end: int
+    length: int
+    invalid: Tensor
+
+
 @dataclass(slots=True)
 class DecodePass:
     """Row i of the call is the newest token of the sequence in slot i, for all n running ones."""
 
     cache: SlotCache
     num_rows: int
-    length: int
-    """Positions looked at, a multiple of LENGTH_STEP."""
-    invalid: Tensor
-    """bool [n, 1, 1, length]: true beyond the row's own position."""
+    segments: list[Segment]
     flat_index: Tensor
     """int64 [n * kv_heads]: row of the flattened cache [slots * kv_heads * positions] that gets the new key."""
     is_exact: bool
@@ -108,10 +118,13 @@ class DecodePass:
         queries = (query[0].transpose(0, 1)[:n] * scaling).reshape(n, kv_heads, repeat, head_dim)
         if self.is_exact and repeat < MIN_ROWS:
             queries = torch.nn.functional.pad(queries, (0, 0, 0, MIN_ROWS - repeat))
-        scores = torch.matmul(queries, keys[:n, :, : self.length].transpose(2, 3)).masked_fill_(self.invalid, float("-inf"))
-        mixed = mix_values(_softmax(scores), values[:n, :, : self.length], self.is_exact)[:, :, :repeat]
         output = query.new_zeros(1, rows, heads, head_dim)
-        output[0, :n] = mixed.reshape(n, heads, head_dim)
+        for segment in self.segments:
+            start, end, length = segment.start, segment.end, segment.length
+            scores = torch.matmul(queries[start:end], keys[start:end, :, :length].transpose(2, 3))
+            probabilities = _softmax(scores.masked_fill_(segment.invalid, float("-inf")))
+            mixed = mix_values(probabilities, values[start:end, :, :length], self.is_exact)
+            output[0, start:end] = mixed[:, :, :repeat].reshape(end - start, heads, head_dim)
         return output
 
 

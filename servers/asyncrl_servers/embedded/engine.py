@@ -199,8 +199,9 @@ class Engine:
         jobs: list[tuple[int, tuple[int, ...]]] = []
         logits: list[Tensor | None] = [None] * num_new
         followers: list[tuple[int, int]] = []
-        for index in range(num_new):
-            sequence = self._queued.popitem(last=False)[1]
+        admitted = [self._queued.popitem(last=False)[1] for _ in range(num_new)]
+        admitted.sort(key=lambda sequence: -len(sequence.prompt_ids))  # longest first, as `segments` wants the rows
+        for index, sequence in enumerate(admitted):
             sequence.marks.append((0, self.weights.version))
             row, prompt_ids = rows.add(sequence), sequence.prompt_ids
             if prompt_ids in leaders:
@@ -247,15 +248,14 @@ class Engine:
             if watch is not None and watch.is_complete(int(token_ids[row - first])):
                 is_stop[row - first] = True
         is_done = is_stop | (rows.counts[drawn] >= rows.max_tokens[drawn])
-        for offset in np.flatnonzero(is_done)[::-1].tolist():  # from the last, so that no row moves before its turn
+        for offset in np.flatnonzero(is_done)[::-1].tolist():  # from the last: only rows above a removed one move
             self._finish(first + offset, "stop" if is_stop[offset] else "length")
 
     def _finish(self, row: int, reason: FinishReason) -> None:
         rows = self._rows
         rows.sequences[row].finish(*rows.sampled(row), reason)
-        moved = rows.remove(row)
-        if moved is not None:
-            self.runner.cache.copy_slot(moved, row, int(rows.lengths[row]))
+        for source, target in rows.remove(row):
+            self.runner.cache.copy_slot(source, target, int(rows.lengths[target]))
 
     def _abort(self, wanted: set[str] | None) -> list[str]:
         aborted = []

@@ -55,11 +55,19 @@ def load_model(spec: EmbeddedSpec) -> LoadedModel:
     dtype: torch.dtype = getattr(torch, name)
     check_load(spec, path, device)
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager", local_files_only=True)
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, attn_implementation="eager", local_files_only=True, output_loading_info=True
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         fail(
             f"{spec.name}: cannot load the model in {path}: {error}",
             way_out="check the folder, and that transformers knows the model type.",
+        )
+    if missing := sorted(loading["missing_keys"]):
+        fail(
+            f"{spec.name}: the weights in {path} lack {len(missing)} parameters: {missing[:3]}",
+            rule="a parameter without weights would be served with random ones",
+            way_out="save the model again with save_pretrained.",
         )
     model = model.to(device).eval().requires_grad_(False)
     _check_length(spec, model)

@@ -11,8 +11,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from asyncrl_servers.embedded.attention import DecodePass, PrefillItem, PrefillPass, SlotCache, in_force, padded_length
+from asyncrl_servers.embedded.attention import LENGTH_STEP, DecodePass, PrefillItem, PrefillPass, Segment, SlotCache, in_force
 from asyncrl_servers.embedded.model import LoadedModel
+from asyncrl_servers.embedded.segments import cut_rows
 
 PREFILL_ROWS = 1024
 """Most tokens in one prefill call; a longer prompt takes several."""
@@ -124,11 +125,13 @@ class Runner:
         packed[0, :n] = last_ids
         packed[1, :n] = lengths - 1
         packed_2R = torch.from_numpy(packed).to(self.loaded.device)
-        length = padded_length(int(lengths.max()))
         positions_n = packed_2R[1, :n]
-        invalid = (self._positions[:length] > positions_n[:, None])[:, None, None, :]
+        segments = []
+        for start, end, length in cut_rows(-(-lengths // LENGTH_STEP) * LENGTH_STEP, self._kv_heads * self.loaded.shape.head_dim):
+            invalid = self._positions[:length] > positions_n[start:end, None]
+            segments.append(Segment(start, end, length, invalid[:, None, None, :]))
         flat_index = (self._head_rows[: n * self._kv_heads].view(n, -1) + positions_n[:, None]).view(-1)
-        with in_force(DecodePass(self.cache, n, length, invalid, flat_index, self.is_exact), self.max_length):
+        with in_force(DecodePass(self.cache, n, segments, flat_index, self.is_exact), self.max_length):
             return self._call(packed_2R[0], packed_2R[1], 0)[:n]
 
     def remember(self, slot: int, prompt_ids: tuple[int, ...], logits_V: Tensor) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 
 from asyncrl.wire import GenerateRequest, GenerateResponse
 from asyncrl_servers.checks import spans_of
+from asyncrl_servers.embedded.segments import moves_after_removal
 from asyncrl_servers.embedded.stopping import StopWatch
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -85,20 +86,22 @@ class RunningRows:
         counts += 1
         self.lengths[first : self.n] += 1
 
-    def remove(self, row: int) -> int | None:
-        """Free a row; the last row moves there, its former number is returned (None if `row` was the last)."""
+    def remove(self, row: int) -> list[tuple[int, int]]:
+        """Free a row; returns the moves (source, target) that closed the gap, to be repeated in order by the KV cache.
+
+        Only rows above `row` move.
+        """
+        moves = moves_after_removal(row, self.lengths[: self.n])
+        for source, target in moves:
+            self.sequences[target] = self.sequences[source]
+            for column in self._columns:
+                column[target] = column[source]
+            count = self.counts[source]
+            self.token_ids[target, :count] = self.token_ids[source, :count]
+            self.logprobs[target, :count] = self.logprobs[source, :count]
+        self.sequences.pop()
         self.n -= 1
-        last = self.n
-        moved = self.sequences.pop()
-        if row == last:
-            return None
-        self.sequences[row] = moved
-        for column in self._columns:
-            column[row] = column[last]
-        count = self.counts[last]
-        self.token_ids[row, :count] = self.token_ids[last, :count]
-        self.logprobs[row, :count] = self.logprobs[last, :count]
-        return last
+        return moves
 
     def sampled(self, row: int) -> tuple[list[int], list[float]]:
         """Token ids and logprobs sampled so far."""
