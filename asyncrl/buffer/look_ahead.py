@@ -13,6 +13,8 @@ FIRST_WINDOW, WINDOW, PROBE_WINDOW, MEMORY = 5, 12, 24, 48
 """Batches looked at before the first decision, before each later one, after a change on trial; and at most to judge a setting."""
 MIN_LACK_FRACTION = 0.05
 """Share of the time lost to missing groups below which nothing is done: more look-ahead could win no more than this."""
+CLEAR_LACK_FRACTION = 0.2
+"""Share of the time lost to missing groups from which it is plain that the engines are the limit, if more look-ahead was of no use."""
 MAX_LOSS_FRACTION = 0.02
 """Longer time for a batch at which one batch less of look-ahead still counts as as good."""
 FIRST_HOLD, SHORT_HOLD = 96, 24
@@ -42,9 +44,10 @@ class LookAhead:
     engines make no more. By Little's law time for a batch ~ 1 / (look_ahead + 1) as long as it is the first. So:
 
     - lack: raise to where it would be gone; look at how much faster batches come; keep what that gain needs by the same law, and
-      believe for a while that more is of no use. What falls into the noise is given to the higher look-ahead.
+      believe for a while that more is of no use. The first time, what falls into the noise is
+      given to the higher look-ahead.
     - spare: nearly always a whole batch more was ready than was asked for: lower by one, and go back up if the trainer lacks groups then.
-    - lack, and more was of no use: after a while try one less, then again more. The workload may have changed.
+    - much lack, and more was of no use: after a while try one less; then again more, for the workload may have changed.
 
     Straggler waits (on_overdue=wait) need no rule of their own: in simulation the time for a batch falls with the look-ahead and
     stays, it does not rise again, because what a long group holds up is the batch of its deadline, however much else was started.
@@ -90,7 +93,8 @@ class LookAhead:
                 return True
             needed, self._try_lower = before.look_ahead, False
         else:
-            gain = before.interval_s / now.interval_s * (1 + math.hypot(before.error, now.error))
+            doubt = 0.0 if self._try_lower else math.hypot(before.error, now.error)
+            gain = before.interval_s / now.interval_s * (1 + doubt)
             needed, self._try_lower = max(before.look_ahead, math.ceil((before.look_ahead + 1) * gain) - 1), True
             if needed >= now.look_ahead:
                 self._raise_hold = FIRST_HOLD
@@ -109,7 +113,7 @@ class LookAhead:
                 self._lower_from = self._batch + self._lower_hold
                 self._lower_hold *= 2
                 self._move(self.current + 1)
-            elif self._batch >= self._raise_from and self._try_lower and self.current > 1:
+            elif self._batch >= self._raise_from and self._try_lower and lack > CLEAR_LACK_FRACTION and self.current > START:
                 self._try(self.current - 1)
             elif self._batch >= self._raise_from and self.current < self.max_staleness:
                 without_lack = math.ceil((self.current + 1) / max(1 - lack, 1e-9) - 0.25) - 1

@@ -15,21 +15,19 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
 NAME = "asyncrl_slots"
-LENGTH_STEP = 64
+LENGTH_STEP = 32
 """Attention runs over a multiple of this many positions."""
 CONTRACTION = 128
 """Positions summed in one matrix product with V."""
 MIN_ROWS = 4
 """Rows of the smallest matrix product of attention."""
-QUERY_CHUNK = 256
-"""Query rows of one sequence that attention takes at once; bounds the score matrix."""
 
 
 class UnsupportedAttentionError(Exception):
@@ -74,16 +72,6 @@ class CacheShape:
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillItem:
-    """Positions [start, end) of the sequence in `slot` are rows [row, row + end - start) of the call."""
-
-    slot: int
-    start: int
-    end: int
-    row: int
-
-
-@dataclass(frozen=True, slots=True)
 class Segment:
     """Slots [start, end) look at `length` positions, a multiple of LENGTH_STEP.
 
@@ -118,53 +106,16 @@ class DecodePass:
         queries = (query[0].transpose(0, 1)[:n] * scaling).reshape(n, kv_heads, repeat, head_dim)
         if self.is_exact and repeat < MIN_ROWS:
             queries = torch.nn.functional.pad(queries, (0, 0, 0, MIN_ROWS - repeat))
-        output = query.new_zeros(1, rows, heads, head_dim)
+        parts = []
         for segment in self.segments:
             start, end, length = segment.start, segment.end, segment.length
             scores = torch.matmul(queries[start:end], keys[start:end, :, :length].transpose(2, 3))
-            probabilities = _softmax(scores.masked_fill_(segment.invalid, float("-inf")))
-            mixed = mix_values(probabilities, values[start:end, :, :length], self.is_exact)
-            output[0, start:end] = mixed[:, :, :repeat].reshape(end - start, heads, head_dim)
-        return output
-
-
-@dataclass(slots=True)
-class PrefillPass:
-    """The rows of the call are stretches of sequences, one after the other; rows after the last are padding."""
-
-    cache: SlotCache
-    items: list[PrefillItem]
-    is_exact: bool
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """[1, heads, R, d] queries and [1, kv_heads, R, d] keys and values in, [1, R, heads, d] out."""
-        rows, heads = query.shape[2], query.shape[1]
-        output = query.new_zeros(1, rows, heads, query.shape[3])
-        for item in self.items:
-            end_row = item.row + item.end - item.start
-            keys, values = self.cache.keys[layer, item.slot], self.cache.values[layer, item.slot]
-            keys[:, item.start : item.end] = key[0, :, item.row : end_row]
-            values[:, item.start : item.end] = value[0, :, item.row : end_row]
-            for offset in range(0, item.end - item.start, QUERY_CHUNK):
-                first = item.row + offset
-                last = min(first + QUERY_CHUNK, end_row)
-                output[0, first:last] = self._attend_one(query[0, :, first:last] * scaling, keys, values, item.start + offset)
-        return output
-
-    def _attend_one(self, query: Tensor, keys: Tensor, values: Tensor, start: int) -> Tensor:
-        """Causal attention of `query` [heads, T, d], its first row at position `start`; returns [T, heads, d]."""
-        heads, tokens, head_dim = query.shape
-        kv_heads = keys.shape[0]
-        rows = max(tokens, MIN_ROWS) if self.is_exact else tokens
-        if rows > tokens:
-            query = torch.nn.functional.pad(query, (0, 0, 0, rows - tokens))
-        length = padded_length(start + tokens)
-        grouped = query.reshape(kv_heads, -1, head_dim)
-        scores = torch.matmul(grouped, keys[:, :length].transpose(1, 2)).view(kv_heads, -1, rows, length)
-        positions = torch.arange(start, start + rows, device=query.device)
-        scores.masked_fill_(torch.arange(length, device=query.device) > positions[:, None], float("-inf"))
-        mixed = mix_values(_softmax(scores).view(kv_heads, -1, length), values[:, :length], self.is_exact)
-        return mixed.view(heads, rows, head_dim)[:, :tokens].transpose(0, 1)
+            weights = attention_weights(scores, segment.invalid)
+            mixed = mix_values(weights, values[start:end, :, :length], self.is_exact)
+            parts.append(mixed[:, :, :repeat].reshape(end - start, heads, head_dim))
+        if rows > n:
+            parts.append(query.new_zeros(rows - n, heads, head_dim))
+        return (parts[0] if len(parts) == 1 else torch.cat(parts))[None]
 
 
 @dataclass(slots=True)
@@ -186,10 +137,18 @@ class ProbePass:
 _local = threading.local()
 
 
+class Pass(Protocol):
+    """One call of the model, as its attention layers see it."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        """[1, heads, R, d] queries and [1, kv_heads, R, d] keys and values in, [1, R, heads, d] out."""
+        ...
+
+
 class in_force:  # noqa: N801  read as a statement: `with in_force(pass_, max_length):`
     """Makes `pass_` the one that the model's attention layers of this thread use."""
 
-    def __init__(self, pass_: DecodePass | PrefillPass | ProbePass, max_length: int) -> None:
+    def __init__(self, pass_: Pass, max_length: int) -> None:
         self.pass_, self.max_length = pass_, max_length
 
     def __enter__(self) -> None:
@@ -211,8 +170,9 @@ def mix_values(probabilities: Tensor, values: Tensor, is_exact: bool) -> Tensor:
     return mixed
 
 
-def _softmax(scores: Tensor) -> Tensor:
-    return torch.softmax(scores, dim=-1, dtype=torch.float32).to(scores.dtype)
+def attention_weights(scores: Tensor, invalid: Tensor) -> Tensor:
+    """Softmax in float32 over the positions that are not `invalid`; overwrites `scores`."""
+    return torch.softmax(scores.masked_fill_(invalid, float("-inf")), dim=-1, dtype=torch.float32).to(scores.dtype)
 
 
 def _attention(

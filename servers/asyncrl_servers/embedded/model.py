@@ -27,6 +27,7 @@ class LoadedModel:
     model: Any
     tokenizer: Any | None
     shape: CacheShape
+    num_heads: int
     dtype: torch.dtype
     device: torch.device
     vocab_size: int
@@ -81,7 +82,17 @@ def load_model(spec: EmbeddedSpec) -> LoadedModel:
         fail(f"{spec.name}: the model in {path} ({type(model).__name__}) is not supported: {error}", way_out=WAY_OUT_UNSUPPORTED)
     tokenizer = _load_tokenizer(path)
     return LoadedModel(
-        model, tokenizer, shape, dtype, device, vocab_size, _eos_ids(model, tokenizer), _spare_rows(model), reference, probe_ids
+        model,
+        tokenizer,
+        shape,
+        model.config.num_attention_heads,
+        dtype,
+        device,
+        vocab_size,
+        _eos_ids(model, tokenizer),
+        _spare_rows(model),
+        reference,
+        probe_ids,
     )
 
 

@@ -11,8 +11,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from asyncrl_servers.embedded.attention import LENGTH_STEP, DecodePass, PrefillItem, PrefillPass, Segment, SlotCache, in_force
+from asyncrl_servers.embedded.attention import LENGTH_STEP, DecodePass, Segment, SlotCache, in_force
 from asyncrl_servers.embedded.model import LoadedModel
+from asyncrl_servers.embedded.prefill import PrefillItem, PrefillPass
 from asyncrl_servers.embedded.segments import cut_rows
 
 PREFILL_ROWS = 1024
@@ -113,7 +114,7 @@ class Runner:
         keep[: len(ends)] = ends
         padded = np.zeros(rows, dtype=np.int64)
         padded[: len(ids)] = ids
-        with in_force(PrefillPass(self.cache, items, self.is_exact), self.max_length):
+        with in_force(PrefillPass(self.cache, items, self.loaded.num_heads, is_exact=self.is_exact), self.max_length):
             logits = self._forward(padded, positions, torch.from_numpy(keep).to(self.loaded.device))
         return logits[: len(ends)]
 

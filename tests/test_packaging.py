@@ -1,0 +1,48 @@
+"""The wheel holds what it should, under the names it should."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.slow
+def test_the_wheel_installs_asyncrl_and_asyncrl_servers_and_nothing_else(tmp_path: Path) -> None:
+    source = tmp_path / "source"  # a copy: a build writes beside the sources
+    subprocess.run(["git", "clone", "--quiet", str(ROOT), str(source)], check=True)
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path), str(source)]
+    subprocess.run(command, check=True, timeout=240)
+    (wheel,) = tmp_path.glob("asyncrl-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    tops = {name.split("/")[0] for name in names if ".dist-info/" not in name}
+    assert tops == {"asyncrl", "asyncrl_servers"}
+    assert {"asyncrl/py.typed", "asyncrl_servers/py.typed", "asyncrl_servers/embedded/__main__.py"} <= set(names)
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def test_create_task_stands_in_job_alone() -> None:
+    """Every task has an owner: the run's one TaskGroup (tests and the virtual clock's own loop apart)."""
+    for path in (ROOT / "asyncrl").rglob("*.py"):
+        if path.name == "job.py" or path.parent.name == "testing":
+            continue
+        calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+        found = [node.lineno for node in calls if isinstance(node.func, ast.Attribute) and node.func.attr == "create_task"]
+        assert not found, f"{path}:{found}: create_task outside job.py; take `spawn` instead"
+
+
+def test_no_file_is_long_without_a_reason() -> None:
+    sizes = {}
+    for folder in ("asyncrl", "servers"):
+        for path in (ROOT / folder).rglob("*.py"):
+            sizes[path] = len(path.read_text().splitlines())
+    lengths = sorted(size for size in sizes.values() if size > 3)
+    assert lengths[len(lengths) // 2] <= 150
+    assert max(sizes.values()) <= 400, max(sizes, key=lambda path: sizes[path])
