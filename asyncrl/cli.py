@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -59,16 +60,24 @@ def run(
     from asyncrl.config import load_config
     from asyncrl.job import run_job
 
-    raise typer.Exit(run_job(load_config(config, overrides or []), run_dir, name=config.stem))
+    exit_code = run_job(load_config(config, overrides or []), run_dir, name=config.stem)
+    if exit_code > 128:  # interrupted, everything closed: a thread that a library left in a download must not hold the end up
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exit_code)
+    raise typer.Exit(exit_code)
 
 
 @app.command()
 def check(config: ConfigPath, overrides: Overrides = None) -> None:
-    """Validate a config and print its plan: processes, devices, threads, memory. Starts nothing."""
+    """Validate a config, read its task, and print the plan: processes, devices, threads, memory. Starts nothing."""
     from asyncrl.config import load_config
     from asyncrl.placement.plan import make_plan, plan_text
+    from asyncrl.tasks.build import check_task
 
-    typer.echo(plan_text(make_plan(load_config(config, overrides or []))))
+    loaded = load_config(config, overrides or [])
+    typer.echo(f"task: {check_task(loaded.task, loaded.seed)}")
+    typer.echo(plan_text(make_plan(loaded)))
 
 
 @app.command()

@@ -9,7 +9,7 @@ Who consumes what, who waits for whom, who unblocks whom:
     a rollout                EnginePool.generate                 its completion, timeout_s at most     its engine server
     a rollout                Scorer.score                        its reward, reward_timeout_s at most  the reward function
     train loop               Buffer.wait_batch                   num_groups ready groups               a group finished, failed, dropped
-    train loop               TrainerClient.train                 the optimizer step                    the trainer worker
+    train loop               TrainerClient.train, save           the optimizer step, the saved weights  the trainer worker
     train loop               Publisher.wait_exported_or_busy     the copy of the new weights           the publisher
     publisher                TrainerClient.wait_version_above    a new policy_version                  the train loop
     publisher                prepare and commit                  every engine, timeout_s at most       the engine servers
@@ -34,6 +34,7 @@ from typing import Any
 
 from asyncrl.config import RunConfig, run_config_yaml
 from asyncrl.errors import AsyncrlError, ConfigError, RoomError
+from asyncrl.placement.staging import clear_own_staging
 from asyncrl.reporting import Reporter
 from asyncrl.startup import Server
 from asyncrl.wiring import CLOSE_TIMEOUT_S, Rooms, close_within, open_rooms
@@ -43,6 +44,8 @@ logger = logging.getLogger("asyncrl.job")
 STATUS_PERIOD_S = 1.0
 HEARTBEAT_PERIOD_S = 1.0
 SAVE_TIMEOUT_S = 120.0
+GUARDS = ("watch ", "heartbeat ", "status")
+"""Tasks that stay until the weights are saved, by the start of their names."""
 
 
 def run_job(config: RunConfig, run_dir: Path | None, *, name: str) -> int:
@@ -108,13 +111,14 @@ class Job:
             return 128 + self._signal
         except BaseExceptionGroup as errors:
             raise self._fail(_first_cause(errors)) from errors
-        except AsyncrlError as error:
+        except Exception as error:  # the outermost border: what is foreign is named here too, and never swallowed
             raise self._fail(error) from error
+        else:
+            self.reporter.finish("done")
+            return 0
         finally:
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.remove_signal_handler(number)
-        self.reporter.finish("done")
-        return 0
 
     async def _live(self) -> None:
         """Everything between the first process and the last one ended."""
@@ -128,9 +132,9 @@ class Job:
                 async with asyncio.TaskGroup() as self._group:
                     self._start_services(rooms)
                     await self._train_loop(rooms)
-                    for task in self._tasks:
-                        task.cancel()
-                await self._save(rooms)
+                    self._end_tasks(all_but=GUARDS)
+                    await self._save(rooms)  # guarded: a trainer that dies or freezes here ends the run, as at any other time
+                    self._end_tasks()
             except asyncio.CancelledError:
                 if self._signal is not None and rooms.trainer.policy_version > 0:
                     await close_within(SAVE_TIMEOUT_S, "the weights", lambda: self._save(rooms))
@@ -171,6 +175,12 @@ class Job:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+    def _end_tasks(self, *, all_but: tuple[str, ...] = ()) -> None:
+        """Cancel the tasks of the group, those aside whose names start with one of `all_but`."""
+        for task in self._tasks:
+            if not task.get_name().startswith(all_but):
+                task.cancel()
 
     async def _report_status(self, rooms: Rooms) -> None:
         while True:
@@ -216,6 +226,7 @@ class Job:
         if self._signal is not None:  # the second one: end at once
             for server in self._servers:
                 server.child.kill_nowait()
+            clear_own_staging()
             os._exit(128 + number)
         self._signal = number
         self.reporter.tell("stopping (once more to end at once)")

@@ -91,8 +91,10 @@ class Reporter:
             plot = write_reward_plot(self.run_dir, self._steps, title=self.name)
             self._console.show(summary_panel(verdict, title=f"{self.name}: {state}"))
             self._console.say(f"reward plot: {plot}")
-            if state != "failed":
-                self._console.say(f"weights: {self.run_dir / 'final'}")
+            if (final := self.run_dir / "final").is_dir():
+                self._console.say(f"weights: {final}")
+            elif state == "interrupted":
+                self._console.say(f"the weights could not be saved; {self.run_dir / 'logs' / 'controller.log'} says why")
         elif state == "interrupted":
             self._console.say(f"{why} before the first step; there is nothing to save")
         (self.run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")

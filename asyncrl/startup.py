@@ -6,18 +6,25 @@ Waits: each process is given START_TIMEOUT_S to answer /health; one that dies fi
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import json
 import sys
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from asyncrl.algorithms.names import BUILT_IN_ADVANTAGES, BUILT_IN_LOSSES
-from asyncrl.calling import CallLost, CallRefused, Caller
+from asyncrl.calling import Caller, CallLost, CallRefused
 from asyncrl.config import ModelConfig, RunConfig
 from asyncrl.errors import ConfigError, RoomError
-from asyncrl.placement.plan import engine_threads, resolve_device, trainer_threads
+from asyncrl.placement.plan import engine_threads, trainer_threads
 from asyncrl.placement.process import ChildProcess
 from asyncrl.wire import EngineHealth, TrainerHealth, find_fatal
+
+Result = TypeVar("Result")
 
 START_TIMEOUT_S = 300.0
 ENGINE_MODULES = {"embedded": "asyncrl_servers.embedded", "simulated": "asyncrl_servers.simulated"}
@@ -48,10 +55,38 @@ class Server:
         await self.child.aclose()
 
 
+async def in_daemon_thread(work: Callable[[], Result]) -> Result:
+    """Run blocking work of the start-up off the loop. Raises what it raises; a sys.exit() in it becomes a RuntimeError.
+
+    Not asyncio.to_thread: its threads are joined when the loop closes, and again when the interpreter ends, so that Ctrl-C
+    would take as long as the slowest download or constructor.
+    """
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Result] = loop.create_future()
+
+    def settle(result: Callable[[], None]) -> None:
+        if not done.done():  # else nobody waits any more
+            result()
+
+    def body() -> None:
+        try:
+            result = work()
+        except (Exception, SystemExit) as raised:  # carried over to the task that waits, not handled
+            error = raised if isinstance(raised, Exception) else RuntimeError(f"sys.exit({raised.code}) was called")
+            answer = functools.partial(done.set_exception, error)
+        else:
+            answer = functools.partial(done.set_result, result)
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the run is over
+            loop.call_soon_threadsafe(settle, answer)
+
+    threading.Thread(target=body, name="start-up", daemon=True).start()
+    return await done
+
+
 async def make_model_folder(config: RunConfig, run_dir: Path) -> Path:
     """The Hugging Face folder that trainer and engines start from: made from scratch, given, or fetched from the hub."""
     if config.model.scratch is None:
-        return await asyncio.to_thread(_find_model, config.model)
+        return await in_daemon_thread(lambda: _find_model(config.model))
     folder = run_dir / "model"
     spec = run_dir / "specs" / "scratch.json"
     spec.parent.mkdir(parents=True, exist_ok=True)
@@ -63,6 +98,11 @@ async def make_model_folder(config: RunConfig, run_dir: Path) -> Path:
     )  # fmt: skip
     try:
         output, _ = await asyncio.wait_for(process.communicate(), START_TIMEOUT_S)
+    except TimeoutError:
+        raise ConfigError(
+            f"model.scratch was not made within {START_TIMEOUT_S} s", rule="a start has that long a step",
+            way_out="take a smaller model.scratch.architecture, or a faster machine.",
+        ) from None  # fmt: skip
     finally:
         if process.returncode is None:
             process.kill()
@@ -112,7 +152,7 @@ def trainer_spec(config: RunConfig, model_path: Path, run_dir: Path, staging_dir
         {
             "model_path": str(model_path),
             "dtype": config.model.dtype,
-            "device": resolve_device(config.placement.trainer),
+            "device": config.placement.trainer,  # auto is settled where torch is: the driver may see a device that it does not
             "seed": config.seed,
             "threads": trainer_threads(config),
             "trainer": config.trainer.model_dump(mode="json"),
@@ -126,6 +166,7 @@ def trainer_spec(config: RunConfig, model_path: Path, run_dir: Path, staging_dir
             "staging_dir": str(staging_dir),
             "record_path": str(run_dir / "trained.jsonl"),
             "failed_dir": str(run_dir / "failed_batches"),
+            "chat_template": config.model.chat_template,
         }
     )
 
@@ -141,7 +182,7 @@ def engine_spec(config: RunConfig, model_path: Path, name: str) -> str:
         | {
             "model_path": str(model_path),
             "dtype": config.model.dtype,
-            "device": resolve_device(config.placement.rollout),
+            "device": config.placement.rollout,
             "threads": engine_threads(config),
             "deterministic": rollout.deterministic,
         }

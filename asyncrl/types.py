@@ -233,12 +233,12 @@ class GroupSink(Protocol):
         """Return leave to start one group, as soon as the staleness rule gives it."""
         ...
 
-    def finish_nowait(self, group: Group) -> None:
-        """The group is ready to be trained on."""
+    def finish_nowait(self, group: Group) -> object:
+        """The group is ready to be trained on. What is returned is of no interest to a producer."""
         ...
 
-    def fail_nowait(self, group_id: GroupId, reason: str) -> None:
-        """The group failed or was filtered: its admission is handed back."""
+    def fail_nowait(self, group_id: GroupId, reason: str) -> object:
+        """The group failed or was filtered: its admission is handed back. What is returned is of no interest."""
         ...
 
 

@@ -46,10 +46,16 @@ class Rooms:
 
 
 async def close_within(timeout_s: float, name: str, close: Callable[[], Awaitable[None]]) -> None:
-    """Close one thing, shielded from our own cancellation and bounded in time. Late or failed is logged, never raised."""
+    """Close one thing, shielded from our own cancellation and bounded in time. Late or failed is logged, never raised.
+
+    A cancellation that comes meanwhile (the first Ctrl-C, while a run that is done closes) passes once it is closed.
+    """
     closing = asyncio.ensure_future(close())
     try:
         await asyncio.wait({closing}, timeout=timeout_s)
+    except asyncio.CancelledError:
+        await asyncio.wait({closing}, timeout=timeout_s)
+        raise
     finally:
         if not closing.done():
             closing.cancel()
@@ -70,7 +76,7 @@ async def open_rooms(config: RunConfig, run_dir: Path, stack: AsyncExitStack, *,
     for folder in clear_stale_staging():
         logger.info("removed %s, which a run that was killed had left", folder)
     tell("reading the task")
-    task = await asyncio.to_thread(build_task, config.task, config.seed)
+    task = await startup.in_daemon_thread(lambda: build_task(config.task, config.seed))
     feed = Feed(task, seed=config.seed, shuffle=config.task.shuffle, system_prompt=config.task.system_prompt)
     scorer = TaskScorer(task, config.task, seed=config.seed)
     closes("rewards", scorer.aclose)
@@ -83,7 +89,7 @@ async def open_rooms(config: RunConfig, run_dir: Path, stack: AsyncExitStack, *,
     for server in servers:
         closes(server.child.name, server.aclose)
         await startup.start(server)
-    tokenizer = await asyncio.to_thread(HFChatTokenizer, model_path, chat_template=config.model.chat_template)
+    tokenizer = await startup.in_daemon_thread(lambda: HFChatTokenizer(model_path, chat_template=config.model.chat_template))
     for server in servers:
         tell(f"loading the model in {server.child.name}")
         await startup.wait_ready(server)

@@ -33,6 +33,29 @@ def test_overrides_replace_values_and_none_is_the_off_word(good: Path) -> None:
     assert config.trainer.num_groups == 4
 
 
+def test_none_is_the_off_word_in_the_file_too_and_a_word_where_it_is_a_choice(good: Path) -> None:
+    good.write_text(GOOD + "rollout: {timeout_s: none}\nobserve: {console: none}\n")
+    config = load_config(good)
+    assert config.rollout.timeout_s is None
+    assert config.observe.console == "none"
+    assert load_config(good, ["observe.console=none", "task.system_prompt=none"]) == config
+    assert load_config(good, ["task.args.limit=none"]).task.args == {"limit": None}
+
+
+def test_a_section_that_stands_twice_is_refused_and_not_half_forgotten(good: Path) -> None:
+    good.write_text(GOOD + "trainer: {num_steps: 9}\n")
+    with pytest.raises(ConfigError, match="trainer is there twice"):
+        load_config(good)
+
+
+@pytest.mark.parametrize(
+    "override", ["trainer.port=70000", "rollout.ports=[0]", "rollout.threads=0", "trainer.threads=-1", "trainer.betas=[0.9, 1]"]
+)
+def test_numbers_that_would_break_a_process_later_are_refused_at_once(good: Path, override: str) -> None:
+    with pytest.raises(ConfigError, match=override.partition("=")[0]):
+        load_config(good, [override])
+
+
 def test_the_resolved_config_reads_back_as_itself(good: Path, tmp_path: Path) -> None:
     config = load_config(good, ["rollout.timeout_s=none"])
     again = tmp_path / "again.yaml"

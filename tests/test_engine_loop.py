@@ -116,6 +116,23 @@ def test_the_engine_says_what_the_models_own_forward_says(folder: Path) -> None:
     assert torch.allclose(torch.tensor(answer.logprobs), expected, atol=1e-4)
 
 
+def test_a_model_run_through_its_own_forward_gives_what_the_short_way_gives(folder: Path) -> None:
+    prompts = [(1, 2, 3), (4,), tuple(range(40))]
+    answers: list[list[GenerateResponse]] = []
+    for is_short in (True, False):
+        engine = build_engine(make_spec(folder))
+        assert engine.runner._plain is not None
+        if not is_short:
+            engine.runner._plain = None
+        engine.start()
+        futures = [engine.submit(make_request(f"r{index}", prompt_ids=prompt)) for index, prompt in enumerate(prompts)]
+        answers.append([future.result(timeout=60) for future in futures])
+        engine.stop()
+    for short, own in zip(*answers, strict=True):
+        assert short.token_ids == own.token_ids
+        assert torch.allclose(torch.tensor(short.logprobs), torch.tensor(own.logprobs), atol=1e-4)
+
+
 def test_temperature_zero_takes_the_most_likely_token(folder: Path) -> None:
     from transformers import Qwen3ForCausalLM
 

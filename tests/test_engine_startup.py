@@ -109,15 +109,18 @@ def test_a_model_without_plain_attention_layers_is_refused(tmp_path: Path, capfd
     assert "s_aux" in refusal_of(make_spec(tmp_path / "model"), capfd).error
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "granite", "olmo2", "gemma"])
 def test_other_common_models_are_served_and_pass_the_checks_at_start(tmp_path: Path, kind: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from asyncrl_servers.embedded.plain_decoder import MODEL_TYPES
+
     sizes = {"vocab_size": 70, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 6}
-    config = AutoConfig.for_model(kind, **sizes, num_key_value_heads=2, max_position_embeddings=512, eos_token_id=None)
+    config = AutoConfig.for_model(kind, **sizes, num_key_value_heads=2, head_dim=8, max_position_embeddings=512, eos_token_id=None)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
     engine = build_engine(make_spec(tmp_path / "model", slots=20))
     assert engine.runner.loaded.shape == CacheShape(num_layers=2, kv_heads=2, head_dim=8)
+    assert (engine.runner._plain is not None) == (kind in MODEL_TYPES)
 
 
 def test_the_check_at_start_finds_a_model_whose_answers_the_slot_cache_does_not_reproduce(

@@ -63,6 +63,17 @@ def test_an_interrupted_run_saves_its_weights_and_leaves_nothing_running(tmp_pat
     assert staging_of(process.pid) == []
 
 
+def test_a_second_signal_ends_the_run_at_once_and_leaves_nothing_either(tmp_path: Path) -> None:
+    process = start(write_config(tmp_path, buffer={"max_staleness": 2}), tmp_path / "run", LONG)
+    wait_for_steps(tmp_path / "run", 2, process)
+    children = children_of(process)
+    process.send_signal(signal.SIGINT)
+    interrupt(process, signal.SIGTERM)
+    assert process.returncode in (130, 143)  # whichever the kernel delivers last
+    assert all_gone(children)
+    assert staging_of(process.pid) == []
+
+
 def test_an_interrupt_during_start_up_leaves_nothing_running(tmp_path: Path) -> None:
     process = start(write_config(tmp_path), tmp_path / "run", LONG)
     while not (tmp_path / "run" / "logs" / "engine-0.log").exists():

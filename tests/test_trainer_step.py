@@ -188,7 +188,11 @@ def no_loss(*_: torch.Tensor, **__: float) -> float:
     return 0.0
 
 
-@pytest.mark.parametrize("loss", ["infinite_loss", "nan_gradient"])
+def nan_statistic(current_BT: torch.Tensor, *_: torch.Tensor, **__: float) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    return current_BT.sum(), {"my_fraction": torch.tensor(torch.nan)}
+
+
+@pytest.mark.parametrize("loss", ["infinite_loss", "nan_gradient", "nan_statistic"])
 def test_nan_is_refused_with_the_batch_saved_and_the_weights_untouched(make_step: MakeStep, loss: str) -> None:
     step = make_step(loss=f"test_trainer_step:{loss}")
     before = weights(step)

@@ -31,6 +31,11 @@ class CountRule:
         self._finished: list[GroupId] = []
 
     @property
+    def num_ready(self) -> int:
+        """Groups finished and not taken."""
+        return len(self._finished)
+
+    @property
     def num_open(self) -> int:
         """How many more groups may be started now."""
         limit = min(self.max_staleness + self.served + 1, self.num_batches) * self.num_groups

@@ -106,7 +106,11 @@ class LookAhead:
 
     def _steer(self) -> None:
         window = self._samples[-WINDOW:]
-        lack = sum(sample.lack_s for sample in window) / max(sum(sample.interval_s for sample in window), 1e-9)
+        half = len(window) // 2
+        if _lack_fraction(window[:half]) < MIN_LACK_FRACTION < _lack_fraction(window[half:]):
+            self._until_decision = half  # it has just begun: judge when the window shows nothing else
+            return
+        lack = _lack_fraction(window)
         num_spare = sorted(sample.num_spare for sample in window)[len(window) // 10]
         if lack > MIN_LACK_FRACTION:
             if self._came_down:  # one less was too little
@@ -133,6 +137,11 @@ class LookAhead:
         self._came_down = False
 
     def _measured(self) -> _Measured:
-        intervals = [max(sample.interval_s, 1e-9) for sample in self._samples]
+        samples = self._samples if self._try_lower else self._samples[-WINDOW:]  # at first the change may be of the workload, and new
+        intervals = [max(sample.interval_s, 1e-9) for sample in samples]
         mean = fmean(intervals)
         return _Measured(self.current, mean, stdev(intervals) / math.sqrt(len(intervals)) / mean)
+
+
+def _lack_fraction(samples: list[_Sample]) -> float:
+    return sum(sample.lack_s for sample in samples) / max(sum(sample.interval_s for sample in samples), 1e-9)

@@ -1,4 +1,4 @@
-"""The staleness rule as a pure state machine: events in, decisions out. Knows versions and counts; no groups' content, no clock, no asyncio."""
+"""The staleness rule, a pure state machine: events in, decisions out. Knows versions and counts; no tokens, no clock, no asyncio."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ class Simulation:
     def __init__(self, rule: AnyRule, workload: Workload, *, max_staleness: int, masks: bool, auto: LookAhead | None = None) -> None:
         self.rule, self.workload, self.max_staleness, self.masks, self.auto = rule, workload, max_staleness, masks, auto
         self.now_s = 0.0
-        self._lengths, self._failures = random.Random(workload.seed), random.Random(~workload.seed)  # so that group i is the same under each rule
+        self._lengths, self._failures = random.Random(workload.seed), random.Random(~workload.seed)  # two: group i is the same in each rule
         self._mu = math.log(workload.rollout_s) - workload.sigma**2 / 2
         self._events: list[tuple[float, int, str, int, int]] = []
         self._sequence = 0
@@ -233,7 +233,7 @@ class Simulation:
     def _train_done(self) -> None:
         self._trained += 1
         self._is_training = False
-        self._num_spare = (self.rule.num_ready - self.rule.num_groups) // self.rule.num_groups
+        self._num_spare = self.rule.num_ready // self.rule.num_groups - 1
         self._meter = WaitMeter(self.now_s, self.rule.waits_for)
         self._publish()
 
@@ -264,5 +264,9 @@ class Simulation:
             num_all_masked=tally.all_masked,
             num_failed=tally.failed,
             look_ahead_mean=sum(tally.look_aheads) / num_batches,
-            wait=WaitReport(*(sum(getattr(wait, name) for wait in tally.waits) for name in ("generation_s", "stragglers_s", "publishing_s"))),
+            wait=WaitReport(
+                generation_s=sum(wait.generation_s for wait in tally.waits),
+                stragglers_s=sum(wait.stragglers_s for wait in tally.waits),
+                publishing_s=sum(wait.publishing_s for wait in tally.waits),
+            ),
         )

@@ -25,6 +25,4 @@ class WaitMeter:
     def report(self) -> WaitReport:
         """The stretches closed so far."""
         seconds = self._seconds
-        return WaitReport(
-            generation_s=seconds["generation"], stragglers_s=seconds["stragglers"], publishing_s=seconds["publishing"]
-        )
+        return WaitReport(generation_s=seconds["generation"], stragglers_s=seconds["stragglers"], publishing_s=seconds["publishing"])

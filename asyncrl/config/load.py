@@ -37,6 +37,20 @@ def run_config_yaml(config: RunConfig) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
+class _KeysOnce(yaml.SafeLoader):
+    """Refuses a key that stands twice in a mapping, where YAML lets the second one silently replace the first."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    "while reading a section", node.start_mark, f"{key.value} is there twice", key.start_mark
+                )
+            seen.add(str(key.value))
+        return super().construct_mapping(node, deep=deep)
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
@@ -45,9 +59,9 @@ def _read(path: Path) -> dict[str, Any]:
             f"cannot read the config {path}: {error}", way_out="give the path of a YAML file, e.g. configs/quickstart.yaml."
         ) from error
     try:
-        values = yaml.safe_load(text)
+        values = yaml.load(text, _KeysOnce)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not YAML: {error}", way_out="correct the line that the message names.") from error
+        raise ConfigError(f"{path} cannot be read as YAML: {error}", way_out="correct the line that the message names.") from error
     if not isinstance(values, dict):
         raise ConfigError(
             f"{path} holds {type(values).__name__}, not sections",
@@ -72,7 +86,8 @@ def _apply(values: dict[str, Any], override: str) -> None:
             f"override {override!r}: {'.'.join(sections)} is not a section", way_out="give a key of a section, like trainer.num_steps=10."
         )
     try:
-        target[name] = None if text == "none" else yaml.safe_load(text)
+        is_free = key not in all_keys()  # inside task.args, say: no model is there to know what none means
+        target[name] = None if text == "none" and is_free else yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"override {override!r}: the value is not YAML: {error}", way_out="quote the value.") from error
 

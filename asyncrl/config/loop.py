@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, NonNegativeInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from asyncrl.config.base import Device, FrozenConfig
+
+Port = Annotated[int, Field(ge=1, le=65535)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class RolloutConfig(FrozenConfig):
@@ -34,9 +37,9 @@ class RolloutConfig(FrozenConfig):
     """End the run when this many groups in a row had no usable rollout."""
     deterministic: bool = True
     """A request's tokens depend on its prompt, seed and weights alone, not on what runs beside it."""
-    threads: int | Literal["auto"] = "auto"
+    threads: PositiveInt | Literal["auto"] = "auto"
     """CPU threads of each engine server (auto = a quarter of the cores, at least 1)."""
-    ports: list[int] | None = None
+    ports: list[Port] | None = None
     """Ports of the engine servers on 127.0.0.1, one each (none = any free ones)."""
 
     @model_validator(mode="after")
@@ -87,7 +90,7 @@ class TrainerConfig(FrozenConfig):
     """Steps of linear warm-up."""
     weight_decay: float = Field(default=0.0, ge=0)
     """AdamW weight decay."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     """AdamW betas."""
     max_grad_norm: float | None = Field(default=1.0, gt=0)
     """Clip the gradient to this norm (none = off)."""
@@ -95,9 +98,9 @@ class TrainerConfig(FrozenConfig):
     """Most tokens, padding included, in one forward-backward. Changes memory, never the result."""
     logprob_gap_limit: float | None = Field(default=None, gt=0)
     """End the run when engine and trainer disagree by more than this mean, in nats, on fresh tokens (none = warn at 0.05)."""
-    threads: int | Literal["auto"] = "auto"
+    threads: PositiveInt | Literal["auto"] = "auto"
     """CPU threads of the trainer (auto = the cores that the engines leave, at least 1)."""
-    port: int | None = None
+    port: Port | None = None
     """Port of the trainer on 127.0.0.1 (none = any free one)."""
 
 

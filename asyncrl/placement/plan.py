@@ -60,7 +60,7 @@ def trainer_threads(config: RunConfig) -> int:
 
 
 def resolve_device(device: str) -> str:
-    """auto -> cuda where the driver lists a device, else cpu. Looks at the driver's files, not at torch."""
+    """The device that auto stands for: cuda where the driver lists one, else cpu. Looks at the driver's files, not at torch."""
     if device != "auto":
         return device
     return "cuda" if any(Path("/proc/driver/nvidia/gpus").glob("*")) or shutil.which("nvidia-smi") else "cpu"

@@ -135,10 +135,8 @@ class ChildProcess:
             return
         if process.returncode is None:
             _signal_group(process.pid, signal.SIGTERM)
-            try:
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(process.wait(), timeout_s)
-            except TimeoutError:
-                pass
         _signal_group(process.pid, signal.SIGKILL)
         await process.wait()
         if process.stdin is not None:

@@ -15,7 +15,7 @@ PREFIX = "asyncrl-"
 
 def shared_memory_root() -> Path:
     """/dev/shm where there is one, else the temporary directory."""
-    shm = Path("/dev/shm")  # noqa: S108  the kernel's own name
+    shm = Path("/dev/shm")
     return shm if shm.is_dir() and os.access(shm, os.W_OK) else Path(tempfile.gettempdir())
 
 
@@ -33,6 +33,12 @@ def clear_stale_staging() -> list[Path]:
             shutil.rmtree(folder, ignore_errors=True)
             removed.append(folder)
     return removed
+
+
+def clear_own_staging() -> None:
+    """Remove this process's own folders: for an end so abrupt that nothing else gets to it."""
+    for folder in shared_memory_root().glob(f"{PREFIX}{os.getpid()}-*"):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _owner_lives(name: str) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 from asyncrl.config import TaskConfig
 from asyncrl.errors import ConfigError
+from asyncrl.tasks.feed import Feed
 from asyncrl.tasks.files import read_files
-from asyncrl.tasks.gym import GymTask
+from asyncrl.tasks.gym import GymTask, not_installed
 from asyncrl.tasks.hub import read_dataset
 from asyncrl.tasks.loading import check_call, load_object
 from asyncrl.tasks.math_reward import math_reward
@@ -35,6 +37,23 @@ def build_task(config: TaskConfig, seed: int) -> Task:
         assert config.dataset is not None  # TaskConfig asks for exactly one source
         rows = read_dataset(config.dataset, config.split, config.args)
     return RowTask(rows, score, prompt_column=config.prompt_column, answer_column=config.answer_column)
+
+
+def check_task(config: TaskConfig, seed: int) -> str:
+    """What the task is, in words, for `asyncrl check`. Python tasks and files are read; what needs seconds or the network is not.
+
+    Raises as build_task does.
+    """
+    if config.dataset is not None:
+        _reward_function(config)
+        return f"dataset {config.dataset}, split {config.split} (read when the run starts)"
+    if config.reasoning_gym is not None:
+        if importlib.util.find_spec("reasoning_gym") is None:
+            raise not_installed(config.reasoning_gym, "reasoning_gym")
+        return f"reasoning-gym {config.reasoning_gym}, {config.size} prompts (made when the run starts)"
+    task = build_task(config, seed)
+    Feed(task, seed=seed, shuffle=config.shuffle)  # refuses an empty task
+    return f"{config.python or ', '.join(config.files or [])}, {len(task)} prompts"
 
 
 def build_score(config: TaskConfig, seed: int) -> Score:

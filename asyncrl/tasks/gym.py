@@ -26,9 +26,7 @@ class GymTask:
             from reasoning_gym.factory import DATASETS, create_dataset
             from reasoning_gym.utils import extract_answer
         except ModuleNotFoundError as error:
-            raise ConfigError(
-                f"task.reasoning_gym={name}: the package {error.name} is not installed", way_out="pip install 'asyncrl[harness]'"
-            ) from error
+            raise not_installed(name, str(error.name)) from error
         if name not in DATASETS:
             close = difflib.get_close_matches(name, DATASETS, n=3)
             raise ConfigError(
@@ -63,3 +61,8 @@ class GymTask:
         answer = self._extract(completion)
         entry = {"question": prompt.messages[-1]["content"], "answer": prompt.answer, "metadata": prompt.info}
         return float(self._dataset.score_answer(completion.strip() if answer is None else answer, entry=entry))
+
+
+def not_installed(name: str, package: str) -> ConfigError:
+    """The error of a missing extra, which it names."""
+    return ConfigError(f"task.reasoning_gym={name}: the package {package} is not installed", way_out="pip install 'asyncrl[harness]'")

@@ -77,12 +77,22 @@ class TrainStep:
         started = time.perf_counter()
         check_batch(header, arrays, self.policy_version, self.model.get_input_embeddings().num_embeddings)
         has_loss = loss_tokens(header, arrays)
+        num_loss_tokens = int(has_loss.sum())
         try:
             sums = self._accumulate(header, arrays, has_loss)
             gap = self._check_gap(header, arrays, has_loss, sums)
             grad_norm = self._clip_gradient()
             if not (math.isfinite(sums.loss) and math.isfinite(grad_norm)):
                 self._refuse_saved(header, arrays, f"loss {sums.loss} and gradient norm {grad_norm}", "a step needs finite numbers")
+            metrics = {
+                "policy/loss": sums.loss,
+                "policy/grad_norm": grad_norm,
+                **policy_metrics(sums.logprobs[has_loss], arrays.behaviour_logprobs[has_loss], sums.entropies[has_loss]),
+                **{f"policy/{name}": value / num_loss_tokens for name, value in sums.stats.items()},
+                **gap,
+            }
+            if unfit := {name: value for name, value in metrics.items() if not math.isfinite(value)}:
+                self._refuse_saved(header, arrays, f"metrics {unfit}", "metrics are finite numbers, those of algorithm.loss included")
             learning_rate = learning_rate_at(self.spec.trainer, self.policy_version)
             for group in self._optimizer.param_groups:
                 group["lr"] = learning_rate
@@ -91,13 +101,8 @@ class TrainStep:
             self._optimizer.zero_grad(set_to_none=True)
         self.policy_version += 1
         self._record(header, arrays, has_loss, sums.loss)
-        num_loss_tokens = int(has_loss.sum())
         return {
-            "policy/loss": sums.loss,
-            "policy/grad_norm": grad_norm,
-            **policy_metrics(sums.logprobs[has_loss], arrays.behaviour_logprobs[has_loss], sums.entropies[has_loss]),
-            **{f"policy/{name}": value / num_loss_tokens for name, value in sums.stats.items()},
-            **gap,
+            **metrics,
             "sample/masked_fraction": 1.0 - num_loss_tokens / int(arrays.loss_mask.sum()),
             "tokens/trained": float(num_loss_tokens),
             "trainer/learning_rate": learning_rate,

@@ -1,7 +1,8 @@
 """Attention over the slot cache, called from inside any Hugging Face model. Knows tensors; knows no request, no HTTP.
 
-A call of the model has one row a token, whatever sequence the token belongs to: input_ids is [1, R]. Everything
-but attention works on rows alone; attention finds out from the `Pass` in force which slot a row belongs to.
+A call of the model has one row a token, whatever sequence the token belongs to. Everything but attention works on rows
+alone; attention finds out from the `Pass` of the call which slot a row belongs to. A model that is run through its own
+forward reaches the pass through `in_force`.
 
 Bits. On CPU a float32 row comes out with the same bits whatever stands beside it, and decoding a token gives the
 same bits as prefilling it (so that a resumed request goes on exactly), because:
@@ -96,14 +97,14 @@ class DecodePass:
     is_exact: bool
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """[1, heads, R, d] queries and [1, kv_heads, R, d] keys and values in, [1, R, heads, d] out."""
-        n, kv_heads, head_dim = self.num_rows, key.shape[1], key.shape[3]
+        """[R, heads, d] queries and [R, kv_heads, d] keys and values in, [R, heads, d] out."""
+        n, (rows, heads, head_dim) = self.num_rows, query.shape
+        kv_heads = key.shape[1]
         keys, values = self.cache.keys[layer], self.cache.values[layer]
-        keys.view(-1, head_dim).index_copy_(0, self.flat_index, key[0].transpose(0, 1)[:n].reshape(-1, head_dim))
-        values.view(-1, head_dim).index_copy_(0, self.flat_index, value[0].transpose(0, 1)[:n].reshape(-1, head_dim))
-        rows, heads = query.shape[2], query.shape[1]
+        keys.view(-1, head_dim).index_copy_(0, self.flat_index, key[:n].reshape(-1, head_dim))
+        values.view(-1, head_dim).index_copy_(0, self.flat_index, value[:n].reshape(-1, head_dim))
         repeat = heads // kv_heads
-        queries = (query[0].transpose(0, 1)[:n] * scaling).reshape(n, kv_heads, repeat, head_dim)
+        queries = (query[:n] * scaling).reshape(n, kv_heads, repeat, head_dim)
         if self.is_exact and repeat < MIN_ROWS:
             queries = torch.nn.functional.pad(queries, (0, 0, 0, MIN_ROWS - repeat))
         parts = []
@@ -115,7 +116,7 @@ class DecodePass:
             parts.append(mixed[:, :, :repeat].reshape(end - start, heads, head_dim))
         if rows > n:
             parts.append(query.new_zeros(rows - n, heads, head_dim))
-        return (parts[0] if len(parts) == 1 else torch.cat(parts))[None]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 @dataclass(slots=True)
@@ -126,12 +127,12 @@ class ProbePass:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """Record kv_heads and head_dim."""
-        if key.shape != value.shape or query.shape[3] != key.shape[3] or query.shape[1] % key.shape[1]:
+        if key.shape != value.shape or query.shape[2] != key.shape[2] or query.shape[1] % key.shape[1]:
             raise UnsupportedAttentionError(
                 f"layer {layer} has queries {tuple(query.shape)}, keys {tuple(key.shape)} and values {tuple(value.shape)}"
             )
-        self.shapes[layer] = (key.shape[1], key.shape[3])
-        return query.new_zeros(1, query.shape[2], query.shape[1], query.shape[3])
+        self.shapes[layer] = (key.shape[1], key.shape[2])
+        return torch.zeros_like(query)
 
 
 _local = threading.local()
@@ -141,7 +142,7 @@ class Pass(Protocol):
     """One call of the model, as its attention layers see it."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """[1, heads, R, d] queries and [1, kv_heads, R, d] keys and values in, [1, R, heads, d] out."""
+        """[R, heads, d] queries and [R, kv_heads, d] keys and values in, [R, heads, d] out."""
         ...
 
 
@@ -185,7 +186,7 @@ def _attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in every attention layer. Refuses what it would get wrong."""
+    """What transformers calls in every attention layer, with [1, heads, R, d] or [R, heads, 1, d]. Refuses what it would get wrong."""
     layer = getattr(module, "layer_idx", None)
     if layer is None:
         raise UnsupportedAttentionError(f"{type(module).__name__} has no layer_idx")
@@ -195,7 +196,12 @@ def _attention(
     for name in ("softcap", "s_aux", "position_bias"):
         if kwargs.get(name) is not None:
             raise UnsupportedAttentionError(f"layer {layer} asks for {name}")
-    return _local.pass_.attend(layer, query, key, value, query.shape[3] ** -0.5 if scaling is None else scaling), None
+    scaling = query.shape[3] ** -0.5 if scaling is None else scaling
+    if query.shape[0] == 1:
+        mixed = _local.pass_.attend(layer, *(states[0].transpose(0, 1) for states in (query, key, value)), scaling)
+        return mixed[None], None
+    mixed = _local.pass_.attend(layer, *(states[:, :, 0] for states in (query, key, value)), scaling)
+    return mixed[:, None], None
 
 
 # No mask function is registered under this name, so transformers builds no mask (masking_utils._preprocess_mask_arguments).

@@ -117,9 +117,9 @@ def _probe_shape(model: Any, max_length: int, device: torch.device) -> CacheShap
     """Switch the model to our attention and see what each layer asks for."""
     model.set_attn_implementation(NAME)
     probe = ProbePass()
-    ids = torch.zeros(1, 4, dtype=torch.long, device=device)
+    ids = torch.zeros(4, 1, dtype=torch.long, device=device)
     with in_force(probe, max_length):
-        model(input_ids=ids, position_ids=torch.arange(4, device=device)[None], use_cache=False)
+        model(input_ids=ids, position_ids=torch.arange(4, device=device)[:, None], use_cache=False)
     num_layers = model.config.num_hidden_layers
     if sorted(probe.shapes) != list(range(num_layers)):
         raise UnsupportedAttentionError(f"only layers {sorted(probe.shapes)} of {num_layers} use plain attention")

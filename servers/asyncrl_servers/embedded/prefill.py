@@ -64,13 +64,13 @@ class PrefillPass:
         self.blocks = [_block(chunk, device) for chunk in _group(items, num_heads)]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """[1, heads, R, d] queries and [1, kv_heads, R, d] keys and values in, [1, R, heads, d] out."""
-        _, heads, rows, head_dim = query.shape
+        """[R, heads, d] queries and [R, kv_heads, d] keys and values in, [R, heads, d] out."""
+        rows, heads, head_dim = query.shape
         kv_heads = key.shape[1]
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         for cached, new in ((keys, key), (values, value)):
-            cached.view(-1, head_dim).index_copy_(0, self.flat_index, new[0].transpose(0, 1)[: self.num_tokens].reshape(-1, head_dim))
-        queries = query[0].transpose(0, 1) * scaling
+            cached.view(-1, head_dim).index_copy_(0, self.flat_index, new[: self.num_tokens].reshape(-1, head_dim))
+        queries = query * scaling
         output = query.new_zeros(rows, heads, head_dim)
         for block in self.blocks:
             num, tokens, length = len(block.slots), block.tokens, block.length
@@ -83,7 +83,7 @@ class PrefillPass:
             mixed = mix_values(weights.view(num, kv_heads, -1, length), block_values, self.is_exact)
             in_order = mixed.view(num, heads, tokens, head_dim).transpose(1, 2).reshape(-1, heads, head_dim)
             output.index_copy_(0, block.targets, in_order[block.places])
-        return output[None]
+        return output
 
 
 def _group(items: Sequence[PrefillItem], num_heads: int) -> list[list[PrefillItem]]:

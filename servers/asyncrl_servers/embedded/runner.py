@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from asyncrl_servers.embedded.attention import LENGTH_STEP, DecodePass, Segment, SlotCache, in_force
+from asyncrl_servers.embedded.attention import LENGTH_STEP, DecodePass, Pass, Segment, SlotCache, in_force
 from asyncrl_servers.embedded.model import LoadedModel
+from asyncrl_servers.embedded.plain_decoder import PlainDecoder
 from asyncrl_servers.embedded.prefill import PrefillItem, PrefillPass
 from asyncrl_servers.embedded.segments import cut_rows
 
@@ -74,6 +76,7 @@ class Runner:
     def __init__(self, loaded: LoadedModel, slots: int, max_length: int, *, is_exact: bool, prompt_cache_bytes: int) -> None:
         self.loaded, self.max_length, self.is_exact = loaded, max_length, is_exact
         self.cache = SlotCache.allocate(loaded.shape, slots, max_length, loaded.dtype, loaded.device)
+        self._plain = PlainDecoder.of(loaded.model, max_length)
         self.prompts = PromptCache(prompt_cache_bytes)
         self.num_prefilled = 0
         """Sequences prefilled so far: a group of n that shares its prompt counts once."""
@@ -114,8 +117,8 @@ class Runner:
         keep[: len(ends)] = ends
         padded = np.zeros(rows, dtype=np.int64)
         padded[: len(ids)] = ids
-        with in_force(PrefillPass(self.cache, items, self.loaded.num_heads, is_exact=self.is_exact), self.max_length):
-            logits = self._forward(padded, positions, torch.from_numpy(keep).to(self.loaded.device))
+        pass_ = PrefillPass(self.cache, items, self.loaded.num_heads, is_exact=self.is_exact)
+        logits = self._call(pass_, *(torch.from_numpy(array).to(self.loaded.device) for array in (padded, positions, keep)))
         return logits[: len(ends)]
 
     def decode(self, last_ids: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> Tensor:
@@ -132,8 +135,7 @@ class Runner:
             invalid = self._positions[:length] > positions_n[start:end, None]
             segments.append(Segment(start, end, length, invalid[:, None, None, :]))
         flat_index = (self._head_rows[: n * self._kv_heads].view(n, -1) + positions_n[:, None]).view(-1)
-        with in_force(DecodePass(self.cache, n, segments, flat_index, self.is_exact), self.max_length):
-            return self._call(packed_2R[0], packed_2R[1], 0)[:n]
+        return self._call(DecodePass(self.cache, n, segments, flat_index, self.is_exact), packed_2R[0], packed_2R[1])[:n]
 
     def remember(self, slot: int, prompt_ids: tuple[int, ...], logits_V: Tensor) -> None:
         """Keep a prefilled prompt for requests to come."""
@@ -156,14 +158,17 @@ class Runner:
             return needed
         return -(-(needed + self.loaded.spare_rows) // EXACT_ROWS) * EXACT_ROWS
 
-    def _forward(self, ids: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], keep: Tensor) -> Tensor:
-        device = self.loaded.device
-        return self._call(torch.from_numpy(ids).to(device), torch.from_numpy(positions).to(device), keep)
-
-    def _call(self, ids_R: Tensor, positions_R: Tensor, keep: Tensor | int) -> Tensor:
-        """Logits of the rows `keep` (0 = all), [rows, V]."""
-        output = self.loaded.model(
-            input_ids=ids_R[None], position_ids=positions_R[None], use_cache=False, logits_to_keep=keep, return_dict=True
-        )
-        logits: Tensor = output.logits[0]
-        return logits
+    def _call(self, pass_: Pass, ids_R: Tensor, positions_R: Tensor, keep: Tensor | None = None) -> Tensor:
+        """Logits of the rows `keep` (None: all), [rows, V]."""
+        if self._plain is not None:
+            return self._plain.forward(pass_, ids_R, positions_R, keep)
+        with in_force(pass_, self.max_length):
+            if keep is None:  # [R, 1] is a little faster, but logits_to_keep chooses along the other axis
+                ids_R1, positions_R1 = ids_R[:, None], positions_R[:, None]
+                logits = self.loaded.model(input_ids=ids_R1, position_ids=positions_R1, use_cache=False, return_dict=True).logits[:, 0]
+            else:
+                ids_1R, positions_1R = ids_R[None], positions_R[None]
+                logits = self.loaded.model(
+                    input_ids=ids_1R, position_ids=positions_1R, use_cache=False, logits_to_keep=keep, return_dict=True
+                ).logits[0]
+        return cast(Tensor, logits)

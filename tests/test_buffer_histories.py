@@ -1,0 +1,179 @@
+"""Random histories of the buffer's nowait half: the model is one dict, each invariant a line of a class docstring."""
+
+from __future__ import annotations
+
+import pytest
+from buffer_groups import HandedBackLog, make_buffer, make_group, oldest_trained_age, versions_of
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from asyncrl.errors import WouldWait
+from asyncrl.types import Batch
+
+
+class BufferHistory(RuleBasedStateMachine):
+    """Admit, finish with any versions the ticket allows, fail, take, publish (late and skipping), change look_ahead."""
+
+    @initialize(
+        num_groups=st.integers(1, 4),
+        num_batches=st.integers(1, 12),
+        max_staleness=st.integers(0, 4),
+        look_ahead=st.integers(0, 4),
+        on_overdue=st.sampled_from(["wait", "mask", "drop"]),
+    )
+    def start(self, num_groups: int, num_batches: int, max_staleness: int, look_ahead: int, on_overdue: str) -> None:
+        self.log = HandedBackLog()
+        self.num_groups, self.num_batches, self.max_staleness, self.on_overdue = num_groups, num_batches, max_staleness, on_overdue
+        self.buffer = make_buffer(
+            num_groups=num_groups,
+            num_batches=num_batches,
+            max_staleness=max_staleness,
+            look_ahead=min(look_ahead, max_staleness),
+            on_overdue=on_overdue,
+            log=self.log,
+        )
+        self.running: dict[int, int] = {}  # group -> version at admission
+        self.ready: dict[int, list[int]] = {}  # group -> its versions
+        self.stopped: list[int] = []
+        self.batches: list[Batch] = []
+        self.served = 0
+        self.num_failed = self.num_seen_log = 0
+
+    # ---- events
+
+    @rule(count=st.integers(1, 12))
+    def admit(self, count: int) -> None:
+        for _ in range(count):
+            try:
+                ticket = self.buffer.admit_nowait()
+            except WouldWait:
+                return
+            assert ticket.start_version == self.served
+            self.running[ticket.group_id] = ticket.start_version
+
+    @rule(data=st.data(), count=st.integers(1, 6))
+    def finish(self, data: st.DataObject, count: int) -> None:
+        for _ in range(min(count, len(self.running))):
+            group_id = data.draw(st.sampled_from(sorted(self.running)))
+            version = st.integers(self.running[group_id], len(self.batches))
+            rollouts = data.draw(st.lists(st.lists(version, min_size=1, max_size=3).map(sorted), min_size=1, max_size=2))
+            self._finish(group_id, *rollouts)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def fail(self, data: st.DataObject) -> None:
+        group_id = data.draw(st.sampled_from(sorted(self.running)))
+        assert self.buffer.fail_nowait(group_id, "bad reward")
+        del self.running[group_id]
+        self.num_failed += 1
+
+    @precondition(lambda self: self.stopped)
+    @rule(data=st.data())
+    def report_a_stopped_group(self, data: st.DataObject) -> None:
+        group_id = data.draw(st.sampled_from(self.stopped))
+        assert not self.buffer.finish_nowait(make_group(group_id, [len(self.batches)]))
+        assert not self.buffer.fail_nowait(group_id, "cancelled")
+
+    @rule(data=st.data())
+    def publish(self, data: st.DataObject) -> None:
+        self._publish(data.draw(st.integers(self.served, len(self.batches))))
+
+    @rule(data=st.data())
+    def change_look_ahead(self, data: st.DataObject) -> None:
+        self.buffer._rule.set_look_ahead(data.draw(st.integers(0, self.max_staleness)))
+
+    @precondition(lambda self: len(self.batches) < self.num_batches)
+    @rule()
+    def take(self) -> None:
+        try:
+            batch = self.buffer.take_nowait()
+        except WouldWait:
+            return
+        self._check(batch)
+
+    @precondition(lambda self: len(self.batches) < self.num_batches)
+    @rule()
+    def when_all_has_finished_and_is_published_the_next_batch_can_be_taken(self) -> None:
+        for group_id, start_version in list(self.running.items()):
+            if group_id in self.running:
+                self._finish(group_id, [start_version])
+        self._publish(len(self.batches))
+        while True:
+            try:
+                ticket = self.buffer.admit_nowait()
+            except WouldWait:
+                break
+            self.running[ticket.group_id] = ticket.start_version
+            self._finish(ticket.group_id, [len(self.batches)])
+        self._check(self.buffer.take_nowait())
+
+    def teardown(self) -> None:
+        if not hasattr(self, "buffer"):
+            return
+        while len(self.batches) < self.num_batches:
+            self.when_all_has_finished_and_is_published_the_next_batch_can_be_taken()
+        stats = self.buffer.stats()
+        assert (stats.admitted, stats.running, stats.ready) == (self.num_batches * self.num_groups, 0, 0), "nothing is left over"
+
+    # ---- what must hold
+
+    @invariant()
+    def nothing_is_lost_and_admission_is_conserved(self) -> None:
+        if not hasattr(self, "buffer"):
+            return
+        stats = self.buffer.stats()
+        consumed = len(self.batches) * self.num_groups
+        assert (stats.running, stats.ready, stats.consumed) == (len(self.running), len(self.ready), consumed)
+        assert stats.admitted == consumed + len(self.running) + len(self.ready) <= self.num_batches * self.num_groups
+        assert stats.admitted <= (self.served + self.max_staleness + 1) * self.num_groups
+        assert stats.failed == self.num_failed
+        assert stats.dropped + stats.all_masked == len(self.log)
+        if self.on_overdue == "wait":
+            assert not self.log, "`wait` hands nothing back"
+        if self.on_overdue == "drop":
+            starts = [*self.running.values(), *(min(versions) for versions in self.ready.values())]
+            assert all(start + self.max_staleness >= len(self.batches) for start in starts)
+        if self.on_overdue == "mask":
+            assert all(max(versions) + self.max_staleness >= len(self.batches) for versions in self.ready.values())
+
+    def _finish(self, group_id: int, *rollouts: list[int]) -> None:
+        assert self.buffer.finish_nowait(make_group(group_id, *rollouts))
+        del self.running[group_id]
+        self.ready[group_id] = [version for rollout in rollouts for version in rollout]
+        self._see_handed_back()
+
+    def _publish(self, version: int) -> None:
+        self.buffer.set_served_nowait(version)
+        self.served = version
+
+    def _check(self, batch: Batch) -> None:
+        taken = [group.group_id for group in batch.groups]
+        assert taken == sorted(set(taken))
+        assert len(taken) == self.num_groups
+        assert batch.version == len(self.batches)
+        for group in batch.groups:
+            assert self.ready.pop(group.group_id) == versions_of(group), "taken once, and as it was given"
+        assert oldest_trained_age(batch) <= self.max_staleness
+        assert batch.mask_older == (self.on_overdue == "mask")
+        if self.max_staleness == 0:
+            last = max((group.group_id for earlier in self.batches for group in earlier.groups), default=-1)
+            assert min(taken) > last, "at max_staleness 0 earliest deadline first is first in, first out"
+            assert {version for group in batch.groups for version in versions_of(group)} == {batch.version}
+        self.batches.append(batch)
+        self._see_handed_back()
+
+    def _see_handed_back(self) -> None:
+        for group_id, was_ready, reason in self.log[self.num_seen_log :]:
+            assert reason == {"drop": "dropped", "mask": "all_masked"}[self.on_overdue]
+            if was_ready:
+                del self.ready[group_id]
+            else:
+                del self.running[group_id]
+                self.stopped.append(group_id)
+        self.num_seen_log = len(self.log)
+
+
+TestBufferHistory = BufferHistory.TestCase
+TestBufferHistory.settings = settings(max_examples=250, stateful_step_count=40, deadline=None)
+TestBufferHistory = pytest.mark.timeout(240)(TestBufferHistory)

@@ -1,0 +1,120 @@
+"""look_ahead=auto: against every fixed look-ahead in simulation, and decision by decision."""
+
+from __future__ import annotations
+
+import pytest
+
+from asyncrl.buffer.look_ahead import LookAhead
+from asyncrl.buffer.rule import OnOverdue, StalenessRule
+from asyncrl.buffer.simulation import Outcome, Simulation, Workload
+from asyncrl.types import WaitReport
+
+WORKLOADS = {
+    "training takes as long as a rollout": {"num_slots": 10_000, "train_s": 1.0},
+    "rollouts take twice as long, in as many slots as keep up": {"num_slots": 32, "train_s": 0.5},
+    "groups of three, much longer than a step": {"num_slots": 96, "train_s": 0.5, "group_size": 3, "publish_s": 0.1},
+}
+
+
+def simulate(
+    workload: Workload, max_staleness: int, look_ahead: int | None, *, num_batches: int, on_overdue: OnOverdue = "wait"
+) -> Outcome:
+    auto = LookAhead(max_staleness) if look_ahead is None else None
+    rule = StalenessRule(
+        num_groups=16,
+        num_batches=num_batches,
+        max_staleness=max_staleness,
+        on_overdue=on_overdue,
+        look_ahead=auto.current if look_ahead is None else look_ahead,  # type: ignore[union-attr]
+    )
+    return Simulation(rule, workload, max_staleness=max_staleness, masks=on_overdue == "mask", auto=auto).run()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WORKLOADS)
+@pytest.mark.parametrize("sigma", [0.5, 1.0])
+@pytest.mark.parametrize("max_staleness", [2, 4, 8])
+def test_auto_comes_within_5_percent_of_the_best_fixed_look_ahead_and_is_no_more_than_1_older(
+    name: str, sigma: float, max_staleness: int
+) -> None:
+    for seed in range(2):
+        workload = Workload(sigma=sigma, seed=seed, **WORKLOADS[name])  # type: ignore[arg-type]
+        fixed = [simulate(workload, max_staleness, look_ahead, num_batches=400) for look_ahead in range(max_staleness + 1)]
+        best = max(fixed, key=lambda outcome: outcome.batches_per_s)
+        auto = simulate(workload, max_staleness, None, num_batches=400)
+        rates = [round(outcome.batches_per_s / best.batches_per_s, 3) for outcome in fixed]
+        assert auto.batches_per_s >= 0.95 * best.batches_per_s, f"seed {seed}, fixed look-aheads reach {rates}"
+        assert auto.age_mean <= best.age_mean + 1, f"seed {seed}, fixed look-aheads reach {rates}"
+
+
+@pytest.mark.parametrize("on_overdue", ["wait", "mask", "drop"])
+def test_auto_does_well_in_a_run_of_100_steps(on_overdue: OnOverdue) -> None:
+    workload = Workload(num_slots=32, sigma=0.5, train_s=0.5)
+    best = max((simulate(workload, 4, d, num_batches=100, on_overdue=on_overdue) for d in range(5)), key=lambda o: o.batches_per_s)
+    auto = simulate(workload, 4, None, num_batches=100, on_overdue=on_overdue)
+    assert auto.batches_per_s >= 0.93 * best.batches_per_s
+    assert auto.age_mean <= best.age_mean + 1
+
+
+def feed(auto: LookAhead, count: int, *, interval_s: float = 1.0, lack_s: float = 0.0, stragglers_s: float = 0.0, spare: int = 0) -> None:
+    for _ in range(count):
+        auto.batch_taken(interval_s, WaitReport(generation_s=lack_s, stragglers_s=stragglers_s), spare)
+
+
+def test_at_max_staleness_0_there_is_nothing_to_choose() -> None:
+    auto = LookAhead(0)
+    feed(auto, 200, lack_s=0.9)
+    assert auto.current == 0
+
+
+def test_it_stays_where_the_trainer_is_busy() -> None:
+    auto = LookAhead(8)
+    feed(auto, 500, lack_s=0.01)
+    assert auto.current == 2
+
+
+def test_waiting_for_stragglers_is_no_reason_to_start_more() -> None:
+    auto = LookAhead(8)
+    feed(auto, 500, stragglers_s=0.8)
+    assert auto.current == 2
+
+
+def test_a_trainer_that_lacks_groups_two_thirds_of_the_time_gets_three_times_as_many() -> None:
+    auto = LookAhead(8)
+    feed(auto, 7, interval_s=3.0, lack_s=2.0)
+    assert auto.current == 8
+    feed(auto, 400, interval_s=1.0)
+    assert auto.current == 8, "it made batches three times faster, so it stays"
+
+
+def test_more_look_ahead_that_makes_nothing_faster_is_taken_back() -> None:
+    auto = LookAhead(8)
+    feed(auto, 7, lack_s=0.5)
+    assert auto.current == 5
+    feed(auto, 40, lack_s=0.5)
+    assert auto.current == 2, "the engines are the limit"
+
+
+def test_spare_batches_lower_it_and_a_lack_brings_it_back() -> None:
+    auto = LookAhead(8)
+    feed(auto, 40, spare=2)
+    assert auto.current == 1, "never 0, where generation and training take turns"
+    feed(auto, 30, lack_s=0.3)
+    assert auto.current >= 2
+
+
+def feed_by_littles_law(auto: LookAhead, count: int, *, rollout_s: float) -> None:
+    """A step takes 1 s; look_ahead + 1 batches are made at once, each in `rollout_s`."""
+    for _ in range(count):
+        interval_s = max(1.0, rollout_s / (auto.current + 1))
+        feed(auto, 1, interval_s=interval_s, lack_s=interval_s - 1, spare=max(0, int(auto.current + 1 - rollout_s)))
+
+
+def test_it_follows_a_workload_that_gets_slower_and_faster_again() -> None:
+    auto = LookAhead(8)
+    feed_by_littles_law(auto, 100, rollout_s=3.0)
+    assert auto.current == 2
+    feed_by_littles_law(auto, 100, rollout_s=7.0)
+    assert auto.current == 6
+    feed_by_littles_law(auto, 400, rollout_s=3.0)
+    assert auto.current == 2

@@ -1,0 +1,122 @@
+"""Whole runs in virtual time: the bound, against the count-based rule, and what a shorter look would do."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from asyncrl.buffer.count_rule import CountRule
+from asyncrl.buffer.rule import OnOverdue, StalenessRule
+from asyncrl.buffer.simulation import Simulation, Workload
+
+
+class ShortSightedRule(StalenessRule):
+    """Looks only at what is due in the next batch: the mistake that the rule must not make."""
+
+    def first_in_danger(self) -> int | None:
+        due = self._running_due[self.next_batch] + self._ready_due[self.next_batch]
+        return self.next_batch if due > min(self.num_groups, self._ready_due[self.next_batch]) else None
+
+
+def random_case(seed: int, on_overdue: OnOverdue, kind: type[StalenessRule] = StalenessRule) -> Simulation:
+    draw = random.Random(seed)
+    max_staleness = draw.randint(0, 5)
+    rule = kind(
+        num_groups=draw.randint(1, 8),
+        num_batches=draw.randint(5, 30),
+        max_staleness=max_staleness,
+        on_overdue=on_overdue,
+        look_ahead=draw.randint(0, max_staleness),
+    )
+    workload = Workload(
+        num_slots=draw.choice([2, 8, 24, 1000]),
+        sigma=draw.choice([0.0, 0.5, 1.0, 1.5]),
+        group_size=draw.randint(1, 4),
+        train_s=draw.choice([0.1, 0.5, 2.0]),
+        publish_s=draw.choice([0.0, 0.1, 1.5]),
+        failure_probability=draw.choice([0.0, 0.1, 0.4]),
+        seed=seed,
+    )
+    return Simulation(rule, workload, max_staleness=max_staleness, masks=on_overdue == "mask")
+
+
+@pytest.mark.parametrize("on_overdue", ["wait", "mask", "drop"])
+def test_in_200_runs_nothing_is_late_nothing_is_lost_and_nothing_stands_still(on_overdue: OnOverdue) -> None:
+    num_failed = num_waits = num_handed_back = num_masked = 0
+    for seed in range(200):
+        simulation = random_case(seed, on_overdue)
+        rule = simulation.rule
+        assert isinstance(rule, StalenessRule)
+        outcome = simulation.run()  # RuntimeError if nothing can happen any more
+        num_failed += outcome.num_failed
+        num_waits += outcome.wait.stragglers_s > 0
+        num_handed_back += outcome.num_dropped + outcome.num_all_masked
+        num_masked += outcome.masked_fraction > 0
+        where = f"seed {seed}: {rule.num_groups} groups, max_staleness {rule.max_staleness}, look_ahead {rule.look_ahead}"
+        taken = [group_id for _, groups in simulation.batches for group_id, _ in groups]
+        assert [version for version, _ in simulation.batches] == list(range(rule.num_batches)), where
+        assert len(taken) == len(set(taken)) == rule.num_batches * rule.num_groups, where
+        assert (rule.num_running, rule.num_ready, rule.admitted) == (0, 0, len(taken)), where
+        if on_overdue != "mask":
+            late = [
+                version - oldest for version, groups in simulation.batches for _, oldest in groups if version - oldest > rule.max_staleness
+            ]
+            assert not late, where
+        if rule.max_staleness == 0:
+            assert taken == sorted(taken), f"{where}: earliest deadline first is first in, first out"
+    assert num_failed > 100, "failures were to be part of it"
+    assert (num_waits > 20) == (on_overdue == "wait")
+    assert (num_handed_back > 20) == (on_overdue == "drop")
+    assert (num_masked > 20) == (on_overdue == "mask")
+
+
+def test_looking_only_at_what_is_due_now_is_late_or_stands_still() -> None:
+    num_broken = 0
+    for seed in range(60):
+        simulation = random_case(seed, "wait", ShortSightedRule)
+        try:
+            num_broken += simulation.run().late_fraction > 0
+        except RuntimeError:
+            num_broken += 1
+    assert num_broken > 0, "then the longer look would not be needed"
+
+
+@pytest.mark.parametrize("order", ["completion", "oldest_first"])
+def test_a_rule_that_counts_groups_is_late_where_ours_never_is(order: str) -> None:
+    workload = Workload(num_slots=10_000, sigma=1.0, train_s=0.5)
+    sizes = {"num_groups": 16, "num_batches": 200, "max_staleness": 2}
+    counted = Simulation(CountRule(**sizes, order=order), workload, max_staleness=2, masks=False).run()  # type: ignore[arg-type]
+    ours = Simulation(StalenessRule(**sizes, on_overdue="wait", look_ahead=2), workload, max_staleness=2, masks=False).run()
+    assert counted.late_fraction > 0.1
+    assert counted.age_max > 10
+    assert (ours.late_fraction, ours.age_max) == (0, 2)
+    assert ours.idle_fraction > counted.idle_fraction, "the hard bound has its price"
+
+
+def run_at(on_overdue: OnOverdue, workload: Workload, look_ahead: int = 4) -> object:
+    rule = StalenessRule(num_groups=16, num_batches=200, max_staleness=4, on_overdue=on_overdue, look_ahead=look_ahead)
+    return Simulation(rule, workload, max_staleness=4, masks=on_overdue == "mask").run()
+
+
+def test_mask_and_drop_buy_the_waiting_for_tokens() -> None:
+    workload = Workload(num_slots=10_000, sigma=1.0, train_s=0.5)
+    wait, mask, drop = (run_at(on_overdue, workload) for on_overdue in ("wait", "mask", "drop"))
+    assert wait.idle_fraction > max(mask.idle_fraction, drop.idle_fraction) + 0.1  # type: ignore[attr-defined]
+    assert 0 < mask.masked_fraction < 0.5  # type: ignore[attr-defined]
+    assert drop.num_dropped > 0  # type: ignore[attr-defined]
+    assert wait.masked_fraction == wait.num_dropped == mask.num_dropped == drop.masked_fraction == 0  # type: ignore[attr-defined]
+
+
+def test_the_parts_of_a_wait_add_up_to_the_idle_time() -> None:
+    workload = Workload(num_slots=40, sigma=1.0, train_s=0.5, publish_s=0.3, failure_probability=0.1)
+    outcome = run_at("wait", workload)
+    total_s = 200 / outcome.batches_per_s  # type: ignore[attr-defined]
+    assert outcome.wait.total_s == pytest.approx(outcome.idle_fraction * total_s)  # type: ignore[attr-defined]
+
+
+def test_the_same_seed_plays_the_same_run() -> None:
+    workload = Workload(num_slots=40, sigma=1.0, failure_probability=0.1, seed=3)
+    outcomes: Sequence[object] = [run_at("wait", workload) for _ in range(2)]
+    assert outcomes[0] == outcomes[1]
