@@ -25,6 +25,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import resource
 import signal
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
@@ -62,11 +63,18 @@ def run_job(config: RunConfig, run_dir: Path | None, *, name: str) -> int:
     root.addHandler(handler)
     root.setLevel(logging.INFO)
     root.propagate = False
+    _allow_many_connections()
     try:
         return asyncio.run(Job(config, folder, name).run())
     finally:
         root.removeHandler(handler)
         handler.close()
+
+
+def _allow_many_connections() -> None:
+    """Every request in flight is a connection, and the usual limit is 1024 open files: take all that the system allows."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # children inherit it
 
 
 def make_run_dir(run_dir: Path | None, name: str) -> Path:

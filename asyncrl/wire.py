@@ -212,7 +212,7 @@ class BatchArrays(BaseModel):
 def pack_batch(header: BatchHeader, arrays: BatchArrays) -> bytes:
     """Body of POST /train: one safetensors blob, the header as JSON in its first array."""
     blob = np.frombuffer(header.model_dump_json().encode(), dtype=np.uint8)
-    return save_safetensors(
+    body: bytes = save_safetensors(
         {
             "header": blob,
             "token_ids": arrays.token_ids,
@@ -221,6 +221,7 @@ def pack_batch(header: BatchHeader, arrays: BatchArrays) -> bytes:
             "versions": arrays.versions,
         }
     )
+    return body
 
 
 def unpack_batch(body: bytes) -> tuple[BatchHeader, BatchArrays]:

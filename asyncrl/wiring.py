@@ -100,7 +100,7 @@ def _wire(
     config: RunConfig, servers: tuple[startup.Server, ...], feed: Feed, scorer: TaskScorer, tokenizer: HFChatTokenizer, spawn: Spawn
 ) -> Rooms:
     rollout, trainer_config = config.rollout, config.trainer
-    trainer = TrainerClient(servers[0].caller)
+    trainer = TrainerClient(servers[0].caller, timeout_s=trainer_config.timeout_s)
     targets = [EngineServer(server.caller) for server in servers[1:]]
     engines = EnginePool(targets, slots=rollout.slots)
 

@@ -105,8 +105,7 @@ def test_a_reward_that_raises_now_and_then_costs_rollouts_and_not_the_run(tmp_pa
     assert answer.returncode == 0, answer.stderr
     last = read_lines(tmp_path / "run" / "metrics.jsonl")[-1]
     assert last["rollout/retried"] > 0
-    trained = read_lines(tmp_path / "run" / "trained.jsonl")
-    assert all(trajectory["reward"] > 0 or True for step in trained for trajectory in step["trajectories"])
+    assert len(read_lines(tmp_path / "run" / "trained.jsonl")) == 5
 
 
 @pytest.mark.parametrize("pool", ["thread", "process"])

@@ -96,6 +96,8 @@ class TrainerConfig(FrozenConfig):
     """Clip the gradient to this norm (none = off)."""
     micro_batch_tokens: int = Field(default=16384, ge=1)
     """Most tokens, padding included, in one forward-backward. Changes memory, never the result."""
+    timeout_s: float = Field(default=3600.0, gt=0)
+    """Seconds until an optimizer step, an export or a save that does not end is taken for hung and ends the run."""
     logprob_gap_limit: float | None = Field(default=None, gt=0)
     """End the run when engine and trainer disagree by more than this mean, in nats, on fresh tokens (none = warn at 0.05)."""
     threads: PositiveInt | Literal["auto"] = "auto"
