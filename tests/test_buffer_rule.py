@@ -131,17 +131,30 @@ def test_drop_hands_back_what_has_missed_its_batch() -> None:
     assert rule.num_running + rule.num_ready == 0
 
 
-def test_drop_hands_back_ready_groups_for_which_the_batch_had_no_room() -> None:
-    rule = make_rule(num_groups=1, max_staleness=1, on_overdue="drop")
-    admit_all(rule)  # 0, 1
-    rule.fail_nowait(GroupId(0))
-    admit_all(rule)  # 2, deadline 1 as well
-    finish(rule, 2)
+def test_drop_hands_back_ready_groups_for_which_their_last_batch_had_no_room() -> None:
+    rule = make_rule(num_groups=1, max_staleness=2, on_overdue="drop")
+    admit_all(rule)  # 0, 1, 2 at version 0, last use in batch 2
+    finish(rule, 0)
     rule.take_nowait()
     rule.set_served_nowait(1)
-    finish(rule, *admit_all(rule), oldest=1)  # 3, deadline 2
+    finish(rule, *admit_all(rule), oldest=1)
     assert rule.take_nowait().group_ids == (3,)
-    assert rule.was_stopped(GroupId(1))
+    finish(rule, 2, 1)
+    choice = rule.take_nowait()
+    assert choice.group_ids == (1,)
+    assert [(back.group_id, back.reason, back.was_ready) for back in choice.handed_back] == [(2, "dropped", True)]
+    assert not rule.was_stopped(GroupId(2)), "its producer has reported it already"
+
+
+def test_the_earliest_deadline_goes_first_even_if_a_younger_id_has_it() -> None:
+    rule = make_rule(num_groups=1, max_staleness=2)
+    admit_all(rule)  # 0, 1, 2 at version 0, deadline 2
+    finish(rule, 0)
+    rule.take_nowait()
+    rule.set_served_nowait(1)
+    finish(rule, 1, oldest=1)  # it queued until version 1: deadline 3
+    finish(rule, 2)
+    assert rule.take_nowait().group_ids == (2,)
 
 
 def mask_rule_with_two_stragglers() -> StalenessRule:
