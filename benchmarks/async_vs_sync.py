@@ -116,9 +116,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=150.0, help="about so long of training in all; starting the runs comes on top")
     seconds = parser.parse_args().seconds
     print(f"{NUM_GROUPS} groups of {GROUP_SIZE}; a tool takes 0.2 s in the median, lognormal sigma 1; times in seconds a step")
-    print(
-        f"{'max_staleness':<17} {'step':>8} {'generate':>8} {'train':>8} {'of bound':>8} {'idle':>6} {'age':>6} {'max':>5} {'masked':>7} {'dropped':>8} {'ahead':>6}"
-    )
+    columns = (("step", 8), ("generate", 8), ("train", 8), ("of bound", 8), ("idle", 6), ("age", 6), ("max", 5), ("masked", 7))
+    print(f"{'max_staleness':<17}", *(f"{title:>{width}}" for title, width in (*columns, ("dropped", 8), ("ahead", 6))))
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for name, overrides in ROWS:

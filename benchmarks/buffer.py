@@ -110,10 +110,10 @@ def play_counted(max_staleness: int, sigma: float, num_batches: int, *, is_oldes
 
 def show(name: str, outcome: Outcome, fastest: float) -> None:
     """One row."""
-    print(
-        f"    {name:<22} {outcome.batches_per_s / fastest:>6.2f} {outcome.idle_fraction:>6.0%} {outcome.look_ahead_mean:>6.1f} "
-        f"{outcome.age_mean:>6.2f} {outcome.age_max:>5} {outcome.late_fraction:>7.1%} {outcome.masked_fraction:>7.1%} {outcome.num_dropped:>8}"
-    )
+    speed, idle, ahead = outcome.batches_per_s / fastest, outcome.idle_fraction, outcome.look_ahead_mean
+    ages = f"{outcome.age_mean:>6.2f} {outcome.age_max:>5}"
+    late, masked, dropped = outcome.late_fraction, outcome.masked_fraction, outcome.num_dropped
+    print(f"    {name:<22} {speed:>6.2f} {idle:>6.0%} {ahead:>6.1f} {ages} {late:>7.1%} {masked:>7.1%} {dropped:>8}")
 
 
 def compare(num_batches: int) -> None:
