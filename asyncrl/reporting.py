@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from asyncrl.buffer.stats import BufferStats
 from asyncrl.config import RunConfig
 from asyncrl.observe.console import Console
 from asyncrl.observe.plot import write_reward_plot
@@ -32,7 +33,7 @@ class Reporter:
             config.observe.console, run_name=name, num_steps=config.trainer.num_steps, max_staleness=config.buffer.max_staleness
         )
         self._steps: list[Mapping[str, float]] = []
-        self._straggler_waits = self._masked_groups = 0
+        self._overdue = OverdueNumbers()
         self._opened_s = self._trained_since_s = time.monotonic()
         self._activity = ""
 
@@ -56,9 +57,7 @@ class Reporter:
     def step(self, rooms: Rooms, batch: Batch, report: StepReport, *, step_s: float) -> None:
         """One optimizer step is done: its metrics go to metrics.jsonl, TensorBoard and the console."""
         metrics = self._step_metrics(rooms, batch, report, step_s)
-        self._straggler_waits += rooms.buffer.last_wait.stragglers_s > 0
-        if batch.mask_older:
-            self._masked_groups += sum(group.oldest_version < batch.min_version for group in batch.groups)
+        self._overdue = _overdue_numbers(rooms.buffer.stats())
         self._steps.append(metrics)
         self._recorder.record_step(metrics)
         self._console.show_step(metrics)
@@ -86,7 +85,7 @@ class Reporter:
         self._recorder.write_status({"state": state, "step": len(self._steps), "num_steps": self.config.trainer.num_steps, "why": why})
         summary: dict[str, Any] = {"state": state, "why": why}
         if self._steps:
-            verdict = judge(self._steps, self.config, self._overdue())
+            verdict = judge(self._steps, self.config, self._overdue)
             summary |= verdict.as_dict()
             plot = write_reward_plot(self.run_dir, self._steps, title=self.name)
             self._console.show(summary_panel(verdict, title=f"{self.name}: {state}"))
@@ -103,18 +102,6 @@ class Reporter:
     def close_console(self) -> None:
         """Stop repainting; idempotent."""
         self._console.close()
-
-    def _overdue(self) -> OverdueNumbers:
-        trained = sum(step["tokens/trained"] for step in self._steps)
-        sampled = sum(step["tokens/sampled"] for step in self._steps)
-        return OverdueNumbers(
-            straggler_s=sum(step["perf/wait_stragglers_s"] for step in self._steps),
-            num_straggler_waits=self._straggler_waits,
-            num_masked_groups=self._masked_groups,
-            masked_fraction=1 - trained / sampled if sampled else 0.0,
-            num_handed_back=int(self._steps[-1]["rollout/dropped"]),
-            num_groups=len(self._steps) * self.config.trainer.num_groups,
-        )
 
     def _step_metrics(self, rooms: Rooms, batch: Batch, report: StepReport, step_s: float) -> dict[str, float]:
         wait, buffer, producers = rooms.buffer.last_wait, rooms.buffer.stats(), rooms.producers.stats()
@@ -150,3 +137,17 @@ class Reporter:
             "rollout/dropped": producers.dropped,
         }
         return metrics
+
+
+def _overdue_numbers(stats: BufferStats) -> OverdueNumbers:
+    """What the buffer counted of overdue groups, for the verdict."""
+    return OverdueNumbers(
+        straggler_s=stats.straggler_s,
+        num_straggler_waits=stats.num_straggler_waits,
+        num_waited_groups=stats.waited_groups,
+        waited_fraction=stats.waited_tokens / stats.consumed_tokens if stats.consumed_tokens else 0.0,
+        num_masked_groups=stats.masked_groups,
+        masked_fraction=stats.masked_tokens / stats.consumed_tokens if stats.consumed_tokens else 0.0,
+        num_handed_back=stats.dropped + stats.all_masked,
+        num_groups=stats.consumed,
+    )

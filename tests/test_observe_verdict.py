@@ -65,6 +65,9 @@ def test_stragglers_are_named_with_their_price_and_the_other_choices() -> None:
     assert "buffer.on_overdue=mask never waits" in words(verdict)
     assert "raise buffer.max_staleness (now 2) to 4" in words(verdict)
     assert "on_overdue=wait cost 10.0 s (50.0%) in 20 of 20 batches" in words(verdict)
+    numbers = OverdueNumbers(straggler_s=10.0, num_straggler_waits=20, num_waited_groups=31, waited_fraction=0.044)
+    counted = judge(steps(train_s=0.4, wait_stragglers_s=0.5), config(buffer={"max_staleness": 2}), numbers)
+    assert "the gradient of about 4.4% of the tokens; drop would have generated about 31 groups again" in words(counted)
 
 
 def test_publishing_is_named_with_the_time_of_a_push() -> None:

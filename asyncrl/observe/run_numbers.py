@@ -16,6 +16,8 @@ class OverdueNumbers:
     """What became of overdue groups, as plain numbers of the whole run; 0 where the choice of on_overdue has no such thing.
 
     straggler_s: seconds the trainer waited for stragglers (wait). num_straggler_waits: batches that had to wait for one (wait).
+    num_waited_groups: groups that batches waited for; waited_fraction: the tokens of theirs, of all trained on, that mask would have had to
+    mask had it taken each batch at once, 0..1: an estimate (wait).
     num_masked_groups: groups trained on with masked tokens (mask). masked_fraction: sampled tokens masked, 0..1 (mask).
     num_handed_back: groups regenerated because nothing of them was young enough (mask, drop).
     num_groups: groups trained on.
@@ -23,6 +25,8 @@ class OverdueNumbers:
 
     straggler_s: float = 0.0
     num_straggler_waits: int = 0
+    num_waited_groups: int = 0
+    waited_fraction: float = 0.0
     num_masked_groups: int = 0
     masked_fraction: float = 0.0
     num_handed_back: int = 0

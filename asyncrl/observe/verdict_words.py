@@ -88,10 +88,13 @@ def other_choices(overdue: OverdueNumbers, steps: Steps, config: RunConfig) -> t
     again = f"{overdue.num_handed_back} groups were generated again"
     match config.buffer.on_overdue:
         case "wait" if overdue.straggler_s > 0:
+            tokens, groups = "some old tokens", "those groups"
+            if overdue.num_waited_groups:
+                tokens, groups = f"about {overdue.waited_fraction:.1%} of the tokens", f"about {overdue.num_waited_groups} groups"
             return (
                 f"on_overdue=wait cost {overdue.straggler_s:.1f} s ({share:.1%}) in {overdue.num_straggler_waits} of {len(steps)} batches "
-                "and threw nothing away. mask would have saved at most that and taken the gradient of some old tokens; drop would "
-                "have generated those groups again.",
+                f"and threw nothing away. mask would have saved at most that and taken the gradient of {tokens}; drop would have generated "
+                f"{groups} again.",
             )
         case "mask" if overdue.masked_fraction > 0 or overdue.num_handed_back:
             groups = f" in {overdue.num_masked_groups} of {overdue.num_groups} groups" if overdue.num_masked_groups else ""
