@@ -11,7 +11,6 @@ Last line: `ratio: X` = steps a second at max_staleness 4 (defaults: wait, look_
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -20,6 +19,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+
+from report import options, reported
 
 HERE = Path(__file__).parent
 NUM_GROUPS, GROUP_SIZE = 8, 8
@@ -112,9 +113,13 @@ def run_row(name: str, overrides: list[str], num_steps: int, folder: Path) -> Ro
 
 def main() -> None:
     """Run all rows and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=150.0, help="about so long of training in all; starting the runs comes on top")
-    seconds = parser.parse_args().seconds
+    arguments = options(__doc__, seconds=150.0).parse_args()
+    with reported("async_vs_sync", is_kept=arguments.write):
+        run_all(arguments.seconds)
+
+
+def run_all(seconds: float) -> None:
+    """Run the rows one after the other, each for its share of `seconds`, and print the table."""
     print(f"{NUM_GROUPS} groups of {GROUP_SIZE}; a tool takes 0.2 s in the median, lognormal sigma 1; times in seconds a step")
     columns = (("step", 8), ("generate", 8), ("train", 8), ("of bound", 8), ("idle", 6), ("age", 6), ("max", 5), ("masked", 7))
     print(f"{'max_staleness':<17}", *(f"{title:>{width}}" for title, width in (*columns, ("dropped", 8), ("ahead", 6))))

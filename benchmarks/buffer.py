@@ -1,6 +1,6 @@
 """What a group costs the buffer, from 1,000 to 100,000 groups; then the rule against the count-based one, in simulation.
 
-    python benchmarks/buffer.py [--seconds 60]
+    python benchmarks/buffer.py [--seconds 60] [--write]
 
 First table: the real Buffer (on_overdue=wait, max_staleness 8, look_ahead 8), every group admitted, finished in random order with
 one group in fifty a straggler, and consumed. Second table: the same at 100,000 groups with more and more of them in flight. Microseconds
@@ -15,12 +15,12 @@ Last line: `ratio: X` = cost a group at 1,000 groups over cost a group at 100,00
 
 from __future__ import annotations
 
-import argparse
 import random
 import time
 from statistics import median
 
 import numpy as np
+from report import options, reported
 
 from asyncrl.buffer.buffer import Buffer
 from asyncrl.buffer.count_rule import CountRule
@@ -138,12 +138,11 @@ def compare(num_batches: int) -> None:
 
 def main() -> None:
     """Run all three tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=60.0, help="about how long to measure the scaling and to simulate (default 60)")
-    seconds = parser.parse_args().seconds
-    ratio = scaling(seconds / 2)
-    compare(int(min(400, max(60, 400 * seconds / 60))))
-    print(f"\nratio: {ratio:.2f}")
+    arguments = options(__doc__, seconds=60.0).parse_args()
+    with reported("buffer", is_kept=arguments.write):
+        ratio = scaling(arguments.seconds / 2)
+        compare(int(min(400, max(60, 400 * arguments.seconds / 60))))
+        print(f"\nratio: {ratio:.2f}")
 
 
 if __name__ == "__main__":

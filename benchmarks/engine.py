@@ -1,9 +1,9 @@
 """Tokens a second of the embedded engine against Hugging Face `generate`, in one process, in turns.
 
-    python benchmarks/engine.py [--seconds S] [--concurrency C] [--write]
+    python benchmarks/engine.py [--seconds S] [--concurrency C] [--device cpu] [--write]
 
 Both sample the same prompts for the same numbers of tokens (the model has no end-of-sequence token) with the same model,
-float32, one thread, at most C sequences at a time. Ours runs its own loop thread in this process (no HTTP), deterministic
+float32 (bfloat16 on CUDA), one thread, at most C sequences at a time. Ours runs its own loop thread in this process (no HTTP), deterministic
 mode, and returns logprobs; `generate` returns none, runs static batches of C in order of arrival, each until its longest
 is done, and gets whichever of eager and sdpa attention is faster here. Counted are the tokens that were asked for.
 The last line is the ratio of medians for long-tailed lengths.
@@ -11,10 +11,8 @@ The last line is the ratio of medians for long-tailed lengths.
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
-import platform
 import statistics
 import tempfile
 import time
@@ -25,6 +23,7 @@ os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 
 import numpy as np
 import torch
+from report import options, reported
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from asyncrl.wire import GenerateRequest
@@ -33,7 +32,6 @@ from asyncrl_servers.embedded.engine import Engine
 from asyncrl_servers.embedded.spec import EmbeddedSpec
 
 VOCAB, PROMPT_LENGTH, MAX_NEW = 64, 16, 496
-RESULTS = Path(__file__).parent / "results" / "engine.txt"
 
 
 def make_model(folder: Path) -> None:
@@ -80,7 +78,7 @@ def run_generate(model: Qwen3ForCausalLM, prompts: list[list[int]], lengths: lis
     """Seconds for all requests in static batches."""
     started = time.perf_counter()
     for first in range(0, len(prompts), concurrency):
-        batch = torch.tensor(prompts[first : first + concurrency])
+        batch = torch.tensor(prompts[first : first + concurrency], device=model.device)
         longest = max(lengths[first : first + concurrency])
         output = model.generate(
             batch, attention_mask=torch.ones_like(batch), max_new_tokens=longest, do_sample=True, temperature=1.0, top_k=0, top_p=1.0
@@ -109,20 +107,21 @@ def run_case(
 
 def main() -> None:
     """Run both cases and print the table."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--seconds", type=float, default=20.0, help="seconds for each of the two cases (at least 3 repetitions)")
+    parser = options(__doc__, seconds=20.0)
     parser.add_argument("--concurrency", type=int, default=32, help="sequences at a time, on both sides")
-    parser.add_argument("--write", action="store_true", help="also write the table to benchmarks/results/engine.txt")
-    options = parser.parse_args()
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where both sides run")
+    arguments = parser.parse_args()
     torch.set_num_threads(1)
-    concurrency = options.concurrency
-    lines = [
-        f"embedded engine against transformers generate: Qwen3, 4 layers, hidden 128, vocabulary {VOCAB}, float32, 1 thread, "
-        f"{concurrency} sequences at a time, prompts of {PROMPT_LENGTH} tokens, engine loop in process (no HTTP)",
-        f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, Python {platform.python_version()}",
-        "",
-        f"{'lengths':<42}{'tokens':>8}{'ours tok/s':>12}{'generate tok/s':>16}{'ratio':>8}{'runs':>6}",
-    ]
+    with reported("engine" if arguments.device == "cpu" else "engine-cuda", is_kept=arguments.write):
+        run_cases(arguments.seconds, arguments.concurrency, arguments.device)
+
+
+def run_cases(seconds: float, concurrency: int, device: str) -> None:
+    """Measure both cases for `seconds` each and print the table."""
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    print(f"embedded engine against transformers generate: Qwen3, 4 layers, hidden 128, vocabulary {VOCAB}, {dtype}, 1 thread,")
+    print(f"{concurrency} sequences at a time, prompts of {PROMPT_LENGTH} tokens, engine loop in process (no HTTP)")
+    print(f"{'lengths':<42}{'tokens':>8}{'ours tok/s':>12}{'generate tok/s':>16}{'ratio':>8}{'runs':>6}")
     cases = {
         "equal, 64 new tokens": [64] * (4 * concurrency),
         "lognormal sigma 1, mean 64, at most 496": long_tailed_lengths(8 * concurrency, 64.0, 1.0),
@@ -131,22 +130,19 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder))
         engine = build_engine(
-            EmbeddedSpec(name="engine", model_path=folder, device="cpu", slots=concurrency, max_length=PROMPT_LENGTH + MAX_NEW)
+            EmbeddedSpec(name="engine", model_path=folder, device=device, slots=concurrency, max_length=PROMPT_LENGTH + MAX_NEW)
         )
         peers = [
-            AutoModelForCausalLM.from_pretrained(folder, attn_implementation=kind, dtype=torch.float32).eval() for kind in ("sdpa", "eager")
+            AutoModelForCausalLM.from_pretrained(folder, attn_implementation=kind, dtype=dtype).eval().to(device)
+            for kind in ("sdpa", "eager")
         ]
         engine.start()
         for name, lengths in cases.items():
-            ours_s, peer_s, runs = run_case(engine, peers, lengths, concurrency, options.seconds)
+            ours_s, peer_s, runs = run_case(engine, peers, lengths, concurrency, seconds)
             ratio, total = peer_s / ours_s, sum(lengths)
-            lines.append(f"{name:<42}{total:>8}{total / ours_s:>12.0f}{total / peer_s:>16.0f}{ratio:>8.2f}{runs:>6}")
+            print(f"{name:<42}{total:>8}{total / ours_s:>12.0f}{total / peer_s:>16.0f}{ratio:>8.2f}{runs:>6}")
         engine.stop()
-    lines += ["", f"ratio: {ratio:.2f}"]
-    print("\n".join(lines))
-    if options.write:
-        RESULTS.parent.mkdir(exist_ok=True)
-        RESULTS.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    print(f"ratio: {ratio:.2f}")
 
 
 if __name__ == "__main__":

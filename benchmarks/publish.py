@@ -17,7 +17,6 @@ Last line: `ratio: X` = pause, server over memory copy, medians of the same run.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import secrets
@@ -32,6 +31,7 @@ from statistics import median
 
 import numpy as np
 import torch
+from report import options, reported
 from transformers import AutoModelForCausalLM, Qwen3Config
 from transformers.utils.logging import disable_progress_bar
 
@@ -212,8 +212,7 @@ def show(repetitions: list[Repetition], usual: list[float], num_bytes: int, inte
 
 def main() -> None:
     """Parse, measure, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=60.0)
+    parser = options(__doc__, seconds=60.0)
     parser.add_argument("--interrupt", choices=["abort", "keep", "keep_kv", "wait"], default="abort")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -226,7 +225,8 @@ def main() -> None:
             results = asyncio.run(measure(arguments.seconds, arguments.interrupt, Path(folder), staging))
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-    show(*results, arguments.interrupt)
+    with reported("publish", is_kept=arguments.write):
+        show(*results, arguments.interrupt)
 
 
 if __name__ == "__main__":
