@@ -3,8 +3,8 @@
     python benchmarks/engine.py [--seconds S] [--concurrency C] [--device cpu] [--write]
 
 Both sample the same prompts for the same numbers of tokens (the model has no end-of-sequence token) with the same model,
-float32 (bfloat16 on CUDA), one thread, at most C sequences at a time. Ours runs its own loop thread in this process (no HTTP), deterministic
-mode, and returns logprobs; `generate` returns none, runs static batches of C in order of arrival, each until its longest
+float32 (bfloat16 on CUDA), one thread, at most C sequences at a time. Ours runs its own loop thread in this process (no HTTP),
+deterministic mode, and returns logprobs; `generate` returns none, runs static batches of C in order of arrival, each until its longest
 is done, and gets whichever of eager and sdpa attention is faster here. Counted are the tokens that were asked for.
 The last line is the ratio of medians for long-tailed lengths.
 """

@@ -13,7 +13,7 @@ for seed in $seeds; do
     for eta in 4 1 0; do
         out=$runs/max_staleness_$eta-seed$seed
         [ -e "$out" ] || .venv/bin/asyncrl run configs/quickstart.yaml "seed=$seed" "buffer.max_staleness=$eta" "${quiet[@]}" --run-dir "$out"
-        echo "$out: $(tail -1 "$out/metrics.jsonl" | "$python" -c 'import json, sys; s = json.load(sys.stdin); print(f"{s[\"time_s\"]:.0f} s")')"
+        echo "$out: done"
     done
     out=$runs/sync_reference-seed$seed
     [ -e "$out" ] || "$python" benchmarks/sync_run.py configs/quickstart.yaml "seed=$seed" --run-dir "$out" 2>/dev/null
