@@ -17,13 +17,13 @@ def test_no_token_that_was_trained_on_is_older_than_the_bound(tmp_path: Path, ma
     config = write_config(
         tmp_path,
         buffer={"max_staleness": max_staleness, "on_overdue": on_overdue, "look_ahead": max_staleness},
-        trainer={"num_steps": 25, "num_groups": 2},
-        rollout={"max_tokens": 48},
+        trainer={"num_steps": 30, "num_groups": 2},
+        rollout={"max_tokens": 100},  # with random weights the longest of 16 rollouts takes longer than a step
     )
     answer = run(config, tmp_path / "run")
     assert answer.returncode == 0, answer.stderr
     steps = read_lines(tmp_path / "run" / "trained.jsonl")
-    assert len(steps) == 25
+    assert len(steps) == 30
     ages = [step["version"] - version for step in steps for trajectory in step["trajectories"] for _, _, version in trajectory["spans"]]
     assert max(ages) <= max_staleness
     assert max(ages) > 0, "the run was not asynchronous at all"
