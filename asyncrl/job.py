@@ -23,6 +23,7 @@ A child process that died is named before the call that broke because of it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import resource
@@ -57,7 +58,7 @@ def run_job(config: RunConfig, run_dir: Path | None, *, name: str) -> int:
     """
     folder = make_run_dir(run_dir, name)
     (folder / "config.yaml").write_text(run_config_yaml(config), encoding="utf-8")
-    handler = logging.FileHandler(folder / "logs" / "controller.log", encoding="utf-8")
+    handler = _LogFile(folder / "logs" / "controller.log", encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     root = logging.getLogger("asyncrl")
     root.addHandler(handler)
@@ -68,7 +69,15 @@ def run_job(config: RunConfig, run_dir: Path | None, *, name: str) -> int:
         return asyncio.run(Job(config, folder, name).run())
     finally:
         root.removeHandler(handler)
-        handler.close()
+        with contextlib.suppress(OSError):  # a full disk was told already, or its lines are lost and nothing else
+            handler.close()
+
+
+class _LogFile(logging.FileHandler):
+    """A log that cannot be written (a full disk) must not bury the error that is being told."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  logging's own name
+        """Drop the line."""
 
 
 def _allow_many_connections() -> None:
@@ -115,14 +124,14 @@ class Job:
             if self._signal is None:
                 raise
             main.uncancel()
-            self.reporter.finish("interrupted", f"interrupted by {signal.Signals(self._signal).name}")
+            self._finish("interrupted", f"interrupted by {signal.Signals(self._signal).name}")
             return 128 + self._signal
         except BaseExceptionGroup as errors:
             raise self._fail(_first_cause(errors)) from errors
         except Exception as error:  # the outermost border: what is foreign is named here too, and never swallowed
             raise self._fail(error) from error
         else:
-            self.reporter.finish("done")
+            self._finish("done")
             return 0
         finally:
             for number in (signal.SIGINT, signal.SIGTERM):
@@ -216,7 +225,9 @@ class Job:
 
     def _fail(self, error: BaseException) -> AsyncrlError:
         """The error to show: a process that died comes before the call that broke because of it."""
-        if not isinstance(error, AsyncrlError):
+        if isinstance(error, OSError):
+            error = self._cannot_write(error)
+        elif not isinstance(error, AsyncrlError):
             logger.error("internal error", exc_info=error)
             error = RoomError(
                 "controller", f"internal error {type(error).__name__}: {error}",
@@ -227,8 +238,22 @@ class Job:
                 error = server.child.died
                 break
         logger.error("the run failed: %s", error, exc_info=error)
-        self.reporter.finish("failed", str(error))
+        with contextlib.suppress(RoomError):  # the first error is the one to tell
+            self._finish("failed", str(error))
         return error
+
+    def _finish(self, state: str, why: str = "") -> None:
+        """Write how the run ended. Raises RoomError if that cannot be written."""
+        try:
+            self.reporter.finish(state, why)
+        except OSError as error:
+            raise self._cannot_write(error) from error
+
+    def _cannot_write(self, error: OSError) -> RoomError:
+        return RoomError(
+            "controller", f"cannot use the run directory {self.run_dir}: {error}",
+            way_out="free space on its disk, or choose another --run-dir, and start the run again.",
+        )  # fmt: skip
 
     def _on_signal(self, number: int, main: asyncio.Task[Any]) -> None:
         if self._signal is not None:  # the second one: end at once

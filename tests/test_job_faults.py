@@ -171,3 +171,20 @@ def test_a_user_loss_that_gives_nan_ends_the_run_with_the_batch_saved(tmp_path: 
 def test_an_unknown_loss_is_named_before_anything_is_loaded(tmp_path: Path) -> None:
     answer = run(write_config(tmp_path, algorithm={"loss": "ppo_clipp"}), tmp_path / "run")
     assert_failed(answer, 2, "algorithm.loss=ppo_clipp", "ppo_clip")
+
+
+def test_a_full_disk_is_told_without_a_traceback_and_with_the_way_out(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "trained.jsonl").symlink_to("/dev/full")  # the trainer's record, in the middle of the run
+    (run_dir / "summary.json").symlink_to("/dev/full")  # and what is written when that has failed
+    assert_failed(run(write_config(tmp_path), run_dir), 1, "trainer", "No space left on device", "free space on the disk")
+
+
+def test_a_disk_that_is_full_at_the_very_end_is_told_too(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "summary.json").symlink_to("/dev/full")
+    answer = run(write_config(tmp_path), run_dir, "trainer.num_steps=2")
+    assert_failed(answer, 1, "controller", "No space left on device", "free space on its disk")
+    assert (run_dir / "final" / "config.json").is_file()

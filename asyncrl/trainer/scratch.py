@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
+from safetensors import SafetensorError
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
@@ -132,8 +133,8 @@ def main() -> None:
             f"cannot make a model from model.scratch: {error}",
             way_out="correct model.scratch in the config; architecture takes the keys of a transformers config.",
         )
-    except OSError as error:
-        fail(f"cannot write the scratch model: {error}", way_out="give a run directory that is new and writable.")
+    except (OSError, SafetensorError) as error:  # the latter is what a full disk gives
+        fail(f"cannot write the scratch model: {error}", way_out="give a run directory that is new, writable, and on a disk with space.")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ Waits:      a request waits for those before it; the client waits for its answer
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -135,4 +136,6 @@ async def _broken(_: Request, error: Exception) -> JSONResponse:
     """Any other exception is answered, not fatal; the server's log has the traceback, which Starlette raises again for it."""
     is_memory = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
     way_out = "lower trainer.micro_batch_tokens." if is_memory else "the trainer's log has the traceback."
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        way_out = "free space on the disk of the run directory and start the run again."
     return JSONResponse(ErrorBody(error=f"{type(error).__name__}: {error}", way_out=way_out).model_dump(), status_code=500)
