@@ -272,17 +272,3 @@ class ChatTokenizer(Protocol):
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of the ids, special tokens left out."""
         ...
-
-
-class Room(Protocol):
-    """What job.py needs of every room that lives as long as the run."""
-
-    name: str
-
-    async def run(self) -> None:
-        """Work until cancelled, or return when there is nothing left to do."""
-        ...
-
-    async def aclose(self) -> None:
-        """Free what is held. Called once, shielded and bounded by job.py."""
-        ...
