@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncGenerator
 from typing import TypeVar
 
 import aiohttp
@@ -11,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 from asyncrl.wire import ErrorBody
 
 Answer = TypeVar("Answer", bound=BaseModel)
+Part = TypeVar("Part", bound=BaseModel)
 
 
 class CallRefused(Exception):  # noqa: N818  the server is well, it says no
@@ -27,6 +30,17 @@ class CallLost(Exception):  # noqa: N818  nothing, or nonsense, came back
     def __init__(self, server: str, path: str, why: str) -> None:
         self.server, self.path, self.why = server, path, why
         super().__init__(f"{server} gave no answer to {path}: {why}")
+
+
+class CallGarbled(CallLost):
+    """The server answered, with a body that is not the message: it lives, and is broken; or it has messages of its own.
+
+    `status` and `text` of the answer, for whoever knows those.
+    """
+
+    def __init__(self, server: str, path: str, why: str, *, status: int = 200, text: bytes = b"") -> None:
+        self.status, self.text = status, text
+        super().__init__(server, path, why)
 
 
 class Caller:
@@ -58,13 +72,61 @@ class Caller:
             raise CallLost(self.name, path, f"no answer within {timeout_s} s") from None
         except (aiohttp.ClientError, OSError) as error:
             raise CallLost(self.name, path, f"{type(error).__name__}: {error}") from error
+        if response.status >= 400:
+            raise self._refusal(path, response.status, text, answer)
         try:
-            if response.status >= 400:
-                raise CallRefused(self.name, path, response.status, ErrorBody.model_validate_json(text))
             return answer.model_validate_json(text)
         except ValidationError as error:
-            shown = text[:200].decode(errors="replace")
-            raise CallLost(self.name, path, f"status {response.status} with a body that is no {answer.__name__}: {shown}") from error
+            raise self._garbled(path, response.status, text, answer) from error
+
+    async def stream(self, path: str, body: BaseModel, part: type[Part], last: type[Answer]) -> AsyncGenerator[Part | Answer, None]:
+        """POST a message; yields the lines of the answer as they come: any number of `part`, then one `last`, and then ends.
+
+        Raises CallRefused for an error status and for a last line ErrorBody (status 500), CallLost if the answer breaks off before
+        its last line, CallGarbled for a line that is none of these. Close it (contextlib.aclosing) to leave before the end: that
+        breaks the connection.
+        """
+        async with contextlib.aclosing(self.lines(path, body)) as lines:
+            async for line in lines:
+                message = self._line(path, line, part, last)
+                yield message
+                if isinstance(message, last):
+                    with contextlib.suppress(CallLost):
+                        await anext(lines, None)  # to the end of the body: the connection can be used again
+                    return
+        raise CallLost(self.name, path, "the answer broke off before its last line")
+
+    async def lines(self, path: str, body: BaseModel) -> AsyncGenerator[bytes, None]:
+        """POST a message; yields the whole lines of the answer as they come. Raises and is closed like stream()."""
+        data, headers = body.model_dump_json().encode(), {"content-type": "application/json"}
+        try:
+            async with self._open().request("POST", self.url + path, data=data, headers=headers) as response:
+                if response.status >= 400:
+                    raise self._refusal(path, response.status, await response.read(), ErrorBody)
+                rest = b""
+                while read := await response.content.readany():
+                    *lines, rest = (rest + read).split(b"\n")
+                    for line in lines:
+                        yield line
+        except (aiohttp.ClientError, OSError) as error:
+            raise CallLost(self.name, path, f"{type(error).__name__}: {error}") from error
+
+    def _line(self, path: str, line: bytes, part: type[Part], last: type[Answer]) -> Part | Answer:
+        for message in (part, last):
+            with contextlib.suppress(ValidationError):
+                return message.model_validate_json(line)
+        raise self._refusal(path, 500, line, last)
+
+    def _refusal(self, path: str, status: int, text: bytes, answer: type[BaseModel]) -> CallRefused | CallGarbled:
+        try:
+            return CallRefused(self.name, path, status, ErrorBody.model_validate_json(text))
+        except ValidationError:
+            return self._garbled(path, status, text, answer)
+
+    def _garbled(self, path: str, status: int, text: bytes, answer: type[BaseModel]) -> CallGarbled:
+        shown = text[:200].decode(errors="replace")
+        why = f"status {status} with a body that is no {answer.__name__}: {shown}"
+        return CallGarbled(self.name, path, why, status=status, text=text)
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:

@@ -51,33 +51,51 @@ def run(
     run_dir: Annotated[
         Path | None, typer.Option(help="Directory for everything the run writes (default: runs/NAME-DATE-TIME).", show_default=False)
     ] = None,
+    resume: Annotated[
+        str, typer.Option(help="auto: go on with the run in --run-dir if one is there; never: refuse; must: refuse a new one.")
+    ] = "auto",
+    allow_change: Annotated[
+        list[str] | None, typer.Option(help="Key or section that may differ from the run that is gone on with.", show_default=False)
+    ] = None,
 ) -> None:
     """Train. Three settings matter at first: trainer.num_groups, buffer.max_staleness and placement.
 
     Every setting is described in docs/configuration.md, and by `asyncrl keys`. Exit codes: 0 done, 1 a part of
-    the run failed (it is named), 2 the configuration is wrong, 130 or 143 interrupted.
+    the run failed (it is named), 2 the configuration is wrong, 130 or 143 interrupted. A run that was killed or interrupted,
+    however, goes on where it stood when it is started again with its --run-dir.
     """
     from asyncrl.config import load_config
     from asyncrl.job import run_job
+    from asyncrl.running.resume import as_resume_mode
 
-    exit_code = run_job(load_config(config, overrides or []), run_dir, name=config.stem)
-    if exit_code > 128:  # interrupted, everything closed: a thread that a library left in a download must not hold the end up
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(exit_code)
-    raise typer.Exit(exit_code)
+    mode = as_resume_mode(resume)
+    exit_code = run_job(load_config(config, overrides or []), run_dir, name=config.stem, resume=mode, allow_change=allow_change or [])
+    _exit(exit_code)
 
 
 @app.command()
 def check(config: ConfigPath, overrides: Overrides = None) -> None:
     """Validate a config, read its task, and print the plan: processes, devices, threads, memory. Starts nothing."""
     from asyncrl.config import load_config
-    from asyncrl.placement.plan import make_plan, plan_text
+    from asyncrl.harness.verifiers import taskset_loader
+    from asyncrl.placement.fit import refuse_what_cannot_fit
+    from asyncrl.placement.plan import make_plan
+    from asyncrl.placement.table import plan_text
+    from asyncrl.running.replaying import check_replay
+    from asyncrl.running.specs import objective_spec
     from asyncrl.tasks.build import check_task
+    from asyncrl.tasks.held_out import check_eval_task
 
     loaded = load_config(config, overrides or [])
-    typer.echo(f"task: {check_task(loaded.task, loaded.seed)}")
-    typer.echo(plan_text(make_plan(loaded)))
+    objective_spec(loaded.algorithm)
+    typer.echo(f"task: {check_task(loaded.task, loaded.seed, load_taskset=taskset_loader(loaded.generator))}")
+    if (replay := check_replay(loaded)) is not None:
+        typer.echo(f"replay: {replay}")
+    if loaded.eval is not None:
+        typer.echo(f"eval task: {check_eval_task(loaded.eval)}")
+    plan = make_plan(loaded)
+    typer.echo(plan_text(plan, loaded))
+    refuse_what_cannot_fit(plan, loaded)
 
 
 @app.command()
@@ -101,12 +119,107 @@ def inspect(
     run_dir: RunDir,
     as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
     step: Annotated[int | None, typer.Option(help="Only the batch of this step.", show_default=False)] = None,
-    group: Annotated[int | None, typer.Option(help="Only this group.", show_default=False)] = None,
+    group: Annotated[int | None, typer.Option(help="This group's whole story, with its conversation.", show_default=False)] = None,
 ) -> None:
-    """What was trained on: every step's batch with the versions of its tokens, from the trainer's own record."""
-    from asyncrl.observe.read import render_inspect
+    """What was trained on, from the trainer's own record, and what became of everything else, from the journal."""
+    from asyncrl.running.inspecting import render_inspect
 
     typer.echo(render_inspect(run_dir, as_json=as_json, step=step, group=group))
+
+
+@app.command()
+def simulate(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    devices: Annotated[int, typer.Option(help="Devices in all.")] = 8,
+    ratio: Annotated[float, typer.Option(help="Seconds to generate a batch over seconds to train on it, on all devices.")] = 1.0,
+    sigma: Annotated[float, typer.Option(help="Spread of the lengths (lognormal): 0 = equal, 1 = a long tail.")] = 1.0,
+    handover_s: Annotated[float, typer.Option(help="Cost of a turn, in units of a mean rollout.")] = 0.2,
+) -> None:
+    """What taking turns on all devices would give against splitting them, at several bounds, in virtual time. Starts nothing."""
+    from asyncrl.config import load_config
+    from asyncrl.running.simulating import simulation_text
+
+    loaded = load_config(config, overrides or [])
+    typer.echo(simulation_text(loaded, num_devices=devices, ratio=ratio, sigma=sigma, handover_s=handover_s))
+
+
+@app.command()
+def work(
+    url: Annotated[str, typer.Argument(metavar="URL", help="Address of the gateway, as the run prints it.", show_default=False)],
+    key: Annotated[
+        str | None, typer.Option(help="The run's worker key (default: the environment variable ASYNCRL_WORKER_KEY).", show_default=False)
+    ] = None,
+    python: Annotated[
+        str | None, typer.Option(metavar="MODULE:FUNCTION", help="Agent: async (task, session) -> reward.", show_default=False)
+    ] = None,
+    command: Annotated[
+        str | None, typer.Option(metavar="'PROGRAM ARG...'", help="Agent: a program, its task on standard input.", show_default=False)
+    ] = None,
+    verifiers: Annotated[str | None, typer.Option(metavar="ID", help="Agent: a verifiers environment.", show_default=False)] = None,
+    slots: Annotated[int, typer.Option(help="Rollouts that this worker runs at once.")] = 8,
+    name: Annotated[str | None, typer.Option(help="Its name in the run's messages (default: HOST/PID).", show_default=False)] = None,
+    args: Annotated[str | None, typer.Option(metavar="JSON", help="Settings of the agent, an object.", show_default=False)] = None,
+    env: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="Environment variable of the command.", show_default=False)
+    ] = None,
+) -> None:
+    """Run rollouts for a run elsewhere that has generator.remote: true. Any number of workers, on any hosts, come and go as they like.
+
+    Goes on until Ctrl-C; when the run ends or is started again, it waits for it.
+    """
+    from asyncrl.harness.cli_work import run_worker
+
+    run_worker(url, key=key, python=python, command=command, verifiers=verifiers, slots=slots, name=name, args=args, env=env or [])
+
+
+serve_app = typer.Typer(help="One part alone: a gateway, to try an agent before it is trained, or an engine.", no_args_is_help=True)
+app.add_typer(serve_app, name="serve")
+ServeDir = Annotated[
+    Path | None, typer.Option("--run-dir", help="Directory for logs (default: runs/serve-NAME-DATE-TIME).", show_default=False)
+]
+
+
+@serve_app.command("gateway")
+def serve_gateway(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    record: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write each rollout to this file, for task.replay.", show_default=False)
+    ] = None,
+    rollouts: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="Run the config's generator on N prompts, show the rewards, and end.", show_default=False),
+    ] = None,
+    run_dir: ServeDir = None,
+) -> None:
+    """Engines and gateway without training: says what to export, and serves until Ctrl-C (exit code 0).
+
+    The key that it prints has no end: POST /v1/outcome with a reward ends one rollout and begins the next. With --rollouts: exit code
+    1 if all of them fail.
+    """
+    from asyncrl.config import load_config
+    from asyncrl.front_door import serve
+
+    loaded = load_config(config, overrides or [])
+    _exit(serve.serve_gateway(loaded, run_dir, name=config.stem, record=record, num_prompts=rollouts))
+
+
+@serve_app.command("engine")
+def serve_engine(config: ConfigPath, overrides: Overrides = None, run_dir: ServeDir = None) -> None:
+    """One engine server with the initial weights, by its own protocol (asyncrl/wire; vLLM's routes for a vLLM), until Ctrl-C."""
+    from asyncrl.config import load_config
+    from asyncrl.front_door import serve
+
+    _exit(serve.serve_engine(load_config(config, overrides or []), run_dir, name=config.stem))
+
+
+def _exit(exit_code: int) -> None:
+    if exit_code > 128:  # interrupted, everything closed: a thread that a library left in a download must not hold the end up
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exit_code)
+    raise typer.Exit(exit_code)
 
 
 def main() -> None:

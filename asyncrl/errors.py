@@ -4,9 +4,13 @@ AsyncrlError                what failed with its values, the rule, the way out
 ├── ConfigError             a setting is wrong; raised before anything starts (exit code 2)
 ├── RoomError               a part of the run is broken; ends the run, names the room (exit code 1)
 │   ├── EngineError         an engine server died, answers nonsense or refuses
-│   ├── TrainerError        the trainer worker died, or refused a batch
+│   │   └── EngineLost      it gives no answer at all: whoever supervises it starts it again
+│   ├── TrainerError        the trainer worker refused a batch
+│   │   └── TrainerLost     it died or does not answer: started again and brought up to date
 │   ├── PublishError        weights did not arrive as they were sent
+│   ├── JournalError        what happened cannot be written down, or the journal is damaged, foreign or in use
 │   └── TaskError           prompts cannot be read, or no rollout can be scored any more
+├── CheckpointError         a checkpoint cannot be written (the run goes on), or is damaged (it is passed over)
 └── RolloutFailure          one bad rollout: data, not a crash; caught once, in producers/
     ├── RolloutTimeout      it ran past rollout.timeout_s
     ├── RewardFailure       the reward function raised, ran out of time or returned no finite number
@@ -43,6 +47,10 @@ class ConfigError(AsyncrlError):
     exit_code = 2
 
 
+class CheckpointError(AsyncrlError):
+    """A checkpoint could not be written, or is not whole. Told; never ends a run that trains."""
+
+
 class RoomError(AsyncrlError):
     """A part of the run is broken: nobody catches this, the run ends and names `room`."""
 
@@ -55,12 +63,34 @@ class EngineError(RoomError):
     """An engine server died, stopped answering, or answered something that cannot be."""
 
 
+class EngineLost(EngineError):  # noqa: N818  a state of the server, which a supervisor may mend
+    """An engine server gives no answer: it died, hangs, or was given up. Another server may be asked the same.
+
+    `is_told`: whoever watches over it knows already.
+    """
+
+    def __init__(self, room: str, what: str, *, rule: str = "", way_out: str = "", is_told: bool = False) -> None:
+        self.is_told = is_told
+        super().__init__(room, what, rule=rule, way_out=way_out)
+
+
 class TrainerError(RoomError):
     """The trainer worker died, stopped answering, or refused a batch."""
 
 
+class TrainerLost(TrainerError):  # noqa: N818  a state of the trainer, which its supervisor may mend
+    """The trainer gives no answer: one of its processes died, or hangs."""
+
+
 class PublishError(RoomError):
     """Weights did not arrive at an engine server as the trainer sent them."""
+
+
+class JournalError(RoomError):
+    """What happened cannot be written down, or read again: damaged, foreign, in use, or it would be told twice."""
+
+    def __init__(self, what: str, *, rule: str = "", way_out: str = "") -> None:
+        super().__init__("journal", what, rule=rule, way_out=way_out)
 
 
 class TaskError(RoomError):
@@ -85,3 +115,18 @@ class RequestRefused(RolloutFailure):
 
 class WouldWait(Exception):  # noqa: N818  no failure: the nowait half of a wait says "not yet"
     """Raised by an `x_nowait` call that can only be answered by waiting."""
+
+
+def first_cause(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The first error that is not itself a group; one of ours before any other."""
+    leaves: list[BaseException] = []
+
+    def collect(error: BaseException) -> None:
+        if isinstance(error, BaseExceptionGroup):
+            for inner in error.exceptions:
+                collect(inner)
+        else:
+            leaves.append(error)
+
+    collect(errors)
+    return next((leaf for leaf in leaves if isinstance(leaf, AsyncrlError)), leaves[0])

@@ -7,16 +7,43 @@ Who consumes what, who waits for whom, who unblocks whom:
     producers                Producers.run (capacity)            free sequences in the engines         a rollout that ends
     producers                Buffer.wait_admit                   leave under the staleness rule        a version served, a group failed
     a rollout                EnginePool.generate                 its completion, timeout_s at most     its engine server
+    a rollout                Leases.run                          a harness worker, then its outcome    a worker; its silence, timeout_s
+    a harness                POST /v1/chat/completions           EnginePool.generate                   its engine server, its session's end
+    a worker                 POST /work/lease                    work, MAX_WAIT_S at most              a rollout that starts
+    watch gateway            Rooms.broken                        an engine that broke under a call     the gateway
+    watch worker-N           WorkerSupervisor.run                a worker to end or hang               kernel, heartbeat
     a rollout                Scorer.score                        its reward, reward_timeout_s at most  the reward function
     train loop               Buffer.wait_batch                   num_groups ready groups               a group finished, failed, dropped
+    train loop               Journal.batch_taken                 the batch on disk                     the journal's thread
     train loop               TrainerClient.train, save           the optimizer step, the saved weights  the trainer worker
     train loop               Publisher.wait_exported_or_busy     the copy of the new weights           the publisher
     publisher                TrainerClient.wait_version_above    a new policy_version                  the train loop
     publisher                prepare and commit                  every engine, timeout_s at most       the engine servers
+    evaluation               Evaluation.run                      a published version that is due       the publisher
+    evaluation               prepare, commit, generate, score    eval.timeout_s at most for all of it  engine-eval, its reward function
+    the run's end            Evaluation.wait_last                the evaluation of the last version    evaluation, guard of engine-eval
     watch NAME               ChildProcess.watch                  a child process to end                the kernel
     heartbeat NAME           GET /health                         an answer, heartbeat_s at most        the server
+    watch engine-N           EngineSupervisor.run                both of these, or a call that broke   kernel, pool, publisher
+    watch engine-N           backoff_s, start, bring_up          a new process with current weights    the server, a push that runs
+    a rollout                EnginePool.generate                 a server that is up, if none is       watch engine-N
+    watch trainer            LivingTrainer.run                   a rank to end, or a call that broke   kernel, heartbeat, its callers
+    watch trainer            backoff_s, start, recover           new ranks, and the journal's batches  the ranks, the journal
+    train loop, publisher    LivingTrainer.train, export, save   the trainer to be back, if it is not  watch trainer
+    train loop               Checkpointer.after_step             the copy of the trainer's state       the trainer worker
+    checkpoint N             TrainerClient.wait_save_state       the state on disk                     the trainer worker
+    the run's start          Journal.read_resume, recover        the batches to be trained again       the journal, the trainer worker
+    the run's start          Publisher.wait_announced            the weights it goes on with           the publisher
+    the run's start          TakingTurns.start                   the first turn                        engines, the trainer
+    train loop               TakingTurns.to_trainer              engines that sleep, the trainer's memory  engines, the trainer
+    train loop               TakingTurns.to_engines              memory, weights chunk by chunk        the trainer, engines
+    watch engine-N           TakingTurns.room_for_engine         the engines' turn                     the train loop
+    watch trainer            TakingTurns.wait_room_for_trainer   engines that sleep                    the train loop
+    watchdog                 Watchdog.run                        watchdog_s without any progress       its timer
 
-A room that breaks raises RoomError: the TaskGroup falls, everything is closed, and `run_job` raises that error.
+A room that breaks raises RoomError: the TaskGroup falls, everything is closed, and `run_job` raises that error. An engine server
+or a trainer that is lost is started again first, supervision.max_restarts times. The evaluation is the exception: nobody waits
+for it but the end of the run, and without its engine the run goes on, with a warning.
 A child process that died is named before the call that broke because of it.
 """
 
@@ -26,91 +53,88 @@ import asyncio
 import contextlib
 import logging
 import os
-import resource
+import shutil
 import signal
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from asyncrl.config import RunConfig, run_config_yaml
-from asyncrl.errors import AsyncrlError, ConfigError, RoomError
+from asyncrl.durable import write_whole
+from asyncrl.errors import AsyncrlError, RoomError, first_cause
+from asyncrl.journal.lock import RunLock
+from asyncrl.observe.watchdog import Watchdog
+from asyncrl.placement.fit import refuse_what_cannot_fit
+from asyncrl.placement.plan import make_plan
 from asyncrl.placement.staging import clear_own_staging
-from asyncrl.reporting import Reporter
-from asyncrl.startup import Server
-from asyncrl.wiring import CLOSE_TIMEOUT_S, Rooms, close_within, open_rooms
+from asyncrl.running.catching_up import restore
+from asyncrl.running.replaying import settle_copy
+from asyncrl.running.reporting import Reporter
+from asyncrl.running.resume import ResumeMode, ResumePoint, find_resume
+from asyncrl.running.run_folder import allow_many_connections, logging_to, make_run_dir
+from asyncrl.running.specs import objective_spec
+from asyncrl.running.startup import Server
+from asyncrl.running.supervision import heartbeat
+from asyncrl.running.watching import make_watchdog
+from asyncrl.running.wiring import CLOSE_TIMEOUT_S, Rooms, close_within, open_rooms, run_id
+from asyncrl.types import Batch, UnfinishedGroup
 
 logger = logging.getLogger("asyncrl.job")
 
 STATUS_PERIOD_S = 1.0
-HEARTBEAT_PERIOD_S = 1.0
-SAVE_TIMEOUT_S = 120.0
-GUARDS = ("watch ", "heartbeat ", "status")
+GUARDS = ("watch ", "heartbeat ", "status", "watchdog", "checkpoint ")
 """Tasks that stay until the weights are saved, by the start of their names."""
+EVALUATING = ("publisher", "evaluation")
+"""Tasks that the last evaluation needs beside them."""
 
 
-def run_job(config: RunConfig, run_dir: Path | None, *, name: str) -> int:
-    """Train as `config` says, from start to end, and return the exit code.
+def run_job(config: RunConfig, run_dir: Path | None, *, name: str, resume: ResumeMode = "auto", allow_change: Sequence[str] = ()) -> int:
+    """Train as `config` says, from start to end or from where a killed run stood, and return the exit code.
 
-    0 done; 130 or 143 interrupted by SIGINT or SIGTERM. Raises AsyncrlError when a part of the run failed; by then
-    everything is closed: no child process and no shared memory is left.
+    0 done; 130 or 143 interrupted by SIGINT or SIGTERM, to be gone on with. Raises AsyncrlError when a part of the run failed; by
+    then everything is closed: no child process and no shared memory is left.
     """
-    folder = make_run_dir(run_dir, name)
-    (folder / "config.yaml").write_text(run_config_yaml(config), encoding="utf-8")
-    handler = _LogFile(folder / "logs" / "controller.log", encoding="utf-8")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    root = logging.getLogger("asyncrl")
-    root.addHandler(handler)
-    root.setLevel(logging.INFO)
-    root.propagate = False
-    _allow_many_connections()
-    try:
-        return asyncio.run(Job(config, folder, name).run())
-    finally:
-        root.removeHandler(handler)
-        with contextlib.suppress(OSError):  # a full disk was told already, or its lines are lost and nothing else
-            handler.close()
-
-
-class _LogFile(logging.FileHandler):
-    """A log that cannot be written (a full disk) must not bury the error that is being told."""
-
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  logging's own name
-        """Drop the line."""
-
-
-def _allow_many_connections() -> None:
-    """Every request in flight is a connection, and the usual limit is 1024 open files: take all that the system allows."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # children inherit it
-
-
-def make_run_dir(run_dir: Path | None, name: str) -> Path:
-    """The directory of a new run. Raises ConfigError if a run lies there already, or it cannot be written."""
+    objective_spec(config.algorithm)  # a loss that is not known is refused before anything is made
+    refuse_what_cannot_fit(make_plan(config), config)
     folder = run_dir or Path("runs") / f"{name}-{datetime.now().strftime('%Y%m%d-%H%M%S')}"
-    if (folder / "config.yaml").exists():
-        raise ConfigError(
-            f"{folder} holds a run already", rule="a run never writes over another one",
-            way_out="choose another --run-dir, or leave it out for a new one under runs/.",
-        )  # fmt: skip
+    if resume == "must" and not folder.exists():
+        find_resume(folder, config, resume)  # says that there is none
+    make_run_dir(folder)
+    lock = RunLock(folder / "run.lock").acquire()
     try:
-        (folder / "logs").mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"cannot write to {folder}: {error.strerror}", way_out="choose another --run-dir.") from error
-    return folder
+        point = find_resume(folder, config, resume, allow_change)
+        if (folder / "run.id").exists():  # else what lies here is not ours to remove
+            for made_again in ("model",) if point is None else ("final", "adapter"):  # the model of a start that failed, too
+                shutil.rmtree(folder / made_again, ignore_errors=True)
+            settle_copy(config, folder, is_new=point is None)
+        run_id(folder)  # before the config: a directory with a config and without an id is not a run's
+        write_whole(folder / "config.yaml", run_config_yaml(config))
+        allow_many_connections()
+        with logging_to(folder):
+            return asyncio.run(Job(config, folder, name, lock, point).run())
+    finally:
+        lock.release()
 
 
 class Job:
-    """The life of one run: open the rooms -> train loop -> save -> close. Owns the TaskGroup and the signals."""
+    """The life of one run: open the rooms -> catch up, if resumed -> train loop -> save -> close. Owns the TaskGroup and the signals.
 
-    def __init__(self, config: RunConfig, run_dir: Path, name: str) -> None:
-        self.config, self.run_dir = config, run_dir
+    The first SIGINT or SIGTERM lets the step in hand end, has a checkpoint made, and closes; the second one ends at once: what was
+    journaled is not lost.
+    """
+
+    def __init__(self, config: RunConfig, run_dir: Path, name: str, lock: RunLock, point: ResumePoint | None) -> None:
+        self.config, self.run_dir, self._lock, self._point = config, run_dir, lock, point
         self.reporter = Reporter(config, run_dir, name)
         self._signal: int | None = None
         self._group: asyncio.TaskGroup | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._servers: tuple[Server, ...] = ()
+        self._eval_server: Server | None = None
+        self._stop = asyncio.Event()
+        self._is_training = False
 
     async def run(self) -> int:
         """The exit code. Raises the AsyncrlError that ended the run."""
@@ -127,10 +151,13 @@ class Job:
             self._finish("interrupted", f"interrupted by {signal.Signals(self._signal).name}")
             return 128 + self._signal
         except BaseExceptionGroup as errors:
-            raise self._fail(_first_cause(errors)) from errors
+            raise self._fail(first_cause(errors)) from errors
         except Exception as error:  # the outermost border: what is foreign is named here too, and never swallowed
             raise self._fail(error) from error
         else:
+            if self._signal is not None:
+                self._finish("interrupted", f"interrupted by {signal.Signals(self._signal).name}")
+                return 128 + self._signal
             self._finish("done")
             return 0
         finally:
@@ -142,48 +169,121 @@ class Job:
         async with AsyncExitStack() as stack:
             self.reporter.start()
             stack.callback(self.reporter.close_console)
-            rooms = await open_rooms(self.config, self.run_dir, stack, spawn=self._spawn, tell=self.reporter.tell)
-            self._servers = rooms.servers
-            self.reporter.training_starts()
+            rooms = await open_rooms(self.config, self.run_dir, stack, spawn=self._spawn, listener=self.reporter, lock=self._lock)
+            self._servers, self._eval_server = rooms.servers, rooms.eval_server
             try:
                 async with asyncio.TaskGroup() as self._group:
-                    self._start_services(rooms)
+                    self._start_guards(rooms)
+                    unfinished = await self._catch_up(rooms)
+                    self.reporter.training_starts()
+                    await self._start_services(rooms, unfinished)
                     await self._train_loop(rooms)
-                    self._end_tasks(all_but=GUARDS)
-                    await self._save(rooms)  # guarded: a trainer that dies or freezes here ends the run, as at any other time
+                    await self._end(rooms)
                     self._end_tasks()
-            except asyncio.CancelledError:
-                if self._signal is not None and rooms.trainer.policy_version > 0:
-                    await close_within(SAVE_TIMEOUT_S, "the weights", lambda: self._save(rooms))
-                raise
             except BaseExceptionGroup as errors:
                 await self._reap(rooms, errors)
                 raise
             finally:
                 await close_within(CLOSE_TIMEOUT_S, "producers", rooms.producers.aclose)
 
-    def _start_services(self, rooms: Rooms) -> None:
+    def _start_guards(self, rooms: Rooms) -> None:
+        """Whoever watches that the run lives: from before the first batch until the weights are saved."""
+        watchdog = make_watchdog(self.config, self.run_dir, rooms, tell=self.reporter.warn)
+        self._spawn(watchdog.run(), name="watchdog")
+        self._spawn(self._report_status(rooms, watchdog), name="status")
+        self._spawn(rooms.journal.wait_failed(), name="watch journal")
+        self._spawn(rooms.trainer.run(), name="watch trainer")
+        for supervisor in rooms.supervisors:
+            self._spawn(supervisor.run(), name=f"watch {supervisor.name}")
+        if rooms.harnessing is not None:
+            self._spawn(self._watch_broken(rooms), name="watch gateway")
+            for keeper in rooms.harnessing.supervisors:
+                self._spawn(keeper.run(), name=f"watch {keeper.name}")
+
+    async def _watch_broken(self, rooms: Rooms) -> None:
+        """The gateway answers harnesses, who cannot end the run; what broke there is raised here."""
+        assert rooms.broken is not None
+        raise await rooms.broken
+
+    async def _catch_up(self, rooms: Rooms) -> Sequence[UnfinishedGroup]:
+        """A run that was killed goes to where it stood; what is returned runs again once the engines have the weights."""
+        if self._point is None:
+            return ()
+        point = self._point
+        state = await rooms.journal.read_resume(point.version)
+        self.reporter.resumes(point.version, point.told)
+        self.reporter.tell(f"training again on {state.next_version - point.version} journaled batches")
+        return await restore(
+            point, state, trainer=rooms.trainer, journal=rooms.journal, buffer=rooms.buffer, feed=rooms.feed,
+            on_step=lambda batch, report: self.reporter.step(rooms, batch, report, step_s=report.metrics.get("perf/train_s", 0.0)),
+        )  # fmt: skip
+
+    async def _start_services(self, rooms: Rooms, unfinished: Sequence[UnfinishedGroup]) -> None:
+        version = rooms.trainer.policy_version
+        if rooms.evaluation is not None and rooms.eval_server is not None:
+            child, guard = rooms.eval_server.child, rooms.evaluation.guard
+            self._spawn(rooms.evaluation.run(), name="evaluation")
+            self._spawn(guard(child.watch()), name=f"watch {child.name}")
+            self._spawn(guard(heartbeat(rooms.eval_server, self.config.observe.heartbeat_s)), name=f"heartbeat {child.name}")
+        if version > 0:
+            self.reporter.tell("bringing the weights to the engines")
+        await rooms.turns.start(version)
+        self.reporter.tell("training")
+        for group in unfinished:
+            rooms.producers.resume_nowait(group)
         self._spawn(rooms.producers.run(), name="producers")
-        self._spawn(rooms.publisher.run(), name="publisher")
-        self._spawn(self._report_status(rooms), name="status")
-        for server in rooms.servers:
-            self._spawn(server.child.watch(), name=f"watch {server.child.name}")
-            self._spawn(self._heartbeat(server), name=f"heartbeat {server.child.name}")
 
     async def _train_loop(self, rooms: Rooms) -> None:
-        """The loop: a batch that keeps the bound, one optimizer step, the export of its weights; the push goes on by itself."""
+        """The loop: a batch that keeps the bound, one optimizer step, and what its weights need before the next one."""
         clock = asyncio.get_running_loop().time
+        self._is_training = True
         while rooms.trainer.policy_version < self.config.trainer.num_steps:
             started_s = clock()
-            batch = await rooms.buffer.wait_batch()
+            batch = await self._next_batch(rooms)
+            if batch is None:
+                return
+            await rooms.journal.batch_taken(batch)  # durable before it is acted on
+            await rooms.turns.to_trainer()
             report = await rooms.trainer.train(batch)
-            if report.policy_version < self.config.trainer.num_steps:
-                await rooms.publisher.wait_exported_or_busy(report.policy_version)
+            rooms.journal.trained_nowait(batch.version, report.metrics)
+            await rooms.turns.to_engines(report.policy_version)
             self.reporter.step(rooms, batch, report, step_s=clock() - started_s)
+            await rooms.checkpointer.after_step(report.policy_version)
+
+    async def _next_batch(self, rooms: Rooms) -> Batch | None:
+        """The next batch, or None once the run is to stop."""
+        if self._stop.is_set():
+            return None
+        waiting = asyncio.ensure_future(rooms.buffer.wait_batch())
+        stopping = asyncio.ensure_future(self._stop.wait())
+        try:
+            await asyncio.wait({waiting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            return waiting.result() if waiting.done() else None
+        finally:
+            waiting.cancel()
+            stopping.cancel()
+
+    async def _end(self, rooms: Rooms) -> None:
+        """All steps are taken, or the run was told to stop: save what is to be saved. Guarded, as at any other time."""
+        if self._signal is not None:
+            self._end_tasks(all_but=GUARDS)
+            self.reporter.tell("writing a checkpoint")
+            await rooms.checkpointer.make_last(rooms.trainer.policy_version)
+            return
+        self._is_training = False  # a signal cuts what comes now: there is no step to wait for
+        self._end_tasks(all_but=GUARDS if rooms.evaluation is None else GUARDS + EVALUATING)
+        await rooms.turns.to_trainer()
+        await self._save(rooms)
+        await rooms.checkpointer.make_last(rooms.trainer.policy_version)
+        if rooms.evaluation is not None:
+            self.reporter.tell("evaluating the last weights")
+            await rooms.evaluation.wait_last()
 
     async def _save(self, rooms: Rooms) -> None:
         self.reporter.tell("saving the weights")
         await rooms.trainer.save(self.run_dir / "final")
+        if self.config.trainer.lora is not None:
+            await rooms.trainer.save(self.run_dir / "adapter", merged=False)
 
     def _spawn(self, coro: Coroutine[Any, Any, None], *, name: str) -> asyncio.Task[None]:
         """Start a task in the run's TaskGroup: if it raises, the run ends."""
@@ -199,22 +299,16 @@ class Job:
             if not task.get_name().startswith(all_but):
                 task.cancel()
 
-    async def _report_status(self, rooms: Rooms) -> None:
+    async def _report_status(self, rooms: Rooms, watchdog: Watchdog) -> None:
         while True:
-            self.reporter.status(rooms)
+            self.reporter.status(rooms, watchdog.look())
             await asyncio.sleep(STATUS_PERIOD_S)
-
-    async def _heartbeat(self, server: Server) -> None:
-        """Ask one server for its health now and then; a process that does not answer in heartbeat_s ends the run."""
-        while True:
-            await server.check_alive(self.config.observe.heartbeat_s)
-            await asyncio.sleep(HEARTBEAT_PERIOD_S)
 
     async def _reap(self, rooms: Rooms, errors: BaseExceptionGroup[BaseException]) -> None:
         """A call that broke may mean that its process just died: give the kernel a moment to say so."""
-        cause = _first_cause(errors)
+        cause = first_cause(errors)
         if isinstance(cause, RoomError):
-            running = [server.child for server in rooms.servers if server.child.returncode is None]
+            running = [server.child for server in rooms.servers if server.child.pid is not None and server.child.returncode is None]
             waits = [asyncio.ensure_future(child.wait()) for child in running]
             if waits:
                 await asyncio.wait(waits, timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
@@ -257,25 +351,15 @@ class Job:
 
     def _on_signal(self, number: int, main: asyncio.Task[Any]) -> None:
         if self._signal is not None:  # the second one: end at once
-            for server in self._servers:
+            for server in filter(None, (*self._servers, self._eval_server)):
                 server.child.kill_nowait()
             clear_own_staging()
+            if self.config.publisher.disk_dir is not None:
+                clear_own_staging(Path(self.config.publisher.disk_dir).expanduser())
             os._exit(128 + number)
         self._signal = number
-        self.reporter.tell("stopping (once more to end at once)")
-        main.cancel()
-
-
-def _first_cause(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first error that is not itself a group; a RoomError before any other."""
-    leaves: list[BaseException] = []
-
-    def collect(error: BaseException) -> None:
-        if isinstance(error, BaseExceptionGroup):
-            for inner in error.exceptions:
-                collect(inner)
+        self.reporter.tell("stopping after this step (once more to end at once)")
+        if self._is_training:
+            self._stop.set()
         else:
-            leaves.append(error)
-
-    collect(errors)
-    return next((leaf for leaf in leaves if isinstance(leaf, AsyncrlError)), leaves[0])
+            main.cancel()

@@ -1,15 +1,20 @@
 """The server half of every child process: one app on an inherited socket. Knows no room and no message but ErrorBody.
 
 A child is started as `python -m MODULE --spec FILE --fd N`: FILE is its own JSON spec, N a socket that the parent
-has bound and listens on already (so no port is ever raced for). The secret is in the environment. Standard input is
-a pipe that the parent holds open: its end means that the parent is gone, however it went, and the child exits.
+has bound and listens on already (so no port is ever raced for). Standard input is a pipe that the parent holds open: its first
+line has the secrets (whoever runs as the same user can read the environment of a process, as a command of a harness does); its end
+means that the parent is gone, however it went, and the child exits. A child without such a line has SECRET_ENV in its environment.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
+import functools
 import hmac
+import json
 import os
+import signal
 import socket
 import sys
 import threading
@@ -42,6 +47,26 @@ def child_arguments() -> tuple[str, int]:
     return Path(arguments.spec).read_text(encoding="utf-8"), arguments.fd
 
 
+def secret_of(name: str) -> str:
+    """The secret of this name that the parent gave; else what the environment says. Ends this child if there is none."""
+    secret = _told_secrets().get(name) or os.environ.get(name)
+    if not secret:
+        fail(f"no {name} is given", rule="a child has its secrets from its parent", way_out="start it through asyncrl.")
+    return secret
+
+
+@functools.lru_cache(maxsize=1)
+def _told_secrets() -> dict[str, str]:
+    """First line of standard input, as ChildProcess writes it."""
+    if SECRET_ENV in os.environ:
+        return {}
+    line = b""
+    while not line.endswith(b"\n") and (byte := os.read(0, 1)):
+        line += byte
+    secrets: dict[str, str] = json.loads(line) if line.endswith(b"\n") else {}  # else the parent is gone already
+    return secrets
+
+
 def fail(error: str, *, rule: str = "", way_out: str = "") -> NoReturn:
     """End this child with an error that the parent can show: what failed, the rule, the way out."""
     print(fatal_line(ErrorBody(error=error, rule=rule, way_out=way_out)), file=sys.stderr, flush=True)
@@ -49,7 +74,13 @@ def fail(error: str, *, rule: str = "", way_out: str = "") -> NoReturn:
 
 
 def die_with_parent(on_orphaned: Callable[[], None] = lambda: None) -> None:
-    """Exit as soon as standard input ends. Call it first thing, before anything slow is loaded."""
+    """Exit as soon as standard input ends. Call it first thing, before anything slow is loaded.
+
+    From here on SIGUSR1 has the stacks of all threads written to standard error, which is this child's log: the watchdog's question.
+    """
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+
+    _told_secrets()
 
     def watch() -> None:
         while os.read(0, 4096):
@@ -73,7 +104,7 @@ def make_app() -> FastAPI:
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
         first = error.errors()[0]
-        body = ErrorBody(error=f"{'.'.join(map(str, first['loc']))}: {first['msg']}", rule="see asyncrl/wire.py for the message")
+        body = ErrorBody(error=f"{'.'.join(map(str, first['loc']))}: {first['msg']}", rule="see asyncrl/wire for the message")
         return JSONResponse(body.model_dump(), status_code=422)
 
     return app
@@ -97,15 +128,8 @@ class _BearerOnly:
 
 def serve(app: FastAPI, fd: int) -> None:
     """Serve on the inherited socket until SIGTERM. Returns after a clean shutdown."""
-    secret = os.environ.get(SECRET_ENV)
-    if not secret:
-        fail(
-            f"environment variable {SECRET_ENV} is not set",
-            rule="internal servers ask for the run's secret",
-            way_out="start it through asyncrl.",
-        )
     config = uvicorn.Config(
-        _BearerOnly(app, secret),
+        _BearerOnly(app, secret_of(SECRET_ENV)),
         log_level="warning",
         access_log=False,
         timeout_keep_alive=75,

@@ -1,4 +1,4 @@
-"""Tokens a second of the embedded engine against Hugging Face `generate`, in one process, in turns.
+"""Tokens a second of the embedded engine against Hugging Face `generate`, in one process, in turns; and beside vLLM on the CPU.
 
     python benchmarks/engine.py [--seconds S] [--concurrency C] [--device cpu] [--write]
 
@@ -7,10 +7,15 @@ float32 (bfloat16 on CUDA), one thread, at most C sequences at a time. Ours runs
 deterministic mode, and returns logprobs; `generate` returns none, runs static batches of C in order of arrival, each until its longest
 is done, and gets whichever of eager and sdpa attention is faster here. Counted are the tokens that were asked for.
 The last line is the ratio of medians for long-tailed lengths.
+
+Where vLLM is installed (`make setup-vllm`), three cases follow over HTTP, as a run has it: the embedded server and a vLLM server, each
+alone on the machine, float32, through the same EnginePool, one after the other. vLLM has a core for its worker and may use the
+other one for its API server and scheduler; the embedded server decodes with one thread.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 import statistics
@@ -23,9 +28,12 @@ os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 
 import numpy as np
 import torch
+from engine_servers import engine_server, has_vllm
 from report import options, reported
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from asyncrl.engines import EnginePool
+from asyncrl.types import SamplingRequest
 from asyncrl.wire import GenerateRequest
 from asyncrl_servers.embedded.build import build_engine
 from asyncrl_servers.embedded.engine import Engine
@@ -105,6 +113,67 @@ def run_case(
     return statistics.median(times[0]), statistics.median(times[1]), len(times[0])
 
 
+async def time_pool(pool: EnginePool, lengths: list[int], concurrency: int, seed: int) -> float:
+    """Seconds for all requests through the pool, at most `concurrency` at a time."""
+    generator, limit = np.random.default_rng(seed), asyncio.Semaphore(concurrency)
+
+    async def one(index: int, length: int) -> int:
+        prompt = tuple(generator.integers(1, VOCAB, PROMPT_LENGTH).tolist())
+        async with limit:
+            return len((await pool.generate(SamplingRequest(f"{seed}-{index}", prompt, length, 1.0, seed=index))).token_ids)
+
+    started = time.perf_counter()
+    if await asyncio.gather(*(one(index, length) for index, length in enumerate(lengths))) != lengths:
+        raise SystemExit("the engine did not produce the lengths that were asked for")
+    return time.perf_counter() - started
+
+
+async def time_server(kind: str, folder: Path, cases: dict[str, tuple[int, list[int]]], seconds: float) -> dict[str, float]:
+    """Median seconds of each case on a server of this kind. A case is (sequences at a time, lengths)."""
+    slots, times = max(concurrency for concurrency, _ in cases.values()), {}
+    async with engine_server(kind, folder, folder / kind, slots=slots, max_length=PROMPT_LENGTH + MAX_NEW) as (client, _):
+        pool = EnginePool([client], slots=slots)
+        for name, (concurrency, lengths) in cases.items():
+            found, deadline = list[float](), time.perf_counter() + seconds / len(cases)
+            while len(found) < 2 or time.perf_counter() < deadline:
+                found.append(await time_pool(pool, lengths, concurrency, len(found)))
+            times[name] = statistics.median(found)
+    return times
+
+
+def run_servers(seconds: float, concurrency: int) -> None:
+    """Both servers over HTTP, one after the other, `seconds` each."""
+    cases = {
+        "1 at a time, 128 new tokens": (1, [128] * 4),
+        f"{concurrency} at a time, 64 new tokens": (concurrency, [64] * (4 * concurrency)),
+        f"{concurrency} at a time, lognormal, mean 64": (concurrency, long_tailed_lengths(8 * concurrency, 64.0, 1.0)),
+    }
+    rows: dict[str, dict[str, float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        make_model(Path(folder))
+        for kind in ("embedded", "vllm"):
+            rows[kind] = asyncio.run(time_server(kind, Path(folder), cases, seconds))
+        rows["generate"] = time_generate(Path(folder), cases)
+    print(
+        "\nembedded server and vLLM on the CPU over HTTP, through the same pool, and generate in process; the same model, float32; tokens/s"
+    )
+    print(f"{'case':<42}{'embedded':>10}{'vLLM':>10}{'generate':>10}  fastest")
+    for name, (_, lengths) in cases.items():
+        rates = {kind: sum(lengths) / times[name] for kind, times in rows.items()}
+        best, second = sorted(rates, key=lambda kind: rates[kind], reverse=True)[:2]
+        print(f"{name:<42}{''.join(f'{rate:>10.0f}' for rate in rates.values())}  {best}, {rates[best] / rates[second]:.2f} x {second}")
+
+
+def time_generate(folder: Path, cases: dict[str, tuple[int, list[int]]]) -> dict[str, float]:
+    """Median seconds of each case with `generate` in static batches, which holds up nobody but itself."""
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa", dtype=torch.float32).eval()
+    prompts = np.random.default_rng(0).integers(1, VOCAB, (max(len(lengths) for _, lengths in cases.values()), PROMPT_LENGTH)).tolist()
+    return {
+        name: statistics.median(run_generate(model, prompts[: len(lengths)], lengths, concurrency) for _ in range(2))
+        for name, (concurrency, lengths) in cases.items()
+    }
+
+
 def main() -> None:
     """Run both cases and print the table."""
     parser = options(__doc__, seconds=20.0)
@@ -113,11 +182,16 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     with reported("engine" if arguments.device == "cpu" else "engine-cuda", is_kept=arguments.write):
-        run_cases(arguments.seconds, arguments.concurrency, arguments.device)
+        ratio = run_cases(arguments.seconds, arguments.concurrency, arguments.device)
+        if arguments.device == "cpu" and has_vllm():
+            run_servers(arguments.seconds, arguments.concurrency)
+        elif arguments.device == "cpu":
+            print("vLLM is not installed (make setup-vllm), and was not measured")
+        print(f"ratio: {ratio:.2f}")
 
 
-def run_cases(seconds: float, concurrency: int, device: str) -> None:
-    """Measure both cases for `seconds` each and print the table."""
+def run_cases(seconds: float, concurrency: int, device: str) -> float:
+    """Measure both cases for `seconds` each and print the table; returns the last ratio."""
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     print(f"embedded engine against transformers generate: Qwen3, 4 layers, hidden 128, vocabulary {VOCAB}, {dtype}, 1 thread,")
     print(f"{concurrency} sequences at a time, prompts of {PROMPT_LENGTH} tokens, engine loop in process (no HTTP)")
@@ -142,7 +216,7 @@ def run_cases(seconds: float, concurrency: int, device: str) -> None:
             ratio, total = peer_s / ours_s, sum(lengths)
             print(f"{name:<42}{total:>8}{total / ours_s:>12.0f}{total / peer_s:>16.0f}{ratio:>8.2f}{runs:>6}")
         engine.stop()
-    print(f"ratio: {ratio:.2f}")
+    return ratio
 
 
 if __name__ == "__main__":

@@ -1,51 +1,52 @@
 """How long generation stands still when new weights come, against a plain memory copy of the same bytes.
 
-One real embedded engine process with >= 250 MB of weights and a light load of generation. Each repetition, in the same
-run and under the same load: a memory copy of as many bytes (source and target warm), an export into shared memory, prepare
-(while generation goes on), commit. Two sets of weights take turns, so that every push changes every byte.
+One real engine process with >= 250 MB of weights and a light load of generation: the embedded one, then vLLM where it is
+installed. Each repetition, in the same run and under the same load: a memory copy of as many bytes (source and target warm), an
+export into shared memory, prepare (while generation goes on), commit; with vLLM its own reload too (`reload_weights` from a
+folder between pause and resume: on the CPU it leaves a tied lm_head stale). Two sets of weights take turns, so that every push
+changes every byte.
 
-    python benchmarks/publish.py [--seconds 60] [--interrupt abort]
+    python benchmarks/publish.py [--seconds 60] [--interrupt abort] [--engine embedded|vllm]
 
-`pause, server` is the time in which no token could be decoded, as the engine reports it: that is the pause of the issue.
-Two rows measured from outside bound it. `commit, round trip` also holds the rest of the decode step in hand. `wait, client` is
-the longest time between two answers of a stream of one-token requests around the commit; it also holds the prefill of
-all interrupted sequences under the new weights (abort and keep), which is computing, not a copy: --interrupt keep_kv does
-without. `wait, client, usual` is the same without a commit.
+`pause, server` is the time in which no token could be decoded, as the engine reports it (vLLM: as its client does, from the
+pause to the resume): that is the pause of the issue. Two rows measured from outside bound it. `commit, round trip` also holds the
+rest of the decode step in hand. `wait, client` is the longest time between two answers of a stream of one-token requests around
+the commit; it also holds the prefill of all interrupted sequences under the new weights (abort and keep), which is computing,
+not a copy: --interrupt keep_kv does without. `wait, client, usual` is the same without a commit. No canary is sent along: it is
+two requests of 160 tokens after the resume.
 
-Last line: `ratio: X` = pause, server over memory copy, medians of the same run.
+Last line: `ratio: X` = pause, server over memory copy, medians of the same run, of the embedded engine where it took part.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
 import numpy as np
 import torch
+from engine_servers import engine_server, has_vllm
+from pydantic import BaseModel
 from report import options, reported
 from transformers import AutoModelForCausalLM, Qwen3Config
 from transformers.utils.logging import disable_progress_bar
 
 from asyncrl.calling import Caller
-from asyncrl.engines import EnginePool, EngineServer
-from asyncrl.placement.process import ChildProcess
+from asyncrl.engines import EngineClient, EnginePool
 from asyncrl.placement.staging import clear_stale_staging, new_staging_dir
 from asyncrl.trainer.weights import export_weights, named_weights
 from asyncrl.types import Interrupt, SamplingRequest, WeightManifest
-from asyncrl.wire import EngineHealth
 
 SLOTS, MAX_LENGTH = 8, 256
 VOCAB_SIZE = 16_384
 MIN_REPETITIONS = 3
+LIMIT_S = 300.0
 LOAD = 3
 """Long requests that generate all the time, beside the stream of one-token requests."""
 
@@ -60,6 +61,7 @@ class Repetition:
     commit_s: float
     pause_s: float
     client_wait_s: float
+    reload_s: float | None = None
 
 
 class TokenStream:
@@ -105,23 +107,6 @@ def make_model(folder: Path) -> torch.nn.Module:
     return model
 
 
-@asynccontextmanager
-async def engine(model: Path, folder: Path) -> AsyncIterator[tuple[EnginePool, EngineServer]]:
-    """A running embedded engine and its pool."""
-    secret = secrets.token_hex(16)
-    spec = {"name": "engine-0", "model_path": str(model), "slots": SLOTS, "max_length": MAX_LENGTH, "device": "cpu"}
-    child = ChildProcess("engine-0", "asyncrl_servers.embedded", json.dumps(spec), run_dir=folder, secret=secret)
-    await child.start()
-    caller = Caller("engine-0", child.url, secret)
-    try:
-        await caller.get("/health", EngineHealth, timeout_s=120.0)
-        server = EngineServer(caller)
-        yield EnginePool([server], slots=SLOTS), server
-    finally:
-        await caller.aclose()
-        await child.aclose()
-
-
 async def keep_generating(pool: EnginePool, number: int) -> None:
     """One long request after the other."""
     turn = 0
@@ -138,7 +123,7 @@ def copy_once(source: np.ndarray, target: np.ndarray) -> float:
 
 
 async def repeat(
-    server: EngineServer, stream: TokenStream, weights: dict[str, torch.Tensor], staging: Path, version: int, interrupt: Interrupt
+    server: EngineClient, stream: TokenStream, weights: dict[str, torch.Tensor], staging: Path, version: int, interrupt: Interrupt
 ) -> tuple[Repetition, int]:
     """One memory copy and one publish; also the bytes of the weights."""
     size = sum(tensor.nbytes for tensor in weights.values())
@@ -160,11 +145,37 @@ async def repeat(
     return times, sent.num_bytes
 
 
-async def measure(seconds: float, interrupt: Interrupt, folder: Path, staging: Path) -> tuple[list[Repetition], list[float], int]:
+class Anything(BaseModel, extra="allow"):
+    """Whatever one of vLLM's own routes answers."""
+
+
+class Reload(BaseModel):
+    """The body of vLLM's /collective_rpc."""
+
+    method: str = "reload_weights"
+    kwargs: dict[str, str]
+
+
+async def vllm_reload(caller: Caller, folder: Path, interrupt: Interrupt) -> float:
+    """Seconds between pause and resume in which vLLM reloads its weights by itself."""
+    mode, clear = ("keep", "false") if interrupt == "keep_kv" else (interrupt, "true")
+    start = time.perf_counter()
+    await caller.post(f"/pause?mode={mode}&clear_cache={clear}", None, Anything, timeout_s=LIMIT_S)
+    try:
+        await caller.post("/collective_rpc", Reload(kwargs={"weights_path": str(folder)}), Anything, timeout_s=LIMIT_S)
+    finally:
+        await caller.post("/resume", None, Anything, timeout_s=LIMIT_S)
+    return time.perf_counter() - start
+
+
+async def measure(
+    kind: str, seconds: float, interrupt: Interrupt, folder: Path, staging: Path
+) -> tuple[list[Repetition], list[float], int]:
     """Repetitions until the time is over; the usual waits of the stream; bytes of the weights."""
     first = named_weights(await asyncio.to_thread(make_model, folder / "model"))
     second = {name: tensor * 1.01 for name, tensor in first.items()}
-    async with engine(folder / "model", folder) as (pool, server):
+    async with engine_server(kind, folder / "model", folder, slots=SLOTS, max_length=MAX_LENGTH) as (server, caller):
+        pool = EnginePool([server], slots=SLOTS)
         stream = TokenStream(pool)
         tasks = [asyncio.create_task(stream.run())]
         tasks += [asyncio.create_task(keep_generating(pool, number)) for number in range(LOAD)]
@@ -178,8 +189,9 @@ async def measure(seconds: float, interrupt: Interrupt, folder: Path, staging: P
                 await asyncio.sleep(0.5)
                 usual += [after - before for before, after in stream.gaps[num_before:]]
                 version = len(repetitions) + 1
+                reload_s = await vllm_reload(caller, folder / "model", interrupt) if kind == "vllm" else None
                 done, num_bytes = await repeat(server, stream, second if version % 2 else first, staging, version, interrupt)
-                repetitions.append(done)
+                repetitions.append(replace(done, reload_s=reload_s))
                 for task in tasks:
                     if task.done():
                         task.result()
@@ -191,42 +203,56 @@ async def measure(seconds: float, interrupt: Interrupt, folder: Path, staging: P
     return repetitions, usual, num_bytes
 
 
-def show(repetitions: list[Repetition], usual: list[float], num_bytes: int, interrupt: str) -> None:
-    """The table and the last line."""
+def show(kind: str, repetitions: list[Repetition], usual: list[float], num_bytes: int, interrupt: str) -> float:
+    """The table of one engine; returns pause over memory copy."""
     memcpy_s = median(one.memcpy_s for one in repetitions)
-    print(f"{num_bytes / 1e6:.0f} MB of float32 weights, interrupt={interrupt}, {len(repetitions)} repetitions, medians")
-    print(f"{'':28}{'seconds':>10}{'GB/s':>8}{'of memcpy':>12}")
+    print(f"\n{kind}: {num_bytes / 1e6:.0f} MB of float32 weights, interrupt={interrupt}, {len(repetitions)} repetitions, medians")
+    print(f"{'':36}{'seconds':>10}{'GB/s':>8}{'of memcpy':>12}")
     rows = {
         "memory copy": memcpy_s,
         "export (trainer)": median(one.export_s for one in repetitions),
         "prepare (beside generation)": median(one.prepare_s for one in repetitions),
         "commit, round trip": median(one.commit_s for one in repetitions),
-        "pause, server": median(one.pause_s for one in repetitions),
+        "pause, server": (pause_s := median(one.pause_s for one in repetitions)),
         "wait, client, at commit": median(one.client_wait_s for one in repetitions),
         "wait, client, usual": median(usual),
     }
+    reloads = [one.reload_s for one in repetitions if one.reload_s is not None]
+    if reloads:
+        rows["vLLM's own reload, pause to resume"] = median(reloads)
     for name, seconds in rows.items():
-        print(f"{name:28}{seconds:10.4f}{num_bytes / seconds / 1e9:8.1f}{seconds / memcpy_s:12.2f}")
-    print(f"ratio: {rows['pause, server'] / memcpy_s:.2f}")
+        print(f"{name:36}{seconds:10.4f}{num_bytes / seconds / 1e9:8.1f}{seconds / memcpy_s:12.2f}")
+    if reloads:
+        print(f"vLLM's own reload takes {median(reloads) / pause_s:.2f} times the pause of ours")
+    return pause_s / memcpy_s
+
+
+def run_kind(kind: str, seconds: float, interrupt: Interrupt) -> tuple[list[Repetition], list[float], int]:
+    """One engine in folders of its own."""
+    staging = new_staging_dir()
+    staging.mkdir()
+    try:
+        with tempfile.TemporaryDirectory(prefix="asyncrl-publish-") as folder:
+            return asyncio.run(measure(kind, seconds, interrupt, Path(folder), staging))
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
 
 
 def main() -> None:
     """Parse, measure, print."""
     parser = options(__doc__, seconds=60.0)
     parser.add_argument("--interrupt", choices=["abort", "keep", "keep_kv", "wait"], default="abort")
+    parser.add_argument("--engine", choices=["embedded", "vllm"], default=None, help="one alone (default: both, vLLM if it is installed)")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     disable_progress_bar()
     clear_stale_staging()
-    staging = new_staging_dir()
-    staging.mkdir()
-    try:
-        with tempfile.TemporaryDirectory(prefix="asyncrl-publish-") as folder:
-            results = asyncio.run(measure(arguments.seconds, arguments.interrupt, Path(folder), staging))
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+    kinds = [arguments.engine] if arguments.engine else ["embedded", *(["vllm"] if has_vllm() else [])]
     with reported("publish", is_kept=arguments.write):
-        show(*results, arguments.interrupt)
+        if "vllm" not in kinds and arguments.engine is None:
+            print("vllm: not installed (make setup-vllm), not measured")
+        ratios = [show(kind, *run_kind(kind, arguments.seconds / len(kinds), arguments.interrupt), arguments.interrupt) for kind in kinds]
+        print(f"ratio: {ratios[0]:.2f}")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,8 @@ from asyncrl.observe.step_metrics import batch_metrics
 from asyncrl.placement.plan import engine_threads
 from asyncrl.producers.seeds import derive_seed
 from asyncrl.producers.tokenizer import HFChatTokenizer
-from asyncrl.startup import engine_spec, make_model_folder, trainer_spec
+from asyncrl.running.model_folder import make_model_folder
+from asyncrl.running.specs import engine_spec, trainer_spec
 from asyncrl.tasks.build import build_task
 from asyncrl.tasks.feed import Feed
 from asyncrl.testing.sync_reference import SyncParts, SyncStep, sync_reference
@@ -105,7 +106,7 @@ class SyncRun:
     def load_weights(self, version: int) -> None:
         """Export, stage, swap, one after the other."""
         export = self.trainer.export(Path(self._staging.name) / f"v{version}.safetensors")
-        self.engine.prepare(PrepareRequest(**export.model_dump()))
+        self.engine.prepare(PrepareRequest(**export.model_dump(include=set(PrepareRequest.model_fields))))
         self.engine.commit(CommitRequest(version=version, digest=export.digest)).result(timeout=600)
         Path(export.path).unlink()
 

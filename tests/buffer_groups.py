@@ -11,15 +11,17 @@ from asyncrl.config import BufferConfig
 from asyncrl.types import Batch, Group, GroupId, Prompt, Trajectory, VersionSpan
 
 
-def make_group(group_id: int, *rollouts: Sequence[int]) -> Group:
-    """One trajectory for each sequence of versions: two prompt tokens, then one token sampled under each version."""
-    return Group(GroupId(group_id), Prompt(f"p{group_id}", ()), tuple(_trajectory(i, versions) for i, versions in enumerate(rollouts)))
+def make_group(group_id: int, *rollouts: Sequence[int], rewards: Sequence[float] = ()) -> Group:
+    """One trajectory for each sequence of versions: two prompt tokens, then one token sampled under each version. Rewards default to 0."""
+    given = rewards or [0.0] * len(rollouts)
+    trajectories = (_trajectory(i, versions, reward) for i, (versions, reward) in enumerate(zip(rollouts, given, strict=True)))
+    return Group(GroupId(group_id), Prompt(f"p{group_id}", ()), tuple(trajectories))
 
 
-def _trajectory(index: int, versions: Sequence[int]) -> Trajectory:
+def _trajectory(index: int, versions: Sequence[int], reward: float) -> Trajectory:
     spans = tuple(VersionSpan(2 + i, 3 + i, version) for i, version in enumerate(versions))
     mask = np.array([False, False] + [True] * len(versions))
-    return Trajectory(index, np.zeros(len(mask), np.int32), mask, np.zeros(len(mask), np.float32), spans, reward=0.0)
+    return Trajectory(index, np.zeros(len(mask), np.int32), mask, np.zeros(len(mask), np.float32), spans, reward)
 
 
 def versions_of(group: Group) -> list[int]:
@@ -47,10 +49,18 @@ def make_buffer(
     max_staleness: int = 1,
     look_ahead: int | str | None = None,
     on_overdue: str = "wait",
+    filter_kind: str = "none",
+    max_filtered_groups: int = 10**9,
     log: HandedBackLog | None = None,
 ) -> Buffer:
     """A buffer with look_ahead = max_staleness unless told otherwise."""
     config = BufferConfig.model_validate(
-        {"max_staleness": max_staleness, "look_ahead": max_staleness if look_ahead is None else look_ahead, "on_overdue": on_overdue}
+        {
+            "max_staleness": max_staleness,
+            "look_ahead": max_staleness if look_ahead is None else look_ahead,
+            "on_overdue": on_overdue,
+            "filter": filter_kind,
+            "max_filtered_groups": max_filtered_groups,
+        }
     )
     return Buffer(config, num_groups=num_groups, num_batches=num_batches, on_handed_back=HandedBackLog() if log is None else log)

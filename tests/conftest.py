@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+settings.register_profile("whatever the machine does", deadline=None)
+settings.load_profile("whatever the machine does")
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked gpu are skipped where torch sees no CUDA device, tests marked vllm where vLLM is not installed."""
+    """Tests marked gpu are skipped where torch sees no CUDA device. Those marked vllm see to it themselves: vllm_process.vllm_python."""
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked:
         import torch
@@ -22,10 +25,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if not torch.cuda.is_available():
             for item in marked:
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
-    if importlib.util.find_spec("vllm") is None:
-        for item in items:
-            if item.get_closest_marker("vllm"):
-                item.add_marker(pytest.mark.skip(reason="vLLM is not installed"))
 
 
 @pytest.fixture(scope="session")

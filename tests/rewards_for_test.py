@@ -36,3 +36,17 @@ class Hangs(Letters):
 def no_number(prompt: Prompt, completion: str, answer: Any) -> Any:
     """No number at all."""
     return {"score": 1}
+
+
+class BeginsWithALetter(Letters):
+    """1 or 0, by the first character alone: with random weights all rollouts of a group often earn the same."""
+
+    def score(self, prompt: Prompt, completion: str) -> float:
+        return float(completion[:1].isalpha())
+
+
+class NeverRight(Letters):
+    """Always 0."""
+
+    def score(self, prompt: Prompt, completion: str) -> float:
+        return 0.0

@@ -11,9 +11,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from asyncrl.errors import WouldWait
 from asyncrl.types import Batch
 
+REWARD = st.sampled_from([0.0, 1.0])
+
 
 class BufferHistory(RuleBasedStateMachine):
-    """Admit, finish with any versions the ticket allows, fail, take, publish (late and skipping), change look_ahead."""
+    """Admit, finish with any versions the ticket allows, filter some, fail, take, publish (late, skipping), change look_ahead."""
 
     @initialize(
         num_groups=st.integers(1, 4),
@@ -21,9 +23,10 @@ class BufferHistory(RuleBasedStateMachine):
         max_staleness=st.integers(0, 4),
         look_ahead=st.integers(0, 4),
         on_overdue=st.sampled_from(["wait", "mask", "drop"]),
+        filter_kind=st.sampled_from(["none", "equal_rewards"]),
     )
-    def start(self, num_groups: int, num_batches: int, max_staleness: int, look_ahead: int, on_overdue: str) -> None:
-        self.log = HandedBackLog()
+    def start(self, num_groups: int, num_batches: int, max_staleness: int, look_ahead: int, on_overdue: str, filter_kind: str) -> None:
+        self.log, self.filter_kind = HandedBackLog(), filter_kind
         self.num_groups, self.num_batches, self.max_staleness, self.on_overdue = num_groups, num_batches, max_staleness, on_overdue
         self.buffer = make_buffer(
             num_groups=num_groups,
@@ -31,13 +34,14 @@ class BufferHistory(RuleBasedStateMachine):
             max_staleness=max_staleness,
             look_ahead=min(look_ahead, max_staleness),
             on_overdue=on_overdue,
+            filter_kind=filter_kind,
             log=self.log,
         )
         self.running: dict[int, int] = {}  # group -> version at admission
         self.ready: dict[int, list[int]] = {}  # group -> its versions
         self.batches: list[Batch] = []
         self.served = 0
-        self.num_failed = self.num_seen_log = 0
+        self.num_failed = self.num_filtered = self.num_filtered_tokens = self.num_seen_log = 0
 
     # ---- events
 
@@ -57,7 +61,7 @@ class BufferHistory(RuleBasedStateMachine):
             group_id = data.draw(st.sampled_from(sorted(self.running)))
             version = st.integers(self.running[group_id], len(self.batches))
             rollouts = data.draw(st.lists(st.lists(version, min_size=1, max_size=3).map(sorted), min_size=1, max_size=2))
-            self._finish(group_id, *rollouts)
+            self._finish(group_id, *rollouts, rewards=data.draw(st.lists(REWARD, min_size=len(rollouts), max_size=len(rollouts))))
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
@@ -92,7 +96,8 @@ class BufferHistory(RuleBasedStateMachine):
         order = sorted(self.running, reverse=youngest_first)
         for group_id in order[: max(0, len(order) - num_left)]:
             oldest = data.draw(st.integers(self.running[group_id], len(self.batches)))
-            self._finish(group_id, [oldest, data.draw(st.integers(oldest, len(self.batches)))])
+            newest = data.draw(st.integers(oldest, len(self.batches)))
+            self._finish(group_id, [oldest, newest], [newest], rewards=[0.0, data.draw(REWARD)])
         self.take()
         if is_published:
             self._publish(len(self.batches))
@@ -101,7 +106,7 @@ class BufferHistory(RuleBasedStateMachine):
         """When all has finished and is published, the next batch can be taken."""
         for group_id, start_version in list(self.running.items()):
             if group_id in self.running:
-                self._finish(group_id, [start_version])
+                self._finish(group_id, [start_version], [start_version], rewards=[0.0, 1.0])
         self._publish(len(self.batches))
         while True:
             try:
@@ -109,7 +114,7 @@ class BufferHistory(RuleBasedStateMachine):
             except WouldWait:
                 break
             self.running[ticket.group_id] = ticket.start_version
-            self._finish(ticket.group_id, [len(self.batches)])
+            self._finish(ticket.group_id, [len(self.batches)], [len(self.batches)], rewards=[0.0, 1.0])
         self._check(self.buffer.take_nowait())
 
     def teardown(self) -> None:
@@ -132,6 +137,8 @@ class BufferHistory(RuleBasedStateMachine):
         assert stats.admitted == consumed + len(self.running) + len(self.ready) <= self.num_batches * self.num_groups
         assert stats.admitted <= (self.served + self.max_staleness + 1) * self.num_groups
         assert stats.failed == self.num_failed
+        assert (stats.filtered, stats.filtered_tokens) == (self.num_filtered, self.num_filtered_tokens)
+        assert not self.num_filtered or self.filter_kind == "equal_rewards"
         assert stats.dropped + stats.all_masked == len(self.log)
         if self.on_overdue == "wait":
             assert not self.log, "`wait` hands nothing back"
@@ -141,10 +148,20 @@ class BufferHistory(RuleBasedStateMachine):
         if self.on_overdue == "mask":
             assert all(max(versions) + self.max_staleness >= len(self.batches) for versions in self.ready.values())
 
-    def _finish(self, group_id: int, *rollouts: list[int]) -> None:
-        assert self.buffer.finish_nowait(make_group(group_id, *rollouts))
+    def _finish(self, group_id: int, *rollouts: list[int], rewards: list[float]) -> None:
+        versions = [version for rollout in rollouts for version in rollout]
+        num_admitted = self.buffer.stats().admitted
+        became = self.buffer.finish_nowait(make_group(group_id, *rollouts, rewards=rewards))
         del self.running[group_id]
-        self.ready[group_id] = [version for rollout in rollouts for version in rollout]
+        if self.filter_kind == "equal_rewards" and min(rewards) == max(rewards):
+            assert became == "filtered"
+            assert self.buffer.stats().admitted == num_admitted - 1, "its admission is handed back"
+            self.num_filtered += 1
+            self.num_filtered_tokens += len(versions)
+            return
+        is_useless = self.on_overdue == "mask" and max(versions) + self.max_staleness < len(self.batches)
+        assert became == ("handed_back" if is_useless else "ready")
+        self.ready[group_id] = versions
         self._see_handed_back()
 
     def _publish(self, version: int) -> None:
@@ -175,7 +192,7 @@ class BufferHistory(RuleBasedStateMachine):
                 del self.ready[group_id]
             else:
                 del self.running[group_id]
-                assert not self.buffer.finish_nowait(make_group(group_id, [len(self.batches)])), "its producer may not know yet"
+                assert self.buffer.finish_nowait(make_group(group_id, [len(self.batches)])) == "stopped", "its producer may not know yet"
                 assert not self.buffer.fail_nowait(group_id, "cancelled")
         self.num_seen_log = len(self.log)
 

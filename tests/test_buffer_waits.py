@@ -170,7 +170,7 @@ def test_a_dropped_group_is_stopped_and_what_its_producer_still_says_is_ignored(
     finish(buffer, *admit(buffer, 2), version=1)
     buffer.take_nowait()
     assert log == [(2, False, "dropped"), (3, False, "dropped")]
-    assert buffer.finish_nowait(make_group(2, [0])) is False
+    assert buffer.finish_nowait(make_group(2, [0])) == "stopped"
     assert buffer.fail_nowait(3, "cancelled") is False
     assert buffer.stats().dropped == 2
     assert buffer.stats().hurried_batches == 1
@@ -187,7 +187,7 @@ def test_a_group_that_mask_leaves_nothing_of_goes_back_at_once_and_its_place_is_
         finish(buffer, *admit(buffer, 1), version=version)
         assert buffer.take_nowait().min_version == version - 1
     assert buffer.num_open() == 0
-    assert buffer.finish_nowait(make_group(1, [0, 1])) is True
+    assert buffer.finish_nowait(make_group(1, [0, 1])) == "handed_back"
     assert log == [(1, True, "all_masked")]
     assert buffer.num_open() == 1
     assert (buffer.stats().all_masked, buffer.stats().ready) == (1, 0)

@@ -30,7 +30,7 @@ def test_check_prints_the_plan_without_torch() -> None:
     assert answer.returncode == 0, answer.stderr
     for process in ("controller", "trainer-0", "engine-0", "engine-1"):
         assert process in answer.stdout
-    assert "memory:" in answer.stdout
+    assert "memory of cpu:" in answer.stdout
 
 
 @pytest.mark.parametrize("command", ["run", "check"])

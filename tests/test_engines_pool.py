@@ -13,7 +13,7 @@ from asyncrl.engines import EnginePool, EngineServer
 from asyncrl.errors import EngineError, RequestRefused
 from asyncrl.testing.fakes import FakeEngineServer
 from asyncrl.testing.virtual_time import all_blocked, run_virtual
-from asyncrl.types import Completion, Interrupt, SamplingRequest, VersionSpan, WeightManifest
+from asyncrl.types import Completion, Interrupt, PartialCompletion, SamplingRequest, VersionSpan, WeightManifest
 
 DECODE_S = 0.01
 
@@ -104,7 +104,7 @@ def test_six_requests_on_two_servers_with_two_slots_survive_two_aborts() -> None
             check_whole(request, completion)
             assert completion.token_ids == (await uninterrupted(request)).token_ids
         first = running[0].result().version_spans
-        assert first == (VersionSpan(0, 5, 0), VersionSpan(5, 10, 1), VersionSpan(10, 20, 2))
+        assert first == (VersionSpan(0, 5, 0, 0), VersionSpan(5, 10, 1, 0), VersionSpan(10, 20, 2, 0))
         assert [fake.peak_running for fake in fakes] == [2, 2]
         assert pool.stats().interrupted == sum(task.result().num_interruptions for task in running) == 8
 
@@ -122,7 +122,28 @@ def test_new_weights_take_over_from_the_token_after_the_publish() -> None:
         old = await uninterrupted(request)
         assert running.result().token_ids[:4] == old.token_ids[:4]
         assert running.result().token_ids[4:] != old.token_ids[4:], "six letters agree by chance once in 3e8"
-        assert running.result().version_spans == (VersionSpan(0, 4, 0), VersionSpan(4, 10, 1))
+        assert running.result().version_spans == (VersionSpan(0, 4, 0, 0), VersionSpan(4, 10, 1, 0))
+
+    run_virtual(story())
+
+
+def test_each_token_carries_the_number_of_the_server_that_sampled_it_whichever_it_moves_to() -> None:
+    async def story() -> None:
+        fakes = [FakeEngineServer(f"engine-{index}", decode_s=DECODE_S) for index in range(2)]
+        pool = EnginePool([EngineServer(fake) for fake in fakes], slots=4, on_lost=lambda lost: pool.down_nowait(lost.room))
+        kept = PartialCompletion((ord("a"),), (-1.0,), (VersionSpan(0, 1, 0),))
+        async with asyncio.TaskGroup() as tasks:
+            moved = tasks.create_task(pool.generate(make_request("moved", max_tokens=10), on_tokens=lambda _: None))
+            other = tasks.create_task(pool.generate(make_request("other", max_tokens=10)))
+            again = tasks.create_task(pool.generate(make_request("again", max_tokens=10), partial=kept))
+            await asyncio.sleep(3.5 * DECODE_S)
+            await publish(pool, 1, "w1")
+            await asyncio.sleep(2.5 * DECODE_S)
+            fakes[0].die()
+        assert moved.result().version_spans == (VersionSpan(0, 3, 0, 0), VersionSpan(3, 5, 1, 0), VersionSpan(5, 10, 1, 1))
+        assert other.result().version_spans == (VersionSpan(0, 3, 0, 1), VersionSpan(3, 10, 1, 1))
+        assert again.result().version_spans[0] == VersionSpan(0, 1, 0, -1), "of a process that did not say"
+        check_whole(make_request(max_tokens=10), other.result())
 
     run_virtual(story())
 

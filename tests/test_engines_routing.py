@@ -24,6 +24,17 @@ def test_a_group_moves_on_together_when_its_server_is_full() -> None:
     assert taken == [0, 0, 1, 1]
 
 
+def test_a_group_leaves_a_server_that_is_down_and_nothing_goes_there_until_it_is_up() -> None:
+    router = Router(3, slots=4)
+    with ExitStack() as requests:
+        taken = [requests.enter_context(router.take("a"))]
+        router.up.discard(0)
+        taken += [requests.enter_context(router.take(key)) for key in ("a", "a", "", "", "", "")]
+        assert taken == [0, 1, 1, 2, 2, 1, 2]
+        router.up.add(0)
+        assert [requests.enter_context(router.take("")) for _ in range(2)] == [0, 0]
+
+
 def test_a_key_is_forgotten_with_its_last_request() -> None:
     router = Router(2, slots=2)
     with router.take("a"), router.take("a"):

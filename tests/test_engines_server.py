@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
 import pytest
 
-from asyncrl.calling import CallRefused
+from asyncrl.calling import CallGarbled, CallRefused
 from asyncrl.engines import EngineServer
-from asyncrl.errors import EngineError
+from asyncrl.errors import EngineError, EngineLost
 from asyncrl.testing.fakes import FakeEngineServer
-from asyncrl.testing.virtual_time import run_virtual
+from asyncrl.testing.virtual_time import all_blocked, run_virtual
 from asyncrl.types import WeightManifest
-from asyncrl.wire import ErrorBody, GenerateRequest
+from asyncrl.wire import ErrorBody, ExportChunkResponse, GenerateRequest
 
 MANIFEST = WeightManifest(4, "/dev/shm/w", "d4", 2, 100)
 
@@ -51,3 +55,93 @@ def test_a_status_that_is_not_about_the_request_ends_the_run() -> None:
             await EngineServer(fake).generate_segment(GenerateRequest(request_id="a", prompt_ids=[1], max_tokens=1))
 
     run_virtual(story())
+
+
+def test_an_answer_that_is_no_message_is_an_error_and_no_loss() -> None:
+    async def story() -> None:
+        fake = FakeEngineServer()
+
+        def garbled(_: GenerateRequest) -> str:
+            raise CallGarbled("engine-0", "/generate", "status 200 with a body that is no GenerateResponse: <html>")
+
+        fake.refuse = garbled
+        with pytest.raises(EngineError, match="answered /generate with what is no answer: status 200") as caught:
+            await EngineServer(fake).generate_segment(GenerateRequest(request_id="a", prompt_ids=[1], max_tokens=1))
+        assert not isinstance(caught.value, EngineLost)
+
+    run_virtual(story())
+
+
+def test_a_server_that_is_given_up_ends_every_call_and_its_successor_takes_them_again() -> None:
+    async def story() -> None:
+        fake = FakeEngineServer(decode_s=0.01)
+        server = EngineServer(fake)
+        await server.prepare(WeightManifest(3, "fake/w3", "w3", 1, 1))
+        await server.commit(3, "w3", "abort")
+        fake.freeze()
+        async with asyncio.TaskGroup() as tasks:
+            calls = [tasks.create_task(_lost(server.abort(None, timeout_s=None))) for _ in range(3)]
+            await all_blocked()
+            assert not any(call.done() for call in calls)
+            server.cut_nowait()
+            server.cut_nowait()
+        errors = [call.result() for call in calls] + [await _lost(server.abort(None))]
+        assert [error.is_told for error in errors] == [True] * 4
+        assert "engine-0: was given up before it answered /abort" in str(errors[0])
+        fake.restart()
+        server.renew_nowait()
+        assert (server.policy_version, await server.abort(None)) == (0, [])
+        fake.die()
+        assert not (await _lost(server.abort(None))).is_told
+
+    run_virtual(story())
+
+
+def chunk(index: int, *, version: int = 4, is_last: bool = False) -> ExportChunkResponse:
+    return ExportChunkResponse(
+        version=version, index=index, path="/dev/shm/c", digest=f"d{index}", num_tensors=1, num_bytes=8, is_last=is_last
+    )
+
+
+def test_a_turn_of_sleep_chunks_and_wake_brings_a_version() -> None:
+    async def story() -> None:
+        fake = FakeEngineServer()
+        server = EngineServer(fake)
+        freed = await server.sleep(["kv", "weights"])
+        assert (freed.num_bytes, (await server.health()).asleep) == (2000, ["kv", "weights"])
+        assert (await server.wake(["weights"])).num_bytes == 1000
+        assert [await server.load_chunk(chunk(0)), await server.load_chunk(chunk(1, is_last=True))] == ["d0", "d1"]
+        assert (await server.commit(4, "whole", "abort")).version == server.policy_version == 4
+        assert (await server.wake(["kv"], restore=False)).num_bytes == 1000
+        assert (await server.health()).asleep == []
+
+    run_virtual(story())
+
+
+def test_what_a_sleeping_server_refuses_is_an_engine_error_with_its_words() -> None:
+    async def story() -> None:
+        fake = FakeEngineServer()
+        server = EngineServer(fake)
+        with pytest.raises(EngineError, match="engine-0: .* answered 409 to /load_chunk: the weights are being served"):
+            await server.load_chunk(chunk(0))
+        await server.sleep(["weights"])
+        fake.parts.fail_wake = "no memory"
+        with pytest.raises(EngineError, match="answered 507 to /wake: no memory"):
+            await server.wake(["weights"], restore=True)
+        fake.parts.fail_wake = ""
+        await server.wake(["weights"])
+        with pytest.raises(EngineError, match="chunk 1 does not come next"):
+            await server.load_chunk(chunk(1))
+        fake.corrupt_digest = True
+        assert await server.load_chunk(chunk(0)) == "corrupt", "the publisher compares"
+        fake.die()
+        with pytest.raises(EngineLost, match="gave no answer to /sleep"):
+            await server.sleep(["kv"])
+
+    run_virtual(story())
+
+
+async def _lost(call: Coroutine[Any, Any, object]) -> EngineLost:
+    with pytest.raises(EngineLost) as caught:
+        await call
+    return caught.value

@@ -24,7 +24,8 @@ def assert_failed(answer: subprocess.CompletedProcess[str], code: int, *words: s
 
 @pytest.mark.parametrize(("victim", "name"), [("asyncrl_servers.embedded", "engine-0"), ("asyncrl.trainer.worker", "trainer-0")])
 def test_a_killed_process_ends_the_run_and_is_named(tmp_path: Path, victim: str, name: str) -> None:
-    process = start(write_config(tmp_path, buffer={"max_staleness": 2}), tmp_path / "run", LONG)
+    config = write_config(tmp_path, buffer={"max_staleness": 2}, supervision={"max_restarts": 0})
+    process = start(config, tmp_path / "run", LONG)
     wait_for_steps(tmp_path / "run", 2, process)
     children = children_of(process)
     (child,) = children_of(process, victim)
@@ -38,7 +39,8 @@ def test_a_killed_process_ends_the_run_and_is_named(tmp_path: Path, victim: str,
 
 
 def test_a_frozen_engine_ends_the_run_within_the_heartbeat(tmp_path: Path) -> None:
-    process = start(write_config(tmp_path, observe={"heartbeat_s": 3, "console": "plain"}), tmp_path / "run", LONG)
+    config = write_config(tmp_path, observe={"heartbeat_s": 3}, supervision={"max_restarts": 0})
+    process = start(config, tmp_path / "run", LONG)
     wait_for_steps(tmp_path / "run", 2, process)
     (engine,) = children_of(process, "asyncrl_servers.embedded")
     children = children_of(process)
@@ -51,14 +53,18 @@ def test_a_frozen_engine_ends_the_run_within_the_heartbeat(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interrupted_run_saves_its_weights_and_leaves_nothing_running(tmp_path: Path, number: signal.Signals, code: int) -> None:
+def test_an_interrupted_run_makes_a_checkpoint_says_how_to_go_on_and_leaves_nothing_running(
+    tmp_path: Path, number: signal.Signals, code: int
+) -> None:
     process = start(write_config(tmp_path, buffer={"max_staleness": 2}), tmp_path / "run", LONG)
     wait_for_steps(tmp_path / "run", 2, process)
     children = children_of(process)
     stdout, stderr = interrupt(process, number)
     assert process.returncode == code, stderr
     assert "interrupted" in stdout
-    assert (tmp_path / "run" / "final" / "config.json").is_file()
+    assert f"--run-dir {tmp_path / 'run'}" in " ".join(stdout.split()).replace("\n", "")
+    steps = len(read_lines(tmp_path / "run" / "metrics.jsonl"))
+    assert (tmp_path / "run" / "checkpoints" / f"step_{steps}" / "manifest.json").is_file()
     assert all_gone(children)
     assert staging_of(process.pid) == []
 
@@ -154,11 +160,11 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
     assert_failed(answer, 2, f"port {port} for engine-0")
 
 
-def test_a_directory_that_holds_a_run_is_not_written_over(tmp_path: Path) -> None:
+def test_a_config_that_no_run_has_written_is_not_written_over(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     (run_dir / "config.yaml").write_text("precious")
-    assert_failed(run(write_config(tmp_path), run_dir), 2, "holds a run already")
+    assert_failed(run(write_config(tmp_path), run_dir), 2, "holds a config.yaml that no run has written")
     assert (run_dir / "config.yaml").read_text() == "precious"
 
 

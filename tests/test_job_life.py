@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,15 +17,22 @@ from typing import Any
 import pytest
 from job_runs import environment, interrupt, write_config
 
-from asyncrl import job, startup, wiring
+from asyncrl import job
 from asyncrl.config import RunConfig, load_config
 from asyncrl.errors import RoomError
 from asyncrl.job import Job
+from asyncrl.journal.lock import RunLock
+from asyncrl.placement.cuda import CudaDevice
 from asyncrl.placement.staging import clear_own_staging, new_staging_dir
-from asyncrl.reporting import Reporter
+from asyncrl.running import specs, startup, wiring
+from asyncrl.running.off_loop import in_daemon_thread
+from asyncrl.running.reporting import Reporter
+from asyncrl.running.turns import SideBySide
+from asyncrl.testing.memory_journal import MemoryJournal
 from asyncrl.testing.virtual_time import all_blocked, run_virtual
+from asyncrl.types import Batch, StepReport
 
-REPORTED = ("start", "close_console", "tell", "training_starts", "status", "step", "finish")
+REPORTED = ("start", "close_console", "tell", "training_starts", "status", "step", "finish", "evaluated", "warn", "resumes")
 
 
 def make_config(tmp_path: Path, **sections: Any) -> RunConfig:
@@ -32,38 +40,31 @@ def make_config(tmp_path: Path, **sections: Any) -> RunConfig:
 
 
 def make_job(config: RunConfig, tmp_path: Path) -> Job:
-    return Job(config, tmp_path, "test")
+    return Job(config, tmp_path, "test", RunLock(tmp_path / "run.lock"), None)
 
 
 class FakeTrainer:
-    """A trainer whose every step is taken, and whose save never answers."""
+    """A trainer that has taken `version` steps; a save, and a step, end once they may. `run` ends when it dies, and says so."""
 
-    def __init__(self, num_steps: int) -> None:
-        self.policy_version = num_steps
-        self.is_saving = asyncio.Event()
+    def __init__(self, version: int) -> None:
+        self.policy_version = version
+        self.may_save, self.may_step, self.has_died = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.saved: list[Path] = []
+        self.trained: list[int] = []
+
+    async def run(self) -> None:
+        await self.has_died.wait()
+        raise RoomError("trainer-0", "was killed")
 
     async def save(self, path: Path) -> None:
-        self.is_saving.set()
-        await asyncio.Event().wait()
+        self.saved.append(path)
+        await self.may_save.wait()
 
-
-class FakeChild:
-    """A process that dies as soon as the trainer saves."""
-
-    name, returncode, died = "trainer-0", None, None
-
-    def __init__(self, trainer: FakeTrainer) -> None:
-        self._trainer = trainer
-
-    async def watch(self) -> None:
-        await self._trainer.is_saving.wait()
-        raise RoomError(self.name, "was killed")
-
-    async def wait(self) -> None:
-        await asyncio.Event().wait()
-
-    def note_death(self) -> None:
-        pass
+    async def train(self, batch: Batch) -> StepReport:
+        await self.may_step.wait()
+        self.policy_version += 1
+        self.trained.append(batch.version)
+        return StepReport(self.policy_version, {})
 
 
 async def for_ever(*_: object) -> None:
@@ -74,24 +75,170 @@ async def nothing(*_: object) -> None:
     pass
 
 
-def test_a_trainer_that_dies_while_it_saves_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = make_config(tmp_path)
-    run = make_job(config, tmp_path)
-    run.reporter._recorder.close()
-    monkeypatch.setattr(run, "reporter", SimpleNamespace(**dict.fromkeys(REPORTED, lambda *_: None)))
+class House:
+    """A job whose rooms are small fakes, beside those of the other tests: batches are given, a step waits to be let go."""
 
-    async def story() -> None:
-        trainer = FakeTrainer(config.trainer.num_steps)
-        room = SimpleNamespace(run=for_ever, aclose=nothing)
-        server = SimpleNamespace(child=FakeChild(trainer), check_alive=nothing)
+    def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, version: int = 0, with_evaluation: bool = False) -> None:
+        config = make_config(tmp_path, trainer={"num_steps": 3})
+        self.job = make_job(config, tmp_path)
+        self.job.reporter._recorder.close()
+        monkeypatch.setattr(self.job, "reporter", SimpleNamespace(**dict.fromkeys(REPORTED, lambda *_, **__: None)))
+        self.trainer, self.journal = FakeTrainer(version), MemoryJournal()
+        self.batches = asyncio.Queue[Batch]()
+        self.after_step: list[int] = []
+        self.last: list[int] = []
+        self.given: list[str] = []
+        room = SimpleNamespace(run=for_ever, aclose=nothing, guard=for_ever, wait_last=for_ever)
+        publisher = SimpleNamespace(run=for_ever, start_before_nowait=lambda _: None, wait_exported_or_busy=nothing, wait_announced=nothing)
+        server = SimpleNamespace(child=SimpleNamespace(name="engine-eval", watch=lambda: None), check_alive=nothing)
+        turns: Any = SideBySide(publisher, num_steps=3, spawn=lambda coro, name: self.job._spawn(coro, name=name))  # type: ignore[arg-type]
+        self.rooms = SimpleNamespace(
+            servers=(), trainer=self.trainer, producers=room, publisher=publisher, turns=turns, journal=self.journal, supervisors=(),
+            buffer=SimpleNamespace(wait_batch=self.wait_batch),
+            checkpointer=SimpleNamespace(after_step=self.step_done, make_last=self.make_last),
+            evaluation=room if with_evaluation else None, eval_server=server if with_evaluation else None, harnessing=None,
+        )  # fmt: skip
 
         async def open_rooms(*_: Any, **__: Any) -> Any:
-            return SimpleNamespace(servers=(server,), trainer=trainer, producers=room, publisher=room)
+            return self.rooms
 
         monkeypatch.setattr(job, "open_rooms", open_rooms)
+        monkeypatch.setattr(job, "make_watchdog", lambda *_, **__: SimpleNamespace(run=for_ever, look=lambda: None))
+        monkeypatch.setattr(job, "heartbeat", lambda *_: None)
+
+    async def wait_batch(self) -> Batch:
+        return await self.batches.get()
+
+    def give_batch(self) -> None:
+        self.batches.put_nowait(Batch(self.trainer.policy_version, (), 0))
+
+    async def step_done(self, version: int) -> None:
+        self.after_step.append(version)
+
+    async def make_last(self, version: int) -> None:
+        self.last.append(version)
+
+    @property
+    def names(self) -> set[str]:
+        """Of the tasks that run."""
+        return {task.get_name() for task in self.job._tasks}
+
+    def interrupt(self, main: asyncio.Task[None]) -> None:
+        self.job._on_signal(signal.SIGINT, main)
+
+
+def test_a_trainer_that_dies_while_it_saves_ends_the_run_once_it_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story() -> None:
+        house = House(tmp_path, monkeypatch, version=3)
+        living = asyncio.create_task(house.job._live())
+        await all_blocked()
+        assert house.trainer.saved == [tmp_path / "final"]
+        assert "watch trainer" in house.names
+        house.trainer.has_died.set()
         with pytest.raises(BaseExceptionGroup) as caught:
-            await run._live()
+            await living
         assert [str(error) for error in caught.value.exceptions] == ["trainer-0: was killed."]
+        assert house.last == []
+
+    run_virtual(story())
+
+
+def test_a_run_that_is_done_saves_its_weights_then_makes_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story() -> None:
+        house = House(tmp_path, monkeypatch, version=2)
+        living = asyncio.create_task(house.job._live())
+        house.give_batch()
+        house.trainer.may_step.set()
+        await all_blocked()
+        assert (house.trainer.saved, house.last) == ([tmp_path / "final"], [])
+        assert "producers" not in house.names
+        house.trainer.may_save.set()
+        await living
+        assert (house.trainer.saved, house.after_step, house.last) == ([tmp_path / "final"], [3], [3])
+        assert [event[0] for event in house.journal.events] == ["batch_taken", "trained"]
+
+    run_virtual(story())
+
+
+def test_an_interrupt_during_the_last_evaluation_ends_the_run_with_everything_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story() -> None:
+        house = House(tmp_path, monkeypatch, version=3, with_evaluation=True)
+        house.trainer.may_save.set()
+        living = asyncio.create_task(house.job._live())
+        await all_blocked()
+        assert (house.trainer.saved, house.last) == ([tmp_path / "final"], [3]), "the weights are safe before the last evaluation"
+        assert house.names >= {"publisher", "evaluation"}, "it needs both"
+        assert "producers" not in house.names
+        house.interrupt(living)
+        with pytest.raises(asyncio.CancelledError):
+            await living
+        assert (len(house.trainer.saved), house.last) == (1, [3])
+
+    run_virtual(story())
+
+
+def test_a_signal_lets_the_step_in_hand_end_and_makes_a_checkpoint_instead_of_final(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story() -> None:
+        house = House(tmp_path, monkeypatch)
+        living = asyncio.create_task(house.job._live())
+        house.give_batch()
+        house.give_batch()
+        await all_blocked()
+        house.interrupt(living)
+        await all_blocked()
+        assert not living.done(), "the step was begun: it ends"
+        house.trainer.may_step.set()
+        await living
+        assert (house.trainer.trained, house.after_step, house.last) == ([0], [1], [1])
+        assert (house.trainer.saved, house.batches.qsize()) == ([], 1), "the next batch was not touched"
+
+    run_virtual(story())
+
+
+def test_a_signal_while_the_train_loop_waits_for_a_batch_ends_the_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story() -> None:
+        house = House(tmp_path, monkeypatch)
+        living = asyncio.create_task(house.job._live())
+        await all_blocked()
+        house.interrupt(living)
+        await living
+        assert (house.trainer.trained, house.last, house.trainer.saved) == ([], [0], [])
+        assert house.journal.events == []
+
+    run_virtual(story())
+
+
+def test_a_batch_that_comes_together_with_the_signal_is_trained_or_left_and_never_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story() -> None:
+        house = House(tmp_path, monkeypatch)
+        house.trainer.may_step.set()
+        living = asyncio.create_task(house.job._live())
+        await all_blocked()
+        house.give_batch()
+        house.interrupt(living)
+        await living
+        assert len(house.trainer.trained) + house.batches.qsize() == 1
+        assert house.last == [len(house.trainer.trained)]
+
+    run_virtual(story())
+
+
+def test_a_signal_before_training_ends_the_run_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story() -> None:
+        house = House(tmp_path, monkeypatch, version=1)
+        house.rooms.publisher.wait_announced = for_ever  # a resumed run brings its weights to the engines first
+        living = asyncio.create_task(house.job._live())
+        await all_blocked()
+        house.interrupt(living)
+        with pytest.raises(asyncio.CancelledError):
+            await living
+        assert house.last == []
 
     run_virtual(story())
 
@@ -135,7 +282,7 @@ def test_blocking_work_of_the_start_is_not_waited_for_when_it_is_cancelled() -> 
             loop.call_soon_threadsafe(started.set)
             released.wait()
 
-        waiting = asyncio.create_task(startup.in_daemon_thread(work))
+        waiting = asyncio.create_task(in_daemon_thread(work))
         await started.wait()
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -148,22 +295,30 @@ def test_blocking_work_of_the_start_is_not_waited_for_when_it_is_cancelled() -> 
 @pytest.mark.parametrize("stop", [lambda: [][1], lambda: sys.exit("enough")])
 def test_what_blocking_work_raises_reaches_the_start(stop: Callable[[], Any]) -> None:
     with pytest.raises((IndexError, RuntimeError), match="out of range|enough"):
-        asyncio.run(startup.in_daemon_thread(stop))
+        asyncio.run(in_daemon_thread(stop))
 
 
 def test_the_trainer_is_told_the_chat_template(tmp_path: Path) -> None:
     config = make_config(tmp_path, model={"chat_template": "own.jinja"})
-    spec = json.loads(startup.trainer_spec(config, tmp_path / "model", tmp_path, tmp_path / "staging"))
+    spec = json.loads(specs.trainer_spec(config, tmp_path / "model", tmp_path, tmp_path / "staging"))
     assert spec["chat_template"] == "own.jinja"
 
 
-def test_auto_is_settled_by_torch_and_not_by_what_the_driver_has_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "asyncrl.placement.plan.shutil.which", lambda name: f"/usr/bin/{name}"
-    )  # nvidia-smi, say, beside a CPU build of torch
-    config = make_config(tmp_path)
-    assert json.loads(startup.trainer_spec(config, tmp_path / "model", tmp_path, tmp_path / "staging"))["device"] == "auto"
-    assert json.loads(startup.engine_spec(config, tmp_path / "model", "engine-0"))["device"] == "auto"
+def test_a_process_is_told_its_kind_of_device_and_sees_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(startup, "find_cuda_devices", lambda: (CudaDevice("4"), CudaDevice("GPU-b"), CudaDevice("GPU-c")))
+    config = make_config(tmp_path, trainer={"world_size": 2})
+    trainers, (engine,) = startup.make_servers(config, tmp_path / "model", tmp_path, tmp_path / "staging", "s3cret")
+    for server, names in zip([*trainers, engine], ["4,GPU-b", "4,GPU-b", "GPU-c"], strict=True):
+        assert json.loads(server.child._spec)["device"] == "cuda"
+        assert server.child._env["CUDA_VISIBLE_DEVICES"] == names
+
+
+def test_without_a_cuda_device_every_process_is_told_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(startup, "find_cuda_devices", tuple)  # nvidia-smi beside a CPU build of torch, say
+    (trainer,), (engine,) = startup.make_servers(make_config(tmp_path), tmp_path / "model", tmp_path, tmp_path / "staging", "s3cret")
+    for server in (trainer, engine):
+        assert json.loads(server.child._spec)["device"] == "cpu"
+        assert "CUDA_VISIBLE_DEVICES" not in server.child._env
 
 
 def test_an_abrupt_end_clears_this_processs_staging() -> None:
@@ -173,14 +328,40 @@ def test_an_abrupt_end_clears_this_processs_staging() -> None:
     assert not folder.exists()
 
 
-def test_weights_that_could_not_be_saved_are_not_announced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def finish(tmp_path: Path, state: str) -> None:
     reporter = Reporter(make_config(tmp_path, observe={"console": "plain"}), tmp_path, "test")
     metrics = dict.fromkeys(("step", "reward/mean", "tokens/trained", "tokens/sampled", "perf/wait_stragglers_s", "rollout/dropped"), 0.0)
     reporter._steps.append({**metrics, "time_s": 1.0})
-    reporter.finish("interrupted", "interrupted by SIGINT")
+    reporter.finish(state, "" if state == "done" else "interrupted by SIGINT")
+
+
+def test_an_interrupted_run_says_how_to_go_on_and_names_no_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    finish(tmp_path, "interrupted")
     said = capsys.readouterr().out
-    assert "the weights could not be saved" in said
+    assert f"go on with: asyncrl run {tmp_path / 'config.yaml'} --run-dir {tmp_path}" in said
     assert "weights: " not in said
+    assert json.loads((tmp_path / "summary.json").read_text())["why"] == "interrupted by SIGINT"
+
+
+def test_a_run_that_is_done_names_its_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "final").mkdir()
+    finish(tmp_path, "done")
+    said = capsys.readouterr().out
+    assert f"weights: {tmp_path / 'final'}" in said
+    assert "go on with" not in said
+
+
+def test_the_time_of_a_resumed_run_goes_on_where_its_last_step_was(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {step}, "time_s": {100.0 * step + 100}}}\n' for step in range(5)))
+    reporter = Reporter(make_config(tmp_path), tmp_path, "test")
+    reporter.resumes(3, ["checkpoint step_4 is damaged"])
+    assert [line["step"] for line in reporter._steps] == [0, 1, 2]
+    replayed_s = time.monotonic() - reporter._trained_since_s
+    assert 300.0 <= replayed_s < 400.0, "of the steps that are taken again"
+    reporter.training_starts()
+    assert 300.0 <= time.monotonic() - reporter._trained_since_s < 400.0
+    assert reporter._warnings == ["checkpoint step_4 is damaged"]
+    reporter._recorder.close()
 
 
 @pytest.mark.slow
@@ -205,4 +386,17 @@ def test_an_interrupt_ends_a_start_that_hangs(tmp_path: Path, body: str) -> None
         assert process.poll() is None, process.communicate()
     stdout, stderr = interrupt(process, signal.SIGTERM)
     assert process.returncode == 143, stderr
-    assert "interrupted by SIGTERM before the first step" in stdout
+    assert f"go on with: asyncrl run {tmp_path / 'run' / 'config.yaml'} --run-dir {tmp_path / 'run'}" in stdout
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["why"] == "interrupted by SIGTERM"
+
+
+def test_a_folder_that_no_run_has_made_is_not_removed_from_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config(tmp_path)
+    precious = tmp_path / "mine" / "model" / "precious"
+    precious.parent.mkdir(parents=True)
+    precious.write_text("kept")
+    monkeypatch.setattr(job, "Job", lambda *_: SimpleNamespace(run=nothing))
+    job.run_job(config, tmp_path / "mine", name="test")
+    assert precious.read_text() == "kept"
+    job.run_job(config, tmp_path / "mine", name="test")
+    assert not precious.exists(), "with an id it is a run's own, of a start that failed"

@@ -38,7 +38,23 @@ def test_a_page_that_differs_is_refused_with_the_command_that_writes_it(tmp_path
 
 def test_every_key_has_a_row_with_a_meaning() -> None:
     rows = {line.split("`")[1]: line for line in script().page().splitlines() if line.startswith("| `")}
-    sections = {"model", "task", "generator", "rollout", "buffer", "trainer", "algorithm", "publisher", "placement", "observe"}
+    sections = {
+        "model",
+        "task",
+        "generator",
+        "gateway",
+        "rollout",
+        "buffer",
+        "trainer",
+        "algorithm",
+        "eval",
+        "publisher",
+        "placement",
+        "observe",
+        "checkpoint",
+        "journal",
+        "supervision",
+    }
     assert rows.keys() == set(all_keys()) - sections
     for key, row in rows.items():
         assert len(row.replace("\\|", "/").split("|")) == 6, row

@@ -29,6 +29,7 @@ METRICS = {
     "rollout/retried": 2,
     "rollout/interrupted": 33,
     "rollout/dropped": 0,
+    "rollout/filtered": 5,
 }
 
 

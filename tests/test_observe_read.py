@@ -13,9 +13,11 @@ import pytest
 
 from asyncrl.config import RunConfig, run_config_yaml
 from asyncrl.errors import ConfigError
-from asyncrl.observe.read import render_inspect, render_status
+from asyncrl.observe.read import render_status
 from asyncrl.observe.recorder import Recorder
 from asyncrl.observe.run_files import is_alive
+from asyncrl.observe.waits import Wait
+from asyncrl.running.inspecting import render_inspect
 from asyncrl.trainer.record import append_line, trained_line
 from asyncrl.wire import BatchArrays, BatchHeader, TrajectoryHeader
 
@@ -87,6 +89,16 @@ def test_status_of_a_live_run_says_what_it_does_and_how_far_it_is(tmp_path: Path
     assert "3 of 9" in text
     assert "trainer generation" in text
     assert "g7/r1, 12.000" in text
+
+
+def test_status_says_who_waits_for_whom_in_sentences(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    wait = Wait("train loop", "TrainerClient.train", "the optimizer step of batch 3", "trainer-0", 12.25)
+    recorder = Recorder(tmp_path, tensorboard=False)
+    recorder.write_status({"state": "running", "waits": [wait.as_dict()]})
+    recorder.close()
+    text = " ".join(render_status(tmp_path).replace("│", " ").split())
+    assert "train loop waits in TrainerClient.train for the optimizer step of batch 3, 12 s, to be woken by trainer-0" in text
 
 
 def test_a_run_that_says_running_while_its_process_is_gone_has_crashed(tmp_path: Path) -> None:
@@ -191,6 +203,24 @@ def test_a_record_that_does_not_add_up_is_found(tmp_path: Path) -> None:
     ]
 
 
+def test_branches_are_told_apart_and_their_rollout_counts_once(tmp_path: Path) -> None:
+    make_run(tmp_path, num_steps=1)
+    forked = record_line(1, (0, 0))
+    forked["trajectories"].insert(1, {**forked["trajectories"][0], "branch": 1})
+    twice = record_line(2, (0, 0))
+    twice["trajectories"].append({**twice["trajectories"][1], "branch": 1})
+    twice["trajectories"].append({**twice["trajectories"][1], "branch": 1})
+    for line in (forked, twice):
+        append_line(tmp_path / "trained.jsonl", line)
+    plain = inspected(tmp_path, step=1)
+    assert plain["violations"] == ["step 2, group 5, sample 0, branch 1: was trained on in step 2 already"]
+    (step,) = plain["steps"]
+    assert (step["num_trajectories"], step["num_loss_tokens"], step["reward_mean"]) == (3, 12, 0.5)
+    assert [entry["branch"] for entry in step["trajectories"]] == [0, 1, 0]
+    assert "branch" in render_inspect(tmp_path, step=1).split("in loss")[0]
+    assert "branch" not in render_inspect(tmp_path, step=0).split("in loss")[0]
+
+
 def test_one_step_or_group_is_shown_with_its_trajectories(tmp_path: Path) -> None:
     make_run(tmp_path)
     (only,) = inspected(tmp_path, step=1)["steps"]
@@ -203,6 +233,7 @@ def test_one_step_or_group_is_shown_with_its_trajectories(tmp_path: Path) -> Non
             "group_id": 5,
             "prompt_id": "e0-5",
             "sample_index": 0,
+            "branch": 0,
             "reward": 1.0,
             "num_tokens": 7,
             "num_loss_tokens": 4,

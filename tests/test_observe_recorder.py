@@ -94,3 +94,40 @@ assert "torch" not in sys.modules and "tensorflow" not in sys.modules
 """
     done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_steps_that_are_about_to_be_taken_again_are_removed_and_so_is_a_torn_line(tmp_path: Path) -> None:
+    whole = [f'{{"step": {step}, "reward/mean": 0.5}}\n' for step in range(5)]
+    (tmp_path / "metrics.jsonl").write_text("".join(whole) + '{"step": 5, "rew')
+    recorder = Recorder(tmp_path, tensorboard=False)
+    kept = recorder.keep_steps_below(3)
+    assert [line["step"] for line in kept] == [0, 1, 2]
+    assert (tmp_path / "metrics.jsonl").read_text() == "".join(whole[:3])
+    recorder.record_step({"step": 3, "reward/mean": 1.0})
+    recorder.close()
+    assert [line["step"] for line in lines(tmp_path)] == [0, 1, 2, 3]
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_torn_line_in_the_middle_goes_and_the_whole_ones_around_it_stay(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1, "rew\n{"step": 1}\n{"step": 2}')
+    recorder = Recorder(tmp_path, tensorboard=False)
+    assert recorder.keep_steps_below(3) == [{"step": 0}, {"step": 1}, {"step": 2}]
+    recorder.close()
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 0}\n{"step": 1}\n{"step": 2}\n'
+
+
+def test_a_run_that_begins_again_from_nothing_keeps_no_step(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n')
+    recorder = Recorder(tmp_path, tensorboard=False)
+    assert recorder.keep_steps_below(0) == []
+    recorder.close()
+    assert lines(tmp_path) == []
+
+
+@pytest.mark.parametrize("text", ["12\n", "[1]\n", '{"reward/mean": 1}\n', '{"step": null}\n', "\n"])
+def test_a_line_that_is_no_step_goes_too(tmp_path: Path, text: str) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n' + text + '{"step": 1}\n')
+    recorder = Recorder(tmp_path, tensorboard=False)
+    assert [line["step"] for line in recorder.keep_steps_below(9)] == [0, 1]
+    recorder.close()

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from asyncrl.observe.step_metrics import batch_metrics
@@ -60,3 +62,26 @@ def test_without_any_token_in_the_loss_no_staleness_is_claimed() -> None:
     metrics = batch_metrics(batch_of(trajectory(1.0, (2, 5, 3)), mask_older=True))
     assert "sample/staleness_max" not in metrics
     assert metrics["sample/masked_fraction"] == 1.0
+
+
+def test_a_rollout_of_several_branches_counts_once_with_all_its_tokens_and_turns() -> None:
+    main = replace(trajectory(1.0, (2, 4, 5), (7, 9, 6), interruptions=2), metrics={"solved": 1.0, "calls": 3.0})
+    fork = replace(trajectory(1.0, (3, 4, 4), truncated=True), branch=1, metrics=main.metrics)
+    other = replace(trajectory(0.0, (2, 3, 7)), sample_index=1, metrics={"solved": 0.0})
+    metrics = batch_metrics(Batch(7, (Group(GroupId(0), Prompt("0", ()), (main, fork, other)),), 4))
+    assert metrics == {
+        "reward/mean": 0.5,
+        "reward/std": 0.5,
+        "sample/staleness_mean": 1.5,
+        "sample/staleness_max": 3,
+        "sample/length_mean": 3.0,
+        "sample/truncated_fraction": 0.5,
+        "sample/masked_fraction": 0.0,
+        "sample/interrupted_fraction": 0.5,
+        "sample/turns_mean": 2.0,
+        "sample/branches_mean": 1.5,
+        "tokens/sampled": 6,
+        "tokens/trained": 6,
+        "task/solved": 0.5,
+        "task/calls": 3.0,
+    }

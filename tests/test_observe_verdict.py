@@ -53,6 +53,16 @@ def test_at_staleness_0_the_knob_is_max_staleness() -> None:
     assert "1 or more hides it" in words(judge(steps(train_s=0.4, wait_publishing_s=0.6), settings))
 
 
+def test_handovers_are_a_share_of_their_own_and_longer_turns_the_knob() -> None:
+    verdict = judge(steps(train_s=0.2, wait_generation_s=0.2, handover_s=0.5), config(buffer={"max_staleness": 0}))
+    assert verdict.bottleneck == "turns"
+    assert "Taking turns held the run back: 50% of the time went into handovers" in words(verdict)
+    assert "taking turns 50%, other 10%" in words(verdict)
+    assert "raise trainer.num_groups (now" in words(verdict)
+    assert verdict.from_dict(verdict.as_dict()) == verdict
+    assert "taking turns" not in words(judge(steps(train_s=0.9), config()))
+
+
 def test_a_short_look_ahead_is_the_knob_before_more_engines() -> None:
     settings = config(buffer={"max_staleness": 4, "look_ahead": 1})
     assert "buffer.look_ahead=1" in words(judge(steps(train_s=0.4, wait_generation_s=0.6), settings))
@@ -121,3 +131,17 @@ def test_shares_add_up_to_one_even_where_parts_exceed_the_whole() -> None:
 def test_no_steps_give_no_verdict() -> None:
     with pytest.raises(ValueError, match="no steps"):
         judge([], config())
+
+
+def test_many_filtered_groups_are_told_with_the_trend_and_few_are_not() -> None:
+    settings = config(buffer={"filter": "equal_rewards"}, trainer={"num_groups": 8})
+    run = [step | {"rollout/filtered": 2 * n, "rollout/filtered_tokens": 100 * n} for n, step in enumerate(steps(train_s=0.95), start=1)]
+    said = words(judge(run, settings))
+    assert "buffer.filter=equal_rewards replaced 40 groups (20.0% of those that finished, 20.0% in the last 2 steps; 2000 tokens)" in said
+    assert "prompts of another difficulty" not in said
+    run[-1] |= {"rollout/filtered": 76}
+    said = words(judge(run, settings))
+    assert "replaced 76 groups (32.2% of those that finished, 71.4% in the last 2 steps" in said
+    assert "Most of what is sampled teaches nothing: prompts of another difficulty" in said
+    assert "buffer.filter" not in words(judge([step | {"rollout/filtered": 4} for step in steps(train_s=0.95)], settings))
+    assert "buffer.filter" not in words(judge(steps(train_s=0.95), config()))

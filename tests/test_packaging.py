@@ -29,9 +29,10 @@ def test_the_wheel_installs_asyncrl_and_asyncrl_servers_and_nothing_else(tmp_pat
 
 
 def test_create_task_stands_in_job_alone() -> None:
-    """Every task has an owner: the run's one TaskGroup (tests and the virtual clock's own loop apart)."""
+    """Every task has an owner: the one TaskGroup of a run, of a worker, of `asyncrl serve` (tests and the virtual clock's loop apart)."""
+    owners = [ROOT / "asyncrl" / name for name in ("job.py", "harness/leasing.py", "front_door/door.py")]
     for path in (ROOT / "asyncrl").rglob("*.py"):
-        if path.name == "job.py" or path.parent.name == "testing":
+        if path in owners or path.parent.name == "testing":
             continue
         calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
         found = [node.lineno for node in calls if isinstance(node.func, ast.Attribute) and node.func.attr == "create_task"]

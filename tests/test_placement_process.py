@@ -16,9 +16,24 @@ import psutil
 import pytest
 
 from asyncrl.errors import ConfigError, RoomError
-from asyncrl.placement.process import ChildProcess, bind_socket
+from asyncrl.placement.process import ChildProcess, bind_socket, group_members
 from asyncrl.placement.staging import clear_stale_staging, new_staging_dir, shared_memory_root
 
+WARDED = """
+import os, select, signal, time
+from pathlib import Path
+leader, folder = os.getpid(), Path(__file__).parent
+if os.fork() == 0:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    leader_ends = os.pidfd_open(leader)
+    (folder / "started").write_text("")
+    select.select([leader_ends], [], [])
+    time.sleep(0.5)
+    (folder / "cleaned").write_text("")
+    os._exit(0)
+while True:
+    time.sleep(60)
+"""
 CHILD = """
 from asyncrl.serving import child_arguments, die_with_parent, fail, make_app, serve
 die_with_parent()
@@ -42,6 +57,12 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def make_child(module: str, tmp_path: Path, spec: str = "{}", port: int | None = None) -> ChildProcess:
     return ChildProcess("child-0", module, spec, run_dir=tmp_path / "run", secret="s3cret", port=port)
+
+
+def wait_for_file(path: Path, timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
 
 
 def gone(pid: int, timeout_s: float = 20.0) -> bool:
@@ -87,6 +108,28 @@ def test_a_killed_child_is_named_with_the_signal(module: str, tmp_path: Path) ->
         child.note_death()
         assert child.died is not None
         await child.aclose()
+
+    asyncio.run(story())
+
+
+def test_a_successor_answers_on_a_port_of_its_own_and_is_not_blamed_for_what_the_one_before_wrote(module: str, tmp_path: Path) -> None:
+    async def story() -> None:
+        first = make_child(module, tmp_path, "refuse")
+        await first.start()
+        with pytest.raises(RoomError, match="no such model"):
+            await first.watch()
+        await first.aclose()
+        second = first.renewed()
+        assert (second.pid, second.returncode, second.name) == (None, None, "child-0")
+        second._spec = "crash"
+        await second.start()
+        assert second.url != first.url
+        with pytest.raises(RoomError, match="something nobody thought of") as caught:
+            await second.watch()
+        assert "no such model" not in str(caught.value)
+        assert "no such model" in second.log_path.read_text()
+        assert "no such model" in str(first.death())
+        await second.aclose()
 
     asyncio.run(story())
 
@@ -151,3 +194,26 @@ def test_staging_of_a_killed_run_is_cleared_and_that_of_a_living_one_is_not() ->
         for folder in (mine, dead, other):
             if folder.exists():
                 folder.rmdir()
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_warden_has_time_to_clear_up_after_its_leader_was_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_frozen: bool
+) -> None:
+    (tmp_path / "warded_for_test.py").write_text(textwrap.dedent(WARDED))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    async def story() -> None:
+        child = ChildProcess("child-0", "warded_for_test", "{}", run_dir=tmp_path / "run", secret="s3cret", has_warden=True)
+        await child.start()
+        assert child.pid is not None
+        await asyncio.to_thread(wait_for_file, tmp_path / "started")
+        if is_frozen:
+            os.killpg(child.pid, signal.SIGSTOP)
+        child.kill_nowait()
+        await child.aclose()
+        assert (tmp_path / "cleaned").exists()
+        assert group_members(child.pid) == []
+        assert child.renewed()._has_warden
+
+    asyncio.run(story())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -11,10 +12,12 @@ from hypothesis import strategies as st
 
 from asyncrl.engines import EnginePool, EngineServer
 from asyncrl.errors import EngineError, TaskError
-from asyncrl.producers import Producers, RolloutRunner, SingleTurn
+from asyncrl.producers import Generator, Producers, RolloutAttempt, RolloutRunner, SingleTurn
+from asyncrl.producers.single_turn import make_trajectory
 from asyncrl.testing.fakes import FakeEngine, FakeEngineServer, FakeScorer, FakeSink, FakeSource, FakeTokenizer
+from asyncrl.testing.memory_journal import MemoryJournal
 from asyncrl.testing.virtual_time import all_blocked, run_virtual
-from asyncrl.types import GroupId, Prompt, SamplingEngine, SamplingRequest
+from asyncrl.types import Completion, GroupId, Prompt, Rollout, SamplingEngine, SamplingRequest, VersionSpan
 
 
 class House:
@@ -25,6 +28,7 @@ class House:
         tasks: asyncio.TaskGroup,
         *,
         engine: SamplingEngine | None = None,
+        generator: Generator | None = None,
         scorer: FakeScorer | None = None,
         num_tickets: int = 100,
         group_size: int = 2,
@@ -35,9 +39,10 @@ class House:
     ) -> None:
         self.engine = engine or FakeEngine()
         self.source, self.sink = FakeSource(), FakeSink(num_tickets)
-        generator = SingleTurn(
+        generator = generator or SingleTurn(
             self.engine, FakeTokenizer(), scorer or FakeScorer(), run_seed=0, max_tokens=50, max_prompt_tokens=16, temperature=1.0
         )
+        self.journal = MemoryJournal()
         self.producers = Producers(
             self.sink,
             self.source,
@@ -46,6 +51,7 @@ class House:
             group_size=group_size,
             capacity=capacity,
             max_failed_groups=max_failed_groups,
+            journal=self.journal,
         )
         self.running = tasks.create_task(self.producers.run(), name="producers")
 
@@ -152,6 +158,34 @@ def test_a_groups_trajectories_stand_in_the_order_of_their_samples() -> None:
         (group,) = house.sink.finished
         assert [trajectory.sample_index for trajectory in group.trajectories] == [0, 1, 2, 3]
         assert len({request.seed for request in engine.requests}) == 4
+        return house
+
+    play(story)
+
+
+class Branching:
+    """A generator whose rollout r has r + 1 branches, the last one cut; each survived one interruption."""
+
+    async def run_attempt(self, attempt: RolloutAttempt) -> Rollout:
+        await asyncio.sleep(10.0 - attempt.sample_index)
+        attempt.stopped_sampling()
+        completion = Completion((ord("z"),), (-1.0,), (VersionSpan(0, 1, 0),), "stop", num_interruptions=1)
+        branch = make_trajectory(attempt.sample_index, (ord("q"),), completion, 0.5)
+        count = attempt.sample_index + 1
+        return tuple(replace(branch, branch=number, is_truncated=number == 2) for number in range(count))
+
+
+def test_a_group_holds_all_branches_by_sample_and_number_and_counts_rollouts() -> None:
+    async def story(tasks: asyncio.TaskGroup) -> House:
+        house = House(tasks, generator=Branching(), group_size=3, num_tickets=1)
+        await asyncio.sleep(20.0)
+        (group,) = house.sink.finished
+        places = [(branch.sample_index, branch.branch) for branch in group.trajectories]
+        assert places == [(0, 0), (1, 0), (1, 1), (2, 0), (2, 1), (2, 2)]
+        stats = house.producers.stats()
+        assert (stats.finished, stats.truncated, stats.interrupted) == (3, 1, 6)
+        told = [event[2] for event in house.journal.named("rollout_finished")]
+        assert [len(rollout) for rollout in told] == [3, 2, 1], "each rollout is told once, whole"
         return house
 
     play(story)

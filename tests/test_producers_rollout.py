@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from asyncrl.errors import EngineError, RequestRefused, RewardFailure, RolloutFailure, RolloutTimeout
 from asyncrl.producers import FailedRollout, RolloutAttempt, RolloutRunner, SingleTurn, derive_seed
 from asyncrl.testing.fakes import FakeEngine, FakeScorer, FakeTokenizer
+from asyncrl.testing.memory_journal import MemoryJournal
 from asyncrl.testing.virtual_time import run_virtual
-from asyncrl.types import GroupId, Prompt, Trajectory, VersionSpan
+from asyncrl.types import Credit, GroupId, Prompt, Rollout, VersionSpan
 
 PROMPT = Prompt("p7", ({"role": "user", "content": "hello"},))
 
@@ -22,37 +25,54 @@ def single_turn(engine: FakeEngine, scorer: FakeScorer | None = None, *, max_pro
     )
 
 
+class Waiting:
+    """A generator that waits for a worker which takes it after `taken_s`, then runs for `run_s`; some play with their clock more."""
+
+    def __init__(self, taken_s: float, run_s: float, *, late_s: float | None = None) -> None:
+        self.taken_s, self.run_s, self.late_s = taken_s, run_s, late_s
+
+    async def run_attempt(self, attempt: RolloutAttempt) -> Rollout:
+        attempt.hold_clock()
+        await asyncio.sleep(self.taken_s)
+        attempt.restart_clock()
+        if self.late_s is not None:  # a worker that says so once more, when nobody waits for it
+            asyncio.get_running_loop().call_later(self.late_s, attempt.restart_clock)
+            asyncio.get_running_loop().call_later(self.late_s, attempt.hold_clock)
+        await asyncio.sleep(self.run_s)
+        return await good()
+
+
 class Scripted:
     """A generator that plays one function an attempt."""
 
-    def __init__(self, *attempts: Callable[[], Awaitable[Trajectory]]) -> None:
+    def __init__(self, *attempts: Callable[[], Awaitable[Rollout]]) -> None:
         self._attempts = attempts
         self.seen: list[RolloutAttempt] = []
 
-    async def run_attempt(self, attempt: RolloutAttempt) -> Trajectory:
+    async def run_attempt(self, attempt: RolloutAttempt) -> Rollout:
         self.seen.append(attempt)
         return await self._attempts[len(self.seen) - 1]()
 
 
-async def good() -> Trajectory:
+async def good() -> Rollout:
     attempt = RolloutAttempt(GroupId(0), PROMPT, 1, 0, lambda: None)
     return await single_turn(FakeEngine()).run_attempt(attempt)
 
 
-def failing(error: Exception) -> Callable[[], Awaitable[Trajectory]]:
-    async def attempt() -> Trajectory:
+def failing(error: Exception) -> Callable[[], Awaitable[Rollout]]:
+    async def attempt() -> Rollout:
         raise error
 
     return attempt
 
 
-async def hanging() -> Trajectory:
+async def hanging() -> Rollout:
     await asyncio.Event().wait()
     raise AssertionError("unreachable")
 
 
-async def run(runner: RolloutRunner) -> Trajectory | FailedRollout:
-    return await runner.run(GroupId(4), PROMPT, 1, started_sampling=lambda: None, stopped_sampling=lambda: None)
+async def run(runner: RolloutRunner) -> Rollout | FailedRollout:
+    return await runner.run(GroupId(4), PROMPT, 1, started_sampling=lambda: None, stopped_sampling=lambda: None, journal=MemoryJournal())
 
 
 def test_single_turn_records_every_token_of_prompt_and_completion() -> None:
@@ -61,7 +81,7 @@ def test_single_turn_records_every_token_of_prompt_and_completion() -> None:
         engine.policy_version = 9
         stopped: list[float] = []
         attempt = RolloutAttempt(GroupId(4), PROMPT, 1, 0, lambda: stopped.append(asyncio.get_running_loop().time()))
-        trajectory = await single_turn(engine, scorer).run_attempt(attempt)
+        (trajectory,) = await single_turn(engine, scorer).run_attempt(attempt)
         assert trajectory.token_ids.tolist() == [*map(ord, "hello"), *map(ord, "zzz")]
         assert trajectory.loss_mask.tolist() == [False] * 5 + [True] * 3
         assert trajectory.behaviour_logprobs.tolist() == [0.0] * 5 + [-1.0] * 3
@@ -77,7 +97,9 @@ def test_single_turn_records_every_token_of_prompt_and_completion() -> None:
 
 def test_a_completion_that_used_its_budget_is_truncated() -> None:
     async def story() -> None:
-        trajectory = await single_turn(FakeEngine(tokens=lambda _: 6)).run_attempt(RolloutAttempt(GroupId(0), PROMPT, 0, 0, lambda: None))
+        (trajectory,) = await single_turn(FakeEngine(tokens=lambda _: 6)).run_attempt(
+            RolloutAttempt(GroupId(0), PROMPT, 0, 0, lambda: None)
+        )
         assert trajectory.is_truncated
 
     run_virtual(story())
@@ -99,7 +121,7 @@ def test_a_hung_attempt_times_out_and_the_next_one_counts() -> None:
         generator = Scripted(hanging, good)
         runner = RolloutRunner(generator, timeout_s=10.0, retries=2)
         outcome = await run(runner)
-        assert isinstance(outcome, Trajectory)
+        assert not isinstance(outcome, FailedRollout)
         assert asyncio.get_running_loop().time() == 11.0
         assert (runner.num_retried, runner.num_timeouts) == (1, 1)
         assert [attempt.attempt for attempt in generator.seen] == [0, 1]
@@ -165,3 +187,82 @@ def test_a_seed_depends_on_who_asks_and_on_nothing_else() -> None:
     assert len(seeds) == 32
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert derive_seed(0, "p1", 0, 0, attempt=0) == derive_seed(0, "p1", 0, 0) == 4802785385995688842, "a run repeats on another machine"
+
+
+@pytest.mark.parametrize(("taken_s", "run_s"), [(0.0, 8.5), (1000.0, 8.5), (9.9, 8.5)])
+def test_waiting_for_a_worker_is_not_on_the_clock_and_then_the_whole_timeout_begins(taken_s: float, run_s: float) -> None:
+    async def story() -> None:
+        runner = RolloutRunner(Waiting(taken_s, run_s), timeout_s=10.0, retries=0)
+        assert not isinstance(await run(runner), FailedRollout)
+        assert runner.num_timeouts == 0
+
+    run_virtual(story())
+
+
+def test_after_the_wait_the_timeout_is_as_long_as_ever_and_no_longer() -> None:
+    async def story() -> None:
+        runner = RolloutRunner(Waiting(1000.0, 10.5), timeout_s=10.0, retries=0)
+        assert isinstance(await run(runner), FailedRollout)
+        assert asyncio.get_running_loop().time() == 1010.0
+        assert runner.num_timeouts == 1
+
+    run_virtual(story())
+
+
+@pytest.mark.parametrize("run_s", [5.0, 20.0])
+def test_a_clock_that_is_set_after_its_attempt_has_ended_means_nothing(run_s: float) -> None:
+    async def story() -> None:
+        runner = RolloutRunner(Waiting(1.0, run_s, late_s=30.0), timeout_s=10.0, retries=0)
+        assert isinstance(await run(runner), FailedRollout) == (run_s > 10.0)
+        await asyncio.sleep(100.0)
+
+    run_virtual(story())
+
+
+def test_a_clock_without_limit_may_be_held_and_restarted() -> None:
+    async def story() -> None:
+        assert not isinstance(await run(RolloutRunner(Waiting(10.0, 10**6), timeout_s=None, retries=0)), FailedRollout)
+
+    run_virtual(story())
+
+
+def test_a_clock_whose_time_is_up_cannot_be_turned_back() -> None:
+    class Stubborn:
+        async def run_attempt(self, attempt: RolloutAttempt) -> Rollout:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                attempt.restart_clock()
+            raise AssertionError("unreachable")
+
+    async def story() -> None:
+        outcome = await run(RolloutRunner(Stubborn(), timeout_s=10.0, retries=0))
+        assert isinstance(outcome, FailedRollout)
+        assert isinstance(outcome.failure, RolloutTimeout)
+
+    run_virtual(story())
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ((), "has branches (sample_index, branch) []"),
+        (({"branch": 1},), "has branches (sample_index, branch) [(1, 1)]"),
+        (({}, {}), "[(1, 0), (1, 0)]"),
+        (({}, {"branch": 1, "sample_index": 0}), "[(1, 0), (0, 1)]"),
+        (({}, {"branch": 1, "reward": 0.75}), "has branches with rewards [1.0, 0.75]"),
+        (({"credits": (Credit(5, 6, 1.0, 0),)}, {"branch": 1}), "has branches with credits and branches without"),
+        (({}, {"branch": 1, "version_spans": ()}), "has a branch without a sampled token"),
+    ],
+)
+def test_branches_that_do_not_make_one_rollout_are_a_failure_of_it(changes: tuple[dict[str, Any], ...], why: str) -> None:
+    async def wrong() -> Rollout:
+        (branch,) = await good()
+        return tuple(replace(branch, **{"reward": 1.0, **change}) for change in changes)
+
+    async def story() -> None:
+        outcome = await run(RolloutRunner(Scripted(wrong), timeout_s=10.0, retries=0))
+        assert isinstance(outcome, FailedRollout)
+        assert f"g4/r1 (prompt p7) {why}" in str(outcome.failure) if why.startswith("has") else why in str(outcome.failure)
+
+    run_virtual(story())

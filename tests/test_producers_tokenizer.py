@@ -6,9 +6,14 @@ import json
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from text_tokenizers import SPECIAL, byte_fallback, byte_level, save
 
 from asyncrl.errors import ConfigError
 from asyncrl.producers import HFChatTokenizer
@@ -63,3 +68,163 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
 def test_a_missing_template_file_is_refused(tiny_model_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read model.chat_template="):
         HFChatTokenizer(tiny_model_dir, chat_template=tmp_path / "none.jinja")
+
+
+@pytest.fixture(scope="module")
+def bos_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> HFChatTokenizer:
+    return save(byte_level(), tmp_path_factory.mktemp("tokenizer") / "bos")
+
+
+def test_a_chat_that_is_rendered_and_encoded_gives_the_ids_that_transformers_gives_with_one_first_token(
+    bos_tokenizer: HFChatTokenizer,
+) -> None:
+    from transformers import AutoTokenizer
+
+    reference = AutoTokenizer.from_pretrained(bos_tokenizer.model_path)
+    chat = [*CHAT, {"role": "assistant", "content": "Grüße \U0001f600"}, {"role": "user", "content": "  42\n"}]
+    expected = tuple(reference.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=False))
+    ids = bos_tokenizer.encode(bos_tokenizer.render(chat))
+    assert ids == bos_tokenizer.encode_chat(chat) == expected
+    assert ids.count(reference.bos_token_id) == 1
+    assert reference("a")["input_ids"][0] == reference.bos_token_id, "this tokenizer would have added one of its own"
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=st.lists(st.text(max_size=8) | st.sampled_from([*SPECIAL, "the fox ", "\n\n"]), max_size=6).map("".join))
+def test_any_text_gives_the_ids_that_transformers_gives(bos_tokenizer: HFChatTokenizer, text: str) -> None:
+    reference = bos_tokenizer._tokenizer
+    assert bos_tokenizer.encode(text) == tuple(reference.encode(text, add_special_tokens=False))
+    ids = bos_tokenizer.encode(text)
+    for skip in (True, False):
+        assert bos_tokenizer.decode(ids, skip_special_tokens=skip) == reference.decode(list(ids), skip_special_tokens=skip)
+
+
+def test_the_parts_of_a_rendered_chat_are_encoded_without_an_added_token(bos_tokenizer: HFChatTokenizer) -> None:
+    without = bos_tokenizer.render(CHAT, add_generation_prompt=False)
+    prompt = bos_tokenizer.render(CHAT).removeprefix(without)
+    assert prompt == "<|start_header_id|>assistant\n\n"
+    assert bos_tokenizer.encode(without) + bos_tokenizer.encode(prompt) == bos_tokenizer.encode_chat(CHAT)
+    assert bos_tokenizer.decode(bos_tokenizer.encode(prompt), skip_special_tokens=False) == prompt
+
+
+def test_what_a_template_refuses_is_a_value_error_with_its_own_words(tiny_model_dir: Path, tmp_path: Path) -> None:
+    template = tmp_path / "chat.jinja"
+
+    def refusal(text: str, messages: list[dict[str, Any]]) -> str:
+        template.write_text(text)
+        with pytest.raises(ValueError, match="the chat template refuses these messages: ") as caught:
+            HFChatTokenizer(tiny_model_dir, chat_template=template).render(messages)
+        return str(caught.value)
+
+    assert "only one system message" in refusal("{{ raise_exception('only one system message') }}", CHAT)
+    assert "has no attribute 'content'" in refusal("{{ messages[0].content + 'a' }}", [{"role": "user"}])
+    assert "str" in refusal("{{ 1 + messages[0].content }}", CHAT)
+    assert "empty" in refusal("{{ messages }}", [])
+    assert "zero" in refusal("{{ 1 / 0 }}", CHAT)
+    assert "safe" in refusal("{{ messages.__class__.__mro__ }}", CHAT), "templates run in a sandbox"
+    deep: Any = "x"
+    for _ in range(100_000):
+        deep = [deep]
+    assert "recursion" in refusal("{{ messages[0].content | tojson }}", [{"role": "user", "content": deep}])
+
+
+def test_tools_reach_the_template_and_no_tools_are_none(tiny_model_dir: Path, tmp_path: Path) -> None:
+    template = tmp_path / "chat.jinja"
+    template.write_text("{{ tools | tojson if tools else 'no tools' }}")
+    tokenizer = HFChatTokenizer(tiny_model_dir, chat_template=template)
+    assert tokenizer.render(CHAT) == tokenizer.render(CHAT, tools=[]) == "no tools"
+    assert tokenizer.render(CHAT, tools=[{"type": "function"}]) == '[{"type": "function"}]'
+    assert tokenizer.template == "{{ tools | tojson if tools else 'no tools' }}"
+
+
+def test_arguments_of_tool_calls_reach_a_template_in_the_form_that_it_reads(tiny_model_dir: Path, tmp_path: Path) -> None:
+    template = tmp_path / "chat.jinja"
+    said = '{"b": 1.50,"a": "x"}'
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": said}}
+    chat = [*CHAT, {"role": "assistant", "content": None, "tool_calls": [call]}]
+
+    def rendered(expression: str) -> str:
+        template.write_text(
+            "{% for call in messages[-1].tool_calls %}{% set arguments = call.function.arguments %}" + expression + "{% endfor %}"
+        )
+        return HFChatTokenizer(tiny_model_dir, chat_template=template).render(chat)
+
+    assert rendered("{{ arguments | tojson }}") == '{"b": 1.5, "a": "x"}', "an object: not quoted once more"
+    assert rendered("{% if arguments is string %}{{ arguments }}{% else %}{{ arguments | tojson }}{% endif %}") == said
+    assert rendered("{{ 'f(' + arguments + ')' }}") == f"f({said})", "a template that wants text gets it"
+    call["function"]["arguments"] = {"b": 1.5}
+    assert rendered("{{ 'f(' + arguments + ')' }}") == 'f({"b": 1.5})'
+    call["function"]["arguments"] = said
+    assert chat[-1]["tool_calls"][0]["function"]["arguments"] == said, "what was given is left alone"
+    call["function"]["arguments"] = "no json"
+    assert rendered("{{ arguments | tojson }}") == '"no json"'
+    with pytest.raises(ValueError, match="no calls, please"):
+        rendered("{{ raise_exception('no calls, please') }}")
+
+
+def test_long_texts_are_encoded_in_threads_beside_short_ones(bos_tokenizer: HFChatTokenizer) -> None:
+    text = "abc 012 " * 20_000
+    expected, short = bos_tokenizer.encode(text), bos_tokenizer.encode("abc")
+    with ThreadPoolExecutor(2) as threads:
+        long_ones = [threads.submit(bos_tokenizer.encode, text) for _ in range(4)]
+        while not all(each.done() for each in long_ones):
+            assert bos_tokenizer.encode("abc") == short
+            bos_tokenizer.decode(short)
+            bos_tokenizer.render([{"role": "user", "content": "abc"}])
+        assert all(each.result() == expected for each in long_ones)
+
+
+def test_a_lone_surrogate_is_refused_by_its_place(bos_tokenizer: HFChatTokenizer) -> None:
+    with pytest.raises(ValueError, match=r"character 2 is the lone surrogate '\\ud800'"):
+        bos_tokenizer.encode("ab\ud800")
+    with pytest.raises(ValueError, match="lone surrogate"):
+        bos_tokenizer.encode_chat([{"role": "user", "content": "\udfff"}])
+
+
+def test_the_end_ids_are_those_of_the_embedded_engine(tiny_model_dir: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from asyncrl_servers.embedded.model import _eos_ids
+
+    folder = tmp_path / "several"
+    shutil.copytree(tiny_model_dir, folder)
+    generation = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps({**generation, "eos_token_id": [7, 5]}))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": 9}))
+    of_engine = _eos_ids(AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder))
+    assert HFChatTokenizer(folder).end_ids == of_engine == {7, 5, 9, HFChatTokenizer(tiny_model_dir).encode("<|im_end|>")[0]}
+    (folder / "generation_config.json").unlink()
+    assert 9 in HFChatTokenizer(folder).end_ids
+    (folder / "generation_config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"cannot read generation_config\.json"):
+        HFChatTokenizer(folder)
+
+
+@pytest.mark.parametrize("make", [byte_level, byte_fallback])
+@pytest.mark.parametrize(
+    "text", ["the quick fox", " " * 300, "\U0001f680" * 40, "Grüße\n\n\x00\x7f", ""], ids=["words", "spaces", "rockets", "odd", "none"]
+)
+def test_a_text_has_at_least_its_bytes_over_max_token_bytes_tokens(make: Any, text: str, tmp_path: Path) -> None:
+    tokenizer = save(make(), tmp_path / "tokenizer")
+    assert len(tokenizer.encode(text)) * tokenizer.max_token_bytes >= len(text.encode())
+
+
+def test_the_model_may_know_more_ids_than_the_vocabulary_has(bos_tokenizer: HFChatTokenizer, tiny_model_dir: Path, tmp_path: Path) -> None:
+    assert bos_tokenizer.vocab_size == 1 + max(bos_tokenizer._tokenizer.get_vocab().values()), "there is no config.json"
+    folder = tmp_path / "padded"
+    shutil.copytree(tiny_model_dir, folder)
+    config = json.loads((folder / "config.json").read_text())
+    assert HFChatTokenizer(folder).vocab_size == config["vocab_size"]
+    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 128}))
+    assert HFChatTokenizer(folder).vocab_size == 128
+
+
+def test_it_tells_text_from_special_tokens_and_which_are_bytes_of_a_run(bos_tokenizer: HFChatTokenizer, tmp_path: Path) -> None:
+    special = {bos_tokenizer.encode(token)[0] for token in SPECIAL}
+    assert not special & bos_tokenizer.text_ids
+    assert set(bos_tokenizer.encode("the fox \u20ac")) <= bos_tokenizer.text_ids
+    assert bos_tokenizer.byte_ids == frozenset()
+    falling_back = save(byte_fallback(), tmp_path / "fallback", markers=("<tool_call>",))
+    assert len(falling_back.byte_ids) == 256
+    assert falling_back.encode("<tool_call>")[0] in falling_back.text_ids, "added, but not special"

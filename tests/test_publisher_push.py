@@ -201,6 +201,25 @@ def test_a_phase_that_does_not_end_in_time_is_an_error_that_names_who_was_silent
     run_virtual(story())
 
 
+def test_the_time_in_which_a_trainer_is_started_again_does_not_count_as_its_export() -> None:
+    async def story() -> None:
+        trainer, target = FakeTrainer(export_s=1.0), EngineServer(engines()[0])
+        trainer.is_up = False
+        served: list[int] = []
+        publisher = Publisher(trainer, [target], interrupt="abort", timeout_s=5.0, on_served=served.append)
+        running = asyncio.create_task(publisher.run(), name="publisher")
+        trainer.step()
+        await asyncio.sleep(100.0)
+        assert served == []
+        trainer.is_up = True
+        trainer.went_up.set()
+        await asyncio.sleep(10.0)
+        assert served == [1]
+        running.cancel()
+
+    run_virtual(story())
+
+
 def test_an_export_that_does_not_end_in_time_is_an_error() -> None:
     async def story() -> None:
         _, error = await fails(FakeTrainer(export_s=1000.0), engines(), timeout_s=5.0)

@@ -123,3 +123,52 @@ def test_a_task_that_raises_or_gives_nonsense_is_named_with_the_index() -> None:
     task.prompt = lambda index: 5  # type: ignore[method-assign, return-value, assignment]
     with pytest.raises(TaskError, match="prompt 0 of <Numbers> is no prompt: 5"):
         Feed(task, seed=0, shuffle=False).next_nowait()
+
+
+def test_a_cursor_told_in_prompts_goes_on_as_the_one_that_was_saved() -> None:
+    feed = make_feed()
+    drawn = [feed.next_nowait() for _ in range(8)]
+    for number in (6, 2, 4):
+        feed.hand_back_nowait(drawn[number])
+    assert feed.prompts_back() == [drawn[number].prompt_id for number in (2, 4, 6)]
+    other = make_feed()
+    other.restore_nowait(feed.num_drawn, feed.prompts_back())
+    assert other.state() == feed.state()
+    assert ids(other, 6) == ids(feed, 6)
+
+
+# ---- after a kill
+
+
+@given(
+    size=st.integers(1, 6), shuffle=st.booleans(), moves=st.lists(st.integers(-3, 3), max_size=40), runs=st.sets(st.integers(0, 9)),
+)  # fmt: skip
+def test_a_feed_that_is_restored_goes_on_as_the_one_that_was_killed(size: int, shuffle: bool, moves: list[int], runs: set[int]) -> None:
+    feed, out, seen = make_feed(size, shuffle=shuffle), [], set[str]()
+    for move in moves:
+        for _ in range(move):
+            out.append(feed.next_nowait())
+            seen.add(out[-1].prompt_id)
+        for _ in range(min(-move, len(out))):
+            feed.hand_back_nowait(out.pop())
+    back = feed.prompts_back()
+    assert set(back) == seen - {prompt.prompt_id for prompt in out}
+    assert feed.num_drawn == len(seen)
+    restored = make_feed(size, shuffle=shuffle)
+    restored.restore_nowait(len(seen), reversed(back))
+    assert restored.prompts_back() == back
+    assert restored.state() == feed.state()
+    assert ids(restored, 12) == ids(feed, 12)
+
+
+def test_a_restored_feed_refuses_prompts_that_this_task_cannot_have_given() -> None:
+    for prompt_ids in (["0/4"], ["0/1", "0/1"], ["1/0"], ["0/9"], ["seven"]):
+        with pytest.raises(TaskError, match="is not among the first 3 draws") as caught:
+            make_feed(5, shuffle=False).restore_nowait(3, prompt_ids)
+        assert "resume with the data of the killed run" in caught.value.way_out
+
+
+def test_a_restored_feed_with_nothing_handed_back_begins_at_its_next_draw() -> None:
+    feed = make_feed(4, shuffle=False)
+    feed.restore_nowait(6, [])
+    assert ids(feed, 3) == ["1/2", "1/3", "2/0"]

@@ -108,7 +108,7 @@ def test_a_tensor_with_one_element_is_a_reward() -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [None, "1.0", float("nan"), float("inf"), np.float64("nan"), 1j, [1.0], np.array([1.0, 2.0]), {}, np.array([])]
+    "value", [None, "1.0", float("nan"), float("inf"), 1e39, -1e19, np.float64("nan"), 1j, [1.0], np.array([1.0, 2.0]), {}, np.array([])]
 )
 def test_what_is_no_finite_number_is_a_failure(value: Any) -> None:
     assert as_outcome(value).failure.startswith("returned ")

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
 import pytest
 from pydantic import BaseModel
+from safetensors.numpy import load, save
 
 from asyncrl.calling import Caller, CallLost, CallRefused
 from asyncrl.errors import TrainerError
 from asyncrl.testing.virtual_time import all_blocked, run_virtual
 from asyncrl.trainer.client import TrainerClient, pack_groups, token_versions
-from asyncrl.types import Batch, Group, GroupId, Prompt, Trajectory, VersionSpan
-from asyncrl.wire import ErrorBody, TrainResponse, unpack_batch
+from asyncrl.types import Batch, Credit, Group, GroupId, Prompt, Trajectory, VersionSpan, WeightManifest
+from asyncrl.wire import Canary, ErrorBody, ExportResponse, TrainResponse, pack_batch, unpack_batch
 
 
 def make_trajectory(sample_index: int = 0, spans: tuple[VersionSpan, ...] = (VersionSpan(2, 4, 3), VersionSpan(4, 5, 4))) -> Trajectory:
@@ -66,6 +68,47 @@ def test_groups_are_packed_one_after_the_other_with_a_version_a_token() -> None:
     assert arrays.versions.tolist() == [-1, -1, 3, 3, 4] * 4
     assert arrays.versions.dtype == np.int32
     assert arrays.behaviour_logprobs.dtype == np.float32
+    assert (arrays.engines.tolist(), arrays.engines.dtype) == ([-1] * 20, np.int16)
+
+
+def test_each_token_says_which_engine_sampled_it() -> None:
+    moved = make_trajectory(spans=(VersionSpan(2, 3, 3, 0), VersionSpan(3, 4, 3, 1), VersionSpan(4, 5, 4, 1)))
+    batch = replace(make_types_batch(), groups=(Group(GroupId(7), Prompt("0-7", ()), (moved, make_trajectory(2))),))
+    _, arrays = unpack_batch(pack_batch(*pack_groups(batch)))
+    assert arrays.engines.tolist() == [-1, -1, 0, 1, 1, *[-1] * 5]
+    assert arrays.versions.tolist() == [-1, -1, 3, 3, 4] * 2
+
+
+def test_a_batch_that_was_saved_before_engines_were_recorded_reads_as_of_unknown_ones() -> None:
+    header, arrays = pack_groups(make_types_batch())
+    tensors = load(pack_batch(header, arrays))
+    del tensors["engines"]
+    assert unpack_batch(save(tensors))[1].engines.tolist() == [-1] * 20
+
+
+class Exporting(FakeTrainer):
+    """Answers /export with what a worker says over its connection."""
+
+    async def post(self, path: str, body: BaseModel | bytes | None, answer: type[Any], *, timeout_s: float | None) -> Any:
+        canary = Canary(token_ids=[5, 1, 2], logprobs=[-1.5, -0.1], next_logprob=-0.3)
+        sent = ExportResponse(version=4, path="/dev/shm/v4", digest="d", num_tensors=2, num_bytes=9, kind="lora", canary=canary)
+        return answer.model_validate_json(sent.model_dump_json())
+
+
+def test_what_is_published_carries_the_canary_of_the_export() -> None:
+    canary = Canary(token_ids=[5, 1, 2], logprobs=[-1.5, -0.1], next_logprob=-0.3)
+    assert run_virtual(client_of(Exporting()).export()) == WeightManifest(4, "/dev/shm/v4", "d", 2, 9, "lora", canary)
+
+
+def test_branches_and_credits_cross_to_the_worker() -> None:
+    main = replace(make_trajectory(0), credits=(Credit(2, 4, 1.0, 0), Credit(4, 5, 0.25, 1)))
+    fork = replace(main, branch=1, credits=(Credit(0, 5, 0.25, 1),))
+    batch = replace(make_types_batch(), groups=(Group(GroupId(7), Prompt("0-7", ()), (main, fork, make_trajectory(2))),))
+    header, _ = unpack_batch(pack_batch(*pack_groups(batch)))
+    assert [(t.sample_index, t.branch, t.reward) for t in header.trajectories] == [(0, 0, 0.5), (0, 1, 0.5), (2, 0, 2.5)]
+    assert [[tuple(credit.model_dump().values()) for credit in t.credits] for t in header.trajectories] == [
+        [(2, 4, 1.0, 0), (4, 5, 0.25, 1)], [(0, 5, 0.25, 1)], [],
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

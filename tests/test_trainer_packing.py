@@ -1,126 +1,116 @@
-"""What the trainer refuses, what it masks, and how it cuts micro-batches."""
+"""How a batch is cut into micro-batches: every loss token once, shared prefixes once, nothing that cannot matter."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
-from hypothesis import given
+import torch
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from trainer_cases import changed, make_batch
+from packing_cases import Rows, batch_of, random_groups, trees
 
-from asyncrl.serving import Refused
-from asyncrl.trainer.packing import check_batch, cut_micro_batches, loss_tokens
+from asyncrl.trainer import packing
+from asyncrl.trainer.packing import MicroBatch, pack
 from asyncrl.wire import BatchArrays, BatchHeader
 
-
-def at(array: np.ndarray, index: int, value: object) -> np.ndarray:
-    result = array.copy()
-    result[index] = value
-    return result
+CPU = torch.device("cpu")
 
 
-def with_trajectory(header: BatchHeader, index: int, **values: Any) -> BatchHeader:
-    trajectories = list(header.trajectories)
-    trajectories[index] = trajectories[index].model_copy(update=values)
-    return header.model_copy(update={"trajectories": trajectories})
+def packed(groups: Rows, max_tokens: int = 10**6) -> tuple[BatchHeader, BatchArrays, list[MicroBatch]]:
+    header, arrays = batch_of(groups)
+    return header, arrays, pack(header, arrays, arrays.loss_mask, max_tokens, CPU)
 
 
-def refusal(header: BatchHeader, arrays: BatchArrays, policy_version: int = 0) -> Refused:
-    with pytest.raises(Refused) as caught:
-        check_batch(header, arrays, policy_version, vocab_size=52)
-    return caught.value
+@settings(max_examples=60, deadline=None)
+@given(trees(), st.integers(1, 120))
+def test_every_loss_token_is_there_once_with_its_own_context(groups: Rows, max_tokens: int) -> None:
+    header, arrays, micros = packed(groups, max_tokens)
+    source = np.concatenate([micro.source_M for micro in micros]) if micros else np.array([], np.int64)
+    assert source.tolist() == np.flatnonzero(arrays.loss_mask).tolist(), "in the batch's order, each once"
+    for micro in micros:
+        sequence_M, predict_M = micro.sequence_M.numpy(), micro.predict_M.numpy()
+        assert np.unique(sequence_M).tolist() == list(range(len(micro.trajectory_S)))
+        assert (np.diff(sequence_M) >= 0).all()
+        assert micro.target_M.tolist() == arrays.token_ids[micro.source_M].tolist()
+        for index, (prefix_start, prefix, own_start, own) in enumerate(micro.layout.rows):
+            entry = header.trajectories[micro.trajectory_S[index]]
+            places = [*range(prefix_start, prefix_start + prefix), *range(own_start, own_start + own)]
+            assert micro.token_ids_N[places].tolist() == arrays.token_ids[entry.start : entry.start + prefix + own].tolist()
+            assert micro.position_N[places].tolist() == list(range(prefix + own))
+            offset = micro.source_M[sequence_M == index] - entry.start
+            assert [places[before] for before in offset - 1] == predict_M[sequence_M == index].tolist()
+            assert prefix + own == offset[-1], "read up to the last loss token and no further"
 
 
-def test_a_whole_batch_passes() -> None:
-    header, arrays = make_batch()
-    check_batch(header, arrays, 0, 52)
-    assert np.array_equal(loss_tokens(header, arrays), arrays.loss_mask)
+@settings(max_examples=60, deadline=None)
+@given(trees(), st.integers(1, 120))
+def test_a_layout_covers_the_packed_tokens_without_gaps(groups: Rows, max_tokens: int) -> None:
+    for micro in packed(groups, max_tokens)[2]:
+        layout = micro.layout
+        ends = [end for _, end in layout.segments]
+        assert [start for start, _ in layout.segments] == [0, *ends[:-1]]
+        assert ends[-1] == layout.num_tokens == len(micro.token_ids_N) == len(micro.position_N)
+        assert all(end > start for start, end in layout.segments)
+        assert layout.num_prefix_tokens == sum(prefix for prefix, _ in layout.families)
+        assert layout.num_family_tokens == sum(own for _, own in layout.families)
+        assert layout.longest == max(prefix + own for _, prefix, _, own in layout.rows)
+        assert layout.num_tokens <= max_tokens or len(micro.trajectory_S) == 1
 
 
-def test_a_batch_for_another_version_is_refused_with_both_values() -> None:
-    header, arrays = make_batch(version=3)
-    error = refusal(header, arrays, policy_version=5)
-    assert error.status == 409
-    assert "batch 3 came while the trainer is at policy_version 5" in error.body.error
+def test_a_prompt_that_a_group_shares_is_there_once() -> None:
+    _, _, micros = packed(random_groups([[5, 9, 3, 7]], prompt=30))
+    assert [micro.layout.num_tokens for micro in micros] == [30 + 4 + 8 + 2 + 6]
+    assert micros[0].layout.families == ((30, 20),)
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"token_ids": lambda a: at(a.token_ids, 7, 52)}, "token id 52 of g10/r0, position 7"),
-        ({"token_ids": lambda a: at(a.token_ids, 0, -1)}, "token id -1 of g10/r0, position 0"),
-        ({"token_ids": lambda a: a.token_ids.astype(np.int64)}, "token_ids is int64"),
-        ({"behaviour_logprobs": lambda a: at(a.behaviour_logprobs, 6, np.nan)}, "behaviour_logprob nan of g10/r0, position 6"),
-        ({"behaviour_logprobs": lambda a: at(a.behaviour_logprobs, 5, 0.5)}, "behaviour_logprob 0.5 of g10/r0, position 5"),
-        ({"versions": lambda a: at(a.versions, 5, 1)}, "version 1 of g10/r0, position 5"),
-        ({"versions": lambda a: at(a.versions, 5, -1)}, "version -1 of g10/r0, position 5"),
-        ({"versions": lambda a: a.versions[:-1]}, "versions is int32"),
-        ({"loss_mask": lambda a: at(a.loss_mask, 0, True), "versions": lambda a: at(a.versions, 0, 0)}, "sampled first token"),
-    ],
-)
-def test_a_wrong_array_is_refused_with_the_place_and_the_value(values: dict[str, Any], message: str) -> None:
-    header, arrays = make_batch()
-    error = refusal(header, changed(arrays, **{name: change(arrays) for name, change in values.items()}))
-    assert error.status == 422
-    assert message in error.body.error
+def test_the_first_sampled_tokens_of_a_shared_prompt_are_predicted_from_one_place() -> None:
+    _, _, (micro,) = packed(random_groups([[5, 9]], prompt=30))
+    first = [int(micro.predict_M[micro.sequence_M == index][0]) for index in (0, 1)]
+    assert first == [29, 29]
+    assert micro.target_M[0] != micro.target_M[5]
 
 
-@pytest.mark.parametrize(
-    ("index", "values", "message"),
-    [
-        (1, {"start": 3}, "g10/r1 has tokens [3"),
-        (1, {"sample_index": 0}, "g10/r0 is there twice"),
-        (1, {"reward": float("inf")}, "g10/r1 has reward inf"),
-        (1, {"group_index": 1}, "g10/r2 has group_index 0 after group 1"),
-        (1, {"group_id": 99}, "g99/r1 has group_index 0 after group 0"),
-        (4, {"group_index": 0}, "g11/r1 has group_index 0 after group 1"),
-    ],
-)
-def test_a_wrong_structure_is_refused_with_the_trajectory(index: int, values: dict[str, Any], message: str) -> None:
-    header, arrays = make_batch()
-    error = refusal(with_trajectory(header, index, **values), arrays)
-    assert error.status == 422
-    assert message in error.body.error
+def test_sampled_tokens_that_are_equal_are_shared_too() -> None:
+    prompt, common = [1] * 20, [7, 8, 9]
+    mask = [False] * 20 + [True] * 5
+    _, _, (micro,) = packed([[([*prompt, *common, 1, 2], mask), ([*prompt, *common, 3, 4], mask)]])
+    assert micro.layout.families == ((23, 2),)
+    assert micro.predict_M[:3].tolist() == micro.predict_M[5:8].tolist() == [19, 20, 21]
 
 
-def test_a_missing_last_trajectory_and_an_empty_batch_are_refused() -> None:
-    header, arrays = make_batch()
-    assert (
-        "5 trajectories of groups [10, 11] cover"
-        in refusal(header.model_copy(update={"trajectories": header.trajectories[:-1]}), arrays).body.error
-    )
-    nothing = BatchArrays(**{name: array[:0] for name, array in dict(arrays).items()})
-    assert "0 trajectories" in refusal(header.model_copy(update={"trajectories": []}), nothing).body.error
+def test_a_sequence_that_is_all_prefix_of_another_needs_no_place_of_its_own() -> None:
+    ids = list(range(40))
+    _, _, (micro,) = packed([[(ids, [False] * 20 + [True] * 20), (ids[:30], [False] * 20 + [True] * 10)]])
+    assert micro.layout.num_tokens == 39
+    assert micro.layout.rows == ((0, 29, 29, 10), (0, 29, 39, 0))
 
 
-def test_an_old_token_is_refused_with_the_worst_ones_values_unless_it_may_be_masked() -> None:
-    header, arrays = make_batch(version=7, min_version=5)
-    second = header.trajectories[1].start + 5
-    arrays = changed(arrays, versions=at(at(arrays.versions, 5, 4), second, 2))
-    with pytest.raises(Refused) as caught:
-        loss_tokens(header, arrays)
-    assert caught.value.status == 409
-    assert "g10/r1, position 5 was sampled at version 2, and 2 tokens are older than min_version 5 in batch 7" in caught.value.body.error
-    kept = loss_tokens(header.model_copy(update={"mask_older": True}), arrays)
-    assert np.flatnonzero(arrays.loss_mask & ~kept).tolist() == [5, second]
+def test_a_prefix_that_saves_too_little_is_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = random_groups([[5, 9]], prompt=6)
+    assert packed(groups)[2][0].layout.families == ()
+    monkeypatch.setattr(packing, "MIN_SHARED_TOKENS", 6)
+    assert packed(groups)[2][0].layout.families == ((6, 12),)
 
 
-def test_a_batch_without_a_token_left_is_refused() -> None:
-    header, arrays = make_batch(version=3, min_version=3, mask_older=True)
-    with pytest.raises(Refused, match="no token that carries loss"):
-        loss_tokens(header, changed(arrays, versions=np.where(arrays.loss_mask, 1, -1).astype(np.int32)))
+def test_a_group_cut_in_two_has_its_prefix_in_both_and_a_lone_sequence_has_none() -> None:
+    _, _, micros = packed(random_groups([[11, 11, 11, 11, 11]], prompt=20), max_tokens=40)
+    assert [micro.layout.num_tokens for micro in micros] == [40, 40, 30]
+    assert [micro.layout.families for micro in micros] == [((20, 20),), ((20, 20),), ()]
 
 
-@given(st.lists(st.integers(0, 60), max_size=40), st.integers(1, 200), st.integers(0, 100))
-def test_micro_batches_hold_every_sequence_with_loss_once_within_the_limits(
-    lengths: list[int], max_tokens: int, split_cost_tokens: int
-) -> None:
-    batches = cut_micro_batches(lengths, max_tokens, split_cost_tokens)
-    assert sorted(index for batch in batches for index in batch) == [index for index, length in enumerate(lengths) if length > 0]
-    for batch in batches:
-        longest = lengths[batch[0]]
-        assert longest == max(lengths[index] for index in batch)
-        assert len(batch) == 1 or len(batch) * longest <= max_tokens
-        assert sum(longest - lengths[index] for index in batch) <= split_cost_tokens
+def test_a_sequence_longer_than_the_limit_is_alone_and_whole() -> None:
+    _, _, micros = packed(random_groups([[50, 3], [3]], prompt=20), max_tokens=30)
+    assert [micro.layout.num_tokens for micro in micros] == [69, 22, 22]
+
+
+def test_on_a_cpu_a_micro_batch_is_no_larger_than_its_caches_like(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(packing.MOST_TOKENS, "cpu", 30)
+    assert [micro.layout.num_tokens for micro in packed(random_groups([[9], [9], [9]], prompt=7))[2]] == [30, 15]
+
+
+def test_sequences_without_loss_are_left_out_and_a_batch_of_them_is_empty() -> None:
+    silent = ([1, 2, 3], [False] * 3)
+    _, _, (micro,) = packed([[silent, ([1, 2, 3, 4], [False, False, True, False])], [silent]])
+    assert micro.trajectory_S.tolist() == [1]
+    assert micro.layout.num_tokens == 2
+    assert packed([[silent]])[2] == []

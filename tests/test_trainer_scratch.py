@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from tiny_model import TINY_ARCHITECTURE, TINY_CHARACTERS, make_tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from asyncrl.trainer.scratch import main, make_character_tokenizer, make_random_model
+from asyncrl.config import ScratchConfig
+from asyncrl.producers import HFChatTokenizer
+from asyncrl.trainer.scratch import ScratchSpec, main, make_character_tokenizer, make_random_model, make_scratch_model
 from asyncrl.wire import ErrorBody, find_fatal
 
 TOKENIZER = make_character_tokenizer(TINY_CHARACTERS)
@@ -56,6 +58,44 @@ def test_the_chat_template_ends_with_the_assistants_turn() -> None:
     assert text == "<|system|>be kind<|im_end|><|user|>hi<|im_end|><|assistant|>"
     assert len(TOKENIZER.encode(text)) == 1 + 7 + 1 + 1 + 2 + 1 + 1, "each special token is one token"
     assert TOKENIZER.decode(TOKENIZER.encode(text), skip_special_tokens=True) == "be kindhi"
+
+
+def test_with_a_tool_role_there_is_one_more_special_token_and_chats_with_tool_calls_are_rendered(tmp_path: Path) -> None:
+    tokenizer = make_character_tokenizer(TINY_CHARACTERS, has_tool_role=True)
+    assert len(tokenizer) == len(TOKENIZER) + 1
+    tokenizer.save_pretrained(tmp_path)
+    chats = HFChatTokenizer(tmp_path)
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    chat = [
+        {"role": "user", "content": "1+2"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "3", "tool_call_id": "c1"},
+        {"role": "assistant", "content": "let me see", "tool_calls": [call]},
+        {"role": "tool", "content": "", "tool_call_id": "c1"},
+    ]
+    text = chats.render(chat, tools=[{"type": "function", "function": {"name": "add"}}])
+    assert text == (
+        "<|user|>1+2<|im_end|><|assistant|><|im_end|><|tool|>3<|im_end|><|assistant|>let me see<|im_end|><|tool|><|im_end|><|assistant|>"
+    )
+    assert text == chats.render(chat), "tools are not written"
+    ids = chats.encode(text)
+    assert ids.count(tokenizer.convert_tokens_to_ids("<|tool|>")) == 2
+    assert len(ids) == 3 + 10 + 1 + 11, "one token a character, one a mark"
+    assert chats.decode(ids) == "1+23let me see"
+
+
+def test_without_a_tool_role_a_chat_is_rendered_as_with_one_where_both_can(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "a"}]
+    with_tools = make_character_tokenizer(TINY_CHARACTERS, has_tool_role=True)
+    assert with_tools.apply_chat_template(chat, tokenize=False) == TOKENIZER.apply_chat_template(chat, tokenize=False)
+    assert "<|tool|>" not in TOKENIZER.get_vocab()
+
+
+def test_the_folder_has_the_tool_role_that_the_config_asks_for(tmp_path: Path) -> None:
+    scratch = ScratchConfig(architecture=TINY_ARCHITECTURE, characters=TINY_CHARACTERS, has_tool_role=True)
+    make_scratch_model(ScratchSpec(out=tmp_path / "model", seed=0, scratch=scratch))
+    assert "<|tool|>" in AutoTokenizer.from_pretrained(tmp_path / "model").all_special_tokens
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["vocab_size"] == 7 + len(TINY_CHARACTERS)
 
 
 def test_an_unknown_key_of_the_architecture_is_refused_by_name() -> None:

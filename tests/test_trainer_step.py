@@ -11,14 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_model import make_tiny_model
 from trainer_cases import changed, make_batch, make_spec, naive_logprobs
 from transformers import AutoModelForCausalLM
 
 from asyncrl.errors import ConfigError
 from asyncrl.serving import Refused
 from asyncrl.trainer import loading
-from asyncrl.trainer import logprobs as logprobs_module
 from asyncrl.trainer.step import TrainStep
 from asyncrl.wire import BatchArrays, BatchHeader, unpack_batch
 
@@ -33,16 +31,26 @@ def make_step(tiny_model_dir: Path, tmp_path: Path) -> MakeStep:
     return make
 
 
+def accumulate(step: TrainStep, header: BatchHeader, arrays: BatchArrays) -> Any:
+    """The sums of forward and backward over the whole batch; the gradients lie in the weights."""
+    return step._accumulate(step._numbers(header, arrays, arrays.loss_mask), arrays.loss_mask)
+
+
 def gradients(step: TrainStep, header: BatchHeader, arrays: BatchArrays) -> dict[str, torch.Tensor]:
-    """Gradients of one mini-batch, taken before the optimizer sees them."""
-    step._accumulate(header, arrays, arrays.loss_mask)
-    result = {name: parameter.grad.clone() for name, parameter in step.model.named_parameters()}
-    step.model.zero_grad()
+    """Gradients of one optimizer step, taken before the optimizer sees them."""
+    accumulate(step, header, arrays)
+    result = {name: master.grad.clone() for name, master in step._masters.named.items() if master.grad is not None}
+    step._optimizer.zero_grad()
     return result
 
 
 def weights(step: TrainStep) -> dict[str, torch.Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in step.model.named_parameters()}
+    return {name: master.detach().clone() for name, master in step._masters.named.items()}
+
+
+def logprobs(step: TrainStep, header: BatchHeader, arrays: BatchArrays) -> np.ndarray:
+    """float32 [N] by the step's present weights, 0 where no loss is carried."""
+    return step._forward(step.policy, header, arrays, arrays.loss_mask)
 
 
 def naive_gradients(model: Any, header: BatchHeader, arrays: BatchArrays) -> dict[str, torch.Tensor]:
@@ -78,39 +86,18 @@ def test_any_cut_into_micro_batches_gives_the_same_gradient(make_step: MakeStep,
         torch.testing.assert_close(cut[name], whole[name], rtol=1e-5, atol=1e-6)
 
 
-def test_any_cut_of_the_vocabulary_work_into_chunks_gives_the_same_gradient(make_step: MakeStep, monkeypatch: pytest.MonkeyPatch) -> None:
-    header, arrays = make_batch()
-    whole = gradients(make_step(), header, arrays)
-    monkeypatch.setattr(logprobs_module, "CHUNK_LOGITS", 52 * 5)
-    for name, gradient in gradients(make_step(), header, arrays).items():
-        torch.testing.assert_close(gradient, whole[name], rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
 def test_logprobs_are_those_of_the_tempered_distribution(make_step: MakeStep, tiny_model_dir: Path, temperature: float) -> None:
     header, arrays = make_batch()
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
     expected = np.where(arrays.loss_mask, naive_logprobs(model, header, arrays, temperature), 0).astype(np.float32)
     step = make_step(temperature=temperature)
-    sums = step._accumulate(header, arrays, arrays.loss_mask)
-    np.testing.assert_allclose(sums.logprobs, expected, atol=2e-5)
+    np.testing.assert_allclose(logprobs(step, header, arrays), expected, atol=2e-5)
     metrics = make_step(temperature=temperature).train(header, changed(arrays, behaviour_logprobs=expected))
     assert metrics["policy/logprob_gap_max"] < 2e-5
     assert metrics["policy/kl_behaviour"] < 1e-8
     assert metrics["policy/ess"] == pytest.approx(1.0)
     assert metrics["policy/clip_fraction"] == 0
-
-
-def test_a_model_that_caps_its_logits_gets_its_own_logprobs(tmp_path: Path, make_step: MakeStep) -> None:
-    folder = make_tiny_model(
-        tmp_path / "gemma", model_type="gemma2", final_logit_softcapping=2.0, query_pre_attn_scalar=8, attn_logit_softcapping=None
-    )
-    header, arrays = make_batch()
-    step = make_step(folder)
-    assert not step._has_plain_head
-    expected = naive_logprobs(AutoModelForCausalLM.from_pretrained(folder), header, arrays, 1.0)
-    actual = step._accumulate(header, arrays, arrays.loss_mask).logprobs
-    np.testing.assert_allclose(actual[arrays.loss_mask], expected[arrays.loss_mask], atol=2e-5)
 
 
 def test_two_fresh_runs_give_the_same_weights_bit_for_bit(make_step: MakeStep) -> None:
@@ -143,11 +130,10 @@ def test_steps_on_the_same_batch_make_the_good_answers_likelier(make_step: MakeS
         return float(np.subtract(*(logprobs[part].mean() for part in parts)))
 
     step = make_step(trainer={"learning_rate": 1e-3})
-    exact = step._accumulate(header, arrays, arrays.loss_mask).logprobs
-    step.model.zero_grad()
+    exact = logprobs(step, header, arrays)
     for version in range(5):
         step.train(header.model_copy(update={"version": version, "min_version": 0}), changed(arrays, behaviour_logprobs=exact))
-    assert advance(step._accumulate(header, arrays, arrays.loss_mask).logprobs) > advance(exact) + 0.05
+    assert advance(logprobs(step, header, arrays)) > advance(exact) + 0.05
 
 
 def test_masked_old_tokens_have_no_influence_but_stay_as_context(make_step: MakeStep) -> None:
@@ -173,53 +159,68 @@ def test_a_token_past_the_bound_is_refused_and_changes_nothing(make_step: MakeSt
     with pytest.raises(Refused, match="was sampled at version 0"):
         step.train(header.model_copy(update={"version": 2, "min_version": 1}), arrays)
     assert step.policy_version == 2
-    assert all(torch.equal(before[name], parameter) for name, parameter in step.model.named_parameters())
+    assert all(torch.equal(before[name], weight) for name, weight in weights(step).items())
 
 
-def infinite_loss(current_BT: torch.Tensor, *_: torch.Tensor, **__: float) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    return current_BT.sum() * torch.inf, {}
+def infinite_loss(current_M: torch.Tensor, *_: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    return current_M * torch.inf, {}
 
 
-def nan_gradient(current_BT: torch.Tensor, *_: torch.Tensor, **__: float) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    return (current_BT.sum() - current_BT.sum().detach()).abs().sqrt(), {}
+def nan_gradient(current_M: torch.Tensor, *_: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    return (current_M - current_M.detach()).abs().sqrt(), {}
 
 
-def no_loss(*_: torch.Tensor, **__: float) -> float:
+def no_loss(*_: Any) -> float:
     return 0.0
 
 
-def nan_statistic(current_BT: torch.Tensor, *_: torch.Tensor, **__: float) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    return current_BT.sum(), {"my_fraction": torch.tensor(torch.nan)}
+def nan_statistic(current_M: torch.Tensor, *_: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    return current_M * 1.0, {"my_fraction": torch.tensor(torch.nan)}
 
 
-@pytest.mark.parametrize("loss", ["infinite_loss", "nan_gradient", "nan_statistic"])
-def test_nan_is_refused_with_the_batch_saved_and_the_weights_untouched(make_step: MakeStep, loss: str) -> None:
-    step = make_step(loss=f"test_trainer_step:{loss}")
+@pytest.mark.parametrize("loss", ["infinite_loss", "nan_gradient"])
+def test_a_step_without_a_finite_gradient_is_skipped_saved_and_counted_and_the_third_in_a_row_is_refused(
+    make_step: MakeStep, loss: str
+) -> None:
+    step = make_step(algorithm={"loss": f"test_trainer_step:{loss}"}, trainer={"max_skipped_steps": 3})
     before = weights(step)
-    header, arrays = make_batch()
-    with pytest.raises(Refused) as caught:
-        step.train(header, arrays)
-    path = step.spec.failed_dir / "step_0.safetensors"
-    assert str(path) in caught.value.body.error
-    assert caught.value.body.way_out
-    saved_header, saved_arrays = unpack_batch(path.read_bytes())
-    assert saved_header == header
-    assert all(np.array_equal(value, getattr(saved_arrays, name)) for name, value in dict(arrays).items())
+    for version in range(2):
+        header, arrays = make_batch(version=version)
+        metrics = step.train(header, arrays)
+        assert metrics["trainer/skipped_steps"] == 1
+        assert all(np.isfinite(value) for value in metrics.values())
+        saved_header, saved_arrays = unpack_batch((step.spec.failed_dir / f"step_{version}.safetensors").read_bytes())
+        assert saved_header == header
+        assert all(np.array_equal(value, getattr(saved_arrays, name)) for name, value in dict(arrays).items())
+    assert all(torch.equal(before[name], weight) for name, weight in weights(step).items())
+    assert len(step.spec.record_path.read_text().splitlines()) == 2
+    with pytest.raises(Refused, match="policy_version stays 2") as caught:
+        step.train(*make_batch(version=2))
+    assert "trainer.max_skipped_steps=3" in caught.value.body.rule
+    assert "step_2.safetensors" in caught.value.body.error
+    assert all(weight.grad is None for weight in step._masters.named.values())
+
+
+def test_a_loss_whose_statistics_are_not_finite_is_refused_with_the_batch_saved_and_the_weights_untouched(make_step: MakeStep) -> None:
+    step = make_step(algorithm={"loss": "test_trainer_step:nan_statistic"})
+    before = weights(step)
+    with pytest.raises(Refused, match="my_fraction"):
+        step.train(*make_batch())
+    assert (step.spec.failed_dir / "step_0.safetensors").exists()
     assert step.policy_version == 0
-    assert all(torch.equal(before[name], parameter) for name, parameter in step.model.named_parameters())
-    assert all(parameter.grad is None for parameter in step.model.parameters())
+    assert all(torch.equal(before[name], weight) for name, weight in weights(step).items())
     assert not step.spec.record_path.exists()
 
 
 def test_a_loss_function_that_returns_something_else_is_refused_by_name(make_step: MakeStep) -> None:
     with pytest.raises(Refused, match="algorithm.loss=test_trainer_step:no_loss returned 0.0"):
-        make_step(loss="test_trainer_step:no_loss").train(*make_batch())
+        make_step(algorithm={"loss": "test_trainer_step:no_loss"}).train(*make_batch())
 
 
-@pytest.mark.parametrize("name", ["no_such_module:f", "asyncrl.algorithms.losses:no_such", "asyncrl.trainer.step:GAP_WARNING"])
+@pytest.mark.parametrize("name", ["no_such_module:f", "asyncrl.algorithms.surrogates:no_such", "asyncrl.trainer.gap:GAP_WARNING"])
 def test_a_function_that_is_not_there_ends_the_start_with_its_key(make_step: MakeStep, name: str) -> None:
     with pytest.raises(ConfigError, match=f"algorithm.loss={name}"):
-        make_step(loss=name)
+        make_step(algorithm={"loss": name})
 
 
 def test_a_model_that_cannot_fit_is_refused_with_the_numbers_before_it_is_allocated(
@@ -260,7 +261,7 @@ def test_metrics_have_the_fixed_names(make_step: MakeStep) -> None:
     assert set(metrics) == {
         "policy/loss", "policy/grad_norm", "policy/entropy", "policy/kl_behaviour", "policy/ess", "policy/clip_fraction",
         "policy/logprob_gap_max", "policy/logprob_gap_mean", "sample/masked_fraction", "tokens/trained", "trainer/learning_rate",
-        "perf/train_s",
+        "trainer/optimizer_steps", "trainer/skipped_steps", "perf/train_s",
     }  # fmt: skip
     assert metrics["trainer/learning_rate"] == pytest.approx(0.005)
     assert 0 < metrics["policy/ess"] < 1
@@ -288,26 +289,108 @@ def test_the_record_says_which_tokens_carried_loss_at_which_version(make_step: M
     assert (entry["group_id"], entry["sample_index"], entry["prompt_id"], entry["reward"]) == (10, 0, "p0", first.reward)
 
 
-def test_bfloat16_trains_float32_masters_under_autocast(make_step: MakeStep, tmp_path: Path) -> None:
+def test_bfloat16_trains_float32_masters_and_the_model_gets_them_rounded(make_step: MakeStep, tmp_path: Path) -> None:
     step = make_step(dtype="bfloat16", trainer={"learning_rate": 1e-6})
     header, arrays = make_batch()
-    exact = make_step()._accumulate(header, arrays, arrays.loss_mask).logprobs
+    exact = logprobs(make_step(), header, arrays)
     before = weights(step)
     metrics = step.train(header, changed(arrays, behaviour_logprobs=exact))
     assert 0 < metrics["policy/logprob_gap_mean"] < 0.1
-    changes = [(parameter - before[name]).abs().max().item() for name, parameter in step.model.named_parameters()]
+    changes = [(weight - before[name]).abs().max().item() for name, weight in weights(step).items()]
     assert max(changes) < 2e-6, "a step of 1e-6 would be lost or far larger in bfloat16"
     assert min(changes) > 0
-    assert step.export(tmp_path / "w.safetensors").num_bytes == 2 * sum(p.numel() for p in step.model.parameters())
+    for name, parameter in step.policy.model.named_parameters():
+        assert torch.equal(parameter, weights(step)[name].bfloat16())
+    assert step.export(tmp_path / "w.safetensors").num_bytes == 2 * sum(p.numel() for p in step.policy.model.parameters())
 
 
 @pytest.mark.gpu
 def test_cuda_in_bfloat16_agrees_with_the_cpu(make_step: MakeStep) -> None:
     header, arrays = make_batch(num_groups=4, group_size=8)
-    exact = make_step()._accumulate(header, arrays, arrays.loss_mask).logprobs
+    exact = logprobs(make_step(), header, arrays)
     step = make_step(device="cuda")
     assert step.dtype == torch.bfloat16
     losses = [
         step.train(header.model_copy(update={"version": v, "min_version": 0}), changed(arrays, behaviour_logprobs=exact)) for v in range(3)
     ]
     assert losses[0]["policy/logprob_gap_mean"] < 0.1
+
+
+@pytest.mark.parametrize(("mini_batches", "epochs"), [(2, 1), (1, 3), (2, 2)])
+def test_a_batch_of_several_optimizer_steps_makes_one_version_and_its_clipping_starts_from_the_weights_before_it(
+    make_step: MakeStep, mini_batches: int, epochs: int
+) -> None:
+    header, arrays = make_batch(num_groups=4)
+    exact = changed(arrays, behaviour_logprobs=logprobs(make_step(), header, arrays))
+    loop = {"mini_batches": mini_batches, "epochs": epochs, "schedule": "linear", "num_steps": 10}
+    step = make_step(trainer=loop, algorithm={"loss": "decoupled_ppo"})
+    metrics = step.train(header, exact)
+    assert step.policy_version == 1
+    assert metrics["trainer/optimizer_steps"] == mini_batches * epochs
+    last = mini_batches * epochs - 1
+    assert metrics["trainer/learning_rate"] == pytest.approx(1e-2 * (1 - last / (10 * mini_batches * epochs)))
+    assert metrics["policy/clip_fraction"] > 0, "with a learning rate of 0.01 the later steps leave the clip range"
+    assert metrics["policy/logprob_gap_max"] < 2e-5, "measured before the first step alone"
+    assert metrics["tokens/trained"] == arrays.loss_mask.sum()
+    assert len(step.spec.record_path.read_text().splitlines()) == 1
+
+
+def test_mini_batches_are_optimizer_steps_on_their_groups_one_after_the_other(make_step: MakeStep, tmp_path: Path) -> None:
+    header, arrays = make_batch(num_groups=2)
+    together = make_step(trainer={"mini_batches": 2})
+    together.train(header, arrays)
+    apart = make_step()
+    half = next(entry.start for entry in header.trajectories if entry.group_index == 1)
+    for version, part in enumerate([slice(0, half), slice(half, None)]):
+        entries = [
+            entry.model_copy(update={"group_index": 0, "start": entry.start - (part.start or 0), "end": entry.end - (part.start or 0)})
+            for entry in header.trajectories
+            if entry.group_index == version
+        ]
+        apart.train(
+            header.model_copy(update={"version": version, "min_version": 0, "trajectories": entries}),
+            BatchArrays(**{name: value[part] for name, value in dict(arrays).items()}),
+        )
+    assert together.weights_digest() == apart.weights_digest()
+
+
+def test_the_kl_to_the_initial_weights_is_zero_at_first_and_holds_the_policy_back_later(make_step: MakeStep) -> None:
+    free, held = make_step(), make_step(algorithm={"kl_coefficient": 10.0})
+    distance = []
+    for step in (free, held):
+        header, arrays = make_batch()
+        before = logprobs(step, header, arrays)
+        for version in range(6):
+            metrics = step.train(header.model_copy(update={"version": version, "min_version": 0}), arrays)
+            if step is held and version == 0:
+                assert metrics["policy/kl_reference"] == pytest.approx(0.0, abs=1e-6)
+        distance.append(np.abs(logprobs(step, header, arrays) - before)[arrays.loss_mask].mean())
+    assert metrics["policy/kl_reference"] > 0
+    assert distance[1] < distance[0]
+
+
+def test_the_kl_in_the_reward_and_the_overlong_penalty_change_the_advantages_that_they_should(make_step: MakeStep) -> None:
+    header, arrays = make_batch()
+    plain, penalised = make_step(), make_step(algorithm={"overlong_tokens": 10}, max_tokens=20)
+    kl = make_step(algorithm={"kl_coefficient": 0.5, "kl_in": "reward", "kl_estimator": "k1"})
+    base = plain._numbers(header, arrays, arrays.loss_mask).advantage_N
+    assert not np.allclose(penalised._numbers(header, arrays, arrays.loss_mask).advantage_N, base)
+    np.testing.assert_allclose(kl._numbers(header, arrays, arrays.loss_mask).advantage_N, base, atol=1e-5)
+    kl.train(header, arrays)
+    assert not np.allclose(kl._numbers(header, arrays, arrays.loss_mask).advantage_N, base, atol=1e-5)
+
+
+def test_m2po_weighs_the_tokens_of_the_whole_step_whatever_the_micro_batches(make_step: MakeStep) -> None:
+    header, arrays = make_batch(num_groups=3, group_size=4)
+    whole = gradients(make_step(algorithm={"loss": "m2po"}), header, arrays)
+    cut = gradients(make_step(algorithm={"loss": "m2po"}, trainer={"micro_batch_tokens": 30}), header, arrays)
+    for name in whole:
+        torch.testing.assert_close(cut[name], whole[name], rtol=1e-5, atol=1e-6)
+
+
+def test_with_one_step_a_batch_decoupled_ppo_has_the_gradient_of_tis(make_step: MakeStep) -> None:
+    header, arrays = make_batch()
+    tis = gradients(make_step(algorithm={"loss": "tis"}), header, arrays)
+    decoupled = gradients(make_step(algorithm={"loss": "decoupled_ppo"}), header, arrays)
+    for name in tis:
+        torch.testing.assert_close(decoupled[name], tis[name], rtol=1e-5, atol=1e-7)

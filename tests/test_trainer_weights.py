@@ -24,9 +24,9 @@ def test_an_export_holds_every_weight_once_by_the_models_names_and_its_digest_is
     step.train(*make_batch())
     answer = step.export(tmp_path / "v1.safetensors")
     loaded = load_file(answer.path)
-    assert set(loaded) == {name for name, _ in step.model.named_parameters()}
+    assert set(loaded) == {name for name, _ in step.policy.model.named_parameters()}
     assert "lm_head.weight" not in loaded, "tied to the embedding, which is there"
-    for name, parameter in step.model.named_parameters():
+    for name, parameter in step.policy.model.named_parameters():
         assert torch.equal(loaded[name], parameter.detach().to(getattr(torch, dtype)))
     assert answer.digest == digest_of(loaded)
     assert (answer.version, answer.num_tensors) == (1, len(loaded))
@@ -65,7 +65,7 @@ def test_a_saved_folder_opens_with_the_auto_classes_and_has_the_trained_weights(
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     assert model.dtype == torch.bfloat16
     for name, parameter in model.named_parameters():
-        assert torch.equal(parameter, step.model.get_parameter(name).to(torch.bfloat16))
+        assert torch.equal(parameter, step.policy.model.get_parameter(name).to(torch.bfloat16))
     assert AutoTokenizer.from_pretrained(tmp_path / "saved").chat_template == template.read_text()
     with pytest.raises(FileExistsError, match="exists already"):
         step.save(tmp_path / "saved")

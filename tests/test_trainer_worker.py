@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
+import shutil
 import signal
 import socket
 import stat
@@ -23,13 +25,23 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from asyncrl.calling import Caller, CallRefused
 from asyncrl.trainer.step import TrainStep
 from asyncrl.trainer.weights import digest_of
-from asyncrl.wire import SECRET_ENV, ExportResponse, SaveRequest, TrainerHealth, TrainResponse, find_fatal, pack_batch
+from asyncrl.wire import (
+    SECRET_ENV,
+    ExportResponse,
+    SaveRequest,
+    StateRequest,
+    StateSaved,
+    TrainerHealth,
+    TrainResponse,
+    find_fatal,
+    pack_batch,
+)
 
 pytestmark = pytest.mark.slow
 
 T = TypeVar("T")
 TIMEOUT_S = 60.0
-BREAKS = "def loss(*tensors, **settings):\n    raise ArithmeticError('planted')\n"
+BREAKS = "def loss(*tensors):\n    raise ArithmeticError('planted')\n"
 
 
 @dataclass
@@ -171,13 +183,13 @@ def test_an_export_waits_for_the_step_before_it_while_health_is_answered_beside_
     assert worker.ask(story).version == first + 1
 
 
-def test_an_exception_in_a_step_is_answered_with_500_and_sigterm_ends_the_worker_and_its_staging(
+def test_an_exception_in_a_step_is_answered_with_500_and_sigterm_ends_the_worker_and_leaves_its_staging_to_the_next_one(
     tiny_model_dir: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "w"
     folder.mkdir()
     (folder / "planted_loss.py").write_text(BREAKS)
-    with running(tiny_model_dir, folder, loss="planted_loss:loss") as worker:
+    with running(tiny_model_dir, folder, algorithm={"loss": "planted_loss:loss"}) as worker:
         body = pack_batch(*make_batch())
         for _ in range(2):
             with pytest.raises(CallRefused) as caught:
@@ -188,15 +200,18 @@ def test_an_exception_in_a_step_is_answered_with_500_and_sigterm_ends_the_worker
         assert "Traceback" in worker.log
         worker.process.send_signal(signal.SIGTERM)
         assert worker.process.wait(TIMEOUT_S) == 0
-        assert not worker.staging.exists()
+        assert worker.staging.exists()
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
-    [({"model_path": "/no/such/model"}, "cannot load the model /no/such/model"), ({"loss": "no_such:loss"}, "algorithm.loss=no_such:loss")],
+    [
+        ({"model_path": "/no/such/model"}, "cannot load the model /no/such/model"),
+        ({"algorithm": {"loss": "no_such:loss"}}, "algorithm.loss=no_such:loss"),
+    ],
 )
 def test_a_start_that_cannot_be_ends_with_the_reason_and_the_way_out(
-    tiny_model_dir: Path, tmp_path: Path, values: dict[str, str], message: str
+    tiny_model_dir: Path, tmp_path: Path, values: dict[str, object], message: str
 ) -> None:
     with running(tiny_model_dir, tmp_path / "w", **values) as worker:
         assert worker.process.wait(TIMEOUT_S) == 1
@@ -204,4 +219,33 @@ def test_a_start_that_cannot_be_ends_with_the_reason_and_the_way_out(
         assert fatal is not None
         assert message in fatal.error
         assert fatal.way_out
-        assert not worker.staging.exists()
+
+
+def test_the_state_is_saved_beside_training_and_loaded_by_another_worker_which_says_so_in_the_record(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    state = tmp_path / "state"
+
+    def post(worker: Worker, path: str, body: StateRequest | bytes, answer: type[T]) -> T:
+        return worker.ask(lambda caller: caller.post(path, body, answer, timeout_s=TIMEOUT_S))  # type: ignore[type-var]
+
+    with running(tiny_model_dir, tmp_path / "first") as first:
+        for version in range(2):
+            first.train(pack_batch(*make_batch(version=version)))
+        saved = post(first, "/begin_save_state", StateRequest(path=str(state)), StateSaved)
+        assert saved.policy_version == 2
+        first.train(pack_batch(*make_batch(version=2)))
+        post(first, "/wait_save_state", b"", TrainerHealth)
+        expected = first.export().digest
+        with pytest.raises(CallRefused, match=str(state)):
+            post(first, "/begin_save_state", StateRequest(path=str(state)), StateSaved)
+    shutil.copytree(tmp_path / "first", tmp_path / "second", ignore=shutil.ignore_patterns("staging"))
+    with running(tiny_model_dir, tmp_path / "second") as second:
+        assert post(second, "/load_state", StateRequest(path=str(state)), TrainerHealth).policy_version == 2
+        second.train(pack_batch(*make_batch(version=2)))
+        assert second.export().digest == expected
+        lines = [json.loads(line) for line in (second.folder / "trained.jsonl").read_text().splitlines()]
+        assert [line.get("restored", line.get("version")) for line in lines] == [0, 1, 2, 2, 2]
+        with pytest.raises(CallRefused, match="/no/such/state"):
+            post(second, "/load_state", StateRequest(path="/no/such/state"), TrainerHealth)
+        assert second.health().policy_version == 3

@@ -8,21 +8,26 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncrl.config import TrainerConfig
+from asyncrl.config import AlgorithmConfig, TrainerConfig
+from asyncrl.running.specs import objective_spec
 from asyncrl.trainer.spec import TrainerSpec
 from asyncrl.wire import BatchArrays, BatchHeader, TrajectoryHeader
 
-LOSSES = "asyncrl.algorithms.losses"
 
-
-def make_spec(model_dir: Path, folder: Path, *, trainer: dict[str, Any] | None = None, **values: Any) -> TrainerSpec:
+def make_spec(
+    model_dir: Path,
+    folder: Path,
+    *,
+    trainer: dict[str, Any] | None = None,
+    algorithm: dict[str, Any] | None = None,
+    **values: Any,
+) -> TrainerSpec:
     return TrainerSpec.model_validate(
         {
             "model_path": str(model_dir),
             "device": "cpu",
             "trainer": TrainerConfig(**{"learning_rate": 1e-2, **(trainer or {})}).model_dump(),
-            "loss": f"{LOSSES}:ppo_clip",
-            "advantage": "asyncrl.algorithms.advantages:grpo",
+            "objective": objective_spec(AlgorithmConfig(**(algorithm or {}))),
             "staging_dir": str(folder / "staging"),
             "record_path": str(folder / "trained.jsonl"),
             "failed_dir": str(folder / "failed"),

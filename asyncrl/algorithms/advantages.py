@@ -1,35 +1,85 @@
-"""Advantages from the rewards of a mini-batch. Knows no tokens: one number a trajectory, the same for all its tokens."""
+"""Advantages from the rewards of a batch. Knows no tokens: one number a sample, the same for all its tokens.
+
+A sample is a rollout, or a part of one that earned a reward of its own. Every function here takes `reward_B` float32, finite, and
+`group_B` int64, the number of each sample's group (0 to num_groups - 1), and returns float32 [B]. ValueError if shapes or dtypes
+are others. Where all rewards that are compared are equal, a lone one included, the advantage is exactly 0. Standard deviations
+are those of the population.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from asyncrl.algorithms.tokens import check_vector
+
 EPSILON = 1e-4
 """Added to the standard deviation, in units of reward, so that scores which differ by noise alone do not become large."""
 
 
 def grpo(reward_B: Tensor, group_B: Tensor) -> Tensor:
-    """Reward against the other trajectories of its group: (reward - mean) / (std + EPSILON). Returns float32 [B].
+    """Against its group, in the group's standard deviations: (reward - mean) / (std + EPSILON).
 
-    `reward_B` float32, finite; `group_B` int64, the number of each trajectory's group (0 to num_groups - 1, every one
-    used). std is that of the population, so a full group has advantages of mean square 1. A group whose rewards are
-    all equal, a group of one included, gets exactly 0. DeepSeekMath, https://arxiv.org/abs/2402.03300, section 4.1.
-    Raises ValueError if shapes or dtypes are others.
+    DeepSeekMath, https://arxiv.org/abs/2402.03300, section 4.1.
     """
-    if reward_B.ndim != 1 or reward_B.shape != group_B.shape:
-        raise ValueError(f"reward_B and group_B must be [B] alike, not {tuple(reward_B.shape)} and {tuple(group_B.shape)}")
-    if reward_B.dtype != torch.float32 or group_B.dtype != torch.int64:
-        raise ValueError(f"reward_B must be float32 and group_B int64, not {reward_B.dtype} and {group_B.dtype}")
-    if reward_B.numel() == 0:
-        return torch.zeros_like(reward_B)
-    num_groups = int(group_B.max()) + 1
-    count_G = torch.zeros(num_groups, device=reward_B.device).index_add(0, group_B, torch.ones_like(reward_B))
-    mean_G = torch.zeros_like(count_G).index_add(0, group_B, reward_B) / count_G
-    centred_B = reward_B - mean_G[group_B]
-    std_G = (torch.zeros_like(count_G).index_add(0, group_B, centred_B.square()) / count_G).sqrt()
-    # Equal rewards can have a mean that rounds to another number: ask for equality itself, not for std = 0.
-    lowest_G = torch.full_like(count_G, torch.inf).scatter_reduce(0, group_B, reward_B, "amin")
-    highest_G = torch.full_like(count_G, -torch.inf).scatter_reduce(0, group_B, reward_B, "amax")
-    is_equal_B = (lowest_G == highest_G)[group_B]
-    return torch.where(is_equal_B, torch.zeros_like(centred_B), centred_B / (std_G[group_B] + EPSILON))
+    centred_B, size_B = _centred(reward_B, group_B)
+    std_B = (_group_sum(centred_B.square(), group_B) / size_B).sqrt()
+    return centred_B / (std_B + EPSILON)
+
+
+def dr_grpo(reward_B: Tensor, group_B: Tensor) -> Tensor:
+    """Against its group, in units of reward: reward - mean. Goes with algorithm.aggregate=constant.
+
+    Understanding R1-Zero-like training, https://arxiv.org/abs/2503.20783.
+    """
+    return _centred(reward_B, group_B)[0]
+
+
+def rloo(reward_B: Tensor, group_B: Tensor) -> Tensor:
+    """Against the mean of the group's others: reward - (sum - reward) / (size - 1), which is size / (size - 1) * dr_grpo.
+
+    REINFORCE leave-one-out, https://arxiv.org/abs/2402.14740.
+    """
+    centred_B, size_B = _centred(reward_B, group_B)
+    return centred_B * size_B / (size_B - 1).clamp(min=1)
+
+
+def reinforce_pp(reward_B: Tensor, group_B: Tensor) -> Tensor:
+    """Against the whole batch, in its standard deviations; groups play no part.
+
+    REINFORCE++, https://arxiv.org/abs/2501.03262. The paper normalises over tokens, so long ones weigh more there; here every
+    sample counts once.
+    """
+    return grpo(reward_B, torch.zeros_like(group_B))
+
+
+def reinforce_pp_baseline(reward_B: Tensor, group_B: Tensor) -> Tensor:
+    """Against its group, in standard deviations of the whole batch: (reward - mean of the group) / (std of these + EPSILON).
+
+    REINFORCE++ with baseline, https://arxiv.org/abs/2501.03262. The mean over the batch is 0 already.
+    """
+    centred_B = dr_grpo(reward_B, group_B)
+    return centred_B / (centred_B.square().mean().sqrt() + EPSILON)
+
+
+def _centred(reward_B: Tensor, group_B: Tensor) -> tuple[Tensor, Tensor]:
+    """(reward - mean of the group, size of the group), float32 [B] both."""
+    check_vector("reward_B", reward_B, torch.float32)
+    check_vector("group_B", group_B, torch.int64, len_like=("reward_B", reward_B))
+    size_B = _group_sum(torch.ones_like(reward_B), group_B)
+    centred_B = reward_B - _group_sum(reward_B, group_B) / size_B
+    # Equal rewards can have a mean that rounds to another number: ask for equality itself, not for a difference of 0.
+    lowest_G, highest_G = (
+        torch.full((_num_groups(group_B),), limit, device=reward_B.device).scatter_reduce(0, group_B, reward_B, how)
+        for limit, how in ((torch.inf, "amin"), (-torch.inf, "amax"))
+    )
+    return torch.where((lowest_G == highest_G)[group_B], torch.zeros_like(centred_B), centred_B), size_B
+
+
+def _group_sum(value_B: Tensor, group_B: Tensor) -> Tensor:
+    """The sum over its group, at every sample."""
+    return torch.zeros(_num_groups(group_B), device=value_B.device).index_add(0, group_B, value_B)[group_B]
+
+
+def _num_groups(group_B: Tensor) -> int:
+    return int(group_B.max()) + 1 if group_B.numel() else 0

@@ -1,1 +1,1 @@
-"""Admission, deadlines, staleness, choice of batch. Knows versions and slots; knows no HTTP, no torch, no rewards, no clock."""
+"""Admission, deadlines, staleness, choice of batch. Knows versions, slots and equal rewards; knows no HTTP, no torch, no clock."""

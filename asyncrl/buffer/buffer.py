@@ -1,11 +1,12 @@
-"""The room around the staleness rule: holds the groups, lets producers and trainer wait. Knows no HTTP, no torch, no rewards."""
+"""The room around the staleness rule: holds the groups, lets producers and trainer wait. Knows no HTTP, no torch."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
+from asyncrl.buffer.filter import GroupFilter
 from asyncrl.buffer.look_ahead import LookAhead
 from asyncrl.buffer.refusals import no_sampled_token
 from asyncrl.buffer.rule import HandedBack, StalenessRule
@@ -13,7 +14,7 @@ from asyncrl.buffer.stats import BufferStats, Tally
 from asyncrl.buffer.waiting import WaitMeter
 from asyncrl.config import BufferConfig
 from asyncrl.errors import WouldWait
-from asyncrl.types import Batch, Group, GroupId, Ticket, WaitReport
+from asyncrl.types import Batch, Finished, Group, GroupId, Ticket, WaitReport
 
 OnHandedBack = Callable[[GroupId, Group | None, str], None]
 """(group_id, the group if it was ready, None if it runs and must stop, "dropped" or "all_masked")."""
@@ -22,10 +23,12 @@ OnHandedBack = Callable[[GroupId, Group | None, str], None]
 class Buffer:
     """Groups between admission and training.
 
-    Life:       admitted -> running -> ready -> in a batch; or failed, or handed back through `on_handed_back`, and its place is free.
-    Waits:      producers sleep in wait_admit, woken when a version is served, a group fails or is handed back, or look_ahead grows;
-                the trainer sleeps in wait_batch, woken by the finish_nowait that completes a batch. Both may be cancelled: what is
-                given is given in one step without a sleep, so nothing is lost. After the last batch wait_admit sleeps until cancelled.
+    Life:       admitted -> running -> ready -> in a batch; or failed, filtered, or handed back through `on_handed_back`, and its place
+                is free.
+    Waits:      producers sleep in wait_admit, woken when a version is served, look_ahead grows, or a group fails, is filtered or
+                handed back; the trainer sleeps in wait_batch, woken by the finish_nowait that completes a batch. Both may be cancelled:
+                what is given is given in one step without a sleep, so nothing is lost. After the last batch wait_admit sleeps
+                until cancelled.
     Invariant:  no token with a loss weight in a taken batch is older than max_staleness. StalenessRule.take_nowait guarantees it
                 (`mask`: it guarantees the batch's min_version and mask_older, which the trainer honours).
     Cost:       O(log n) an event. A waiter of wait_admit is woken at each opening, so let few wait: one loop that starts groups.
@@ -43,6 +46,7 @@ class Buffer:
             on_overdue=config.on_overdue,
             look_ahead=LookAhead(config.max_staleness).current if config.look_ahead == "auto" else config.look_ahead,
         )
+        self._filter = GroupFilter(config.filter, max_in_a_row=config.max_filtered_groups)
         self._ready: dict[GroupId, Group] = {}
         self._opened, self._formed = asyncio.Event(), asyncio.Event()
         self._meters: list[WaitMeter] = []  # of those in wait_batch
@@ -56,6 +60,13 @@ class Buffer:
             f"<Buffer batch {rule.next_batch}/{rule.num_batches}, v{rule.served} served, {rule.num_running} running, "
             f"{rule.num_ready} ready of {rule.num_groups}, {rule.num_open} open, look_ahead {rule.look_ahead}/{rule.max_staleness}>"
         )
+
+    def restore_nowait(self, version: int, next_group_id: int, running: Sequence[Ticket], ready: Sequence[Group]) -> None:
+        """Before anything else: go on where a killed run stood, with batch `version` next and its weights served."""
+        versions = {group.group_id: _versions(group) for group in ready}
+        self._rule.restore_nowait(version, next_group_id, {ticket.group_id: ticket.start_version for ticket in running}, versions)
+        self._ready.update((group.group_id, group) for group in ready)
+        self._changed()
 
     # ---- producers
 
@@ -73,25 +84,34 @@ class Buffer:
         self._changed()
         return ticket
 
-    def finish_nowait(self, group: Group) -> bool:
-        """The group is ready. Returns False, and forgets it, if it was dropped meanwhile.
+    def finish_nowait(self, group: Group) -> Finished:
+        """The group has all its rollouts: it is ready, or buffer.filter replaces it; or it was dropped meanwhile and is forgotten.
 
-        Raises RoomError if it is not running, has a token older than its ticket allows or newer than any weights, or a
-        trajectory without a sampled token. If `mask` leaves nothing of it, it goes straight to `on_handed_back`.
+        Raises RoomError if it is not running, has a token older than its ticket allows or newer than any weights, or a trajectory
+        without a sampled token; TaskError with the last of buffer.max_filtered_groups in a row. If `mask` leaves nothing of it, it
+        goes straight to `on_handed_back`; a filtered group does not, for its prompt is not sampled again.
         """
         if self._rule.was_stopped(group.group_id):
-            return False
+            return "stopped"
         oldest, newest = _versions(group)
+        self._rule.check_tokens(group.group_id, oldest=oldest, newest=newest)
+        if self._filter.takes_nowait(group):
+            self._rule.fail_nowait(group.group_id)
+            self._tally.filtered += 1
+            self._tally.filtered_tokens += _num_tokens(group, before_version=None)
+            self._changed()
+            return "filtered"
         self._note_waited_for(group)
         handed_back = self._rule.finish_nowait(group.group_id, oldest=oldest, newest=newest)
         self._ready[group.group_id] = group
         self._changed()
         if handed_back is not None:
             self._hand_back(handed_back)
-        return True
+            return "handed_back"
+        return "ready"
 
     def fail_nowait(self, group_id: GroupId, reason: str) -> bool:
-        """The group failed or was filtered: its admission is handed back. Returns False if it was dropped meanwhile.
+        """The group failed: its admission is handed back. Returns False if it was dropped meanwhile.
 
         Raises RoomError if it is not running.
         """
@@ -159,6 +179,15 @@ class Buffer:
     def last_wait(self) -> WaitReport:
         """How the seconds of the last wait_batch split by cause."""
         return self._last_wait
+
+    @property
+    def next_group_id(self) -> int:
+        """Number of the group that is admitted next."""
+        return self._rule.num_issued
+
+    def prompts_ready(self) -> list[str]:
+        """Ids of the prompts whose groups are ready."""
+        return [group.prompt.prompt_id for group in self._ready.values()]
 
     def num_open(self) -> int:
         """How many more groups could be admitted right now."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from asyncrl.errors import RoomError
+from collections import Counter
+
+from asyncrl.errors import RoomError, TaskError
 from asyncrl.types import GroupId
 
 ROOM = "buffer"
@@ -66,6 +68,23 @@ def not_running(group_id: GroupId, *, was_admitted: bool, is_ready: bool) -> Roo
         f"group {group_id} {state}",
         rule="every admitted group is reported exactly once, by finish_nowait or fail_nowait",
         way_out="this is a bug in the producer that reported it.",
+    )
+
+
+def all_filtered(rewards: Counter[float], group_id: GroupId, prompt_id: str) -> TaskError:
+    """Nothing that is sampled teaches anything. `rewards`: how many groups had which one; the group is the last of them."""
+    common = rewards.most_common(4)
+    shown = ", ".join(f"{reward:g} in {count}" for reward, count in common)
+    others = rewards.total() - sum(count for _, count in common)
+    more = f", another in {others}" if others else ""
+    return TaskError(
+        ROOM,
+        f"{rewards.total()} groups in a row had the same reward for all their rollouts ({shown}{more}; the last was group {group_id}, "
+        f"prompt {prompt_id})",
+        rule=f"buffer.filter=equal_rewards replaces such groups, and buffer.max_filtered_groups={rewards.total()} in a row end the run",
+        way_out="if that is the lowest reward, give easier prompts, pay parts of an answer, raise rollout.group_size or mend the reward "
+        "function; if it is the highest, the task is learnt: take fewer trainer.num_steps or harder prompts. "
+        "buffer.filter=none trains on such groups too.",
     )
 
 

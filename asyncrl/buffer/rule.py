@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -63,7 +64,8 @@ class StalenessRule:
         self.served = 0
         """Oldest policy_version that any engine serves."""
         self.set_look_ahead(look_ahead)
-        self._num_issued = 0
+        self.num_issued = 0
+        """Groups ever admitted: the number of the next one."""
         self._running: dict[GroupId, int] = {}  # -> deadline, in order of admission
         self._ready: dict[GroupId, int] = {}  # -> deadline
         self._ready_order: list[tuple[int, GroupId]] = []  # heap; entries no longer in _ready are skipped
@@ -131,6 +133,25 @@ class StalenessRule:
 
     # ---- what happens
 
+    def restore_nowait(
+        self, version: int, next_group_id: int, running: Mapping[GroupId, int], ready: Mapping[GroupId, tuple[int, int]]
+    ) -> None:
+        """Go on where a killed run stood: batch `version` is next, its weights are served.
+
+        `running`: id -> start version, `ready`: id -> (oldest, newest) version of its tokens, both as the rule had them.
+        """
+        self.next_batch = self.served = version
+        for group_id in sorted(running.keys() | ready.keys()):
+            start_version = running[group_id] if group_id in running else ready[group_id][0]
+            deadline = start_version + self.max_staleness
+            self._running[group_id] = deadline
+            self._running_due[deadline] += 1
+            if self.on_overdue == "drop":
+                self._useless_after.setdefault(deadline, set()).add(group_id)
+        self.num_issued = next_group_id
+        for group_id, (oldest, newest) in ready.items():
+            self.finish_nowait(group_id, oldest=oldest, newest=newest)
+
     def set_look_ahead(self, look_ahead: int) -> None:
         """From now on at most `look_ahead` batches beyond the served version may be started. What has started stays."""
         if not 0 <= look_ahead <= self.max_staleness:
@@ -149,8 +170,8 @@ class StalenessRule:
         """Leave to start one group. Raises WouldWait while the rule gives none."""
         if self.num_open == 0:
             raise WouldWait(f"admitted {self.admitted} groups at version {self.served} with look_ahead {self.look_ahead}")
-        group_id = GroupId(self._num_issued)
-        self._num_issued += 1
+        group_id = GroupId(self.num_issued)
+        self.num_issued += 1
         deadline = self.served + self.max_staleness
         self._running[group_id] = deadline
         self._running_due[deadline] += 1
@@ -164,11 +185,7 @@ class StalenessRule:
         Its deadline moves to oldest + max_staleness, never to an earlier batch. Returns the group if `mask` leaves nothing of it.
         Raises RoomError if it is not running, or its tokens are older than its ticket allows or newer than any weights.
         """
-        deadline = self._deadline_of_running(group_id)
-        if oldest < deadline - self.max_staleness:
-            raise token_too_old(group_id, oldest, deadline - self.max_staleness)
-        if newest > self.next_batch:
-            raise version_unknown(f"group {group_id} has a token of version {newest}", self.next_batch)
+        self.check_tokens(group_id, oldest=oldest, newest=newest)
         self._forget_running(group_id)
         deadline = oldest + self.max_staleness
         last_use = newest + self.max_staleness if self.on_overdue == "mask" else deadline
@@ -180,6 +197,14 @@ class StalenessRule:
         if self.on_overdue != "wait":
             self._useless_after.setdefault(last_use, set()).add(group_id)
         return None
+
+    def check_tokens(self, group_id: GroupId, *, oldest: int, newest: int) -> None:
+        """Raises RoomError if the group is not running, or its tokens are older than its ticket allows or newer than any weights."""
+        start_version = self._deadline_of_running(group_id) - self.max_staleness
+        if oldest < start_version:
+            raise token_too_old(group_id, oldest, start_version)
+        if newest > self.next_batch:
+            raise version_unknown(f"group {group_id} has a token of version {newest}", self.next_batch)
 
     def fail_nowait(self, group_id: GroupId) -> None:
         """A running group failed or was filtered: its admission is handed back. Raises RoomError if it is not running."""
@@ -212,7 +237,7 @@ class StalenessRule:
 
     def _deadline_of_running(self, group_id: GroupId) -> int:
         if group_id not in self._running:
-            raise not_running(group_id, was_admitted=0 <= group_id < self._num_issued, is_ready=group_id in self._ready)
+            raise not_running(group_id, was_admitted=0 <= group_id < self.num_issued, is_ready=group_id in self._ready)
         return self._running[group_id]
 
     def _forget_running(self, group_id: GroupId) -> None:

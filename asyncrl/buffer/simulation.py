@@ -47,8 +47,8 @@ class Workload:
 
     `num_slots` rollouts run at once, others queue in order of admission. A group is done when its `group_size` rollouts are. A batch
     trains for `train_s`; its version is served `publish_s` later, and while a publish is under way newer versions wait and are skipped
-    over. A finished group fails with `failure_probability`. A dropped group is drawn anew (kinder than reality, where a prompt that
-    made a long answer makes another).
+    over. A finished group fails with `failure_probability`, and one that has not failed is filtered with `filter_probability`: both hand
+    their admission back. A dropped group is drawn anew (kinder than reality, where a prompt that made a long answer makes another).
     """
 
     num_slots: int
@@ -58,6 +58,7 @@ class Workload:
     train_s: float = 1.0
     publish_s: float = 0.0
     failure_probability: float = 0.0
+    filter_probability: float = 0.0
     seed: int = 0
 
 
@@ -74,6 +75,7 @@ class Outcome:
     num_dropped: int
     num_all_masked: int
     num_failed: int
+    num_filtered: int
     look_ahead_mean: float
     wait: WaitReport
 
@@ -101,6 +103,7 @@ class _Tally:
     dropped: int = 0
     all_masked: int = 0
     failed: int = 0
+    filtered: int = 0
     look_aheads: list[int] = field(default_factory=list)
     waits: list[WaitReport] = field(default_factory=list)
 
@@ -112,6 +115,7 @@ class Simulation:
         self.rule, self.workload, self.max_staleness, self.masks, self.auto = rule, workload, max_staleness, masks, auto
         self.now_s = 0.0
         self._lengths, self._failures = random.Random(workload.seed), random.Random(~workload.seed)  # two: group i is the same in each rule
+        self._filters = random.Random(f"filter/{workload.seed}")
         self._mu = math.log(workload.rollout_s) - workload.sigma**2 / 2
         self._events: list[tuple[float, int, str, int, int]] = []
         self._sequence = 0
@@ -183,12 +187,15 @@ class Simulation:
             return
         group.finished_s = self.now_s
         if self._failures.random() < self.workload.failure_probability:
-            self.rule.fail_nowait(group_id)
-            del self._groups[group_id]
             self._tally.failed += 1
+        elif self._filters.random() < self.workload.filter_probability:
+            self._tally.filtered += 1
+        else:
+            oldest = min(rollout.oldest for rollout in group.rollouts)
+            self._hand_back(self.rule.finish_nowait(group_id, oldest=oldest, newest=self.rule.served))
             return
-        oldest = min(rollout.oldest for rollout in group.rollouts)
-        self._hand_back(self.rule.finish_nowait(group_id, oldest=oldest, newest=self.rule.served))
+        self.rule.fail_nowait(group_id)
+        del self._groups[group_id]
 
     def _hand_back(self, handed_back: HandedBack | None) -> None:
         if handed_back is None:
@@ -263,6 +270,7 @@ class Simulation:
             num_dropped=tally.dropped,
             num_all_masked=tally.all_masked,
             num_failed=tally.failed,
+            num_filtered=tally.filtered,
             look_ahead_mean=sum(tally.look_aheads) / num_batches,
             wait=WaitReport(
                 generation_s=sum(wait.generation_s for wait in tally.waits),

@@ -12,11 +12,12 @@ class BufferStats:
     """Where the groups are, and what the choice of on_overdue cost or saved.
 
     Right now:
-        admitted = consumed + running + ready (what failed or was handed back does not count); open: groups that may be admitted;
+        admitted = consumed + running + ready (what failed, was filtered or handed back does not count); open: groups that may be admitted;
         next_batch, served, look_ahead: the rule's three numbers;
         oldest_running, oldest_running_start_version: the group that has run longest, None if none runs.
     Left over:
-        failed: groups failed or filtered, last_failure the newest reason; dropped: handed back as too old (on_overdue=drop),
+        failed: groups failed, last_failure the newest reason; filtered: groups replaced because they teach nothing (buffer.filter),
+        filtered_tokens what they had sampled; dropped: handed back as too old (on_overdue=drop),
         dropped_tokens those of them that were ready (what running ones had sampled is not known here);
         all_masked: handed back because no token was young enough (on_overdue=mask).
     Waited, in seconds, by cause (see asyncrl.types.WaitReport); num_straggler_waits: batches that waited for a straggler.
@@ -41,6 +42,8 @@ class BufferStats:
     oldest_running_start_version: int | None
     failed: int
     last_failure: str
+    filtered: int
+    filtered_tokens: int
     dropped: int
     dropped_tokens: int
     all_masked: int
@@ -62,6 +65,8 @@ class Tally:
 
     failed: int = 0
     last_failure: str = ""
+    filtered: int = 0
+    filtered_tokens: int = 0
     dropped: int = 0
     dropped_tokens: int = 0
     all_masked: int = 0

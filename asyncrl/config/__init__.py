@@ -1,22 +1,28 @@
 """The settings of a run. Knows what is allowed; knows no room, no torch, no device."""
 
+from asyncrl.config.learning import AlgorithmConfig, LoraConfig, TrainerConfig
 from asyncrl.config.load import load_config, run_config_yaml
 from asyncrl.config.loop import (
-    AlgorithmConfig,
     BufferConfig,
+    EvalConfig,
     ObserveConfig,
-    PlacementConfig,
     PublisherConfig,
     RolloutConfig,
-    TrainerConfig,
 )
-from asyncrl.config.model import GeneratorConfig, ModelConfig, ScratchConfig, TaskConfig
+from asyncrl.config.model import GatewayConfig, GeneratorConfig, ModelConfig, ScratchConfig, TaskConfig
+from asyncrl.config.placement import PlacementConfig
 from asyncrl.config.run import RunConfig
+from asyncrl.config.safety import CheckpointConfig, JournalConfig, SupervisionConfig
 
 __all__ = [
     "AlgorithmConfig",
     "BufferConfig",
+    "CheckpointConfig",
+    "EvalConfig",
+    "GatewayConfig",
     "GeneratorConfig",
+    "JournalConfig",
+    "LoraConfig",
     "ModelConfig",
     "ObserveConfig",
     "PlacementConfig",
@@ -24,6 +30,7 @@ __all__ = [
     "RolloutConfig",
     "RunConfig",
     "ScratchConfig",
+    "SupervisionConfig",
     "TaskConfig",
     "TrainerConfig",
     "load_config",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class FrozenConfig(BaseModel):
@@ -30,3 +30,6 @@ Device = Literal["auto", "cpu", "cuda"]
 
 DType = Literal["auto", "float32", "bfloat16"]
 """auto = bfloat16 on CUDA, float32 on CPU."""
+
+Port = Annotated[int, Field(ge=1, le=65535)]
+"""A TCP port."""

@@ -1,15 +1,14 @@
-"""Sections `rollout`, `buffer`, `trainer`, `algorithm`, `publisher`, `placement`, `observe`: how the loop runs."""
+"""Sections `rollout`, `buffer`, `eval`, `publisher`, `observe`: how the loop runs."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
 
-from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
-from asyncrl.config.base import Device, FrozenConfig
-
-Port = Annotated[int, Field(ge=1, le=65535)]
-Beta = Annotated[float, Field(ge=0, lt=1)]
+from asyncrl.config.base import FrozenConfig, Port
+from asyncrl.config.model import TaskConfig
 
 
 class RolloutConfig(FrozenConfig):
@@ -19,8 +18,18 @@ class RolloutConfig(FrozenConfig):
     """Rollouts of one prompt, scored against each other."""
     num_engines: int = Field(default=1, ge=1)
     """Engine servers."""
-    engine: Literal["embedded", "simulated"] = "embedded"
-    """embedded: torch, any Hugging Face causal model. simulated: a latency model without a model, for load tests."""
+    engine: Literal["embedded", "vllm", "simulated"] = "embedded"
+    """embedded: torch, any Hugging Face causal model. vllm: vLLM's own server (docs/engines.md). simulated: a latency model without a
+    model, for load tests."""
+    vllm: dict[str, Any] = {}
+    """Arguments of `vllm serve` by their names, passed as they are; those that the run sets itself are refused."""
+    vllm_python: str = "auto"
+    """Python that has vLLM (auto = this one, else .venv-vllm/bin/python beside the checkout)."""
+    urls: list[str] | None = None
+    """vLLM servers that somebody else started, one for each of num_engines; their key is in the environment variable
+    ASYNCRL_VLLM_KEY (none = the run starts its own)."""
+    tensor_parallel: int = Field(default=1, ge=1)
+    """Devices that one vLLM engine is split over."""
     slots: int = Field(default=64, ge=1)
     """Sequences that one engine decodes at once."""
     max_tokens: int = Field(default=256, ge=1)
@@ -48,6 +57,41 @@ class RolloutConfig(FrozenConfig):
             raise ValueError(
                 f"rollout.ports names {len(self.ports)} ports for rollout.num_engines={self.num_engines}; give one port an engine, or none"
             )
+        if self.ports is not None and len(set(self.ports)) != len(self.ports):
+            raise ValueError(f"rollout.ports={self.ports} names a port twice, and each engine listens on one of its own; name each once")
+        return self
+
+    @field_validator("urls")
+    @classmethod
+    def _are_addresses(cls, urls: list[str] | None) -> list[str] | None:
+        for url in urls or ():
+            parts = urlsplit(url)
+            if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/") or parts.query:
+                raise ValueError(f"{url!r} is no address of a server; write it like http://10.0.0.7:8000, without a path")
+        if urls == []:
+            raise ValueError("it names no server; name one for each of rollout.num_engines, or remove it")
+        if urls is not None and len({url.rstrip("/") for url in urls}) != len(urls):
+            raise ValueError("a server is named twice, and each engine is one server; name each once")
+        return urls
+
+    @model_validator(mode="after")
+    def _vllm_keys_are_for_vllm(self) -> Self:
+        given = {"vllm": bool(self.vllm), "vllm_python": self.vllm_python != "auto", "urls": self.urls is not None}
+        given["tensor_parallel"] = self.tensor_parallel > 1
+        names = [f"rollout.{name}" for name, is_given in given.items() if is_given]
+        if self.engine != "vllm" and names:
+            raise ValueError(f"{', '.join(names)} is for vLLM, and rollout.engine={self.engine}; set rollout.engine=vllm, or remove it")
+        if self.urls is None:
+            return self
+        if len(self.urls) != self.num_engines:
+            raise ValueError(
+                f"rollout.urls names {len(self.urls)} servers for rollout.num_engines={self.num_engines}; set rollout.num_engines="
+                f"{len(self.urls)}"
+            )
+        others = {"rollout.ports": self.ports is not None, "rollout.vllm": bool(self.vllm)}
+        others["rollout.tensor_parallel"] = self.tensor_parallel > 1
+        if names := [name for name, is_given in others.items() if is_given]:
+            raise ValueError(f"{', '.join(names)} is for servers that the run starts, and rollout.urls names those of somebody else")
         return self
 
 
@@ -61,6 +105,10 @@ class BufferConfig(FrozenConfig):
     the trainer busy)."""
     on_overdue: Literal["wait", "mask", "drop"] = "wait"
     """When a straggler's deadline is in danger: wait for it, train on and mask its old tokens, or drop and regenerate it."""
+    filter: Literal["none", "equal_rewards"] = "none"
+    """equal_rewards: a group whose rewards are all the same teaches nothing and is replaced by another (DAPO's dynamic sampling)."""
+    max_filtered_groups: int = Field(default=256, ge=1)
+    """End the run when so many groups in a row were filtered out."""
 
     @model_validator(mode="after")
     def _look_ahead_fits(self) -> Self:
@@ -73,73 +121,73 @@ class BufferConfig(FrozenConfig):
         return self
 
 
-class TrainerConfig(FrozenConfig):
-    """The optimizer steps."""
+class EvalConfig(FrozenConfig):
+    """A held-out task, sampled every few steps at one fixed version by an engine server of its own, beside training."""
 
-    num_groups: int = Field(default=8, ge=1)
-    """Groups in a mini-batch: one optimizer step each."""
-    num_steps: int = Field(default=100, ge=1)
-    """Optimizer steps of the run."""
-    world_size: Literal[1] = 1
-    """Trainer processes (one, for the time being)."""
-    learning_rate: float = Field(default=1e-6, gt=0)
-    """Peak learning rate of AdamW."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """What the learning rate does after the warm-up: stay, or fall to 0 at num_steps."""
-    warmup_steps: int = Field(default=0, ge=0)
-    """Steps of linear warm-up."""
-    weight_decay: float = Field(default=0.0, ge=0)
-    """AdamW weight decay."""
-    betas: tuple[Beta, Beta] = (0.9, 0.95)
-    """AdamW betas."""
-    max_grad_norm: float | None = Field(default=1.0, gt=0)
-    """Clip the gradient to this norm (none = off)."""
-    micro_batch_tokens: int = Field(default=16384, ge=1)
-    """Most tokens, padding included, in one forward-backward. Changes memory, never the result."""
-    timeout_s: float = Field(default=3600.0, gt=0)
-    """Seconds until an optimizer step, an export or a save that does not end is taken for hung and ends the run."""
-    logprob_gap_limit: float | None = Field(default=None, gt=0)
-    """End the run when engine and trainer disagree by more than this mean, in nats, on fresh tokens (none = warn at 0.05)."""
-    threads: PositiveInt | Literal["auto"] = "auto"
-    """CPU threads of the trainer (auto = the cores that the engines leave, at least 1)."""
-    port: Port | None = None
-    """Port of the trainer on 127.0.0.1 (none = any free one)."""
+    task: TaskConfig
+    """Prompts and rewards, as in the section `task`; always in file order, whatever `shuffle` says."""
+    seed: int = Field(default=2**30, ge=0, lt=2**31)
+    """Seed of a generated task's prompts, in place of the run's, which would make the prompts that are trained on; and of the
+    sampled tokens."""
+    every: int = Field(default=20, ge=1)
+    """Evaluate the first version served after each multiple of so many steps, and the last one."""
+    at_start: bool = True
+    """Evaluate the initial weights too."""
+    num_prompts: int = Field(default=64, ge=1)
+    """Prompts of one evaluation: the first ones of the task, the same each time."""
+    samples: int = Field(default=1, ge=1)
+    """Completions of each prompt."""
+    temperature: float = Field(default=0.0, ge=0)
+    """Sampling temperature (0 = greedy)."""
+    slots: int = Field(default=32, ge=1)
+    """Sequences that the eval engine decodes at once."""
+    timeout_s: float = Field(default=1800.0, gt=0)
+    """Seconds until an evaluation that does not end is given up, counted and told."""
 
-
-class AlgorithmConfig(FrozenConfig):
-    """Advantages and loss."""
-
-    advantage: str = "grpo"
-    """Built-in name (grpo) or `module:function`."""
-    loss: str = "ppo_clip"
-    """Built-in name (ppo_clip, decoupled_ppo, tis) or `module:function`."""
-    clip_low: float = Field(default=0.2, gt=0, lt=1)
-    """Lower clip range of the probability ratio: 1 - clip_low."""
-    clip_high: float = Field(default=0.2, gt=0)
-    """Upper clip range of the probability ratio: 1 + clip_high."""
-    importance_cap: float = Field(default=2.0, gt=0)
-    """Largest importance weight towards the behaviour policy (decoupled_ppo and tis)."""
+    @model_validator(mode="after")
+    def _samples_differ(self) -> Self:
+        if self.samples > 1 and self.temperature == 0:
+            raise ValueError(
+                f"eval.samples={self.samples} completions of a prompt are all the same at eval.temperature=0; "
+                "set eval.samples to 1, or eval.temperature above 0"
+            )
+        return self
 
 
 class PublisherConfig(FrozenConfig):
     """How new weights reach the engines."""
 
-    transport: Literal["shm"] = "shm"
-    """shm: a safetensors file in shared memory."""
+    transport: Literal["shm", "disk", "lora", "nccl", "ipc"] = "shm"
+    """shm: all weights as a safetensors file in shared memory. disk: the same file in disk_dir, for engines on other machines. lora: the
+    adapters alone, in shared memory (needs trainer.lora). For vLLM, nccl: one broadcast to all engines, from a copy on the trainer's device
+    (on the CPU by gloo). ipc: chunks in memory of the one CUDA device on which both sides take turns."""
+    disk_dir: str | None = None
+    """Folder for transport=disk, on a file system that trainer and engines share under the same path."""
     interrupt: Literal["abort", "keep", "keep_kv", "wait"] = "abort"
     """What a swap does to running requests: abort and resume them from their tokens, keep them with a recomputed KV
     cache, keep them over the old KV cache, or wait until they are done."""
+    rolling: bool = False
+    """Engines swap one after the other, so that the others go on sampling meanwhile (false = all at once, which is sooner done)."""
+    canary_limit: Literal["auto"] | Annotated[float, Field(gt=0)] | None = "auto"
+    """After each push to vLLM, the most by which its logprobs of a fixed text may differ from the trainer's, in nats (auto = 0.001 in
+    float32, 0.25 in bfloat16; none = not compared)."""
+    retries: int = Field(default=1, ge=0)
+    """Times that weights are loaded again into a vLLM whose logprobs are beyond canary_limit, before the run ends."""
     timeout_s: float = Field(default=600.0, gt=0)
     """Seconds until a push that does not finish ends the run."""
+    chunk_bytes: int = Field(default=2**28, ge=2**16)
+    """When colocated, weights go from trainer to engine in chunks of so many bytes (a larger tensor is a chunk of its own)."""
 
-
-class PlacementConfig(FrozenConfig):
-    """Which device each side uses."""
-
-    trainer: Device = "auto"
-    """Device of the trainer."""
-    rollout: Device = "auto"
-    """Device of the engines."""
+    @model_validator(mode="after")
+    def _disk_has_a_place(self) -> Self:
+        if self.transport == "disk" and self.disk_dir is None:
+            raise ValueError(
+                "publisher.transport=disk writes each version into publisher.disk_dir, which is none; give a folder that trainer and "
+                "engines share"
+            )
+        if self.transport != "disk" and self.disk_dir is not None:
+            raise ValueError(f"publisher.disk_dir is for publisher.transport=disk, and the transport is {self.transport}; remove it")
+        return self
 
 
 class ObserveConfig(FrozenConfig):

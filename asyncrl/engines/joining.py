@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
-from asyncrl.types import Completion, SamplingRequest, VersionSpan
-from asyncrl.wire import GenerateRequest, GenerateResponse
+from collections.abc import Callable
+from dataclasses import replace
+
+from asyncrl.types import Completion, PartialCompletion, SamplingRequest, VersionSpan
+from asyncrl.wire import GenerateChunk, GenerateRequest, GenerateResponse
 
 
 class SegmentJoin:
     """What has been sampled of one request so far, and what to ask for next.
 
-    Life:       empty -> one add() a segment, with next_request() between them -> is_finished, completion().
+    Life:       empty -> segments, with next_request() before each -> is_finished, completion(). A segment is any number of
+                add_chunk(), and add() for the rest of it, or cut() if the rest never came.
     Invariant:  the lengths of all segments add up to at most request.max_tokens, and the spans cover every
-                token once: add() shifts each segment's spans to where its tokens lie.
+                token once: each segment's spans are shifted to where its tokens lie.
     """
 
-    def __init__(self, request: SamplingRequest) -> None:
-        self.request = request
-        self.token_ids: list[int] = []
-        self.logprobs: list[float] = []
-        self.spans: list[VersionSpan] = []
-        self.num_interruptions = 0
-        self._finish_reason: str | None = None
+    def __init__(
+        self,
+        request: SamplingRequest,
+        partial: PartialCompletion | None = None,
+        on_segment: Callable[[PartialCompletion], None] | None = None,
+    ) -> None:
+        """`partial`: what an earlier process had sampled of it; `on_segment` is told all there is after each interruption."""
+        self.request, self._on_segment = request, on_segment
+        before = partial or PartialCompletion()
+        self.token_ids = list(before.token_ids)
+        self.logprobs = list(before.behaviour_logprobs)
+        self.spans = list(before.version_spans)
+        self.num_interruptions = before.num_interruptions + (partial is not None)
+        self._num_told = len(self.token_ids)
+        """Tokens that on_segment knows of."""
+        self._finish_reason: str | None = None if self.num_left else "length"
 
     def __repr__(self) -> str:
         state = self._finish_reason or "unfinished"
@@ -54,19 +67,41 @@ class SegmentJoin:
             seed=request.seed,
         )
 
-    def add(self, segment: GenerateResponse) -> None:
-        """Append a segment that check_segment has passed."""
+    def add_chunk(self, chunk: GenerateChunk, engine: int = -1) -> None:
+        """Append a part of a segment by engine server number `engine`, which SegmentCheck has passed."""
+        start = len(self.token_ids)
+        self._add_span(VersionSpan(start, start + len(chunk.token_ids), chunk.version, engine))
+        self.token_ids += chunk.token_ids
+        self.logprobs += chunk.logprobs
+
+    def add(self, segment: GenerateResponse, engine: int = -1) -> None:
+        """Append a segment by engine server number `engine`, or what is left of it after its chunks, which SegmentCheck has passed."""
         shift = len(self.token_ids)
         self.token_ids += segment.token_ids
         self.logprobs += segment.logprobs
         for span in segment.version_spans:
-            self._add_span(VersionSpan(span.start + shift, span.end + shift, span.version))
+            self._add_span(VersionSpan(span.start + shift, span.end + shift, span.version, engine))
         if segment.finish_reason != "abort":
             self._finish_reason = segment.finish_reason
             return
+        self._interrupted()
+
+    def cut(self) -> None:
+        """The rest of the segment is lost; its chunks, if there were any, stay."""
+        if len(self.token_ids) > self._num_told:
+            self._interrupted()
+
+    def _interrupted(self) -> None:
         self.num_interruptions += 1
         if not self.num_left:
             self._finish_reason = "length"
+        elif self._on_segment is not None and len(self.token_ids) > self._num_told:
+            self._on_segment(self.partial())
+        self._num_told = len(self.token_ids)
+
+    def partial(self) -> PartialCompletion:
+        """All segments so far."""
+        return PartialCompletion(tuple(self.token_ids), tuple(self.logprobs), tuple(self.spans), self.num_interruptions)
 
     def completion(self) -> Completion:
         """All segments as one. Only when is_finished."""
@@ -81,7 +116,7 @@ class SegmentJoin:
 
     def _add_span(self, span: VersionSpan) -> None:
         last = self.spans[-1] if self.spans else None
-        if last is not None and last.version == span.version:
-            self.spans[-1] = VersionSpan(last.start, span.end, span.version)
+        if last is not None and (last.version, last.engine) == (span.version, span.engine):
+            self.spans[-1] = replace(last, end=span.end)
         else:
             self.spans.append(span)

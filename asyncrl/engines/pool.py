@@ -1,29 +1,35 @@
-"""All engine servers as one: routing, abort and resume. Knows no prompt's meaning, no reward, no staleness rule."""
+"""All engine servers as one: routing, abort and resume, failover. Knows no prompt's meaning, no reward, no staleness rule."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from asyncrl.engines.joining import SegmentJoin
 from asyncrl.engines.routing import Router
-from asyncrl.errors import EngineError
-from asyncrl.types import Completion, SamplingRequest
-from asyncrl.wire import GenerateRequest, GenerateResponse
+from asyncrl.errors import EngineError, EngineLost
+from asyncrl.types import Completion, PartialCompletion, SamplingRequest
+from asyncrl.wire import GenerateChunk, GenerateRequest, GenerateResponse
 
 
 class SegmentServer(Protocol):
     """What the pool needs of one engine server; EngineServer is it."""
 
     name: str
-    policy_version: int
     num_commits: int
 
-    async def generate_segment(self, request: GenerateRequest) -> GenerateResponse:
-        """One segment of a request."""
+    @property
+    def policy_version(self) -> int:
+        """The version that the server has confirmed last."""
+        ...
+
+    async def generate_segment(
+        self, request: GenerateRequest, *, on_chunk: Callable[[GenerateChunk], None] | None = None
+    ) -> GenerateResponse:
+        """One segment of a request; with `on_chunk`, what is left of it after the chunks that it was told."""
         ...
 
     async def abort(self, request_ids: list[str] | None, *, timeout_s: float | None = 10.0) -> list[str]:
@@ -33,25 +39,35 @@ class SegmentServer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PoolStats:
-    """`inflight` logical requests now; `interrupted`, `tokens`, `requests`: totals so far; `load`: inflight by server."""
+    """`inflight` logical requests on a server; `interrupted`, `tokens`, `requests`: totals so far; `load`: inflight by server.
+
+    `moved`: times that a request lost its server and went on; `down`: servers that get no work now.
+    """
 
     inflight: int
     interrupted: int
     tokens: int
     requests: int
     load: Mapping[str, int]
+    moved: int = 0
+    down: tuple[str, ...] = ()
 
 
 class EnginePool:
     """The SamplingEngine over M servers.
 
     Life:       a logical request is routed to one server and stays there, segment after segment, until it stops,
-                its budget is used, or its caller is cancelled; then its place is free.
+                its budget is used, or its caller is cancelled; then its place is free. If its server is lost, it keeps
+                its segments and chunks and goes on at another one; what had not come of them is sampled again.
     Waits:      generate sleeps in the server's answer. A cancelled one tells the server within `abort_timeout_s`,
-                so that its slot is free at once; a server that it cannot tell sees the broken connection.
+                so that its slot is free at once; a server that it cannot tell sees the broken connection. With no
+                server up it sleeps until up_nowait; its caller's rollout.timeout_s is the limit.
     Invariant:  what generate returns is what one uninterrupted request would have returned wherever the weights
                 did not change, because SegmentJoin keeps seed and positions. A server that interrupts for no
                 publish and gives nothing is left after `max_empty_segments` segments in a row, with an EngineError.
+
+    `on_lost` is told of every EngineLost, and must see to it that the server is down (down_nowait, and its calls cut) when
+    it returns. Without it nobody brings a server back: the error goes to the caller.
     """
 
     def __init__(
@@ -61,6 +77,7 @@ class EnginePool:
         slots: int,
         max_empty_segments: int = 32,
         abort_timeout_s: float = 2.0,
+        on_lost: Callable[[EngineLost], None] | None = None,
     ) -> None:
         if not servers:
             raise ValueError("an EnginePool needs one server at least")
@@ -69,7 +86,9 @@ class EnginePool:
         self._router = Router(len(servers), slots)
         self._max_empty_segments = max_empty_segments
         self._abort_timeout_s = abort_timeout_s
-        self._interrupted = self._tokens = self._requests = 0
+        self._on_lost = on_lost
+        self._changed = asyncio.Event()
+        self._interrupted = self._tokens = self._requests = self._moved = 0
 
     def __repr__(self) -> str:
         stats = self.stats()
@@ -77,39 +96,92 @@ class EnginePool:
 
     @property
     def oldest_served_version(self) -> int:
-        """The oldest version that any server has confirmed last."""
-        return min(server.policy_version for server in self.servers)
+        """The oldest version that any server which is up has confirmed last; -1 if none is up."""
+        return min((self.servers[index].policy_version for index in self._router.up), default=-1)
 
     def stats(self) -> PoolStats:
         """Counts so far."""
         load = {server.name: count for server, count in zip(self.servers, self._router.load, strict=True)}
-        return PoolStats(sum(load.values()), self._interrupted, self._tokens, self._requests, load)
+        down = tuple(server.name for index, server in enumerate(self.servers) if index not in self._router.up)
+        return PoolStats(sum(load.values()), self._interrupted, self._tokens, self._requests, load, self._moved, down)
 
-    async def generate(self, request: SamplingRequest) -> Completion:
-        """Sample one completion; survives publishes and aborts. Raises RequestRefused (data) or EngineError."""
-        join = SegmentJoin(request)
-        with self._router.take(request.route_key) as index:
-            server = self.servers[index]
-            num_empty, commits_seen = 0, server.num_commits
-            while not join.is_finished:
-                segment = await self._segment(server, join.next_request())
-                join.add(segment)
-                self._tokens += len(segment.token_ids)
-                if segment.token_ids or server.num_commits != commits_seen:
-                    num_empty, commits_seen = 0, server.num_commits
-                elif (num_empty := num_empty + 1) >= self._max_empty_segments:
-                    raise self._aborts_for_ever(server, join, num_empty)
+    def down_nowait(self, name: str) -> None:
+        """Give this server no work any more. Who says so cuts its calls too, so that they go on elsewhere. Idempotent."""
+        self._router.up.discard(self._index(name))
+
+    def up_nowait(self, name: str) -> None:
+        """Give this server work again: it serves the newest announced version, or a newer one. Idempotent."""
+        self._router.up.add(self._index(name))
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def generate(
+        self,
+        request: SamplingRequest,
+        *,
+        partial: PartialCompletion | None = None,
+        on_segment: Callable[[PartialCompletion], None] | None = None,
+        on_tokens: Callable[[Sequence[int]], None] | None = None,
+    ) -> Completion:
+        """Sample one completion; survives publishes, aborts and dead servers. Raises RequestRefused (data) or EngineError.
+
+        `on_tokens` is told of the tokens of `partial` first: all that it is told, joined, are the completion's token_ids.
+        """
+        join = SegmentJoin(request, partial, on_segment)
+        if on_tokens is not None and join.token_ids:
+            on_tokens(tuple(join.token_ids))
+        while not join.is_finished:
+            while not self._router.up:
+                await self._changed.wait()
+            with self._router.take(request.route_key) as index:
+                try:
+                    await self._sample_on(index, join, on_tokens)
+                except EngineLost as lost:
+                    join.cut()
+                    if self._on_lost is None:
+                        raise
+                    self._moved += 1
+                    self._on_lost(lost)
         self._requests += 1
         self._interrupted += join.num_interruptions
         return join.completion()
 
-    async def _segment(self, server: SegmentServer, request: GenerateRequest) -> GenerateResponse:
+    async def _sample_on(self, index: int, join: SegmentJoin, on_tokens: Callable[[Sequence[int]], None] | None) -> None:
+        """Segments from one server until the request is finished. Raises EngineLost with `join` as far as it got."""
+        server = self.servers[index]
+        num_empty, commits_seen = 0, server.num_commits
+        while not join.is_finished:
+            num_before = len(join.token_ids)
+            await self._segment(index, join, on_tokens)
+            if len(join.token_ids) > num_before or server.num_commits != commits_seen:
+                num_empty, commits_seen = 0, server.num_commits
+            elif (num_empty := num_empty + 1) >= self._max_empty_segments:
+                raise self._aborts_for_ever(server, join, num_empty)
+
+    async def _segment(self, index: int, join: SegmentJoin, on_tokens: Callable[[Sequence[int]], None] | None) -> None:
+        """One segment, into `join` as it comes; a token is in there before on_tokens is told of it."""
+        server, request = self.servers[index], join.next_request()
+
+        def on_chunk(chunk: GenerateChunk) -> None:
+            join.add_chunk(chunk, index)
+            tell(chunk.token_ids)
+
+        def tell(token_ids: list[int]) -> None:
+            self._tokens += len(token_ids)
+            if on_tokens is not None and token_ids:
+                on_tokens(token_ids)
+
         try:
-            return await server.generate_segment(request)
+            rest = await server.generate_segment(request, on_chunk=None if on_tokens is None else on_chunk)
         except asyncio.CancelledError:  # a rollout that timed out or was dropped must not keep its slot
             with contextlib.suppress(EngineError):
                 await server.abort([request.request_id], timeout_s=self._abort_timeout_s)
             raise
+        join.add(rest, index)
+        tell(rest.token_ids)
+
+    def _index(self, name: str) -> int:
+        return next(index for index, server in enumerate(self.servers) if server.name == name)
 
     def _aborts_for_ever(self, server: SegmentServer, join: SegmentJoin, num_empty: int) -> EngineError:
         return EngineError(

@@ -122,6 +122,7 @@ def _rollouts(last: Mapping[str, float]) -> RenderableType:
         ("retried", "retried"),
         ("failed", "failed"),
         ("dropped", "dropped"),
+        ("filtered", "filtered"),
     ]
     words = [f"{last[f'rollout/{key}']:.0f} {name}" for name, key in parts if f"rollout/{key}" in last]
     return Text(", ".join(words) or "-")

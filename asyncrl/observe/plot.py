@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 PLOT_FILE = "reward.png"
 
-_RAW, _SMOOTH = "#9ecae1", "#08519c"
+_RAW, _SMOOTH, _EVAL = "#9ecae1", "#08519c", "#d94801"
 
 
-def write_reward_plot(run_dir: Path, steps: Sequence[Mapping[str, float]], *, title: str) -> Path:
-    """Write RUN_DIR/reward.png: reward/mean of each step and its running mean. Returns the path.
+def write_reward_plot(
+    run_dir: Path, steps: Sequence[Mapping[str, float]], *, title: str, evaluations: Sequence[Mapping[str, Any]] = ()
+) -> Path:
+    """Write RUN_DIR/reward.png: reward/mean of each step, its running mean, and evaluations as points with their standard error.
+
+    An evaluation stands where its version was published. Returns the path.
 
     Raises ValueError if no step has a reward.
     """
@@ -30,6 +35,7 @@ def write_reward_plot(run_dir: Path, steps: Sequence[Mapping[str, float]], *, ti
         across = [step.get(axis, float("nan")) for step in shown]
         panel.plot(across, rewards, color=_RAW, linewidth=1, label="each step")
         panel.plot(across, smooth, color=_SMOOTH, linewidth=2, label=f"mean of the last {smoothing_window(len(rewards))} steps")
+        _draw_evaluations(panel, axis, evaluations)
         panel.set_xlabel(label)
         panel.grid(alpha=0.25)
         panel.spines[["top", "right"]].set_visible(False)
@@ -39,6 +45,16 @@ def write_reward_plot(run_dir: Path, steps: Sequence[Mapping[str, float]], *, ti
     path = run_dir / PLOT_FILE
     figure.savefig(path)
     return path
+
+
+def _draw_evaluations(panel: Any, axis: str, evaluations: Sequence[Mapping[str, Any]]) -> None:
+    shown = [line for line in evaluations if "eval/reward_mean" in line]
+    if not shown:
+        return
+    across = [line["policy_version"] if axis == "step" else line["time_s"] - line["eval/seconds"] for line in shown]
+    means = [line["eval/reward_mean"] for line in shown]
+    errors = [line.get("eval/standard_error", 0.0) for line in shown]
+    panel.errorbar(across, means, yerr=errors, fmt="o", markersize=4, capsize=2, color=_EVAL, label="eval/reward_mean")
 
 
 def smoothing_window(num_steps: int) -> int:

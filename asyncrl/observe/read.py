@@ -1,4 +1,4 @@
-"""What `asyncrl status` and `asyncrl inspect` say of a run directory, as JSON or for people. Starts and changes nothing."""
+"""What `asyncrl status` says of a run directory, and `asyncrl inspect` of the trainer's record in it. Starts and changes nothing."""
 
 from __future__ import annotations
 
@@ -7,32 +7,23 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, RenderableType
 
 from asyncrl.errors import ConfigError
-from asyncrl.observe.read_tables import inspect_tables, status_table
+from asyncrl.observe.read_tables import status_table
 from asyncrl.observe.run_files import RunFiles, read_run
-from asyncrl.observe.trained import TrainedBatch, find_violations, parse_batches, trajectory_dict
+from asyncrl.observe.trained import TrainedBatch, find_violations, parse_record, trajectory_dict
 from asyncrl.observe.verdict import judge
 
 
 def render_status(run_dir: str | Path, *, as_json: bool = False) -> str:
     """How a run stands, live or afterwards. Raises ConfigError if `run_dir` is no run directory."""
     summary = status_summary(read_run(run_dir))
-    return _json(summary) if as_json else _text(status_table(summary))
-
-
-def render_inspect(run_dir: str | Path, *, as_json: bool = False, step: int | None = None, group: int | None = None) -> str:
-    """What was trained on, with the versions of its tokens; `step` and `group` narrow it and show each trajectory.
-
-    Raises ConfigError if `run_dir` is no run directory, or has no such step or group.
-    """
-    summary = inspect_summary(read_run(run_dir), step=step, group=group)
-    return _json(summary) if as_json else _text(Group(*inspect_tables(summary)))
+    return to_json(summary) if as_json else to_text(status_table(summary))
 
 
 def status_summary(files: RunFiles) -> dict[str, Any]:
@@ -49,6 +40,7 @@ def status_summary(files: RunFiles) -> dict[str, Any]:
         "seconds_since_update": None if updated_s is None else round(time.time() - float(updated_s), 1),
         "rewards": [line["reward/mean"] for line in files.steps if "reward/mean" in line],
         "last_metrics": last,
+        "evaluations": [dict(line) for line in files.evaluations],
         "status": dict(files.status),
         "verdict": judge(files.steps, files.config).as_dict() if files.steps else None,
         "problems": list(files.problems),
@@ -58,9 +50,10 @@ def status_summary(files: RunFiles) -> dict[str, Any]:
 def inspect_summary(files: RunFiles, *, step: int | None = None, group: int | None = None) -> dict[str, Any]:
     """Plain values: each batch with staleness recomputed from the spans, whether the bound was kept, and the verdict."""
     problems = list(files.problems)
-    batches = parse_batches(files.trained, problems)
+    record = parse_record(files.trained, problems)
+    batches = record.batches
     max_staleness = files.config.buffer.max_staleness
-    violations = find_violations(batches, max_staleness)
+    violations = [*find_violations(batches, max_staleness), *record.replay_faults]
     ages = [age for batch in batches for age in batch.staleness]
     shown = _chosen(files, batches, step, group)
     return {
@@ -75,6 +68,7 @@ def inspect_summary(files: RunFiles, *, step: int | None = None, group: int | No
         "staleness_max": max(ages, default=None),
         "bound_kept": not violations if batches else None,
         "violations": violations,
+        "restored_from": list(record.restored),
         "steps": [_batch_dict(batch, files.steps, group, with_trajectories=step is not None) for batch in shown],
         "verdict": judge(files.steps, files.config).as_dict() if files.steps else None,
         "problems": problems,
@@ -93,7 +87,7 @@ def _batch_dict(
     return plain
 
 
-def _chosen(files: RunFiles, batches: list[TrainedBatch], step: int | None, group: int | None) -> list[TrainedBatch]:
+def _chosen(files: RunFiles, batches: Sequence[TrainedBatch], step: int | None, group: int | None) -> list[TrainedBatch]:
     shown = [batch for batch in batches if step is None or batch.step == step]
     if not shown and step is not None:
         known = f"steps {batches[0].step} to {batches[-1].step}" if batches else "no steps"
@@ -112,11 +106,12 @@ def _chosen(files: RunFiles, batches: list[TrainedBatch], step: int | None, grou
     return shown
 
 
-def _json(summary: Mapping[str, Any]) -> str:
+def to_json(summary: Mapping[str, Any]) -> str:
+    """For machines."""
     return json.dumps(summary, indent=2)
 
 
-def _text(renderable: RenderableType) -> str:
+def to_text(renderable: RenderableType) -> str:
     """As a terminal of this width would show it; with colours if standard output is one."""
     out = io.StringIO()
     width = max(60, min(120, shutil.get_terminal_size((80, 24)).columns))

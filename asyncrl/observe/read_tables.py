@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -11,8 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from asyncrl.observe.summary import summary_panel
-from asyncrl.observe.text import sparkline
+from asyncrl.observe.text import evaluation_text, sparkline
 from asyncrl.observe.verdict import Verdict
+from asyncrl.observe.waits import Wait
 
 _STATE_COLOURS = {"done": "green", "running": "blue", "starting": "blue", "interrupted": "yellow", "failed": "red", "crashed": "red"}
 _LEFT_OUT = ("state", "step", "num_steps", "pid", "pid_started_s", "updated_s", "why")
@@ -33,14 +34,31 @@ def status_table(summary: Mapping[str, Any]) -> RenderableType:
     if "sample/staleness_max" in last:
         mean, largest = last["sample/staleness_mean"], last["sample/staleness_max"]
         rows.add_row("staleness", f"{mean:.1f} on average, {largest:.0f} at most of {summary['max_staleness']} allowed (last step)")
+    for words in _evaluations(summary["evaluations"]):
+        rows.add_row("eval", Text(words))
     for name, value in summary["status"].items():
         if name not in _LEFT_OUT and value is not None:
-            rows.add_row(Text(name), Text(_plain(value)))
+            rows.add_row(Text(name), Text(_waits(value) if name == "waits" else _plain(value)))
     for problem in summary["problems"]:
         rows.add_row("problem", Text(problem, style="red"))
     panel = Panel(rows, title=Text(summary["run_dir"]), title_align="left", border_style="blue")
     verdict = Verdict.from_dict(summary["verdict"]) if summary["verdict"] else None
     return Group(panel, summary_panel(verdict, title="so far")) if verdict else panel
+
+
+def _waits(value: Any) -> str:
+    """A sentence each; whatever is no list of waits, as it is."""
+    try:
+        return "\n".join(str(Wait(**entry)) for entry in value) or "none"
+    except TypeError:
+        return _plain(value)
+
+
+def _evaluations(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """One row: the last evaluation, and the rewards of all."""
+    if lines:
+        rewards = [line["eval/reward_mean"] for line in lines if "eval/reward_mean" in line]
+        yield f"{evaluation_text(lines[-1])}\n{sparkline(rewards, width=32)}"
 
 
 def inspect_tables(summary: Mapping[str, Any]) -> Iterator[RenderableType]:
@@ -84,7 +102,8 @@ def _batches(summary: Mapping[str, Any]) -> Table:
 
 def _trajectories(batch: Mapping[str, Any]) -> Table:
     table = Table(box=None, padding=(0, 1), title=f"step {batch['step']}", title_justify="left")
-    for name in ("group", "sample", "reward", "tokens", "in loss", "staleness"):
+    has_branches = any(entry["branch"] for entry in batch["trajectories"])
+    for name in ("group", "sample", *(("branch",) if has_branches else ()), "reward", "tokens", "in loss", "staleness"):
         table.add_column(name, justify="right")
     table.add_column("prompt", overflow="fold")
     table.add_column("spans of loss tokens", overflow="fold")
@@ -93,6 +112,7 @@ def _trajectories(batch: Mapping[str, Any]) -> Table:
         cells = (
             entry["group_id"],
             entry["sample_index"],
+            *((entry["branch"],) if has_branches else ()),
             entry["reward"],
             entry["num_tokens"],
             entry["num_loss_tokens"],

@@ -14,6 +14,8 @@ import psutil
 
 METRICS_FILE = "metrics.jsonl"
 STATUS_FILE = "status.json"
+EVAL_FILE = "eval.jsonl"
+EVAL_PREFIX = "eval/"
 NOT_FINITE = "not_finite"
 """Key of a metrics line that lists the metrics left out of it because they were NaN or infinite."""
 
@@ -22,6 +24,7 @@ class Recorder:
     """The files of one run that grow with it. Life: open from the first call until close(); used from one thread.
 
     metrics.jsonl   one JSON object a step, flushed; NaN and infinity are left out and named under `not_finite`
+    eval.jsonl      one JSON object an evaluation; made with the first one
     status.json     what the run does at this moment, replaced as a whole, so that a reader never sees half of it
     tensorboard/    the same metrics as scalars over the step
     """
@@ -30,11 +33,30 @@ class Recorder:
         self.run_dir = Path(run_dir)
         self._tensorboard = TensorBoardWriter(self.run_dir / "tensorboard") if tensorboard else None
         self._file = _open_for_lines(self.run_dir / METRICS_FILE)
+        self._eval_file: Any = None
         process = psutil.Process()
         self._owner = {"pid": process.pid, "pid_started_s": process.create_time()}
 
     def __repr__(self) -> str:
         return f"<Recorder {self.run_dir}>"
+
+    def keep_steps_below(self, step: int) -> list[Mapping[str, float]]:
+        """Remove the lines of steps from `step` on, which are about to be taken again, and torn ones; returns the rest."""
+        path = self.run_dir / METRICS_FILE
+        self._file.close()
+        kept = []
+        for text in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
+            try:
+                line = json.loads(text)
+            except ValueError:
+                continue
+            if isinstance(line, dict) and isinstance(line.get("step"), int | float) and line["step"] < step:
+                kept.append((text, line))
+        unfinished = path.with_name(f".{METRICS_FILE}.new")
+        unfinished.write_text("".join(text for text, _ in kept), encoding="utf-8")
+        os.replace(unfinished, path)  # noqa: PTH105  the atomic one, by its known name
+        self._file = _open_for_lines(path)
+        return [line for _, line in kept]
 
     def record_step(self, metrics: Mapping[str, float]) -> None:
         """Append the metrics of one optimizer step; `step` must be among them. Raises ValueError if it is not."""
@@ -47,7 +69,17 @@ class Recorder:
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
         self._file.flush()
         if self._tensorboard is not None:
-            self._tensorboard.add(finite)
+            self._tensorboard.add({name: value for name, value in finite.items() if not name.startswith(EVAL_PREFIX)})
+
+    def record_evaluation(self, line: Mapping[str, Any]) -> None:
+        """Append one evaluation; `policy_version` must be in it, and is the step of its eval/* scalars in TensorBoard."""
+        if self._eval_file is None:
+            self._eval_file = _open_for_lines(self.run_dir / EVAL_FILE)
+        self._eval_file.write(json.dumps(_finite(line), allow_nan=False) + "\n")
+        self._eval_file.flush()
+        if self._tensorboard is not None:
+            scalars = {name: value for name, value in line.items() if name.startswith(EVAL_PREFIX)}
+            self._tensorboard.add(scalars | {"step": line["policy_version"]})
 
     def write_status(self, status: Mapping[str, Any]) -> None:
         """Replace status.json. `status["state"]` is starting, running, done, failed or interrupted, and `why` says why; the rest is free.
@@ -63,6 +95,8 @@ class Recorder:
     def close(self) -> None:
         """Close the files; idempotent."""
         self._file.close()
+        if self._eval_file is not None:
+            self._eval_file.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
             self._tensorboard = None

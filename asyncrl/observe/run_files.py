@@ -17,7 +17,7 @@ import psutil
 
 from asyncrl.config import RunConfig, load_config
 from asyncrl.errors import ConfigError
-from asyncrl.observe.recorder import METRICS_FILE, STATUS_FILE
+from asyncrl.observe.recorder import EVAL_FILE, METRICS_FILE, STATUS_FILE
 
 CONFIG_FILE = "config.yaml"
 TRAINED_FILE = "trained.jsonl"
@@ -43,6 +43,8 @@ class RunFiles:
     trained: tuple[Mapping[str, Any], ...]
     """Lines of trained.jsonl, as they are."""
     problems: tuple[str, ...]
+    evaluations: tuple[Mapping[str, Any], ...] = ()
+    """Lines of eval.jsonl, as they are."""
 
 
 def read_run(run_dir: str | Path) -> RunFiles:
@@ -68,6 +70,7 @@ def read_run(run_dir: str | Path) -> RunFiles:
         status=status,
         steps=tuple(steps[step] for step in sorted(steps)),
         trained=tuple(read_lines(folder / TRAINED_FILE, problems)),
+        evaluations=tuple(read_lines(folder / EVAL_FILE, problems)),
         problems=tuple(problems),
     )
 

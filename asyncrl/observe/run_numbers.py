@@ -42,6 +42,8 @@ class TimeShares:
     stragglers: float
     publishing: float
     other: float
+    turns: float = 0.0
+    """Of handovers, where trainer and engines take turns."""
 
     @property
     def waiting(self) -> float:
@@ -56,6 +58,7 @@ def time_shares(steps: Steps) -> TimeShares:
         "generation": total(steps, "perf/wait_generation_s"),
         "stragglers": total(steps, "perf/wait_stragglers_s"),
         "publishing": total(steps, "perf/wait_publishing_s"),
+        "turns": total(steps, "perf/handover_s"),
     }
     whole = max(total(steps, "perf/step_s"), sum(parts.values()))
     if whole <= 0:

@@ -2,42 +2,67 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import groupby
 from statistics import fmean, pstdev
 
-from asyncrl.types import Batch, Trajectory
+import numpy as np
+
+from asyncrl.types import Batch, Rollout, Trajectory
 
 
 def batch_metrics(batch: Batch) -> dict[str, float]:
-    """Rewards, ages and lengths of the trajectories of one batch, by metric name.
+    """Rewards, ages and lengths of the rollouts of one batch, by metric name. A rollout is all its branches together.
 
-    reward/mean, reward/std            over trajectories (population standard deviation)
+    reward/mean, reward/std            over rollouts (population standard deviation)
     sample/staleness_mean and _max     policy versions between the batch and the oldest token with a loss weight of a
-                                       trajectory; trajectories without such a token are left out, and with none at all the keys are
-    sample/length_mean                 sampled tokens of a trajectory
-    sample/truncated_fraction          trajectories that ran into rollout.max_tokens
+                                       rollout; rollouts without such a token are left out, and with none at all the keys are
+    sample/length_mean                 sampled tokens of a rollout
+    sample/truncated_fraction          rollouts with a completion that ran into rollout.max_tokens and ended its branch
     sample/masked_fraction             sampled tokens that get loss weight 0 because of their age
-    sample/interrupted_fraction        trajectories that at least one weight swap interrupted
+    sample/interrupted_fraction        rollouts that at least one weight swap interrupted
+    sample/turns_mean                  turns of a rollout, where one has several: stretches of sampled tokens in its branches
+    sample/branches_mean               branches of a rollout, where one has several
     tokens/sampled, tokens/trained     sampled tokens, and those of them with a loss weight
+    task/NAME                          mean of Trajectory.metrics[NAME] over the rollouts that have it
     """
-    trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
-    rewards = [trajectory.reward for trajectory in trajectories]
-    kept = [_kept(trajectory, batch) for trajectory in trajectories]
-    ages = [batch.version - oldest for _, oldest in kept if oldest is not None]
-    num_sampled = sum(trajectory.num_sampled for trajectory in trajectories)
-    num_trained = sum(num for num, _ in kept)
+    rollouts: list[Rollout] = [
+        tuple(branches) for group in batch.groups for _, branches in groupby(group.trajectories, lambda branch: branch.sample_index)
+    ]
+    rewards = [rollout[0].reward for rollout in rollouts]
+    kept = [[_kept(branch, batch) for branch in rollout] for rollout in rollouts]
+    oldest = [[version for _, version in branches if version is not None] for branches in kept]
+    ages = [batch.version - min(versions) for versions in oldest if versions]
+    num_sampled = sum(branch.num_sampled for rollout in rollouts for branch in rollout)
+    num_trained = sum(num for branches in kept for num, _ in branches)
     metrics = {
         "reward/mean": fmean(rewards),
         "reward/std": pstdev(rewards),
-        "sample/length_mean": num_sampled / len(trajectories),
-        "sample/truncated_fraction": fmean(trajectory.is_truncated for trajectory in trajectories),
+        "sample/length_mean": num_sampled / len(rollouts),
+        "sample/truncated_fraction": fmean(any(branch.is_truncated for branch in rollout) for rollout in rollouts),
         "sample/masked_fraction": 1 - num_trained / num_sampled if num_sampled else 0.0,
-        "sample/interrupted_fraction": fmean(trajectory.num_interruptions > 0 for trajectory in trajectories),
+        "sample/interrupted_fraction": fmean(any(branch.num_interruptions for branch in rollout) for rollout in rollouts),
         "tokens/sampled": num_sampled,
         "tokens/trained": num_trained,
     }
     if ages:
         metrics |= {"sample/staleness_mean": fmean(ages), "sample/staleness_max": max(ages)}
-    return metrics
+    counts = {
+        "sample/turns_mean": [sum(_num_turns(branch) for branch in rollout) for rollout in rollouts],
+        "sample/branches_mean": [len(rollout) for rollout in rollouts],
+    }
+    return metrics | {name: fmean(numbers) for name, numbers in counts.items() if max(numbers) > 1} | _told(rollouts)
+
+
+def _told(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """What generators and tasks say of their rollouts; it is the same at each branch."""
+    names = dict.fromkeys(name for rollout in rollouts for name in rollout[0].metrics)
+    return {f"task/{name}": fmean(rollout[0].metrics[name] for rollout in rollouts if name in rollout[0].metrics) for name in names}
+
+
+def _num_turns(branch: Trajectory) -> int:
+    """Stretches of sampled tokens: between two turns there is always something that nobody sampled."""
+    return int(branch.loss_mask[0]) + int(np.count_nonzero(branch.loss_mask[1:] > branch.loss_mask[:-1]))
 
 
 def _kept(trajectory: Trajectory, batch: Batch) -> tuple[int, int | None]:

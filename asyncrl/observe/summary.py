@@ -35,6 +35,7 @@ def shares_table(verdict: Verdict) -> RenderableType:
         ("waiting for generation", shares.generation, "yellow"),
         ("waiting for stragglers", shares.stragglers, "red"),
         ("waiting for publishing", shares.publishing, "magenta"),
+        *([("taking turns", shares.turns, "cyan")] if shares.turns else []),
         ("other", shares.other, "bright_black"),
     ]
     table = Table.grid(padding=(0, 1))

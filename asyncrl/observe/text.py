@@ -45,3 +45,16 @@ def time_parts(seconds: Mapping[str, float]) -> list[tuple[str, float]]:
         return []
     shares = [(name, value / whole) for name, value in known]
     return [*shares, ("other", max(0.0, 1 - sum(share for _, share in shares)))]
+
+
+def evaluation_text(metrics: Mapping[str, float]) -> str:
+    """One evaluation on a line: `v40 reward 0.413 ± 0.031  12.3 tokens, 2.0% truncated  3.2 s`; what went wrong is told at the end."""
+    parts = [f"v{metrics['eval/version']:.0f}"]
+    if "eval/reward_mean" in metrics:
+        error = f" ± {metrics['eval/standard_error']:.3f}" if "eval/standard_error" in metrics else ""
+        parts[0] += f" reward {metrics['eval/reward_mean']:.3f}{error}"
+        parts.append(f"{metrics['eval/length_mean']:.1f} tokens, {metrics['eval/truncated_fraction']:.1%} truncated")
+    parts.append(f"{metrics['eval/seconds']:.1f} s")
+    words = [("eval/failed", "samples failed"), ("eval/skipped", "skipped so far"), ("eval/abandoned", "abandoned so far")]
+    parts += [f"{what}: {metrics[name]:.0f}" for name, what in words if metrics.get(name)]
+    return "  ".join(parts)

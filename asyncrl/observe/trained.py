@@ -14,7 +14,10 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class TrainedTrajectory:
-    """One trajectory of a batch. `spans` are (start, end, version) of its tokens with a loss weight."""
+    """One trajectory of a batch, a branch of its rollout.
+
+    `spans` are (start, end, version) of its tokens with a loss weight; `tokens_sha` is of all its tokens.
+    """
 
     group_id: int
     prompt_id: str
@@ -23,6 +26,13 @@ class TrainedTrajectory:
     num_tokens: int
     num_loss_tokens: int
     spans: tuple[tuple[int, int, int], ...]
+    tokens_sha: str = ""
+    branch: int = 0
+
+    @property
+    def name(self) -> str:
+        """`group 3, sample 1`, and the branch if it is not the first."""
+        return f"group {self.group_id}, sample {self.sample_index}" + (f", branch {self.branch}" if self.branch else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +64,7 @@ class TrainedBatch:
 
     def as_dict(self, *, with_trajectories: bool) -> dict[str, Any]:
         """Plain values for JSON."""
-        ages = self.staleness
+        ages, rewards = self.staleness, [t.reward for t in self.trajectories if t.branch == 0]  # that of the rollout
         plain: dict[str, Any] = {
             "step": self.step,
             "version": self.version,
@@ -62,7 +72,7 @@ class TrainedBatch:
             "group_ids": sorted({trajectory.group_id for trajectory in self.trajectories}),
             "num_trajectories": len(self.trajectories),
             "num_loss_tokens": sum(trajectory.num_loss_tokens for trajectory in self.trajectories),
-            "reward_mean": fmean(t.reward for t in self.trajectories) if self.trajectories else None,
+            "reward_mean": fmean(rewards) if rewards else None,
             "staleness_mean": fmean(ages) if ages else None,
             "staleness_max": max(ages, default=None),
             "tokens_by_version": {str(version): num for version, num in self.tokens_by_version.items()},
@@ -78,6 +88,7 @@ def trajectory_dict(batch: TrainedBatch, trajectory: TrainedTrajectory) -> dict[
         "group_id": trajectory.group_id,
         "prompt_id": trajectory.prompt_id,
         "sample_index": trajectory.sample_index,
+        "branch": trajectory.branch,
         "reward": trajectory.reward,
         "num_tokens": trajectory.num_tokens,
         "num_loss_tokens": trajectory.num_loss_tokens,
@@ -86,28 +97,55 @@ def trajectory_dict(batch: TrainedBatch, trajectory: TrainedTrajectory) -> dict[
     }
 
 
-def parse_batches(lines: Sequence[Mapping[str, Any]], problems: list[str]) -> list[TrainedBatch]:
-    """The batches of trained.jsonl. A line without the fields it needs is left out and told in `problems`."""
-    batches = []
+@dataclass(frozen=True, slots=True)
+class TrainedRecord:
+    """trained.jsonl as it counts. `restored`: versions from which the trainer went on; what it had done after them was done again.
+
+    `replay_faults`: batches that were not the same the second time.
+    """
+
+    batches: tuple[TrainedBatch, ...]
+    restored: tuple[int, ...] = ()
+    replay_faults: tuple[str, ...] = ()
+
+
+def parse_record(lines: Sequence[Mapping[str, Any]], problems: list[str]) -> TrainedRecord:
+    """Lines without the fields that they need are left out and told in `problems`. A later line of a version that was restored counts."""
+    batches: list[TrainedBatch] = []
+    before: dict[int, TrainedBatch] = {}
+    restored, faults = [], []
     for number, line in enumerate(lines, start=1):
         try:
-            batches.append(_parse(line))
+            if "restored" in line:
+                restored.append(int(line["restored"]))
+                before |= {batch.version: batch for batch in batches if batch.version >= restored[-1]}
+                batches = [batch for batch in batches if batch.version < restored[-1]]
+                continue
+            batch = _parse(line)
         except (KeyError, TypeError, ValueError) as error:
             problems.append(f"trained.jsonl object {number} is no record of a step and is left out: {type(error).__name__} {error}")
-    return batches
+            continue
+        if (earlier := before.get(batch.version)) is not None and _data(earlier) != _data(batch):
+            faults.append(f"step {batch.step} was trained again on other data than before it was restored")
+        batches.append(batch)
+    return TrainedRecord(tuple(batches), tuple(restored), tuple(faults))
+
+
+def _data(batch: TrainedBatch) -> list[tuple[int, int, int, float, str]]:
+    return [(t.group_id, t.sample_index, t.branch, t.reward, t.tokens_sha) for t in batch.trajectories]
 
 
 def find_violations(batches: Sequence[TrainedBatch], max_staleness: int) -> list[str]:
     """Every way in which the record breaks a promise: too old, from the future, trained twice, does not add up, a step is missing."""
     found = []
-    seen: dict[tuple[int, int], int] = {}
+    seen: dict[tuple[int, int, int], int] = {}
     for index, batch in enumerate(batches):
         if index and batch.version != batches[index - 1].version + 1:
             found.append(f"step {batch.step} follows step {batches[index - 1].step}")
         for trajectory in batch.trajectories:
-            name = f"step {batch.step}, group {trajectory.group_id}, sample {trajectory.sample_index}"
+            name = f"step {batch.step}, {trajectory.name}"
             found += [f"{name}: {fault}" for fault in _faults(batch, trajectory, max_staleness)]
-            key = (trajectory.group_id, trajectory.sample_index)
+            key = (trajectory.group_id, trajectory.sample_index, trajectory.branch)
             if key in seen:
                 found.append(f"{name}: was trained on in step {seen[key]} already")
             seen[key] = batch.step
@@ -139,6 +177,8 @@ def _parse(line: Mapping[str, Any]) -> TrainedBatch:
             num_tokens=int(entry["num_tokens"]),
             num_loss_tokens=int(entry["num_loss_tokens"]),
             spans=tuple((int(start), int(end), int(version)) for start, end, version in entry["spans"]),
+            tokens_sha=str(entry.get("tokens_sha", "")),
+            branch=int(entry.get("branch", 0)),
         )
         for entry in line["trajectories"]
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 from asyncrl.config import RunConfig
 from asyncrl.observe.run_numbers import OverdueNumbers, Steps, TimeShares, mean, overdue_from_steps, time_shares, total
-from asyncrl.observe.verdict_words import Bottleneck, knob, other_choices, what_held_it_back
+from asyncrl.observe.verdict_words import Bottleneck, filtered_groups, knob, other_choices, what_held_it_back
 
 __all__ = ["OverdueNumbers", "TimeShares", "Verdict", "judge"]
 
@@ -61,13 +61,20 @@ def judge(steps: Steps, config: RunConfig, overdue: OverdueNumbers | None = None
         reward_last=mean(steps[-num_last:], "reward/mean"),
         shares=shares,
         bottleneck=bottleneck,
-        sentences=(what_held_it_back(bottleneck, shares), knob(bottleneck, steps, config), *other_choices(overdue, steps, config)),
+        sentences=(
+            what_held_it_back(bottleneck, shares),
+            knob(bottleneck, steps, config),
+            *other_choices(overdue, steps, config),
+            *filtered_groups(steps, config),
+        ),
     )
 
 
 def _bottleneck(shares: TimeShares) -> Bottleneck:
     if shares.other > max(0.25, shares.training, shares.waiting):
         return "other"
+    if shares.turns > max(0.25, shares.training, shares.waiting):
+        return "turns"
     if shares.waiting < BUSY_WAIT_SHARE:
         return "training"
     if shares.waiting < BALANCED_WAIT_SHARE:

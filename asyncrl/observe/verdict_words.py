@@ -7,20 +7,27 @@ from typing import Literal
 from asyncrl.config import RunConfig
 from asyncrl.observe.run_numbers import OverdueNumbers, Steps, TimeShares, mean, total
 
-Bottleneck = Literal["training", "generation", "stragglers", "publishing", "other", "balanced"]
+Bottleneck = Literal["training", "generation", "stragglers", "publishing", "turns", "other", "balanced"]
+
+FILTERED_SHARE = 0.03
+"""From this share of filtered groups on it is said what the filter cost."""
 
 
 def what_held_it_back(bottleneck: Bottleneck, shares: TimeShares) -> str:
     """The bottleneck with the shares of time it is read from."""
     numbers = (
         f"training {shares.training:.0%}, waiting for generation {shares.generation:.0%}, for stragglers {shares.stragglers:.0%}, "
-        f"for publishing {shares.publishing:.0%}, other {shares.other:.0%}"
+        f"for publishing {shares.publishing:.0%}, "
+        + (f"taking turns {shares.turns:.0%}, " if shares.turns else "")
+        + f"other {shares.other:.0%}"
     )
     match bottleneck:
         case "training":
             return f"Training set the pace: the trainer waited only {shares.waiting:.0%} of the time ({numbers})."
         case "balanced":
             return f"Balanced: the trainer was busy or nearly so and waited {shares.waiting:.0%} of the time ({numbers})."
+        case "turns":
+            return f"Taking turns held the run back: {shares.turns:.0%} of the time went into handovers ({numbers})."
         case "other":
             return f"Neither training nor generation: {shares.other:.0%} of the time went into neither training nor waiting ({numbers})."
         case _:
@@ -63,6 +70,11 @@ def knob(bottleneck: Bottleneck, steps: Steps, config: RunConfig) -> str:
             )
             return (
                 f"Knob: a faster trainer (trainer.threads={config.trainer.threads}, placement.trainer={config.placement.trainer}).{fresher}"
+            )
+        case "turns":
+            return (
+                f"Knob: longer turns cost fewer handovers, raise trainer.num_groups (now {config.trainer.num_groups}); or give trainer and "
+                "engines devices of their own, with buffer.max_staleness=1 or more."
             )
         case "balanced":
             return "Knob: none stands out; more speed needs both a faster trainer and more generation."
@@ -110,3 +122,26 @@ def other_choices(overdue: OverdueNumbers, steps: Steps, config: RunConfig) -> t
             )
         case _:
             return ()
+
+
+def filtered_groups(steps: Steps, config: RunConfig) -> tuple[str, ...]:
+    """What buffer.filter cost, and where it was going at the end; nothing is said of a few groups."""
+    last = steps[-1]  # its counters are of the whole run
+    num_filtered, num_trained = last.get("rollout/filtered", 0.0), len(steps) * config.trainer.num_groups
+    share = _share(num_filtered, num_trained)
+    if share < FILTERED_SHARE:
+        return ()
+    num_last = max(1, len(steps) // 10)
+    before = steps[-num_last - 1].get("rollout/filtered", 0.0) if num_last < len(steps) else 0.0
+    share_at_last = _share(num_filtered - before, num_last * config.trainer.num_groups)
+    sentence = (
+        f"buffer.filter={config.buffer.filter} replaced {num_filtered:.0f} groups ({share:.1%} of those that finished, {share_at_last:.1%} "
+        f"in the last {num_last} steps; {last.get('rollout/filtered_tokens', 0.0):.0f} tokens) because all their rewards were the same."
+    )
+    if share_at_last < 0.5:
+        return (sentence,)
+    return (f"{sentence} Most of what is sampled teaches nothing: prompts of another difficulty would use the engines better.",)
+
+
+def _share(num_filtered: float, num_trained: int) -> float:
+    return num_filtered / (num_filtered + num_trained)

@@ -1,1 +1,1 @@
-"""Which process runs where: starts, watches and ends the child processes. Knows no message that they speak."""
+"""Which process runs where, and whose turn it is on a shared device; starts, watches and ends the child processes."""

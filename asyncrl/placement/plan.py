@@ -1,50 +1,45 @@
 """The plan of a run, before anything starts: which processes, on which device, with how many threads and bytes.
 
-Reads file headers and config.json alone: no torch, nothing is loaded.
+Reads file headers, config.json and the driver's files alone: no torch, nothing is loaded.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
-import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from asyncrl.config import RunConfig
+from asyncrl.placement.chunk_way import chunk_way
+from asyncrl.placement.cuda import CudaDevice, find_cuda_devices
+from asyncrl.placement.devices import NO_DEVICE, Placement, place
+from asyncrl.placement.interpreters import find_vllm_python
+from asyncrl.placement.memory import Memory, ProcessPlan, Side, engine_memory, item_bytes, trainer_memory
+from asyncrl.placement.model_shape import ModelShape, model_shape
 
-
-@dataclass(frozen=True, slots=True)
-class ProcessPlan:
-    """One process of the run. Bytes are estimates of its largest parts; None where the model is not on disk yet."""
-
-    name: str
-    device: str
-    threads: int
-    weights_bytes: int | None
-    other_bytes: int | None
-    note: str
+EVAL_ENGINE = "engine-eval"
+"""Name of the engine server that evaluates."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All processes, and how much memory the machine has free."""
+    """All processes, where they are, and what each device has free (None: not known)."""
 
+    placement: Placement
     processes: tuple[ProcessPlan, ...]
-    num_parameters: int | None
-    free_bytes: int
+    shape: ModelShape | None
+    free_bytes: Mapping[str, int | None]
+    num_cuda: int
+    vllm_python: Path | None = None
+    """The Python of the processes that need vLLM; None if none does."""
 
     @property
-    def total_bytes(self) -> int | None:
-        """Sum of the estimates, None where one is unknown."""
-        parts = [size for process in self.processes for size in (process.weights_bytes, process.other_bytes)]
-        known = [size for size in parts if size is not None]
-        return sum(known) if len(known) == len(parts) else None
+    def num_parameters(self) -> int | None:
+        """Of the model; None while it is not on disk."""
+        return None if self.shape is None else self.shape.num_parameters
 
 
 def engine_threads(config: RunConfig) -> int:
@@ -53,121 +48,114 @@ def engine_threads(config: RunConfig) -> int:
 
 
 def trainer_threads(config: RunConfig) -> int:
-    """CPU threads of the trainer: the cores that the engines leave."""
+    """CPU threads of each trainer rank: its part of the cores that the rollout engines leave.
+
+    An eval engine takes none away: a run with one must be the run without, bit for bit. Nor do turns give any: a colocated run
+    must be the run apart.
+    """
     if config.trainer.threads != "auto":
         return config.trainer.threads
-    return max(1, (os.cpu_count() or 1) - config.rollout.num_engines * engine_threads(config))
+    return max(1, ((os.cpu_count() or 1) - config.rollout.num_engines * engine_threads(config)) // config.trainer.world_size)
 
 
-def resolve_device(device: str) -> str:
-    """The device that auto stands for: cuda where the driver lists one, else cpu. Looks at the driver's files, not at torch."""
-    if device != "auto":
-        return device
-    return "cuda" if any(Path("/proc/driver/nvidia/gpus").glob("*")) or shutil.which("nvidia-smi") else "cpu"
+def make_plan(config: RunConfig, cuda: Sequence[CudaDevice] | None = None) -> Plan:
+    """The plan of a run on this machine; `cuda`: the devices that it shows, else they are looked for.
+
+    Raises ConfigError for a placement that cannot be, and for a vLLM that is not there; whether it fits is asked of
+    refuse_what_cannot_fit.
+    """
+    devices = find_cuda_devices() if cuda is None else cuda
+    placement, shape = place(config, len(devices)), model_shape(config.model)
+    free: dict[str, int | None] = {"cpu": psutil.virtual_memory().available}
+    free |= {f"cuda:{number}": device.free_bytes for number, device in enumerate(devices)}
+    processes = lay_out(config, shape, placement)
+    python = find_vllm_python(config.rollout) if any(process.has_vllm_python for process in processes) else None
+    return Plan(placement, processes, shape, free, len(devices), python)
 
 
-def make_plan(config: RunConfig) -> Plan:
-    """The plan of a run."""
-    trainer_device, rollout_device = resolve_device(config.placement.trainer), resolve_device(config.placement.rollout)
-    shape = _model_shape(config)
-    parameters = None if shape is None else shape["parameters"]
-    engine_item = _item_bytes(config.model.dtype, rollout_device)
-    processes = [ProcessPlan("controller", "cpu", 1, 0, 0, "producers, buffer, publisher; no torch")]
-    trainer_item = 4  # master weights, gradients and both AdamW moments are float32
-    processes.append(
+def lay_out(config: RunConfig, shape: ModelShape | None, placement: Placement) -> tuple[ProcessPlan, ...]:
+    """Every process with its bytes."""
+    controller = ProcessPlan("controller", "controller", "cpu", 1, Memory(), "producers, buffer, publisher; no torch")
+    trainers, engines = _trainers(config, shape, placement), _engines(config, shape, placement)
+    return (controller, *trainers, *engines, *_shared(config, shape, placement, trainers))
+
+
+def _trainers(config: RunConfig, shape: ModelShape | None, placement: Placement) -> list[ProcessPlan]:
+    ranks, threads = config.trainer.world_size, trainer_threads(config)
+    what = "adapters and their AdamW state" if config.trainer.lora else "float32 weights and AdamW state"
+    note = what if ranks == 1 else f"1 / {ranks} of {what}"
+    return [
         ProcessPlan(
-            "trainer-0", trainer_device, trainer_threads(config),
-            None if parameters is None else parameters * trainer_item,
-            None if parameters is None else parameters * trainer_item * 3,
-            "gradients and AdamW state beside the weights; activations come on top",
+            f"trainer-{rank}", "trainer", device, threads, None if shape is None else trainer_memory(config, shape, device), note
         )
-    )  # fmt: skip
+        for rank, device in enumerate(placement.trainer)
+    ]  # fmt: skip
+
+
+def _engines(config: RunConfig, shape: ModelShape | None, placement: Placement) -> list[ProcessPlan]:
+    plans: list[ProcessPlan] = []
+    for index, device in enumerate(placement.rollout):
+        name = f"engine-{index}"
+        if config.rollout.urls is not None:
+            plans.append(ProcessPlan(name, "engine", device, 0, Memory(), f"somebody else's, at {config.rollout.urls[index]}"))
+        else:
+            plans += _engine(config, shape, placement, name, placement.devices_of(index), config.rollout.slots)
+    if config.eval is not None and placement.evaluation is not None:
+        plans += _engine(config, shape, placement, EVAL_ENGINE, (placement.evaluation,), config.eval.slots)
+    return plans
+
+
+def _engine(
+    config: RunConfig, shape: ModelShape | None, placement: Placement, name: str, devices: Sequence[str], slots: int
+) -> list[ProcessPlan]:
+    """One engine, a line for each device that it is split over."""
+    side: Side = "eval" if name == EVAL_ENGINE else "engine"
+    if devices[0] == NO_DEVICE:
+        return [ProcessPlan(name, side, NO_DEVICE, 1, Memory(), "simulated: a latency model without a model")]
+    is_vllm, is_staging = config.rollout.engine == "vllm", placement.mode == "apart" or side == "eval"
+    whole = None if shape is None else engine_memory(config, shape, devices[0], slots, is_staging=is_staging)
+    part = (
+        None if whole is None else Memory(-(-whole.weights // len(devices)), -(-whole.copies // len(devices)), kv=whole.kv // len(devices))
+    )
     length = config.rollout.max_prompt_tokens + config.rollout.max_tokens
-    for index in range(config.rollout.num_engines):
-        if config.rollout.engine == "simulated":
-            processes.append(ProcessPlan(f"engine-{index}", "none", 1, 0, 0, "simulated: a latency model without a model"))
-            continue
-        kv = None if shape is None else config.rollout.slots * length * shape["kv_per_token"] * engine_item
-        processes.append(
-            ProcessPlan(
-                f"engine-{index}", rollout_device, engine_threads(config),
-                None if parameters is None else 2 * parameters * engine_item, kv,
-                f"weights twice (serving and staged), KV cache of {config.rollout.slots} x {length} tokens",
-            )
-        )  # fmt: skip
-    return Plan(tuple(processes), parameters, psutil.virtual_memory().available)
+    note = f"{'weights twice (serving and staged), ' if is_staging and not is_vllm else ''}KV cache of {slots} x {length} tokens"
+    if is_vllm:
+        note = f"vLLM, {note}{'' if devices[0] == 'cpu' else ' at least'}"
+    if len(devices) > 1:
+        note = f"1 / {len(devices)} of {note}"
+    names = [name, *(f"{name}/{rank}" for rank in range(1, len(devices)))]
+    threads = engine_threads(config)
+    return [ProcessPlan(n, side, device, threads, part, note, is_vllm) for n, device in zip(names, devices, strict=True)]
 
 
-def _item_bytes(dtype: str, device: str) -> int:
-    return 2 if dtype == "bfloat16" or (dtype == "auto" and device == "cuda") else 4
+def _staging(exported: int) -> ProcessPlan:
+    return ProcessPlan("staging", "staging", "cpu", 0, Memory(weights=exported), "weights on their way, in shared memory")
 
 
-def _model_shape(config: RunConfig) -> Mapping[str, int] | None:
-    """Number of parameters, and K plus V entries a token; None if the model is not on disk."""
-    if config.model.scratch is not None:
-        architecture = dict(config.model.scratch.architecture)
-        architecture.setdefault("vocab_size", len(config.model.scratch.characters) + 8)
-        return {"parameters": _estimate_parameters(architecture), "kv_per_token": _kv_per_token(architecture)}
-    folder = Path(config.model.path or "")
-    try:
-        architecture = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    stored = sum(_count_stored(path) for path in folder.glob("*.safetensors"))
-    return {"parameters": stored or _estimate_parameters(architecture), "kv_per_token": _kv_per_token(architecture)}
-
-
-def _count_stored(path: Path) -> int:
-    """Number of weights in a safetensors file, from its header."""
-    with path.open("rb") as file:
-        (size,) = struct.unpack("<Q", file.read(8))
-        header = json.loads(file.read(size))
-    total = 0
-    for name, entry in header.items():
-        if name != "__metadata__":
-            count = 1
-            for extent in entry["shape"]:
-                count *= extent
-            total += count
-    return total
-
-
-def _kv_per_token(architecture: Mapping[str, Any]) -> int:
-    heads = int(architecture.get("num_attention_heads", 1))
-    head_dim = int(architecture.get("head_dim") or int(architecture.get("hidden_size", 0)) // heads)
-    return 2 * int(architecture.get("num_hidden_layers", 0)) * int(architecture.get("num_key_value_heads", heads)) * head_dim
-
-
-def _estimate_parameters(architecture: Mapping[str, Any]) -> int:
-    """Weights of a Llama-like decoder: embeddings, attention and gated MLP; norms are too small to count."""
-    hidden, layers = int(architecture.get("hidden_size", 0)), int(architecture.get("num_hidden_layers", 0))
-    heads = int(architecture.get("num_attention_heads", 1))
-    head_dim = int(architecture.get("head_dim") or hidden // heads)
-    kv_heads = int(architecture.get("num_key_value_heads", heads))
-    attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
-    mlp = 3 * hidden * int(architecture.get("intermediate_size", 4 * hidden))
-    embeddings = int(architecture.get("vocab_size", 0)) * hidden * (1 if architecture.get("tie_word_embeddings", False) else 2)
-    return embeddings + layers * (attention + mlp)
-
-
-def plan_text(plan: Plan) -> str:
-    """The plan as a table, with a last line that says whether it fits."""
-    header = f"{'process':<12} {'device':<7} {'threads':>7} {'weights':>10} {'other':>10}  what"
-    rows = [
-        f"{p.name:<12} {p.device:<7} {p.threads:>7} {_gib(p.weights_bytes):>10} {_gib(p.other_bytes):>10}  {p.note}" for p in plan.processes
-    ]
-    size = "not on disk yet" if plan.num_parameters is None else f"{plan.num_parameters:,} parameters"
-    total = plan.total_bytes
-    if total is None:
-        verdict = f"memory: cannot be added up before the model is there; {_gib(plan.free_bytes)} free"
-    else:
-        verdict = f"memory: {_gib(total)} of {_gib(plan.free_bytes)} free, before activations and the Python processes (about 0.5 GiB each)"
-        if total > plan.free_bytes:
-            verdict += "\nWARNING: this does not fit; lower rollout.slots, rollout.max_tokens or the number of engines"
-    return "\n".join([f"model: {size}", "", header, *rows, "", verdict])
-
-
-def _gib(size: int | None) -> str:
-    if size is None:
-        return "?"
-    return f"{size / 2**30:.2f} GiB" if size >= 2**27 else f"{size / 2**20:.1f} MiB"
+def _shared(config: RunConfig, shape: ModelShape | None, placement: Placement, trainers: Sequence[ProcessPlan]) -> list[ProcessPlan]:
+    """Memory that no process holds alone: weights on their way, and what turns move off a CUDA device."""
+    if shape is None:
+        return []
+    item = item_bytes(config.model.dtype, placement.trainer[0])
+    exported = shape.num_parameters * item
+    if placement.mode == "apart":
+        if config.publisher.transport == "lora" and config.trainer.lora is not None:
+            exported = shape.num_adapter_parameters(config.trainer.lora.rank) * 4
+        if config.publisher.transport == "nccl":
+            held = ProcessPlan("held", "staging", placement.trainer[0], 0, Memory(weights=exported), "the copy that the trainer sends from")
+            return [held] if config.eval is None else [held, _staging(exported)]
+        if config.publisher.disk_dir is not None:
+            return []
+        return [_staging(exported)]
+    way, memory = chunk_way(config, placement), Memory(weights=min(config.publisher.chunk_bytes, exported))
+    note = "a chunk of weights, in " + ("shared memory" if way.device == "cpu" else "memory that both sides open")
+    chunk = ProcessPlan("staging", "staging", way.device, 0, memory, note)
+    if not placement.is_on_cuda:
+        return [chunk]
+    memories = [trainer.memory or Memory() for trainer in trainers]
+    moved = Memory(
+        weights=sum(memory.weights for memory in memories),
+        copies=sum(memory.copies for memory in memories),
+        optimizer=sum(memory.optimizer for memory in memories),
+    )
+    return [chunk, ProcessPlan("offloaded", "host", "cpu", 0, moved, "the trainer's state while the engines have the device")]

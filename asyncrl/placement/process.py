@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -11,10 +12,15 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+import psutil
+
 from asyncrl.errors import ConfigError, RoomError
+from asyncrl.placement.foreign import KEY_ENV
 from asyncrl.wire import SECRET_ENV, find_fatal
 
 LOG_TAIL_LINES = 12
+WARDEN_TIMEOUT_S = 12.0
+"""Longer than a warden gives the rest of its group to end."""
 
 
 def bind_socket(owner: str, port: int | None) -> socket.socket:
@@ -37,8 +43,9 @@ def bind_socket(owner: str, port: int | None) -> socket.socket:
 class ChildProcess:
     """A server of the run in a process of its own. Knows how to start, watch and end it; knows no message of it.
 
-    Life:   created -> start() -> running -> ended, by aclose() or of itself (then watch() raises).
-    Its standard input is a pipe that only we hold: if we die, however, the child reads its end and exits.
+    Life:   created -> start() -> running -> ended, by aclose() or of itself (then watch() raises); renewed() makes its successor.
+    Its standard input is a pipe that only we hold: its first line has the secrets, which nobody can read there later; if we die,
+    however, the child reads its end and exits.
     """
 
     def __init__(
@@ -51,12 +58,23 @@ class ChildProcess:
         secret: str,
         port: int | None = None,
         env: Mapping[str, str] | None = None,
+        secrets: Mapping[str, str] | None = None,
+        python: Path | None = None,
+        has_warden: bool = False,
     ) -> None:
+        """`secret` opens the child's own server. `secrets`: others that it is told, by name (serving.secret_of). `python`: the one
+        that it runs under (None: ours); another one finds our packages through PYTHONPATH in `env` (interpreters.import_folder).
+        `has_warden`: a process of its group sees it end, ends the others and removes what they shared, and is given time for it.
+        """
         self.name, self.module, self._spec = name, module, spec
+        self._python, self._has_warden = python, has_warden
+        self._run_dir = run_dir
         self._spec_path = run_dir / "specs" / f"{name}.json"
         self.log_path = run_dir / "logs" / f"{name}.log"
-        self._secret, self._port, self._env = secret, port, dict(env or {})
+        self._port, self._env = port, dict(env or {})
+        self._secrets = {**(secrets or {}), SECRET_ENV: secret}
         self._process: asyncio.subprocess.Process | None = None
+        self._log_start = 0
         self.url = ""
         self.died: RoomError | None = None
         """Why it ended before we ended it, once note_death() was called."""
@@ -80,13 +98,24 @@ class ChildProcess:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         self._spec_path.write_text(self._spec, encoding="utf-8")
         with bind_socket(self.name, self._port) as listener, self.log_path.open("ab") as log:
+            self._log_start = log.tell()
             self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            env = os.environ | {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"} | self._env
             self._process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", self.module, "--spec", str(self._spec_path), "--fd", str(listener.fileno()),
+                str(self._python or sys.executable), "-m", self.module, "--spec", str(self._spec_path), "--fd", str(listener.fileno()),
                 stdin=asyncio.subprocess.PIPE, stdout=log, stderr=log, pass_fds=[listener.fileno()],
-                env=os.environ | {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"} | self._env | {SECRET_ENV: self._secret},
+                env={name: value for name, value in env.items() if name not in (*self._secrets, KEY_ENV)},
                 start_new_session=True,
             )  # fmt: skip
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(self._secrets).encode() + b"\n")
+
+    def renewed(self) -> ChildProcess:
+        """The same server, not started yet: it writes on in the same log, and takes the same port if that was given."""
+        return ChildProcess(
+            self.name, self.module, self._spec, run_dir=self._run_dir, secret=self._secrets[SECRET_ENV], port=self._port,
+            env=self._env, secrets=self._secrets, python=self._python, has_warden=self._has_warden,
+        )  # fmt: skip
 
     async def watch(self) -> None:
         """Sleep as long as the process lives; raises RoomError, with why it ended, when it does."""
@@ -123,8 +152,11 @@ class ChildProcess:
         return "\n".join(f"    {line}" for line in lines) or "    (empty)"
 
     def _log(self) -> str:
+        """What this process has written: the log of those before it, of the same name, is theirs."""
         try:
-            return self.log_path.read_text(encoding="utf-8", errors="replace")
+            with self.log_path.open("rb") as file:
+                file.seek(self._log_start)
+                return file.read().decode("utf-8", errors="replace")
         except OSError:
             return ""
 
@@ -137,15 +169,35 @@ class ChildProcess:
             _signal_group(process.pid, signal.SIGTERM)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(process.wait(), timeout_s)
+        if self._has_warden:
+            self.kill_nowait()
+            await asyncio.to_thread(psutil.wait_procs, group_members(process.pid), timeout=WARDEN_TIMEOUT_S)
         _signal_group(process.pid, signal.SIGKILL)
         await process.wait()
         if process.stdin is not None:
             process.stdin.close()
 
     def kill_nowait(self) -> None:
-        """SIGKILL to the process and all that it started, without waiting."""
-        if self._process is not None:
+        """SIGKILL to the process and all that it started, without waiting. Where there is a warden, the others are left to it."""
+        if self._process is None:
+            return
+        if not self._has_warden:
             _signal_group(self._process.pid, signal.SIGKILL)
+            return
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process.pid, signal.SIGKILL)
+        _signal_group(self._process.pid, signal.SIGCONT)  # a frozen warden wakes
+
+
+def group_members(leader: int) -> list[psutil.Process]:
+    """Living processes of the group that this process leads, or led; itself left out."""
+    found = []
+    for member in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if member.pid != leader and os.getpgid(member.pid) == leader and member.status() != psutil.STATUS_ZOMBIE:
+                found.append(member)
+    return found
 
 
 def _signal_group(pid: int, number: signal.Signals) -> None:

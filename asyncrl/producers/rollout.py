@@ -3,26 +3,69 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from asyncrl.errors import RolloutFailure, RolloutTimeout, RoomError
-from asyncrl.types import GroupId, Prompt, Trajectory
+from asyncrl.types import GroupId, PartialCompletion, Prompt, Rollout, RolloutJournal
 
 log = logging.getLogger(__name__)
 
 
+class AttemptClock:
+    """Seconds that one attempt has left, None for no limit.
+
+    Life:       start() and entering what it returns -> hold() -> restart(): runs again, from its beginning; as often as it
+                pleases. Before, once the attempt has ended, and once its time is up, hold and restart mean nothing.
+    Waits:      whoever holds it may wait for ever: nothing here ends that wait. The watchdog owns it, which tells of a run in
+                which nothing moves and names its oldest rollouts.
+    """
+
+    def __init__(self, timeout_s: float | None) -> None:
+        self.timeout_s = timeout_s
+        self.is_over = False
+        self._limit: asyncio.Timeout | None = None
+
+    def __repr__(self) -> str:
+        until = None if self._limit is None else self._limit.when()
+        return f"<AttemptClock {self.timeout_s} s, until {until}{', over' if self.is_over else ''}>"
+
+    def start(self) -> asyncio.Timeout:
+        """The limit, to be entered at once."""
+        self._limit = asyncio.timeout(self.timeout_s)
+        return self._limit
+
+    def hold(self) -> None:
+        """Stand still."""
+        self._set(None)
+
+    def restart(self) -> None:
+        """Run out in timeout_s from this moment."""
+        self._set(None if self.timeout_s is None else asyncio.get_running_loop().time() + self.timeout_s)
+
+    def _set(self, when: float | None) -> None:
+        if self._limit is not None and not self.is_over and not self._limit.expired():
+            self._limit.reschedule(when)
+
+
 @dataclass(frozen=True, slots=True)
 class RolloutAttempt:
-    """One try at one prompt. `attempt` counts from 0; `stopped_sampling` tells that it needs no engine slot any more."""
+    """One try at one prompt. `attempt` counts from 0; `stopped_sampling` tells that it needs no engine slot any more.
+
+    `partial`: what a killed run had sampled in this very attempt; `on_segment` is told (turn, all that was sampled of it so far).
+    """
 
     group_id: GroupId
     prompt: Prompt
     sample_index: int
     attempt: int
     stopped_sampling: Callable[[], None]
+    partial: PartialCompletion | None = None
+    on_segment: Callable[[int, PartialCompletion], None] = lambda turn, partial: None
+    clock: AttemptClock = field(default_factory=lambda: AttemptClock(None))
 
     @property
     def rollout_id(self) -> str:
@@ -33,12 +76,20 @@ class RolloutAttempt:
         """Unique within the run: a retry may be sent before the server has seen that the first try is gone."""
         return f"{self.rollout_id}/t{turn}/a{self.attempt}"
 
+    def hold_clock(self) -> None:
+        """What follows does not count towards rollout.timeout_s: the attempt waits for somebody who runs it."""
+        self.clock.hold()
+
+    def restart_clock(self) -> None:
+        """Somebody runs it: rollout.timeout_s begins, in full. May come from another task, and late."""
+        self.clock.restart()
+
 
 class Generator(Protocol):
     """A way to run a rollout: single_turn and its like."""
 
-    async def run_attempt(self, attempt: RolloutAttempt) -> Trajectory:
-        """The finished rollout. Raises RolloutFailure (data), or RoomError (ends the run)."""
+    async def run_attempt(self, attempt: RolloutAttempt) -> Rollout:
+        """The finished rollout, all its branches. Raises RolloutFailure (data), or RoomError (ends the run)."""
         ...
 
 
@@ -54,7 +105,8 @@ class FailedRollout:
 class RolloutRunner:
     """Runs rollouts within rollout.timeout_s each, and tries failed ones again.
 
-    Waits:      run sleeps in the generator, at most timeout_s an attempt (None = no limit).
+    Waits:      run sleeps in the generator, at most timeout_s an attempt (None = no limit). While the generator holds the
+                attempt's clock, it has no limit of its own: see AttemptClock.
     Invariant:  run returns data for whatever goes wrong in a rollout; RoomError and CancelledError alone pass.
     """
 
@@ -77,17 +129,25 @@ class RolloutRunner:
         *,
         started_sampling: Callable[[], None],
         stopped_sampling: Callable[[], None],
-    ) -> Trajectory | FailedRollout:
-        """One rollout, retries included. `started_sampling` is called before each attempt."""
-        number = 0
+        journal: RolloutJournal,
+        resumed: tuple[int, PartialCompletion] | None = None,
+    ) -> Rollout | FailedRollout:
+        """One rollout, retries included. `started_sampling` is called before each attempt.
+
+        `resumed`: the attempt that a killed run was in, counted from 0, and what it had sampled.
+        """
+        number, partial = resumed or (0, None)
         while True:
-            attempt = RolloutAttempt(group_id, prompt, sample_index, number, stopped_sampling)
+            tell = functools.partial(journal.segment_nowait, group_id, sample_index, number)
+            clock = AttemptClock(self.timeout_s)
+            attempt = RolloutAttempt(group_id, prompt, sample_index, number, stopped_sampling, partial, tell, clock)
+            partial = None
             started_sampling()
             try:
                 outcome = await self._run_attempt(attempt)
             finally:
                 stopped_sampling()
-            if isinstance(outcome, Trajectory):
+            if not isinstance(outcome, RolloutFailure):
                 return outcome
             log.warning("%s attempt %d of %d failed: %s", attempt.rollout_id, number + 1, self.retries + 1, outcome)
             if number == self.retries:
@@ -95,11 +155,13 @@ class RolloutRunner:
             number += 1
             self.num_retried += 1
 
-    async def _run_attempt(self, attempt: RolloutAttempt) -> Trajectory | RolloutFailure:
-        limit = asyncio.timeout(self.timeout_s)
+    async def _run_attempt(self, attempt: RolloutAttempt) -> Rollout | RolloutFailure:
+        limit = attempt.clock.start()
         try:
             async with limit:
-                return await self._generator.run_attempt(attempt)
+                rollout = await self._generator.run_attempt(attempt)
+            check_rollout(rollout, attempt)
+            return rollout
         except RoomError:
             raise
         except RolloutFailure as failure:
@@ -110,11 +172,13 @@ class RolloutRunner:
             log.warning("%s broke", attempt.rollout_id, exc_info=True)
             broken = RolloutFailure(
                 f"{attempt.rollout_id} (prompt {attempt.prompt.prompt_id}) raised {type(error).__name__}: {error}",
-                rule="a rollout ends with a trajectory or a RolloutFailure",
+                rule="a rollout ends with its branches or a RolloutFailure",
                 way_out="the controller's log has the traceback.",
             )
             broken.__cause__ = error
             return broken
+        finally:
+            attempt.clock.is_over = True
 
     def _timed_out(self, attempt: RolloutAttempt) -> RolloutTimeout:
         self.num_timeouts += 1
@@ -123,3 +187,24 @@ class RolloutRunner:
             rule=f"rollout.timeout_s={self.timeout_s} is the limit of an attempt, of which a rollout has {self.retries + 1}",
             way_out="none needed for one; if rollout/failed keeps rising, raise rollout.timeout_s or lower rollout.max_tokens.",
         )
+
+
+def check_rollout(rollout: Rollout, attempt: RolloutAttempt) -> None:
+    """Raises RolloutFailure unless these are the branches of one rollout, each with a sampled token: a generator may be anybody's."""
+    places = [(branch.sample_index, branch.branch) for branch in rollout]
+    if not rollout or places != [(attempt.sample_index, number) for number in range(len(rollout))]:
+        what = f"has branches (sample_index, branch) {places}"
+    elif any(branch.reward != rollout[0].reward for branch in rollout):
+        what = f"has branches with rewards {[branch.reward for branch in rollout]}"
+    elif any(bool(branch.credits) != bool(rollout[0].credits) for branch in rollout):
+        what = "has branches with credits and branches without"
+    elif any(not branch.version_spans for branch in rollout):
+        what = "has a branch without a sampled token"
+    else:
+        return
+    raise RolloutFailure(
+        f"{attempt.rollout_id} (prompt {attempt.prompt.prompt_id}) {what}",
+        rule="a rollout has at least one branch; they are numbered from 0, have its one reward and tokens of their own, "
+        "and all of them have credits or none",
+        way_out="this is a fault of the generator: please report it.",
+    )

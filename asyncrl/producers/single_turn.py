@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+from dataclasses import replace
+
 import numpy as np
 
 from asyncrl.errors import RolloutFailure
 from asyncrl.producers.rollout import RolloutAttempt
 from asyncrl.producers.seeds import derive_seed
-from asyncrl.types import ChatTokenizer, Completion, SamplingEngine, SamplingRequest, Scorer, Trajectory, VersionSpan
+from asyncrl.types import ChatTokenizer, Completion, Rollout, SamplingEngine, SamplingRequest, Scorer, Trajectory
 
 
 class SingleTurn:
@@ -33,8 +36,8 @@ class SingleTurn:
     def __repr__(self) -> str:
         return f"<SingleTurn max_tokens {self.max_tokens}, temperature {self.temperature}>"
 
-    async def run_attempt(self, attempt: RolloutAttempt) -> Trajectory:
-        """One trajectory. Raises RolloutFailure if the prompt is too long, is refused, or cannot be scored."""
+    async def run_attempt(self, attempt: RolloutAttempt) -> Rollout:
+        """One trajectory, the only branch. Raises RolloutFailure if the prompt is too long, is refused, or cannot be scored."""
         prompt_ids = self._prompt_ids(attempt)
         completion = await self._engine.generate(
             SamplingRequest(
@@ -45,11 +48,13 @@ class SingleTurn:
                 stop=self.stop,
                 seed=derive_seed(self.run_seed, attempt.prompt.prompt_id, attempt.sample_index, 0, attempt.attempt),
                 route_key=f"g{attempt.group_id}",
-            )
+            ),
+            partial=attempt.partial,
+            on_segment=functools.partial(attempt.on_segment, 0),
         )
         attempt.stopped_sampling()
         reward = await self._scorer.score(attempt.prompt, self._tokenizer.decode(completion.token_ids))
-        return make_trajectory(attempt.sample_index, prompt_ids, completion, reward)
+        return (make_trajectory(attempt.sample_index, prompt_ids, completion, reward),)
 
     def _prompt_ids(self, attempt: RolloutAttempt) -> tuple[int, ...]:
         prompt_ids = self._tokenizer.encode_chat(attempt.prompt.messages)
@@ -74,7 +79,7 @@ def make_trajectory(sample_index: int, prompt_ids: tuple[int, ...], completion: 
         token_ids=np.array(prompt_ids + completion.token_ids, dtype=np.int32),
         loss_mask=loss_mask,
         behaviour_logprobs=logprobs,
-        version_spans=tuple(VersionSpan(span.start + num_prompt, span.end + num_prompt, span.version) for span in completion.version_spans),
+        version_spans=tuple(replace(span, start=span.start + num_prompt, end=span.end + num_prompt) for span in completion.version_spans),
         reward=reward,
         is_truncated=completion.finish_reason == "length",
         num_interruptions=completion.num_interruptions,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from asyncrl.errors import PublishError
+from asyncrl.errors import EngineLost, PublishError
 from asyncrl.publisher.push import Push
 from asyncrl.types import Interrupt, WeightManifest, WeightSource, WeightTarget
 
@@ -37,12 +38,20 @@ class PublisherStats:
 class Publisher:
     """Pushes the newest weights to all engines, one push after the other.
 
-    Life:       idle -> a new version: exporting (the trainer copies between two steps) -> pushing (prepare on all
-                engines beside generation, then commit on all) -> announced by on_served -> idle.
+    Life:       idle -> a new version: exporting (the trainer copies between two steps) -> pushing (prepare on all live
+                engines beside generation, then commit on all, at once or in turn) -> announced by on_served, then by on_published
+                -> idle.
+                An engine is live, or down from down_nowait until bring_up has given its new process the announced weights.
     Waits:      run sleeps in the source's wait_version_above, then in export, prepare and commit, each at most
-                timeout_s; the train loop sleeps in wait_exported_or_busy, woken by the end of an export.
-    Invariant:  on_served(v) is called only after every engine has said that it serves v, with the digest that the
-                trainer sent: Push.run guarantees it. Versions are announced in order; the trainer never waits for a push.
+                timeout_s; the train loop sleeps in wait_exported_or_busy, woken by the end of an export. bring_up and
+                pushes sleep in `_turn` for each other, so that no returning engine misses a version in between.
+    Invariant:  on_served(v) is called only after every live engine has said that it serves v, with the digest that the
+                trainer sent: Push.run guarantees it. With none live nobody holds an older version: the version is announced,
+                and who returns gets it first. Versions are announced in order; the trainer never waits for a push.
+
+    The trainer keeps its newest two exports, and makes one only after the last one is announced (run does one thing at a
+    time): the announced one, which bring_up pushes, is always among them. If it keeps one (is_one_kept), a turn lasts from an
+    export to its announcement.
     """
 
     name = "publisher"
@@ -55,19 +64,34 @@ class Publisher:
         interrupt: Interrupt,
         timeout_s: float,
         on_served: Callable[[int], None],
+        on_published: Callable[[WeightManifest], None] = lambda _: None,
+        on_lost: Callable[[EngineLost], None] | None = None,
         policy_version: int = 0,
+        is_rolling: bool = False,
+        is_one_kept: bool = False,
     ) -> None:
+        """`is_rolling`: engines swap one after the other. What they hold meanwhile differs; on_served tells the oldest.
+
+        `is_one_kept`: the trainer keeps its newest export alone, so it makes none while an engine is brought up with it.
+        """
         self._source, self._targets = source, tuple(targets)
         self.interrupt: Interrupt = interrupt
         self.timeout_s = timeout_s
         self._on_served = on_served
+        self._on_published = on_published  # called before the next export is asked for: until it returns, the file is there
+        self._is_rolling, self._is_one_kept = is_rolling, is_one_kept
+        self._on_lost = on_lost  # None: an engine that is lost ends the run
+        self._down: set[str] = set()
+        self._turn = asyncio.Lock()
+        self._announced: WeightManifest | None = None
+        self._is_first_push_due = False
         self._state: Literal["idle", "exporting", "pushing"] = "idle"
         self._exported_version = policy_version
         self._changed = asyncio.Event()
         self._stats = PublisherStats(version=policy_version)
 
     def __repr__(self) -> str:
-        return f"<Publisher {self._state}, v{self._stats.version} on {len(self._targets)} engines, {self._stats.skipped} skipped>"
+        return f"<Publisher {self._state}, v{self._stats.version} on {len(self._live())} engines, {self._stats.skipped} skipped>"
 
     def stats(self) -> PublisherStats:
         """Totals and the last publish."""
@@ -82,6 +106,37 @@ class Publisher:
     async def aclose(self) -> None:
         """Nothing is held: staging belongs to the trainer and to the engines."""
 
+    def down_nowait(self, name: str) -> None:
+        """Push to the others: this engine is lost. A push that waits for it goes on once its calls are cut. Idempotent."""
+        self._down.add(name)
+
+    async def bring_up(self, name: str) -> None:
+        """Give an engine whose process is new the announced weights; it is live when this returns.
+
+        Raises EngineLost if it is lost again, PublishError if it loads something else.
+        """
+        while self._announced is None and self._is_first_push_due:
+            await self._changed.wait()
+        lost: list[EngineLost] = []
+        async with self._turn:
+            if self._announced is not None:
+                (target,) = (target for target in self._targets if target.name == name)
+                await self._push(self._announced, [target], on_lost=lost.append).run()
+                if lost:
+                    raise lost[0]
+            self._down.discard(name)
+
+    def start_before_nowait(self, version: int) -> None:
+        """Before run: the engines have other weights than those of `version`, whose push is the first."""
+        self._exported_version = version - 1
+        self._is_first_push_due = True
+        self._stats = replace(self._stats, version=self._exported_version)
+
+    async def wait_announced(self, version: int) -> None:
+        """Return once every live engine serves `version` or a newer one."""
+        while self._stats.version < version:
+            await self._changed.wait()
+
     async def wait_exported_or_busy(self, version: int) -> None:
         """Called by the train loop right after the step that made `version`, before the next one.
 
@@ -92,6 +147,14 @@ class Publisher:
             await self._changed.wait()
 
     async def _publish(self, newest: int) -> None:
+        if not self._is_one_kept:
+            await self._export_and_push(newest, self._turn)
+            return
+        self._enter("pushing")  # the trainer is not held while an engine is brought up
+        async with self._turn:
+            await self._export_and_push(newest, contextlib.nullcontext())
+
+    async def _export_and_push(self, newest: int, turn: contextlib.AbstractAsyncContextManager[None]) -> None:
         clock = asyncio.get_running_loop().time
         start = clock()
         self._enter("exporting")
@@ -100,7 +163,9 @@ class Publisher:
         skipped = manifest.version - self._exported_version - 1
         self._exported_version = manifest.version
         self._enter("pushing")
-        push = await Push(manifest, self._targets, served=self._stats.version, interrupt=self.interrupt, timeout_s=self.timeout_s).run()
+        async with turn:
+            push = await self._push(manifest, self._live(), on_lost=self._on_lost, is_down=self._down.__contains__).run()
+            self._announced = manifest
         total_s = clock() - start
         before = self._stats
         self._stats = replace(
@@ -119,22 +184,38 @@ class Publisher:
             total_pause_s=before.total_pause_s + push.pause_s,
         )
         self._on_served(manifest.version)
+        self._on_published(manifest)
         self._enter("idle")
 
+    def _live(self) -> list[WeightTarget]:
+        return [target for target in self._targets if target.name not in self._down]
+
+    def _push(
+        self,
+        manifest: WeightManifest,
+        targets: Sequence[WeightTarget],
+        *,
+        on_lost: Callable[[EngineLost], None] | None,
+        is_down: Callable[[str], bool] = lambda _: False,
+    ) -> Push:
+        return Push(
+            manifest, targets, served=self._stats.version, interrupt=self.interrupt, timeout_s=self.timeout_s, on_lost=on_lost,
+            is_rolling=self._is_rolling, is_down=is_down,
+        )  # fmt: skip
+
     async def _export(self, newest: int) -> WeightManifest:
-        limit = asyncio.timeout(self.timeout_s)
-        try:
-            async with limit:
-                manifest = await self._source.export()
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            raise PublishError(
-                self.name,
-                f"the trainer did not export policy_version {newest} within {self.timeout_s} s",
-                rule=f"publisher.timeout_s={self.timeout_s} is the limit of each phase, and an export waits for the running step",
-                way_out="set publisher.timeout_s above the time of one optimizer step, or read the trainer's log.",
-            ) from None
+        manifest = None
+        while manifest is None:
+            await self._source.wait_up()  # a trainer that is started again may train for long on what it had trained on before
+            limit = asyncio.timeout(self.timeout_s)
+            try:
+                async with limit:
+                    manifest = await self._source.export()
+            except TimeoutError:
+                if not limit.expired():
+                    raise
+                if self._source.is_up:
+                    raise self._no_export(newest) from None
         if manifest.version < newest:
             raise PublishError(
                 self.name,
@@ -143,6 +224,14 @@ class Publisher:
                 way_out="read the trainer's log, then start the run again.",
             )
         return manifest
+
+    def _no_export(self, newest: int) -> PublishError:
+        return PublishError(
+            self.name,
+            f"the trainer did not export policy_version {newest} within {self.timeout_s} s",
+            rule=f"publisher.timeout_s={self.timeout_s} is the limit of each phase, and an export waits for the running step",
+            way_out="set publisher.timeout_s above the time of one optimizer step, or read the trainer's log.",
+        )
 
     def _enter(self, state: Literal["idle", "exporting", "pushing"]) -> None:
         self._state = state

@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from typing import Any
 
 from asyncrl.config import TaskConfig
 from asyncrl.errors import ConfigError
+from asyncrl.loading import check_call, load_object
 from asyncrl.tasks.feed import Feed
 from asyncrl.tasks.files import read_files
 from asyncrl.tasks.gym import GymTask, not_installed
 from asyncrl.tasks.hub import read_dataset
-from asyncrl.tasks.loading import check_call, load_object
 from asyncrl.tasks.math_reward import math_reward
 from asyncrl.tasks.outcome import caught
 from asyncrl.tasks.rows import RowTask
 from asyncrl.tasks.task import Score, Task
+from asyncrl.tasks.verifiers_env import VerifiersTask, no_reward
 from asyncrl.types import Prompt
 
+LoadTaskset = Callable[[], Any]
+"""Loads the taskset of the verifiers environment that generator.verifiers names. Raises ConfigError if it cannot be."""
 
-def build_task(config: TaskConfig, seed: int) -> Task:
-    """The task that `config` names; `seed` is the run's.
+
+def build_task(config: TaskConfig, seed: int, *, load_taskset: LoadTaskset | None = None) -> Task:
+    """The task that `config` names; `seed` is the run's. `load_taskset` is asked if task.verifiers is set.
 
     Raises ConfigError if a name or setting is wrong, TaskError if the prompts cannot be read.
     """
+    if config.verifiers:
+        return VerifiersTask(_taskset(load_taskset), size=config.size)
     if config.python is not None:
         return _python_task(config, config.python, seed)
     if config.reasoning_gym is not None:
@@ -39,11 +46,13 @@ def build_task(config: TaskConfig, seed: int) -> Task:
     return RowTask(rows, score, prompt_column=config.prompt_column, answer_column=config.answer_column)
 
 
-def check_task(config: TaskConfig, seed: int) -> str:
+def check_task(config: TaskConfig, seed: int, *, load_taskset: LoadTaskset | None = None) -> str:
     """What the task is, in words, for `asyncrl check`. Python tasks and files are read; what needs seconds or the network is not.
 
     Raises as build_task does.
     """
+    if config.verifiers:
+        return f"verifiers {type(_taskset(load_taskset)).__name__} (its tasks are read when the run starts)"
     if config.dataset is not None:
         _reward_function(config)
         return f"dataset {config.dataset}, split {config.split} (read when the run starts)"
@@ -58,7 +67,7 @@ def check_task(config: TaskConfig, seed: int) -> str:
 
 def build_score(config: TaskConfig, seed: int) -> Score:
     """The score function alone, without reading rows. Raises as build_task does."""
-    if config.files is not None or config.dataset is not None:
+    if config.files is not None or config.dataset is not None or config.verifiers:
         return _reward_function(config)
     return build_task(config, seed).score
 
@@ -87,8 +96,23 @@ def _python_task(config: TaskConfig, spec: str, seed: int) -> Task:
     return task
 
 
+def _taskset(load_taskset: LoadTaskset | None) -> Any:
+    if load_taskset is None:
+        raise ConfigError(
+            "task.verifiers=true here",
+            rule="it takes the tasks of the environment that generator.verifiers names, and only a run has a generator",
+            way_out="give this task a source of its own.",
+        )
+    return load_taskset()
+
+
+def _unscored(prompt: Prompt, completion: str) -> float:
+    raise no_reward(prompt)
+
+
 def _reward_function(config: TaskConfig) -> Score:
-    assert config.reward is not None  # TaskConfig asks for it
+    if config.reward is None:
+        return _unscored
     function: Any = math_reward
     if config.reward != "math":
         function = load_object(config.reward, "task.reward")

@@ -1,9 +1,9 @@
-"""The order of prompts: seeded shuffle, epoch after epoch, handed-back ones first. Knows no group and no version."""
+"""The order of prompts: given ones, then seeded shuffle, epoch after epoch; handed-back ones first. Knows no group and no version."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -19,18 +19,22 @@ from asyncrl.types import Prompt
 class Feed:
     """The PromptSource of a run.
 
-    Draw number k of a task with n prompts is place k mod n of epoch k div n. Life of a prompt: drawn, then consumed
-    (the feed hears nothing of it) or handed back, and drawn again before any new one, in the old order.
+    The first draws are the prompts of `first`, if there are any. Draw number k after them, of a task with n prompts, is place k mod n
+    of epoch k div n. Life of a prompt: drawn, then consumed (the feed hears nothing of it) or handed back, and drawn again before any
+    new one, in the old order.
     Invariant: state() and the config say all there is; a feed that has loaded it goes on with the same prompts.
     """
 
-    def __init__(self, task: Task, *, seed: int, shuffle: bool, system_prompt: str | None = None) -> None:
+    def __init__(self, task: Task, *, seed: int, shuffle: bool, system_prompt: str | None = None, first: Sequence[Prompt] = ()) -> None:
+        """`first`: whole prompts, whose ids are none of the task's (epoch/index)."""
         if len(task) == 0:
             raise TaskError(
                 "tasks", f"the task {task!r} has no prompts", rule="a run needs at least one", way_out="give it data, or task.size >= 1."
             )
         self._task, self._seed, self._shuffle, self._system_prompt = task, seed, shuffle, system_prompt
         self._num_prompts = len(task)
+        self._first = tuple(first)
+        self._first_draws = {prompt.prompt_id: draw for draw, prompt in enumerate(self._first)}
         self._num_drawn = 0
         self._handed_back: list[int] = []
         self._epoch = lru_cache(maxsize=4)(self._make_epoch)
@@ -45,16 +49,48 @@ class Feed:
         else:
             draw = self._num_drawn
             self._num_drawn += 1
-        epoch, place = divmod(draw, self._num_prompts)
-        return self._make_prompt(epoch, int(self._epoch(epoch)[0][place]))
+        if draw < len(self._first):
+            return self._first[draw]
+        return self._make_prompt(*self._place(draw))
 
     def hand_back_nowait(self, prompt: Prompt) -> None:
         """Put a drawn prompt at the front again. Raises ValueError if it was not drawn, or was handed back already."""
-        epoch, index = (int(part) for part in prompt.prompt_id.split("/"))
-        draw = epoch * self._num_prompts + int(self._epoch(epoch)[1][index])
+        self._hand_back(prompt.prompt_id)
+
+    def _hand_back(self, prompt_id: str) -> None:
+        draw = self._first_draws.get(prompt_id)
+        if draw is None:
+            epoch, index = (int(part) for part in prompt_id.split("/"))
+            draw = len(self._first) + epoch * self._num_prompts + int(self._epoch(epoch)[1][index])
         if draw >= self._num_drawn or draw in self._handed_back:
-            raise ValueError(f"prompt {prompt.prompt_id} is not out: it cannot be handed back")
+            raise ValueError(f"prompt {prompt_id} is not out: it cannot be handed back")
         heapq.heappush(self._handed_back, draw)
+
+    def restore_nowait(self, num_drawn: int, handed_back: Iterable[str]) -> None:
+        """Go on after `num_drawn` draws, these prompt ids being handed back; every other drawn prompt is out or consumed.
+
+        Raises TaskError if the task cannot have given these prompts.
+        """
+        self._num_drawn = num_drawn
+        try:
+            for prompt_id in handed_back:
+                self._hand_back(prompt_id)
+        except (ValueError, IndexError) as error:
+            raise TaskError(
+                "tasks",
+                f"the journal names the prompt {prompt_id}, which is not among the first {num_drawn} draws of {self._task!r}",
+                rule="a run goes on with the same task, seed and order",
+                way_out="resume with the data of the killed run, or start a new one.",
+            ) from error
+
+    @property
+    def num_drawn(self) -> int:
+        """Draws so far, repeated ones not counted."""
+        return self._num_drawn
+
+    def prompts_back(self) -> list[str]:
+        """Ids of the prompts that come again before any new one, in that order."""
+        return [self._prompt_id(draw) for draw in sorted(self._handed_back)]
 
     def state(self) -> dict[str, Any]:
         """The cursor, fit for JSON. Prompts that are out (drawn, neither consumed nor handed back) are the caller's to remember."""
@@ -62,23 +98,32 @@ class Feed:
             "num_prompts": self._num_prompts,
             "seed": self._seed,
             "shuffle": self._shuffle,
+            "num_first": len(self._first),
             "num_drawn": self._num_drawn,
             "handed_back": sorted(self._handed_back),
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on where `state` was taken. Raises TaskError if it belongs to another task, seed or order."""
-        own = self.state()
-        for key in ("num_prompts", "seed", "shuffle"):
-            if state.get(key) != own[key]:
+        own, saved = self.state(), {"num_first": 0, **state}
+        for key in ("num_prompts", "seed", "shuffle", "num_first"):
+            if saved.get(key) != own[key]:
                 raise TaskError(
                     "tasks",
-                    f"the saved position has {key}={state.get(key)}, this run has {own[key]}",
+                    f"the saved position has {key}={saved.get(key)}, this run has {own[key]}",
                     rule="a position means something in the same task, seed and order alone",
                     way_out="resume with the data and config of the saved run, or start a new one.",
                 )
         self._num_drawn = int(state["num_drawn"])
         self._handed_back = sorted(int(draw) for draw in state["handed_back"])
+
+    def _place(self, draw: int) -> tuple[int, int]:
+        """(epoch, index) of a draw of the task."""
+        epoch, place = divmod(draw - len(self._first), self._num_prompts)
+        return epoch, int(self._epoch(epoch)[0][place])
+
+    def _prompt_id(self, draw: int) -> str:
+        return self._first[draw].prompt_id if draw < len(self._first) else "{}/{}".format(*self._place(draw))
 
     def _make_epoch(self, epoch: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """(index at each place, place of each index), int64 [num_prompts] both."""

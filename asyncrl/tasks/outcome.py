@@ -14,6 +14,9 @@ from typing import Any
 from asyncrl.tasks.task import Score
 from asyncrl.types import Prompt
 
+LARGEST_REWARD = 1e18
+"""The mean, the square and the sum of many such are finite in float32. The gateway asks the same of what harnesses say."""
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -70,4 +73,8 @@ def as_outcome(value: object) -> Outcome:
         hint = "; is a `return` missing?" if value is None else ""
         return Outcome(failure=f"returned {value!r:.80} ({type(value).__name__}), not a number{hint}")
     reward = float(number)
-    return Outcome(reward) if math.isfinite(reward) else Outcome(failure=f"returned {reward}, which is not finite")
+    if not math.isfinite(reward):
+        return Outcome(failure=f"returned {reward}, which is not finite")
+    if abs(reward) > LARGEST_REWARD:
+        return Outcome(failure=f"returned {reward}; rewards are {LARGEST_REWARD:g} at most")
+    return Outcome(reward)

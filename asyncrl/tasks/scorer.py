@@ -10,6 +10,7 @@ from asyncrl.tasks.outcome import Outcome, call, call_async
 from asyncrl.tasks.process_pool import ProcessPool
 from asyncrl.tasks.task import Task
 from asyncrl.tasks.thread_pool import ThreadPool
+from asyncrl.tasks.verifiers_env import no_reward
 from asyncrl.types import Prompt
 
 
@@ -17,7 +18,8 @@ class TaskScorer:
     """The Scorer of a run: `task.score` inline, in threads or in processes, as `task.reward_pool` says.
 
     An async score function is awaited on the event loop, with the same limit and no bound on how many at once (in
-    `process` it runs in a process like any other). Whatever goes wrong is a RewardFailure, never a reward of 0.
+    `process` it runs in a process like any other). Whatever goes wrong is a RewardFailure, never a reward of 0; so is a task that leaves
+    the rewards to its harness, which gave none.
     """
 
     def __init__(self, task: Task, config: TaskConfig, *, seed: int) -> None:
@@ -25,14 +27,17 @@ class TaskScorer:
         if kind == "auto":
             kind = "process" if config.reward == "math" else "thread"
         self._task, self._kind, self._timeout_s = task, kind, config.reward_timeout_s
+        self._has_score = config.has_score
         self._threads = ThreadPool(task.score, workers=config.reward_workers, timeout_s=self._timeout_s)
-        self._processes = ProcessPool(config, seed) if kind == "process" else None
+        self._processes = ProcessPool(config, seed) if kind == "process" and config.has_score else None
 
     def __repr__(self) -> str:
         return f"<TaskScorer {self._kind} {self._task!r}>"
 
     async def score(self, prompt: Prompt, completion: str) -> float:
         """A finite reward. Raises RewardFailure (data), or TaskError if nothing can be scored any more (ends the run)."""
+        if not self._has_score:
+            raise no_reward(prompt)
         outcome = await self._outcome(prompt, completion)
         if outcome.failure:
             raise RewardFailure(

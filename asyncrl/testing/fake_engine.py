@@ -6,14 +6,16 @@ Its tokens depend on weights, seed, position and the ids before alone, like a de
 from __future__ import annotations
 
 import asyncio
-import hashlib
+import contextlib
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any
 
 from pydantic import BaseModel
 
-from asyncrl.calling import Answer, Caller, CallLost, CallRefused
+from asyncrl.calling import Answer, Caller, CallLost, CallRefused, Part
+from asyncrl.testing.fake_run import END_TOKEN, FakeRun, fake_token
+from asyncrl.testing.fake_sleep import FakeParts
 from asyncrl.wire import (
     AbortRequest,
     AbortResponse,
@@ -21,56 +23,19 @@ from asyncrl.wire import (
     CommitResponse,
     EngineHealth,
     ErrorBody,
+    GenerateChunk,
     GenerateRequest,
     GenerateResponse,
+    LoadChunkRequest,
+    LoadChunkResponse,
+    Moved,
     PrepareRequest,
     PrepareResponse,
-    Span,
+    SleepRequest,
+    WakeRequest,
 )
 
-END_TOKEN = 0
-FIRST_TOKEN, NUM_TOKENS = 97, 26
-"""Sampled tokens are the letters a..z, one id a character, and END_TOKEN."""
-
-
-def fake_token(weights: str, seed: int, ids: Sequence[int], end_fraction: float) -> tuple[int, float]:
-    """(token, logprob) that comes after `ids`: a pure function, a fresh draw for each seed and position."""
-    key = f"{weights}|{seed}|{len(ids)}|{','.join(map(str, ids[-8:]))}"
-    draw = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big")
-    is_end = (draw >> 32) / 2**32 < end_fraction
-    return (END_TOKEN if is_end else FIRST_TOKEN + draw % NUM_TOKENS), -1.0 - (draw % 1024) / 1024
-
-
-class _Run:
-    """One request at the fake server."""
-
-    def __init__(self, request: GenerateRequest) -> None:
-        self.request = request
-        self.is_granted = self.is_aborted = False
-        self.changed = asyncio.Event()
-        self.token_ids: list[int] = []
-        self.logprobs: list[float] = []
-        self.versions: list[int] = []
-
-    async def wait(self) -> None:
-        """Sleep until the server wakes this request."""
-        self.changed.clear()
-        await self.changed.wait()
-
-    def add(self, token: int, logprob: float, version: int) -> None:
-        self.token_ids.append(token)
-        self.logprobs.append(logprob)
-        self.versions.append(version)
-
-    def answer(self, reason: str) -> GenerateResponse:
-        spans: list[Span] = []
-        for index, version in enumerate(self.versions):
-            if spans and spans[-1].version == version:
-                spans[-1] = Span(start=spans[-1].start, end=index + 1, version=version)
-            else:
-                spans.append(Span(start=index, end=index + 1, version=version))
-        values: dict[str, Any] = {"token_ids": self.token_ids, "logprobs": self.logprobs, "version_spans": spans}
-        return GenerateResponse(request_id=self.request.request_id, finish_reason=reason, **values)
+__all__ = ["END_TOKEN", "FakeEngineServer"]
 
 
 class FakeEngineServer(Caller):
@@ -78,7 +43,9 @@ class FakeEngineServer(Caller):
 
     Life:       a request queues -> holds one of `slots` -> draws a token every `decode_s` -> END_TOKEN, max_tokens or
                 abort. A commit closes the gate, ends or keeps what runs, swaps for `swap_s`, opens the gate.
-    Knobs:      `refuse` (a reason answers 400), `corrupt_digest`, `mangle` (changes an answer), die().
+                It may sleep part by part; what comes meanwhile queues until it can serve again.
+    Knobs:      `refuse` (a reason answers 400), `corrupt_digest`, `mangle` (changes an answer), `mangle_chunk`, `chunk_tokens`
+                (a streamed chunk has so many), `parts` (its memory), die(), freeze(), restart().
     """
 
     def __init__(
@@ -99,16 +66,22 @@ class FakeEngineServer(Caller):
         self.policy_version = 0
         self.refuse: Callable[[GenerateRequest], str] = lambda _: ""
         self.mangle: Callable[[GenerateResponse], GenerateResponse] = lambda answer: answer
+        self.mangle_chunk: Callable[[GenerateChunk], GenerateChunk] = lambda chunk: chunk
+        self.chunk_tokens = 1
         self.corrupt_digest = False
+        self.parts = FakeParts(name)
         self.requests: list[GenerateRequest] = []
         """Every /generate so far."""
         self.peak_running = 0
         self.tokens_generated = 0
-        self._runs: dict[str, _Run] = {}
-        self._queue: deque[_Run] = deque()
+        self._runs: dict[str, FakeRun] = {}
+        self._queue: deque[FakeRun] = deque()
         self._staged: tuple[int, str] | None = None
         self._ended = asyncio.Event()
-        self._is_open, self._is_granting, self._is_dead = True, True, False
+        self._is_open, self._is_granting, self.is_frozen = True, True, False
+        self.has_ended = asyncio.Event()
+        """Of the process: each one has its own."""
+        self._first_weights = weights
 
     def __repr__(self) -> str:
         return f"<FakeEngineServer {self.name} {self.num_running}/{self.slots} running, v{self.policy_version}>"
@@ -120,16 +93,33 @@ class FakeEngineServer(Caller):
 
     def die(self) -> None:
         """Break every connection, those to come too."""
-        self._is_dead = True
+        self.has_ended.set()
         for run in self._runs.values():
+            run.is_aborted = True
             run.changed.set()
+
+    def freeze(self) -> None:
+        """Answer nothing any more, and keep every connection; die() ends that."""
+        self.is_frozen = True
+
+    def restart(self) -> None:
+        """Another process in its place, with the weights of the start."""
+        self.die()
+        self.has_ended, self.is_frozen = asyncio.Event(), False
+        self.policy_version, self.weights, self._staged = 0, self._first_weights, None
+        self._runs, self._queue, self.parts = {}, deque(), FakeParts(self.name)
+        self._is_open, self._is_granting = True, True
 
     async def aclose(self) -> None:
         """Nothing is held."""
 
     async def get(self, path: str, answer: type[Answer], *, timeout_s: float | None) -> Answer:
         """GET /health."""
-        self._check_alive(path)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._alive(self.has_ended, path)
+        except TimeoutError:
+            raise CallLost(self.name, path, f"no answer within {timeout_s} s") from None
         values = EngineHealth(
             name=self.name,
             kind="fake",
@@ -140,59 +130,91 @@ class FakeEngineServer(Caller):
             num_queued=len(self._queue),
             tokens_generated=self.tokens_generated,
             device="none",
+            decode_s=self.tokens_generated * self.decode_s,
+            asleep=sorted(self.parts.asleep),
         )
         return answer.model_validate(values.model_dump())
 
     async def post(self, path: str, body: BaseModel | bytes | None, answer: type[Answer], *, timeout_s: float | None) -> Answer:
-        """POST /generate, /abort, /prepare or /commit; within `timeout_s`, as the real one."""
-        self._check_alive(path)
+        """POST of every route; within `timeout_s`, as the real one."""
+        process = self.has_ended
         calls: Mapping[str, Callable[[Any], Any]] = {
             "/generate": self._generate,
             "/abort": self._abort,
             "/prepare": self._prepare,
             "/commit": self._commit,
+            "/sleep": self._sleep,
+            "/wake": self._wake,
+            "/load_chunk": self._load_chunk,
         }
         try:
             async with asyncio.timeout(timeout_s):
+                await self._alive(process, path)
                 result: BaseModel = await calls[path](body)
+                await self._alive(process, path)
         except TimeoutError:
             raise CallLost(self.name, path, f"no answer within {timeout_s} s") from None
-        self._check_alive(path)
         return answer.model_validate(result.model_dump())
 
+    async def stream(self, path: str, body: BaseModel, part: type[Part], last: type[Answer]) -> AsyncGenerator[Part | Answer, None]:
+        """POST /generate with `stream`."""
+        assert isinstance(body, GenerateRequest)
+        process = self.has_ended
+        await self._alive(process, path)
+        async with contextlib.aclosing(self._steps(body)) as steps:
+            async for run, answer in steps:
+                await self._alive(process, path)
+                if answer is not None:
+                    yield last.model_validate(answer.model_dump())
+                elif len(run.token_ids) - run.num_told >= self.chunk_tokens:
+                    for chunk in run.chunks():
+                        yield part.model_validate(self.mangle_chunk(chunk).model_dump())
+
     async def _generate(self, request: GenerateRequest) -> GenerateResponse:
+        async with contextlib.aclosing(self._steps(request)) as steps:
+            async for _, answer in steps:
+                if answer is not None:
+                    return answer
+        raise AssertionError("the last step has an answer")
+
+    async def _steps(self, request: GenerateRequest) -> AsyncGenerator[tuple[FakeRun, GenerateResponse | None], None]:
+        """The run after each token, and with the last step its answer."""
         self.requests.append(request)
         needed = len(request.prompt_ids) + request.max_tokens
         reason = self.refuse(request)
         if needed > self.max_length:
             reason = f"{needed} tokens do not fit max_length={self.max_length}"
-        if request.request_id in self._runs:
+        runs, queue = self._runs, self._queue
+        if request.request_id in runs:
             reason = f"request_id {request.request_id} is running already"
         if reason:
             raise CallRefused(self.name, "/generate", 400, ErrorBody(error=reason))
-        run = _Run(request)
-        self._runs[request.request_id] = run
-        self._queue.append(run)
+        run = FakeRun(request)
+        runs[request.request_id] = run
+        queue.append(run)
         self._grant()
         try:
-            return self.mangle(await self._decode(run))
+            while (ended := await self._step(run)) is None:
+                yield run, None
+            yield run, self.mangle(run.answer(ended))
         finally:  # cancelled too: a broken connection frees the slot
-            del self._runs[request.request_id]
-            if run in self._queue:
-                self._queue.remove(run)
+            del runs[request.request_id]
+            if run in queue:
+                queue.remove(run)
             self._ended.set()
             self._grant()
 
-    async def _decode(self, run: _Run) -> GenerateResponse:
+    async def _step(self, run: FakeRun) -> str | None:
+        """Draw a token; returns the reason if this is the end."""
         request = run.request
         while True:
-            while not (run.is_aborted or self._is_dead or (run.is_granted and self._is_open)):
+            while not (run.is_aborted or (run.is_granted and self._is_open)):
                 await run.wait()
             try:
                 async with asyncio.timeout(self.decode_s):
-                    while not (run.is_aborted or self._is_dead):
+                    while not run.is_aborted:
                         await run.wait()
-                return run.answer("abort")
+                return "abort"
             except TimeoutError:
                 if not self._is_open:
                     continue
@@ -200,9 +222,8 @@ class FakeEngineServer(Caller):
             run.add(token, logprob, self.policy_version)
             self.tokens_generated += 1
             if token == END_TOKEN:
-                return run.answer("stop")
-            if len(run.token_ids) == request.max_tokens:
-                return run.answer("length")
+                return "stop"
+            return "length" if len(run.token_ids) == request.max_tokens else None
 
     async def _abort(self, request: AbortRequest) -> AbortResponse:
         wanted = list(self._runs) if request.request_ids is None else request.request_ids
@@ -212,13 +233,39 @@ class FakeEngineServer(Caller):
             self._runs[name].changed.set()
         return AbortResponse(aborted=aborted)
 
-    async def _prepare(self, request: PrepareRequest) -> PrepareResponse:
+    async def _sleep(self, request: SleepRequest) -> Moved:
+        """Abort what runs, and free; what is queued stays."""
+        await self._abort(AbortRequest(request_ids=[run.request.request_id for run in self._runs.values() if run.is_granted]))
+        return self.parts.sleep(request)
+
+    async def _wake(self, request: WakeRequest) -> Moved:
+        moved = self.parts.wake(request)
+        self._grant()
+        return moved
+
+    async def _load_chunk(self, request: LoadChunkRequest) -> LoadChunkResponse:
         await asyncio.sleep(self.prepare_s)
+        self.parts.load(request)
+        digest = "corrupt" if self.corrupt_digest else request.digest
+        return LoadChunkResponse(version=request.version, index=request.index, digest=digest)
+
+    async def _prepare(self, request: PrepareRequest) -> PrepareResponse:
+        self.parts.check_weights_awake("/prepare")
+        process = self.has_ended
+        await asyncio.sleep(self.prepare_s)
+        await self._alive(process, "/prepare")
         digest = "corrupt" if self.corrupt_digest else request.digest
         self._staged = (request.version, digest)
         return PrepareResponse(version=request.version, digest=digest)
 
     async def _commit(self, request: CommitRequest) -> CommitResponse:
+        self.parts.check_weights_awake("/commit")
+        if self.parts.pushed:
+            self.parts.take_push(request.version)
+            self.policy_version, self.weights = request.version, request.digest
+            self._grant()
+        if self.parts.has_content and (request.version, request.digest) == (self.policy_version, self.weights):
+            return CommitResponse(version=request.version, digest=request.digest, pause_s=0.0, num_interrupted=0)
         if self._staged != (request.version, request.digest):
             raise CallRefused(self.name, "/commit", 409, ErrorBody(error=f"staged is {self._staged}, not {request.version}"))
         if request.interrupt == "wait":
@@ -226,27 +273,33 @@ class FakeEngineServer(Caller):
             while self.num_running:
                 self._ended.clear()
                 await self._ended.wait()
-        running = [run for run in self._runs.values() if run.is_granted]
+        running, process = [run for run in self._runs.values() if run.is_granted], self.has_ended
         self._is_open = self._is_granting = False
         if request.interrupt == "abort":
             await self._abort(AbortRequest(request_ids=[run.request.request_id for run in running]))
         try:
             await asyncio.sleep(self.swap_s)
+            await self._alive(process, "/commit")
             self.policy_version, self.weights = request.version, request.digest
+            self.parts.has_content = self.parts.can_restore = True
         finally:
-            self._is_open = self._is_granting = True
+            if process is self.has_ended:
+                self._is_open = self._is_granting = True
             for run in running:
                 run.changed.set()
             self._grant()
         return CommitResponse(version=request.version, digest=request.digest, pause_s=self.swap_s, num_interrupted=len(running))
 
     def _grant(self) -> None:
-        while self._is_granting and self._queue and self.num_running < self.slots:
+        while self._is_granting and self.parts.can_serve and self._queue and self.num_running < self.slots:
             run = self._queue.popleft()
             run.is_granted = True
             run.changed.set()
         self.peak_running = max(self.peak_running, self.num_running)
 
-    def _check_alive(self, path: str) -> None:
-        if self._is_dead:
+    async def _alive(self, process: asyncio.Event, path: str) -> None:
+        """Raise CallLost if that process has ended; a frozen one says nothing until then."""
+        if self.is_frozen and process is self.has_ended:
+            await process.wait()
+        if process.is_set():
             raise CallLost(self.name, path, "ServerDisconnectedError: it died")

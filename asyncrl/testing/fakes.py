@@ -1,4 +1,4 @@
-"""A fake for every Protocol of types.py, with behaviour, for the virtual clock. Knows no room and runs no process."""
+"""A fake for every Protocol of types, with behaviour, for the virtual clock. Knows no room and runs no process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,20 @@ from typing import Literal
 
 from asyncrl.errors import RewardFailure
 from asyncrl.testing.fake_engine import END_TOKEN, FakeEngineServer
-from asyncrl.types import Batch, Completion, Group, GroupId, Prompt, SamplingRequest, StepReport, Ticket, VersionSpan, WeightManifest
+from asyncrl.types import (
+    Batch,
+    Completion,
+    Finished,
+    Group,
+    GroupId,
+    PartialCompletion,
+    Prompt,
+    SamplingRequest,
+    StepReport,
+    Ticket,
+    VersionSpan,
+    WeightManifest,
+)
 
 __all__ = ["FakeEngine", "FakeEngineServer", "FakeScorer", "FakeSink", "FakeSource", "FakeTokenizer", "FakeTrainer"]
 
@@ -31,11 +44,22 @@ class FakeEngine:
         self.policy_version = 0
         self.requests: list[SamplingRequest] = []
         self.cancelled: list[str] = []
+        self.resumed: dict[str, PartialCompletion] = {}
         self.running = self.peak_running = 0
 
-    async def generate(self, request: SamplingRequest) -> Completion:
-        """Sleep, then answer."""
+    async def generate(
+        self,
+        request: SamplingRequest,
+        *,
+        partial: PartialCompletion | None = None,
+        on_segment: Callable[[PartialCompletion], None] | None = None,
+        on_tokens: Callable[[Sequence[int]], None] | None = None,
+    ) -> Completion:
+        """Sleep, then answer. `partial` is noted in `resumed`; nothing interrupts, so `on_segment` is never told."""
+        del on_segment
         self.requests.append(request)
+        if partial is not None:
+            self.resumed[request.request_id] = partial
         version = self.policy_version
         self.running += 1
         self.peak_running = max(self.peak_running, self.running)
@@ -48,6 +72,8 @@ class FakeEngine:
             self.running -= 1
         length = min(self._tokens(request), request.max_tokens)
         reason: Literal["stop", "length"] = "length" if length == request.max_tokens else "stop"
+        if on_tokens is not None:
+            on_tokens((ord("z"),) * length)
         return Completion((ord("z"),) * length, (-1.0,) * length, (VersionSpan(0, length, version),), reason)
 
 
@@ -109,9 +135,10 @@ class FakeSink:
         self.admitted.append(Ticket(GroupId(len(self.admitted)), self.start_version))
         return self.admitted[-1]
 
-    def finish_nowait(self, group: Group) -> None:
+    def finish_nowait(self, group: Group) -> Finished:
         """Kept in `finished`."""
         self.finished.append(group)
+        return "ready"
 
     def fail_nowait(self, group_id: GroupId, reason: str) -> None:
         """Kept in `failed`."""
@@ -144,6 +171,7 @@ class FakeTrainer:
 
     def __init__(self, *, train_s: float = 1.0, export_s: float = 0.0, num_bytes: int = 1000, is_frozen: bool = False) -> None:
         self.train_s, self.export_s, self.num_bytes, self.is_frozen = train_s, export_s, num_bytes, is_frozen
+        self.is_up, self.went_up = True, asyncio.Event()
         self.policy_version = 0
         self.batches: list[Batch] = []
         self.exported: list[int] = []
@@ -169,6 +197,11 @@ class FakeTrainer:
             self._changed.clear()
             await self._changed.wait()
         return self.policy_version
+
+    async def wait_up(self) -> None:
+        """Sleep while `is_up` is false; whoever sets it to true sets `went_up` too."""
+        while not self.is_up:
+            await self.went_up.wait()
 
     async def export(self) -> WeightManifest:
         """The newest weights in staging."""

@@ -6,7 +6,7 @@ Every failure here is a ConfigError with the way out: it happens before the firs
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +50,15 @@ def resolve_function(name: str, key: str) -> Callable[..., Any]:
     return function  # type: ignore[no-any-return]
 
 
-def load_model(spec: TrainerSpec, device: torch.device) -> Any:
-    """The model with float32 master weights, dropout off, all parameters trained."""
+def load_model(spec: TrainerSpec, device: torch.device, *, is_sharded: bool = False) -> Any:
+    """The model with float32 master weights, dropout off, all parameters trained; under adapters in the dtype of the forward pass.
+
+    One to be sharded stays whole in host memory, in every rank, until its shards go to the device.
+    """
+    is_adapted = spec.trainer.lora is not None
+    dtype = resolve_device(spec)[1] if is_adapted else torch.float32
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(spec.model_path, dtype=torch.float32, output_loading_info=True)
+        model, info = AutoModelForCausalLM.from_pretrained(spec.model_path, dtype=dtype, output_loading_info=True)
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         raise ConfigError(
             f"cannot load the model {spec.model_path}: {_first_line(error)}",
@@ -67,9 +72,10 @@ def load_model(spec: TrainerSpec, device: torch.device) -> Any:
             way_out="complete the folder; model.scratch makes a model with random weights on purpose.",
         )
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    _check_memory(num_parameters, device)
+    if not is_adapted:  # gradients and optimizer state of adapters are small beside the weights
+        _check_memory(num_parameters, device, spec.trainer)
     model.eval()  # dropout would make the trainer's logprobs differ from the engine's; gradients flow all the same
-    return model.to(device).requires_grad_(True)
+    return (model if is_sharded else model.to(device)).requires_grad_(True)
 
 
 def load_tokenizer(spec: TrainerSpec) -> Any:
@@ -80,9 +86,9 @@ def load_tokenizer(spec: TrainerSpec) -> Any:
     return tokenizer
 
 
-def make_optimizer(model: Any, config: TrainerConfig) -> torch.optim.AdamW:
+def make_optimizer(weights: Iterable[torch.Tensor], config: TrainerConfig) -> torch.optim.AdamW:
     """AdamW, fused; weight decay on matrices alone, not on norms and biases. The learning rate is set before each step."""
-    parameters = list(model.parameters())
+    parameters = list(weights)
     groups = [
         {"params": [parameter for parameter in parameters if parameter.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [parameter for parameter in parameters if parameter.ndim < 2], "weight_decay": 0.0},
@@ -91,11 +97,12 @@ def make_optimizer(model: Any, config: TrainerConfig) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, fused=True)
 
 
-def _check_memory(num_parameters: int, device: torch.device) -> None:
-    """Refuse what cannot fit before it is allocated. On CUDA the weights themselves are still to be moved."""
-    if device.type == "cuda":
-        needed_bytes, free_bytes = num_parameters * (STATE_BYTES + 4), torch.cuda.mem_get_info(device)[0]
-    else:
+def _check_memory(num_parameters: int, device: torch.device, config: TrainerConfig) -> None:
+    """Refuse what cannot fit before it is allocated. On CUDA the weights themselves are still to be moved, a shard to each device."""
+    if device.type == "cuda" and not config.cpu_offload:
+        shard = -(-num_parameters // config.world_size)
+        needed_bytes, free_bytes = shard * (STATE_BYTES + 4), torch.cuda.mem_get_info(device)[0]
+    else:  # the shards of all ranks lie in the memory of one host
         needed_bytes, free_bytes = num_parameters * STATE_BYTES, psutil.virtual_memory().available
     if needed_bytes > free_bytes:
         raise ConfigError(
@@ -103,7 +110,8 @@ def _check_memory(num_parameters: int, device: torch.device) -> None:
             f"of {num_parameters / 1e6:.0f} M parameters, "
             f"and {free_bytes / 2**30:.1f} GiB are free on {device.type}",
             rule=f"{STATE_BYTES} bytes a parameter beside the float32 weights, activations not counted",
-            way_out="take a smaller model, or a machine with more memory.",
+            way_out="set trainer.lora, which trains adapters alone, or take a smaller model or a machine with more memory"
+            + (", or raise trainer.world_size." if device.type == "cuda" else "."),
         )
 
 

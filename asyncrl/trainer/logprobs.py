@@ -1,7 +1,11 @@
-"""Logprobs of the trainer's weights, of the tokens that carry loss alone. Knows no loss.
+"""The output head: logprobs and entropies of given tokens, from hidden states. Knows no loss and no attention.
 
-The logits [B, T, V] of a micro-batch never exist: the head is applied to the positions that predict a loss token, in
-chunks, and once more in the backward pass. The head and the log-softmax are computed in float32 (TF32 on CUDA in bfloat16).
+Logits [M, V] never exist as a whole. The head is applied to all M tokens and a slice of C vocabulary entries at a time, with
+the running maximum, sum of exponentials and entropy sum of an online softmax. Of each slice the exponentials are kept for the
+backward pass, in the weights' dtype, up to SAVED_BYTES; beyond it they are computed once more.
+
+Precision: logits, softmax and entropy are float32 (float64 for float64 weights). Products of bfloat16 numbers are exact in
+float32, so bfloat16 weights lose nothing in the forward pass; their backward pass multiplies in bfloat16.
 """
 
 from __future__ import annotations
@@ -10,90 +14,138 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import Tensor
 
-CHUNK_LOGITS = 2**24
-"""Most logits alive at once: 64 MiB in float32."""
+from asyncrl.trainer.exact_matmul import exact_in_bfloat16
+
+CHUNK_LOGITS = {"cpu": 2**21}
+"""Most logits alive at once on such a device: what stays in its caches."""
+GPU_CHUNK_LOGITS = 2**26
+"""The same on any other: what fills it."""
+MIN_CHUNK = 256
+"""Fewest vocabulary entries of a slice, however many tokens there are."""
+SAVED_BYTES = 2**30
+"""Most memory for exponentials kept for the backward pass."""
+
+
+def head_logprobs(
+    hidden_MD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, target_M: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """(logprob_M with gradient, entropy_M without) in nats, of softmax((hidden W^T + b) / temperature)."""
+    keep = torch.is_grad_enabled() and (hidden_MD.requires_grad or weight_VD.requires_grad)
+    return _HeadLogprobs.apply(hidden_MD, weight_VD, bias_V, target_M, temperature, keep)  # type: ignore[no-any-return, no-untyped-call]
+
+
+@torch.no_grad()
+def highest_logprob(hidden_D: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
+    """Of the most likely vocabulary entry, scalar: as head_logprobs gives it at temperature 1."""
+    wide_1D = (hidden_D.to(_wide(weight_VD)) if _multiplies_wide(weight_VD) else hidden_D)[None]
+    anything_1 = torch.zeros(1, dtype=torch.int64, device=hidden_D.device)
+    logits_V = torch.cat([_logits(wide_1D, weight_VD, bias_V, part, 1.0)[0] for part in _slices(anything_1, len(weight_VD))])
+    return torch.log_softmax(logits_V, dim=-1).max()
 
 
 @dataclass(frozen=True)
-class TokenPlaces:
-    """Where the loss tokens of a micro-batch stand: token m is predicted at [row[m], column[m]] and is target[m]; int64 [M]."""
+class _Slice:
+    """Vocabulary entries [start, end) and the tokens whose target is one of them: `rows`, and the targets counted from start."""
 
-    row: Tensor
-    column: Tensor
-    target: Tensor
-
-
-def token_logprobs(model: Any, ids_BT: Tensor, places: TokenPlaces, temperature: float, *, has_plain_head: bool) -> tuple[Tensor, Tensor]:
-    """(logprobs_M with gradient, entropy_M without), float32 in nats, of softmax(logits / temperature).
-
-    Sequences are padded on the right, so causality alone keeps padding away from real tokens, and no attention mask is made.
-    """
-    if not has_plain_head:
-        logits_MV = model(input_ids=ids_BT, use_cache=False).logits[places.row, places.column]
-        logprob_MV = functional.log_softmax(logits_MV.float() / temperature, dim=-1)
-        with torch.no_grad():
-            entropy_M = _entropy(logprob_MV)
-        return logprob_MV.gather(-1, places.target[:, None]).squeeze(-1), entropy_M
-    hidden_MD = model.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state[places.row, places.column]
-    head = model.get_output_embeddings()
-    with torch.autocast(hidden_MD.device.type, enabled=False):
-        return _HeadLogprobs.apply(hidden_MD.float(), head.weight, head.bias, places.target, temperature)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def has_plain_head(model: Any) -> bool:
-    """Whether logits are exactly the output embedding applied to the last hidden state: no soft cap, scale or other step between."""
-    head = model.get_output_embeddings()
-    if not isinstance(head, nn.Linear):
-        return False
-    ids_BT = torch.arange(4, device=head.weight.device)[None]
-    with torch.no_grad():
-        hidden = model.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state
-        return bool(torch.allclose(model(input_ids=ids_BT, use_cache=False).logits, head(hidden), rtol=1e-4, atol=1e-5))
+    start: int
+    end: int
+    rows: Tensor
+    targets: Tensor
 
 
 class _HeadLogprobs(torch.autograd.Function):
-    """Logprob of each target under softmax((hidden W^T + b) / temperature), chunk by chunk; saves no logits."""
-
     @staticmethod
     def forward(
-        ctx: Any, hidden_MD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, target_M: Tensor, temperature: float
+        ctx: Any, hidden_MD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, target_M: Tensor, temperature: float, keep: bool
     ) -> tuple[Tensor, Tensor]:
-        logprob_M, entropy_M = torch.empty_like(hidden_MD[:, 0]), torch.empty_like(hidden_MD[:, 0])
-        for rows in _chunks(len(hidden_MD), len(weight_VD)):
-            logprob_RV = functional.log_softmax(functional.linear(hidden_MD[rows], weight_VD, bias_V) / temperature, dim=-1)
-            logprob_M[rows] = logprob_RV.gather(-1, target_M[rows, None]).squeeze(-1)
-            entropy_M[rows] = _entropy(logprob_RV)
-        ctx.save_for_backward(hidden_MD, weight_VD, bias_V, target_M)
-        ctx.temperature = temperature
+        wide_MD = hidden_MD.to(_wide(weight_VD)) if _multiplies_wide(weight_VD) else hidden_MD
+        target_logit_M, sum_M, product_M = hidden_MD.new_zeros((3, len(hidden_MD)), dtype=_wide(weight_VD)).unbind()
+        highest_M = torch.full_like(sum_M, -torch.inf)
+        kept: list[tuple[Tensor | None, Tensor]] = []
+        saved_bytes = 0
+        parts = _slices(target_M, len(weight_VD))
+        for part in parts:
+            logits_MC = _logits(wide_MD, weight_VD, bias_V, part, temperature)
+            target_logit_M[part.rows] = logits_MC[part.rows, part.targets]
+            top_M = torch.maximum(logits_MC.amax(dim=-1), highest_M)
+            change_M = (highest_M - top_M).clamp_(min=-1e30)  # the first is -inf, and -inf * 0 no number
+            product_M = (product_M + sum_M * change_M) * change_M.exp()
+            sum_M, highest_M = sum_M * change_M.exp(), top_M
+            logits_MC -= highest_M[:, None]
+            exponential_MC = logits_MC.exp()
+            sum_M = sum_M + exponential_MC.sum(dim=-1)
+            product_M = product_M + logits_MC.mul_(exponential_MC).sum(dim=-1)
+            saved_bytes += logits_MC.numel() * weight_VD.element_size()
+            kept.append((exponential_MC.to(weight_VD.dtype) if keep and saved_bytes <= SAVED_BYTES else None, highest_M))
+        # The log-sum-exp is highest + log(sum): kept apart, since their sum would lose digits where logits are large.
+        logprob_M, entropy_M = (target_logit_M - highest_M) - sum_M.log(), sum_M.log() - product_M / sum_M
+        if keep:
+            ctx.save_for_backward(hidden_MD, weight_VD, bias_V, target_M, highest_M, sum_M)
+            ctx.parts, ctx.kept, ctx.temperature = parts, kept, temperature
         ctx.mark_non_differentiable(entropy_M)
         return logprob_M, entropy_M
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_MD, weight_VD, bias_V, target_M = ctx.saved_tensors
+        hidden_MD, weight_VD, bias_V, target_M, highest_M, sum_M = ctx.saved_tensors
         grad_M = grads[0] / ctx.temperature
-        grad_hidden_MD, grad_weight_VD = torch.empty_like(hidden_MD), torch.zeros_like(weight_VD)
-        grad_bias_V = None if bias_V is None else torch.zeros_like(bias_V)
-        for rows in _chunks(len(hidden_MD), len(weight_VD)):
-            probability_RV = torch.softmax(functional.linear(hidden_MD[rows], weight_VD, bias_V) / ctx.temperature, dim=-1)
-            grad_RV = probability_RV.mul_(-grad_M[rows, None])
-            grad_RV.scatter_add_(-1, target_M[rows, None], grad_M[rows, None])
-            grad_hidden_MD[rows] = grad_RV @ weight_VD
-            grad_weight_VD.addmm_(grad_RV.T, hidden_MD[rows])
+        wide = _wide(weight_VD)
+        wide_MD = hidden_MD.to(wide)
+        grad_hidden_MD = torch.zeros_like(wide_MD)
+        grad_weight_VD = torch.empty_like(weight_VD) if ctx.needs_input_grad[1] else None
+        grad_bias_V = torch.empty_like(bias_V) if bias_V is not None and ctx.needs_input_grad[2] else None
+        kept, ctx.kept = ctx.kept, None
+        for number, part in enumerate(ctx.parts):
+            exponential_MC, reference_M = kept[number]
+            kept[number] = None
+            if exponential_MC is None:
+                operand_MD = wide_MD if _multiplies_wide(weight_VD) else hidden_MD
+                logits_MC = _logits(operand_MD, weight_VD, bias_V, part, ctx.temperature)
+                exponential_MC = (logits_MC - reference_M[:, None]).exp_().to(weight_VD.dtype)
+            # probability = exponential * exp(reference - highest) / sum: the factor goes to the smaller side of each product.
+            factor_M = -grad_M * (reference_M - highest_M).exp() / sum_M
+            weight_CD = weight_VD[part.start : part.end]
+            grad_hidden_MD.addcmul_((exponential_MC @ weight_CD).to(wide), factor_M[:, None])
+            if grad_weight_VD is not None:
+                grad_CD = (exponential_MC.t() @ (wide_MD * factor_M[:, None]).to(weight_VD.dtype)).to(wide)
+                grad_CD.index_add_(0, part.targets, wide_MD[part.rows] * grad_M[part.rows, None])
+                grad_weight_VD[part.start : part.end] = grad_CD
             if grad_bias_V is not None:
-                grad_bias_V += grad_RV.sum(dim=0)
-        return grad_hidden_MD, grad_weight_VD, grad_bias_V, None, None
+                grad_C = exponential_MC.t().to(wide) @ factor_M
+                grad_bias_V[part.start : part.end] = grad_C.index_add_(0, part.targets, grad_M[part.rows])
+        grad_hidden_MD.addcmul_(weight_VD[target_M].to(wide), grad_M[:, None])
+        return grad_hidden_MD.to(hidden_MD.dtype), grad_weight_VD, grad_bias_V, None, None, None
 
 
-def _chunks(num_rows: int, vocab_size: int) -> list[slice]:
-    size = max(CHUNK_LOGITS // vocab_size, 1)
-    return [slice(start, start + size) for start in range(0, num_rows, size)]
+def _slices(target_M: Tensor, vocab_size: int) -> list[_Slice]:
+    size = max(CHUNK_LOGITS.get(target_M.device.type, GPU_CHUNK_LOGITS) // max(len(target_M), 1), MIN_CHUNK)
+    starts = list(range(0, vocab_size, size))
+    ordered_M, order_M = target_M.sort(stable=True)
+    bounds = torch.searchsorted(ordered_M, torch.tensor([*starts, vocab_size], device=target_M.device)).tolist()
+    return [
+        _Slice(start, min(start + size, vocab_size), order_M[first:last], ordered_M[first:last] - start)
+        for start, first, last in zip(starts, bounds[:-1], bounds[1:], strict=True)
+    ]
 
 
-def _entropy(logprob_RV: Tensor) -> Tensor:
-    """Entropy of each row in nats; a token of probability 0 adds 0."""
-    entropy_R: Tensor = torch.special.entr(logprob_RV.exp()).sum(dim=-1)
-    return entropy_R
+def _wide(weight: Tensor) -> torch.dtype:
+    return torch.promote_types(weight.dtype, torch.float32)
+
+
+def _multiplies_wide(weight: Tensor) -> bool:
+    """Whether logits come from operands converted to float32: everywhere but on CUDA, whose kernels can sum up in it."""
+    return not (weight.is_cuda and weight.dtype in (torch.bfloat16, torch.float16))
+
+
+def _logits(hidden_MD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, part: _Slice, temperature: float) -> Tensor:
+    weight_CD = weight_VD[part.start : part.end]
+    if _multiplies_wide(weight_VD):
+        with exact_in_bfloat16(weight_VD.dtype, weight_VD.device):
+            logits_MC = hidden_MD @ weight_CD.to(hidden_MD.dtype).t()
+    else:
+        logits_MC = torch.mm(hidden_MD, weight_CD.t(), out_dtype=torch.float32)
+    if bias_V is not None:
+        logits_MC += bias_V[part.start : part.end]
+    return logits_MC if temperature == 1.0 else logits_MC.mul_(1.0 / temperature)

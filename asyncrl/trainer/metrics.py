@@ -22,11 +22,3 @@ def policy_metrics(current_M: Float32M, behaviour_M: Float32M, entropy_M: Float3
         "policy/kl_behaviour": float((weight_M - 1.0 - log_weight_M).mean()),
         "policy/ess": float(weight_M.sum() ** 2 / (len(weight_M) * np.square(weight_M).sum())),
     }
-
-
-def gap_metrics(current_M: Float32M, behaviour_M: Float32M) -> dict[str, float]:
-    """Largest and mean |current - behaviour| of fresh tokens, in nats; nothing if there are none."""
-    if len(current_M) == 0:
-        return {}
-    gap_M = np.abs(current_M.astype(np.float64) - behaviour_M.astype(np.float64))
-    return {"policy/logprob_gap_max": float(gap_M.max()), "policy/logprob_gap_mean": float(gap_M.mean())}

@@ -1,140 +1,208 @@
-"""Checks a mini-batch and cuts it into micro-batches. Knows arrays and ages; knows no torch and no weights.
+"""Cuts a batch into micro-batches without padding. Knows token ids and groups; knows no model and no loss.
 
-Invariant: no token sampled before header.min_version carries loss. loss_tokens guarantees it here, whatever the
-buffer did before: such a token gets weight 0 where the batch allows it (mask_older), or the batch is refused.
+The N tokens of a micro-batch lie flat, in segments that attend causally to themselves:
+
+    [prefix of family 1][prefix of family 2] ... [own tokens of its sequence 1][of its sequence 2] ... [sequences without prefix]
+
+A family is the sequences of one group that share their first tokens (the prompt, as a rule): those are stored and computed
+once, and every own token of the family attends to all of them. A sequence is read up to its last loss token, which itself
+is only predicted: what comes after it can change nothing. Sequences without a loss token are left out.
+
+Nothing here asks what a prompt is: loss tokens may stand anywhere after the first token, with others (tool output, context that
+another branch has trained) between them, in a shared prefix too. A group has one family at most, so where its rollouts have
+branches that begin differently, less is shared than could be.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
-from asyncrl.serving import Refused
-from asyncrl.wire import BatchArrays, BatchHeader, TrajectoryHeader
+from asyncrl.wire import BatchArrays, BatchHeader
 
 BoolN = npt.NDArray[np.bool_]
+IntN = npt.NDArray[np.int64]
 
-LOGPROB_SLACK = 1e-3
-"""Nats by which a float32 logprob may round above 0."""
-
-
-def check_batch(header: BatchHeader, arrays: BatchArrays, policy_version: int, vocab_size: int) -> None:
-    """Refuse (409) a batch for another version, and (422) one whose parts do not fit together; says which and where."""
-    if header.version != policy_version:
-        raise Refused(
-            409,
-            f"batch {header.version} came while the trainer is at policy_version {policy_version}",
-            rule="batch v is trained once, by policy_version v",
-            way_out="two controllers may share this trainer, or a batch was sent twice; start the run again.",
-        )
-    if header.min_version > header.version:
-        _refuse(f"min_version {header.min_version} is above version {header.version}", "no token can be that fresh")
-    _check_arrays(arrays)
-    _check_structure(header, len(arrays.token_ids))
-    outside = (arrays.token_ids < 0) | (arrays.token_ids >= vocab_size)
-    _refuse_any(outside, header, arrays.token_ids, "token id", f"ids are 0 to {vocab_size - 1} in this model")
-    _refuse_any(~np.isfinite(arrays.behaviour_logprobs), header, arrays.behaviour_logprobs, "behaviour_logprob", "logprobs are finite")
-    sampled = arrays.loss_mask
-    positive = sampled & (arrays.behaviour_logprobs > LOGPROB_SLACK)
-    _refuse_any(positive, header, arrays.behaviour_logprobs, "behaviour_logprob", "no logprob is above 0")
-    impossible = sampled & ((arrays.versions < 0) | (arrays.versions > header.version))
-    _refuse_any(impossible, header, arrays.versions, "version", f"a sampled token has a version from 0 to {header.version}")
-    starts = np.zeros_like(sampled)
-    starts[[trajectory.start for trajectory in header.trajectories]] = True
-    _refuse_any(sampled & starts, header, arrays.token_ids, "sampled first token", "a token needs one before it to be predicted from")
+MIN_SHARED_TOKENS = 16
+"""Tokens that sharing a prefix must save: below, the second attention pass over the prefix costs more."""
+MOST_TOKENS = {"cpu": 2048}
+"""A micro-batch on this kind of device is no larger: it would not be faster, and its activations leave the caches."""
 
 
-def loss_tokens(header: BatchHeader, arrays: BatchArrays) -> BoolN:
-    """The tokens that carry loss, bool [N]. Refuses (409) an old token if the batch does not allow masking, and an empty batch."""
-    old = arrays.loss_mask & (arrays.versions < header.min_version)
-    if old.any() and not header.mask_older:
-        worst = int(np.flatnonzero(old)[np.argmin(arrays.versions[old])])
-        raise Refused(
-            409,
-            f"a token of {_name(header, worst)} was sampled at version {arrays.versions[worst]}, and {int(old.sum())} tokens "
-            f"are older than min_version {header.min_version} in batch {header.version}",
-            rule="no token older than version - buffer.max_staleness may be trained on",
-            way_out="this is a fault of the buffer, please report it; buffer.on_overdue=mask gives such tokens no weight.",
-        )
-    kept = arrays.loss_mask & ~old
-    if not kept.any():
-        raise Refused(
-            409,
-            f"batch {header.version} has no token that carries loss "
-            f"({int(arrays.loss_mask.sum())} sampled, all older than version {header.min_version})",
-            rule="an optimizer step needs at least one loss token",
-            way_out="raise buffer.max_staleness, or set buffer.on_overdue=wait.",
-        )
-    return kept
+@dataclass(frozen=True)
+class Layout:
+    """How attention connects the N tokens: plain numbers, the same for every layer.
 
-
-def cut_micro_batches(lengths: Sequence[int], max_tokens: int, split_cost_tokens: int) -> list[list[int]]:
-    """Indices of the sequences of each micro-batch, longest first. Sequences of length 0 (no loss) are left out.
-
-    A micro-batch is padded to its first sequence. It holds at most `max_tokens` with padding, unless one sequence alone is
-    longer, and it ends when its padding would pass `split_cost_tokens`: what starting another micro-batch costs.
+    `segments` cover [0, N) in order, none is empty. The first `num_prefix_tokens` tokens are the families' prefixes, the next
+    `num_family_tokens` the own tokens of the same families in the same order; `families` holds (prefix tokens, own tokens) of
+    each. `rows` says for each sequence where its tokens stand: (prefix start, prefix length, own start, own length).
     """
-    order = sorted((index for index, length in enumerate(lengths) if length > 0), key=lambda index: (-lengths[index], index))
-    batches: list[list[int]] = []
-    longest = padding = 0
-    for index in order:
-        padding += longest - lengths[index]
-        is_full = not batches or (len(batches[-1]) + 1) * longest > max_tokens
-        if is_full or padding > split_cost_tokens:
+
+    segments: tuple[tuple[int, int], ...]
+    families: tuple[tuple[int, int], ...]
+    num_prefix_tokens: int
+    num_family_tokens: int
+    rows: tuple[tuple[int, int, int, int], ...]
+    cache: dict[tuple[int, ...], Tensor] = field(default_factory=dict, compare=False, repr=False)
+    """What a kernel makes of it once for all layers."""
+
+    @property
+    def num_tokens(self) -> int:
+        """N."""
+        return self.segments[-1][1]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(prefix + own for _, prefix, _, own in self.rows)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Whole sequences for one forward-backward: N packed tokens, M loss tokens, S sequences. Tensors on the device, int64.
+
+    Loss token m, `target_M`, is predicted by the hidden state at `predict_M` (two may have the same, at a prefix's end). It
+    stands at `source_M` in the batch's arrays and belongs to sequence `sequence_M`, which is `trajectory_S` in the header.
+    """
+
+    token_ids_N: Tensor
+    position_N: Tensor
+    layout: Layout
+    predict_M: Tensor
+    target_M: Tensor
+    source_M: IntN
+    sequence_M: Tensor
+    trajectory_S: IntN
+
+
+@dataclass(frozen=True)
+class _Sequence:
+    """`length` tokens from `start` in the arrays; the first `prefix` of them are those of the whole group."""
+
+    trajectory: int
+    start: int
+    length: int
+    group: int
+    prefix: int = 0
+
+
+def pack(header: BatchHeader, arrays: BatchArrays, has_loss: BoolN, max_tokens: int, device: torch.device) -> list[MicroBatch]:
+    """Micro-batches of at most `max_tokens` packed tokens each, in the header's order; a longer sequence is alone in its own."""
+    max_tokens = min(max_tokens, MOST_TOKENS.get(device.type, max_tokens))
+    sequences = _sequences(header, arrays, has_loss)
+    return [_assemble(batch, arrays, has_loss, device) for batch in _cut(sequences, max_tokens)]
+
+
+def _sequences(header: BatchHeader, arrays: BatchArrays, has_loss: BoolN) -> list[_Sequence]:
+    sequences = []
+    for index, entry in enumerate(header.trajectories):
+        places = np.flatnonzero(has_loss[entry.start : entry.end])
+        if len(places):
+            sequences.append(_Sequence(index, entry.start, int(places[-1]), entry.group_index))
+    result = []
+    for group in _by_group(sequences):
+        prefix = _common_length(group, arrays.token_ids)
+        is_shared = prefix * (len(group) - 1) >= MIN_SHARED_TOKENS
+        result += [replace(sequence, prefix=prefix if is_shared else 0) for sequence in group]
+    return result
+
+
+def _cut(sequences: list[_Sequence], max_tokens: int) -> list[list[_Sequence]]:
+    """Fill one micro-batch after the other. A group may be cut in two: its prefix is then computed in both."""
+    batches: list[list[_Sequence]] = []
+    num_tokens = 0
+    for sequence in sequences:
+        is_followed = bool(batches) and batches[-1][-1].group == sequence.group
+        added = sequence.length - (sequence.prefix if is_followed else 0)
+        if not batches or num_tokens + added > max_tokens:
             batches.append([])
-            longest, padding = lengths[index], 0
-        batches[-1].append(index)
+            num_tokens, added = 0, sequence.length
+        batches[-1].append(sequence)
+        num_tokens += added
     return batches
 
 
-def _check_arrays(arrays: BatchArrays) -> None:
-    expected = {"token_ids": np.int32, "loss_mask": np.bool_, "behaviour_logprobs": np.float32, "versions": np.int32}
-    for name, dtype in expected.items():
-        array = getattr(arrays, name)
-        if array.dtype != dtype or array.shape != (len(arrays.token_ids),):
-            _refuse(f"{name} is {array.dtype} {array.shape}", f"it must be {np.dtype(dtype)} ({len(arrays.token_ids)},)")
+def _by_group(sequences: list[_Sequence]) -> list[list[_Sequence]]:
+    return [list(group) for _, group in groupby(sequences, key=lambda sequence: sequence.group)]
 
 
-def _check_structure(header: BatchHeader, num_tokens: int) -> None:
-    """Trajectories follow each other without gaps, group after group, each sample of a group once."""
-    end, group_ids, seen = 0, list[int](), set[tuple[int, int]]()
-    for trajectory in header.trajectories:
-        name = f"g{trajectory.group_id}/r{trajectory.sample_index}"
-        if trajectory.start != end or trajectory.end <= trajectory.start:
-            _refuse(
-                f"{name} has tokens [{trajectory.start}, {trajectory.end}) after {end}", "trajectories follow each other, none is empty"
-            )
-        if trajectory.group_index == len(group_ids):
-            group_ids.append(trajectory.group_id)
-        if trajectory.group_index != len(group_ids) - 1 or group_ids[-1] != trajectory.group_id:
-            _refuse(
-                f"{name} has group_index {trajectory.group_index} after group {len(group_ids) - 1}", "groups follow each other, one id each"
-            )
-        if (trajectory.group_id, trajectory.sample_index) in seen:
-            _refuse(f"{name} is there twice", "a group has each sample once, a batch each group")
-        if not np.isfinite(trajectory.reward):
-            _refuse(f"{name} has reward {trajectory.reward}", "rewards are finite")
-        seen.add((trajectory.group_id, trajectory.sample_index))
-        end = trajectory.end
-    if end != num_tokens or not header.trajectories or len(set(group_ids)) != len(group_ids):
-        _refuse(
-            f"{len(header.trajectories)} trajectories of groups {group_ids} cover {end} of {num_tokens} tokens",
-            "they cover every token, each group once",
-        )
+def _common_length(group: list[_Sequence], token_ids: npt.NDArray[np.int32]) -> int:
+    """Number of first tokens that all of the group have."""
+    first = group[0]
+    common = first.length
+    for other in group[1:]:
+        common = min(common, other.length)
+        differs = token_ids[first.start : first.start + common] != token_ids[other.start : other.start + common]
+        common = int(np.argmax(differs)) if differs.any() else common
+    return common
 
 
-def _refuse_any(wrong: BoolN, header: BatchHeader, values: npt.NDArray[np.generic], what: str, rule: str) -> None:
-    if wrong.any():
-        first = int(np.argmax(wrong))
-        _refuse(f"{what} {values[first]} of {_name(header, first)} ({int(wrong.sum())} such)", rule)
+def _assemble(sequences: list[_Sequence], arrays: BatchArrays, has_loss: BoolN, device: torch.device) -> MicroBatch:
+    with_prefix = [
+        (family, _common_length(family, arrays.token_ids) if len(family) > 1 and family[0].prefix else 0) for family in _by_group(sequences)
+    ]
+    with_prefix.sort(key=lambda entry: entry[1] == 0)
+    lengths: list[int] = []
+    sources: list[IntN] = []
+    positions: list[IntN] = []
+
+    def put(start: int, first: int, end: int) -> int:
+        """Append tokens [first, end) of the sequence at `start`; returns where they stand."""
+        place = sum(lengths)
+        if end > first:
+            lengths.append(end - first)
+            positions.append(np.arange(first, end))
+            sources.append(start + positions[-1])
+        return place
+
+    prefix_places = [put(family[0].start, 0, prefix) for family, prefix in with_prefix if prefix]
+    num_prefix_tokens = sum(lengths)
+    rows: dict[int, tuple[int, int, int, int]] = {}
+    families = []
+    for index, (family, prefix) in enumerate(with_prefix):
+        for sequence in family:
+            place = put(sequence.start, prefix, sequence.length)
+            rows[sequence.trajectory] = (prefix_places[index] if prefix else 0, prefix, place, sequence.length - prefix)
+        if prefix:
+            families.append((prefix, sum(sequence.length - prefix for sequence in family)))
+    ends = np.cumsum(lengths).tolist()
+    layout = Layout(
+        segments=tuple(zip([0, *ends[:-1]], ends, strict=True)),
+        families=tuple(families),
+        num_prefix_tokens=num_prefix_tokens,
+        num_family_tokens=sum(own for _, own in families),
+        rows=tuple(rows[sequence.trajectory] for sequence in sequences),
+    )
+    source_M, predict_M, sequence_M = _loss_places(sequences, layout, has_loss)
+    source_N = np.concatenate(sources)
+
+    def tensor(array: npt.NDArray[np.generic]) -> Tensor:
+        return torch.from_numpy(array.astype(np.int64)).to(device)
+
+    return MicroBatch(
+        token_ids_N=tensor(arrays.token_ids[source_N]),
+        position_N=tensor(np.concatenate(positions)),
+        layout=layout,
+        predict_M=tensor(predict_M),
+        target_M=tensor(arrays.token_ids[source_M]),
+        source_M=source_M,
+        sequence_M=tensor(sequence_M),
+        trajectory_S=np.array([sequence.trajectory for sequence in sequences], dtype=np.int64),
+    )
 
 
-def _name(header: BatchHeader, index: int) -> str:
-    trajectory: TrajectoryHeader = next(entry for entry in header.trajectories if entry.start <= index < entry.end)
-    return f"g{trajectory.group_id}/r{trajectory.sample_index}, position {index - trajectory.start}"
-
-
-def _refuse(error: str, rule: str) -> None:
-    raise Refused(422, error, rule=rule, way_out="the controller made a wrong batch: please report it with this message.")
+def _loss_places(sequences: list[_Sequence], layout: Layout, has_loss: BoolN) -> tuple[IntN, IntN, IntN]:
+    """Of each loss token: where it stands in the arrays, the packed place that predicts it, its sequence's number."""
+    source, predict, number = [], [], []
+    for index, (sequence, (prefix_start, prefix, own_start, _)) in enumerate(zip(sequences, layout.rows, strict=True)):
+        offset = np.flatnonzero(has_loss[sequence.start : sequence.start + sequence.length + 1]).astype(np.int64)
+        before = offset - 1
+        source.append(sequence.start + offset)
+        predict.append(np.where(before < prefix, prefix_start + before, own_start + before - prefix))
+        number.append(np.full(len(offset), index, dtype=np.int64))
+    return np.concatenate(source), np.concatenate(predict), np.concatenate(number)

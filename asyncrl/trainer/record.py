@@ -1,14 +1,21 @@
 """The trained record: one JSON line a step, enough to check the staleness bound with nothing else. Knows no torch.
 
 A line holds `version` (the batch turned it into version + 1), `min_version`, `loss`, `num_loss_tokens`, and for each
-trajectory its ids, reward, `num_tokens`, `num_loss_tokens`, `tokens_sha` (first 16 hex digits of the sha256 of its int32
-token ids) and `spans`: [start, end, version] of the tokens that carried loss, positions counted from the first prompt token.
+trajectory (a branch of a rollout) its ids, the rollout's reward, `num_tokens`, `num_loss_tokens`, `tokens_sha` (first 16 hex
+digits of the sha256 of its int32 token ids) and `spans`: [start, end, version] of the tokens that carried loss, positions
+counted from the first prompt token.
+
+A line {"restored": v} says that the trainer went on from the weights of version v: later lines of v and above count, earlier
+ones do not.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
+import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +37,7 @@ def trained_line(
                 "group_id": entry.group_id,
                 "prompt_id": entry.prompt_id,
                 "sample_index": entry.sample_index,
+                "branch": entry.branch,
                 "reward": entry.reward,
                 "num_tokens": entry.end - entry.start,
                 "num_loss_tokens": int(has_loss[part].sum()),
@@ -54,6 +62,36 @@ def loss_spans(has_loss: npt.NDArray[np.bool_], versions: npt.NDArray[np.int32])
     starts = np.concatenate([[0], edges])
     ends = np.concatenate([edges, [len(label)]])
     return [[int(start), int(end), int(label[start])] for start, end in zip(starts, ends, strict=True) if label[start] >= 0]
+
+
+def hold_record(path: Path, timeout_s: float = 60.0) -> int:
+    """Take the record for this process until it ends; waits for one that is being killed. Returns the descriptor to keep open.
+
+    Without it the trainer of a killed run could write one more line after that of the resumed one. Raises TimeoutError.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = os.open(path.with_name(f".{path.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                os.close(file)
+                raise TimeoutError(f"{path} is held by another trainer process for more than {timeout_s:.0f} s") from None
+            time.sleep(0.05)
+        else:
+            return file
+
+
+def note_restored(path: Path, version: int) -> None:
+    """Say that the batches from `version` on are about to be trained again; a line that a kill has torn is cut off first."""
+    if not path.is_file() or not path.stat().st_size:
+        return
+    with path.open("rb+") as file:
+        content = file.read()
+        file.truncate(content.rfind(b"\n") + 1)
+    append_line(path, {"restored": version})
 
 
 def append_line(path: Path, line: dict[str, Any]) -> None:

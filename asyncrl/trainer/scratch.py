@@ -27,6 +27,8 @@ from asyncrl.serving import fail
 PAD, UNK, END = "<pad>", "<unk>", "<|im_end|>"
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
 SPECIAL_TOKENS = (PAD, UNK, END, *ROLES)
+TOOL = "<|tool|>"
+"""One more special token, of models with model.scratch.has_tool_role."""
 
 OLD_KEYS = {"rope_theta", "rope_scaling"}
 """Keys that transformers still takes and turns into rope_parameters."""
@@ -37,6 +39,10 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
+
+CHAT_TEMPLATE_WITH_TOOLS = CHAT_TEMPLATE.replace("message['content']", "(message['content'] or '')")
+"""A message of tool calls may have no content. Neither the calls nor the tools themselves are written: what a model from nothing
+makes of them is the task's to teach, in its own words."""
 
 
 class ScratchSpec(BaseModel):
@@ -50,8 +56,8 @@ class ScratchSpec(BaseModel):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
 
 
-def make_character_tokenizer(characters: str) -> Any:
-    """A fast tokenizer with one token a character, after SPECIAL_TOKENS, in the order given.
+def make_character_tokenizer(characters: str, *, has_tool_role: bool = False) -> Any:
+    """A fast tokenizer with one token a character, after the special tokens, in the order given.
 
     Decoding gives the exact text back: no spaces are added or cleaned up. Raises ValueError if a character is
     there twice.
@@ -59,7 +65,8 @@ def make_character_tokenizer(characters: str) -> Any:
     twice = sorted({character for character in characters if characters.count(character) > 1})
     if twice:
         raise ValueError(f"model.scratch.characters holds {twice} more than once; name each character once")
-    vocabulary = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *characters))}
+    tools = (TOOL,) if has_tool_role else ()
+    vocabulary = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *tools, *characters))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNK))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -68,8 +75,8 @@ def make_character_tokenizer(characters: str) -> Any:
         pad_token=PAD,
         unk_token=UNK,
         eos_token=END,
-        additional_special_tokens=list(ROLES),
-        chat_template=CHAT_TEMPLATE,
+        additional_special_tokens=[*ROLES, *tools],
+        chat_template=CHAT_TEMPLATE_WITH_TOOLS if has_tool_role else CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
     )
 
@@ -107,7 +114,7 @@ def make_scratch_model(spec: ScratchSpec) -> None:
     """
     if spec.out.exists():
         raise FileExistsError(f"{spec.out} exists already")
-    tokenizer = make_character_tokenizer(spec.scratch.characters)
+    tokenizer = make_character_tokenizer(spec.scratch.characters, has_tool_role=spec.scratch.has_tool_role)
     dtype = "float32" if spec.dtype == "auto" else spec.dtype
     model = make_random_model(spec.scratch.architecture, tokenizer, spec.seed, dtype)
     spec.out.parent.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,10 @@
-"""The trainer's endpoints over one TrainStep. Knows HTTP; what a step is, it leaves to step.py.
+"""The trainer's endpoints over one MovableStep. Knows HTTP; what a step is, it leaves to step.py.
 
-Life:       one thread loads the model and owns torch; /train, /export and /save run on it in the order in which they
+Life:       one thread loads the model and owns torch; all requests but /health run on it in the order in which they
             arrive. /health is answered by the event loop, during a step too.
 Waits:      a request waits for those before it; the client waits for its answer.
+Ranks:      every rank answers /health. Rank 0 alone takes requests, and sends each as a command to the torch threads of the
+            others, which do their part of it (following.py). What it refuses by itself, it refuses before it sends.
 """
 
 from __future__ import annotations
@@ -21,9 +23,28 @@ from fastapi.responses import JSONResponse
 
 from asyncrl.errors import ConfigError
 from asyncrl.serving import Refused, fail, make_app
+from asyncrl.trainer.following import Follower
+from asyncrl.trainer.loading import resolve_device
+from asyncrl.trainer.movable_step import MovableStep
+from asyncrl.trainer.ranks import Command, OneRankError, join_ranks
 from asyncrl.trainer.spec import TrainerSpec
-from asyncrl.trainer.step import TrainStep
-from asyncrl.wire import ErrorBody, ExportResponse, SaveRequest, TrainerHealth, TrainResponse, unpack_batch
+from asyncrl.wire import (
+    BroadcastRequest,
+    BroadcastResponse,
+    ErrorBody,
+    ExportChunkRequest,
+    ExportChunkResponse,
+    ExportResponse,
+    Moved,
+    OffloadRequest,
+    SaveRequest,
+    StateRequest,
+    StateSaved,
+    TrainerHealth,
+    TrainerPart,
+    TrainResponse,
+    unpack_batch,
+)
 
 T = TypeVar("T")
 log = logging.getLogger("asyncrl.trainer")
@@ -33,17 +54,22 @@ KEPT_EXPORTS = 2
 
 
 class TrainerService:
-    """One TrainStep on its own thread. `num_waiting` counts requests that run or wait."""
+    """One MovableStep on its own thread. `num_waiting` counts requests that run or wait."""
 
     def __init__(self, spec: TrainerSpec) -> None:
         self._spec = spec
         self._torch_thread = ThreadPoolExecutor(1, "torch")
+        self._sending_thread = ThreadPoolExecutor(1, "broadcast")
         self.num_waiting = 0
+        self._broken = ""
         # Loaded on the thread that will step: the number of CPU threads belongs to the calling thread.
-        self.step = self._torch_thread.submit(TrainStep, spec).result()
+        self.step = self._torch_thread.submit(_make_step, spec).result()
+        self._follower = None if self.step.ranks.is_first else Follower(self.step)
+        if self._follower is not None:
+            self._torch_thread.submit(self._follower.run)
 
     def __repr__(self) -> str:
-        return f"<TrainerService {self.step!r}, {self.num_waiting} waiting>"
+        return f"<TrainerService {self.step!r}, {self.step.ranks!r}, {self.num_waiting} waiting>"
 
     async def run(self, work: Callable[[], T]) -> T:
         """Run `work` on the torch thread, after all that came before it."""
@@ -55,7 +81,26 @@ class TrainerService:
 
     def health(self) -> TrainerHealth:
         """Answered at any time."""
-        return TrainerHealth(policy_version=self.step.policy_version, device=self.step.device.type, is_busy=self.num_waiting > 0)
+        is_busy = self.num_waiting > 0 if self._follower is None else self._follower.is_busy
+        return TrainerHealth(
+            policy_version=self.step.policy_version, device=self.step.device.type, is_busy=is_busy, offloaded=self.step.offloaded
+        )
+
+    def together(self, command: Command, work: Callable[[], T]) -> T:
+        """On the torch thread of rank 0: `work`, while the other ranks do their part of it. Raises what it raises."""
+        if self._broken:
+            raise Refused(
+                409, f"the trainer's ranks are out of step: {self._broken}", rule="they end with the run", way_out="start it again."
+            )
+        try:
+            self.step.ranks.send(command)
+            return work()
+        except (Refused, OSError):
+            raise  # a refusal is all ranks' alike, and files are written beside what they do together
+        except Exception as error:
+            if self.step.ranks.size > 1:
+                self._broken = str(error)
+            raise
 
     def train(self, body: bytes) -> TrainResponse:
         """On the torch thread: one optimizer step. Raises Refused."""
@@ -65,14 +110,14 @@ class TrainerService:
             raise Refused(
                 422, str(error), rule="the body is asyncrl.wire.pack_batch", way_out="send it with asyncrl's own client."
             ) from error
-        metrics = self.step.train(header, arrays)
+        metrics = self.together(Command("train", body=body), lambda: self.step.train(header, arrays))
         return TrainResponse(policy_version=self.step.policy_version, metrics=metrics)
 
     def export(self) -> ExportResponse:
         """On the torch thread: write the newest weights, then delete exports that nobody can be asked to read any more."""
         path = self._spec.staging_dir / f"v{self.step.policy_version}.safetensors"
         try:
-            answer = self.step.export(path)
+            answer = self.together(Command("export"), lambda: self.step.export(path))
         except OSError as error:
             raise Refused(
                 507,
@@ -85,14 +130,69 @@ class TrainerService:
             old.unlink()
         return answer
 
-    def save(self, path: Path) -> TrainerHealth:
-        """On the torch thread: write a Hugging Face folder. Raises Refused if it cannot be written."""
+    def save(self, path: Path, *, merged: bool) -> TrainerHealth:
+        """On the torch thread: write a Hugging Face folder, or the adapters alone. Raises Refused if it cannot be written."""
         try:
-            self.step.save(path)
+            self.step.check_save(path, merged=merged)  # before it is sent: the other ranks would gather for what is refused
+            self.together(Command("save", {"merged": merged}), lambda: self.step.save(path, merged=merged))
         except (OSError, ValueError) as error:
             raise Refused(
                 409, f"cannot save to {path}: {error}", rule="the folder is new, and writable", way_out="give another path."
             ) from error
+        return self.health()
+
+    def begin_save_state(self, path: Path) -> StateSaved:
+        """On the torch thread: copy the state; the writing goes on beside what comes next. Raises Refused."""
+        command = Command("begin_save_state", {"path": str(path)})
+        pending = self.together(command, lambda: self.step.begin_save_state(path))
+        return StateSaved(policy_version=self.step.policy_version, held_s=pending.held_s)
+
+    async def wait_save_state(self) -> TrainerHealth:
+        """Answer when what was begun is complete; the torch thread goes on meanwhile. Raises Refused if it could not be written."""
+        try:
+            await asyncio.to_thread(self.step.wait_save_state)
+        finally:  # the others have written when rank 0 has, or have failed as it did
+            await self.run(lambda: self.together(Command("wait_save_state"), self.step.release_copy))
+        return self.health()
+
+    def offload(self, parts: list[TrainerPart]) -> Moved:
+        """On the torch thread: move these parts off the devices of all ranks. Raises Refused, with all where it was."""
+        return self.together(Command("offload", {"parts": parts}), lambda: self.step.offload(parts))
+
+    def onload(self, parts: list[TrainerPart]) -> Moved:
+        """On the torch thread: move them back. Raises Refused, with all where it was."""
+        return self.together(Command("onload", {"parts": parts}), lambda: self.step.onload(parts))
+
+    def export_chunk(self, version: int, index: int) -> ExportChunkResponse:
+        """On the torch thread: write one chunk of the weights over the one before. Raises Refused."""
+        command = Command("export_chunk", {"names": self.step.chunk_names(version, index), "is_last": self.step.is_last_chunk(index)})
+        try:
+            return self.together(command, lambda: self.step.export_chunk(index))
+        except OSError as error:
+            raise Refused(
+                507,
+                f"cannot write chunk {index} into {self._spec.staging_dir}: {error}",
+                rule=f"shared memory holds one chunk of publisher.chunk_bytes={self._spec.chunk_bytes}, or the largest tensor",
+                way_out="free or enlarge shared memory (df -h /dev/shm), or lower publisher.chunk_bytes.",
+            ) from error
+
+    async def broadcast(self, request: BroadcastRequest) -> BroadcastResponse:
+        """Send what is held, beside the torch thread: training goes on. Raises Refused.
+
+        A trainer that was started again holds nothing: it copies the version that is asked for if it is the newest.
+        """
+        if self._spec.transport != "nccl":
+            raise Refused(
+                409, "weights are to be sent, and none are held", rule="publisher.transport=nccl holds them", way_out="POST /export."
+            )
+        held = self.step.held
+        if held.version != request.version == self.step.policy_version:
+            await self.run(self.export)
+        return await asyncio.get_running_loop().run_in_executor(self._sending_thread, held.send, request)
+
+    def load_state(self, path: Path) -> TrainerHealth:
+        """On the torch thread: go on from there. Raises Refused, with all as it was."""
+        self.together(Command("load_state", {"path": str(path)}), lambda: self.step.load_state(path))
         return self.health()
 
 
@@ -111,10 +211,14 @@ def make_service(spec: TrainerSpec) -> FastAPI:
     log.info("serving %r", service)
     app = make_app()
     app.add_exception_handler(Exception, _broken)
+    app.add_exception_handler(OneRankError, _one_rank)
 
     @app.get("/health")
     async def health() -> TrainerHealth:
         return service.health()
+
+    if not service.step.ranks.is_first:
+        return app
 
     @app.post("/train")
     async def train(request: Request) -> TrainResponse:
@@ -127,9 +231,47 @@ def make_service(spec: TrainerSpec) -> FastAPI:
 
     @app.post("/save")
     async def save(message: SaveRequest) -> TrainerHealth:
-        return await service.run(lambda: service.save(Path(message.path)))
+        return await service.run(lambda: service.save(Path(message.path), merged=message.merged))
+
+    @app.post("/begin_save_state")
+    async def begin_save_state(message: StateRequest) -> StateSaved:
+        return await service.run(lambda: service.begin_save_state(Path(message.path)))
+
+    @app.post("/wait_save_state")
+    async def wait_save_state() -> TrainerHealth:
+        return await service.wait_save_state()
+
+    @app.post("/offload")
+    async def offload(message: OffloadRequest) -> Moved:
+        return await service.run(lambda: service.offload(message.parts))
+
+    @app.post("/onload")
+    async def onload(message: OffloadRequest) -> Moved:
+        return await service.run(lambda: service.onload(message.parts))
+
+    @app.post("/export_chunk")
+    async def export_chunk(message: ExportChunkRequest) -> ExportChunkResponse:
+        return await service.run(lambda: service.export_chunk(message.version, message.index))
+
+    @app.post("/broadcast")
+    async def broadcast(message: BroadcastRequest) -> BroadcastResponse:
+        return await service.broadcast(message)
+
+    @app.post("/load_state")
+    async def load_state(message: StateRequest) -> TrainerHealth:
+        return await service.run(lambda: service.load_state(Path(message.path)))
 
     return app
+
+
+def _make_step(spec: TrainerSpec) -> MovableStep:
+    device, _ = resolve_device(spec)
+    return MovableStep(spec, join_ranks(spec, device))
+
+
+async def _one_rank(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, OneRankError)
+    return JSONResponse(error.body.model_dump(), status_code=422)
 
 
 async def _broken(_: Request, error: Exception) -> JSONResponse:

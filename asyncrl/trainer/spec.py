@@ -3,16 +3,54 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from asyncrl.config import TrainerConfig
+from asyncrl.config import AlgorithmConfig, TrainerConfig
 from asyncrl.config.base import Device, DType, FrozenConfig
 
 
+class ObjectiveSpec(FrozenConfig):
+    """What a step minimises. Functions are `module:function`, with the signatures of asyncrl/algorithms; the worker is given them."""
+
+    settings: AlgorithmConfig = AlgorithmConfig()
+    """The section of the config, handed to the functions."""
+    advantage: str
+    """advantage(reward_B, group_B) -> advantage_B."""
+    surrogate: str
+    """surrogate(current_M, anchor_M, behaviour_M, advantage_M, sequence_M, settings) -> (loss_M, stats)."""
+    ratio: Literal["behaviour", "proximal"] = "behaviour"
+    """Which logprobs the surrogate gets as anchor_M."""
+    correction: str | None = None
+    """correction(proximal_M, behaviour_M, advantage_M, sequence_M, settings) -> weight_M."""
+    is_whole_batch: bool = False
+    """The correction must see all tokens of an optimizer step at once."""
+    aggregate: Literal["token", "sequence", "constant"] = "token"
+    """How the loss of the tokens becomes one number."""
+    token_weights: str
+    """token_weights(aggregate, tokens_per_sequence_S, num_sequences, num_loss_tokens, max_tokens) -> weight_S."""
+    kl: str
+    """kl(current_M, reference_M, estimator) -> kl_M."""
+    kl_penalty: str
+    """kl_penalty(policy_M, reference_M, sequence_M, num_sequences) -> penalty_B."""
+    interpolate: str
+    """interpolate(behaviour_M, current_M, staleness_M) -> proximal_M."""
+    overlong_penalty: str
+    """overlong_penalty(length_B, max_tokens, overlong_tokens) -> penalty_B."""
+
+    @model_validator(mode="after")
+    def _functions_are_named(self) -> Self:
+        for key in ("advantage", "surrogate", "correction", "token_weights", "kl", "kl_penalty", "interpolate", "overlong_penalty"):
+            name = getattr(self, key)
+            module, _, function = (name or "none:none").partition(":")
+            if not module or not function:
+                raise ValueError(f"{key}={name!r} is not module:function")
+        return self
+
+
 class TrainerSpec(FrozenConfig):
-    """Everything one trainer worker needs. `loss` and `advantage` are `module:function`."""
+    """Everything one trainer worker needs."""
 
     model_path: str
     """Hugging Face folder or hub id."""
@@ -21,46 +59,54 @@ class TrainerSpec(FrozenConfig):
     device: Device = "auto"
     """auto = CUDA where there is a device, else CPU."""
     seed: int = Field(default=0, ge=0)
-    """Seed of whatever a model or a loss of the user's own draws; the built-in ones draw nothing."""
+    """Seed of whatever a model or a loss of the user's own draws, and of new adapters; the rest draws nothing."""
     threads: int = Field(default=1, ge=1)
-    """CPU threads. Results on the CPU are bit-identical for the same number."""
+    """CPU threads of each rank. Results on the CPU are bit-identical for the same number."""
+    rank: int = Field(default=0, ge=0)
+    """Number of this worker among trainer.world_size."""
     trainer: TrainerConfig = TrainerConfig()
     """The section of the config."""
-    num_steps: int | None = None
-    """The run's number of steps; if given it must be trainer.num_steps."""
+    objective: ObjectiveSpec
+    """What a step minimises."""
     temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature: logprobs are those of logits / temperature."""
-    loss: str
-    """`module:function` with the signature of asyncrl.algorithms.losses."""
-    advantage: str
-    """`module:function` with the signature of asyncrl.algorithms.advantages."""
-    clip_low: float = Field(default=0.2, gt=0, lt=1)
-    """Passed to the loss."""
-    clip_high: float = Field(default=0.2, gt=0)
-    """Passed to the loss."""
-    importance_cap: float = Field(default=2.0, gt=0)
-    """Passed to the loss."""
+    max_tokens: int = Field(default=256, ge=1)
+    """rollout.max_tokens: the longest completion."""
+    transport: Literal["shm", "lora", "ipc", "nccl"] = "shm"
+    """What /export writes: all weights, or the adapters alone (lora). nccl: it holds a copy for /broadcast instead."""
+    is_file_wanted: bool = False
+    """With transport=nccl: write the file too, for whoever evaluates."""
+    chunk_bytes: int = Field(default=2**28, ge=1)
+    """publisher.chunk_bytes: what /export_chunk writes at once."""
+    chunks: Literal["file", "memory"] = "file"
+    """Where /export_chunk puts a chunk: a safetensors file, or memory that the engines open too (asyncrl/sharing.py), which
+    embedded engines do, and vLLM with transport=ipc, on the device of rank 0."""
+    canary_tokens: int = Field(default=0, ge=0)
+    """Tokens of the text whose logprobs go with each export, 2 or more (0 = none); the engines must have room for one more."""
     staging_dir: Path
     """Folder of the exports, in shared memory; made with mode 0700, and removed at the worker's end."""
     record_path: Path
-    """trained.jsonl: one line a step, see asyncrl/trainer/record.py."""
+    """trained.jsonl: one line a batch, see asyncrl/trainer/record.py."""
     record_digest: bool = False
-    """Write the digest of the weights after each step into the record (a full pass over the weights)."""
+    """Write the digest of the weights after each batch into the record (a full pass over the weights)."""
     failed_dir: Path
     """Where a batch that gives NaN is saved for inspection."""
     chat_template: Path | None = None
     """Jinja file that replaces the tokenizer's own template in saved folders."""
 
-    @model_validator(mode="after")
-    def _one_number_of_steps(self) -> Self:
-        if self.num_steps not in (None, self.trainer.num_steps):
-            raise ValueError(f"num_steps={self.num_steps} is not trainer.num_steps={self.trainer.num_steps}")
-        return self
+    @field_validator("canary_tokens")
+    @classmethod
+    def _canary_has_a_logprob(cls, value: int) -> int:
+        if value == 1:
+            raise ValueError("canary_tokens=1, and the first token of a text has no logprob: 0 is none, 2 the fewest")
+        return value
 
-    @model_validator(mode="after")
-    def _functions_are_named(self) -> Self:
-        for key in ("loss", "advantage"):
-            module, _, function = getattr(self, key).partition(":")
-            if not module or not function:
-                raise ValueError(f"{key}={getattr(self, key)!r} is not module:function")
-        return self
+    @property
+    def offload_dir(self) -> Path:
+        """Folder in the run directory whose disk takes what is offloaded from a trainer on the CPU."""
+        return self.failed_dir.parent / "offload"
+
+    @property
+    def steps_per_batch(self) -> int:
+        """Optimizer steps that one batch is good for."""
+        return self.trainer.mini_batches * self.trainer.epochs

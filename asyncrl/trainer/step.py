@@ -1,7 +1,7 @@
-"""One optimizer step on one mini-batch, in this process. Knows tensors; knows no HTTP, and which loss only by name.
+"""The optimizer steps on one batch, on this rank's part of it. Knows tensors; knows no HTTP, and which loss only by name.
 
-Precision: master weights, gradients and optimizer state are float32. With dtype bfloat16 the forward pass runs under
-autocast (the head in float32) and exported weights are cast to bfloat16, the engine's dtype.
+A batch is good for epochs * mini_batches optimizer steps and makes one policy_version. Master weights, gradients and
+optimizer state are float32; with dtype bfloat16 the forward pass and the exported weights are bfloat16, as in the engine.
 """
 
 from __future__ import annotations
@@ -9,248 +9,311 @@ from __future__ import annotations
 import logging
 import math
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from asyncrl.serving import Refused
-from asyncrl.trainer.loading import load_model, load_tokenizer, make_optimizer, resolve_device, resolve_function
-from asyncrl.trainer.logprobs import TokenPlaces, has_plain_head, token_logprobs
-from asyncrl.trainer.metrics import gap_metrics, policy_metrics
-from asyncrl.trainer.packing import check_batch, cut_micro_batches, loss_tokens
-from asyncrl.trainer.record import append_line, trained_line
+from asyncrl.trainer.batch_checks import check_batch, loss_tokens
+from asyncrl.trainer.canary import checked, make_canary
+from asyncrl.trainer.gap import GAP_WARNING, gap_advice, gap_metrics, gap_words, measure_gaps, worst_gap
+from asyncrl.trainer.loading import load_tokenizer, make_optimizer
+from asyncrl.trainer.metrics import policy_metrics
+from asyncrl.trainer.objective import BatchNumbers, Objective
+from asyncrl.trainer.packing import MicroBatch
+from asyncrl.trainer.parts import make_parts
+from asyncrl.trainer.policy import Policy
+from asyncrl.trainer.ranks import ALONE, Ranks
+from asyncrl.trainer.record import append_line, note_restored, trained_line
 from asyncrl.trainer.schedule import learning_rate_at
+from asyncrl.trainer.sharding import reshard
+from asyncrl.trainer.shares import mini_batches, rank_micro_batches
 from asyncrl.trainer.spec import TrainerSpec
-from asyncrl.trainer.weights import digest_of, export_weights, in_export_dtype, named_weights, save_folder
-from asyncrl.wire import BatchArrays, BatchHeader, ExportResponse, pack_batch
+from asyncrl.trainer.state import PendingSave, Progress, TrainerState
+from asyncrl.trainer.totals import BatchTotals, StepSums
+from asyncrl.trainer.weights import digest_of, export_weights, gather_along, in_export_dtype, in_file_order, named_weights, save_folder
+from asyncrl.wire import BatchArrays, BatchHeader, Canary, ExportResponse, pack_batch
 
 log = logging.getLogger("asyncrl.trainer")
 
-GAP_WARNING = 0.05
-"""Nats of mean logprob gap on fresh tokens from which the log warns."""
-SPLIT_COST_TOKENS = {"cpu": 64, "cuda": 4096}
-"""Padding tokens that cost as much as one more micro-batch (64 measured with 0.8 M parameters on one core)."""
-
-
-@dataclass
-class _Sums:
-    """What the micro-batches of one mini-batch add up to; logprobs and entropies [N] are set where a token carries loss."""
-
-    logprobs: npt.NDArray[np.float32]
-    entropies: npt.NDArray[np.float32]
-    loss: float = 0.0
-    stats: dict[str, float] = field(default_factory=dict)
+BoolN = npt.NDArray[np.bool_]
+Float32N = npt.NDArray[np.float32]
 
 
 class TrainStep:
     """Weights, optimizer and the number of steps taken. Not thread-safe: one thread owns it.
 
-    Life:       policy_version 0 -> train -> 1 -> train -> 2 ...; a refused batch changes nothing.
-    Invariant:  weights change only together with policy_version, in train(), after every check has passed. On the CPU the
-                same batches with the same number of threads give the same bits.
+    Life:       policy_version 0 -> train -> 1 -> train -> 2 ...; a refused batch leaves policy_version as it was.
+    Invariant:  each batch is trained on once, by the policy_version that it is for. On the CPU the same batches with the
+                same number of threads give the same bits.
     """
 
-    def __init__(self, spec: TrainerSpec) -> None:
+    def __init__(self, spec: TrainerSpec, ranks: Ranks = ALONE) -> None:
         """Load everything. Raises ConfigError if the model or a function cannot be had, or memory is short."""
         torch.set_num_threads(spec.threads)
         torch.manual_seed(spec.seed)
-        self.spec, self.policy_version = spec, 0
-        self._loss = resolve_function(spec.loss, "algorithm.loss")
-        self._advantage = resolve_function(spec.advantage, "algorithm.advantage")
-        self.device, self.dtype = resolve_device(spec)
-        if self.device.type == "cuda" and self.dtype == torch.bfloat16:
-            torch.set_float32_matmul_precision("high")
-        self.model = load_model(spec, self.device)
-        self._has_plain_head = has_plain_head(self.model)
-        self._optimizer = make_optimizer(self.model, spec.trainer)
+        self.spec, self.ranks, self.policy_version, self.num_optimizer_steps = spec, ranks, 0, 0
+        self.num_skipped_in_a_row = 0
+        self._objective = Objective(spec)
+        parts = make_parts(spec, ranks, needs_reference=self._objective.needs_reference)
+        self.device, self.dtype = parts.device, parts.dtype
+        self.policy, self._reference, self._adapters, self._masters = parts.policy, parts.reference, parts.adapters, parts.masters
+        self._optimizer = make_optimizer(self._masters.named.values(), spec.trainer)
+        self._pending: PendingSave | None = None
+        self._state = TrainerState(
+            self._masters,
+            self._optimizer,
+            model_path=spec.model_path,
+            dtype=self.dtype,
+            device=self.device,
+            lora=spec.trainer.lora,
+        )
+        self._has_recorded = False
 
     def __repr__(self) -> str:
         return f"<TrainStep {self.spec.model_path} v{self.policy_version} on {self.device.type}>"
 
     def train(self, header: BatchHeader, arrays: BatchArrays) -> dict[str, float]:
-        """Take one optimizer step; returns its metrics by full name. Raises Refused, with weights as they were."""
+        """Take the optimizer steps of one batch; returns its metrics by full name. Raises Refused."""
         started = time.perf_counter()
-        check_batch(header, arrays, self.policy_version, self.model.get_input_embeddings().num_embeddings)
+        check_batch(header, arrays, self.policy_version, self.policy.model.get_input_embeddings().num_embeddings)
         has_loss = loss_tokens(header, arrays)
-        num_loss_tokens = int(has_loss.sum())
-        try:
-            sums = self._accumulate(header, arrays, has_loss)
-            gap = self._check_gap(header, arrays, has_loss, sums)
-            grad_norm = self._clip_gradient()
-            if not (math.isfinite(sums.loss) and math.isfinite(grad_norm)):
-                self._refuse_saved(header, arrays, f"loss {sums.loss} and gradient norm {grad_norm}", "a step needs finite numbers")
-            metrics = {
-                "policy/loss": sums.loss,
-                "policy/grad_norm": grad_norm,
-                **policy_metrics(sums.logprobs[has_loss], arrays.behaviour_logprobs[has_loss], sums.entropies[has_loss]),
-                **{f"policy/{name}": value / num_loss_tokens for name, value in sums.stats.items()},
-                **gap,
-            }
-            if unfit := {name: value for name, value in metrics.items() if not math.isfinite(value)}:
-                self._refuse_saved(header, arrays, f"metrics {unfit}", "metrics are finite numbers, those of algorithm.loss included")
-            learning_rate = learning_rate_at(self.spec.trainer, self.policy_version)
-            for group in self._optimizer.param_groups:
-                group["lr"] = learning_rate
-            self._optimizer.step()
-        finally:
-            self._optimizer.zero_grad(set_to_none=True)
+        batch = self._numbers(header, arrays, has_loss)
+        taken = BatchTotals(np.zeros(len(has_loss), np.float32), np.zeros(len(has_loss), np.float32))
+        parts = mini_batches(header, has_loss, self.spec.trainer.mini_batches)
+        for epoch in range(self.spec.trainer.epochs):
+            for chosen in parts:
+                self._optimizer_step(batch, chosen, taken, is_first=epoch == 0)
+            # A part without a loss token is no step, and counts as one: the schedule ends with the run's last batch.
+            self.num_optimizer_steps += self.spec.trainer.mini_batches - len(parts)
         self.policy_version += 1
-        self._record(header, arrays, has_loss, sums.loss)
+        self._record(header, arrays, has_loss, taken)
+        num_loss_tokens = int(has_loss.sum())
+        policy = {
+            "policy/clip_fraction": 0.0,  # of a loss that clips nothing
+            **{f"policy/{name}": value / taken.num_tokens for name, value in taken.stats.items()},  # a user's name hides none below
+            "policy/loss": taken.loss,
+            "policy/grad_norm": float(np.mean(taken.grad_norms)) if taken.grad_norms else 0.0,
+            **policy_metrics(taken.logprobs_N[has_loss], arrays.behaviour_logprobs[has_loss], taken.entropies_N[has_loss]),
+            **taken.gap,
+        }
         return {
-            **metrics,
+            **{name: value for name, value in policy.items() if math.isfinite(value)},  # what a skipped step has spoilt is left out
             "sample/masked_fraction": 1.0 - num_loss_tokens / int(arrays.loss_mask.sum()),
             "tokens/trained": float(num_loss_tokens),
-            "trainer/learning_rate": learning_rate,
+            "trainer/learning_rate": self._optimizer.param_groups[0]["lr"],
+            "trainer/optimizer_steps": float(self.num_optimizer_steps),
+            "trainer/skipped_steps": float(taken.num_skipped),
             "perf/train_s": time.perf_counter() - started,
         }
 
     def export(self, path: Path) -> ExportResponse:
-        """Write the current weights, in the engine's dtype, as a safetensors file. Raises OSError."""
-        return export_weights(in_export_dtype(named_weights(self.model), self.dtype), path, self.policy_version)
+        """Write the current weights, in the engine's dtype, as a safetensors file. Raises OSError, or Refused if they give NaN."""
+        canary = self._canary()  # first of all: other ranks are in join_export
+        if self.spec.transport == "lora" and self._adapters is not None:
+            answer = export_weights(self._adapters.export_tensors(), path, self.policy_version).model_copy(update={"kind": "lora"})
+        else:
+            answer = export_weights(self._merged_weights(), path, self.policy_version, self.dtype)
+        return answer.model_copy(update={"canary": checked(canary)})
 
-    def save(self, path: Path) -> None:
-        """Write the current weights and the tokenizer as a Hugging Face folder. Raises FileExistsError or OSError."""
-        save_folder(self.model, load_tokenizer(self.spec), self.dtype, path)
+    def join_export(self) -> None:
+        """The other ranks' part of export: their shards."""
+        self._canary()
+        if self.spec.transport == "lora" and self._adapters is not None:
+            self._adapters.export_tensors()
+        else:
+            gather_along(in_file_order(self._merged_weights()), self.dtype)
+
+    def save(self, path: Path, *, merged: bool = True) -> None:
+        """Write the current weights and the tokenizer as a Hugging Face folder, or the adapters alone as a peft folder.
+
+        Raises FileExistsError, OSError, or ValueError if there are no adapters.
+        """
+        self.check_save(path, merged=merged)
+        if merged:
+            weights = in_export_dtype(self._merged_weights(), self.dtype)  # first of all: other ranks are in join_save
+            save_folder(self.policy.model, weights, load_tokenizer(self.spec), self.dtype, path)
+        elif self._adapters is not None:
+            self._adapters.save(path, self.spec.model_path)
+
+    def check_save(self, path: Path, *, merged: bool) -> None:
+        """Raises what save would before it gathers a shard: FileExistsError, or ValueError if there are no adapters."""
+        if path.exists():
+            raise FileExistsError(f"{path} exists already")
+        if not merged and self._adapters is None:
+            raise ValueError("adapters were asked for, and trainer.lora is none: all weights are trained")
+
+    def join_save(self, *, merged: bool) -> None:
+        """The other ranks' part of save: their shards."""
+        if merged:
+            gather_along(self._merged_weights(), self.dtype)
+        elif self._adapters is not None:
+            gather_along(self._adapters.tensors(), self.dtype)
+
+    def begin_save_state(self, path: Path) -> PendingSave:
+        """Copy all that is needed to go on; it is written to the new folder `path` beside training. Raises StateError."""
+        self._pending = self._state.begin_save(Progress(self.policy_version, self.num_optimizer_steps, self.num_skipped_in_a_row), path)
+        return self._pending
+
+    def wait_save_state(self) -> None:
+        """Return when what was begun last is complete, at once if nothing was. Raises StateError. Any thread may call it."""
+        if self._pending is not None:
+            self._pending.wait()
+
+    def load_state(self, path: Path) -> None:
+        """Go on from a saved folder; it must be from a run directory that the user named. Raises StateError."""
+        progress = self._state.load(path)
+        self.policy_version, self.num_optimizer_steps = progress.policy_version, progress.num_optimizer_steps
+        self.num_skipped_in_a_row, self._has_recorded = progress.num_skipped_in_a_row, False
 
     def weights_digest(self) -> str:
-        """Digest of the float32 master weights."""
-        return digest_of(in_export_dtype(named_weights(self.model), torch.float32))
+        """Digest of the float32 master weights: of what is trained, so of the adapters alone with trainer.lora."""
+        return digest_of(self._masters.named)
 
-    def _accumulate(self, header: BatchHeader, arrays: BatchArrays, has_loss: npt.NDArray[np.bool_]) -> _Sums:
-        """Forward and backward over all micro-batches; gradients are those of the mean over the mini-batch's loss tokens."""
-        advantage_B = self._advantages(header)
-        config = self.spec.trainer
-        # A sequence is read up to its last loss token: what comes after it can change nothing.
-        lengths = [
-            int(positions[-1]) if len(positions := np.flatnonzero(has_loss[entry.start : entry.end])) else 0
-            for entry in header.trajectories
-        ]
-        sums = _Sums(np.zeros(len(has_loss), np.float32), np.zeros(len(has_loss), np.float32))
-        num_loss_tokens = int(has_loss.sum())
-        for indices in cut_micro_batches(lengths, config.micro_batch_tokens, SPLIT_COST_TOKENS[self.device.type]):
-            source_BT = _gather_index([(header.trajectories[index].start, lengths[index]) for index in indices])
-            self._micro_batch(arrays, has_loss, source_BT, advantage_B[indices], num_loss_tokens, sums)
+    def _numbers(self, header: BatchHeader, arrays: BatchArrays, has_loss: BoolN) -> BatchNumbers:
+        """All that is computed before the first step, which may change the weights."""
+        proximal_N = self._forward(self.policy, header, arrays, has_loss) if self._objective.needs_proximal else None
+        reference_N = self._reference_logprobs(header, arrays, has_loss) if self._objective.needs_reference else None
+        advantage_N = self._objective.advantages(header, arrays, has_loss, proximal_N, reference_N)
+        return BatchNumbers(header, arrays, advantage_N, proximal_N, reference_N)
+
+    def _canary(self) -> Canary | None:
+        """What goes with the export of these weights, if the spec asks for it; on all ranks."""
+        return make_canary(self.policy, self.spec.canary_tokens) if self.spec.canary_tokens else None
+
+    def _merged_weights(self) -> dict[str, Tensor]:
+        """All weights by the names that the model was loaded with."""
+        return named_weights(self.policy.model) if self._adapters is None else self._adapters.merged()
+
+    def _reference_logprobs(self, header: BatchHeader, arrays: BatchArrays, has_loss: BoolN) -> Float32N:
+        """float32 [N], by the initial weights."""
+        if self._adapters is None:
+            assert self._reference is not None
+            return self._forward(self._reference, header, arrays, has_loss)
+        with self._adapters.off():
+            return self._forward(self.policy, header, arrays, has_loss)
+
+    @torch.no_grad()
+    def _forward(self, policy: Policy, header: BatchHeader, arrays: BatchArrays, has_loss: BoolN) -> Float32N:
+        """float32 [N]: logprobs of the loss tokens, 0 elsewhere; no gradient."""
+        logprobs_N = np.zeros(len(has_loss), np.float32)
+        for micro, counts in self._micro_batches(header, arrays, has_loss):
+            logprob_M, _ = policy(micro, self.spec.temperature)
+            if counts:
+                logprobs_N[micro.source_M] = logprob_M.cpu().numpy()
+        self.ranks.add_up(logprobs_N)
+        reshard(policy)
+        return logprobs_N
+
+    def _micro_batches(self, header: BatchHeader, arrays: BatchArrays, has_loss: BoolN) -> list[tuple[MicroBatch, bool]]:
+        """Those of this rank, and whether each one counts."""
+        max_tokens = self.spec.trainer.micro_batch_tokens
+        return rank_micro_batches(header, arrays, has_loss, max_tokens, self.device, self.ranks, self.policy.plan)
+
+    def _optimizer_step(self, batch: BatchNumbers, chosen: BoolN, taken: BatchTotals, *, is_first: bool) -> None:
+        """One forward-backward over the chosen tokens and one step; a gradient that is not finite is skipped and counted."""
+        try:
+            sums = self._accumulate(batch, chosen)
+            if is_first:
+                taken.logprobs_N[chosen], taken.entropies_N[chosen] = sums.logprobs_N[chosen], sums.entropies_N[chosen]
+            if taken.num_tokens == 0:  # later steps of a batch start from other weights than those it was sampled with
+                taken.gap = self._check_gap(batch, chosen, sums)
+            grad_norm = self._clip_gradient()
+            if not (math.isfinite(sums.loss) and math.isfinite(grad_norm)):  # first: its statistics are as spoilt as its gradient
+                self._skip(batch, taken, f"loss {sums.loss} and gradient norm {grad_norm}")
+            elif unfit := {name: value for name, value in sums.stats.items() if not math.isfinite(value)}:
+                self._refuse_saved(batch, f"statistics {unfit}", "metrics are finite numbers, those of algorithm.loss included")
+            else:
+                self._step(taken, sums, grad_norm)
+        finally:
+            self._optimizer.zero_grad(set_to_none=True)
+        taken.add(sums, chosen)
+
+    def _accumulate(self, batch: BatchNumbers, chosen: BoolN) -> StepSums:
+        """Forward and backward over all micro-batches; the gradients add up to that of the step's loss."""
+        numbers = self._objective.step_numbers(batch, chosen)
+        sums = StepSums(np.zeros(len(chosen), np.float32), np.zeros(len(chosen), np.float32))
+        for micro, counts in self._micro_batches(batch.header, batch.arrays, chosen):
+            logprob_M, entropy_M = self.policy(micro, self.spec.temperature)
+            if not counts:
+                (logprob_M.sum() * 0.0).backward()
+                continue
+            with self.ranks.apart():
+                loss, stats = self._objective.micro_loss(micro, logprob_M, batch, numbers)
+            loss.backward()  # type: ignore[no-untyped-call]
+            sums.add(micro.source_M, logprob_M, entropy_M, loss, stats)
+        sums.add_up(self.ranks)
         return sums
 
-    def _micro_batch(
-        self,
-        arrays: BatchArrays,
-        has_loss: npt.NDArray[np.bool_],
-        source_BT: npt.NDArray[np.int64],
-        advantage_B: Tensor,
-        num_loss_tokens: int,
-        sums: _Sums,
-    ) -> None:
-        """One forward-backward. source_BT [B, T+1]: where in the packed arrays each token stands, -1 for padding."""
-        is_real_BT = source_BT[:, 1:] >= 0
-        mask_BT = is_real_BT & has_loss[source_BT[:, 1:]]
-        ids_BT = self._tensor(np.where(source_BT >= 0, arrays.token_ids[source_BT], 0).astype(np.int64))
-        mask = self._tensor(mask_BT)
-        row_M, column_M = mask.nonzero(as_tuple=True)
-        places = TokenPlaces(row_M, column_M, ids_BT[row_M, column_M + 1])
-        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.dtype == torch.bfloat16):
-            logprob_M, entropy_M = token_logprobs(
-                self.model, ids_BT[:, :-1], places, self.spec.temperature, has_plain_head=self._has_plain_head
-            )
-        current_BT = torch.zeros(mask.shape, device=self.device).index_put((row_M, column_M), logprob_M)
-        behaviour_BT = self._tensor(np.where(mask_BT, arrays.behaviour_logprobs[source_BT[:, 1:]], np.float32(0)))
-        advantages_BT = advantage_B.to(self.device)[:, None].expand(mask.shape)
-        loss_sum, stats = self._call_loss(current_BT, behaviour_BT, advantages_BT, mask)
-        (loss_sum / num_loss_tokens).backward()  # type: ignore[no-untyped-call]
-        sums.loss += float(loss_sum.detach()) / num_loss_tokens
-        for name, value in stats.items():
-            sums.stats[name] = sums.stats.get(name, 0.0) + float(value)
-        sums.logprobs[source_BT[:, 1:][mask_BT]] = logprob_M.detach().cpu().numpy()
-        sums.entropies[source_BT[:, 1:][mask_BT]] = entropy_M.cpu().numpy()
+    def _step(self, taken: BatchTotals, sums: StepSums, grad_norm: float) -> None:
+        learning_rate = learning_rate_at(self.spec.trainer, self.num_optimizer_steps)
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        self._optimizer.step()
+        self._masters.write_back()
+        self.num_optimizer_steps += 1
+        self.num_skipped_in_a_row = 0
+        taken.losses.append(sums.loss)
+        taken.grad_norms.append(grad_norm)
 
-    def _call_loss(
-        self, current_BT: Tensor, behaviour_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The sum of the loss over the micro-batch and its statistics, checked: the function may be the user's."""
-        answer = self._loss(
-            current_BT,
-            current_BT.detach(),  # the proximal policy is that before the step, and the mini-batch has one step
-            behaviour_BT,
-            advantages_BT,
-            mask_BT,
-            clip_low=self.spec.clip_low,
-            clip_high=self.spec.clip_high,
-            importance_cap=self.spec.importance_cap,
-        )
-        match answer:
-            case (Tensor(ndim=0, requires_grad=True) as loss_sum, dict() as stats):
-                return loss_sum, stats
-        raise Refused(
-            422,
-            f"algorithm.loss={self.spec.loss} returned {answer!r}"[:500],
-            rule="it returns (sum of the loss: a scalar tensor with gradient, dict of summed statistics)",
-            way_out="correct the function; asyncrl/algorithms/losses.py has three that fit.",
-        )
+    def _skip(self, batch: BatchNumbers, taken: BatchTotals, what: str) -> None:
+        """Leave the weights as they are; the batch is saved for inspection. Refuses once it happens too often."""
+        self.num_skipped_in_a_row += 1
+        self.num_optimizer_steps += 1
+        taken.num_skipped += 1
+        if self.num_skipped_in_a_row >= self.spec.trainer.max_skipped_steps:
+            rule = f"trainer.max_skipped_steps={self.spec.trainer.max_skipped_steps} steps in a row may be skipped before the run ends"
+            self._refuse_saved(batch, what, rule)
+        path = self._save_failed(batch)
+        log.warning("batch %d: step skipped, %s; the batch is saved in %s", batch.header.version, what, path)
 
-    def _advantages(self, header: BatchHeader) -> Tensor:
-        reward_B = torch.tensor([entry.reward for entry in header.trajectories], dtype=torch.float32)
-        group_B = torch.tensor([entry.group_index for entry in header.trajectories], dtype=torch.int64)
-        advantage_B = self._advantage(reward_B, group_B)
-        if not isinstance(advantage_B, Tensor) or advantage_B.shape != reward_B.shape or not bool(torch.isfinite(advantage_B).all()):
-            raise Refused(
-                422,
-                f"algorithm.advantage={self.spec.advantage} returned {advantage_B} for rewards {reward_B.tolist()}",
-                rule="it returns a finite float32 tensor [B]",
-                way_out="correct the function, or set algorithm.advantage=grpo.",
-            )
-        return advantage_B.float()
-
-    def _check_gap(self, header: BatchHeader, arrays: BatchArrays, has_loss: npt.NDArray[np.bool_], sums: _Sums) -> dict[str, float]:
+    def _check_gap(self, batch: BatchNumbers, chosen: BoolN, sums: StepSums) -> dict[str, float]:
         """Metrics of |current - behaviour| on fresh tokens, where both come from the same weights. Refuses past the limit."""
-        is_fresh = has_loss & (arrays.versions == header.version)
-        gap = gap_metrics(sums.logprobs[is_fresh], arrays.behaviour_logprobs[is_fresh])
-        mean, limit = gap.get("policy/logprob_gap_mean", 0.0), self.spec.trainer.logprob_gap_limit
-        if limit is not None and mean > limit:
+        arrays, limit = batch.arrays, self.spec.trainer.logprob_gap_limit
+        is_fresh = chosen & (arrays.versions == batch.header.version)
+        gaps = measure_gaps(sums.logprobs_N[is_fresh], arrays.behaviour_logprobs[is_fresh], arrays.engines[is_fresh])
+        if limit is not None and (worst := worst_gap(gaps, limit)) is not None:
             self._refuse_saved(
-                header,
-                arrays,
-                f"engine and trainer disagree by {mean:.4g} nats on average on {int(is_fresh.sum())} fresh tokens",
-                f"trainer.logprob_gap_limit={limit}",
-                "check that engine and trainer use the same model.dtype, temperature and weights; "
-                "publisher.interrupt=keep_kv raises the gap; or raise trainer.logprob_gap_limit.",
+                batch,
+                gap_words(worst, gaps),
+                f"trainer.logprob_gap_limit={limit}, for the mean of all fresh tokens and for that of each engine",
+                f"{gap_advice(worst, gaps)}; or raise trainer.logprob_gap_limit.",
             )
-        if mean > GAP_WARNING:
-            log.warning("batch %d: engine and trainer disagree by %.3f nats on average on fresh tokens", header.version, mean)
-        return gap
+        if (worst := worst_gap(gaps, GAP_WARNING)) is not None:
+            log.warning("batch %d: %s; %s", batch.header.version, gap_words(worst, gaps), gap_advice(worst, gaps))
+        return gap_metrics(gaps)
 
     def _clip_gradient(self) -> float:
         """Clip to trainer.max_grad_norm; returns the norm before."""
         limit = self.spec.trainer.max_grad_norm
-        return float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), math.inf if limit is None else limit))
+        norm = torch.nn.utils.clip_grad_norm_(list(self._masters.named.values()), math.inf if limit is None else limit)
+        return float(self.ranks.gather(float(norm.full_tensor() if isinstance(norm, DTensor) else norm))[0])
 
-    def _refuse_saved(self, header: BatchHeader, arrays: BatchArrays, error: str, rule: str, way_out: str = "") -> None:
-        self.spec.failed_dir.mkdir(parents=True, exist_ok=True)
-        path = self.spec.failed_dir / f"step_{header.version}.safetensors"
-        path.write_bytes(pack_batch(header, arrays))
+    def _save_failed(self, batch: BatchNumbers) -> Path:
+        path = self.spec.failed_dir / f"step_{batch.header.version}.safetensors"
+        if self.ranks.is_first:
+            self.spec.failed_dir.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(pack_batch(batch.header, batch.arrays))
+        return path
+
+    def _refuse_saved(self, batch: BatchNumbers, error: str, rule: str, way_out: str = "") -> None:
+        path = self._save_failed(batch)
         raise Refused(
             422,
-            f"batch {header.version} gave {error}; weights stay at policy_version {self.policy_version}, the batch is saved in {path}",
+            f"batch {batch.header.version} gave {error}; policy_version stays {self.policy_version}, the batch is saved in {path}",
             rule=rule,
             way_out=way_out or "look at the batch with asyncrl.wire.unpack_batch; lower trainer.learning_rate or trainer.max_grad_norm.",
         )
 
-    def _record(self, header: BatchHeader, arrays: BatchArrays, has_loss: npt.NDArray[np.bool_], loss: float) -> None:
+    def _record(self, header: BatchHeader, arrays: BatchArrays, has_loss: BoolN, taken: BatchTotals) -> None:
         digest = self.weights_digest() if self.spec.record_digest else None
-        append_line(self.spec.record_path, trained_line(header, arrays, has_loss, loss, digest))
-
-    def _tensor(self, array: npt.NDArray[Any]) -> Tensor:
-        return torch.from_numpy(array).to(self.device)
-
-
-def _gather_index(parts: list[tuple[int, int]]) -> npt.NDArray[np.int64]:
-    """[B, T+1] positions in the packed arrays: row b counts from start_b over length_b + 1 tokens, then -1."""
-    width = max(length for _, length in parts) + 1
-    offset = np.arange(width)
-    start = np.array([start for start, _ in parts])[:, None]
-    length = np.array([length for _, length in parts])[:, None]
-    return np.where(offset <= length, start + offset, -1)
+        if not self.ranks.is_first:
+            return
+        if not self._has_recorded:  # the first batch of this process: what an earlier one has written from here on is done again
+            note_restored(self.spec.record_path, header.version)
+            self._has_recorded = True
+        append_line(self.spec.record_path, trained_line(header, arrays, has_loss, taken.loss, digest))

@@ -1,6 +1,7 @@
 """Reads, exports and saves model weights. Knows files and digests; knows no batch.
 
-Export is one pass over the weights: each tensor's bytes go straight into the file while another thread hashes them.
+Export is one pass over the weights: each tensor's bytes go straight into the file while another thread hashes them. Sharded
+weights are gathered one tensor at a time; the ranks that write nothing go through the same pass (gather_along).
 """
 
 from __future__ import annotations
@@ -9,15 +10,18 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from queue import Queue
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from asyncrl.wire import ExportResponse, weights_digest
+from asyncrl.trainer.stores import host_bytes
+from asyncrl.wire import ExportResponse, joint_digest, tensor_digest
 
 SAFETENSORS_NAMES = {
     torch.float32: "F32",
@@ -37,44 +41,100 @@ def named_weights(model: Any) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in weights.items()}
 
 
+def whole_tensors(
+    weights: Mapping[str, Tensor], dtype: torch.dtype | None = None, device: str | torch.device = "cpu"
+) -> Iterator[tuple[str, Tensor]]:
+    """Each tensor on `device`, contiguous, a floating point one as `dtype`. Copies only what is not so already.
+
+    A sharded tensor is gathered on all ranks, each of which must go through all of them.
+    """
+    for name, tensor in weights.items():
+        target = _export_dtype(tensor, dtype)
+        whole: Tensor = cast(DTensor, tensor.to(target)).full_tensor() if isinstance(tensor, DTensor) else tensor
+        yield name, whole.detach().to(device=device, dtype=target).contiguous()
+
+
 def in_export_dtype(weights: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """The weights on the CPU, contiguous, floating point ones as `dtype`. Copies only what is not so already."""
-    return {
-        name: tensor.to(device="cpu", dtype=dtype if tensor.is_floating_point() else None).contiguous() for name, tensor in weights.items()
-    }
+    """whole_tensors, all at once."""
+    return dict(whole_tensors(weights, dtype))
+
+
+def gather_along(weights: Mapping[str, Tensor], dtype: torch.dtype | None) -> None:
+    """Go with the rank that writes these weights through its gathering, and keep nothing."""
+    for _ in whole_tensors(weights, dtype):
+        pass
 
 
 def digest_of(weights: dict[str, Tensor]) -> str:
-    """asyncrl.wire.weights_digest of CPU tensors."""
-    return weights_digest(_parts(weights))
+    """asyncrl.wire.weights_digest, gathered where sharded."""
+    return joint_digest(digests_of(whole_tensors(weights)).values())
 
 
-def export_weights(weights: dict[str, Tensor], path: Path, version: int) -> ExportResponse:
-    """Write CPU tensors as a safetensors file, complete or not at all. Raises OSError, a full shared memory for one."""
-    order = sorted(weights)
+def digests_of(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, bytes]:
+    """asyncrl.wire.tensor_digest of each."""
+    return {
+        name: tensor_digest(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), host_bytes(tensor))
+        for name, tensor in tensors
+    }
+
+
+def export_weights(weights: dict[str, Tensor], path: Path, version: int, dtype: torch.dtype | None = None) -> ExportResponse:
+    """Write a safetensors file, complete or not at all. Raises OSError, a full shared memory for one."""
+    weights = in_file_order(weights)
     unfinished = path.with_name(path.name + ".unfinished")
     try:
-        with ThreadPoolExecutor(1, "digest") as hashing:
-            digest = hashing.submit(digest_of, weights)
+        tensors = whole_tensors(weights, dtype)
+        try:
             with unfinished.open("wb", buffering=0) as file:
-                _write_all(file, _safetensors_head(weights, order))
-                for name in order:
-                    _write_all(file, raw_bytes(weights[name]))
+                digests = write_tensors(file, weights, tensors, dtype)
+        finally:
+            for _ in tensors:  # after an error: the other ranks gather on to the end
+                pass
         unfinished.rename(path)
     finally:
         unfinished.unlink(missing_ok=True)
-    num_bytes = sum(tensor.nbytes for tensor in weights.values())
-    return ExportResponse(version=version, path=str(path), digest=digest.result(), num_tensors=len(weights), num_bytes=num_bytes)
+    return ExportResponse(
+        version=version,
+        path=str(path),
+        digest=joint_digest(digests.values()),
+        num_tensors=len(weights),
+        num_bytes=num_bytes(weights, dtype),
+    )
 
 
-def save_folder(model: Any, tokenizer: Any, dtype: torch.dtype, path: Path) -> None:
-    """Write a Hugging Face folder with weights as `dtype`, complete or not at all. Raises FileExistsError, OSError."""
+def write_tensors(
+    file: Any, like: Mapping[str, Tensor], tensors: Iterator[tuple[str, Tensor]], dtype: torch.dtype | None
+) -> dict[str, bytes]:
+    """Write a safetensors file and return each tensor's digest, computed meanwhile. Raises OSError.
+
+    `like` has names, shapes and dtypes of `tensors`, in the same order; its tensors are not read.
+    """
+    waiting = Queue[tuple[str, Tensor] | None](maxsize=1)
+    with ThreadPoolExecutor(1, "digest") as hashing:
+        digests = hashing.submit(_hash_all, iter(waiting.get, None))
+        try:
+            _write_all(file, _safetensors_head(like, dtype))
+            for name, tensor in tensors:
+                waiting.put((name, tensor))
+                _write_all(file, host_bytes(tensor))
+        finally:
+            waiting.put(None)
+    return digests.result()
+
+
+def in_file_order(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """As export_weights goes through them."""
+    return {name: weights[name] for name in sorted(weights)}
+
+
+def save_folder(model: Any, weights: dict[str, Tensor], tokenizer: Any, dtype: torch.dtype, path: Path) -> None:
+    """Write a Hugging Face folder of `model` with these weights as `dtype`, complete or not at all. Raises FileExistsError, OSError."""
     if path.exists():
         raise FileExistsError(f"{path} exists already")
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        model.save_pretrained(unfinished, state_dict=in_export_dtype(named_weights(model), dtype))
+        model.save_pretrained(unfinished, state_dict=in_export_dtype(weights, dtype))
         config_file = unfinished / "config.json"
         config = json.loads(config_file.read_text(encoding="utf-8"))
         # save_pretrained notes the dtype of the master weights, not of the state_dict that it was given.
@@ -86,28 +146,40 @@ def save_folder(model: Any, tokenizer: Any, dtype: torch.dtype, path: Path) -> N
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def raw_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, not copied."""
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
+def _export_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
 
 
-def _parts(weights: dict[str, Tensor]) -> Iterable[tuple[str, str, tuple[int, ...], memoryview]]:
-    for name, tensor in weights.items():
-        yield name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), raw_bytes(tensor)
+def num_bytes(weights: Mapping[str, Tensor], dtype: torch.dtype | None) -> int:
+    """Of all of them in the export's dtype, whole, sharded or not."""
+    return sum(_num_bytes(tensor, dtype) for tensor in weights.values())
 
 
-def _safetensors_head(weights: dict[str, Tensor], order: list[str]) -> bytes:
+def _num_bytes(tensor: Tensor, dtype: torch.dtype | None) -> int:
+    """Of the whole tensor, sharded or not."""
+    return tensor.numel() * _export_dtype(tensor, dtype).itemsize
+
+
+def _hash_all(tensors: Iterator[tuple[str, Tensor]]) -> dict[str, bytes]:
+    try:
+        return digests_of(tensors)
+    finally:
+        for _ in tensors:  # after an error: whoever hands them over must not wait for us
+            pass
+
+
+def _safetensors_head(weights: Mapping[str, Tensor], dtype: torch.dtype | None) -> bytes:
     """Eight bytes of length and a JSON header: https://github.com/huggingface/safetensors#format."""
     entries: dict[str, Any] = {}
     offset = 0
-    for name in order:
-        tensor = weights[name]
+    for name, tensor in weights.items():
+        end = offset + _num_bytes(tensor, dtype)
         entries[name] = {
-            "dtype": SAFETENSORS_NAMES[tensor.dtype],
+            "dtype": SAFETENSORS_NAMES[_export_dtype(tensor, dtype)],
             "shape": list(tensor.shape),
-            "data_offsets": [offset, offset + tensor.nbytes],
+            "data_offsets": [offset, end],
         }
-        offset += tensor.nbytes
+        offset = end
     head = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
     head += b" " * (math.ceil(len(head) / 8) * 8 - len(head))  # data starts on a multiple of 8 bytes, as the format asks
     return len(head).to_bytes(8, "little") + head

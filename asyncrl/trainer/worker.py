@@ -1,6 +1,8 @@
 """The trainer process: `python -m asyncrl.trainer.worker --spec FILE --fd N`. Knows how to start and end; no steps itself.
 
-Owns the staging directory: made here with mode 0700, removed at the end, whether the parent sends SIGTERM or SIGINT, or is gone.
+Makes the staging directory with mode 0700, and removes it if the parent is gone. Whoever else ends the worker removes it, or
+leaves it to the one that takes its place: engines may still read the last export.
+With several ranks each is such a process; rank 0 removes the directory, the others only if the parent is gone.
 """
 
 from __future__ import annotations
@@ -30,24 +32,25 @@ def main() -> None:
         shutil.rmtree(spec.staging_dir, ignore_errors=True)
 
     def end(*_: object) -> None:
-        # A step may hold the torch thread for long; nothing of it is worth waiting for.
-        remove_staging()
-        os._exit(0)
+        os._exit(0)  # a step may hold the torch thread for long; nothing of it is worth waiting for
 
     die_with_parent(remove_staging)
     signal.signal(signal.SIGTERM, end)
     signal.signal(signal.SIGINT, end)
     make_staging(spec.staging_dir)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    try:
-        from transformers.utils.logging import disable_progress_bar  # torch: only once the parent is watched
+    from transformers.utils.logging import disable_progress_bar  # torch: only once the parent is watched
 
-        from asyncrl.trainer.service import make_service
+    from asyncrl.trainer.record import hold_record
+    from asyncrl.trainer.service import make_service
 
-        disable_progress_bar()
-        serve(make_service(spec), fd)
-    finally:
-        remove_staging()
+    if spec.rank == 0:
+        try:
+            hold_record(spec.record_path)
+        except (OSError, TimeoutError) as error:
+            fail(f"cannot hold the record: {error}", rule="one trainer at a time writes it", way_out="end the process that holds it.")
+    disable_progress_bar()
+    serve(make_service(spec), fd)
 
 
 def make_staging(path: Path) -> None:

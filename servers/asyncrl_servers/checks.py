@@ -36,6 +36,11 @@ def check_request(request: GenerateRequest, max_length: int, vocab_size: int) ->
         )
 
 
+def refusal_of(error: BaseException) -> Refused:
+    """The answer that tells of `error`: itself if it is a refusal, else a crash (500)."""
+    return error if isinstance(error, Refused) else Refused(500, f"{type(error).__name__}: {error}", way_out="see this server's log.")
+
+
 def here_already(request_id: str) -> Refused:
     """The refusal (409) of an id that is running or queued."""
     return Refused(

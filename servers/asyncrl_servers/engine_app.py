@@ -1,4 +1,4 @@
-"""The HTTP side of an engine server: five endpoints over any engine that answers with futures. Knows no torch."""
+"""The HTTP side of an engine server: its endpoints over any engine that answers with futures. Knows no torch."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Protocol, TypeAlias, TypeVar
 
 import anyio
 from fastapi import FastAPI, Request
+from fastapi.responses import Response
 
-from asyncrl.serving import Refused, make_app
+from asyncrl.serving import make_app
 from asyncrl.wire import (
     AbortRequest,
     AbortResponse,
@@ -18,9 +19,16 @@ from asyncrl.wire import (
     EngineHealth,
     GenerateRequest,
     GenerateResponse,
+    LoadChunkRequest,
+    LoadChunkResponse,
+    Moved,
     PrepareRequest,
     PrepareResponse,
+    SleepRequest,
+    WakeRequest,
 )
+from asyncrl_servers.checks import refusal_of
+from asyncrl_servers.streaming import StreamedAnswer, TokenStream
 
 Answer = TypeVar("Answer")
 AnyFuture: TypeAlias = "Future[Answer] | asyncio.Future[Answer]"
@@ -33,8 +41,8 @@ class Engine(Protocol):
         """Counts of this moment."""
         ...
 
-    def submit(self, request: GenerateRequest) -> AnyFuture[GenerateResponse]:
-        """Queue a request. Raises Refused if it can never run."""
+    def submit(self, request: GenerateRequest, stream: TokenStream | None = None) -> AnyFuture[GenerateResponse]:
+        """Queue a request. Raises Refused if it can never run. Tokens that `stream` was told are left out of the answer."""
         ...
 
     def abort(self, request_ids: list[str] | None) -> AnyFuture[list[str]]:
@@ -46,20 +54,35 @@ class Engine(Protocol):
         ...
 
     def commit(self, request: CommitRequest) -> AnyFuture[CommitResponse]:
-        """Swap to the staged weights."""
+        """Swap to the staged weights, or serve those that came in chunks."""
+        ...
+
+    def sleep(self, request: SleepRequest) -> AnyFuture[Moved]:
+        """Abort what runs and free these parts. What is queued waits for their wake."""
+        ...
+
+    def wake(self, request: WakeRequest) -> AnyFuture[Moved]:
+        """Take memory for these parts again."""
+        ...
+
+    def load_chunk(self, request: LoadChunkRequest) -> LoadChunkResponse:
+        """Load a chunk into weights without content; blocks its thread. Raises Refused."""
         ...
 
 
 def engine_app(engine: Engine) -> FastAPI:
-    """The five endpoints of an engine server over `engine`."""
+    """The endpoints of an engine server over `engine`."""
     app = make_app()
 
     @app.get("/health")
     async def health() -> EngineHealth:
         return engine.health()
 
-    @app.post("/generate")
-    async def generate(body: GenerateRequest, request: Request) -> GenerateResponse:
+    @app.post("/generate", response_model=GenerateResponse)
+    async def generate(body: GenerateRequest, request: Request) -> GenerateResponse | Response:
+        if body.stream:
+            stream = TokenStream()
+            return StreamedAnswer(stream, asyncio.wrap_future(engine.submit(body, stream)), lambda: engine.abort([body.request_id]))
         future = engine.submit(body)
 
         async def abort_when_gone() -> None:
@@ -85,14 +108,26 @@ def engine_app(engine: Engine) -> FastAPI:
     async def commit(body: CommitRequest) -> CommitResponse:
         return await _answered(engine.commit(body))
 
+    @app.post("/sleep")
+    async def sleep(body: SleepRequest) -> Moved:
+        return await _answered(engine.sleep(body))
+
+    @app.post("/wake")
+    async def wake(body: WakeRequest) -> Moved:
+        return await _answered(engine.wake(body))
+
+    @app.post("/load_chunk")
+    def load_chunk(body: LoadChunkRequest) -> LoadChunkResponse:
+        return engine.load_chunk(body)
+
     return app
 
 
 def _result(future: asyncio.Future[Answer]) -> Answer:
     error = future.exception()
-    if error is None or isinstance(error, Refused):
-        return future.result()
-    raise Refused(500, f"{type(error).__name__}: {error}", way_out="see this server's log.")
+    if error is not None:
+        raise refusal_of(error)
+    return future.result()
 
 
 async def _answered(future: AnyFuture[Answer]) -> Answer:

@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
+from asyncrl_servers.embedded.storage import own_zeros
+
 NAME = "asyncrl_slots"
 LENGTH_STEP = 32
 """Attention runs over a multiple of this many positions."""
@@ -51,7 +53,12 @@ class SlotCache:
     def allocate(cls, shape: CacheShape, slots: int, max_length: int, dtype: torch.dtype, device: torch.device) -> SlotCache:
         """A cache of zeros: what was never written must be finite, since it is multiplied by a probability of 0."""
         size = (shape.num_layers, slots, shape.kv_heads, padded_length(max_length), shape.head_dim)
-        return cls(torch.zeros(size, dtype=dtype, device=device), torch.zeros(size, dtype=dtype, device=device))
+        return cls(own_zeros(size, dtype, device), own_zeros(size, dtype, device))
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory it takes."""
+        return self.keys.nbytes + self.values.nbytes
 
     def copy_slot(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` positions of one slot to another."""

@@ -2,28 +2,45 @@
 
 from __future__ import annotations
 
-import queue
 import sys
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
-from typing import Any
+from concurrent.futures import Future
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from asyncrl.serving import Refused
-from asyncrl.wire import CommitRequest, CommitResponse, EngineHealth, GenerateRequest, GenerateResponse, PrepareRequest, PrepareResponse
+from asyncrl.wire import (
+    CommitRequest,
+    CommitResponse,
+    EngineHealth,
+    GenerateRequest,
+    GenerateResponse,
+    LoadChunkRequest,
+    LoadChunkResponse,
+    Moved,
+    PrepareRequest,
+    PrepareResponse,
+    SleepRequest,
+    WakeRequest,
+)
 from asyncrl_servers.checks import check_request, commit_waits_already, here_already, too_many_queued
+from asyncrl_servers.embedded.admission import admit
+from asyncrl_servers.embedded.inbox import Inbox
+from asyncrl_servers.embedded.resting import Resting
 from asyncrl_servers.embedded.runner import Runner
 from asyncrl_servers.embedded.sampling import SamplingRows, sample
 from asyncrl_servers.embedded.sequence import FinishReason, RunningRows, Sequence
 from asyncrl_servers.embedded.stopping import StopWatch
 from asyncrl_servers.embedded.weights import StagedWeights, Weights
+from asyncrl_servers.streaming import TokenStream, hand_over
+
+TELL_S = 0.005
+"""Streams are told at most so often: every decode step of a model of some size, every few of a tiny one."""
 
 
 class Engine:
@@ -31,8 +48,9 @@ class Engine:
 
     Life:       start() -> serving -> stop(). An exception in the loop answers all requests with an error and calls
                 `on_crash` once.
-    Waits:      the loop sleeps in its inbox when nothing runs and nothing is queued; submit, abort, commit and stop
-                wake it. Callers sleep in the futures they got; each is answered, at the latest by the crash.
+    Waits:      the loop sleeps in its inbox when nothing runs and nothing that is queued may run (nothing is, or parts are
+                asleep); submit, abort, commit, sleep, wake and stop wake it. Callers sleep in the futures they got; each is
+                answered, at the latest by the crash.
     Invariant:  every sampled token is stamped with the version of the weights that computed it: weights and version
                 change together in _swap, between two decode steps, and nowhere else.
     """
@@ -47,19 +65,20 @@ class Engine:
         max_length: int,
         max_queued: int,
         threads: int = 1,
+        spare_path: str | None = None,
         on_crash: Callable[[BaseException | None], None] = lambda _: None,
     ) -> None:
         self.runner, self.weights, self.name = runner, weights, name
+        self.resting = Resting(runner, weights, spare_path)
         self.slots, self.max_length, self.max_queued, self.threads = slots, max_length, max_queued, threads
         self._on_crash = on_crash
-        self._inbox: queue.SimpleQueue[tuple[Callable[[], None], Future[Any]]] = queue.SimpleQueue()
-        self._crash_error: BaseException | None = None
+        self._inbox = Inbox()
         self._queued: OrderedDict[str, Sequence] = OrderedDict()
         self._rows = RunningRows(slots, max_length)
         self._draining: tuple[CommitRequest, StagedWeights, Future[CommitResponse]] | None = None
         self._is_stopping = False
         self._tokens_generated = 0
-        self._decode_s = 0.0
+        self._decode_s = self._told_s = 0.0
         self._is_eos = np.zeros(runner.loaded.vocab_size, dtype=np.bool_)
         self._is_eos[[token for token in runner.loaded.eos_ids if token < runner.loaded.vocab_size]] = True
         self._thread = threading.Thread(target=self._run, name="engine-loop", daemon=True)
@@ -72,7 +91,7 @@ class Engine:
 
     def stop(self) -> None:
         """End the loop after the step in hand; what is running is aborted. Returns when it has ended."""
-        self._inbox.put((self._stop, Future()))
+        self._inbox.post(self._stop, Future())
         self._thread.join()
 
     def health(self) -> EngineHealth:
@@ -88,24 +107,25 @@ class Engine:
             tokens_generated=self._tokens_generated,
             device=str(self.runner.loaded.device),
             decode_s=self._decode_s,
+            asleep=self.resting.state.asleep,
         )
 
-    def submit(self, request: GenerateRequest) -> Future[GenerateResponse]:
-        """Queue a request. Raises Refused (400) at once if it can never run; the future may carry Refused too (409, 503)."""
+    def submit(self, request: GenerateRequest, stream: TokenStream | None = None) -> Future[GenerateResponse]:
+        """Queue a request. Raises Refused (400) at once if it can never run; the future may carry Refused too (409, 503).
+
+        `stream` is told of tokens as they are sampled, but for the last one; what it was told is left out of the answer.
+        """
         self._check(request)
         tokenizer = self.runner.loaded.tokenizer
         resumed = request.prompt_ids[len(request.prompt_ids) - request.num_resumed :]
-        sequence = Sequence(request, StopWatch(request.stop, tokenizer, resumed) if request.stop else None)
-        self._post(lambda: self._accept(sequence), sequence.answer)
+        sequence = Sequence(request, StopWatch(request.stop, tokenizer, resumed) if request.stop else None, stream)
+        self._inbox.post(lambda: self._accept(sequence), sequence.answer)
         return sequence.answer
 
     def abort(self, request_ids: Iterable[str] | None) -> Future[list[str]]:
         """End these requests (None: all) with what they have; the future names those that were here."""
-        answer: Future[list[str]] = Future()
-        answer.set_running_or_notify_cancel()
         wanted = None if request_ids is None else set(request_ids)
-        self._post(lambda: answer.set_result(self._abort(wanted)), answer)
-        return answer
+        return self._inbox.ask(lambda: self._abort(wanted))
 
     def prepare(self, request: PrepareRequest) -> PrepareResponse:
         """Stage weights while generation goes on; blocks the calling thread. Raises Refused."""
@@ -116,18 +136,20 @@ class Engine:
         """Swap between two decode steps; the future may carry Refused (409, 500)."""
         answer: Future[CommitResponse] = Future()
         answer.set_running_or_notify_cancel()
-        self._post(lambda: self._commit(request, answer), answer)
+        self._inbox.post(lambda: self._commit(request, answer), answer)
         return answer
 
-    def _post(self, action: Callable[[], None], answer: Future[Any]) -> None:
-        self._inbox.put((action, answer))
-        if self._crash_error is not None:  # asked after the put: either the crash finds the message, or this line finds the crash
-            self._refuse_dead([answer])
+    def sleep(self, request: SleepRequest) -> Future[Moved]:
+        """Abort what runs and free these parts; what is queued stays. The future may carry Refused (409)."""
+        return self._inbox.ask(lambda: self._sleep(request))
 
-    def _refuse_dead(self, answers: Iterable[Future[Any]]) -> None:
-        for answer in answers:
-            with suppress(InvalidStateError):
-                answer.set_exception(RuntimeError(f"the engine loop died: {self._crash_error!r}"))
+    def wake(self, request: WakeRequest) -> Future[Moved]:
+        """Take memory for these parts again; the future may carry Refused (409), or RuntimeError if there is none."""
+        return self._inbox.ask(lambda: self._wake(request))
+
+    def load_chunk(self, request: LoadChunkRequest) -> LoadChunkResponse:
+        """Load a chunk of a push into weights without content; blocks the calling thread. Raises Refused."""
+        return self.resting.load_chunk(request)
 
     def _check(self, request: GenerateRequest) -> None:
         check_request(request, self.max_length, self.runner.loaded.vocab_size)
@@ -144,8 +166,8 @@ class Engine:
         torch.set_num_threads(self.threads)  # OpenMP counts threads by the thread that calls
         try:
             while not self._is_stopping:
-                if self._rows.n == 0 and not self._queued:
-                    self._take(self._inbox.get())
+                if self._rows.n == 0 and not (self._queued and self.resting.state.can_serve):
+                    self._inbox.wait_one()
                 self.turn()
         finally:
             if not self._is_stopping:
@@ -154,24 +176,20 @@ class Engine:
     @torch.inference_mode()
     def turn(self) -> None:
         """Take what came in, admit, decode one step. The loop's body; callers other than the loop must not have started it."""
-        while not self._inbox.empty():
-            self._take(self._inbox.get_nowait())
-        if self._draining is None:
+        self._inbox.do_all_nowait()
+        if self._draining is None and self.resting.state.can_serve:
             self._admit()
         self._step()
+        if self._rows.num_streams:
+            self._tell()
         if self._draining is not None and self._rows.n == 0:
             self._finish_commit()
 
-    def _take(self, message: tuple[Callable[[], None], Future[Any]]) -> None:
-        message[0]()
-
     def _crash(self, error: BaseException | None) -> None:
-        self._crash_error = error
-        self._refuse_dead(sequence.answer for sequence in (*self._rows.sequences, *self._queued.values()))
+        self._inbox.crash(error)
+        self._inbox.refuse(sequence.answer for sequence in (*self._rows.sequences, *self._queued.values()))
         if self._draining is not None:
-            self._refuse_dead([self._draining[2]])
-        while not self._inbox.empty():
-            self._refuse_dead([self._inbox.get_nowait()[1]])
+            self._inbox.refuse([self._draining[2]])
         self._on_crash(error)
 
     def _stop(self) -> None:
@@ -189,38 +207,13 @@ class Engine:
 
     def _admit(self) -> None:
         """Move queued requests into free slots; a prompt shared by several is prefilled once."""
-        rows, runner = self._rows, self.runner
-        first = rows.n
+        first = self._rows.n
         num_new = min(self.slots - first, len(self._queued))
         if num_new == 0:
             return
         started = time.perf_counter()
-        leaders: dict[tuple[int, ...], int] = {}
-        jobs: list[tuple[int, tuple[int, ...]]] = []
-        logits: list[Tensor | None] = [None] * num_new
-        followers: list[tuple[int, int]] = []
         admitted = [self._queued.popitem(last=False)[1] for _ in range(num_new)]
-        admitted.sort(key=lambda sequence: -len(sequence.prompt_ids))  # longest first, as `segments` wants the rows
-        for index, sequence in enumerate(admitted):
-            sequence.marks.append((0, self.weights.version))
-            row, prompt_ids = rows.add(sequence), sequence.prompt_ids
-            if prompt_ids in leaders:
-                followers.append((index, leaders[prompt_ids]))
-            elif (remembered := runner.recall(row, prompt_ids)) is not None:
-                logits[index] = remembered
-            else:
-                leaders[prompt_ids] = index
-                jobs.append((row, prompt_ids))
-        if jobs:
-            for (row, prompt_ids), logits_V in zip(jobs, runner.prefill(jobs), strict=True):
-                logits[row - first] = logits_V
-                if rows.sequences[row].request.num_resumed == 0:
-                    runner.remember(row, prompt_ids, logits_V)
-        for index, leader in followers:
-            length = len(rows.sequences[first + leader].prompt_ids)
-            runner.cache.copy_slot(first + leader, first + index, length)
-            logits[index] = logits[leader]
-        self._sample(torch.stack([one for one in logits if one is not None]), first)
+        self._sample(admit(self.runner, self._rows, admitted, self.weights.version), first)
         self._decode_s += time.perf_counter() - started
 
     def _step(self) -> None:
@@ -231,6 +224,13 @@ class Engine:
         started = time.perf_counter()
         self._sample(self.runner.decode(self._rows.last_ids[:n], self._rows.lengths[:n]), 0)
         self._decode_s += time.perf_counter() - started
+
+    def _tell(self) -> None:
+        """Tell the streams what is new: one wake-up of the event loop for all of them."""
+        now_s = time.perf_counter()
+        if now_s - self._told_s >= TELL_S:
+            self._told_s = now_s
+            hand_over(self._rows.tell_nowait())
 
     def _sample(self, logits_NV: Tensor, first: int) -> None:
         """Draw a token for rows first..n-1 and answer those that are done."""
@@ -269,11 +269,30 @@ class Engine:
             aborted.append(request_id)
         return aborted
 
+    def _sleep(self, request: SleepRequest) -> Moved:
+        started = time.perf_counter()
+        self.resting.check_may_free(request.parts)
+        self._abort({sequence.request.request_id for sequence in self._rows.sequences})
+        if self._draining is not None:
+            self._finish_commit()
+        num_bytes = self.resting.free(request.parts)
+        return Moved(num_bytes=num_bytes, seconds=time.perf_counter() - started)
+
+    def _wake(self, request: WakeRequest) -> Moved:
+        started = time.perf_counter()
+        num_bytes = self.resting.take(request.parts, restore=request.restore)
+        return Moved(num_bytes=num_bytes, seconds=time.perf_counter() - started)
+
     def _commit(self, request: CommitRequest, answer: Future[CommitResponse]) -> None:
+        has_content = self.resting.state.has_content
         try:
+            self.resting.state.check_weights_awake(f"policy_version {request.version} cannot be committed")
             if self._draining is not None:
                 raise commit_waits_already(self._draining[0].version)
-            if request.version == self.weights.version and request.digest == self.weights.digest:
+            if not has_content and self.resting.push.version == request.version:
+                self.resting.commit(request)
+                has_content = True
+            if has_content and (request.version, request.digest) == (self.weights.version, self.weights.digest):
                 answer.set_result(CommitResponse(version=request.version, digest=request.digest, pause_s=0.0, num_interrupted=0))
                 return
             staged = self.weights.staged_for(request.version, request.digest)
@@ -290,7 +309,9 @@ class Engine:
         request, staged, answer = self._draining
         self._draining = None
         started = time.perf_counter()
-        num_interrupted = len(self._abort(None)) if request.interrupt == "abort" else self._rows.n
+        # Over weights without content nothing runs, and what waits for content goes on waiting.
+        is_abort = request.interrupt == "abort" and self.resting.state.has_content
+        num_interrupted = len(self._abort(None)) if is_abort else self._rows.n
         try:
             self._swap(staged)
         except RuntimeError as error:

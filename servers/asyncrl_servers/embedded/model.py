@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
@@ -16,6 +16,7 @@ from asyncrl.serving import fail
 from asyncrl_servers.embedded.attention import NAME, CacheShape, ProbePass, UnsupportedAttentionError, in_force
 from asyncrl_servers.embedded.memory import check_load
 from asyncrl_servers.embedded.spec import EmbeddedSpec
+from asyncrl_servers.embedded.storage import owned
 
 WAY_OUT_UNSUPPORTED = "use a decoder-only model with plain causal attention (Llama, Qwen2, Qwen3, Mistral without a window, SmolLM2, ...)."
 
@@ -56,10 +57,8 @@ def load_model(spec: EmbeddedSpec) -> LoadedModel:
     dtype: torch.dtype = getattr(torch, name)
     check_load(spec, path, device)
     try:
-        model, loading = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, attn_implementation="eager", local_files_only=True, output_loading_info=True
-        )
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
+        model, loading = _read_model(path, dtype)
+    except READ_ERRORS as error:
         fail(
             f"{spec.name}: cannot load the model in {path}: {error}",
             way_out="check the folder, and that transformers knows the model type.",
@@ -71,6 +70,8 @@ def load_model(spec: EmbeddedSpec) -> LoadedModel:
             way_out="save the model again with save_pretrained.",
         )
     model = model.to(device).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.data = owned(parameter.data)
     _check_length(spec, model)
     vocab_size = model.get_input_embeddings().num_embeddings
     probe_ids = [(7 * i + 3) % vocab_size for i in range(min(24, spec.max_length))]
@@ -94,6 +95,24 @@ def load_model(spec: EmbeddedSpec) -> LoadedModel:
         reference,
         probe_ids,
     )
+
+
+READ_ERRORS = (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError)
+
+
+def _read_model(path: Path, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
+    return cast(
+        "tuple[Any, dict[str, Any]]",
+        AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, attn_implementation="eager", local_files_only=True, output_loading_info=True
+        ),
+    )
+
+
+def read_parameters(path: Path, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+    """The parameters of the model in a folder, tied ones once, as load_model reads them. Raises one of READ_ERRORS."""
+    model, _ = _read_model(path, dtype)
+    return {name: owned(parameter.data) for name, parameter in model.to(device).requires_grad_(False).named_parameters()}
 
 
 def _check_length(spec: EmbeddedSpec, model: Any) -> None:

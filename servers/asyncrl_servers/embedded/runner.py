@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from asyncrl_servers.embedded.attention import LENGTH_STEP, DecodePass, Pass, Segment, SlotCache, in_force
+from asyncrl_servers.embedded.attention import LENGTH_STEP, DecodePass, Pass, Segment, SlotCache, in_force, padded_length
 from asyncrl_servers.embedded.model import LoadedModel
 from asyncrl_servers.embedded.plain_decoder import PlainDecoder
 from asyncrl_servers.embedded.prefill import PrefillItem, PrefillPass
@@ -74,8 +74,8 @@ class Runner:
     """
 
     def __init__(self, loaded: LoadedModel, slots: int, max_length: int, *, is_exact: bool, prompt_cache_bytes: int) -> None:
-        self.loaded, self.max_length, self.is_exact = loaded, max_length, is_exact
-        self.cache = SlotCache.allocate(loaded.shape, slots, max_length, loaded.dtype, loaded.device)
+        self.loaded, self.max_length, self.is_exact, self._slots = loaded, max_length, is_exact, slots
+        self.cache = self._allocate(slots)
         self._plain = PlainDecoder.of(loaded.model, max_length)
         self.prompts = PromptCache(prompt_cache_bytes)
         self.num_prefilled = 0
@@ -84,6 +84,28 @@ class Runner:
         self._head_rows = torch.arange(slots * kv_heads, device=loaded.device) * positions
         self._kv_heads = kv_heads
         self._positions = torch.arange(positions, device=loaded.device)
+
+    def free_cache(self) -> int:
+        """Drop the KV cache, whose bytes it returns, and all remembered prompts. Nothing can run until take_cache."""
+        num_bytes = self.cache.num_bytes
+        self.prompts.clear()
+        self.cache = self._allocate(0)
+        return num_bytes
+
+    def num_cache_bytes(self) -> int:
+        """What take_cache takes."""
+        loaded = self.loaded
+        return loaded.shape.bytes_per_token(loaded.dtype.itemsize) * padded_length(self.max_length) * self._slots
+
+    def take_cache(self) -> int:
+        """A KV cache as at the start; returns its bytes."""
+        self.cache = self._allocate(self._slots)
+        return self.cache.num_bytes
+
+    @torch.inference_mode(False)
+    def _allocate(self, slots: int) -> SlotCache:
+        loaded = self.loaded
+        return SlotCache.allocate(loaded.shape, slots, self.max_length, loaded.dtype, loaded.device)
 
     def prefill(self, jobs: Sequence[tuple[int, Sequence[int]]]) -> Tensor:
         """Fill slots with sequences, each (slot, token ids); returns the logits after each last token, [jobs, V]."""

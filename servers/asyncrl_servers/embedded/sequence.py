@@ -7,10 +7,11 @@ from typing import Literal
 
 import numpy as np
 
-from asyncrl.wire import GenerateRequest, GenerateResponse
+from asyncrl.wire import GenerateRequest, GenerateResponse, Span
 from asyncrl_servers.checks import spans_of
 from asyncrl_servers.embedded.segments import moves_after_removal
 from asyncrl_servers.embedded.stopping import StopWatch
+from asyncrl_servers.streaming import TokenStream, Told
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -21,10 +22,10 @@ class Sequence:
     Life: queued -> running in a slot -> answered, or queued -> answered (aborted). `answer` is set exactly once.
     """
 
-    __slots__ = ("answer", "marks", "prompt_ids", "request", "stop_watch")
+    __slots__ = ("answer", "marks", "num_told", "prompt_ids", "request", "stop_watch", "stream")
 
-    def __init__(self, request: GenerateRequest, stop_watch: StopWatch | None) -> None:
-        self.request = request
+    def __init__(self, request: GenerateRequest, stop_watch: StopWatch | None, stream: TokenStream | None = None) -> None:
+        self.request, self.stream, self.num_told = request, stream, 0
         self.prompt_ids = tuple(request.prompt_ids)
         self.stop_watch = stop_watch
         self.marks: list[tuple[int, int]] = []
@@ -32,14 +33,18 @@ class Sequence:
         self.answer: Future[GenerateResponse] = Future()
         self.answer.set_running_or_notify_cancel()  # a caller that goes away must abort, it cannot cancel
 
+    def spans_from(self, start: int, num_tokens: int) -> list[Span]:
+        """Version spans of `num_tokens` sampled tokens from number `start` on, which counts as 0."""
+        return spans_of([(max(0, first - start), version) for first, version in self.marks], num_tokens)
+
     def finish(self, token_ids: list[int], logprobs: list[float], reason: FinishReason) -> None:
-        """Answer with what was sampled."""
+        """Answer with what was sampled and not told to the stream."""
         self.answer.set_result(
             GenerateResponse(
                 request_id=self.request.request_id,
                 token_ids=token_ids,
                 logprobs=logprobs,
-                version_spans=spans_of(self.marks, len(token_ids)),
+                version_spans=self.spans_from(self.num_told, len(token_ids)),
                 finish_reason=reason,
             )
         )
@@ -50,6 +55,8 @@ class RunningRows:
 
     def __init__(self, slots: int, max_length: int) -> None:
         self.n = 0
+        self.num_streams = 0
+        """Running sequences with a stream."""
         self.sequences: list[Sequence] = []
         self.lengths = np.zeros(slots, dtype=np.int64)
         """Tokens so far, prompt included; the newest one is not in the KV cache yet."""
@@ -70,6 +77,7 @@ class RunningRows:
         row = self.n
         request = sequence.request
         self.sequences.append(sequence)
+        self.num_streams += sequence.stream is not None
         self.lengths[row], self.counts[row] = len(sequence.prompt_ids), 0
         self.max_tokens[row], self.seeds[row] = request.max_tokens, request.seed
         self.temperatures[row], self.top_ps[row] = request.temperature, request.top_p
@@ -91,6 +99,7 @@ class RunningRows:
 
         Only rows above `row` move.
         """
+        self.num_streams -= self.sequences[row].stream is not None
         moves = moves_after_removal(row, self.lengths[: self.n])
         for source, target in moves:
             self.sequences[target] = self.sequences[source]
@@ -104,6 +113,17 @@ class RunningRows:
         return moves
 
     def sampled(self, row: int) -> tuple[list[int], list[float]]:
-        """Token ids and logprobs sampled so far."""
-        count = self.counts[row]
-        return self.token_ids[row, :count].tolist(), self.logprobs[row, :count].tolist()
+        """Token ids and logprobs sampled so far, without those that were told to the stream."""
+        told, count = self.sequences[row].num_told, self.counts[row]
+        return self.token_ids[row, told:count].tolist(), self.logprobs[row, told:count].tolist()
+
+    def tell_nowait(self) -> list[tuple[TokenStream, Told]]:
+        """What the streams are to be told now: all that was sampled since they were told last."""
+        told: list[tuple[TokenStream, Told]] = []
+        for row, sequence in enumerate(self.sequences):
+            if sequence.stream is not None:
+                token_ids, logprobs = self.sampled(row)
+                spans = sequence.spans_from(sequence.num_told, len(token_ids))
+                told += [(sequence.stream, (token_ids[s.start : s.end], logprobs[s.start : s.end], s.version)) for s in spans]
+                sequence.num_told += len(token_ids)
+        return told

@@ -33,6 +33,10 @@ class SimulatedSpec(BaseModel):
     """Mean length of a completion, lognormal and drawn from the request's seed; max_tokens cuts it."""
     sigma: float = Field(default=1.0, ge=0)
     """Sigma of the lognormal length (0 = all completions have mean_tokens)."""
+    weights_bytes: int = Field(default=2**20, ge=0)
+    """Bytes that it says the weights take, when they sleep and wake."""
+    kv_bytes: int = Field(default=2**20, ge=0)
+    """Bytes that it says the KV cache takes."""
     start_version: int = Field(default=0, ge=0)
     """policy_version at the start."""
     max_queued: int = Field(default=1_000_000, ge=1)

@@ -1,0 +1,149 @@
+"""The room that keeps RUN_DIR/checkpoints: which are whole, which stay. Knows no torch: the trainer writes into a folder it is given."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from asyncrl.checkpoint.manifest import MANIFEST, check_manifest, write_manifest
+from asyncrl.config import CheckpointConfig
+from asyncrl.durable import sync
+from asyncrl.errors import CheckpointError
+
+CONTROLLER = "controller.json"
+TRAINER = "trainer"
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A checkpoint in the making: the trainer writes into `trainer_dir`, which it makes itself."""
+
+    folder: Path
+
+    @property
+    def trainer_dir(self) -> Path:
+        """Where the trainer's state goes."""
+        return self.folder / TRAINER
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A checkpoint whose every file was compared with its manifest. `controller`: what finish() was given."""
+
+    version: int
+    folder: Path
+    controller: Mapping[str, Any]
+
+    @property
+    def trainer_dir(self) -> Path:
+        """What the trainer loads."""
+        return self.folder / TRAINER
+
+
+class Checkpoints:
+    """The checkpoints of one run directory. All methods block on the disk: call them in a thread, one at a time.
+
+    Life of one:  begin() -> the trainer writes -> finish() (synced, manifest, renamed: whole from then on), or abandon().
+    Invariant:    a folder named step_N was whole when it got its name; newest_whole() looks again all the same.
+    """
+
+    def __init__(self, run_dir: Path, config: CheckpointConfig) -> None:
+        self.root, self.config = run_dir / "checkpoints", config
+        self._rewards: dict[int, float] = {}
+
+    def __repr__(self) -> str:
+        return f"<Checkpoints {self.versions()} in {self.root}>"
+
+    def evaluated(self, version: int, reward_mean: float) -> None:
+        """With keep_best, the best of the checkpoints whose version was evaluated stays."""
+        self._rewards[version] = reward_mean
+
+    def versions(self) -> list[int]:
+        """Versions that have a folder, oldest first; nothing is checked."""
+        names = (path.name.removeprefix("step_") for path in self.root.glob("step_*"))
+        return sorted(int(name) for name in names if name.isdigit())
+
+    def begin(self) -> Pending:
+        """A folder to write into. Raises CheckpointError if it cannot be made."""
+        folder = self.root / f".step_unfinished.{os.getpid()}"
+        try:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+        except OSError as error:
+            raise self._cannot_write(error) from error
+        return Pending(folder)
+
+    def finish(self, pending: Pending, version: int, controller: Mapping[str, Any]) -> Path:
+        """Make it whole, then drop those that need not stay. Raises CheckpointError; older ones are as they were then."""
+        final = self.root / f"step_{version}"
+        try:
+            (pending.folder / CONTROLLER).write_text(json.dumps(controller, indent=1) + "\n", encoding="utf-8")
+            write_manifest(pending.folder, version)
+            if final.exists():  # made by a run that was killed before it got further, and is replayed now
+                shutil.rmtree(final)
+            pending.folder.rename(final)
+            sync(self.root)
+        except OSError as error:
+            self.abandon(pending)
+            raise self._cannot_write(error) from error
+        self._prune()
+        return final
+
+    def abandon(self, pending: Pending) -> None:
+        """Remove what was begun; idempotent."""
+        shutil.rmtree(pending.folder, ignore_errors=True)
+
+    def newest_whole(self, *, keep_unfinished: bool = False) -> tuple[Whole | None, list[str]]:
+        """(the newest checkpoint that is whole, what was wrong with newer ones). Removes what a killed run left half done.
+
+        `keep_unfinished`: one may be in the making right now.
+        """
+        for unfinished in () if keep_unfinished else self.root.glob(".step_*"):
+            shutil.rmtree(unfinished, ignore_errors=True)
+        told: list[str] = []
+        for version in reversed(self.versions()):
+            folder = self.root / f"step_{version}"
+            try:
+                manifest = check_manifest(folder)
+                controller = json.loads((folder / CONTROLLER).read_text(encoding="utf-8"))
+            except (CheckpointError, OSError, ValueError) as error:
+                told.append(str(error))
+                continue
+            if manifest.version != version:
+                told.append(f"checkpoint {folder} is of version {manifest.version}: it was renamed by hand, and is passed over")
+                continue
+            return Whole(version, folder, controller), told
+        return None, told
+
+    def oldest_version(self) -> int:
+        """Oldest of the keep_last newest, 0 until there are so many: from there on the journal is needed, for newer ones may be damaged."""
+        versions = self.versions()
+        return versions[-self.config.keep_last] if len(versions) >= self.config.keep_last else 0
+
+    def _prune(self) -> None:
+        versions = self.versions()
+        stay = set(versions[-self.config.keep_last :])
+        if self.config.keep_every is not None:
+            stay |= {version for version in versions if version % self.config.keep_every == 0}
+        evaluated = [version for version in versions if version in self._rewards]
+        if self.config.keep_best and evaluated:
+            stay.add(max(evaluated, key=lambda version: (self._rewards[version], version)))
+        for version in versions:
+            if version not in stay:
+                folder = self.root / f"step_{version}"
+                with contextlib.suppress(OSError):  # what cannot be removed stays, and is whole
+                    (folder / MANIFEST).unlink(missing_ok=True)  # first: what is half removed must not look whole
+                    shutil.rmtree(folder, ignore_errors=True)
+
+    def _cannot_write(self, error: OSError) -> CheckpointError:
+        return CheckpointError(
+            f"no checkpoint can be written to {self.root}: {error.strerror or error}",
+            rule="the last whole checkpoint stays, and the run goes on",
+            way_out="free space on the disk of the run directory; the next checkpoint is tried when it is due.",
+        )

@@ -1,0 +1,156 @@
+"""Section `placement`: which device each side uses, as it is written. Knows no machine: how many devices there are is asked later."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import NonNegativeInt, field_validator, model_validator
+
+from asyncrl.config.base import FrozenConfig
+
+Devices = Literal["auto", "cpu", "cuda", "all"] | NonNegativeInt | str | list[NonNegativeInt]
+"""auto, cpu, cuda, all, the number of a CUDA device, a list of numbers, or a range like 0-3. Anything else is refused by `_checked`."""
+
+WORDS = ("auto", "cpu", "cuda", "all")
+RANGE = re.compile(r"(\d+)-(\d+)")
+FORMS = "auto, cpu, cuda, all, a device number like 0, a list like [0, 1], or a range like 0-3"
+ONE_MACHINE = "devices are those of one machine so far, so a node cannot be named: write the device number alone, like 0, [0, 1] or 0-3"
+FOREIGN_NAMES = {"actor": "trainer", "train": "trainer", "learner": "trainer", "policy": "trainer"}
+FOREIGN_NAMES |= {"inference": "rollout", "generation": "rollout", "generator": "rollout", "engine": "rollout", "engines": "rollout"}
+"""What other frameworks call the two sides."""
+
+
+class PlacementConfig(FrozenConfig):
+    """Which device each side uses. Both on the same CUDA devices, or rollout: trainer, means that they take turns (docs/colocation.md)."""
+
+    trainer: Devices = "auto"
+    """Devices of the trainer, one for each of trainer.world_size processes: cpu, the number of a CUDA device, a list [0, 1], a range
+    0-3, all. cuda = as many as needed; auto = the same, or cpu where there is none."""
+    rollout: Devices = "auto"
+    """Devices of the engines, which are spread over them: as for the trainer, or `trainer`: the same devices, in turns. auto and cuda =
+    those that the trainer leaves; where it leaves none, the same in turns at buffer.max_staleness=0, else refused."""
+    eval: Literal["auto", "cpu"] | NonNegativeInt = "auto"
+    """Device of the eval engine: cpu or the number of one CUDA device (auto = one that nobody else uses, else with the engines)."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_groups_of_sides(cls, values: Any) -> Any:
+        """Other frameworks write {"actor,rollout": all}; refused with the words to write instead."""
+        if isinstance(values, Mapping) and any(_is_foreign(str(key)) for key in values):
+            raise ValueError(_instead_of(values))
+        return values
+
+    @field_validator("trainer", "rollout", "eval", mode="before")
+    @classmethod
+    def _is_a_form(cls, value: Any, info: Any) -> Any:
+        if value == "trainer" and info.field_name == "rollout":
+            return value
+        if value == "rollout" and info.field_name == "trainer":
+            raise ValueError("write it the other way round: placement.rollout=trainer, and the devices in placement.trainer")
+        checked = _checked(value)
+        if info.field_name == "eval" and not (checked in ("auto", "cpu") or isinstance(checked, int)):
+            raise ValueError("one engine evaluates, on one device: auto, cpu, or the number of a CUDA device")
+        return checked
+
+    def conflict_with(self, max_staleness: int) -> str | None:
+        """Why these devices and this bound exclude each other, as far as it can be known without looking at the machine."""
+        trainer, rollout = numbers_of(self.trainer), numbers_of(self.rollout)
+        is_same = trainer is not None and rollout is not None and set(trainer) == set(rollout)
+        if max_staleness > 0 and (self.rollout == "trainer" or is_same or self.trainer == self.rollout == "all"):
+            what = turns_need_no_staleness(f"placement.trainer={self.trainer}, placement.rollout={self.rollout}", max_staleness)
+            return f"{what}; {TURNS_WAY_OUT}"
+        if trainer is not None and rollout is not None and not is_same and set(trainer) & set(rollout):
+            return f"{partly_shared(trainer, rollout)}; {PARTLY_WAY_OUT}"
+        return None
+
+
+def numbers_of(devices: Any) -> tuple[int, ...] | None:
+    """The device numbers that are written out; None for a word."""
+    if isinstance(devices, int):
+        return (devices,)
+    if isinstance(devices, list):
+        return tuple(devices)
+    if match := RANGE.fullmatch(devices):
+        return tuple(range(int(match[1]), int(match[2]) + 1))
+    return None
+
+
+def turns_need_no_staleness(what: str, max_staleness: int) -> str:
+    """Why turns on one device are refused at a bound above 0."""
+    return (
+        f"{what} puts trainer and engines on the same devices, where they take turns: nothing is sampled while the trainer works, so every "
+        f"batch is on-policy and buffer.max_staleness={max_staleness} could never be used"
+    )
+
+
+TURNS_WAY_OUT = "set buffer.max_staleness=0, or give placement.rollout devices of its own"
+
+
+def partly_shared(trainer: tuple[int, ...], rollout: tuple[int, ...]) -> str:
+    """Why devices of which some are shared are refused."""
+    shared = sorted(set(trainer) & set(rollout))
+    return (
+        f"placement.trainer={list(trainer)} and placement.rollout={list(rollout)} share {shared} and not the others: on a shared device "
+        "one side must wait for the other, and the devices that are not shared would wait with it"
+    )
+
+
+PARTLY_WAY_OUT = "give both sides the same devices (placement.rollout=trainer, at buffer.max_staleness=0), or none in common"
+
+
+def _checked(value: Any) -> Any:
+    if isinstance(value, bool) or value is None:
+        raise ValueError(f"give {FORMS}")
+    if isinstance(value, float) or (isinstance(value, str) and re.search(r"[.:@]", value)):
+        raise ValueError(ONE_MACHINE)
+    if isinstance(value, int):
+        if value < 0:
+            raise ValueError(f"device numbers start at 0; give {FORMS}")
+        return value
+    if isinstance(value, list):
+        return _checked_list(value)
+    if isinstance(value, str) and value in WORDS:
+        return value
+    if isinstance(value, str) and (match := RANGE.fullmatch(value)):
+        if int(match[1]) > int(match[2]):
+            raise ValueError(f"the range runs backwards; write {match[2]}-{match[1]}")
+        return value
+    if isinstance(value, str) and re.fullmatch(r"\d+(\s*,\s*\d+)*", value):
+        raise ValueError(f"write a list: [{value}]")
+    raise ValueError(f"give {FORMS}")
+
+
+def _checked_list(value: list[Any]) -> list[Any]:
+    if not value:
+        raise ValueError("the list of devices is empty; name one at least, or write cpu")
+    if any(isinstance(item, float) or (isinstance(item, str) and re.search(r"[.:@]", item)) for item in value):
+        raise ValueError(ONE_MACHINE)
+    if not all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in value):
+        raise ValueError("a list holds device numbers, like [0, 1]")
+    if len(set(value)) != len(value):
+        raise ValueError("a device is named twice; name each once")
+    return value
+
+
+def _is_foreign(key: str) -> bool:
+    return "," in key or key.strip() in FOREIGN_NAMES
+
+
+def _instead_of(values: Mapping[Any, Any]) -> str:
+    """What to write in place of groups of sides or foreign names."""
+    sides: dict[str, Any] = {}
+    is_shared = False
+    for key, value in values.items():
+        names = [FOREIGN_NAMES.get(name.strip(), name.strip()) for name in str(key).split(",")]
+        for name in names:
+            if name in ("trainer", "rollout"):
+                sides[name] = value
+        is_shared |= {"trainer", "rollout"} <= set(names)
+    if is_shared:
+        sides["rollout"] = "trainer"
+    written = ", ".join(f"{side}: {sides[side]}" for side in ("trainer", "rollout") if side in sides)
+    foreign = ", ".join(str(key) for key in values if _is_foreign(str(key)))
+    turns = "; sides that share devices take turns, at buffer.max_staleness=0" if is_shared else ""
+    return f"`{foreign}`: the two sides are called trainer (an actor elsewhere) and rollout here{turns}; write placement: {{{written}}}"

@@ -1,0 +1,229 @@
+"""The evaluations of a run, one after the other on an engine of their own. Knows no rollout, no batch, no trainer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
+
+from asyncrl.errors import PublishError, RoomError
+from asyncrl.evaluation.result import EvalResult
+from asyncrl.evaluation.schedule import Schedule
+from asyncrl.types import WeightManifest, WeightTarget
+
+log = logging.getLogger(__name__)
+State = Literal["idle", "loading", "sampling", "off"]
+
+
+class Evaluates(Protocol):
+    """One evaluation; Evaluator is it."""
+
+    async def evaluate(self, version: int) -> EvalResult:
+        """Sample and score at `version`."""
+        ...
+
+
+class Hold(Protocol):
+    """Keeps exported weights readable; FileHold is it."""
+
+    def keep(self, manifest: WeightManifest) -> WeightManifest:
+        """The same weights, for as long as they are needed. Raises RoomError."""
+        ...
+
+    def release(self, manifest: WeightManifest) -> None:
+        """They are not needed any more."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationStats:
+    """Totals: `skipped` were due while another ran, `abandoned` began and did not end. `version`: the one at work, or the last."""
+
+    state: State
+    version: int
+    finished: int
+    skipped: int
+    abandoned: int
+
+
+class Evaluation:
+    """Evaluates published versions on one eval engine, beside training.
+
+    Life:       idle -> a version that is due is published: its weights are kept -> loading (prepare, commit) -> sampling
+                -> idle. Off for good once the eval engine is gone: the run goes on without.
+    Waits:      run sleeps until a version is due, then at most timeout_s from loading to the last reward; the job sleeps
+                in wait_last. published_nowait and give_up return at once: neither publisher nor trainer ever waits here.
+    Invariant:  all tokens of one evaluation are of one version: weights are swapped in run alone, between two
+                evaluations. A version that is due while one runs is skipped and counted, the last one aside, which waits.
+    """
+
+    name = "evaluation"
+
+    def __init__(
+        self,
+        evaluator: Evaluates,
+        target: WeightTarget,
+        schedule: Schedule,
+        hold: Hold,
+        *,
+        timeout_s: float,
+        on_result: Callable[[EvalResult], None],
+        on_trouble: Callable[[str], None],
+    ) -> None:
+        self._evaluator, self._target, self._schedule, self._hold = evaluator, target, schedule, hold
+        self.timeout_s = timeout_s
+        self._on_result, self._on_trouble = on_result, on_trouble
+        self._pending: WeightManifest | None = None
+        self._is_busy = schedule.at_start
+        self._has_ended = False
+        self._changed = asyncio.Event()
+        self._limit: asyncio.Timeout | None = None
+        self._lost: RoomError | None = None
+        self._stats = EvaluationStats("idle", 0, 0, 0, 0)
+
+    def __repr__(self) -> str:
+        stats = self._stats
+        return (
+            f"<Evaluation {stats.state} v{stats.version}, {stats.finished} finished, {stats.skipped} skipped, {stats.abandoned} abandoned>"
+        )
+
+    def stats(self) -> EvaluationStats:
+        """Totals so far."""
+        return self._stats
+
+    def wants(self, version: int) -> bool:
+        """Whether published_nowait would have a use for this version; nothing changes."""
+        return self._lost is None and self._schedule.is_next(version)
+
+    def published_nowait(self, manifest: WeightManifest) -> None:
+        """The publisher's callback, while the exported file is the newest one: keep it if this version is due."""
+        if self._lost is not None or not self._schedule.is_due_nowait(manifest.version):
+            return
+        is_last = manifest.version >= self._schedule.last
+        if (self._is_busy or self._pending is not None) and not is_last:
+            self._count(skipped=self._stats.skipped + 1)
+            log.warning("policy_version %d is not evaluated: the evaluation of %d still runs", manifest.version, self._stats.version)
+            return
+        if self._pending is not None:  # due, not begun, and the last one is here
+            self._drop_pending()
+            self._count(skipped=self._stats.skipped + 1)
+        try:
+            self._pending = self._hold.keep(manifest)
+        except RoomError as error:
+            self.give_up(error)
+            return
+        self._wake()
+
+    async def run(self) -> None:
+        """Evaluate version after version until cancelled."""
+        try:
+            if self._schedule.at_start:
+                await self._evaluate(0, None)
+            while True:
+                while self._pending is None:
+                    await self._changed.wait()
+                manifest, self._pending = self._pending, None
+                self._is_busy = True
+                try:
+                    await self._evaluate(manifest.version, manifest)
+                finally:
+                    self._hold.release(manifest)
+                if manifest.version >= self._schedule.last:
+                    self._has_ended = True
+                    self._wake()
+        finally:
+            self._drop_pending()
+
+    async def wait_last(self) -> None:
+        """Return once the last version is evaluated, or its evaluation was given up."""
+        while not self._has_ended and self._lost is None:
+            await self._changed.wait()
+
+    def give_up(self, error: RoomError) -> None:
+        """The eval engine is gone: no evaluation from here on. Ends the one that runs; idempotent."""
+        if self._lost is not None:
+            return
+        self._lost = error
+        self._count(state="off")
+        self._drop_pending()
+        if self._limit is not None and not self._limit.expired():
+            self._limit.reschedule(asyncio.get_running_loop().time())
+        self._on_trouble(f"the run goes on without evaluation: {error}")
+        self._wake()
+
+    async def guard(self, watching: Awaitable[None]) -> None:
+        """Watch over the eval engine: where `watching` raises RoomError, evaluation ends and the run does not."""
+        try:
+            await watching
+        except RoomError as error:
+            self.give_up(error)
+
+    async def aclose(self) -> None:
+        """Nothing is held: the job ends run, and the engine's process."""
+
+    async def _evaluate(self, version: int, manifest: WeightManifest | None) -> None:
+        """One evaluation and what it comes to; `manifest` is None where the engine has those weights from its start."""
+        if self._lost is not None:
+            return
+        clock = asyncio.get_running_loop().time
+        started_s = clock()
+        self._count(state="loading", version=version)
+        self._limit = asyncio.timeout(self.timeout_s)
+        result: EvalResult | None = None
+        try:
+            async with self._limit:
+                if manifest is not None:
+                    await self._load(manifest)
+                self._count(state="sampling")
+                result = await self._evaluator.evaluate(version)
+        except TimeoutError:
+            if not self._limit.expired():
+                raise
+        except RoomError as error:  # the one place where a broken room does not end the run: training does not need it
+            self._limit = None
+            self.give_up(error)
+        finally:
+            self._limit, self._is_busy = None, False
+        if result is None:
+            self._abandoned(version)
+            return
+        self._count(finished=self._stats.finished + 1)
+        stats = self._stats
+        seconds = clock() - started_s
+        self._on_result(replace(result, seconds=seconds, num_skipped=stats.skipped, num_abandoned=stats.abandoned))
+        if self._lost is None:
+            self._count(state="idle")
+
+    async def _load(self, manifest: WeightManifest) -> None:
+        """Both phases of a push, to an engine on which nothing runs."""
+        loaded = await self._target.prepare(manifest)
+        report = await self._target.commit(manifest.version, loaded, "abort") if loaded == manifest.digest else None
+        if report is None or (report.version, report.digest) != (manifest.version, manifest.digest):
+            serves = f"loaded digest {loaded}" if report is None else f"serves policy_version {report.version}, digest {report.digest}"
+            raise PublishError(
+                self.name, f"{self._target.name} {serves}; the trainer sent policy_version {manifest.version}, digest {manifest.digest}",
+                rule="only weights that arrived as they were sent are evaluated", way_out=f"read {self._target.name}'s log.",
+            )  # fmt: skip
+
+    def _abandoned(self, version: int) -> None:
+        self._count(abandoned=self._stats.abandoned + 1)
+        if self._lost is None:
+            self._count(state="idle")
+            self._on_trouble(
+                f"the evaluation of policy_version {version} did not end within eval.timeout_s={self.timeout_s} and is given up; "
+                "raise it, or lower eval.num_prompts"
+            )
+
+    def _drop_pending(self) -> None:
+        if self._pending is not None:
+            self._hold.release(self._pending)
+            self._pending = None
+
+    def _count(self, **changes: int | State) -> None:
+        self._stats = replace(self._stats, **changes)  # type: ignore[arg-type]
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()

@@ -1,0 +1,158 @@
+"""Runs a config's own generator on some prompts and says what came of it. Knows no server and no training."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from rich.table import Table
+
+from asyncrl.front_door.shape import num_tokens, num_turns, shape_text
+from asyncrl.producers.producers import Spawn
+from asyncrl.producers.rollout import FailedRollout, Generator, RolloutAttempt, RolloutRunner
+from asyncrl.types import GroupId, Prompt, Rollout
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """What came of one rollout; `number` is that of its prompt, from 0."""
+
+    number: int
+    prompt: Prompt
+    sample_index: int
+    attempt: int
+    outcome: Rollout | FailedRollout
+
+    @property
+    def has_failed(self) -> bool:
+        """At each attempt."""
+        return isinstance(self.outcome, FailedRollout)
+
+    @property
+    def rollout(self) -> Rollout:
+        """Of one that has not failed."""
+        assert not isinstance(self.outcome, FailedRollout)
+        return self.outcome
+
+    @property
+    def reward(self) -> float:
+        """Of one that has not failed."""
+        return self.rollout[0].reward
+
+    def line(self) -> str:
+        """In words, for people who wait."""
+        name = f"{self.prompt.prompt_id} sample {self.sample_index}"
+        if isinstance(self.outcome, FailedRollout):
+            return f"{name} failed {self.outcome.num_attempts} times, last: {self.outcome.failure.what}"
+        return f"{name}: reward {self.reward:.4g}, {shape_text(self.outcome)}"
+
+
+class InOrder:
+    """Hands on what was tried by prompts and samples, whatever is done first: a recording would begin with what is short, else.
+
+    Life: take, in any order -> `give` is told as soon as all before it are done -> close: it is told of the rest.
+    """
+
+    def __init__(self, group_size: int, give: Callable[[Tried], None]) -> None:
+        self._group_size, self._give = group_size, give
+        self._held: dict[int, Tried] = {}
+        self._next = 0
+
+    def __repr__(self) -> str:
+        return f"<InOrder {self._next} given, {len(self._held)} held>"
+
+    def take(self, tried: Tried) -> None:
+        """One is done."""
+        self._held[tried.number * self._group_size + tried.sample_index] = tried
+        while (found := self._held.pop(self._next, None)) is not None:
+            self._next += 1
+            self._give(found)
+
+    def close(self) -> None:
+        """Nothing comes any more."""
+        for place in sorted(self._held):
+            self._give(self._held.pop(place))
+
+
+class _Counting:
+    """A Generator that remembers which attempt a rollout came from; the runner tells nobody."""
+
+    def __init__(self, generator: Generator) -> None:
+        self._generator = generator
+        self.attempts: dict[tuple[int, int], int] = {}
+
+    async def run_attempt(self, attempt: RolloutAttempt) -> Rollout:
+        self.attempts[attempt.group_id, attempt.sample_index] = attempt.attempt
+        return await self._generator.run_attempt(attempt)
+
+
+class _NoJournal:
+    """A RolloutJournal of what is not gone on with."""
+
+    def admitted_nowait(self, *_: object) -> None:
+        pass
+
+    segment_nowait = rollout_finished_nowait = rollout_failed_nowait = group_ended_nowait = admitted_nowait
+
+
+async def try_rollouts(
+    generator: Generator,
+    prompts: Sequence[Prompt],
+    *,
+    group_size: int,
+    capacity: int,
+    timeout_s: float | None,
+    retries: int,
+    on_tried: Callable[[Tried], None],
+    spawn: Spawn,
+) -> list[Tried]:
+    """`group_size` rollouts of each prompt, `capacity` at once; `on_tried` is told of each as it ends. A RoomError ends `spawn`'s group."""
+    counting, free, all_tried = _Counting(generator), asyncio.Semaphore(capacity), list[Tried]()
+    runner, journal = RolloutRunner(counting, timeout_s=timeout_s, retries=retries), _NoJournal()
+
+    def nothing() -> None:
+        """No slots are counted here."""
+
+    async def one(number: int, index: int) -> None:
+        async with free:
+            group_id, prompt = GroupId(number), prompts[number]
+            outcome = await runner.run(group_id, prompt, index, started_sampling=nothing, stopped_sampling=nothing, journal=journal)
+        tried = Tried(number, prompt, index, counting.attempts[group_id, index], outcome)
+        all_tried.append(tried)
+        on_tried(tried)
+
+    places = [(number, index) for number in range(len(prompts)) for index in range(group_size)]
+    await asyncio.wait([spawn(one(number, index), name=f"rollout g{number}/r{index}") for number, index in places])
+    return all_tried
+
+
+def result_table(prompts: Sequence[Prompt], all_tried: Sequence[Tried]) -> Table:
+    """A line a prompt."""
+    table = Table(box=None, padding=(0, 1))
+    for title in ("prompt", "done", "failed", "reward", "lowest", "highest", "turns", "tokens"):
+        table.add_column(title, justify="left" if title == "prompt" else "right", overflow="fold")
+    for prompt in prompts:
+        table.add_row(prompt.prompt_id, *_numbers([tried for tried in all_tried if tried.prompt is prompt]))
+    return table
+
+
+def _numbers(of_prompt: Sequence[Tried]) -> list[str]:
+    done = [tried for tried in of_prompt if not tried.has_failed]
+    counts = [str(len(done)), str(len(of_prompt) - len(done))]
+    if not done:
+        return [*counts, *"-----"]
+    rewards = [tried.reward for tried in done]
+    means = [fmean(num_turns(tried.rollout) for tried in done), fmean(num_tokens(tried.rollout) for tried in done)]
+    return [*counts, *(f"{value:.4g}" for value in (fmean(rewards), min(rewards), max(rewards), *means))]
+
+
+def verdict(all_tried: Sequence[Tried]) -> str:
+    """All of it in a line, and the last failure."""
+    rewards = [tried.reward for tried in all_tried if not tried.has_failed]
+    failures = [tried.outcome.failure for tried in all_tried if isinstance(tried.outcome, FailedRollout)]
+    parts = [f"mean reward {fmean(rewards):.4f} over {len(rewards)} rollouts"] if rewards else []
+    if failures:
+        parts.append(f"{len(failures)} of {len(all_tried)} rollouts failed, the last one: {failures[-1]}")
+    return "; ".join(parts)

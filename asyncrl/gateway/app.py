@@ -1,0 +1,241 @@
+"""The routes: who calls, what is asked, how it is answered, whole or as a stream. Knows HTTP; knows no token and no template."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from hashlib import blake2b
+
+from aiohttp import web
+
+from asyncrl.gateway import bodies
+from asyncrl.gateway.calls import AskedAs, Call, Kind
+from asyncrl.gateway.chat import Begun, Sampler
+from asyncrl.gateway.connections import Connection, answer_error
+from asyncrl.gateway.errors import ApiError, invalid, is_refusal, of_status, rate_limited, session_ended, unknown_key
+from asyncrl.gateway.sessions import GatewaySession, Sessions
+from asyncrl.gateway.shapes import CallShape
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+_EVENT_STREAM = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+
+class Routes:
+    """The endpoint of all sessions as an aiohttp app.
+
+    Life:       a request is refused, or finds its session -> its call is sampled, or is one that was sampled before -> answered.
+    Waits:      handlers sleep in the client's body, the engine, and the client's reading, all bounded by Connection or the session.
+    Invariant:  whatever a client sends is answered in OpenAI's form; `refused` counts the errors by status.
+    """
+
+    def __init__(self, sessions: Sessions, samplers: Mapping[str, Sampler], *, model: str, max_body_bytes: int, max_reading: int) -> None:
+        """`samplers`: by the lane of a session, who answers its calls; there may come more."""
+        self._sessions, self._samplers, self._model = sessions, samplers, model
+        self._max_body_bytes, self._max_reading = max_body_bytes, max_reading
+        self.refused: Counter[int] = Counter()
+
+    def app(self, extra_routes: Sequence[web.RouteDef]) -> web.Application:
+        """The app, with routes of others beside its own."""
+        app = web.Application(middlewares=[self._in_form], client_max_size=self._max_body_bytes)
+        for prefix in ("/v1", "/s/{key}/v1"):
+            app.add_routes(
+                [
+                    web.post(f"{prefix}/chat/completions", partial(self._complete, "chat")),
+                    web.post(f"{prefix}/completions", partial(self._complete, "text")),
+                    web.get(f"{prefix}/models", self._models),
+                    web.get(f"{prefix}/models/{{model:.+}}", self._models),
+                ]
+            )
+        app.add_routes(extra_routes)
+        return app
+
+    @web.middleware
+    async def _in_form(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Errors in OpenAI's form, and the time that a body may take."""
+        connection = request.protocol
+        if isinstance(connection, Connection):
+            connection.expect_body(request)
+        try:
+            return await handler(request)
+        except ApiError as error:
+            failure = error
+        except web.RequestPayloadError as error:
+            failure = invalid(f"The body of this request is broken: {error}.")
+        except web.HTTPException as error:
+            if error.status < 400:
+                raise
+            failure = self._http_error(request, error)
+        finally:
+            if isinstance(connection, Connection):
+                connection.end_body()
+        self.refused[failure.status] += 1
+        response = answer_error(failure)
+        if failure.status == 408:
+            response.force_close()
+        return response
+
+    async def _complete(self, kind: Kind, request: web.Request) -> web.StreamResponse:
+        session = self._session(request)
+        stream = _Stream(request)
+        try:
+            async with session.in_hand():
+                with self._reading(session):
+                    body = await self._body(request)
+                    shape = self._samplers[session.lane].read(kind, body)
+                    asked_as = _asked_as(kind, body, request)
+                    async with session.beginning:
+                        call = session.calls.find(asked_as)
+                        begun = await self._begin(session, kind, shape, asked_as) if call is None else None
+                call = begun.call if begun is not None else call
+                assert call is not None
+                with call.attended(stream.is_there):
+                    return await self._answer(session, call, begun, shape, stream)
+        except ApiError as error:
+            if is_refusal(error):
+                session.refused_nowait()
+            if not stream.has_begun:
+                raise
+            self.refused[error.status] += 1
+            return await stream.end(bodies.event(error.body()))
+        except web.HTTPException:  # the body was larger than it said
+            session.refused_nowait()
+            raise
+
+    async def _begin(self, session: GatewaySession, kind: Kind, shape: CallShape, asked_as: AskedAs) -> Begun:
+        try:
+            return await self._samplers[session.lane].begin(session, kind, shape, asked_as)
+        except ApiError as error:
+            if "Retry-After" in error.headers:
+                session.calls.refused_nowait(asked_as.digest)
+            raise
+
+    async def _answer(
+        self, session: GatewaySession, call: Call, begun: Begun | None, shape: CallShape, stream: _Stream
+    ) -> web.StreamResponse:
+        """Sample the call, unless it is one that was sampled before, and write what came of it."""
+        sampler = self._samplers[session.lane]
+        events = bodies.Events(call, self._model, include_usage=shape.include_usage) if shape.stream else None
+        if begun is not None and events is not None:
+            await asyncio.gather(sampler.sample(session, begun), self._write_news(call, events, stream))
+        elif begun is not None:
+            await sampler.sample(session, begun)
+        await call.wait_done()
+        if session.ended is not None:  # in this very round of the loop: the timeout of in_hand() has had no turn yet
+            raise session_ended(session.ended)
+        if stream.is_there():
+            session.deliver_nowait(call)
+        if events is None:
+            return web.Response(body=bodies.body(call, self._model), content_type="application/json")
+        text = events.news() if begun is not None else events.again()
+        return await stream.end((b"" if stream.has_begun else events.start()) + text + events.end())
+
+    async def _write_news(self, call: Call, events: bodies.Events, stream: _Stream) -> None:
+        """Text as it comes, until the end or until the client is gone."""
+        while not call.is_done and stream.is_there():
+            await call.wait_news()
+            if not call.is_done and (text := events.news()):
+                await stream.write(text if stream.has_begun else events.start() + text)
+
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        self._session(request)
+        model = {"id": self._model, "object": "model", "created": 0, "owned_by": "asyncrl"}
+        name = request.match_info.get("model")
+        if name is not None and name != self._model:
+            raise ApiError(404, f"There is one model here, {self._model}.", code="model_not_found", param="model")
+        return web.json_response(model if name is not None else {"object": "list", "data": [model]})
+
+    def _session(self, request: web.Request) -> GatewaySession:
+        """Whose call it is. Raises ApiError 401 or 410."""
+        key = request.match_info.get("key")
+        if key is None:
+            scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+            if scheme.lower() != "bearer":
+                raise unknown_key()
+        return self._sessions.find(key.strip())
+
+    @contextmanager
+    def _reading(self, session: GatewaySession) -> Iterator[None]:
+        """A call that is being sent, or waits to be begun. Raises ApiError if it is one too many at once."""
+        if session.num_reading >= self._max_reading:
+            session.calls.refused_nowait(None)
+            message = f"{session.num_reading} calls are being sent; gateway.max_concurrent_calls={self._max_reading} is the most."
+            raise rate_limited(message, retry_after_s=1)
+        session.num_reading += 1
+        try:
+            yield
+        finally:
+            session.num_reading -= 1
+
+    async def _body(self, request: web.Request) -> bytes:
+        """The whole body. Raises ApiError if it is too large, packed, or too slow."""
+        if (request.content_length or 0) > self._max_body_bytes:
+            raise self._too_large()
+        if request.headers.get("Content-Encoding", "identity") != "identity":
+            raise of_status(415, "Content-Encoding is not supported; send the body as it is.")
+        return await request.read()
+
+    def _too_large(self) -> ApiError:
+        return of_status(413, f"The body is larger than gateway.max_body_bytes={self._max_body_bytes}.")
+
+    def _http_error(self, request: web.Request, error: web.HTTPException) -> ApiError:
+        if error.status == 404:
+            return of_status(404, f"Invalid URL ({request.method} {_shown_path(request)}).")
+        if isinstance(error, web.HTTPMethodNotAllowed):
+            allowed = ", ".join(sorted(error.allowed_methods))
+            failure = of_status(405, f"{request.method[:16]} is not allowed on {_shown_path(request)}; {allowed} is.")
+            failure.headers["Allow"] = allowed
+            return failure
+        if error.status == 413:
+            return self._too_large()
+        return of_status(error.status, error.reason)
+
+
+class _Stream:
+    """One response that may be a stream of events: begun with the first of them, so that an early error has its own status."""
+
+    def __init__(self, request: web.Request) -> None:
+        self._request = request
+        self._response: web.StreamResponse | None = None
+
+    @property
+    def has_begun(self) -> bool:
+        return self._response is not None
+
+    def is_there(self) -> bool:
+        """Whether the client is still connected."""
+        transport = self._request.transport
+        return transport is not None and not transport.is_closing()
+
+    async def write(self, events: bytes) -> None:
+        """Write, if the client is there; a client that goes away is no error of the call."""
+        try:
+            if self._response is None:
+                self._response = web.StreamResponse(headers=_EVENT_STREAM)
+                await self._response.prepare(self._request)
+            await self._response.write(events)
+        except ConnectionError:
+            pass
+
+    async def end(self, events: bytes) -> web.StreamResponse:
+        """The last events."""
+        await self.write(events)
+        assert self._response is not None
+        return self._response
+
+
+def _asked_as(kind: Kind, body: bytes, request: web.Request) -> AskedAs:
+    digest = blake2b(body, digest_size=16, person=kind.encode()).digest()
+    retries = request.headers.get("x-stainless-retry-count", "")  # what OpenAI's own clients count their retries in
+    return AskedAs(digest, request.headers.get("Idempotency-Key") or None, is_retry=bool(retries.strip("0 ")))
+
+
+def _shown_path(request: web.Request) -> str:
+    """The path without a key in it."""
+    path = request.path
+    if path.startswith("/s/"):
+        path = "/s/KEY/" + path[3:].partition("/")[2]
+    return path[:200].encode("ascii", "backslashreplace").decode()

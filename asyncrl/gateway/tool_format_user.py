@@ -1,0 +1,75 @@
+"""A tool-call format of the user's own: one function. Knows nothing of how it reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from asyncrl.errors import RolloutFailure
+from asyncrl.gateway.tool_format import ParsedAnswer, ToolCall
+from asyncrl.gateway.tool_format_json import MalformedCall, make_call
+from asyncrl.loading import check_call, load_object
+
+USAGE = "parse(text) -> [(name, arguments), ...] or None"
+
+
+class UserFormat:
+    """`parse(text)`: the calls in a whole answer, as (name, arguments) with arguments a dict or a JSON text; None if it has none.
+
+    A ValueError (json.loads raises one) says that a call is malformed, and the answer stays text. With calls there is no content.
+    An answer is streamed in one piece, for only the whole of it tells.
+    """
+
+    opens: tuple[str, ...] = ()
+
+    def __init__(self, spec: str) -> None:
+        """Raises ConfigError if there is no such function, or it does not take one text."""
+        self.name = spec
+        self._function: Callable[[str], Any] = load_object(spec, "gateway.tool_format")
+        check_call(self._function, ("",), {}, setting="gateway.tool_format", spec=spec, usage=USAGE)
+
+    def parse(self, text: str) -> ParsedAnswer:
+        """Calls or content. Raises RolloutFailure if the function returns something else."""
+        try:
+            found = self._function(text)
+            if not found:
+                return ParsedAnswer(text)
+            return ParsedAnswer(None, tuple(self._call(entry) for entry in self._entries(found)))
+        except (ValueError, RecursionError):
+            return ParsedAnswer(text)
+
+    def hold_from(self, text: str, start: int = 0) -> int:
+        """All of it."""
+        return 0
+
+    def prefill_required(self) -> None:
+        """It is not known how a call begins."""
+
+    def prefill_named(self, name: str) -> None:
+        """It is not known how a call begins."""
+
+    def _entries(self, found: Any) -> list[Any] | tuple[Any, ...]:
+        if not isinstance(found, list | tuple):
+            raise self._misused(found)
+        return found
+
+    def _call(self, entry: Any) -> ToolCall:
+        if not isinstance(entry, list | tuple) or len(entry) != 2:
+            raise self._misused(entry)
+        name, arguments = entry
+        if isinstance(arguments, Mapping):
+            try:
+                return make_call(name, json.dumps(dict(arguments), ensure_ascii=False, allow_nan=False))
+            except TypeError as error:
+                raise MalformedCall(str(error)) from None
+        if not isinstance(arguments, str):
+            raise MalformedCall("the arguments are no object")
+        return make_call(name, arguments)
+
+    def _misused(self, found: Any) -> RolloutFailure:
+        return RolloutFailure(
+            f"gateway.tool_format={self.name} returned {found!r:.200}",
+            rule=f"it is called as {USAGE}",
+            way_out="return a list of pairs, each a name and a dict of arguments, or None.",
+        )

@@ -1,0 +1,218 @@
+"""The harness `command`: a program of any language, once a rollout. Knows processes and pipes; knows no lease, no run.
+
+It finds the task as JSON on standard input, and in its environment OPENAI_BASE_URL, OPENAI_API_KEY, OPENAI_MODEL and
+ASYNCRL_OUTCOME_URL, beside PATH, HOME, LANG, TMPDIR and generator.env. That keeps rollouts apart from each other and from the run's
+settings; it is no sandbox: a command may read and write what the worker's user may.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import itertools
+import json
+import logging
+import math
+import os
+import secrets
+import shutil
+import signal
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from asyncrl.errors import ConfigError, RolloutFailure
+from asyncrl.harness.build import HarnessSpec
+from asyncrl.harness.families import MARK_ENV, adopt_orphans, end_family, find_family, kill_family_nowait, reap_orphans, start_keeper
+from asyncrl.harness.pipes import OutputPipe
+from asyncrl.harness.task import Session, Task
+from asyncrl.types import Outcome
+from asyncrl.worker_wire import OutcomeMessage
+
+log = logging.getLogger(__name__)
+
+KEPT_ENV = ("PATH", "HOME", "LANG")
+OWN_ENV = ("TMPDIR", "OPENAI_BASE_URL", "OPENAI_API_KEY", "OPENAI_MODEL", "ASYNCRL_OUTCOME_URL", MARK_ENV)
+GRACE_S = 2.0
+"""Between SIGTERM and SIGKILL; less than the worker itself is given."""
+STDERR_TAIL_BYTES = 2000
+
+
+class CommandHarness:
+    """Runs a command for each rollout, in a session and a folder of its own.
+
+    Life:       run: folder and task file made -> started -> exits, prints too much, or is cancelled -> whole family ended and reaped
+                -> folder removed.
+    Waits:      run sleeps until the command exits; then GRACE_S at most for what it left behind, and as long again after SIGKILL.
+    Invariant:  when run() is left, no process of the family lives (see families.py for what escapes), no pipe is open, no folder left.
+    """
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], max_output_bytes: int, *, is_worker: bool = False) -> None:
+        """`is_worker`: this process has no children but commands; it adopts what they leave behind, and has a keeper that kills what
+        is left of them if this process itself is killed.
+
+        Arguments that name files of the working directory are given as absolute paths: the command runs in another one.
+
+        Raises ConfigError if there is no such program, or `env` sets what is not its own.
+        """
+        if taken := sorted(set(env) & set(OWN_ENV)):
+            raise ConfigError(
+                f"generator.env sets {', '.join(taken)}", rule="each rollout has its own value of these", way_out="leave them out."
+            )
+        self._env = {name: os.environ[name] for name in KEPT_ENV if name in os.environ} | dict(env)
+        self.command = tuple(str(Path(part).absolute()) if Path(part).is_file() else part for part in command)
+        if shutil.which(self.command[0], path=self._env.get("PATH")) is None:
+            raise ConfigError(
+                f"generator.command: there is no program {command[0]}",
+                rule=f"it is looked for in {Path.cwd()} and on PATH={self._env.get('PATH', '')}",
+                way_out="correct the name, give an absolute path, or make the file executable.",
+            )
+        self.max_output_bytes = max_output_bytes
+        self.token = secrets.token_hex(8)
+        """The marks of all commands of this harness begin so."""
+        self._numbers = itertools.count()
+        self._own_children: set[int] = set()
+        self._num_starting = 0
+        self._folder = Path(tempfile.mkdtemp(prefix="asyncrl-commands-")) if is_worker else None
+        self._keeper = start_keeper(self.token, self._folder) if self._folder is not None else None
+        if self._keeper is not None:
+            self._own_children.add(self._keeper.pid)
+            adopt_orphans()
+
+    def __repr__(self) -> str:
+        return f"<CommandHarness {self.command[0]}>"
+
+    async def run(self, task: Task, session: Session) -> Outcome:
+        """What its last line says. Raises RolloutFailure for any exit code but 0, too much output, or a last line that is no outcome."""
+        mark = f"{self.token}.{next(self._numbers)}."
+        folder = Path(tempfile.mkdtemp(prefix="asyncrl-command-", dir=self._folder))
+        try:
+            (folder / "work").mkdir()
+            (folder / "tmp").mkdir()
+            with OutputPipe(self.max_output_bytes) as output, OutputPipe(self.max_output_bytes) as errors:
+                code = await self._run(task, self._environment(session, mark, folder), mark, folder / "work", output, errors)
+                return self._outcome(code, output, errors)
+        finally:
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+    def kill_all_nowait(self) -> None:
+        """SIGKILL to all that any command of this harness has started."""
+        kill_family_nowait(self.token)
+
+    async def _run(
+        self, task: Task, env: dict[str, str], mark: str, cwd: Path, output: OutputPipe, errors: OutputPipe
+    ) -> int:  # fmt: skip
+        process: asyncio.subprocess.Process | None = None
+        try:
+            process = await self._start(task, env, cwd, output, errors)
+            self._own_children.add(process.pid)
+            for pipe in (output, errors):
+                pipe.read(on_overflow=functools.partial(kill_family_nowait, mark, process.pid))
+            return await process.wait()
+        finally:
+            await self._end(process, mark)
+
+    async def _start(
+        self, task: Task, env: dict[str, str], cwd: Path, output: OutputPipe, errors: OutputPipe
+    ) -> asyncio.subprocess.Process:
+        """Start it with a file as its standard input: nothing to feed, and no pipe to break if it reads nothing."""
+        self._num_starting += 1
+        try:
+            with tempfile.TemporaryFile() as standard_input:
+                standard_input.write(json.dumps(asdict(task)).encode())
+                standard_input.seek(0)
+                return await asyncio.create_subprocess_exec(
+                    *self.command, stdin=standard_input, stdout=output.writing_end, stderr=errors.writing_end,
+                    cwd=cwd, env=env, start_new_session=True,
+                )  # fmt: skip
+        except OSError as error:
+            raise RolloutFailure(
+                f"command {self.command[0]} cannot be started: {error}", way_out="read the worker's log; check the machine's limits."
+            ) from error
+        finally:
+            self._num_starting -= 1
+            output.close_writing_end()
+            errors.close_writing_end()
+
+    async def _end(self, process: asyncio.subprocess.Process | None, mark: str) -> None:
+        group = process.pid if process else None
+        try:
+            if not await end_family(mark, group, grace_s=GRACE_S):
+                log.error("processes of command %s survive SIGKILL: %s", self.command[0], find_family(mark, group))
+            if process is not None:
+                await process.wait()
+        except asyncio.CancelledError:  # a second one: there is no time left for manners
+            kill_family_nowait(mark, group)
+            raise
+        finally:
+            if process is not None and process.returncode is not None:
+                self._own_children.discard(process.pid)
+            if self._keeper is not None and not self._num_starting:  # else a child might be taken that asyncio does not know yet
+                reap_orphans(but=self._own_children)
+
+    def _environment(self, session: Session, mark: str, folder: Path) -> dict[str, str]:
+        return self._env | {
+            "TMPDIR": str(folder / "tmp"),
+            "OPENAI_BASE_URL": session.base_url,
+            "OPENAI_API_KEY": session.api_key,
+            "OPENAI_MODEL": session.model,
+            "ASYNCRL_OUTCOME_URL": f"{session.base_url}/outcome",
+            MARK_ENV: mark,
+        }
+
+    def _outcome(self, code: int, output: OutputPipe, errors: OutputPipe) -> Outcome:
+        output.drain()
+        errors.drain()
+        for name, pipe in (("standard output", output), ("standard error", errors)):
+            if pipe.is_over:
+                raise RolloutFailure(
+                    f"command {self.command[0]} printed more than {self.max_output_bytes} bytes to {name}",
+                    rule=f"generator.max_output_bytes={self.max_output_bytes} is the limit of each",
+                    way_out="have it print less, or raise generator.max_output_bytes.",
+                )
+        if code != 0:
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+            tail = errors.text()[-STDERR_TAIL_BYTES:].strip() or "(empty)"
+            raise RolloutFailure(
+                f"command {self.command[0]} {how}; the end of its standard error: {tail}",
+                rule="a rollout ends well with exit code 0",
+                way_out="mend the command, or let it exit with 0 where this is no failure.",
+            )
+        return last_line_outcome(output.text())
+
+
+def last_line_outcome(text: str) -> Outcome:
+    """What the last line that is not empty says: a number, a JSON object of rewards, or nothing. Raises RolloutFailure for a wrong one."""
+    last = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
+    with contextlib.suppress(ValueError):
+        number = float(last)
+        if not math.isfinite(number):
+            raise _not_an_outcome(last, "the number is not finite")
+        return Outcome(number)
+    if not last.startswith("{"):
+        return Outcome()
+    try:
+        said = OutcomeMessage.model_validate_json(last)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise _not_an_outcome(last, f"{'.'.join(map(str, first['loc']))} {first['msg']}".strip()) from None
+    return Outcome(said.reward, said.metrics, said.turn_rewards, said.branch_rewards)
+
+
+def _not_an_outcome(line: str, why: str) -> RolloutFailure:
+    return RolloutFailure(
+        f"the command's last line is no outcome: {line[:200]!r}: {why}",
+        rule="it is a finite number, a JSON object of reward, metrics, turn_rewards and branch_rewards, or any other text that begins "
+        "with neither",
+        way_out='print e.g. {"reward": 1.0, "metrics": {"turns": 3}} last, or some word if the reward is posted.',
+    )
+
+
+def make(spec: HarnessSpec) -> CommandHarness:
+    """See build.py."""
+    assert spec.command is not None
+    return CommandHarness(spec.command, spec.env, spec.max_output_bytes, is_worker=True)

@@ -1,0 +1,111 @@
+"""What a harness is given: a task, and a session with the model. Knows no HTTP library; openai is loaded once it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from asyncrl.errors import ConfigError
+from asyncrl.types import Outcome
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+
+MAX_RETRIES = 4
+"""Of the client: the gateway samples a call once, however often it is asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One attempt at one prompt. `answer` and `info` have come as JSON: tuples are lists, keys are texts.
+
+    `seed`, in [0, 2**63), is for the harness's own draws: another one for each rollout and each attempt, the same in a run that is
+    repeated. `attempt` counts from 0.
+    """
+
+    prompt_id: str
+    messages: tuple[Mapping[str, str], ...]
+    answer: Any = None
+    info: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    sample_index: int = 0
+    attempt: int = 0
+
+
+class Session:
+    """The model, as this one rollout may call it: any OpenAI client with `base_url` and `api_key`, or `client`.
+
+    Life: opened for one attempt; once that has ended, every call answers 410.
+    """
+
+    def __init__(self, base_url: str, api_key: str, model: str, *, http_client: Callable[[], Any] | None = None) -> None:
+        """`http_client` makes the httpx client below `client`; several sessions may share one."""
+        self.base_url, self.api_key, self.model = base_url, api_key, model
+        self._http_client = http_client
+        self._client: AsyncOpenAI | None = None
+
+    def __repr__(self) -> str:
+        return f"<Session {self.base_url}>"
+
+    @property
+    def client(self) -> AsyncOpenAI:
+        """An openai.AsyncOpenAI for this session, without time limits of its own: rollout.timeout_s is the limit.
+
+        Raises ConfigError if openai is not installed.
+        """
+        if self._client is None:
+            client_class = _openai().AsyncOpenAI
+            http_client = self._http_client() if self._http_client else None
+            self._client = client_class(
+                base_url=self.base_url, api_key=self.api_key, max_retries=MAX_RETRIES, timeout=None, http_client=http_client
+            )
+        return self._client
+
+
+class HttpClients:
+    """The one httpx client that the sessions of a worker share: connections are kept, and making one each would cost more than a call.
+
+    Life: empty -> get(), made by the first that asks -> aclose().
+    """
+
+    def __init__(self) -> None:
+        self._client: Any = None
+
+    def get(self) -> Any:
+        """The client; to be called in the worker's event loop."""
+        if self._client is None:
+            import httpx
+
+            limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
+            self._client = _openai().DefaultAsyncHttpxClient(timeout=None, limits=limits, trust_env=False)
+        return self._client
+
+    async def aclose(self) -> None:
+        """Close the connections; idempotent."""
+        if self._client is not None:
+            await self._client.aclose()
+            self._client = None
+
+
+class Harness(Protocol):
+    """A way to run a rollout. Whatever it raises fails this rollout, but ConfigError ends the worker."""
+
+    async def run(self, task: Task, session: Session) -> Outcome:
+        """What the rollout came to; Outcome() if there is nothing to say: the task's own reward function scores it, then.
+
+        When it returns, raises or is cancelled, nothing of the rollout runs any more.
+        """
+        ...
+
+
+def _openai() -> Any:
+    try:
+        import openai
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"session.client needs the package openai: {error}",
+            rule="it comes with the extra `harness`",
+            way_out="pip install 'asyncrl[harness]' where the worker runs, or call session.base_url with a client of your own.",
+        ) from error
+    return openai

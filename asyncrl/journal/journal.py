@@ -1,0 +1,206 @@
+"""The room that writes down what happens, before it has consequences. Knows groups and versions; knows no torch, no HTTP, no rule."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from asyncrl.journal import decisions, schema
+from asyncrl.journal.compact import CompactReport, compact_some, vacuum_some
+from asyncrl.journal.decisions import Taken
+from asyncrl.journal.lock import RunLock
+from asyncrl.journal.read import ResumeState, read_resume
+from asyncrl.journal.refusals import SQLITE_ERRORS, cannot_open
+from asyncrl.journal.wal import check_wal, commits_in
+from asyncrl.journal.writer import Writer
+from asyncrl.types import Batch, GroupId, PartialCompletion, Prompt, Rollout, Ticket
+
+Ended = Literal["ready", "failed", "filtered", "handed_back"]
+
+
+@dataclass(frozen=True, slots=True)
+class JournalStats:
+    """`pending` decisions are told and not durable yet; `num_bytes` counts the file and its write-ahead log."""
+
+    pending: int
+    written: int
+    commits: int
+    num_bytes: int
+    last_commit_s: float
+    longest_commit_s: float
+
+
+class Journal:
+    """A run's life in journal.sqlite. All `_nowait` methods queue and return at once; the awaited ones return when it is durable.
+
+    Life of a group:  admitted -> segments, rollouts finished or failed -> ready -> taken by one batch; or failed, filtered, handed back.
+                      A ready one may still be handed back.
+    Waits:            batch_taken, flush, compact and read_resume sleep until the writer has committed; wait_failed until it fails.
+    Invariant:        a group is in one state, and in one batch at most; a prompt has one group that runs, is ready or taken. Unique keys
+                      of the tables guarantee both, and batch_taken is one transaction. What is told first is durable first.
+    Errors:           the first one ends the writing for good: wait_failed raises it, and so does every call after it.
+    """
+
+    name = "journal"
+
+    def __init__(self, path: Path, writer: Writer, lock: RunLock | None) -> None:
+        """Journal.open makes one. `lock`: to be released with it."""
+        self.path, self._writer, self._lock = path, writer, lock
+
+    def __repr__(self) -> str:
+        stats = self.stats()
+        return (
+            f"<Journal {self.path}, {stats.pending} pending, {stats.written} written in {stats.commits} commits, {stats.num_bytes} bytes>"
+        )
+
+    @classmethod
+    def open(cls, path: Path, *, run_id: str, lock: RunLock | None = None) -> Journal:
+        """Open the journal of a run, or make it. Blocks while the file is checked: call it in a thread.
+
+        `lock`: the run's lock if the caller holds it; else it is `run.lock` beside the file, for as long as the journal is open.
+        Raises JournalError for a damaged or foreign file, one of another run, and one that another process writes.
+        """
+        own = None if lock is not None else RunLock(path.with_name("run.lock")).acquire()
+        try:
+            return cls(path, Writer(_connect(path, run_id), path), own)
+        except BaseException:
+            if own is not None:
+                own.release()
+            raise
+
+    # ---- producers (RolloutJournal)
+
+    def admitted_nowait(self, ticket: Ticket, prompt: Prompt) -> None:
+        """The group starts. Again for a group that runs already, after a resume, it changes nothing."""
+        self._writer.put(decisions.admitted, ticket, prompt, time.time())
+
+    def segment_nowait(self, group_id: GroupId, sample_index: int, attempt: int, turn: int, partial: PartialCompletion) -> None:
+        """So much of the completion is there; replaces what was told of the same rollout before."""
+        self._writer.put(decisions.segment, group_id, sample_index, attempt, turn, partial)
+
+    def rollout_finished_nowait(self, group_id: GroupId, rollout: Rollout) -> None:
+        """One rollout of the group ended well: all its branches, or none of them."""
+        self._writer.put(decisions.rollout_finished, group_id, rollout)
+
+    def rollout_failed_nowait(self, group_id: GroupId, sample_index: int, num_attempts: int, why: str) -> None:
+        """One rollout of the group failed at each of its attempts."""
+        self._writer.put(decisions.rollout_failed, group_id, sample_index, num_attempts, why)
+
+    def group_ended_nowait(self, group_id: GroupId, state: Ended, reason: str) -> None:
+        """The group runs no more, or (handed_back) is ready no more."""
+        self._writer.put(decisions.group_ended, group_id, state, reason, time.time())
+
+    # ---- trainer, publisher, checkpoints
+
+    async def batch_taken(self, batch: Batch) -> Taken:
+        """The groups are this batch's for ever. Train on it after this returns, and not before.
+
+        "replayed": the same batch was taken before, by a run that was resumed. Raises JournalError if a group is not ready or in
+        another batch, the version has other groups, or is not the next one. If it is cancelled the batch may be taken all the same.
+        """
+        taken: Taken = await asyncio.wrap_future(self._writer.ask(decisions.batch_taken, batch, time.time()))
+        return taken
+
+    def trained_nowait(self, version: int, metrics: Mapping[str, float], weights_digest: str | None = None) -> None:
+        """The batch `version` was trained on (policy_version is version + 1 now). Told again after a resume, it replaces."""
+        self._writer.put(decisions.trained, version, dict(metrics), weights_digest, time.time())
+
+    def published_nowait(self, version: int, digest: str) -> None:
+        """Every engine serves policy_version `version`. Told again after a resume, it replaces."""
+        self._writer.put(decisions.published, version, digest, time.time())
+
+    def checkpointed_nowait(self, version: int, path: Path | str) -> None:
+        """The checkpoint at policy_version `version` is whole on disk."""
+        self._writer.put(decisions.checkpointed, version, str(path), time.time())
+
+    def restored_nowait(self, version: int) -> None:
+        """The run goes on from weights `version`; the batches from there on are trained again."""
+        self.event_nowait("restored", {"version": version})
+
+    def began_at_nowait(self, version: int, num_drawn: int, out: Sequence[str], next_group_id: int) -> None:
+        """A new journal of an old run, which goes on from a checkpoint alone. To be told before any group is admitted.
+
+        `num_drawn` prompts were drawn by then; those in `out` are to come again, all others are consumed.
+        """
+        self._writer.put(decisions.began_at, version, num_drawn, tuple(out), next_group_id)
+
+    def event_nowait(self, what: str, detail: Mapping[str, Any]) -> None:
+        """Something that `inspect` should tell: a restart, a resume, what the watchdog saw."""
+        self._writer.put(decisions.event, what, dict(detail), time.time())
+
+    # ---- what is awaited
+
+    async def flush(self) -> None:
+        """Return when all that was told is durable. Raises JournalError if it cannot be."""
+        await asyncio.wrap_future(self._writer.ask(_nothing))
+
+    async def wait_failed(self) -> None:
+        """Sleep until the journal cannot be written any more, and raise that JournalError. To be watched by the job."""
+        raise await asyncio.shield(asyncio.wrap_future(self._writer.failed))
+
+    async def read_resume(self, checkpoint_version: int) -> ResumeState:
+        """What a run has to know that goes on from a checkpoint at that version (0: the initial weights)."""
+        await self.flush()
+        return await asyncio.to_thread(read_resume, self.path, checkpoint_version)
+
+    async def compact(self, before_version: int) -> CompactReport:
+        """Delete the tokens of batches before `before_version`, the oldest kept checkpoint, and of older groups that were never trained on.
+
+        Goes in small steps, so that decisions told meanwhile wait for one step at most. What a group was, and where it went, stays.
+        """
+        num_groups = num_pages = 0
+        while found := await asyncio.wrap_future(self._writer.ask(compact_some, before_version)):
+            num_groups += found
+        while found := await asyncio.wrap_future(self._writer.ask(vacuum_some)):
+            num_pages += found
+        return CompactReport(num_groups, num_pages)
+
+    async def aclose(self) -> None:
+        """Write what waits and close; idempotent. Raises JournalError if something told was never written."""
+        try:
+            await asyncio.to_thread(self._writer.stop)
+        finally:
+            if self._lock is not None:
+                self._lock.release()
+
+    def stats(self) -> JournalStats:
+        """What waits, what is written, and what it cost."""
+        writer = self._writer
+        files = (self.path, self.path.with_name(f"{self.path.name}-wal"))
+        return JournalStats(
+            pending=writer.num_put - writer.num_written,
+            written=writer.num_written,
+            commits=writer.num_commits,
+            num_bytes=sum(file.stat().st_size for file in files if file.exists()),
+            last_commit_s=writer.last_commit_s,
+            longest_commit_s=writer.longest_commit_s,
+        )
+
+
+def _connect(path: Path, run_id: str) -> sqlite3.Connection:
+    """A connection to a journal that was found whole and is up to date. Raises JournalError."""
+    if not path.exists():
+        schema.create(path, run_id)
+    schema.check_file(path)
+    commits = commits_in(path.with_name(f"{path.name}-wal"))
+    try:
+        connection = schema.connect(path, is_read_only=False)
+        try:
+            schema.check(connection, path, run_id)
+            check_wal(connection, path, commits)
+            schema.migrate(connection)
+        except BaseException:
+            connection.close()
+            raise
+    except SQLITE_ERRORS as error:
+        raise cannot_open(path, error) from error
+    return connection
+
+
+def _nothing(_: sqlite3.Connection) -> None:
+    """A decision that changes nothing: it is answered when all before it is durable."""

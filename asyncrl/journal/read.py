@@ -1,0 +1,274 @@
+"""What a run that goes on has to know, out of the journal. Reads alone, so that it works beside a writer too; knows no loop.
+
+Everything here blocks: call it in a thread.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from asyncrl.errors import JournalError
+from asyncrl.journal.blobs import decode_partial, decode_prompt, decode_trajectory
+from asyncrl.journal.refusals import SQLITE_ERRORS, begins_later, cannot_open, damaged
+from asyncrl.journal.schema import check_file, connect, show_as_newest
+from asyncrl.types import Batch, Group, GroupId, PartialCompletion, Prompt, Rollout, Ticket, Trajectory
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RunningRecord:
+    """A group that ran when the run ended.
+
+    By sample_index: `rollouts` that are finished, `failures` (attempts, why), and `partials` (attempt, turn, all of the completion
+    so far). A sample in none of them had not got a token. Not `prompt_is_whole`: its answer or info is of a kind that cannot be
+    written down, so the task has to make the prompt again.
+    """
+
+    ticket: Ticket
+    prompt: Prompt
+    rollouts: Mapping[int, Rollout]
+    failures: Mapping[int, tuple[int, str]]
+    partials: Mapping[int, tuple[int, int, PartialCompletion]]
+    prompt_is_whole: bool = True
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ResumeState:
+    """Where a run stands that goes on from weights `checkpoint_version`.
+
+    Batches checkpoint_version .. next_version - 1 are trained again as they are; `ready` and `running` go on, oldest first;
+    `requeued` prompts were handed back and not admitted again, in their old order; `num_drawn` different prompts were ever admitted,
+    those of a run included whose journal was lost, so that this one begins with a checkpoint.
+    """
+
+    path: Path
+    checkpoint_version: int
+    next_version: int
+    ready: tuple[tuple[Ticket, Group], ...]
+    running: tuple[RunningRecord, ...]
+    requeued: tuple[str, ...]
+    num_drawn: int
+    next_group_id: GroupId
+
+    def batches(self) -> Iterator[Batch]:
+        """The batches to train again, one at a time from the file. Blocks at each. Raises JournalError."""
+        for version in range(self.checkpoint_version, self.next_version):
+            yield self.load_batch(version)
+
+    def load_batch(self, version: int) -> Batch:
+        """One of them. Raises JournalError if it is not there, or its tokens were deleted."""
+        with reading(self.path) as connection:
+            return read_batch(connection, self.path, version)
+
+
+class reading:  # noqa: N801  used as `with reading(path) as connection`
+    """A snapshot of the journal, read only; what SQLite raises inside comes out as JournalError.
+
+    One of an older schema is seen as if it were of the newest: only a run that goes on brings the file itself up to date.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __enter__(self) -> sqlite3.Connection:
+        check_file(self.path)
+        try:
+            self._connection = connect(self.path, is_read_only=True)
+            show_as_newest(self._connection)
+            self._connection.execute("BEGIN")
+        except SQLITE_ERRORS as error:
+            raise cannot_open(self.path, error) from error
+        return self._connection
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        self._connection.close()
+        if isinstance(error, sqlite3.Error | ValueError | TypeError):  # the last two: a number that a flipped bit made something else
+            raise cannot_open(self.path, error) from error
+
+
+def read_resume(path: Path, checkpoint_version: int) -> ResumeState:
+    """All but the batches, which are loaded one by one. Raises JournalError."""
+    with reading(path) as connection:
+        before = _before(connection)
+        next_version = _next_version(connection, path, checkpoint_version, before.version)
+        _check_states(connection, path)
+        admitted = {row[0] for row in connection.execute("SELECT DISTINCT prompt_id FROM groups")}
+        alive, rollouts = _groups_alive(connection, path), _rollouts_alive(connection, path)
+        return ResumeState(
+            path=path,
+            checkpoint_version=checkpoint_version,
+            next_version=next_version,
+            ready=tuple(
+                (group.ticket, _group(path, group.ticket.group_id, group.prompt, rollouts.get(group.ticket.group_id, {})))
+                for group in alive
+                if group.state == "ready"
+            ),
+            running=tuple(
+                RunningRecord(
+                    group.ticket,
+                    group.prompt,
+                    rollouts.get(group.ticket.group_id, {}),
+                    _failures(connection, group.ticket.group_id),
+                    _partials(connection, path, group.ticket.group_id),
+                    group.prompt_is_whole,
+                )
+                for group in alive
+                if group.state == "running"
+            ),
+            requeued=(*(prompt_id for prompt_id in before.out if prompt_id not in admitted), *_requeued(connection)),
+            num_drawn=before.num_drawn + len(admitted.difference(before.out)),
+            next_group_id=GroupId(max(before.next_group_id, _num_issued(connection))),
+        )
+
+
+def read_batch(connection: sqlite3.Connection, path: Path, version: int) -> Batch:
+    """A batch as it was taken. Raises JournalError if it is not there, or its tokens were deleted."""
+    row = connection.execute("SELECT min_version, mask_older, num_groups FROM batches WHERE version = ?", (version,)).fetchone()
+    if row is None:
+        raise damaged(path, f"batch {version} is not in it")
+    found = connection.execute(
+        "SELECT g.group_id, g.start_version, g.prompt_id, p.blob FROM batch_groups b JOIN groups g USING (group_id)"
+        " LEFT JOIN prompts p USING (group_id)"
+        " WHERE b.version = ? ORDER BY b.position",
+        (version,),
+    ).fetchall()
+    if len(found) != row[2]:
+        raise damaged(path, f"batch {version} has {len(found)} groups of {row[2]}")
+    groups = []
+    for group_id, start_version, prompt_id, prompt in found:
+        if prompt is None:
+            raise JournalError(
+                f"the tokens of batch {version} were deleted from {path}",
+                rule="with journal.keep=checkpoint they stay as long as a checkpoint before them",
+                way_out="resume from a newer checkpoint; with journal.keep=all tokens stay for ever.",
+            )
+        rollouts = rollouts_of(connection, group_id, path)
+        groups.append(_group(path, group_id, decode_prompt(prompt, Ticket(group_id, start_version), prompt_id, path)[0], rollouts))
+    return Batch(version, tuple(groups), row[0], mask_older=bool(row[1]))
+
+
+@dataclass(frozen=True, slots=True)
+class _Before:
+    """What was before the journal: nothing, or all that decisions.began_at was told."""
+
+    version: int = 0
+    num_drawn: int = 0
+    out: tuple[str, ...] = ()
+    next_group_id: int = 0
+
+
+def _before(connection: sqlite3.Connection) -> _Before:
+    row = connection.execute("SELECT value FROM meta WHERE key = 'began_at'").fetchone()
+    if row is None:
+        return _Before()
+    told = json.loads(row[0])
+    return _Before(told["version"], told["num_drawn"], tuple(told["out"]), told["next_group_id"])
+
+
+def _num_issued(connection: sqlite3.Connection) -> int:
+    return int(connection.execute("SELECT coalesce(max(group_id) + 1, 0) FROM groups").fetchone()[0])
+
+
+def _next_version(connection: sqlite3.Connection, path: Path, checkpoint_version: int, began_at: int) -> int:
+    if checkpoint_version < began_at:
+        raise begins_later(path, began_at, checkpoint_version)
+    newest = connection.execute("SELECT max(version) FROM batches").fetchone()[0]
+    if newest is None:
+        return checkpoint_version  # nothing was trained, or the journal was begun anew from a checkpoint
+    if newest + 1 < checkpoint_version:
+        raise damaged(path, f"its newest batch is {newest}, but there is a checkpoint at version {checkpoint_version}")
+    return int(newest) + 1
+
+
+def _check_states(connection: sqlite3.Connection, path: Path) -> None:
+    """A group is taken if, and only if, it is in a batch; batches have no gap. No page check would see a bit that lies about it."""
+    taken, given, found = connection.execute(
+        "SELECT (SELECT count(*) FROM groups WHERE state = 'taken'), (SELECT coalesce(sum(num_groups), 0) FROM batches),"
+        " (SELECT count(*) FROM batch_groups b JOIN groups g USING (group_id) JOIN batches USING (version) WHERE g.state = 'taken')"
+    ).fetchone()
+    if not taken == given == found:
+        raise damaged(path, f"{taken} groups are taken, {found} of them are in batches, which were made of {given}")
+    first, last, count = connection.execute("SELECT min(version), max(version), count(*) FROM batches").fetchone()
+    if count and last - first + 1 != count:
+        raise damaged(path, f"it has {count} batches with versions {first} to {last}")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Alive:
+    """A group that runs or is ready."""
+
+    ticket: Ticket
+    state: str
+    prompt: Prompt
+    prompt_is_whole: bool
+
+
+def _groups_alive(connection: sqlite3.Connection, path: Path) -> list[_Alive]:
+    """Oldest first."""
+    rows = connection.execute(
+        "SELECT group_id, start_version, state, prompt_id, blob FROM groups LEFT JOIN prompts USING (group_id)"
+        " WHERE state IN ('running', 'ready') ORDER BY group_id"
+    )
+    alive = []
+    for group_id, start_version, state, prompt_id, blob in rows:
+        ticket = Ticket(GroupId(group_id), start_version)
+        alive.append(_Alive(ticket, state, *decode_prompt(blob, ticket, prompt_id, path)))
+    return alive
+
+
+def rollouts_of(connection: sqlite3.Connection, group_id: int, path: Path) -> dict[int, Rollout]:
+    """The finished rollouts of a group by sample_index."""
+    rows = connection.execute(
+        "SELECT group_id, sample_index, branch, blob FROM trajectories WHERE group_id = ? ORDER BY sample_index, branch", (group_id,)
+    )
+    return _rollouts(rows, path).get(group_id, {})
+
+
+def _rollouts_alive(connection: sqlite3.Connection, path: Path) -> dict[int, dict[int, Rollout]]:
+    rows = connection.execute(
+        "SELECT t.group_id, t.sample_index, t.branch, t.blob FROM groups g JOIN trajectories t USING (group_id)"
+        " WHERE g.state IN ('running', 'ready') ORDER BY t.group_id, t.sample_index, t.branch"
+    )
+    return _rollouts(rows, path)
+
+
+def _rollouts(rows: Iterable[tuple[int, int, int, bytes]], path: Path) -> dict[int, dict[int, Rollout]]:
+    """By group and sample_index, from rows in that order. Raises JournalError if a branch is missing."""
+    found: dict[int, dict[int, list[Trajectory]]] = {}
+    for group_id, index, branch, blob in rows:
+        branches = found.setdefault(group_id, {}).setdefault(index, [])
+        if branch != len(branches):
+            raise damaged(path, f"g{group_id}/r{index} has branch {branch} after {len(branches)} others")
+        branches.append(decode_trajectory(blob, group_id, index, branch, path))
+    return {group_id: {index: tuple(branches) for index, branches in group.items()} for group_id, group in found.items()}
+
+
+def _group(path: Path, group_id: int, prompt: Prompt, rollouts: Mapping[int, Rollout]) -> Group:
+    if not rollouts:
+        raise damaged(path, f"group {group_id} is ready or taken, and has no trajectory")
+    return Group(GroupId(group_id), prompt, tuple(branch for rollout in rollouts.values() for branch in rollout))
+
+
+def _failures(connection: sqlite3.Connection, group_id: int) -> dict[int, tuple[int, str]]:
+    rows = connection.execute("SELECT sample_index, attempts, why FROM failures WHERE group_id = ? ORDER BY sample_index", (group_id,))
+    return {index: (attempts, why) for index, attempts, why in rows}
+
+
+def _partials(connection: sqlite3.Connection, path: Path, group_id: int) -> dict[int, tuple[int, int, PartialCompletion]]:
+    rows = connection.execute(
+        "SELECT sample_index, attempt, turn, blob FROM segments WHERE group_id = ? ORDER BY sample_index", (group_id,)
+    )
+    return {index: (attempt, turn, decode_partial(blob, group_id, index, path)) for index, attempt, turn, blob in rows}
+
+
+def _requeued(connection: sqlite3.Connection) -> tuple[str, ...]:
+    """By their first admission: the order in which they were drawn."""
+    rows = connection.execute(
+        "SELECT h.prompt_id, (SELECT min(group_id) FROM groups f WHERE f.prompt_id = h.prompt_id) AS first FROM groups h"
+        " WHERE h.state = 'handed_back' AND NOT EXISTS"
+        " (SELECT 1 FROM groups later WHERE later.prompt_id = h.prompt_id AND later.group_id > h.group_id) ORDER BY first"
+    )
+    return tuple(row[0] for row in rows)

@@ -1,0 +1,113 @@
+"""Brings trainer, buffer, feed and producers of a resumed run to where the killed one stood. Generates nothing.
+
+The checkpoint says what the weights were, the journal everything since: its batches are trained on again as they are, its ready
+groups are ready again, what ran goes on from its partial turns, what had been handed back comes first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Protocol
+
+from asyncrl.buffer.buffer import Buffer
+from asyncrl.checkpoint.checkpoints import Checkpoints
+from asyncrl.errors import CheckpointError
+from asyncrl.journal.journal import Journal
+from asyncrl.journal.read import ResumeState
+from asyncrl.running.resume import ResumePoint
+from asyncrl.tasks.feed import Feed
+from asyncrl.trainer.client import TrainerClient
+from asyncrl.types import Batch, Prompt, StepReport, UnfinishedGroup
+
+
+class Recovers(Protocol):
+    """What a resumed run needs of the trainer; LivingTrainer is it."""
+
+    async def recover(
+        self, state: Path | None, batches: Callable[[], AsyncIterator[Batch]], on_step: Callable[[Batch, StepReport], None]
+    ) -> None:
+        """Load a state (None: the initial weights) and train on `batches()`; on_step is told of each once."""
+        ...
+
+
+async def recover_trainer(client: TrainerClient, journal: Journal, checkpoints: Checkpoints, version: int, num_batches: int) -> None:
+    """A trainer that was started again, in the middle of a run, goes to `version`: newest whole checkpoint, then the journal's batches.
+
+    Raises JournalError if batches in between are not there any more, TrainerError.
+    """
+    whole, _ = await asyncio.to_thread(checkpoints.newest_whole, keep_unfinished=True)
+    start = 0 if whole is None else whole.version
+    state = await journal.read_resume(start)
+    journal.restored_nowait(start)
+    stop = min(max(version, start), num_batches)
+    await client.recover(None if whole is None else whole.trainer_dir, load_batches(state, start, stop), lambda _batch, _report: None)
+
+
+async def restore(
+    point: ResumePoint,
+    state: ResumeState,
+    *,
+    trainer: Recovers,
+    journal: Journal,
+    buffer: Buffer,
+    feed: Feed,
+    on_step: Callable[[Batch, StepReport], None],
+) -> tuple[UnfinishedGroup, ...]:
+    """Everything but the engines; returns what goes on once they have the current weights.
+
+    `on_step` is told of each batch that is trained on again. Raises what the rooms raise.
+    """
+    folder = None if point.checkpoint is None else point.checkpoint.trainer_dir
+    journal.restored_nowait(point.version)
+
+    def trained_again(batch: Batch, report: StepReport) -> None:
+        journal.trained_nowait(batch.version, report.metrics)
+        on_step(batch, report)
+
+    await trainer.recover(folder, lambda: load_batches(state, point.version, state.next_version), trained_again)
+    if state.num_drawn == 0 and point.checkpoint is not None:
+        _from_checkpoint_alone(point, journal, buffer, feed)
+        return ()
+    whole = [record for record in state.running if record.prompt_is_whole]
+    broken = [record for record in state.running if not record.prompt_is_whole]  # only the task can make these prompts again
+    for record in broken:
+        journal.group_ended_nowait(record.ticket.group_id, "handed_back", "its prompt cannot be written down")
+    feed.restore_nowait(state.num_drawn, [*state.requeued, *(record.prompt.prompt_id for record in broken)])
+    buffer.restore_nowait(state.next_version, state.next_group_id, [record.ticket for record in whole], [group for _, group in state.ready])
+    return tuple(
+        UnfinishedGroup(
+            record.ticket,
+            record.prompt,
+            record.rollouts,
+            record.failures,
+            {index: (attempt, partial) for index, (attempt, _turn, partial) in record.partials.items()},
+        )
+        for record in whole
+    )
+
+
+def _from_checkpoint_alone(point: ResumePoint, journal: Journal, buffer: Buffer, feed: Feed) -> None:
+    """The journal is gone: what was in flight when the checkpoint was made is generated again. The new one is told what was before it."""
+    assert point.checkpoint is not None
+    controller = point.checkpoint.controller
+    try:
+        feed.load_state(controller["feed"])
+        for prompt_id in controller["out"]:
+            feed.hand_back_nowait(Prompt(str(prompt_id), ()))
+        next_group_id = int(controller["next_group_id"])
+        buffer.restore_nowait(point.version, next_group_id, [], [])
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{point.checkpoint.folder} does not say where the run stood: {type(error).__name__} {error}",
+            rule="without its journal a run goes on from what the checkpoint says",
+            way_out="put journal.sqlite back, or start a new run.",
+        ) from error
+    journal.began_at_nowait(point.version, feed.num_drawn, feed.prompts_back(), next_group_id)
+
+
+async def load_batches(state: ResumeState, start: int, stop: int) -> AsyncIterator[Batch]:
+    """Batches start .. stop - 1 of the journal, one at a time."""
+    for version in range(start, stop):
+        yield await asyncio.to_thread(state.load_batch, version)

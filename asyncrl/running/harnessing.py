@@ -1,0 +1,167 @@
+"""What harness rollouts need beside the engines: the gateway, the queue of work, and the worker processes. Builds and closes them."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from asyncrl.calling import Caller
+from asyncrl.config import RunConfig
+from asyncrl.durable import write_whole
+from asyncrl.errors import RoomError
+from asyncrl.gateway.collecting import collect_less
+from asyncrl.gateway.leases import Leases
+from asyncrl.gateway.server import Gateway
+from asyncrl.gateway.shapes import CallRules
+from asyncrl.gateway.tool_formats import find_tool_format
+from asyncrl.placement.process import ChildProcess
+from asyncrl.producers.seeds import derive_seed
+from asyncrl.producers.tokenizer import HFChatTokenizer
+from asyncrl.running import startup
+from asyncrl.running.worker_supervision import WorkerSupervisor
+from asyncrl.types import SamplingEngine, Work
+from asyncrl.worker_wire import WORKER_KEY_ENV
+
+NO_WORKER_S = 30.0
+"""So long a run may be without a worker before it says so."""
+
+TASK_SEED_TURN = -1
+"""Stands where the number of a turn stands, in the seed that a harness is given for its own draws."""
+
+
+@dataclass(frozen=True, slots=True)
+class Harnessing:
+    """The gateway and those who work through it. `workers` are our own; others may come from anywhere with the worker key."""
+
+    gateway: Gateway
+    leases: Leases
+    workers: tuple[startup.Server, ...]
+    supervisors: tuple[WorkerSupervisor, ...]
+    url: str
+    worker_key: str
+
+    async def start(self) -> None:
+        """Open the gateway and start the workers; returns when they answer. Raises ConfigError or RoomError."""
+        await self.gateway.start()
+        for worker in self.workers:
+            await startup.start(worker)
+        await startup.wait_all_ready(self.workers)
+        collect_less()
+
+    def missing_workers(self) -> str | None:
+        """What to do if rollouts wait and there is nobody to run them; None while there is, or was a moment ago."""
+        work = self.leases.stats()
+        if work.workers or not work.queued or work.unseen_s < NO_WORKER_S:
+            return None
+        return (
+            f"{work.queued} rollouts wait and no worker has been seen for {work.unseen_s:.0f} s; start one with: "
+            f"{WORKER_KEY_ENV}=KEY asyncrl work {self.url} --python MODULE:FUNCTION (the key is in gateway.json of the run directory)"
+        )
+
+    async def aclose(self) -> None:
+        """Nobody is given work any more, the workers end, every session ends."""
+        await self.leases.aclose()
+        for worker in self.workers:
+            await worker.aclose()
+        await self.gateway.aclose()
+
+
+def call_rules(config: RunConfig, tokenizer: HFChatTokenizer) -> CallRules:
+    """What the config fixes for every call."""
+    rollout = config.rollout
+    return CallRules(
+        model_name=model_name(config), temperature=rollout.temperature, top_p=1.0, max_tokens=rollout.max_tokens,
+        max_prompt_tokens=rollout.max_prompt_tokens, max_length=rollout.max_prompt_tokens + rollout.max_tokens,
+        vocab_size=tokenizer.vocab_size, max_token_bytes=tokenizer.max_token_bytes,
+        on_sampling_override=config.gateway.on_sampling_override,
+    )  # fmt: skip
+
+
+def model_name(config: RunConfig) -> str:
+    """The policy's name in /v1/models."""
+    return config.gateway.model_name or (Path(config.model.path).name if config.model.path else "policy")
+
+
+def make_gateway(
+    config: RunConfig, engines: SamplingEngine, tokenizer: HFChatTokenizer, *, worker_key: str, on_broken: Callable[[RoomError], None]
+) -> tuple[Gateway, Leases]:
+    """The gateway with the queue of work on the same port; not open yet. Raises ConfigError for a tool format that is not known."""
+
+    def task_seed(work: Work) -> int:
+        return derive_seed(config.seed, work.prompt.prompt_id, work.sample_index, TASK_SEED_TURN, work.attempt)
+
+    def seed_of(prompt_id: str, sample_index: int, attempt: int, call_key: int) -> int:
+        return derive_seed(config.seed, prompt_id, sample_index, call_key, attempt)
+
+    leases = Leases(worker_key=worker_key, model=model_name(config), lease_timeout_s=config.gateway.lease_timeout_s, task_seed=task_seed)
+    gateway = Gateway(
+        engines, tokenizer, find_tool_format(config.gateway.tool_format, tokenizer.template), call_rules(config, tokenizer),
+        config.gateway, seed_of=seed_of, on_broken=on_broken, extra_routes=leases.routes(),
+    )  # fmt: skip
+    return gateway, leases
+
+
+def make_harnessing(
+    config: RunConfig,
+    engines: SamplingEngine,
+    tokenizer: HFChatTokenizer,
+    run_dir: Path,
+    *,
+    on_broken: Callable[[RoomError], None],
+    warn: Callable[[str], None],
+    on_event: Callable[[str, Mapping[str, Any]], None],
+) -> Harnessing:
+    """Everything, with the port taken and nothing started. RUN_DIR/gateway.json says where it is, to whoever may read that file."""
+    worker_key = _worker_key(run_dir)
+    gateway, leases = make_gateway(config, engines, tokenizer, worker_key=worker_key, on_broken=on_broken)
+    url = gateway.bind()
+    write_whole(run_dir / "gateway.json", json.dumps({"url": url, "worker_key": worker_key}) + "\n", is_private=True)
+    workers = [] if config.generator.remote else _workers(config, url, worker_key, run_dir)
+    supervisors = [
+        WorkerSupervisor(
+            worker, config.supervision, heartbeat_s=config.observe.heartbeat_s,
+            lease_timeout_s=config.gateway.lease_timeout_s, gone=leases.worker_gone_nowait, warn=warn, on_event=on_event,
+        )
+        for worker in workers
+    ]  # fmt: skip
+    return Harnessing(gateway, leases, tuple(workers), tuple(supervisors), url, worker_key)
+
+
+def num_rollouts(config: RunConfig) -> int:
+    """Rollouts in flight at once."""
+    concurrency = config.generator.concurrency
+    return config.rollout.slots * config.rollout.num_engines if concurrency == "auto" else concurrency
+
+
+def _workers(config: RunConfig, url: str, worker_key: str, run_dir: Path) -> list[startup.Server]:
+    """Each has a secret of its own: the run's opens engines and trainer, and what a harness runs is not to find it."""
+    generator = config.generator
+    names = ("python", "command", "verifiers", "args", "env", "max_output_bytes")
+    harness = {name: getattr(generator, name) for name in names}
+    num_slots = num_rollouts(config) + (config.eval.slots if config.eval is not None and config.evaluates_agent else 0)
+    workers = []
+    for index in range(generator.workers):
+        name = f"worker-{index}"
+        spec = {"name": name, "url": url, "slots": -(-num_slots // generator.workers), "harness": harness}
+        secret = secrets.token_urlsafe(24)
+        child = ChildProcess(
+            name, "asyncrl.harness.worker", json.dumps(spec), run_dir=run_dir, secret=secret, secrets={WORKER_KEY_ENV: worker_key}
+        )
+        workers.append(startup.Server(child, Caller(name, "", secret)))
+    return workers
+
+
+def _worker_key(run_dir: Path) -> str:
+    """From the environment, else the run's own: it stays when the run is gone on with, so that workers elsewhere find it again."""
+    given = os.environ.get(WORKER_KEY_ENV)
+    if given:
+        return given
+    path = run_dir / "gateway.json"
+    if path.exists():
+        return str(json.loads(path.read_text(encoding="utf-8"))["worker_key"])
+    return secrets.token_urlsafe(24)

@@ -1,0 +1,152 @@
+"""Whether a run directory holds a run to go on with, from where, and whether the config still means the same. Starts nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from asyncrl.checkpoint.checkpoints import Checkpoints, Whole
+from asyncrl.config import RunConfig, load_config
+from asyncrl.errors import ConfigError
+from asyncrl.journal.read import reading
+
+ResumeMode = Literal["auto", "never", "must"]
+
+FREE_SECTIONS = ("observe", "checkpoint", "journal", "supervision")
+"""Sections that say how a run is watched and kept, and change nothing that it computes."""
+FREE_KEYS = frozenset(
+    {
+        "trainer.num_steps", "trainer.timeout_s", "trainer.port", "rollout.ports", "rollout.timeout_s", "rollout.slots",
+        "rollout.max_failed_groups", "publisher.timeout_s", "buffer.max_filtered_groups", "task.reward_pool", "task.reward_workers",
+        "task.reward_timeout_s", "placement.trainer", "placement.rollout", "trainer.world_size", "trainer.micro_batch_tokens",
+        "trainer.gradient_checkpointing", "trainer.cpu_offload", "trainer.logprob_gap_limit", "trainer.max_skipped_steps",
+        "placement.eval", "publisher.chunk_bytes", "generator.workers", "generator.concurrency", "generator.max_output_bytes",
+        "gateway.host", "gateway.port", "gateway.public_url", "gateway.max_calls", "gateway.max_concurrent_calls",
+        "rollout.vllm_python", "rollout.urls", "rollout.tensor_parallel", "publisher.disk_dir", "publisher.rolling",
+        "publisher.canary_limit", "publisher.retries", "gateway.max_body_bytes", "gateway.read_timeout_s", "gateway.max_connections",
+        "gateway.lease_timeout_s",
+    }
+)  # fmt: skip
+"""Keys that may change between two starts: limits, places, memory. With a constant schedule num_steps only says when to stop."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResumePoint:
+    """Where a run goes on: `checkpoint` is the newest whole one (None: from the initial weights); `told`: what was passed over."""
+
+    checkpoint: Whole | None
+    told: tuple[str, ...] = ()
+
+    @property
+    def version(self) -> int:
+        """Batches that the checkpoint has seen."""
+        return 0 if self.checkpoint is None else self.checkpoint.version
+
+
+def as_resume_mode(text: str) -> ResumeMode:
+    """Of --resume. Raises ConfigError for any other word."""
+    for mode in get_args(ResumeMode):
+        if text == mode:
+            return mode  # type: ignore[no-any-return]
+    raise ConfigError(f"--resume {text} is not known", rule="it is auto, never or must", way_out="leave it out for auto.")
+
+
+def find_resume(run_dir: Path, config: RunConfig, mode: ResumeMode, allow_change: Collection[str] = ()) -> ResumePoint | None:
+    """None for a new run. Blocks while checkpoints are read.
+
+    Raises ConfigError if the directory holds a run and must not (never), holds none and must (must), if that run is done, or if
+    keys that alter what is computed are not as they were and not named in `allow_change`.
+    """
+    saved = run_dir / "config.yaml"
+    has_begun = saved.exists() and _has_begun(run_dir)
+    if saved.exists() and not has_begun and not (run_dir / "run.id").exists():
+        raise ConfigError(
+            f"{run_dir} holds a config.yaml that no run has written",
+            rule="a run never writes over what is not its own",
+            way_out="choose another --run-dir, or move that file away.",
+        )
+    if not has_begun:
+        if mode == "must":
+            raise ConfigError(
+                f"{run_dir} holds no run",
+                rule="--resume must goes on with one",
+                way_out="give its directory with --run-dir, or leave --resume out.",
+            )
+        return None
+    if mode == "never":
+        raise ConfigError(
+            f"{run_dir} holds a run already",
+            rule="--resume never starts a new one, and a run never writes over another",
+            way_out="choose another --run-dir, or leave --resume out to go on with this one.",
+        )
+    _refuse_changes(load_config(saved), config, frozenset(allow_change), run_dir)
+    _refuse_done(run_dir, config)
+    checkpoint, told = Checkpoints(run_dir, config.checkpoint).newest_whole()
+    return ResumePoint(checkpoint, tuple(told))
+
+
+def _has_begun(run_dir: Path) -> bool:
+    """Whether a group was admitted or a checkpoint made: what failed at its start (a wrong path, say) may be started anew, corrected."""
+    if any((run_dir / "checkpoints").glob("step_*")):
+        return True
+    journal = run_dir / "journal.sqlite"
+    if not journal.exists():
+        return (run_dir / "metrics.jsonl").exists() and (run_dir / "metrics.jsonl").stat().st_size > 0
+    with reading(journal) as connection:
+        return connection.execute("SELECT 1 FROM groups LIMIT 1").fetchone() is not None
+
+
+def changed_keys(before: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """Dotted key -> (value then, value now), for every key that differs."""
+    then, new = _flat(before.model_dump(mode="json")), _flat(now.model_dump(mode="json"))
+    return {key: (then.get(key), new.get(key)) for key in sorted(then.keys() | new.keys()) if then.get(key) != new.get(key)}
+
+
+def _refuse_changes(before: RunConfig, now: RunConfig, allowed: frozenset[str], run_dir: Path) -> None:
+    changed = {key: values for key, values in changed_keys(before, now).items() if not _is_free(key, now) and not _is_named(key, allowed)}
+    if changed:
+        lines = "".join(f"\n    {key}: {then!r} -> {new!r}" for key, (then, new) in changed.items())
+        flags = " ".join(f"--allow-change {key}" for key in changed)
+        raise ConfigError(
+            f"the run in {run_dir} was started with other settings:{lines}\n ",
+            rule="a resumed run computes what the killed one would have",
+            way_out=f"put them back, or accept the change with {flags}; another --run-dir starts a new run.",
+        )
+
+
+def _is_free(key: str, config: RunConfig) -> bool:
+    if key == "trainer.num_steps":  # with a schedule that falls to 0 at its end it is part of every learning rate
+        return config.trainer.schedule == "constant"
+    return key in FREE_KEYS or key.split(".")[0] in FREE_SECTIONS
+
+
+def _is_named(key: str, allowed: frozenset[str]) -> bool:
+    """Named itself, or a section around it."""
+    return any(key == name or key.startswith(name + ".") for name in allowed)
+
+
+def _refuse_done(run_dir: Path, config: RunConfig) -> None:
+    try:
+        summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return
+    steps = summary.get("num_steps", summary.get("steps"))
+    if summary.get("state") == "done" and (steps is None or steps >= config.trainer.num_steps):
+        raise ConfigError(
+            f"the run in {run_dir} is done",
+            rule="there is nothing to go on with",
+            way_out="choose another --run-dir for a new run; a larger trainer.num_steps goes on with this one.",
+        )
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat

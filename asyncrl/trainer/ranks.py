@@ -1,0 +1,168 @@
+"""The trainer's processes as one group: commands of rank 0, sums and agreements. Knows JSON, bytes and numbers; knows no model.
+
+All ranks are processes of this machine and meet in a file of the staging folder. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from asyncrl.errors import ConfigError
+from asyncrl.serving import Refused
+from asyncrl.trainer.spec import TrainerSpec
+
+NEVER = timedelta(days=365)
+"""How long the other ranks wait for the next command: as long as it takes."""
+START = timedelta(seconds=300)
+"""How long a rank waits for the others to be there."""
+LOST = ("gloo", "nccl", "connection")
+"""Words in what a collective raises when another rank is gone or does not come."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """What rank 0 asks the others to do beside it: a name, JSON, and bytes."""
+
+    name: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+    body: bytes = b""
+
+
+class OneRankError(Exception):
+    """One rank refuses what the others do not know of; the group cannot go on."""
+
+    def __init__(self, refused: Refused) -> None:
+        self.body = refused.body
+        super().__init__(refused.body.error)
+
+
+class Ranks:
+    """The place of this process in the group. `mesh` is None where nothing is sharded.
+
+    Life:       join_ranks() -> rank 0 sends commands, the others wait for them -> the process ends.
+    Waits:      wait_command waits without limit; every other call, and every collective of FSDP, trainer.timeout_s at most.
+    Invariant:  all ranks make the same collective calls in the same order, so what decides about one is the same on all.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1, mesh: DeviceMesh | None = None, commands: dist.ProcessGroup | None = None) -> None:
+        self.rank, self.size, self.mesh, self._commands = rank, size, mesh, commands
+
+    def __repr__(self) -> str:
+        return f"<Ranks {self.rank} of {self.size}>"
+
+    @property
+    def is_first(self) -> bool:
+        """Rank 0, which writes files and answers."""
+        return self.rank == 0
+
+    def gather(self, value: Any) -> list[Any]:
+        """The JSON value of each rank, in order."""
+        if self.size == 1:
+            return [value]
+        mine = _bytes_tensor(json.dumps(value).encode())
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(lengths, torch.tensor([len(mine)]))
+        longest = max(int(length) for length in lengths)
+        texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
+        dist.all_gather(texts, torch.nn.functional.pad(mine, (0, longest - len(mine))))
+        return [json.loads(_to_bytes(text[: int(length)])) for text, length in zip(texts, lengths, strict=True)]
+
+    def add_up(self, *arrays: npt.NDArray[np.float32]) -> None:
+        """Replace each array by its sum over all ranks."""
+        if self.size > 1:
+            for array in arrays:
+                dist.all_reduce(torch.from_numpy(array))
+
+    def send(self, command: Command) -> None:
+        """On rank 0: hand the command to all others, which are in wait_command or will be."""
+        if self.size == 1:
+            return
+        head = json.dumps({"name": command.name, "arguments": command.arguments}).encode()
+        dist.broadcast(torch.tensor([len(head), len(command.body)]), 0, group=self._commands)
+        dist.broadcast(_bytes_tensor(head + command.body), 0, group=self._commands)
+
+    def wait_command(self) -> Command:
+        """On the other ranks: the next command of rank 0."""
+        lengths = torch.zeros(2, dtype=torch.int64)
+        dist.broadcast(lengths, 0, group=self._commands)
+        head, body = (int(length) for length in lengths)
+        text = torch.zeros(head + body, dtype=torch.uint8)
+        dist.broadcast(text, 0, group=self._commands)
+        return Command(**json.loads(_to_bytes(text[:head])), body=_to_bytes(text[head:]))
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Around work on this rank's own part of a batch: what is refused there is not refused on all ranks, and ends the group."""
+        try:
+            yield
+        except Refused as refused:
+            if self.size == 1:
+                raise
+            raise OneRankError(refused) from refused
+
+
+ALONE = Ranks()
+"""One process, no process group, nothing sharded."""
+
+
+def join_ranks(spec: TrainerSpec, device: torch.device) -> Ranks:
+    """Meet the other ranks. Raises ConfigError if they do not fit on the machine's devices."""
+    size, is_cuda = spec.trainer.world_size, device.type == "cuda"
+    if spec.trainer.cpu_offload and not is_cuda:
+        raise ConfigError(
+            "trainer.cpu_offload=true, and the trainer runs on the CPU",
+            rule="it moves weights, gradients and optimizer state from the GPU's memory to the host's: here they are there already",
+            way_out="leave trainer.cpu_offload at false, or set placement.trainer=cuda.",
+        )
+    if is_cuda and size > torch.cuda.device_count():
+        raise ConfigError(
+            f"trainer.world_size={size} is above the {torch.cuda.device_count()} CUDA devices of this machine",
+            rule="each rank has a device of its own",
+            way_out=f"lower trainer.world_size to {torch.cuda.device_count()}, or set placement.trainer=cpu.",
+        )
+    if size == 1 and not spec.trainer.cpu_offload:
+        return ALONE
+    # No host name is looked up, and no port is open to the network.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", next(name for _, name in socket.if_nameindex() if name.startswith("lo")))
+    if is_cuda:
+        torch.cuda.set_device(spec.rank)
+    store, timeout = dist.FileStore(str(spec.staging_dir / "rendezvous"), size), timedelta(seconds=spec.trainer.timeout_s)  # type: ignore[attr-defined]
+    store.set(f"here-{spec.rank}", "1")
+    store.wait([f"here-{rank}" for rank in range(size)], START)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if is_cuda else "gloo",
+        store=store,
+        rank=spec.rank,
+        world_size=size,
+        timeout=timeout,
+    )
+    # Sending waits until the other ranks receive: rank 0 only sends to those that wait, or soon will.
+    commands = dist.new_group(backend="gloo", timeout=timeout if spec.rank == 0 else NEVER)
+    return Ranks(spec.rank, size, init_device_mesh(device.type, (size,)), commands)
+
+
+def is_loss_of_a_rank(error: BaseException) -> bool:
+    """Whether this comes from another rank's end rather than from this one's own work."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and any(word in str(error).lower() for word in LOST))
+
+
+def _bytes_tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _to_bytes(tensor: Tensor) -> bytes:
+    return tensor.numpy().tobytes()

@@ -1,0 +1,65 @@
+"""When does splitting the devices win over turns on all of them? Played in virtual time; nothing here was measured on a device.
+
+Eight devices, batches of 16 groups of 8. A case is: rollouts a slot (1: a batch is one wave, and its tail is all that is left at the end;
+8: freed slots are filled again), generation : training in device-seconds of a batch, and sigma of the lognormal lengths (mean 1 s).
+
+    python benchmarks/break_even.py [--seconds 60] [--handover 0.2] [--write]
+
+A cell is the fastest split at that max_staleness: its batches a second over those of turns with --handover seconds a turn, and the
+handover at which the two are even (-: the split wins even if handovers take no time). `mask`: the same with buffer.on_overdue=mask.
+
+Last line: `ratio: X` = one rollout a slot, 1 : 1, sigma 1: split at max_staleness 1 (wait) over turns.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+
+from report import options, reported
+
+from asyncrl.running.simulating import BOUNDS, Case, Split, break_even, with_mask
+
+NUM_DEVICES, NUM_GROUPS, GROUP_SIZE = 8, 16, 8
+RATIOS, SIGMAS, WAVES = (1.0, 4.0), (0.0, 0.5, 1.0), (1, 8)
+
+
+def case_of(waves: int, ratio: float, sigma: float, handover_s: float, num_batches: int) -> Case:
+    """Eight devices with just so many slots that a batch is `waves` rollouts a slot."""
+    slots = NUM_GROUPS * GROUP_SIZE // NUM_DEVICES // waves
+    return Case(NUM_DEVICES, NUM_GROUPS, GROUP_SIZE, slots, ratio, sigma, handover_s, num_batches=num_batches)
+
+
+def cell(split: Split) -> str:
+    """Gain, and the handover at which it is 1."""
+    even = f"{split.break_even_s:.2f}" if split.break_even_s > 0 else "-"
+    return f"{split.gain:5.2f} ({even:>4})"
+
+
+def main() -> None:
+    """Print the table."""
+    parser = options(__doc__, seconds=60.0)
+    parser.add_argument("--handover", type=float, default=0.2, help="seconds of both handovers of a turn (default: %(default)s)")
+    arguments = parser.parse_args()
+    with reported("break_even", is_kept=arguments.write):
+        num_batches = max(20, int(2 * arguments.seconds))
+        run_all(arguments.handover, num_batches)
+
+
+def run_all(handover_s: float, num_batches: int) -> None:
+    """All cases, `wait` and `mask`."""
+    print(f"{NUM_DEVICES} devices, {num_batches} batches of {NUM_GROUPS} groups of {GROUP_SIZE}; turns pay {handover_s:g} s; simulated")
+    titles = (*(f"wait, {bound}" for bound in BOUNDS), *(f"mask, {bound}" for bound in BOUNDS[1:]))
+    print(f"{'a slot':>6} {'ratio':>5} {'sigma':>5} {'turns/s':>8}", *(f"{title:>12}" for title in titles))
+    figure = 0.0
+    for waves, ratio, sigma in product(WAVES, RATIOS, SIGMAS):
+        case = case_of(waves, ratio, sigma, handover_s, num_batches)
+        turns, splits = break_even(case)
+        _, masked = break_even(with_mask(case), BOUNDS[1:])
+        if (waves, ratio, sigma) == (1, 1.0, 1.0):
+            figure = splits[1].gain
+        print(f"{waves:>6} {ratio:>5g} {sigma:>5g} {turns.batches_per_s:>8.3f}", *(f"{cell(split):>12}" for split in [*splits, *masked]))
+    print(f"ratio: {figure:.2f}")
+
+
+if __name__ == "__main__":
+    main()

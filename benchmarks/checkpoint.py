@@ -1,0 +1,167 @@
+"""How long a save of the trainer's state holds up training, against the whole save and against a plain memory copy.
+
+A real TrainStep of 69 M parameters: 277 MB of float32 weights and twice as much of AdamW's moments. Each repetition, in the
+same run: a memory copy of as many bytes (source and target warm), one optimizer step alone, a save that is waited for, a save
+with the optimizer steps that fit beside its writing. Files are synced to the disk of the temporary directory.
+
+    python benchmarks/checkpoint.py [--seconds 60]
+
+`held up` is the time in which no step can be taken: the copy into host buffers. The first save also has to get these buffers
+from the system; it has a row of its own. `step beside a save` counts only steps during all of which files were being written.
+
+Last line: `ratio: X` = held up over memory copy, medians of the same run.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import torch
+from report import options, reported
+from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers.utils.logging import disable_progress_bar
+
+from asyncrl.config import AlgorithmConfig, TrainerConfig
+from asyncrl.running.specs import objective_spec
+from asyncrl.trainer.spec import TrainerSpec
+from asyncrl.trainer.step import TrainStep
+from asyncrl.wire import BatchArrays, BatchHeader, TrajectoryHeader
+
+VOCAB_SIZE, NUM_TOKENS, NUM_SEQUENCES = 16_384, 16, 4
+MIN_REPETITIONS = 3
+
+
+@dataclass(frozen=True)
+class Repetition:
+    """Seconds."""
+
+    memcpy_s: float
+    step_s: float
+    held_s: float
+    whole_s: float
+    steps_beside_s: list[float]
+
+
+def make_step(folder: Path) -> TrainStep:
+    """A random Qwen3 of 69 M parameters, in a trainer."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCAB_SIZE, hidden_size=640, intermediate_size=1920, num_hidden_layers=12, num_attention_heads=10,
+        num_key_value_heads=5, head_dim=64, max_position_embeddings=256, tie_word_embeddings=True,
+        eos_token_id=None, bos_token_id=None,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
+    return TrainStep(
+        TrainerSpec(
+            model_path=str(folder / "model"),
+            trainer=TrainerConfig(),
+            objective=objective_spec(AlgorithmConfig()),
+            staging_dir=folder / "staging",
+            record_path=folder / "trained.jsonl",
+            failed_dir=folder / "failed",
+        )
+    )
+
+
+def train_once(step: TrainStep) -> float:
+    """Seconds of one optimizer step on a batch of random tokens, all of which carry loss but the first of each sequence."""
+    rng, num_tokens = np.random.default_rng(step.policy_version), NUM_TOKENS * NUM_SEQUENCES
+    mask = np.arange(num_tokens) % NUM_TOKENS > 0
+    header = BatchHeader(
+        version=step.policy_version,
+        min_version=step.policy_version,
+        mask_older=False,
+        trajectories=[
+            TrajectoryHeader(
+                group_index=0, group_id=0, sample_index=index, prompt_id="p",
+                start=index * NUM_TOKENS, end=(index + 1) * NUM_TOKENS, reward=float(index % 2),
+            )
+            for index in range(NUM_SEQUENCES)
+        ],
+    )  # fmt: skip
+    arrays = BatchArrays(
+        token_ids=rng.integers(0, VOCAB_SIZE, num_tokens).astype(np.int32),
+        loss_mask=mask,
+        behaviour_logprobs=np.where(mask, -9.7, 0).astype(np.float32),
+        versions=np.where(mask, step.policy_version, -1).astype(np.int32),
+    )
+    return step.train(header, arrays)["perf/train_s"]
+
+
+def copy_seconds(num_bytes: int) -> float:
+    """Seconds of a plain copy, median of three."""
+    source, target = np.ones(num_bytes, dtype=np.uint8), np.ones(num_bytes, dtype=np.uint8)
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        np.copyto(target, source)
+        seconds.append(time.perf_counter() - start)
+    return median(seconds)
+
+
+def save(step: TrainStep, path: Path, *, is_beside: bool) -> tuple[float, float, list[float]]:
+    """Seconds held up, seconds of the whole save, seconds of each optimizer step beside it; the folder is removed."""
+    start = time.perf_counter()
+    pending = step.begin_save_state(path)
+    held_s = time.perf_counter() - start
+    steps_s = []
+    while is_beside and not pending.is_done:
+        seconds = train_once(step)
+        if not pending.is_done:
+            steps_s.append(seconds)
+    pending.wait()
+    whole_s = time.perf_counter() - start
+    shutil.rmtree(path)
+    return held_s, whole_s, steps_s
+
+
+def measure(seconds: float, folder: Path) -> tuple[list[Repetition], float, int]:
+    """Repetitions until the time is over; seconds held up by the first save; bytes of a state."""
+    step = make_step(folder)
+    train_once(step)
+    first_s, _, _ = save(step, folder / "state", is_beside=False)
+    num_bytes = sum(3 * master.nbytes for master in step._masters.named.values())
+    repetitions: list[Repetition] = []
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(repetitions) < MIN_REPETITIONS:
+        memcpy_s, step_s = copy_seconds(num_bytes), train_once(step)
+        held_s, whole_s, _ = save(step, folder / "state", is_beside=False)
+        _, _, steps_beside_s = save(step, folder / "state", is_beside=True)
+        repetitions.append(Repetition(memcpy_s, step_s, held_s, whole_s, steps_beside_s))
+    return repetitions, first_s, num_bytes
+
+
+def show(repetitions: list[Repetition], first_s: float, num_bytes: int) -> None:
+    """The table and the last line."""
+    memcpy_s = median(one.memcpy_s for one in repetitions)
+    held_s, whole_s = median(one.held_s for one in repetitions), median(one.whole_s for one in repetitions)
+    print(f"{num_bytes / 1e6:.0f} MB of weights and optimizer, {len(repetitions)} repetitions, medians")
+    print(f"{'':28}{'seconds':>10}{'GB/s':>8}{'of memcpy':>12}")
+    rows = {"memory copy": memcpy_s, "held up": held_s, "held up, first save": first_s, "whole save": whole_s}
+    for name, seconds in rows.items():
+        print(f"{name:28}{seconds:10.4f}{num_bytes / seconds / 1e9:8.1f}{seconds / memcpy_s:12.2f}")
+    print(f"{'step alone':28}{median(one.step_s for one in repetitions):10.4f}")
+    if beside := [seconds for one in repetitions for seconds in one.steps_beside_s]:
+        print(f"{'step beside a save':28}{median(beside):10.4f}   ({len(beside)} steps)")
+    print(f"held up for {held_s / whole_s:.1%} of the whole save")
+    print(f"ratio: {held_s / memcpy_s:.2f}")
+
+
+def main() -> None:
+    """Parse, measure, print."""
+    arguments = options(__doc__, seconds=60.0).parse_args()
+    disable_progress_bar()
+    with tempfile.TemporaryDirectory(prefix="asyncrl-checkpoint-") as folder:
+        results = measure(arguments.seconds, Path(folder))
+    with reported("checkpoint", is_kept=arguments.write):
+        show(*results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,373 @@
+"""What turns cost on a shared device: handovers against a plain copy of the bytes that move, peak memory against running apart.
+
+Real processes: one trainer, one embedded engine, a model of some 135 million parameters with random weights in float32 (offload.py's).
+Each turn generates a few completions, hands over, takes an optimizer step on them, and hands back with the new weights: the
+product's own lease, pushes and clients. Once for each chunk size, and once apart with the same steps.
+
+    python benchmarks/colocation.py [--seconds 60] [--chunk-mib 16 64 256] [--plot] [--device cpu]
+
+`moved` are the bytes that a full turn copies from one place to another: the optimizer's and the weights' way off the trainer's device and
+back, and the push. What is only freed or taken (gradients, the engine's weights and KV cache) is in the time and not in the bytes.
+`copy`, in the same run, is a memory copy of as many bytes between warm buffers; `new pages` is one onto memory that was just taken, which
+is what comes back on a CPU after the other side's turn; `cpu ratio` is the CPU time of both processes in the handovers over that of the
+copy. On a CPU memory is the sum of the proportional set sizes (PSS) of trainer and
+engine, sampled; what the trainer moves away lies in a file, in the kernel's page cache, which is not in it.
+
+The first turn is a warm-up, in the peak and not in the medians: once in a run its handover moves tensors side by side, makes the file
+that they go to, and warms what comes later. Its seconds are printed by themselves.
+
+Last line: `ratio: X` = seconds of both handovers over those of the memory copy, medians, of the last chunk size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import secrets
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+from offload import copy_costs, make_model
+from report import RESULTS, options, reported
+from transformers.utils.logging import disable_progress_bar
+
+from asyncrl.config import RunConfig, SupervisionConfig
+from asyncrl.engines import EnginePool, EngineServer
+from asyncrl.placement.staging import clear_stale_staging, new_staging_dir
+from asyncrl.publisher import ChunkPublisher, Publisher, PublisherStats
+from asyncrl.running import startup
+from asyncrl.running.trainer_supervision import LivingTrainer
+from asyncrl.running.turns import SideBySide, TakingTurns, Turns
+from asyncrl.trainer.client import TrainerClient
+from asyncrl.types import Batch, Completion, Group, GroupId, Prompt, SamplingRequest, Trajectory
+
+MIB = 2**20
+SLOTS, MAX_TOKENS, MAX_PROMPT_TOKENS = 16, 480, 32
+NUM_SAMPLES, NUM_TOKENS = 4, 16
+MIN_TURNS = 3
+SAMPLE_S = 0.05
+COPY_BYTES = 512 * MIB
+
+
+@dataclass
+class Memory:
+    """Bytes of the processes over time: (seconds, trainer, engine), sampled by a thread from their start on."""
+
+    servers: Sequence[startup.Server]
+    device: str
+    samples: list[tuple[float, int, int]] = field(default_factory=list)
+    marks: list[tuple[float, str]] = field(default_factory=list)
+    _ended: threading.Event = field(default_factory=threading.Event)
+
+    def mark(self, what: str) -> None:
+        """For the plot."""
+        self.marks.append((time.perf_counter(), what))
+
+    def peak(self, since_s: float = 0.0) -> int:
+        """Of both together."""
+        return max((trainer + engine for at_s, trainer, engine in self.samples if at_s >= since_s), default=0)
+
+    def cpu_s(self) -> float:
+        """CPU time of both so far: on a machine with other work the steadier figure."""
+        spent = [psutil.Process(server.child.pid).cpu_times() for server in self.servers]
+        return sum(times.user + times.system for times in spent)
+
+    @contextlib.contextmanager
+    def sampled(self) -> Any:
+        """Sample as long as the block runs."""
+        thread = threading.Thread(target=self._run, daemon=True)
+        thread.start()
+        try:
+            yield self
+        finally:
+            self._ended.set()
+            thread.join()
+
+    def _run(self) -> None:
+        while not self._ended.wait(SAMPLE_S):
+            trainer, engine = ([server for server in self.servers if server.name.startswith(side)] for side in ("trainer", "engine"))
+            if self.device == "cuda":
+                held = _cuda_bytes()
+                sizes = [sum(held.get(server.child.pid or 0, 0) for server in side) for side in (trainer, engine)]
+            else:
+                sizes = [sum(_pss_bytes(server.child.pid) for server in side) for side in (trainer, engine)]
+            self.samples.append((time.perf_counter(), *sizes))  # type: ignore[arg-type]
+
+
+def _pss_bytes(pid: int | None) -> int:
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+def _cuda_bytes() -> dict[int, int]:
+    """By process, as nvidia-smi says."""
+    import subprocess
+
+    query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
+    lines = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()
+    return {int(pid): int(used) * MIB for pid, used in (line.split(",") for line in lines)}
+
+
+@dataclass
+class Case:
+    """What came of one way of running. Seconds and bytes of each turn; no bytes apart."""
+
+    name: str
+    memory: Memory
+    to_trainer_s: list[float] = field(default_factory=list)
+    to_engines_s: list[float] = field(default_factory=list)
+    moved: list[int] = field(default_factory=list)
+    phases: list[Mapping[str, float]] = field(default_factory=list)
+    ready_s: float = 0.0
+    first_s: float = 0.0
+    """Both handovers of the first turn, which is in no list."""
+    cpu_s: list[float] = field(default_factory=list)
+    """CPU time of both processes in both handovers, the kernel's for them included."""
+
+    @property
+    def handover_s(self) -> float:
+        """Both ways, median of the turns."""
+        return median(to + back for to, back in zip(self.to_trainer_s, self.to_engines_s, strict=True))
+
+
+def make_config(model: Path, device: str, chunk_bytes: int, *, is_shared: bool) -> RunConfig:
+    """One trainer, one engine."""
+    placement = {"trainer": device, "rollout": "trainer" if is_shared else device}
+    return RunConfig.model_validate(
+        {
+            "model": {"path": str(model), "dtype": "float32"},
+            "task": {"python": "asyncrl.tasks.letters:Letters"},
+            "rollout": {"slots": SLOTS, "max_tokens": MAX_TOKENS, "max_prompt_tokens": MAX_PROMPT_TOKENS, "threads": 1},
+            "buffer": {"max_staleness": 0},
+            "trainer": {"threads": 1, "num_groups": 1, "num_steps": 100_000},
+            "publisher": {"chunk_bytes": chunk_bytes},
+            "placement": placement,
+        }
+    )
+
+
+@dataclass
+class House:
+    """The rooms that a turn needs, over real processes."""
+
+    trainer: LivingTrainer
+    pool: EnginePool
+    publisher: Publisher | ChunkPublisher
+    turns: Turns
+    memory: Memory
+
+
+@contextlib.asynccontextmanager
+async def house(config: RunConfig, model: Path, folder: Path, device: str) -> AsyncIterator[House]:
+    """Started as a run starts them, wired as a run wires them; ended at the end."""
+    staging, secret, tasks = new_staging_dir(), secrets.token_hex(16), list[asyncio.Task[None]]()
+    trainers, engines = startup.make_servers(config, model, folder, staging, secret)
+    memory = Memory((*trainers, *engines), device)
+    try:
+        with memory.sampled():
+            await startup.bring_up(trainers, engines, (), is_shared=startup.is_shared(config))
+            client = TrainerClient(trainers[0].caller)
+            trainer = LivingTrainer(
+                client, trainers, SupervisionConfig(max_restarts=0), heartbeat_s=600.0, before_start=lambda: None, recover=_never,
+                warn=print, on_event=lambda *_: None,
+            )  # fmt: skip
+            targets = [EngineServer(server.caller) for server in engines]
+            common: dict[str, Any] = {"timeout_s": 600.0, "on_served": lambda _: None}
+            publisher: Publisher | ChunkPublisher
+            turns: Turns
+            if startup.is_shared(config):
+                publisher = ChunkPublisher(trainer, targets, on_published=lambda *_: None, **common)
+                turns = TakingTurns(
+                    targets, trainer, publisher, num_steps=config.trainer.num_steps, timeout_s=600.0, on_lost=None,
+                    on_event=lambda what, detail: memory.mark(detail["phase"]) if what == "handover phase" else None,
+                )  # fmt: skip
+            else:
+                publisher = Publisher(trainer, targets, interrupt="abort", **common)
+
+                def spawn(coro: Any, *, name: str) -> None:
+                    tasks.append(asyncio.create_task(coro, name=name))
+
+                turns = SideBySide(publisher, num_steps=config.trainer.num_steps, spawn=spawn)
+            await turns.start(0)
+            yield House(trainer, EnginePool(targets, slots=SLOTS), publisher, turns, memory)
+    finally:
+        for task in tasks:
+            task.cancel()
+        for server in (*trainers, *engines):
+            await server.aclose()
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+async def _never(version: int) -> None:
+    raise AssertionError(f"nothing is started again here, so nobody goes back to {version}")
+
+
+async def generate(pool: EnginePool, version: int) -> list[Completion]:
+    """A few completions of made-up prompts."""
+    requests = [
+        SamplingRequest(f"v{version}s{index}", tuple(range(10, 26)), NUM_TOKENS, 1.0, seed=1000 * version + index)
+        for index in range(NUM_SAMPLES)
+    ]
+    return list(await asyncio.gather(*(pool.generate(request) for request in requests)))
+
+
+def make_batch(version: int, completions: Sequence[Completion]) -> Batch:
+    """One group of them, with made-up rewards."""
+    trajectories = []
+    for index, completion in enumerate(completions):
+        num_prompt, num_sampled = 16, len(completion.token_ids)
+        trajectories.append(
+            Trajectory(
+                sample_index=index,
+                token_ids=np.array([*range(10, 26), *completion.token_ids], np.int32),
+                loss_mask=np.array([False] * num_prompt + [True] * num_sampled),
+                behaviour_logprobs=np.array([0.0] * num_prompt + list(completion.behaviour_logprobs), np.float32),
+                version_spans=tuple(
+                    type(span)(span.start + num_prompt, span.end + num_prompt, span.version) for span in completion.version_spans
+                ),
+                reward=float(index % 2),
+                is_truncated=True,
+            )
+        )
+    return Batch(version=version, groups=(Group(GroupId(version), Prompt("p", ()), tuple(trajectories)),), min_version=version)
+
+
+async def measure(config: RunConfig, model: Path, name: str, device: str, seconds: float, folder: Path) -> Case:
+    """Turns until the time is over."""
+    async with house(config, model, folder, device) as rooms:
+        case = Case(name, rooms.memory, ready_s=time.perf_counter())
+        version, end_s = 0, time.perf_counter() + seconds
+        while time.perf_counter() < end_s or version <= MIN_TURNS:
+            rooms.memory.mark("generating")
+            batch = make_batch(version, await generate(rooms.pool, version))
+            before = rooms.memory.cpu_s()
+            await rooms.turns.to_trainer()
+            cpu_s = rooms.memory.cpu_s() - before
+            rooms.memory.mark("training")
+            report = await rooms.trainer.train(batch)
+            version, before = report.policy_version, rooms.memory.cpu_s()
+            await rooms.turns.to_engines(version)
+            cpu_s += rooms.memory.cpu_s() - before
+            if isinstance(rooms.turns, TakingTurns) and version == 1:
+                case.first_s = rooms.turns.stats().to_trainer_s + rooms.turns.stats().to_engines_s
+            elif isinstance(rooms.turns, TakingTurns):
+                case.cpu_s.append(cpu_s)
+                note(case, rooms.turns, rooms.publisher.stats())
+            else:
+                await rooms.publisher.wait_announced(version)  # type: ignore[union-attr]
+        await generate(rooms.pool, version)
+        rooms.memory.mark("end")
+    return case
+
+
+def note(case: Case, turns: TakingTurns, push: PublisherStats) -> None:
+    """One turn: its seconds, and the bytes that were copied: by the trainer's moves of weights and optimizer, and by the push."""
+    stats = turns.stats()
+    case.to_trainer_s.append(stats.to_trainer_s)
+    case.to_engines_s.append(stats.to_engines_s)
+    phases = {phase.name: phase for report in turns.last.values() for phase in report.phases}
+    case.phases.append(
+        {name: phase.seconds for name, phase in phases.items()}
+        | {"push: trainer writes": push.export_s, "push: engine loads": push.prepare_s, "push: commit": push.commit_s}
+    )
+    onloaded, weights = phases["trainer onloads"].num_bytes, phases["trainer offloads weights"].num_bytes
+    case.moved.append(onloaded + (onloaded - weights) + weights + phases["push weights"].num_bytes)
+
+
+def show(apart: Case, cases: Sequence[Case], copy_s_per_byte: float, new_pages_s_per_byte: float, copy_cpu_s_per_byte: float) -> None:
+    """The tables and the last line."""
+    num_turns = min(len(case.moved) for case in cases)
+    print(f"{num_turns} turns or more of {NUM_SAMPLES} completions of {NUM_TOKENS} tokens, medians; before them one to warm up")
+    names = ("chunk", "to trainer s", "to engines s", "moved MB", "copy s", "new pages s", "ratio", "cpu ratio", "peak MB", "with start")
+    print("".join(f"{name:>14}" for name in names))
+    for case in cases:
+        moved, peaks = median(case.moved), (case.memory.peak(case.ready_s) / 1e6, case.memory.peak() / 1e6)
+        copies = moved * copy_s_per_byte, moved * new_pages_s_per_byte
+        times = f"{median(case.to_trainer_s):>14.3f}{median(case.to_engines_s):>14.3f}{moved / 1e6:>14.0f}"
+        ratio = case.handover_s / copies[0]
+        cpu_ratio = median(case.cpu_s) / (moved * copy_cpu_s_per_byte)
+        print(
+            f"{case.name:>14}{times}{copies[0]:>14.3f}{copies[1]:>14.3f}{ratio:>14.2f}{cpu_ratio:>14.2f}{peaks[0]:>14.0f}{peaks[1]:>14.0f}"
+        )
+    print(f"{'apart':>14}" + f"{'-':>14}" * 7, end="")
+    print(f"{apart.memory.peak(apart.ready_s) / 1e6:>14.0f}{apart.memory.peak() / 1e6:>14.0f}")
+    last = cases[-1]
+    print(f"\nphases of chunk size {last.name}, seconds:")
+    for name in last.phases[0]:
+        print(f"  {name:44}{median(phase[name] for phase in last.phases):8.3f}")
+    sides = [max(sample[index] for sample in last.memory.samples if sample[0] >= last.ready_s) / 1e6 for index in (1, 2)]
+    print(f"most of one side alone, in turns: trainer {sides[0]:.0f} MB, engine {sides[1]:.0f} MB")
+    print(f"both handovers of the first turn, which is in no median: {last.first_s:.3f} s")
+    print(f"ratio: {last.handover_s / (median(last.moved) * copy_s_per_byte):.2f}")
+
+
+def plot(apart: Case, case: Case, path: Path) -> None:
+    """Memory over time, in turns above and apart below."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(2, 1, figsize=(10, 7), sharey=True)
+    for axis, one in zip(axes, (case, apart), strict=True):
+        begin = one.memory.samples[0][0]
+        times = [at_s - begin for at_s, _, _ in one.memory.samples]
+        sizes = [[sample[index] / 1e9 for sample in one.memory.samples] for index in (1, 2)]
+        axis.stackplot(times, *sizes, labels=["trainer", "engine"], alpha=0.8)
+        axis.axvline(one.ready_s - begin, color="black", linewidth=0.8, linestyle=":")
+        for at_s, what in one.memory.marks:
+            if what in ("generating", "training"):
+                axis.axvline(at_s - begin, color="green" if what == "generating" else "red", linewidth=0.5)
+        axis.set_title(f"in turns, chunks of {one.name}" if one is case else "apart")
+        axis.set_ylabel("GB")
+        axis.legend(loc="upper left")
+    axes[1].set_xlabel("seconds; dotted: ready; green: generating begins; red: training begins")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    """Parse, measure, print."""
+    parser = options(__doc__, seconds=60.0)
+    parser.add_argument("--chunk-mib", type=int, nargs="+", default=[16, 64, 256])
+    parser.add_argument("--plot", action="store_true", help="draw the memory timeline into benchmarks/results/colocation.png")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    arguments: argparse.Namespace = parser.parse_args()
+    torch.set_num_threads(1)
+    disable_progress_bar()
+    clear_stale_staging()
+    seconds = arguments.seconds / (len(arguments.chunk_mib) + 1)
+    with tempfile.TemporaryDirectory(prefix="asyncrl-colocation-") as name:
+        folder = Path(name)
+        model = make_model(folder)
+        copies, cases = [], []
+        config = make_config(model, arguments.device, 256 * MIB, is_shared=False)
+        apart = asyncio.run(measure(config, model, "apart", arguments.device, seconds, folder / "apart"))
+        for chunk in arguments.chunk_mib:
+            warm, new_pages = copy_costs(COPY_BYTES, torch.device(arguments.device))
+            copies.append((warm[0] / COPY_BYTES, new_pages[0] / COPY_BYTES, warm[1] / COPY_BYTES))
+            config = make_config(model, arguments.device, chunk * MIB, is_shared=True)
+            cases.append(asyncio.run(measure(config, model, f"{chunk} MiB", arguments.device, seconds, folder / f"turns-{chunk}")))
+        with reported("colocation", is_kept=arguments.write):
+            show(apart, cases, *(median(kind) for kind in zip(*copies, strict=True)))
+        if arguments.plot:
+            RESULTS.mkdir(exist_ok=True)
+            plot(apart, cases[-1], RESULTS / "colocation.png")
+
+
+if __name__ == "__main__":
+    main()

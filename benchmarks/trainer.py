@@ -1,0 +1,197 @@
+"""One optimizer step of the trainer (forward, backward, update) against TRL's GRPOTrainer as shipped, on the same batch.
+
+    python benchmarks/trainer.py [--seconds S] [--model tiny|smollm2|all] [--groups G] [--checkpointing] [--device cpu] [--write]
+
+Each row is one batch of groups of 8 completions, prompts of 64 tokens. Both sides start from the same weights and get the same
+tokens, rewards, advantages and behaviour logprobs, and minimise the same loss (clip 0.2 around the behaviour policy, mean over
+the batch's tokens); loss and gradient norm of the first step must agree, or the benchmark ends with an error.
+Each measurement is a fresh process with 2 threads, ours and TRL in turns, twice each; medians over all counted steps.
+What is counted stands at the head of trainer_ours.py and trainer_trl.py: ours is the whole call, TRL is spared what is not
+forward, backward, clipping or update. TRL runs at its best micro-batch size, found before by CPU seconds of one step each.
+Gradient checkpointing is off on both sides: TRL has it on by default, which is slower (--checkpointing turns it on for both).
+bfloat16 is what each side takes it to be: TRL computes with float32 weights under autocast (bf16=True, its default).
+
+CPU seconds are those of all threads; threads that wait sleep (OMP_WAIT_POLICY=PASSIVE), else waiting would count as work.
+MiB is the peak of resident memory above that after loading the model; on CUDA, of allocated memory.
+tok/s are the batch's tokens, prompts of every sequence included, by wall clock. MFU (CUDA only) is of 6 x parameters x these.
+
+The last line is TRL / ours in CPU seconds (CUDA: wall seconds) of the tiny model with long-tailed lengths.
+Targets: at least 3 there, 2.5 for SmolLM2 with long-tailed lengths, 1 with equal lengths, and never more memory than TRL.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # read when torch is imported, here and in the children
+
+import torch
+from report import options, reported
+from trainer_case import EQUAL_LENGTH, GROUP_SIZE, Case, long_tailed_lengths, make_batch, make_tiny
+from transformers.utils.logging import disable_progress_bar
+
+HERE = Path(__file__).parent
+THREADS = 2
+SMOLLM2 = HERE.parent / "models" / "smollm2-135m-instruct"
+ROUNDS = 2
+MICRO_BATCHES = {"tiny": [2, 4, 8, 16, 64], "SmolLM2-135M": [2, 4, 8]}
+TOLERANCE = {"float32": (1e-4, 1e-3), "bfloat16": (5e-3, 5e-2)}
+"""Most difference of the loss, and of the gradient norm as a part of it. bfloat16 rounds logprobs by about 0.01 on both sides."""
+PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
+"""bfloat16, dense, by a part of the device's name."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """Medians of one side of one row."""
+
+    cpu_s: float
+    wall_s: float
+    peak_bytes: float
+    loss: float
+    grad_norm: float
+
+
+def run_child(side: str, case: Case, folder: Path) -> dict[str, Any]:
+    """One fresh process; what it wrote."""
+    case.save(folder / "case.json")
+    command = [sys.executable, str(HERE / f"trainer_{side}.py"), str(folder / "case.json"), str(folder / "result.json")]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": str(THREADS)})
+    if done.returncode != 0:
+        raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
+    result: dict[str, Any] = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    if result["threads"] != THREADS:
+        raise SystemExit(f"{side} ran with {result['threads']} threads instead of {THREADS}")
+    return result
+
+
+def summary(results: list[dict[str, Any]]) -> Side:
+    """Medians over the steps of all processes of a side; its largest peak."""
+    steps = [step for result in results for step in result["steps"]]
+    return Side(
+        cpu_s=statistics.median(cpu_s for cpu_s, _ in steps),
+        wall_s=statistics.median(wall_s for _, wall_s in steps),
+        peak_bytes=max(result["peak_bytes"] for result in results),
+        loss=results[0]["loss"],
+        grad_norm=results[0]["grad_norm"],
+    )
+
+
+def check_agreement(ours: Side, trl: Side, dtype: str) -> None:
+    """End with an error if the two sides did not take the same step."""
+    loss_limit, norm_limit = TOLERANCE[dtype]
+    if not abs(ours.loss - trl.loss) <= loss_limit or not abs(ours.grad_norm - trl.grad_norm) <= norm_limit * trl.grad_norm:
+        raise SystemExit(
+            f"the sides do not compute the same: loss {ours.loss:.6f} against {trl.loss:.6f} (at most {loss_limit} apart), "
+            f"gradient norm {ours.grad_norm:.6f} against {trl.grad_norm:.6f} (at most {norm_limit:.1%} apart)"
+        )
+
+
+def measure(model: str, case: Case, folder: Path) -> tuple[Side, Side, int]:
+    """Ours, TRL at its best micro-batch size, and that size."""
+    num_sequences = len(case.batch()[0].trajectories)
+    sizes = [size for size in MICRO_BATCHES[model] if size <= num_sequences]
+    index = 0 if case.device == "cpu" else 1
+    costs = {size: run_child("trl", replace(case, seconds=0, micro_batch=size), folder)["steps"][0][index] for size in sizes}
+    best = min(costs, key=costs.__getitem__)
+    ours, trl = [], []
+    for _ in range(ROUNDS):
+        ours.append(run_child("ours", case, folder))
+        trl.append(run_child("trl", replace(case, micro_batch=best), folder))
+    return summary(ours), summary(trl), best
+
+
+def find_models(chosen: str, folder: Path) -> dict[str, tuple[Path, str]]:
+    """Name -> (folder, dtype) of the models to measure."""
+    models = {"tiny": (make_tiny(folder / "tiny"), "float32")} if chosen in ("tiny", "all") else {}
+    if chosen in ("smollm2", "all"):
+        if SMOLLM2.is_dir():
+            models["SmolLM2-135M"] = (SMOLLM2, "bfloat16")
+        else:
+            print(f"SmolLM2-135M is left out: no {SMOLLM2}; python examples/smollm2.py --out {SMOLLM2} makes it")
+    return models
+
+
+def utilisation(num_parameters: int, tokens_per_s: float) -> str:
+    """Model FLOP utilisation, where the device's peak is known."""
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    peak = next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
+    return "" if peak is None else f"{6 * num_parameters * tokens_per_s / peak:7.1%}"
+
+
+def print_rows(title: str, case: Case, pair: tuple[Side, Side], best: int, num_parameters: int) -> None:
+    """Both sides of one row, and the ratios."""
+    num_tokens = len(case.batch()[1].token_ids)
+    for name, side in zip(("ours", f"TRL, {best} a forward"), pair, strict=True):
+        rate = num_tokens / side.wall_s
+        mfu = utilisation(num_parameters, rate) if case.device == "cuda" else ""
+        print(
+            f"{title:<34}{name:<19}{side.cpu_s:>8.2f}{side.wall_s:>8.2f}{rate:>9.0f}{side.peak_bytes / 2**20:>8.0f}"
+            f"{side.loss:>11.6f}{side.grad_norm:>11.6f}{mfu}"
+        )
+    ours, trl = pair
+    ratios = trl.cpu_s / ours.cpu_s, trl.wall_s / ours.wall_s, trl.peak_bytes / ours.peak_bytes
+    print(f"{'':<34}{'TRL / ours':<19}{ratios[0]:>8.2f}{ratios[1]:>8.2f}{'':>9}{ratios[2]:>8.2f}")
+
+
+def run_rows(arguments: argparse.Namespace, folder: Path) -> None:
+    """Measure every row and print the table."""
+    print(f"one optimizer step, {THREADS} threads, gradient checkpointing {'on' if arguments.checkpointing else 'off'}, {arguments.device}")
+    print(f"{'batch':<34}{'':<19}{'CPU s':>8}{'wall s':>8}{'tok/s':>9}{'MiB':>8}{'loss':>11}{'grad norm':>11}")
+    ratio = None
+    for model, (path, dtype) in find_models(arguments.model, folder).items():
+        is_slow = model != "tiny" and arguments.device == "cpu"
+        num_groups = arguments.groups or (2 if is_slow else 8)
+        lengths = {"long-tailed": long_tailed_lengths(num_groups), "equal": [EQUAL_LENGTH] * (num_groups * GROUP_SIZE)}
+        for name, each in lengths.items():
+            batch = folder / f"{model}-{name}"
+            blob, num_parameters = make_batch(str(path), each)
+            batch.write_bytes(blob)
+            case = Case(
+                model_path=str(path),
+                batch_path=str(batch),
+                dtype=dtype,
+                device=arguments.device,
+                threads=THREADS,
+                checkpointing=arguments.checkpointing,
+                seconds=arguments.seconds / (2 * ROUNDS),
+                warm_up=0 if is_slow else 1,  # minutes a step: there is nothing to warm up beside them
+            )
+            ours, trl, best = measure(model, case, folder)
+            print_rows(f"{model}, {num_groups} x {GROUP_SIZE}, {name}", case, (ours, trl), best, num_parameters)
+            check_agreement(ours, trl, dtype)
+            if (model, name) == ("tiny", "long-tailed"):
+                ratio = trl.cpu_s / ours.cpu_s if arguments.device == "cpu" else trl.wall_s / ours.wall_s
+    if ratio is not None:
+        print(f"ratio: {ratio:.2f}")
+
+
+def main() -> None:
+    """Read the options and run."""
+    parser = options(__doc__, seconds=20.0)
+    parser.add_argument("--model", choices=["tiny", "smollm2", "all"], default="all", help="which models to measure")
+    parser.add_argument("--groups", type=int, help="groups of the batch (default: 8, and 2 for SmolLM2 on the CPU)")
+    parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing on both sides")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where both sides run")
+    arguments = parser.parse_args()
+    if importlib.util.find_spec("trl") is None:
+        raise SystemExit("this benchmark needs TRL, which is not installed.\n  Way out: pip install 'trl==1.16.0'")
+    torch.set_num_threads(THREADS)
+    disable_progress_bar()
+    name = "trainer" if arguments.device == "cpu" else "trainer-cuda"
+    with reported(name, is_kept=arguments.write), tempfile.TemporaryDirectory() as folder:
+        run_rows(arguments, Path(folder))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""What both sides of benchmarks/trainer.py train on, and how both are measured. Knows neither trainer."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from asyncrl.config import ScratchConfig
+from asyncrl.trainer.scratch import SPECIAL_TOKENS, ScratchSpec, make_scratch_model
+from asyncrl.wire import BatchArrays, BatchHeader, TrajectoryHeader, pack_batch, unpack_batch
+
+GROUP_SIZE, PROMPT_LENGTH, MAX_COMPLETION = 8, 64, 512
+EQUAL_LENGTH = 132
+"""About the mean of the long-tailed lengths."""
+LEARNING_RATE, MAX_GRAD_NORM, CLIP = 1e-6, 1.0, 0.2
+ROOT = Path(__file__).parents[1]
+QUICKSTART = ROOT / "configs" / "quickstart.yaml"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One batch for one model; what a child process is told, as JSON."""
+
+    model_path: str
+    batch_path: str
+    dtype: str
+    device: str
+    threads: int
+    checkpointing: bool
+    seconds: float
+    warm_up: int
+    """Optimizer steps that are not counted."""
+    micro_batch: int = 0
+    """Sequences a forward of TRL."""
+
+    def save(self, path: Path) -> None:
+        """Write it for a child."""
+        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str) -> Case:
+        """What save() wrote."""
+        return cls(**json.loads(Path(path).read_text(encoding="utf-8")))
+
+    def batch(self) -> tuple[BatchHeader, BatchArrays]:
+        """The one batch, at version 0."""
+        return unpack_batch(Path(self.batch_path).read_bytes())
+
+
+@dataclass
+class Meter:
+    """CPU seconds (all threads) and wall seconds of the stretches between start() and stop(), added up a step; peak memory."""
+
+    case: Case
+    steps: list[tuple[float, float]] = field(default_factory=list)
+    _cpu_s: float = 0.0
+    _wall_s: float = 0.0
+    _started: tuple[float, float] = (0.0, 0.0)
+    _loaded_bytes: int = 0
+
+    def start(self) -> None:
+        """Begin a stretch."""
+        self._sync()
+        self._started = time.process_time(), time.perf_counter()
+
+    def stop(self) -> None:
+        """End it."""
+        self._sync()
+        self._cpu_s += time.process_time() - self._started[0]
+        self._wall_s += time.perf_counter() - self._started[1]
+
+    def end_step(self) -> None:
+        """What was measured since the last call was one optimizer step."""
+        self.steps.append((self._cpu_s, self._wall_s))
+        self._cpu_s = self._wall_s = 0.0
+
+    def is_over(self) -> bool:
+        """Whether there is a counted step, and they last as long as the case says."""
+        counted = self.steps[self.case.warm_up :]
+        return len(counted) > 0 and sum(wall_s for _, wall_s in counted) >= self.case.seconds
+
+    def mark_loaded(self) -> None:
+        """The model is loaded: peak memory counts from here."""
+        if self.case.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            self._loaded_bytes = torch.cuda.memory_allocated()
+        else:
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # sets the peak back to what is resident
+            self._loaded_bytes = _status_bytes("VmRSS")
+
+    def peak_bytes(self) -> int:
+        """The most that was in use since mark_loaded(), less what was in use then."""
+        peak = torch.cuda.max_memory_allocated() if self.case.device == "cuda" else _status_bytes("VmHWM")
+        return peak - self._loaded_bytes
+
+    def _sync(self) -> None:
+        if self.case.device == "cuda":
+            torch.cuda.synchronize()
+
+
+def _status_bytes(key: str) -> int:
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+
+
+def write_result(path: str, meter: Meter, *, loss: float, grad_norm: float) -> None:
+    """What a child hands back; loss and gradient norm are those of the first step."""
+    steps = meter.steps[meter.case.warm_up :]
+    values = {"steps": steps, "peak_bytes": meter.peak_bytes(), "loss": loss, "grad_norm": grad_norm, "threads": torch.get_num_threads()}
+    Path(path).write_text(json.dumps(values), encoding="utf-8")
+
+
+def long_tailed_lengths(num_groups: int) -> list[int]:
+    """Lognormal completion lengths, median 96, sigma 0.8, at most 512."""
+    draws = np.random.default_rng(0).lognormal(math.log(96.0), 0.8, num_groups * GROUP_SIZE)
+    return [int(length) for length in np.clip(np.rint(draws), 1, MAX_COMPLETION)]
+
+
+def make_tiny(folder: Path) -> Path:
+    """The quickstart's model, with room for longer sequences."""
+    scratch = yaml.safe_load(QUICKSTART.read_text(encoding="utf-8"))["model"]["scratch"]
+    scratch["architecture"]["max_position_embeddings"] = 1024
+    make_scratch_model(ScratchSpec(out=folder, seed=0, scratch=ScratchConfig(**scratch)))
+    return folder
+
+
+def make_batch(model_path: str, lengths: list[int]) -> tuple[bytes, int]:
+    """(packed batch, number of the model's parameters).
+
+    Tokens are pieces of the documentation, which keeps bfloat16's rounding small; where the model has characters alone they are
+    random. Behaviour logprobs a little off the model's own, so that ratios, clipping and the loss are not trivial.
+    """
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
+    rng = np.random.default_rng(1)
+    text = _text(model_path) if model.config.vocab_size > 1000 else rng.integers(len(SPECIAL_TOKENS), model.config.vocab_size, 100_000)
+
+    def piece(length: int) -> npt.NDArray[np.int64]:
+        first = rng.integers(0, len(text) - length)
+        return text[first : first + length]
+
+    tokens, logprobs, masks, headers, start = [], [], [], [], 0
+    for index, length in enumerate(lengths):
+        group = index // GROUP_SIZE
+        if index % GROUP_SIZE == 0:
+            prompt = piece(PROMPT_LENGTH)
+        ids = np.concatenate([prompt, piece(length)])
+        tokens.append(ids.astype(np.int32))
+        masks.append(np.arange(len(ids)) >= PROMPT_LENGTH)
+        off = rng.normal(0.0, 0.1, len(ids))
+        logprobs.append(np.where(masks[-1], np.minimum(_logprobs(model, ids) + off, 0.0), 0.0).astype(np.float32))
+        headers.append(
+            TrajectoryHeader(
+                group_index=group,
+                group_id=group,
+                sample_index=index % GROUP_SIZE,
+                prompt_id=f"p{group}",
+                start=start,
+                end=start + len(ids),
+                reward=float(rng.random()),
+            )
+        )
+        start += len(ids)
+    mask = np.concatenate(masks)
+    blob = pack_batch(
+        BatchHeader(version=0, min_version=0, mask_older=False, trajectories=headers),
+        BatchArrays(
+            token_ids=np.concatenate(tokens),
+            loss_mask=mask,
+            behaviour_logprobs=np.concatenate(logprobs),
+            versions=np.where(mask, 0, -1).astype(np.int32),
+        ),
+    )
+    return blob, model.num_parameters()
+
+
+def _text(model_path: str) -> npt.NDArray[np.int64]:
+    """The README and the documentation as tokens."""
+    files = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    tokenizer = AutoTokenizer.from_pretrained(model_path)
+    return np.concatenate([np.asarray(tokenizer(file.read_text(encoding="utf-8"))["input_ids"], np.int64) for file in files])
+
+
+@torch.no_grad()
+def _logprobs(model: torch.nn.Module, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+    """Logprob of each token, 0 for the first."""
+    ids_1T = torch.from_numpy(ids)[None]  # noqa: N806
+    logprob_TV = torch.log_softmax(model(input_ids=ids_1T).logits[0, :-1], dim=-1)  # noqa: N806
+    chosen = logprob_TV.gather(-1, ids_1T[0, 1:, None]).squeeze(-1)
+    return np.concatenate([np.zeros(1, np.float32), chosen.numpy()])

@@ -1,0 +1,71 @@
+"""Our side of benchmarks/trainer.py, a process of its own: TrainStep.train on one batch again and again.
+
+    python benchmarks/trainer_ours.py CASE.json RESULT.json
+
+Counted is the whole of train(): checks, packing, advantages, forward, backward, clipping, optimizer, statistics, record.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor
+from trainer_case import CLIP, LEARNING_RATE, MAX_GRAD_NORM, Case, Meter, write_result
+
+from asyncrl.config import AlgorithmConfig, TrainerConfig
+from asyncrl.running.specs import objective_spec
+from asyncrl.trainer.spec import TrainerSpec
+from asyncrl.trainer.step import TrainStep
+
+
+def make_spec(case: Case, folder: Path) -> TrainerSpec:
+    """The spec of this case: PPO's clip around the behaviour policy, mean over the batch's tokens."""
+    trainer = TrainerConfig(learning_rate=LEARNING_RATE, max_grad_norm=MAX_GRAD_NORM, gradient_checkpointing=case.checkpointing)
+    algorithm = AlgorithmConfig(loss="ppo_clip", advantage="trainer_ours:trl_advantage", clip_low=CLIP, clip_high=CLIP)
+    return TrainerSpec.model_validate(
+        {
+            "model_path": case.model_path,
+            "dtype": case.dtype,
+            "device": case.device,
+            "threads": case.threads,
+            "trainer": trainer.model_dump(),
+            "objective": objective_spec(algorithm),
+            "staging_dir": str(folder / "staging"),
+            "record_path": str(folder / "trained.jsonl"),
+            "failed_dir": str(folder / "failed"),
+        }
+    )
+
+
+def trl_advantage(reward_B: Tensor, group_B: Tensor) -> Tensor:  # noqa: N803
+    """Advantages as TRL has them (scale_rewards="group"): the standard deviation is that of a sample, not of the population."""
+    reward_GS = reward_B.view(int(group_B.max()) + 1, -1)  # noqa: N806
+    centred_GS = reward_GS - reward_GS.mean(dim=1, keepdim=True)  # noqa: N806
+    return (centred_GS / (reward_GS.std(dim=1, keepdim=True) + 1e-4)).view(-1)
+
+
+def main() -> None:
+    """Train until the case's seconds are over."""
+    case = Case.load(sys.argv[1])
+    header, arrays = case.batch()
+    with tempfile.TemporaryDirectory() as folder:
+        step, meter = TrainStep(make_spec(case, Path(folder))), Meter(case)
+        meter.mark_loaded()
+        metrics: list[dict[str, float]] = []
+        while not meter.is_over():
+            version = len(metrics)
+            header = header.model_copy(update={"version": version, "min_version": version})
+            versions = np.where(arrays.loss_mask, version, -1).astype(np.int32)
+            arrays = arrays.model_copy(update={"versions": versions})
+            meter.start()
+            metrics.append(step.train(header, arrays))
+            meter.stop()
+            meter.end_step()
+        write_result(sys.argv[2], meter, loss=metrics[0]["policy/loss"], grad_norm=metrics[0]["policy/grad_norm"])
+
+
+if __name__ == "__main__":
+    main()

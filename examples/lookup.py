@@ -1,0 +1,83 @@
+"""An agent with one tool, a directory: the smallest one that a model with random weights learns, call by call and answer by answer.
+
+    asyncrl run configs/agent.yaml       # two or three minutes on two cores
+
+An agent like any other: the openai client, `tools=`, a loop over `tool_calls`. Nothing in run() knows of training but its reward.
+examples/calculator.py is the same for a pretrained model.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from typing import Any
+
+from asyncrl.harness import Outcome, Session, Task
+from asyncrl.tasks import Item
+from asyncrl.types import Prompt
+
+NAMES, ROOMS = "abcdef", "012345"
+NOBODY = "-"
+"""What the directory says of a name that was not asked for, or is none."""
+
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "directory",
+            "description": "The room of a person.",
+            "parameters": {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]},
+        },
+    }
+]
+
+
+async def run(task: Task, session: Session, *, max_turns: int = 3) -> Outcome:
+    """Ask until the model answers instead of calling the tool: 0.2 for a call, 0.4 for the right name in it, 0.4 for the right room."""
+    messages: list[Any] = list(task.messages)
+    asked: list[str] = []
+    answer = ""
+    for _ in range(max_turns):
+        completion = await session.client.chat.completions.create(model=session.model, messages=messages, tools=TOOLS)
+        message = completion.choices[0].message
+        messages.append(message)
+        if not message.tool_calls:
+            answer = (message.content or "").strip()
+            break
+        for call in message.tool_calls:
+            asked.append(str(json.loads(call.function.arguments).get("name", "")))
+            found = task.answer["room"] if asked[-1] == task.answer["name"] else NOBODY
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": found})
+    is_right_name = asked[:1] == [task.answer["name"]]
+    is_right_room = is_right_name and answer[:1] == task.answer["room"]  # a guess is worth nothing: the model has to ask
+    return Outcome(
+        0.2 * bool(asked) + 0.4 * is_right_name + 0.4 * is_right_room,
+        {"tool_calls": len(asked), "right_name": float(is_right_name), "right_room": float(is_right_room)},
+    )
+
+
+def parse(text: str) -> list[tuple[str, dict[str, str]]] | None:
+    """How a model from nothing calls the tool: `?b`. gateway.tool_format of configs/agent.yaml; pretrained models have their own."""
+    found = re.match(rf"\?([{NAMES}{ROOMS}])", text)
+    return [("directory", {"name": found[1]})] if found else None
+
+
+class Directory:
+    """`size` questions for the room of a person; who has which room is drawn anew for each, so that it cannot be learnt by heart."""
+
+    def __init__(self, *, size: int, seed: int) -> None:
+        self._size, self._seed = size, seed
+
+    def __len__(self) -> int:
+        return self._size
+
+    def prompt(self, index: int) -> Item:
+        """Prompt number `index`, e.g. "b"; the room is for the tool and the agent's reward alone."""
+        draw = random.Random(f"directory/{self._seed}/{index}")
+        name = draw.choice(NAMES)
+        return Item(name, answer={"name": name, "room": draw.choice(ROOMS)})
+
+    def score(self, prompt: Prompt, completion: str) -> float:
+        """Without the agent, in an evaluation say: whether the answer is the room."""
+        return float(completion.strip()[:1] == prompt.answer["room"])

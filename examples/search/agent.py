@@ -1,0 +1,119 @@
+"""A search agent in the style of Search-R1: the model asks a search tool until it can answer; the reward is an exact match.
+
+    pip install 'asyncrl[harness]'
+    asyncrl run examples/search/search.yaml
+
+The corpus lies beside this file; another one is a JSON-lines file of `title` and `text` (generator.args.corpus).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import string
+from pathlib import Path
+from typing import Any
+
+from asyncrl.harness import Outcome, Session, Task
+
+HERE = Path(__file__).parent
+SYSTEM = (
+    "Answer the question. Use the search tool for what you do not know; you may search again. "
+    "Give the final answer, a few words at most, between <answer> and </answer>."
+)
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "search",
+            "description": "Finds passages of an encyclopedia.",
+            "parameters": {"type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]},
+        },
+    }
+]
+
+
+async def run(
+    task: Task, session: Session, *, corpus: str = "", num_passages: int = 2, max_searches: int = 3, must_search: bool = False
+) -> Outcome:
+    """Search and answer. `must_search`: the first turn is a call whatever the model would rather do, which helps a small model begin.
+
+    The reward is 1 for a right answer, 0 for a wrong one. A small share for form keeps a model that never answers from standing still.
+    """
+    index = open_index(corpus)
+    messages: list[Any] = [{"role": "system", "content": SYSTEM}, *task.messages]
+    num_searches, found, answer = 0, False, None
+    for turn in range(max_searches + 1):
+        choice: Any = "auto" if turn < max_searches else "none"
+        if must_search and turn == 0:
+            choice = {"type": "function", "function": {"name": "search"}}
+        completion = await session.client.chat.completions.create(
+            model=session.model, messages=messages, tools=TOOLS, tool_choice=choice
+        )  # fmt: skip
+        message = completion.choices[0].message
+        messages.append(message)
+        if not message.tool_calls:
+            answer = final_answer(message.content or "")
+            break
+        for call in message.tool_calls:
+            passages = index.search(query_of(call.function.name, call.function.arguments), num_passages)
+            found = found or any(mentions(passages, right) for right in task.answer)
+            num_searches += 1
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": passages})
+    is_right = answer is not None and any(normalised(answer) == normalised(right) for right in task.answer)
+    reward = 1.0 if is_right else 0.1 if answer is not None else 0.0
+    return Outcome(
+        reward, {"searches": num_searches, "found": float(found), "answered": float(answer is not None), "right": float(is_right)}
+    )
+
+
+class Index:
+    """BM25 over the passages of a file."""
+
+    def __init__(self, path: Path) -> None:
+        import bm25s
+
+        self._bm25s = bm25s
+        self._passages = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        texts = [f"{passage['title']}. {passage['text']}" for passage in self._passages]
+        self._bm25 = bm25s.BM25()
+        self._bm25.index(bm25s.tokenize(texts, stopwords="en", show_progress=False), show_progress=False)
+
+    def search(self, query: str, num_passages: int) -> str:
+        """The best passages as text for the model."""
+        words = self._bm25s.tokenize(query, stopwords="en", return_ids=False, show_progress=False)
+        if not words[0]:
+            return "No passage found."
+        numbers, scores = self._bm25.retrieve(words, k=min(num_passages, len(self._passages)), show_progress=False)
+        found = [self._passages[number] for number, score in zip(numbers[0], scores[0], strict=True) if score > 0]
+        return "\n".join(f"{passage['title']}: {passage['text']}" for passage in found) or "No passage found."
+
+
+@functools.cache
+def open_index(corpus: str) -> Index:
+    """The index of a file, made once a worker."""
+    return Index(Path(corpus) if corpus else HERE / "corpus.jsonl")
+
+
+def query_of(name: str, arguments: str) -> str:
+    """The query of a call; empty if it is no search."""
+    query = json.loads(arguments).get("query")
+    return query if name == "search" and isinstance(query, str) else ""
+
+
+def final_answer(text: str) -> str | None:
+    """What stands in the last <answer>; None if there is none."""
+    answers: list[str] = re.findall(r"<answer>(.*?)</answer>", text, flags=re.DOTALL)
+    return answers[-1].strip() if answers else None
+
+
+def mentions(passages: str, answer: str) -> bool:
+    """Whether the passages hold the answer."""
+    return normalised(answer) in normalised(passages)
+
+
+def normalised(text: str) -> str:
+    """As exact match is measured on question answering: no case, punctuation, articles, or more than one space."""
+    plain = "".join(character for character in text.lower() if character not in string.punctuation)
+    return " ".join(word for word in plain.split() if word not in ("a", "an", "the"))

@@ -1,0 +1,42 @@
+#!/bin/sh
+# An agent in plain shell: curl and sed, no Python, no jq. generator.command runs it once a rollout, with the task as JSON on
+# standard input and the address and key of its session in the environment. Its last line is the reward.
+set -eu
+
+task=$(cat)
+
+# The value of a text field of one-line JSON, its escapes left as they are: fit to be put into JSON again.
+field() { printf '%s' "$2" | sed -n 's/.*"'"$1"'": *"\(\([^"\\]\|\\.\)*\)".*/\1/p'; }
+
+# One call of the model; prints its answer as JSON. --retry is safe: the gateway samples a call once.
+ask() {
+    curl --silent --show-error --fail-with-body --retry 3 "$OPENAI_BASE_URL/chat/completions" \
+        --header "Authorization: Bearer $OPENAI_API_KEY" --header 'Content-Type: application/json' \
+        --data "{\"model\": \"$OPENAI_MODEL\", \"messages\": [$1]}"
+}
+
+question=$(field content "$task")
+letter=${question%% *}
+count=${question#* }
+
+messages="{\"role\": \"user\", \"content\": \"$question\"}"
+reply=$(ask "$messages")  # by itself, so that set -e sees a refused call: it fails the rollout, and is no reward of 0
+first=$(field content "$reply")
+
+# A second turn goes on from the first: the same messages, the answer as it came, and one more.
+messages="$messages, {\"role\": \"assistant\", \"content\": \"$first\"}, {\"role\": \"user\", \"content\": \"$letter\"}"
+reply=$(ask "$messages")
+second=$(field content "$reply")
+
+# Right letters of both turns, and how far the length of the first is from what was asked for.
+count_letters() { printf '%s' "$1" | tr -cd "$letter" | wc -c; }
+right=$(($(count_letters "$first") + $(count_letters "$second")))
+total=$((${#first} + ${#second}))
+away=$((${#first} - count))
+reward=$(awk "BEGIN { away = $away < 0 ? -($away) : $away; print 0.7 * $right / ($total + ($total == 0)) + 0.3 / (1 + away) }")
+
+# What is printed before the last line is the agent's own; the last line is the outcome. It could be the bare number, or
+#   curl --data "$outcome" --header "Authorization: Bearer $OPENAI_API_KEY" "$ASYNCRL_OUTCOME_URL"
+# for a program whose output is not its own.
+echo "asked for $question, got '$first', then '$second'"
+echo "{\"reward\": $reward, \"metrics\": {\"first_length\": ${#first}, \"right_letters\": $right}}"

@@ -1,0 +1,161 @@
+"""The spec as vLLM's own argument list: what is always so, what belongs to another config key, what the user adds. Imports no vLLM."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from asyncrl.serving import Refused
+from asyncrl_servers.vllm.memory import kv_cache_bytes
+from asyncrl_servers.vllm.spec import VllmSpec
+
+SERVED_NAME = "policy"
+
+ELSEWHERE = {
+    "model": "model.path",
+    "model_tag": "model.path",
+    "served_model_name": "nothing: it is always policy",
+    "tokenizer": "model.path",
+    "skip_tokenizer_init": "nothing: it follows from model.path",
+    "config": "rollout.vllm itself",
+    "generation_config": "rollout.temperature",
+    "override_generation_config": "rollout.temperature",
+    "host": "nothing: it is always 127.0.0.1",
+    "port": "rollout.ports",
+    "uds": "nothing: servers listen on a port",
+    "ssl_keyfile": "nothing: servers listen on 127.0.0.1",
+    "ssl_certfile": "nothing: servers listen on 127.0.0.1",
+    "api_key": "nothing: the run makes a secret for every server",
+    "middleware": "nothing: ours guards every route",
+    "api_server_count": "rollout.num_engines",
+    "headless": "rollout.num_engines",
+    "data_parallel_size": "rollout.num_engines",
+    "grpc": "nothing: the run speaks HTTP",
+    "dtype": "model.dtype",
+    "max_model_len": "rollout.max_prompt_tokens and rollout.max_tokens",
+    "max_num_seqs": "rollout.slots",
+    "seed": "seed",
+    "logprobs_mode": "nothing: the trainer needs processed_logprobs",
+    "worker_extension_cls": "nothing: ours loads the weights",
+    "weight_transfer_config": "publisher.transport",
+    "tensor_parallel_size": "rollout.tensor_parallel",
+    "enable_lora": "publisher.transport=lora",
+    "max_lora_rank": "trainer.lora.rank",
+    "max_loras": "nothing: one set of adapters serves",
+    "disable_uvicorn_access_log": "nothing: it is always on",
+    "disable_fastapi_docs": "nothing: it is always on",
+    "help": "`vllm serve --help=all` in a shell",
+    "enable_scale_out": "nothing: it is always on",
+    "tokens_only": "nothing: /inference/v1/generate is always on",
+    "enable_prompt_tokens_details": "nothing: it is always on",
+    "root_path": "nothing: routes are where they are",
+}
+"""vLLM arguments that this server sets, and the setting to use instead."""
+
+
+KV_CACHE = {"kv_cache_memory_bytes", "gpu_memory_utilization", "num_gpu_blocks_override"}
+"""Arguments with which the user says how large the KV cache is."""
+
+
+def build_arguments(spec: VllmSpec, known: Mapping[str, Sequence[str]], *, is_cpu: bool) -> list[str]:
+    """The argument list. `known`: the options of its parser by name, with underscores. Raises Refused for an argument of the user's."""
+    given = {name.lstrip("-").replace("-", "_"): value for name, value in spec.args.items()}
+    for name in given:
+        check_name(name, known)
+    if len(given) < len(spec.args):
+        raise Refused(
+            400,
+            f"rollout.vllm gives an argument twice: {', '.join(spec.args)}",
+            rule="a name may be written with - or _, and is one argument",
+            way_out="remove one of the two.",
+        )
+    ours: dict[str, Any] = {
+        "model": spec.model_path,
+        "served_model_name": SERVED_NAME,
+        "dtype": ("float32" if is_cpu else "bfloat16") if spec.dtype == "auto" else spec.dtype,
+        "max_model_len": spec.max_length,
+        "max_num_seqs": spec.slots,
+        "seed": spec.seed,
+        "generation_config": "vllm",  # else the model's own file changes top_p and top_k where a request is silent
+        "logprobs_mode": "processed_logprobs",
+        "enable_scale_out": True,
+        "enable_prompt_tokens_details": True,
+        "worker_extension_cls": spec.worker_extension,
+        "tensor_parallel_size": spec.tensor_parallel,
+        "middleware": "asyncrl_servers.vllm.bearer.BearerOnly",
+        "disable_uvicorn_access_log": True,
+        "disable_fastapi_docs": True,
+        **_for_transport(spec),
+    }
+    if not has_tokenizer(Path(spec.model_path)):
+        ours["skip_tokenizer_init"] = True
+    defaults: dict[str, Any] = {}
+    if is_cpu:
+        defaults["enforce_eager"] = True
+    if spec.kv_cache_bytes:
+        defaults["kv_cache_memory_bytes"] = spec.kv_cache_bytes
+    elif is_cpu and not given.keys() & KV_CACHE:  # else vLLM takes 92 % of the machine's memory, and refuses to start if some is in use
+        defaults["kv_cache_memory_bytes"] = kv_cache_bytes(Path(spec.model_path), ours["dtype"], spec.slots, spec.max_length)
+    return [part for name, value in {**defaults, **given, **ours}.items() for part in _words(name, value, known)]
+
+
+def check_name(name: str, known: Mapping[str, Sequence[str]]) -> None:
+    """Raise Refused if the user may not give this argument, or vLLM has none of that name."""
+    plain = name.partition(".")[0].removesuffix("+")
+    base = plain.removeprefix("no_")
+    if (instead := ELSEWHERE.get(plain) or ELSEWHERE.get(base)) is not None:
+        raise Refused(
+            400,
+            f"rollout.vllm has {name}, which asyncrl sets by itself",
+            rule="what the run depends on has one place in the config",
+            way_out=f"remove it; use {instead}.",
+        )
+    if plain not in known:
+        near = [*difflib.get_close_matches(plain, known, n=3, cutoff=0.6), *(other for other in known if plain in other)][:3]
+        raise Refused(
+            400,
+            f"rollout.vllm has {name}, and vLLM has no argument of that name",
+            rule="names are those of `vllm serve`, with - or _",
+            way_out=f"did you mean {' or '.join(dict.fromkeys(near))}?" if near else "see `vllm serve --help=all`.",
+        )
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a model folder has a tokenizer."""
+    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "tekken.json")
+    return any((folder / name).is_file() for name in names)
+
+
+def _for_transport(spec: VllmSpec) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if spec.has_adapters or spec.transport == "lora":
+        found |= {"enable_lora": True, "max_lora_rank": _lora_rank(spec.lora_rank), "max_loras": 1}
+    if spec.transport == "nccl":
+        found["weight_transfer_config"] = {"backend": "broadcast"}
+    elif spec.transport in ("shm", "disk", "ipc"):  # ipc: chunks, through our extension
+        found["weight_transfer_config"] = {"backend": "shm"}
+    return found
+
+
+def _lora_rank(rank: int) -> int:
+    """The smallest maximum that vLLM knows and this rank fits into."""
+    return next((known for known in (1, 8, 16, 32, 64, 128, 256, 320, 512) if known >= rank), rank)
+
+
+def _words(name: str, value: Any, known: Mapping[str, Sequence[str]]) -> list[str]:
+    """One argument as words: true and false as switches, lists as several words, dicts as JSON, none as not given."""
+    option = f"--{name.replace('_', '-')}"
+    if value is None:
+        return []
+    if value is True:
+        return [option]
+    if value is False:
+        return [f"--no-{option[2:]}"] if f"no_{name}" in known else []
+    if isinstance(value, dict):
+        return [option, json.dumps(value)]
+    if isinstance(value, list):
+        return [option, *map(str, value)]
+    return [f"{option}={value}"]

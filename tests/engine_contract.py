@@ -1,0 +1,183 @@
+"""What the contract tests of engine servers share: a story is told to an EngineClient, whatever stands behind it.
+
+What our own servers say on the wire is another contract (test_contract_engines_wire.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from engine_kinds import Server, client_of
+from safetensors.numpy import save_file
+
+from asyncrl.calling import Caller
+from asyncrl.engines import EngineClient
+from asyncrl.errors import EngineError, EngineLost
+from asyncrl.testing.virtual_time import run_virtual
+from asyncrl.types import WeightManifest
+from asyncrl.wire import (
+    EngineHealth,
+    EnginePart,
+    ExportChunkResponse,
+    GenerateRequest,
+    GenerateResponse,
+    joint_digest,
+    tensor_digest,
+    weights_digest,
+)
+
+BOTH: list[EnginePart] = ["kv", "weights"]
+LIMIT_S = 120.0
+
+
+def run(server: Server, story: Callable[[EngineClient], Awaitable[None]]) -> None:
+    """Tell the story; what it leaves running is aborted, and the server is awake for the next one."""
+
+    async def within() -> None:
+        async with asyncio.timeout(LIMIT_S), client_of(server) as engine:
+            is_told = False
+            try:
+                await story(engine)
+                is_told = True
+            finally:
+                await abort(engine)
+                if not is_told or (await health(engine)).asleep:
+                    await be_awake(engine, server)
+
+    (run_virtual if server.runner is None else server.runner.run)(within())
+
+
+async def generate(caller: Caller, request: GenerateRequest) -> GenerateResponse:
+    """As it is said on the wire."""
+    return await caller.post("/generate", request, GenerateResponse, timeout_s=60)
+
+
+async def health(engine: EngineClient) -> EngineHealth:
+    return await engine.health(timeout_s=60)
+
+
+async def abort(engine: EngineClient, request_ids: list[str] | None = None) -> list[str]:
+    return await engine.abort(request_ids, timeout_s=60)
+
+
+async def until(engine: EngineClient, is_so: Callable[[EngineHealth], bool]) -> EngineHealth:
+    """Ask for its health until it says so; the story's time limit ends it otherwise."""
+    while True:
+        answer = await health(engine)
+        if is_so(answer):
+            return answer
+        await asyncio.sleep(0.0005)  # half a step of the fake, whose virtual time would stand still; a breath for a real server
+
+
+async def until_decoding(engine: EngineClient, num_running: int) -> None:
+    """Wait until so many requests run and decoding has gone on for a while after."""
+    before = await until(engine, lambda now: now.num_running == num_running)
+    now = await until(engine, lambda now: now.decode_s > before.decode_s + 0.02 or now.num_running == 0)
+    assert now.num_running == num_running, "they ended before the story could interrupt them"
+
+
+async def prepare(engine: EngineClient, server: Server, version: int, scale: float = 1.0) -> str:
+    """Stage the server's weights times `scale`; returns their digest."""
+    manifest = staged(server, version, scale)
+    assert await engine.prepare(manifest) == manifest.digest
+    return manifest.digest
+
+
+def staged(server: Server, version: int, scale: float = 1.0) -> WeightManifest:
+    """The server's weights times `scale` in a file, and what must be in it."""
+    weights = {name: (array * np.float32(scale)).astype(np.float32) for name, array in server.weights.items()}
+    path = server.folder / f"staged-{version}.safetensors"
+    save_file(weights, path)
+    digest = weights_digest((name, "float32", array.shape, array.tobytes()) for name, array in weights.items())
+    return WeightManifest(version, str(path), digest, len(weights), sum(array.nbytes for array in weights.values()))
+
+
+def chunks_of(server: Server, version: int, *, scale: float = 1.0, num_chunks: int = 2) -> tuple[list[ExportChunkResponse], str]:
+    """A push of the server's weights times `scale`, in files of their own, and the digest of all."""
+    weights = {name: np.ascontiguousarray((array * scale).astype(np.float32)) for name, array in server.weights.items()}
+    digests = {name: tensor_digest(name, "float32", array.shape, array.tobytes()) for name, array in weights.items()}
+    whole = joint_digest(digests.values())
+    chunks = []
+    for index in range(num_chunks):
+        part = dict(list(weights.items())[index::num_chunks])
+        path = server.folder / f"chunk-{version}-{index}.safetensors"
+        save_file(part, path)
+        is_last = index == num_chunks - 1
+        chunks.append(
+            ExportChunkResponse(
+                version=version,
+                index=index,
+                path=str(path),
+                digest=joint_digest(digests[name] for name in part),
+                num_tensors=len(part),
+                num_bytes=sum(array.nbytes for array in part.values()),
+                is_last=is_last,
+                whole_digest=whole if is_last else "",
+            )
+        )
+    return chunks, whole
+
+
+async def load(engine: EngineClient, chunk: ExportChunkResponse) -> None:
+    """A chunk that is accepted."""
+    assert await engine.load_chunk(chunk) == chunk.digest
+
+
+async def push(engine: EngineClient, server: Server, version: int, **how: Any) -> None:
+    """All chunks and the commit; there is nothing to interrupt."""
+    chunks, digest = chunks_of(server, version, **how)
+    for chunk in chunks:
+        await load(engine, chunk)
+    committed = await engine.commit(version, digest, "abort")
+    assert (committed.version, committed.digest, committed.num_interrupted) == (version, digest, 0)
+
+
+async def waits(engine: EngineClient, task: asyncio.Task[Any]) -> None:
+    """The request is at the server and does not run."""
+    await until(engine, lambda now: now.num_queued == 1)
+    for _ in range(5):
+        now = await health(engine)
+        assert (now.num_running, now.num_queued) == (0, 1)
+    assert not task.done()
+
+
+async def be_awake(engine: EngineClient, server: Server) -> int:
+    """Whatever the story before left: serving weights of scale 1, published as a whole. Returns their version."""
+    await engine.wake(BOTH)
+    version = engine.policy_version + 1
+    await engine.commit(version, await prepare(engine, server, version), "abort")
+    return version
+
+
+async def refused(call: Awaitable[object], match: str | None = None) -> None:
+    """The server says no, and lives."""
+    with pytest.raises(EngineError, match=match) as refusal:
+        await call
+    assert not isinstance(refusal.value, EngineLost)
+
+
+def flip_last_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def check_whole(answer: GenerateResponse, server: Server) -> None:
+    """One logprob a token, ids that exist, and version spans that cover every token once, in order of versions."""
+    assert len(answer.logprobs) == len(answer.token_ids)
+    assert all(0 <= token < server.vocab_size for token in answer.token_ids)
+    assert all(logprob <= 0.0 and logprob == float(np.float32(logprob)) for logprob in answer.logprobs)
+    covered = [token for span in answer.version_spans for token in range(span.start, span.end)]
+    assert covered == list(range(len(answer.token_ids)))
+    versions = versions_of(answer)
+    assert versions == sorted(set(versions))
+
+
+def versions_of(answer: GenerateResponse) -> list[int]:
+    """The version of each span."""
+    return [span.version for span in answer.version_spans]

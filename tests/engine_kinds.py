@@ -1,0 +1,202 @@
+"""Engine servers of each kind for the contract tests, their clients, and in what the kinds differ by nature."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from engine_processes import SECRET, EngineProcess, engine_process
+from safetensors.numpy import load_file
+from vllm_process import VllmProcess, vllm_process
+
+from asyncrl.calling import Caller
+from asyncrl.engines import EngineClient, EngineServer, VllmFacts, VllmServer
+from asyncrl.testing.fakes import FakeEngineServer
+from asyncrl.wire import GenerateRequest
+
+SLOTS, MAX_LENGTH, VOCAB_SIZE = 4, 2600, 50
+LONG = 2500
+"""Tokens that take any server more than a second: time for a story to interrupt them."""
+WEIGHTS = {"w": np.ones((3, 2), dtype=np.float32), "b": np.zeros(5, dtype=np.float32)}
+OURS = ["simulated", "embedded"]
+"""Those that speak our own protocol over HTTP."""
+KINDS = [*OURS, "fake", pytest.param("vllm", marks=[pytest.mark.slow, pytest.mark.vllm])]
+
+
+@dataclass(frozen=True)
+class Traits:
+    """In what a kind of server differs by its nature, and why. What is not said here is the same for all."""
+
+    waited: int = 600
+    """Tokens that take it longer than a story takes to begin a commit that waits for them. To ask for vLLM's health is three calls."""
+    has_weights: bool = True
+    """The simulated server draws from seeds alone: a latency model."""
+    reads_files: bool = True
+    """The fake reads nothing: it believes what it is told of weights."""
+    knows_prompts: bool = True
+    """The fake has no model: any id is a token, and resumed ones are like others."""
+    ends_at_once: bool = True
+    """The fake's requests end a moment after they were aborted."""
+    aborts_queued: bool = True
+    """A commit with interrupt=abort ends what is queued too; the fake lets it wait for the new weights."""
+    keeps_streams: bool = True
+    """vLLM says which weights sampled a token at the end of an answer, not in its parts: over a commit with interrupt=keep or keep_kv the
+    client would have to hold the tokens back to the end, so it ends the stream, and the pool goes on with another one."""
+    keeps_queue: bool = True
+    """What is queued when the server goes to sleep runs after the wake. vLLM's sleep aborts its own queue too: what waits there ends
+    without a token, and the pool sends it again."""
+    reads_again: bool = True
+    """Weights that slept are restored from the file that they came from. vLLM keeps a copy on the host, which no file can spoil."""
+    frees_memory: bool = True
+    """vLLM's sleep mode is for CUDA: on CPU it pauses, and frees nothing."""
+    resumes_draws: bool = True
+    """Ours draw each token from (seed, position). vLLM's random stream begins anew with each request, so its client makes a seed of (seed,
+    position) for each segment: what a resumed request draws can be reproduced, and is not what the uninterrupted one draws."""
+
+
+TRAITS = {
+    "fake": Traits(reads_files=False, knows_prompts=False, aborts_queued=False, ends_at_once=False),
+    "simulated": Traits(has_weights=False),
+    "embedded": Traits(),
+    "vllm": Traits(waited=1500, keeps_streams=False, keeps_queue=False, reads_again=False, frees_memory=False, resumes_draws=False),
+}
+
+
+@dataclass
+class Server:
+    """A server under test; versions and request ids go up from story to story."""
+
+    kind: str
+    process: EngineProcess | VllmProcess | None
+    weights: dict[str, np.ndarray]
+    folder: Path
+    runner: asyncio.Runner | None = None
+    """Of the loop in which stories are told; the fake's are told in virtual time."""
+    client: EngineClient | None = None
+    """The one client of all stories, of a server that leaves it to its client to know which weights it holds."""
+    num_requests: int = 0
+
+    @property
+    def traits(self) -> Traits:
+        return TRAITS[self.kind]
+
+    @property
+    def vocab_size(self) -> int:
+        return 128 if self.kind == "fake" else VOCAB_SIZE
+
+    @property
+    def child(self) -> EngineProcess | VllmProcess:
+        assert self.process is not None, "the fake has no process"
+        return self.process
+
+    def needs(self, has_it: bool, why: str) -> None:
+        """Leave the story out for a server whose nature has no place for it."""
+        if not has_it:
+            pytest.skip(f"{self.kind}: {why}")
+
+    def request(self, **fields: Any) -> GenerateRequest:
+        self.num_requests += 1
+        given = {"request_id": f"request {self.num_requests}", "prompt_ids": [1, 2, 3], "max_tokens": 20, "seed": 5}
+        return GenerateRequest(**{**given, **fields})
+
+
+@contextmanager
+def contract_server(kind: str, folder: Path) -> Iterator[Server]:
+    """One server for many stories. The fake has a new one for each, on the virtual clock."""
+    if kind == "fake":
+        yield Server(kind, None, dict(WEIGHTS), folder)
+        return
+    spec, run_folder = spec_of(kind, folder), folder / "server"
+    process = vllm_process(spec, run_folder) if kind == "vllm" else engine_process(kind, spec, run_folder)
+    with process as child, asyncio.Runner() as runner:
+        server = server_of(kind, child, folder)
+        server.runner = runner
+        if kind != "vllm":
+            yield server
+            return
+        caller = caller_of(server)
+        server.client = vllm_client(server, caller)
+        try:
+            runner.run(server.client.ready(180.0))
+            yield server
+        finally:
+            runner.run(caller.aclose())
+
+
+def server_of(kind: str, child: EngineProcess | VllmProcess, folder: Path) -> Server:
+    weights = dict(WEIGHTS) if kind == "simulated" else load_file(folder / "model" / "model.safetensors")
+    return Server(kind, child, weights, folder)
+
+
+def spec_of(kind: str, folder: Path, **overrides: Any) -> dict[str, Any]:
+    """A server whose requests do not end before max_tokens."""
+    spec: dict[str, Any] = {"name": f"{kind}-0", "slots": SLOTS, "max_length": MAX_LENGTH, **overrides}
+    if kind == "simulated":
+        constant = {"mean_tokens": 1e9, "sigma": 0.0, "decode_step_s": 0.001, "per_row_s": 0.0}
+        return {"vocab_size": VOCAB_SIZE, **constant, **spec}
+    from engine_in_process import make_qwen3
+
+    sizes = {"vocab_size": VOCAB_SIZE, "num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64, "head_dim": 8}
+    if kind == "vllm":
+        spec |= {"dtype": "float32", "device": "cpu"}
+        # Its attention on CPU has no smaller heads. With one layer 2,500 tokens are over before its front end has read the next call.
+        sizes |= {"head_dim": 32, "num_hidden_layers": 8}
+    return {"model_path": str(make_qwen3(folder / "model", **sizes)), **spec}
+
+
+def caller_of(server: Server) -> Caller:
+    """Connections of one's own to the server; the fake is its own caller, and a new one each time."""
+    if server.kind == "fake":
+        return FakeEngineServer(slots=SLOTS, decode_s=0.001, max_length=MAX_LENGTH)
+    return Caller(f"{server.kind}-0", server.child.url, SECRET)
+
+
+@asynccontextmanager
+async def client_of(server: Server) -> AsyncIterator[EngineClient]:
+    """A client for one story."""
+    if server.client is not None:
+        yield server.client
+        return
+    caller = caller_of(server)
+    try:
+        version = (await EngineServer(caller).health(timeout_s=60)).policy_version
+        yield EngineServer(caller, policy_version=version)
+    finally:
+        await caller.aclose()
+
+
+@asynccontextmanager
+async def another_client(server: Server, engine: EngineClient) -> AsyncIterator[EngineClient]:
+    """One with connections of its own, that can go away. The fake has none: there `engine` is it too."""
+    if server.kind == "fake":
+        yield engine
+        return
+    caller = caller_of(server)
+    try:
+        version = engine.policy_version
+        yield vllm_client(server, caller, version) if server.kind == "vllm" else EngineServer(caller, policy_version=version)
+    finally:
+        await caller.aclose()
+
+
+def vllm_client(server: Server, caller: Caller, policy_version: int = 0) -> VllmServer:
+    facts = VllmFacts(
+        model_path=str(server.folder / "model"),
+        dtype="float32",
+        slots=SLOTS,
+        max_length=MAX_LENGTH,
+        end_ids=(),
+        has_adapters=False,
+        device="cpu",
+    )
+    return VllmServer(caller, facts=facts, policy_version=policy_version, canary_limit=1e-3, chunk_bytes=16384, warn=_not_warned)
+
+
+def _not_warned(text: str) -> None:
+    raise AssertionError(f"the contract has nothing to warn of: {text}")

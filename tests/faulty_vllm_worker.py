@@ -1,0 +1,57 @@
+"""A worker extension for vLLM that fails in silence, as real weight loading has been seen to. Runs in vLLM's Python.
+
+Spec key worker_extension="faulty_vllm_worker.FaultyWeightLoader", with a folder on PYTHONPATH that has this file. The fault is named by the
+environment (ASYNCRL_TEST_FAULT) or by POST /collective_rpc {"method": "asyncrl_plant", "args": ["{\"fault\": NAME}"]}; "" = none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from typing import Any
+
+from asyncrl_servers.vllm.files import Staged
+from asyncrl_servers.vllm.loader import Loader
+from asyncrl_servers.vllm.worker import WeightLoader
+
+FAULTS = ("stale_head", "skip_chunk", "skip_chunk_unseen", "swap_names", "")
+
+
+class FaultyLoader(Loader):
+    """stale_head: the tied output layer keeps its packed copy, as after vLLM's own reload. skip_chunk: the second chunk is not loaded;
+    skip_chunk_unseen: nor is that noticed. swap_names: two tensors of one shape change places after they were hashed.
+    """
+
+    fault = os.environ.get("ASYNCRL_TEST_FAULT", "")
+
+    def _repack_tied(self) -> None:
+        if self.fault != "stale_head":
+            super()._repack_tied()
+
+    def _incomplete(self) -> list[str]:
+        return [] if self.fault == "skip_chunk_unseen" else super()._incomplete()
+
+    def _chunks(self, staged: Staged, chunk_bytes: int) -> Iterable[list[tuple[str, Any]]]:
+        if self.fault == "swap_names":
+            first, second = self._alike(staged.tensors)
+            staged.tensors[first], staged.tensors[second] = staged.tensors[second], staged.tensors[first]
+        for index, chunk in enumerate(super()._chunks(staged, chunk_bytes)):
+            if index != 1 or not self.fault.startswith("skip_chunk"):
+                yield chunk
+
+    @staticmethod
+    def _alike(tensors: dict[str, Any]) -> tuple[str, str]:
+        """Two layers' tensors of one shape, both matrices."""
+        first = next(name for name, tensor in tensors.items() if tensor.dim() == 2 and ".layers.0." in name)
+        return first, first.replace(".layers.0.", ".layers.1.")
+
+
+class FaultyWeightLoader(WeightLoader):
+    asyncrl_loader_class = FaultyLoader
+
+    def asyncrl_plant(self, request: str) -> dict[str, Any]:
+        fault = json.loads(request)["fault"]
+        assert fault in FAULTS, fault
+        FaultyLoader.fault = fault
+        return {"ok": True}

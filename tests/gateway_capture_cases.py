@@ -1,0 +1,98 @@
+"""A character-level ChatRenderer for tests of the gateway's capture, and a small harness that plays calls against it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from asyncrl.gateway.capture import Capture, CaptureCounts, Planned
+from asyncrl.types import Completion, VersionSpan
+
+START, END = "\ue000", "\ue001"
+"""The special tokens: every token is one character, its id the code point."""
+
+Habit = Literal["plain", "strips", "shouts", "refuses"]
+"""plain: ChatML. strips: what stands before a `|` is left out of all earlier answers. shouts: answers in capitals.
+refuses: an answer of more than 20 characters is refused, as a sentinel is."""
+
+Message = dict[str, Any]
+
+
+class CharRenderer:
+    """One token a character; counts how often it was asked to render."""
+
+    end_ids = frozenset({ord(END)})
+
+    def __init__(self, habit: Habit = "plain") -> None:
+        self.habit = habit
+        self.num_renders = 0
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None, add_generation_prompt: bool = True
+    ) -> str:
+        self.num_renders += 1
+        text = f"{START}tools\n{len(tools)}{END}\n" if tools else ""
+        for message in messages:
+            text += f"{START}{message['role']}\n{self._content(message)}{END}\n"
+        return text + f"{START}assistant\n" if add_generation_prompt else text
+
+    def _content(self, message: Mapping[str, Any]) -> str:
+        content = message.get("content") or ""
+        if isinstance(content, list):
+            content = "".join(part["text"] for part in content)
+        content += "".join(f"<{call['function']['name']}>" for call in message.get("tool_calls") or [])
+        if message["role"] != "assistant" or self.habit == "plain":
+            return str(content)
+        if self.habit == "refuses" and len(content) > 20:
+            raise ValueError("the answer is too long")
+        return str(content.upper() if self.habit == "shouts" else content.split("|")[-1] if self.habit == "strips" else content)
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        return tuple(map(ord, text))
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        text = "".join(map(chr, token_ids))
+        return text.replace(START, "").replace(END, "") if skip_special_tokens else text
+
+
+def user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str | None, **fields: Any) -> Message:
+    return {"role": "assistant", "content": text, **fields}
+
+
+def completion(ids: Sequence[int], first_logprob: float = -1.0, *, version: int = 0, is_truncated: bool = False) -> Completion:
+    """Logprobs fall by 1/1024 from token to token."""
+    return Completion(
+        token_ids=tuple(ids),
+        behaviour_logprobs=tuple(first_logprob - index / 1024 for index in range(len(ids))),
+        version_spans=(VersionSpan(0, len(ids), version),),
+        finish_reason="length" if is_truncated else "stop",
+    )
+
+
+class Play:
+    """A session: asks, and records answers as chatcmpl-0, chatcmpl-1, ... in the order of recording."""
+
+    def __init__(self, renderer: Any = None) -> None:
+        self.renderer = renderer if renderer is not None else CharRenderer()
+        self.counts = CaptureCounts()
+        self.capture = Capture(self.renderer, self.counts)
+        self.num_recorded = 0
+
+    def answer(self, planned: Planned, raw: str, message: Message | None = None, *, ids: Sequence[int] | None = None, **kwargs: Any) -> str:
+        """Record that `raw` was sampled; the harness got `message`, or the text without special tokens."""
+        ids = self.renderer.encode(raw) if ids is None else ids
+        completion_id = f"chatcmpl-{self.num_recorded}"
+        self.num_recorded += 1
+        got = assistant(self.renderer.decode(ids, skip_special_tokens=True)) if message is None else message
+        self.capture.record(planned, completion(ids, -float(self.num_recorded), **kwargs), got, completion_id)
+        return completion_id
+
+    def ask(self, messages: Sequence[Message], raw: str, **kwargs: Any) -> Planned:
+        """A whole call."""
+        planned = self.capture.plan(messages, None)
+        self.answer(planned, raw, **kwargs)
+        return planned

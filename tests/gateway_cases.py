@@ -1,0 +1,183 @@
+"""A gateway on a real port over a scripted engine, a tokenizer of bytes, and the ways to call it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from asyncrl.config import GatewayConfig
+from asyncrl.errors import RoomError
+from asyncrl.gateway.server import Gateway
+from asyncrl.gateway.sessions import GatewaySession
+from asyncrl.gateway.shapes import CallRules
+from asyncrl.gateway.tool_formats import find_tool_format
+from asyncrl.types import Completion, PartialCompletion, SamplingRequest, VersionSpan
+
+START, END, NAMES = 256, 257, {256: "<|start|>", 257: "<|end|>"}
+
+
+class ByteTokenizer:
+    """One token a byte of UTF-8, and two special ones. Its template: <|start|>ROLE\\nCONTENT<|end|>."""
+
+    end_ids = frozenset({END})
+    text_ids = frozenset(range(256))
+    byte_ids: frozenset[int] = frozenset()
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None, add_generation_prompt: bool = True
+    ) -> str:
+        parts = [f"<|start|>tools\n{[tool['function']['name'] for tool in tools]}<|end|>"] if tools else []
+        for message in messages:
+            calls = "".join(f"<tool_call>\n{call['function']}\n</tool_call>" for call in message.get("tool_calls") or ())
+            parts.append(f"<|start|>{message['role']}\n{message.get('content') or ''}{calls}<|end|>")
+        return "".join(parts) + ("<|start|>assistant\n" if add_generation_prompt else "")
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        ids: list[int] = []
+        for number, part in enumerate(text.split("<|start|>")):
+            ids += [START] * (number > 0)
+            for second, piece in enumerate(part.split("<|end|>")):
+                ids += [END] * (second > 0) + list(piece.encode())
+        return tuple(ids)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        data = b"".join(bytes([token]) if token < 256 else b"" if skip_special_tokens else NAMES[token].encode() for token in token_ids)
+        return data.decode(errors="replace")
+
+
+class ScriptedEngine:
+    """A SamplingEngine that says `answer(request)`, a few bytes at a time, and is interrupted by a publish in the middle of each answer.
+
+    With `gate`, an answer stands still in its middle until the gate is set.
+    """
+
+    def __init__(self, answer: Callable[[SamplingRequest], str] = lambda _: "Hello there.", *, gate: asyncio.Event | None = None) -> None:
+        self.answer, self.gate = answer, gate
+        self.tokenizer = ByteTokenizer()
+        self.requests: list[SamplingRequest] = []
+        self.cancelled: list[str] = []
+        self.started = asyncio.Event()
+        self.error: Exception | None = None
+
+    async def generate(
+        self,
+        request: SamplingRequest,
+        *,
+        partial: PartialCompletion | None = None,
+        on_segment: Callable[[PartialCompletion], None] | None = None,
+        on_tokens: Callable[[Sequence[int]], None] | None = None,
+    ) -> Completion:
+        self.requests.append(request)
+        self.started.set()
+        if self.error is not None:
+            raise self.error
+        ids = (*self._until_stop(request), END)[: request.max_tokens]
+        half = len(ids) // 2
+        try:
+            for start in range(0, len(ids), 3):
+                await asyncio.sleep(0)
+                if self.gate is not None and start >= half:
+                    await self.gate.wait()
+                if on_tokens is not None:
+                    on_tokens(ids[start : start + 3])
+        except asyncio.CancelledError:
+            self.cancelled.append(request.request_id)
+            raise
+        spans = (VersionSpan(0, half, 4), VersionSpan(half, len(ids), 5)) if half else (VersionSpan(0, len(ids), 5),)
+        reason = "stop" if ids[-1] == END or len(ids) < request.max_tokens else "length"
+        return Completion(ids, tuple(-0.5 - i / 1024 for i in range(len(ids))), spans, reason, 1)  # type: ignore[arg-type]
+
+    def _until_stop(self, request: SamplingRequest) -> tuple[int, ...]:
+        text = self.answer(request)
+        ends = [text.index(stop) + len(stop) for stop in request.stop if stop in text]
+        return self.tokenizer.encode(text[: min(ends)] if ends else text)
+
+
+RULES = CallRules(
+    model_name="policy",
+    temperature=1.0,
+    top_p=1.0,
+    max_tokens=400,
+    max_prompt_tokens=2000,
+    max_length=2400,
+    vocab_size=258,
+    max_token_bytes=9,
+)
+
+
+@dataclass
+class World:
+    gateway: Gateway
+    engine: Any
+    session: GatewaySession
+    url: str
+    http: aiohttp.ClientSession
+    broken: list[RoomError] = field(default_factory=list)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.session.key}"}
+
+    def open(self, name: str = "g0/r1") -> GatewaySession:
+        return self.gateway.open_nowait(name, prompt_id="p7", sample_index=1, attempt=0, route_key=name)
+
+    async def post(self, body: Any, *, path: str = "/v1/chat/completions", **kwargs: Any) -> tuple[int, Any]:
+        """(status, JSON) of one call; `body` may be bytes."""
+        headers = self.headers | kwargs.pop("headers", {})
+        content = {"data": body} if isinstance(body, bytes) else {"json": body}
+        async with self.http.post(self.url + path, headers=headers, **content, **kwargs) as response:
+            assert response.content_type == "application/json", await response.text()
+            return response.status, await response.json()
+
+    async def ask(self, text: str = "Hi", **more: Any) -> tuple[int, Any]:
+        return await self.post({"model": "m", "messages": [{"role": "user", "content": text}], **more})
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Return once it holds. Sockets give no other sign that the gateway has seen what a client did."""
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+
+
+def is_deserted(world: World) -> bool:
+    """The gateway has seen that the clients of all calls in flight are gone."""
+    runner = world.gateway._runner
+    assert runner is not None
+    assert runner.server is not None
+    return all(connection.transport is None for connection in runner.server.connections)
+
+
+def seed_of(prompt_id: str, sample_index: int, attempt: int, call_key: int) -> int:
+    return call_key
+
+
+@asynccontextmanager
+async def gateway_world(
+    engine: Any = None, *, tokenizer: Any = None, tool_format: str = "hermes", extra_routes: Sequence[web.RouteDef] = (), **config: Any
+) -> AsyncIterator[World]:
+    engine = engine or ScriptedEngine()
+    rules = {name: config.pop(name) for name in list(config) if name in CallRules.__dataclass_fields__}
+    broken: list[RoomError] = []
+    gateway = Gateway(
+        engine,
+        tokenizer or engine.tokenizer,
+        find_tool_format(tool_format, ""),
+        CallRules(**{**{name: getattr(RULES, name) for name in CallRules.__dataclass_fields__}, **rules}),
+        GatewayConfig(**config),
+        seed_of=seed_of,
+        on_broken=broken.append,
+        extra_routes=extra_routes,
+    )
+    url = await gateway.start()
+    async with aiohttp.ClientSession() as http:
+        try:
+            session = gateway.open_nowait("g0/r0", prompt_id="p7", sample_index=0, attempt=0, route_key="g0/r0")
+            yield World(gateway, engine, session, url, http, broken)
+        finally:
+            await gateway.aclose()

@@ -1,0 +1,93 @@
+"""A verifiers environment of several turns: the environment is the user, and answers each guess. Its tasks have no end.
+
+`secret` of the task decides what else happens: see GuessingEnv and GuessingTask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import verifiers.v1 as vf
+from openai import AsyncOpenAI
+
+__all__ = ["ChatHarness", "GuessingEnv", "GuessingTaskset"]
+
+started: list[str] = []
+"""What start() and stop() of the environment were called for."""
+
+
+class GuessingData(vf.TaskData):
+    secret: int
+    bounds: tuple[int, int] = (0, 9)
+
+
+class GuessingTask(vf.Task[GuessingData]):
+    @vf.reward
+    async def found(self, trace: vf.Trace) -> float:
+        if self.data.secret == 8:
+            raise ZeroDivisionError("no reward for 8")
+        return float(trace.last_reply == str(self.data.secret))
+
+    @vf.metric
+    async def guesses(self, trace: vf.Trace) -> float:
+        return float(trace.num_turns)
+
+
+class GuessingConfig(vf.TasksetConfig):
+    fail_at: int | None = None
+
+
+class GuessingTaskset(vf.Taskset[GuessingTask, GuessingConfig]):
+    INFINITE = True
+
+    def load(self) -> Iterator[GuessingTask]:
+        number = 0
+        while True:
+            if number == self.config.fail_at:
+                raise LookupError("no more rows")
+            yield GuessingTask(GuessingData(system_prompt="Guess.", secret=number % 10), self.config.task)
+            number += 1
+
+
+class GuessingEnvConfig(vf.EnvConfig):
+    agent: vf.AgentConfig = vf.AgentConfig(runtime=vf.SubprocessConfig())
+    judge: vf.AgentConfig = vf.AgentConfig(client=vf.EvalClientConfig(base_url="http://127.0.0.1:9/v1"), runtime=vf.SubprocessConfig())
+    twice: bool = False
+    freeze: bool = False
+
+
+class GuessingEnv(vf.Env[GuessingEnvConfig]):
+    async def start(self) -> None:
+        started.append("start")
+
+    async def stop(self) -> None:
+        started.append("stop")
+
+    async def setup(self, agents: Any) -> None:
+        agents.agent.trainable = not self.config.freeze
+
+    async def run(self, task: vf.Task, agents: Any) -> None:
+        if task.data.secret == 7:
+            raise RuntimeError("seven is out of order")
+        for _ in range(1 + self.config.twice):
+            async with agents.agent.interaction(task) as talk:
+                segment = await talk.turn("Which number from 0 to 9?")
+                while not segment.terminated and segment.last_reply != str(task.data.secret):
+                    guess = int(segment.last_reply)
+                    segment = await talk.turn("higher" if guess < task.data.secret else "lower")
+
+
+class ChatHarness(vf.Harness[vf.HarnessConfig]):
+    APPENDS_SYSTEM_PROMPT = True
+    SUPPORTS_RESUME = True
+    EXECUTES_CODE = False
+    NEEDS_CONTAINER = False
+
+    async def launch(self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: Any, data: Any) -> vf.ProgramResult:
+        system, prompt = self.resolve_prompt(data)
+        messages = [{"role": "system", "content": system}] if system else []
+        messages += [{"role": message.role, "content": message.content} for message in prompt or []]
+        async with AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0, timeout=None) as client:
+            await client.chat.completions.create(model=ctx.model, messages=messages)  # type: ignore[arg-type]
+        return vf.ProgramResult(exit_code=0, stdout="", stderr="")

@@ -1,0 +1,106 @@
+"""Harnesses that the tests name as module:function."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from asyncrl.harness import Outcome, Session, Task
+
+
+async def two_turns(task: Task, session: Session, *, bonus: float = 0.0) -> Outcome:
+    messages: list[Any] = list(task.messages)
+    for _ in range(2):
+        answer = await session.client.chat.completions.create(model=session.model, messages=messages)
+        messages += [answer.choices[0].message, {"role": "user", "content": "go on"}]
+    return Outcome(1.0 + bonus, {"turns": 2})
+
+
+def plain(task: Task, session: Session) -> float:
+    time.sleep(0.01)
+    return float(task.answer)
+
+
+async def says_nothing(task: Task, session: Session) -> None:
+    return None
+
+
+async def numpy_reward(task: Task, session: Session) -> Any:
+    return np.float32(0.5)
+
+
+async def whole_outcome(task: Task, session: Session) -> Outcome:
+    return Outcome(turn_rewards={"chatcmpl-0": np.int64(1), "chatcmpl-1": 0.0}, metrics={"ok": True})  # type: ignore[dict-item]
+
+
+async def says_text(task: Task, session: Session) -> Any:
+    return "good"
+
+
+async def not_finite(task: Task, session: Session) -> float:
+    return math.nan
+
+
+async def metric_not_finite(task: Task, session: Session) -> Outcome:
+    return Outcome(1.0, {"loss": math.inf})
+
+
+async def raises(task: Task, session: Session) -> float:
+    raise ZeroDivisionError("by \ud800 zero")
+
+
+def raises_in_thread(task: Task, session: Session) -> float:
+    raise StopIteration("no more")
+
+
+def exits(task: Task, session: Session) -> float:
+    sys.exit(3)
+
+
+async def cancels_itself(task: Task, session: Session) -> float:
+    raise asyncio.CancelledError
+
+
+async def no_session(task: Task) -> float:
+    return 1.0
+
+
+async def sleeps(task: Task, session: Session, *, mark: str = "") -> float:
+    """Until it is cancelled; then it says so in the file `mark`."""
+    try:
+        await asyncio.sleep(3600.0)
+    finally:
+        if mark:
+            Path(mark).write_text("cancelled")  # noqa: ASYNC240
+    return 1.0
+
+
+async def blocks(task: Task, session: Session, *, seconds: float = 1.0, mark: str = "") -> float:
+    Path(mark).write_text("begun")  # noqa: ASYNC240
+    time.sleep(seconds)  # noqa: ASYNC251  that is the point
+    return 1.0
+
+
+class Judge:
+    async def __call__(self, task: Task, session: Session) -> float:
+        return 0.75
+
+
+judge = Judge()
+
+
+async def environment(task: Task, session: Session) -> Outcome:
+    return Outcome(1.0, {"has_worker_key": "ASYNCRL_WORKER_KEY" in os.environ})
+
+
+async def hangs_in_thread(task: Task, session: Session, *, mark: str = "") -> float:
+    Path(mark).write_text("begun")  # noqa: ASYNC240
+    await asyncio.to_thread(time.sleep, 3600.0)
+    return 1.0

@@ -1,0 +1,102 @@
+"""Groups by hand for the journal's tests, told as producers tell them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from asyncrl.journal.journal import Journal
+from asyncrl.types import Batch, Credit, Group, GroupId, PartialCompletion, Prompt, Rollout, Ticket, Trajectory, VersionSpan
+
+RUN_ID = "a run"
+
+
+def open_journal(path: Path, **options: Any) -> Journal:
+    return Journal.open(path, run_id=RUN_ID, **options)
+
+
+def make_prompt(group_id: int) -> Prompt:
+    return Prompt(f"0/{group_id}", ({"role": "user", "content": f"Question {group_id}"},), answer=str(group_id), info={"level": 2})
+
+
+def make_trajectory(group_id: int, sample_index: int, *, num_tokens: int = 12, version: int = 0) -> Trajectory:
+    """Two prompt tokens, then sampled ones of `version`; all numbers follow from the ids."""
+    draw = np.random.default_rng([group_id, sample_index])
+    mask = np.arange(num_tokens) >= 2
+    logprobs = np.where(mask, -draw.exponential(size=num_tokens), 0).astype(np.float32)
+    return Trajectory(
+        sample_index,
+        draw.integers(0, 50_000, num_tokens).astype(np.int32),
+        mask,
+        logprobs,
+        (VersionSpan(2, num_tokens, version),),
+        reward=float(draw.random()),
+        metrics={"turns": 1.0},
+    )
+
+
+def make_rollout(group_id: int, sample_index: int, *, num_branches: int = 2, has_credits: bool = False, **options: Any) -> Rollout:
+    """Branches of different tokens and one reward."""
+    branches = []
+    for number in range(num_branches):
+        branch = make_trajectory(group_id, 100 * number + sample_index, **options)
+        credits = tuple(Credit(start, start + 5, number + start / 10, 2 * number + start // 7) for start in (2, 7)) if has_credits else ()
+        branches.append(replace(branch, sample_index=sample_index, branch=number, reward=0.25 + sample_index, credits=credits))
+    return tuple(branches)
+
+
+def make_group(group_id: int, *, size: int = 2, branches: int = 1, **options: Any) -> Group:
+    """The last of its `size` rollouts has so many branches."""
+    trajectories = [make_trajectory(group_id, index, **options) for index in range(size)]
+    if branches > 1:
+        trajectories[-1:] = make_rollout(group_id, size - 1, num_branches=branches, **options)
+    return Group(GroupId(group_id), make_prompt(group_id), tuple(trajectories))
+
+
+def rollouts_of(group: Group) -> list[Rollout]:
+    return [tuple(branches) for _, branches in groupby(group.trajectories, lambda branch: branch.sample_index)]
+
+
+def make_batch(version: int, *group_ids: int, **options: Any) -> Batch:
+    return Batch(version, tuple(make_group(group_id, **options) for group_id in group_ids), min_version=max(0, version - 1))
+
+
+def make_partial(num_tokens: int) -> PartialCompletion:
+    logprobs = tuple(np.linspace(-1, -2, num_tokens, dtype=np.float32).tolist())
+    return PartialCompletion(tuple(range(num_tokens)), logprobs, (VersionSpan(0, num_tokens, 0),), 1)
+
+
+def admit(journal: Journal, group_id: int, start_version: int = 0) -> None:
+    journal.admitted_nowait(Ticket(GroupId(group_id), start_version), make_prompt(group_id))
+
+
+def tell_ready(journal: Journal, *group_ids: int, **options: Any) -> None:
+    """The whole life of groups up to ready."""
+    for group_id in group_ids:
+        admit(journal, group_id)
+        for rollout in rollouts_of(make_group(group_id, **options)):
+            journal.rollout_finished_nowait(GroupId(group_id), rollout)
+        journal.group_ended_nowait(GroupId(group_id), "ready", "")
+
+
+def same_trajectory(one: Trajectory, other: Trajectory) -> bool:
+    """Equal to the last bit."""
+    arrays = ((one.token_ids, other.token_ids), (one.loss_mask, other.loss_mask), (one.behaviour_logprobs, other.behaviour_logprobs))
+
+    def rest(trajectory: Trajectory) -> str:
+        t = trajectory
+        plain = (t.sample_index, t.branch, t.credits, t.version_spans, t.reward, t.is_truncated, t.num_interruptions, dict(t.metrics))
+        return repr(plain)
+
+    return all(a.dtype == b.dtype and a.tobytes() == b.tobytes() for a, b in arrays) and rest(one) == rest(other)
+
+
+def same_group(one: Group, other: Group) -> bool:
+    """Same prompt, same trajectories in the same order."""
+    return (one.group_id, one.prompt) == (other.group_id, other.prompt) and all(
+        same_trajectory(a, b) for a, b in zip(one.trajectories, other.trajectories, strict=True)
+    )

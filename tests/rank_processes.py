@@ -1,0 +1,85 @@
+"""The real processes of a trainer with several ranks, over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from trainer_cases import make_spec
+
+from asyncrl.calling import Caller
+from asyncrl.wire import SECRET_ENV, BatchArrays, BatchHeader, ExportResponse, SaveRequest, TrainerHealth, TrainResponse, pack_batch
+
+T = TypeVar("T")
+TIMEOUT_S = 120.0
+
+
+@dataclass
+class Group:
+    """The processes of one trainer, rank 0 first."""
+
+    processes: list[subprocess.Popen[bytes]]
+    urls: list[str]
+    folder: Path
+
+    def ask(self, call: Callable[[Caller], Awaitable[T]], rank: int = 0) -> T:
+        async def story() -> T:
+            caller = Caller(f"trainer-{rank}", self.urls[rank], "s3cret")
+            try:
+                return await call(caller)
+            finally:
+                await caller.aclose()
+
+        return asyncio.run(story())
+
+    def train(self, header: BatchHeader, arrays: BatchArrays) -> TrainResponse:
+        return self.ask(lambda caller: caller.post("/train", pack_batch(header, arrays), TrainResponse, timeout_s=TIMEOUT_S))
+
+    def export(self) -> ExportResponse:
+        return self.ask(lambda caller: caller.post("/export", b"", ExportResponse, timeout_s=TIMEOUT_S))
+
+    def save(self, path: Path, *, merged: bool = True) -> TrainerHealth:
+        message = SaveRequest(path=str(path), merged=merged)
+        return self.ask(lambda caller: caller.post("/save", message, TrainerHealth, timeout_s=TIMEOUT_S))
+
+    def health(self, rank: int) -> TrainerHealth:
+        return self.ask(lambda caller: caller.get("/health", TrainerHealth, timeout_s=TIMEOUT_S), rank)
+
+    def log(self, rank: int) -> str:
+        return (self.folder / f"log-{rank}").read_text()
+
+
+@contextlib.contextmanager
+def running(model_dir: Path, folder: Path, world_size: int = 2, *, trainer: dict[str, Any] | None = None, **values: Any) -> Iterator[Group]:
+    """The ranks of one trainer; killed at the end if they still run."""
+    folder.mkdir(exist_ok=True)
+    processes, urls = [], []
+    for rank in range(world_size):
+        spec = make_spec(model_dir, folder, trainer={"world_size": world_size, **(trainer or {})}, rank=rank, **values)
+        (folder / f"spec-{rank}.json").write_text(spec.model_dump_json(), encoding="utf-8")
+        with socket.create_server(("127.0.0.1", 0)) as listener, (folder / f"log-{rank}").open("wb") as log:
+            command = ["-m", "asyncrl.trainer.worker", "--spec", str(folder / f"spec-{rank}.json"), "--fd", str(listener.fileno())]
+            environment = {**os.environ, SECRET_ENV: "s3cret", "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, *command],
+                    stdin=subprocess.PIPE, stdout=log, stderr=log, pass_fds=[listener.fileno()], env=environment,
+                )
+            )  # fmt: skip
+            urls.append(f"http://127.0.0.1:{listener.getsockname()[1]}")
+    try:
+        yield Group(processes, urls, folder)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+            if process.stdin is not None:
+                process.stdin.close()

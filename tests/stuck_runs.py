@@ -1,0 +1,166 @@
+"""A run's rooms over fake servers that hang on request, with the watchdog over them, on the virtual clock."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from pydantic import BaseModel
+
+from asyncrl.buffer.buffer import Buffer
+from asyncrl.calling import Answer
+from asyncrl.config import BufferConfig, SupervisionConfig, TaskConfig
+from asyncrl.engines import EnginePool, EngineServer
+from asyncrl.observe.waits import ChildState
+from asyncrl.observe.watchdog import Watchdog
+from asyncrl.producers import Producers, RolloutRunner, SingleTurn
+from asyncrl.publisher import Publisher
+from asyncrl.running.trainer_supervision import LivingTrainer
+from asyncrl.running.watching import reported
+from asyncrl.tasks.scorer import TaskScorer
+from asyncrl.testing.fake_trainer import FakeTrainerProcess, FakeTrainerServer
+from asyncrl.testing.fakes import FakeEngineServer, FakeSource, FakeTokenizer
+from asyncrl.testing.memory_journal import MemoryJournal
+from asyncrl.testing.virtual_time import run_virtual
+from asyncrl.trainer.client import TrainerClient
+from asyncrl.types import Batch, Prompt
+
+NUM_GROUPS = 2
+WATCHDOG_S = 60.0
+
+
+class Engine(FakeEngineServer):
+    """An engine server whose calls to the paths in `hung` are never answered."""
+
+    hung: tuple[str, ...] = ()
+
+    async def post(self, path: str, body: Any, answer: type[Answer], *, timeout_s: float | None) -> Answer:
+        if path in self.hung:
+            await asyncio.Event().wait()
+        return await super().post(path, body, answer, timeout_s=timeout_s)
+
+
+class Worker(FakeTrainerServer):
+    """A trainer worker whose step `hangs_at`, and each one after it, is never done; it answers /health all the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.export_s, self.hangs_at = 0.0, 10**9
+
+    async def _work(self, path: str, body: Any) -> BaseModel:
+        if path == "/train" and self.policy_version >= self.hangs_at:
+            await asyncio.Event().wait()
+        return await super()._work(path, body)
+
+
+class House:
+    """The rooms of a run, real ones over fake servers, and the watchdog over them. `told` is what it said."""
+
+    def __init__(self, tasks: asyncio.TaskGroup, log_path: Path, *, on_stuck: str = "warn", num_steps: int = 1000) -> None:
+        self.told: list[tuple[float, str]] = []
+        self.notes: list[tuple[str, Mapping[str, Any]]] = []
+        self.restarted_s: list[float] = []
+        self.reward: Callable[[], float] = lambda: 0.0
+        self.num_steps = num_steps
+        self.batches: list[Batch] = []
+        self.worker, self.servers = Worker(), [Engine(f"engine-{index}", decode_s=0.1) for index in range(2)]
+        targets = [EngineServer(server) for server in self.servers]
+        pool = EnginePool(targets, slots=4)
+        config = BufferConfig(max_staleness=1, look_ahead=1)
+        buffer = Buffer(config, num_groups=NUM_GROUPS, num_batches=num_steps, on_handed_back=lambda *_: None)
+        task = TaskConfig(python="a:B", reward_pool="inline", reward_timeout_s=1e9)
+        scorer = TaskScorer(SimpleNamespace(score=self._score), task, seed=0)
+        generator = SingleTurn(pool, FakeTokenizer(), scorer, run_seed=0, max_tokens=8, max_prompt_tokens=16, temperature=1.0)
+        runner = RolloutRunner(generator, timeout_s=None, retries=0)
+        producers = Producers(
+            buffer, FakeSource(), runner, spawn=tasks.create_task, group_size=2, capacity=8, max_failed_groups=3, journal=MemoryJournal()
+        )
+        self.trainer_process = FakeTrainerProcess(self.worker)
+        trainer = LivingTrainer(
+            TrainerClient(self.worker), [self.trainer_process], SupervisionConfig(max_restarts=1), heartbeat_s=3.0,
+            before_start=lambda: None, recover=self._recover, warn=lambda _: None, on_event=lambda *_: None,
+        )  # fmt: skip
+        publisher = Publisher(trainer, targets, interrupt="abort", timeout_s=1e9, on_served=buffer.set_served_nowait)
+        self.rooms: Any = SimpleNamespace(
+            servers=(), eval_server=None, evaluation=None, buffer=buffer, producers=producers, engines=pool, trainer=trainer,
+            publisher=publisher, turns=SimpleNamespace(stats=lambda: None), supervisors=(), harnessing=None,
+            checkpointer=SimpleNamespace(num_made=0, num_failed=0),
+        )  # fmt: skip
+        self.watchdog = Watchdog(
+            SupervisionConfig.model_validate({"watchdog_s": WATCHDOG_S, "on_stuck": on_stuck}),
+            lambda with_rollouts: reported(self.rooms, NUM_GROUPS, with_rollouts=with_rollouts),
+            log_path=log_path,
+            tell=lambda text: self.told.append((now(), text)),
+            way_out="look at it.",
+            ask_children=self._ask,
+            restart=self._restart,
+            note=lambda what, detail: self.notes.append((what, detail)),
+        )
+        self.children: tuple[ChildState, ...] = ()
+        self._tasks = [
+            tasks.create_task(producers.run(), name="producers"),
+            tasks.create_task(publisher.run(), name="publisher"),
+            tasks.create_task(trainer.run(), name="watch trainer"),
+            tasks.create_task(self._train(), name="train loop"),
+            tasks.create_task(self._status(), name="status"),
+            tasks.create_task(self.watchdog.run(), name="watchdog"),
+        ]
+
+    async def end(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await self.rooms.producers.aclose()
+
+    async def _score(self, prompt: Prompt, completion: str) -> float:
+        await asyncio.sleep(self.reward())
+        return float(len(completion))
+
+    async def _train(self) -> None:
+        while self.rooms.trainer.policy_version < self.num_steps:
+            batch = await self.rooms.buffer.wait_batch()
+            self.batches.append(batch)
+            report = await self.rooms.trainer.train(batch)
+            await self.rooms.publisher.wait_exported_or_busy(report.policy_version)
+
+    async def _recover(self, version: int) -> None:
+        """A new trainer takes its steps again."""
+        await self.rooms.trainer.client.recover(None, self._taken(version), lambda *_: None)
+
+    async def _taken(self, version: int) -> AsyncIterator[Batch]:
+        for batch in self.batches[:version]:
+            yield batch
+
+    async def _status(self) -> None:
+        while True:
+            self.watchdog.look()
+            await asyncio.sleep(1.0)
+
+    async def _ask(self) -> tuple[ChildState, ...]:
+        await asyncio.sleep(0.1)
+        return self.children
+
+    async def _restart(self) -> None:
+        self.restarted_s.append(now())
+        for server in self.servers:
+            server.hung = ()
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def play(log_path: Path, seconds: float, prepare: Callable[[House], None], **options: Any) -> House:
+    """What came of a run of so many virtual seconds; `prepare` spoils it."""
+
+    async def story() -> House:
+        async with asyncio.TaskGroup() as tasks:
+            house = House(tasks, log_path, **options)
+            prepare(house)
+            await asyncio.sleep(seconds)
+            await house.end()
+        return house
+
+    return run_virtual(story())

@@ -1,0 +1,88 @@
+"""The benchmark of the optimizer step: its batch, its clock, and that both sides take the same step."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import trainer
+import trainer_case
+from trainer_case import Case, Meter
+
+
+def make_case(folder: Path, lengths: list[int]) -> Case:
+    model = trainer_case.make_tiny(folder / "model")
+    (folder / "batch").write_bytes(trainer_case.make_batch(str(model), lengths)[0])
+    return Case(
+        model_path=str(model),
+        batch_path=str(folder / "batch"),
+        dtype="float32",
+        device="cpu",
+        threads=trainer.THREADS,
+        checkpointing=False,
+        seconds=0.0,
+        warm_up=0,
+        micro_batch=4,
+    )
+
+
+def test_a_batch_has_equal_prompts_in_a_group_and_behaviour_logprobs_on_completions_alone(tmp_path):
+    lengths = [1, 2, 3, 4, 5, 6, 7, 8] * 2
+    header, arrays = make_case(tmp_path, lengths).batch()
+    prompts = [arrays.token_ids[entry.start : entry.start + trainer_case.PROMPT_LENGTH].tobytes() for entry in header.trajectories]
+    assert len(set(prompts[:8])) == len(set(prompts[8:])) == 1
+    assert prompts[0] != prompts[8]
+    assert [int(arrays.loss_mask[entry.start : entry.end].sum()) for entry in header.trajectories] == lengths
+    assert (arrays.behaviour_logprobs[arrays.loss_mask] != 0).all()
+    assert (arrays.behaviour_logprobs[~arrays.loss_mask] == 0).all()
+
+
+def test_long_tailed_lengths_are_the_same_in_every_run_and_have_about_the_mean_of_the_equal_ones():
+    lengths = trainer_case.long_tailed_lengths(8)
+    assert lengths == trainer_case.long_tailed_lengths(8)
+    assert max(lengths) <= trainer_case.MAX_COMPLETION
+    assert abs(sum(lengths) / len(lengths) - trainer_case.EQUAL_LENGTH) < 10
+
+
+def test_the_meter_adds_up_stretches_and_leaves_out_what_is_between_them_and_the_warm_up():
+    case = Case("", "", "float32", "cpu", 2, False, seconds=0.0, warm_up=1)
+    meter = Meter(case)
+    sum(range(300_000))
+    for _ in range(2):
+        for _ in range(2):
+            meter.start()
+            meter.stop()
+        assert not meter.is_over()
+        meter.end_step()
+    assert meter.is_over()
+    before_cpu_s = meter.steps[0][0]
+    meter.start()
+    sum(range(300_000))
+    meter.stop()
+    meter.end_step()
+    assert before_cpu_s < meter.steps[-1][0]
+
+
+def test_memory_counts_from_the_loaded_model():
+    meter = Meter(Case("", "", "float32", "cpu", 2, False, seconds=0.0, warm_up=0))
+    meter.mark_loaded()
+    block = bytearray(64 * 2**20)
+    block[::4096] = b"1" * len(block[::4096])
+    del block
+    assert 60 * 2**20 < meter.peak_bytes() < 96 * 2**20
+
+
+def test_sides_that_take_different_steps_end_the_benchmark():
+    side = trainer.Side(cpu_s=1.0, wall_s=1.0, peak_bytes=1, loss=0.5, grad_norm=1.0)
+    trainer.check_agreement(side, side, "float32")
+    for other in (replace(side, loss=0.5002), replace(side, grad_norm=1.002), replace(side, loss=float("nan"))):
+        with pytest.raises(SystemExit, match="do not compute the same"):
+            trainer.check_agreement(other, side, "float32")
+
+
+@pytest.mark.slow
+def test_both_sides_take_the_same_step_of_unequal_completions(tmp_path):
+    pytest.importorskip("trl")
+    case = make_case(tmp_path, [3, 40, 7, 19, 1, 25, 11, 60, 2, 5, 33, 9, 14, 70, 6, 8])
+    ours, trl = (trainer.summary([trainer.run_child(side, case, tmp_path)]) for side in ("ours", "trl"))
+    trainer.check_agreement(ours, trl, "float32")
+    assert abs(trl.loss) > 1e-3

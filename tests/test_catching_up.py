@@ -1,0 +1,360 @@
+"""A killed run's rooms go to where they stood: real journal, buffer and feed, a fake trainer worker, nothing generated."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from journal_cases import make_batch, make_group, make_partial, make_rollout, open_journal, same_group
+
+from asyncrl.buffer.buffer import Buffer
+from asyncrl.checkpoint.checkpoints import Checkpoints, Whole
+from asyncrl.config import BufferConfig, CheckpointConfig, SupervisionConfig
+from asyncrl.errors import CheckpointError, JournalError, TaskError, WouldWait
+from asyncrl.journal.inspect import events
+from asyncrl.journal.journal import Journal
+from asyncrl.running.catching_up import recover_trainer, restore
+from asyncrl.running.resume import ResumePoint
+from asyncrl.running.trainer_supervision import LivingTrainer
+from asyncrl.tasks import Feed, Item
+from asyncrl.testing.fake_trainer import FakeTrainerServer
+from asyncrl.trainer.client import TrainerClient
+from asyncrl.types import Batch, GroupId, Prompt, StepReport, Ticket, UnfinishedGroup
+
+SIZE = 100
+
+
+class Questions:
+    """Prompt i is question i, as journal_cases has it."""
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def prompt(self, index: int) -> Item:
+        return Item(f"Question {index}", answer=str(index), info={"level": 2})
+
+    def score(self, prompt: Any, completion: str) -> float:
+        return 0.0
+
+
+def make_feed() -> Feed:
+    return Feed(Questions(), seed=0, shuffle=False)
+
+
+def quick_worker() -> FakeTrainerServer:
+    worker = FakeTrainerServer(train_s=0.0)
+    worker.export_s = worker.load_s = worker.save_s = worker.write_s = 0.0
+    return worker
+
+
+class Life:
+    """One life of a run: its rooms, with a journal that the next life finds."""
+
+    def __init__(self, path: Path, *, num_batches: int = 20) -> None:
+        self.journal = open_journal(path)
+        self.worker = quick_worker()
+        self.client, self.feed = TrainerClient(self.worker), make_feed()
+        self.trainer = LivingTrainer(
+            self.client, [], SupervisionConfig(), heartbeat_s=1.0, before_start=lambda: None, recover=self._never, warn=print,
+            on_event=lambda *_: None,
+        )  # fmt: skip
+        self.buffer = Buffer(
+            BufferConfig(max_staleness=1, look_ahead=1), num_groups=2, num_batches=num_batches, on_handed_back=lambda *_: None
+        )
+        self.steps: list[tuple[Batch, StepReport]] = []
+
+    async def _never(self, version: int) -> None:
+        raise AssertionError(f"the worker of this test does not die, so nobody goes back to {version}")
+
+    def admit(self) -> Ticket:
+        ticket, prompt = self.buffer.admit_nowait(), self.feed.next_nowait()
+        self.journal.admitted_nowait(ticket, prompt)
+        return ticket
+
+    def finish(self, ticket: Ticket) -> None:
+        group = make_group(ticket.group_id, version=ticket.start_version)
+        for trajectory in group.trajectories:
+            self.journal.rollout_finished_nowait(ticket.group_id, (trajectory,))
+        assert self.buffer.finish_nowait(group) == "ready"
+        self.journal.group_ended_nowait(ticket.group_id, "ready", "")
+
+    async def step(self, *, is_trained: bool = True) -> None:
+        batch = self.buffer.take_nowait()
+        await self.journal.batch_taken(batch)
+        if is_trained:
+            report = await self.client.train(batch)
+            self.journal.trained_nowait(batch.version, report.metrics)
+            self.buffer.set_served_nowait(report.policy_version)
+
+    async def run_steps(self, number: int) -> None:
+        for _ in range(number):
+            for ticket in [self.admit(), self.admit()]:
+                self.finish(ticket)
+            await self.step()
+
+    async def restore(self, whole: Whole | None = None, version: int = 0) -> tuple[UnfinishedGroup, ...]:
+        point = ResumePoint(whole)
+        assert point.version == version
+        if whole is not None:
+            self.worker.states[str(whole.trainer_dir)] = weights_of(version)
+        state = await self.journal.read_resume(version)
+        return await restore(
+            point, state, trainer=self.trainer, journal=self.journal, buffer=self.buffer, feed=self.feed,
+            on_step=lambda batch, report: self.steps.append((batch, report)),
+        )  # fmt: skip
+
+
+def weights_of(version: int) -> list[str]:
+    return [f"0/{2 * v}#0,0/{2 * v}#1,0/{2 * v + 1}#0,0/{2 * v + 1}#1" for v in range(version)]
+
+
+def lives(path: Path, *stories: Callable[[Life], Awaitable[None]], **options: Any) -> None:
+    """One life after the other over one journal; each is cut off, not ended."""
+
+    async def play(story: Callable[[Life], Awaitable[None]]) -> None:
+        life = Life(path, **options)
+        try:
+            await story(life)
+        finally:
+            await life.journal.aclose()
+
+    for story in stories:
+        asyncio.run(play(story))
+
+
+def make_whole(folder: Path, version: int, **controller: Any) -> Whole:
+    return Whole(version, folder, controller)
+
+
+async def leave_something_of_everything(life: Life) -> None:
+    """Four batches, the last one taken and not trained on; then g8 ready, g9 in the middle, g10 given back."""
+    await life.run_steps(3)
+    for ticket in [life.admit(), life.admit()]:
+        life.finish(ticket)
+    eight, nine = life.admit(), life.admit()
+    await life.step(is_trained=False)
+    life.finish(eight)
+    life.journal.rollout_finished_nowait(nine.group_id, make_rollout(9, 1, version=3))
+    life.journal.rollout_failed_nowait(nine.group_id, 0, 3, "it timed out")
+    life.journal.segment_nowait(nine.group_id, 2, 1, 0, make_partial(5))
+    prompt = life.feed.next_nowait()
+    life.journal.admitted_nowait(Ticket(GroupId(10), 3), prompt)
+    life.journal.group_ended_nowait(GroupId(10), "handed_back", "dropped")
+
+
+@pytest.mark.parametrize("version", [0, 2, 4])
+def test_batches_are_trained_again_as_they_are_and_everything_else_is_where_it_was(tmp_path: Path, version: int) -> None:
+    async def resumed(life: Life) -> None:
+        whole = make_whole(tmp_path / "step", version) if version else None
+        if version == 4:  # no checkpoint can be ahead of the journal: its batch was trained
+            life.journal.trained_nowait(3, {})
+        unfinished = await life.restore(whole, version)
+        assert life.worker.weights == weights_of(4)
+        assert life.client.policy_version == 4
+        assert [batch.version for batch, _ in life.steps] == list(range(version, 4))
+        for batch, report in life.steps:
+            expected = make_batch(batch.version, 2 * batch.version, 2 * batch.version + 1)
+            assert [group.prompt for group in batch.groups] == [group.prompt for group in expected.groups]
+            assert batch.min_version == expected.min_version
+            assert report.policy_version == batch.version + 1
+        (nine,) = unfinished
+        assert (nine.ticket.group_id, nine.prompt.prompt_id) == (9, "0/9")
+        assert ({index: len(rollout) for index, rollout in nine.rollouts.items()}, dict(nine.failures)) == (
+            {1: 2},
+            {0: (3, "it timed out")},
+        )
+        assert dict(nine.partials) == {2: (1, make_partial(5))}
+        stats = life.buffer.stats()
+        assert (stats.next_batch, stats.ready, stats.running, stats.served) == (4, 1, 1, 4)
+        assert life.buffer.next_group_id == 11
+        assert [life.feed.next_nowait().prompt_id for _ in range(3)] == ["0/10", "0/11", "0/12"]
+        assert life.buffer.finish_nowait(make_group(9, version=3)) == "ready"
+        (eight, _) = life.buffer.take_nowait().groups
+        assert same_group(eight, make_group(8, version=3))
+
+    lives(tmp_path / "journal.sqlite", leave_something_of_everything, resumed)
+
+
+def test_restoring_twice_in_a_row_comes_to_the_same(tmp_path: Path) -> None:
+    found: list[Any] = []
+
+    async def resumed(life: Life) -> None:
+        unfinished = await life.restore()
+        feed = [life.feed.next_nowait().prompt_id for _ in range(4)]
+        found.append((life.worker.weights, life.buffer.stats(), feed, [group.ticket for group in unfinished]))
+
+    lives(tmp_path / "journal.sqlite", leave_something_of_everything, resumed, resumed, resumed)
+    assert found[0] == found[1] == found[2]
+
+
+def test_a_run_that_was_killed_before_anything_happened_begins(tmp_path: Path) -> None:
+    async def resumed(life: Life) -> None:
+        assert await life.restore() == ()
+        assert (life.worker.calls, life.worker.weights) == ([], [])
+        assert life.admit() == Ticket(GroupId(0), 0)
+
+    lives(tmp_path / "journal.sqlite", resumed)
+
+
+def test_a_prompt_that_could_not_be_written_down_is_made_again_by_the_task_and_comes_first(tmp_path: Path) -> None:
+    async def first(life: Life) -> None:
+        life.feed.next_nowait()
+        life.journal.admitted_nowait(life.buffer.admit_nowait(), Prompt("0/0", (), answer=object()))
+        life.admit()
+
+    async def second(life: Life) -> None:
+        unfinished = await life.restore()
+        assert [group.ticket.group_id for group in unfinished] == [1]
+        assert life.buffer.stats().running == 1
+        assert life.admit() == Ticket(GroupId(2), 0), "no number is used twice"
+
+    async def third(life: Life) -> None:
+        unfinished = await life.restore()
+        assert [(group.ticket.group_id, group.prompt.prompt_id) for group in unfinished] == [(1, "0/1"), (2, "0/0")]
+        assert life.feed.next_nowait().prompt_id == "0/2"
+
+    lives(tmp_path / "journal.sqlite", first, second, third)
+
+
+def test_the_journal_is_told_from_where_the_weights_went_on(tmp_path: Path) -> None:
+    async def resumed(life: Life) -> None:
+        await life.restore(make_whole(tmp_path / "step", 2), 2)
+        await life.journal.flush()
+        assert [event.detail for event in events(life.journal.path) if event.what == "restored"] == [{"version": 2}]
+
+    lives(tmp_path / "journal.sqlite", leave_something_of_everything, resumed)
+
+
+def test_a_run_with_another_task_is_refused(tmp_path: Path) -> None:
+    async def resumed(life: Life) -> None:
+        task = Questions()
+        life.feed = Feed(task, seed=0, shuffle=False)
+        life.feed._num_prompts = 3
+        with pytest.raises(TaskError, match="not among the first"):
+            await life.restore()
+
+    lives(tmp_path / "journal.sqlite", leave_something_of_everything, resumed)
+
+
+# ---- without the journal
+
+
+def test_from_a_checkpoint_alone_what_was_out_comes_first_and_nothing_comes_twice(tmp_path: Path) -> None:
+    controller: dict[str, Any] = {}
+
+    async def first(life: Life) -> None:
+        await life.run_steps(3)
+        life.finish(life.admit())
+        life.admit()
+        controller.update(feed=life.feed.state(), out=["0/7", *life.buffer.prompts_ready()], next_group_id=life.buffer.next_group_id)
+
+    whole = make_whole(tmp_path / "step_3", 3, **controller)
+
+    async def second(life: Life) -> None:
+        assert await life.restore(Whole(3, whole.folder, controller), 3) == ()
+        assert life.worker.weights == weights_of(3)
+        assert (life.client.policy_version, life.buffer.next_group_id) == (3, 8)
+        stats = life.buffer.stats()
+        assert (stats.next_batch, stats.ready, stats.running) == (3, 0, 0)
+        tickets = [life.admit() for _ in range(4)]
+        assert [ticket.group_id for ticket in tickets] == [8, 9, 10, 11]
+
+    async def third(life: Life) -> None:
+        unfinished = await life.restore(Whole(3, whole.folder, controller), 3)
+        assert [group.prompt.prompt_id for group in unfinished] == ["0/6", "0/7", "0/8", "0/9"]
+        assert life.feed.next_nowait().prompt_id == "0/10", "prompts 0 to 5 are consumed, though this journal never saw them"
+        assert life.buffer.next_group_id == 12
+
+    lives(tmp_path / "lost.sqlite", first)
+    lives(tmp_path / "new.sqlite", second, third)
+
+
+def test_killed_again_before_the_new_journal_saw_a_group_the_prompts_are_still_there(tmp_path: Path) -> None:
+    feed = make_feed()
+    for _ in range(8):
+        feed.next_nowait()
+    whole = make_whole(tmp_path / "step_3", 3, feed=feed.state(), out=["0/7", "0/2"], next_group_id=8)
+
+    async def resumed(life: Life) -> None:
+        await life.restore(whole, 3)
+        assert life.buffer.next_group_id == 8
+        assert [life.feed.next_nowait().prompt_id for _ in range(3)] == ["0/2", "0/7", "0/8"]
+
+    lives(tmp_path / "new.sqlite", resumed, resumed, resumed)
+
+
+@pytest.mark.parametrize("spoil", ["feed", "out", "next_group_id", "value"])
+def test_a_checkpoint_that_does_not_say_where_the_run_stood_is_refused_with_a_way_out(tmp_path: Path, spoil: str) -> None:
+    controller: dict[str, Any] = {"feed": make_feed().state(), "out": [], "next_group_id": 0}
+    if spoil == "value":
+        controller["out"] = ["0/5"]  # which was never drawn
+    else:
+        del controller[spoil]
+
+    async def resumed(life: Life) -> None:
+        with pytest.raises(CheckpointError, match="does not say where the run stood") as caught:
+            await life.restore(make_whole(tmp_path / "step_3", 3, **controller), 3)
+        assert "journal.sqlite" in caught.value.way_out
+
+    lives(tmp_path / "journal.sqlite", resumed)
+
+
+# ---- a trainer that was started again in the middle of a run
+
+
+def save_checkpoint(checkpoints: Checkpoints, version: int) -> None:
+    pending = checkpoints.begin()
+    pending.trainer_dir.mkdir()
+    (pending.trainer_dir / "weights").write_text(str(version))
+    checkpoints.finish(pending, version, {})
+
+
+@pytest.mark.parametrize("saved", [(), (1,), (1, 2)])
+def test_a_new_trainer_gets_the_newest_checkpoint_and_the_batches_up_to_the_version_that_was_answered(
+    tmp_path: Path, saved: tuple[int, ...]
+) -> None:
+    async def story(life: Life) -> None:
+        await life.run_steps(3)
+        for ticket in [life.admit(), life.admit()]:
+            life.finish(ticket)
+        await life.step(is_trained=False)  # batch 3 is in the journal, and its step was never answered
+        checkpoints = Checkpoints(tmp_path, CheckpointConfig())
+        for version in saved:
+            save_checkpoint(checkpoints, version)
+            life.worker.states[str(checkpoints.root / f"step_{version}" / "trainer")] = weights_of(version)
+        unfinished = checkpoints.begin()
+        life.worker.restart()
+        await recover_trainer(life.client, life.journal, checkpoints, 3, num_batches=20)
+        assert life.worker.weights == weights_of(3), "batch 3 is asked for again by the call that waits"
+        assert life.worker.calls.count("/train") == 3 + 3 - max(saved, default=0)
+        assert unfinished.folder.exists(), "one may be in the making"
+
+    lives(tmp_path / "journal.sqlite", story)
+
+
+def test_a_new_trainer_cannot_get_batches_that_are_gone(tmp_path: Path) -> None:
+    async def story(life: Life) -> None:
+        await life.run_steps(3)
+        await life.journal.compact(2)
+        life.worker.restart()
+        with pytest.raises(JournalError, match="tokens of batch 0 were deleted"):
+            await recover_trainer(life.client, life.journal, Checkpoints(tmp_path, CheckpointConfig()), 3, num_batches=20)
+
+    lives(tmp_path / "journal.sqlite", story)
+
+
+def test_the_journal_keeps_the_whole_way_of_a_step_that_was_taken_again(tmp_path: Path) -> None:
+    async def story(life: Life) -> None:
+        await life.run_steps(2)
+        life.worker.restart()
+        journal: Journal = life.journal
+        await recover_trainer(life.client, journal, Checkpoints(tmp_path, CheckpointConfig()), 2, num_batches=20)
+        state = await journal.read_resume(0)
+        assert (state.next_version, state.running, state.ready) == (2, (), ())
+        with pytest.raises(WouldWait):
+            life.buffer.take_nowait()
+
+    lives(tmp_path / "journal.sqlite", story)

@@ -1,0 +1,365 @@
+"""Sleep and wake of the embedded engine, in process: whose memory, whose bits, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from engine_in_process import make_qwen3, make_request, make_spec, running_engine, staging_request, weights_of
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from test_engine_lora import adapters, lora_request, publish
+
+from asyncrl.serving import Refused
+from asyncrl.wire import (
+    CommitRequest,
+    EnginePart,
+    GenerateResponse,
+    LoadChunkRequest,
+    Moved,
+    SleepRequest,
+    WakeRequest,
+    joint_digest,
+    tensor_digest,
+    weights_digest,
+)
+from asyncrl_servers.embedded.build import build_engine
+from asyncrl_servers.embedded.engine import Engine
+from asyncrl_servers.embedded.resting import Resting
+from asyncrl_servers.embedded.runner import Runner
+from asyncrl_servers.embedded.weight_files import digest_tensors
+from asyncrl_servers.embedded.weights import Weights
+
+BOTH: list[EnginePart] = ["kv", "weights"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_qwen3(tmp_path_factory.mktemp("sleep") / "model", num_hidden_layers=2)
+
+
+def sleep(engine: Engine, parts: list[EnginePart] = BOTH) -> Moved:
+    return engine.sleep(SleepRequest(parts=parts)).result(timeout=60)
+
+
+def wake(engine: Engine, parts: list[EnginePart] = BOTH, *, restore: bool = True) -> Moved:
+    return engine.wake(WakeRequest(parts=parts, restore=restore)).result(timeout=60)
+
+
+def chunk_requests(weights: dict[str, torch.Tensor], version: int, scratch: Path, num_chunks: int = 3) -> list[LoadChunkRequest]:
+    names = list(weights)
+    chunks = []
+    for index in range(num_chunks):
+        part = {name: weights[name] for name in names[index::num_chunks]}
+        (scratch / str(index)).mkdir(exist_ok=True)
+        staged = staging_request(part, version, scratch / str(index))
+        fields = staged.model_dump(exclude={"kind"})
+        chunks.append(LoadChunkRequest(**fields, index=index, is_last=index == num_chunks - 1))
+    return chunks
+
+
+def sampled(engine: Engine, max_tokens: int = 60) -> list[GenerateResponse]:
+    prompts = [(1, 2, 3), (4,), tuple(range(40)), (1, 2, 3), (9, 9)]
+    requests = [make_request(f"r{seed}", prompt_ids=prompt, seed=seed, max_tokens=max_tokens) for seed, prompt in enumerate(prompts)]
+    futures = [engine.submit(request) for request in requests]
+    return [future.result(timeout=60) for future in futures]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_engine_that_slept_answers_bit_for_bit_as_one_that_never_did(folder: Path, tmp_path: Path, dtype: str) -> None:
+    weights = {name: tensor.detach().to(getattr(torch, dtype)) for name, tensor in weights_of(folder).items()}
+    with running_engine(folder, dtype=dtype) as fresh, running_engine(folder, dtype=dtype) as engine:
+        expected = sampled(fresh)
+        assert sampled(engine) == expected
+        for _ in range(2):
+            sleep(engine)
+            wake(engine)
+            assert sampled(engine) == expected
+        sleep(engine)
+        wake(engine, ["weights"], restore=False)
+        for chunk in chunk_requests(weights, 1, tmp_path):
+            assert engine.load_chunk(chunk).digest == chunk.digest
+        digest = digest_tensors(weights)
+        assert engine.commit(CommitRequest(version=1, digest=digest)).result(timeout=60).digest == digest
+        wake(engine, ["kv"])
+        for old, new in zip(expected, sampled(engine), strict=True):
+            assert (new.token_ids, new.logprobs) == (old.token_ids, old.logprobs)
+
+
+def test_the_model_that_is_run_through_its_own_forward_sleeps_as_well(folder: Path) -> None:
+    engine = build_engine(make_spec(folder))
+    engine.runner._plain = None
+    engine.start()
+    try:
+        expected = sampled(engine)
+        sleep(engine)
+        wake(engine)
+        assert sampled(engine) == expected
+    finally:
+        engine.stop()
+
+
+def test_what_is_freed_is_weights_staged_weights_cache_and_remembered_prompts(folder: Path, tmp_path: Path) -> None:
+    weights = weights_of(folder)
+    num_weights = sum(tensor.nbytes for tensor in weights.values())
+    with running_engine(folder) as engine:
+        num_kv = engine.runner.cache.num_bytes
+        assert sleep(engine).num_bytes == num_weights + num_kv
+        assert all(parameter.nbytes == 0 for parameter in engine.runner.loaded.model.parameters())
+        assert engine.runner.cache.num_bytes == 0
+        assert wake(engine).num_bytes == num_weights + num_kv
+        sampled(engine)
+        staged = engine.prepare(staging_request({name: tensor * 2 for name, tensor in weights.items()}, 1, tmp_path))
+        assert engine.runner.prompts.num_bytes > 0
+        assert sleep(engine).num_bytes == 2 * num_weights + num_kv, "remembered prompts go too; an allocator may keep a part of them"
+        assert engine.runner.prompts.num_bytes == 0
+        wake(engine)
+        with pytest.raises(Refused, match="staged is nothing"):
+            engine.commit(CommitRequest(version=1, digest=staged.digest)).result(timeout=60)
+        before = engine.runner.num_prefilled
+        sampled(engine)
+        assert engine.runner.num_prefilled == before + 4, "four different prompts, none of them remembered"
+
+
+def test_chunks_are_loaded_in_place(folder: Path, tmp_path: Path) -> None:
+    with running_engine(folder) as engine:
+        sleep(engine)
+        wake(engine, restore=False)
+        places = {name: parameter.data_ptr() for name, parameter in engine.weights._parameters.items()}
+        for chunk in chunk_requests(weights_of(folder), 1, tmp_path):
+            engine.load_chunk(chunk)
+        assert places == {name: parameter.data_ptr() for name, parameter in engine.weights._parameters.items()}
+        assert digest_tensors(engine.weights._parameters) == digest_tensors(weights_of(folder))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_with_a_spare_file_what_came_in_chunks_can_be_restored_too(folder: Path, tmp_path: Path, dtype: str) -> None:
+    spare = tmp_path / "spare.safetensors"
+    with running_engine(folder, dtype=dtype, spare_path=str(spare)) as engine:
+        sleep(engine)
+        assert not spare.exists(), "the weights of the start lie in their folder"
+        for version in (1, 2):
+            weights = {name: (tensor.detach() * version).to(getattr(torch, dtype)) for name, tensor in weights_of(folder).items()}
+            wake(engine, restore=False)
+            for chunk in chunk_requests(weights, version, tmp_path):
+                engine.load_chunk(chunk)
+            engine.commit(CommitRequest(version=version, digest=digest_tensors(weights))).result(timeout=60)
+            expected = sampled(engine)
+            sleep(engine)
+            assert wake(engine).num_bytes > 0
+            assert sampled(engine) == expected
+            sleep(engine)
+        spare.write_bytes(spare.read_bytes()[:-1] + b"x")
+        with pytest.raises(Refused, match="cannot restore"):
+            wake(engine)
+
+
+def test_a_spare_file_that_cannot_be_written_keeps_the_weights_awake(folder: Path, tmp_path: Path) -> None:
+    with running_engine(folder, spare_path=str(tmp_path / "no such folder" / "spare")) as engine:
+        sleep(engine)
+        wake(engine, restore=False)
+        for chunk in chunk_requests(weights_of(folder), 1, tmp_path):
+            engine.load_chunk(chunk)
+        engine.commit(CommitRequest(version=1, digest=digest_tensors(weights_of(folder)))).result(timeout=60)
+        expected = sampled(engine)
+        with pytest.raises(Refused, match="cannot keep the weights in .*no such folder") as refusal:
+            sleep(engine)
+        assert refusal.value.status == 507
+        assert engine.health().asleep == []
+        assert sampled(engine) == expected
+
+
+def test_the_start_can_be_restored_only_while_its_folder_is_what_it_was(tmp_path: Path) -> None:
+    folder = make_qwen3(tmp_path / "model", num_hidden_layers=1)
+    with running_engine(folder) as engine:
+        expected = sampled(engine)
+        sleep(engine)
+        moved = shutil.move(folder, tmp_path / "away")
+        make_qwen3(folder, seed=5, num_hidden_layers=1)
+        with pytest.raises(Refused, match="cannot restore: weights of policy_version 0 in the model folder have digest"):
+            wake(engine)
+        shutil.rmtree(folder)
+        with pytest.raises(Refused, match="engine-0: cannot restore the weights of the start from"):
+            wake(engine)
+        assert engine.health().asleep == BOTH
+        shutil.move(moved, folder)
+        wake(engine)
+        assert sampled(engine) == expected
+
+
+def test_weights_under_adapters_cannot_sleep_and_nothing_is_interrupted_but_the_cache_can(folder: Path, tmp_path: Path) -> None:
+    with running_engine(folder, has_adapters=True) as engine, running_engine(folder) as late:
+        for refusing in (engine, late):
+            if refusing is late:
+                publish(late, lora_request(adapters(folder, ("model.layers.1.self_attn.q_proj",)), 1, tmp_path))
+            expected = sampled(refusing)
+            running = refusing.submit(make_request("running", max_tokens=200))
+            with pytest.raises(Refused, match="weights under adapters cannot sleep") as refusal:
+                sleep(refusing)
+            assert refusal.value.status == 409
+            assert running.result(timeout=60).finish_reason == "length"
+            assert refusing.health().asleep == []
+            assert sleep(refusing, ["kv"]).num_bytes > 0
+            wake(refusing, ["kv"])
+            assert sampled(refusing) == expected
+
+
+def test_without_memory_for_it_a_part_stays_asleep_and_the_engine_lives(folder: Path) -> None:
+    with running_engine(folder) as engine:
+        expected = sampled(engine)
+        sleep(engine)
+        slots = engine.runner._slots
+        engine.runner._slots = 10**9
+        with pytest.raises(Refused, match=r"kv and weights need \d+ bytes to wake, \d+ are free on cpu") as refusal:
+            wake(engine)
+        assert refusal.value.status == 507
+        assert engine.health().asleep == BOTH
+        engine.runner._slots = slots
+        wake(engine)
+        assert sampled(engine) == expected
+
+
+def test_a_loop_with_nothing_that_may_run_sleeps_although_requests_queue(folder: Path) -> None:
+    engine = build_engine(make_spec(folder))
+    turns = itertools.count()
+    turn = engine.turn
+    engine.turn = lambda: (next(turns), turn())[1]  # type: ignore[method-assign]
+    engine.start()
+    try:
+        sleep(engine)
+        waiting = engine.submit(make_request(max_tokens=5))
+        for _ in range(20):
+            assert engine.abort(["nobody"]).result(timeout=60) == []
+        assert next(turns) <= 25, "a turn a message: one that spins makes thousands"
+        assert not waiting.done()
+        wake(engine)
+        assert len(waiting.result(timeout=60).token_ids) == 5
+    finally:
+        engine.stop()
+
+
+def test_the_digest_of_a_push_is_that_of_all_its_tensors_in_any_order() -> None:
+    tensors = [(f"t{index}", "float32", (index,), bytes([index] * 4 * index)) for index in range(5)]
+    assert joint_digest(tensor_digest(*tensor) for tensor in reversed(tensors)) == weights_digest(tensors)
+
+
+class RestingHistories(RuleBasedStateMachine):
+    """Random histories of one engine's memory. The model: which parts are awake, which weights lie there, and what a push has brought."""
+
+    runner: Runner
+    start: dict[str, torch.Tensor]
+    pushes: list[LoadChunkRequest]
+    digest: str
+
+    @initialize()
+    def begin(self) -> None:
+        for name, parameter in self.runner.loaded.model.named_parameters():
+            parameter.data = self.start[name].clone()
+        self.runner.take_cache()
+        self.weights = Weights(self.runner.loaded.model, 0, read_start=lambda: {name: t.clone() for name, t in self.start.items()})
+        self.resting = Resting(self.runner, self.weights)
+        self.asleep: set[str] = set()
+        self.has_content, self.can_restore, self.loaded, self.version = True, True, 0, 1
+
+    def chunk(self, index: int) -> LoadChunkRequest:
+        return self.pushes[index].model_copy(update={"version": self.version})
+
+    @rule(parts=st.sampled_from([["kv"], ["weights"], BOTH]))
+    def sleep(self, parts: list[EnginePart]) -> None:
+        self.resting.free(parts)
+        if "weights" in parts and "weights" not in self.asleep:
+            self.has_content, self.loaded = False, 0
+        self.asleep |= set(parts)
+
+    @rule(parts=st.sampled_from([["kv"], ["weights"], BOTH]), restore=st.booleans())
+    def wake(self, parts: list[EnginePart], restore: bool) -> None:
+        must_restore = restore and "weights" in parts and not self.has_content
+        if must_restore and not self.can_restore:
+            with pytest.raises(Refused, match="chunk by chunk"):
+                self.resting.take(parts, restore=True)
+            return
+        self.resting.take(parts, restore=restore)
+        self.asleep -= set(parts)
+        if must_restore:
+            self.has_content, self.loaded = True, 0
+
+    @rule(index=st.integers(0, 2), is_good=st.booleans())
+    def load(self, index: int, is_good: bool) -> None:
+        chunk = self.chunk(index)
+        may_load = "weights" not in self.asleep and not self.has_content and (index in (0, self.loaded))
+        if may_load and is_good:
+            assert self.resting.load_chunk(chunk).digest == chunk.digest
+            self.loaded = index + 1
+            return
+        with pytest.raises(Refused):
+            self.resting.load_chunk(chunk if is_good else chunk.model_copy(update={"digest": "0" * 32}))
+        if may_load:
+            self.loaded = 0
+
+    @precondition(lambda self: not self.has_content and "weights" not in self.asleep and self.loaded < 3)
+    @rule()
+    def load_next(self) -> None:
+        self.load(self.loaded, is_good=True)
+
+    @precondition(lambda self: not self.has_content and "weights" not in self.asleep)
+    @rule(is_good=st.booleans())
+    def push(self, is_good: bool) -> None:
+        while self.loaded < 3:
+            self.load(self.loaded, is_good=True)
+        self.commit(is_good)
+
+    @precondition(lambda self: self.has_content or "weights" in self.asleep)
+    @rule(parts=st.sampled_from([["weights"], BOTH]))
+    def turn_over(self, parts: list[EnginePart]) -> None:
+        self.sleep(parts)
+        self.wake(["weights"], restore=False)
+
+    @precondition(lambda self: not self.has_content and "weights" not in self.asleep)
+    @rule(is_good=st.booleans())
+    def commit(self, is_good: bool) -> None:
+        request = CommitRequest(version=self.version, digest=self.digest if is_good else "0" * 32)
+        if self.loaded == 3 and is_good:
+            self.resting.commit(request)
+            self.has_content, self.can_restore, self.version = True, False, self.version + 1
+        else:
+            with pytest.raises(Refused):
+                self.resting.commit(request)
+        self.loaded = 0
+
+    @invariant()
+    def what_can_be_served_is_whole_and_verified(self) -> None:
+        if not hasattr(self, "asleep"):
+            return
+        state, parameters = self.resting.state, self.weights._parameters
+        assert set(state.asleep) == self.asleep
+        assert (state.has_content, state.can_serve) == (self.has_content, self.has_content and not self.asleep)
+        assert (self.runner.cache.num_bytes > 0) == ("kv" not in self.asleep)
+        assert all((parameter.nbytes > 0) == ("weights" not in self.asleep) for parameter in parameters.values())
+        if self.has_content:
+            assert digest_tensors(parameters) == self.weights.digest == self.digest
+            assert self.weights.version == self.version - 1
+
+
+@pytest.fixture
+def histories(tmp_path: Path) -> type[RestingHistories]:
+    sizes = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "head_dim": 8}
+    folder = make_qwen3(tmp_path / "model", **sizes)
+    weights = weights_of(folder)
+
+    class Histories(RestingHistories):
+        runner = build_engine(make_spec(folder, slots=2, max_length=32)).runner
+        start = {name: tensor.detach() for name, tensor in weights.items()}
+        pushes = chunk_requests(weights, 0, tmp_path)
+        digest = digest_tensors(weights)
+
+    return Histories
+
+
+def test_random_histories_never_serve_weights_that_no_digest_vouches_for(histories: type[RestingHistories]) -> None:
+    from hypothesis.stateful import run_state_machine_as_test
+
+    run_state_machine_as_test(histories, settings=settings(max_examples=40, stateful_step_count=25, deadline=None))

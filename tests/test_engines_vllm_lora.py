@@ -1,0 +1,139 @@
+"""Adapters pushed to a real vLLM: it computes what merged weights compute, and each push starts from the base."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from vllm_house import House, vllm_house
+
+from asyncrl.engines import VllmServer
+from asyncrl.engines.vllm.adapters import write_adapter_folder
+from asyncrl.errors import EngineError
+from asyncrl.types import Interrupt, WeightManifest
+from asyncrl.wire import weights_digest
+
+RANK, SCALE = 4, 0.35
+Q_PROJ, DOWN_PROJ, UP_PROJ = "model.layers.1.self_attn.q_proj", "model.layers.3.mlp.down_proj", "model.layers.0.mlp.up_proj"
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    with vllm_house(tmp_path_factory.mktemp("vllm"), has_adapters=True, lora_rank=RANK, transport="lora") as house:
+        yield house
+
+
+def make_adapters(base: dict[str, Tensor], modules: tuple[str, ...], seed: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    tensors = {"scale": torch.tensor(SCALE)}
+    for module in modules:
+        out_features, in_features = base[f"{module}.weight"].shape
+        tensors[f"{module}.lora_A.weight"] = (torch.randn(RANK, in_features, generator=random) * 0.3).to(dtype)
+        tensors[f"{module}.lora_B.weight"] = (torch.randn(out_features, RANK, generator=random) * 0.3).to(dtype)
+    return tensors
+
+
+def merge(base: dict[str, Tensor], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    merged = dict(base)
+    for name, lora_B in tensors.items():
+        if name.endswith(".lora_B.weight"):
+            module = name.removesuffix(".lora_B.weight")
+            merged[f"{module}.weight"] = base[f"{module}.weight"] + (lora_B @ tensors[f"{module}.lora_A.weight"]) * tensors["scale"]
+    return merged
+
+
+def stage(tensors: dict[str, Tensor], version: int, folder: Path, **changes: Any) -> WeightManifest:
+    path = folder / f"adapters-{version}.safetensors"
+    save_file(tensors, path)
+    digest = weights_digest(
+        (name, str(one.dtype).removeprefix("torch."), tuple(one.shape), one.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        for name, one in tensors.items()
+    )
+    num_bytes = sum(one.nbytes for one in tensors.values())
+    return replace(WeightManifest(version, str(path), digest, len(tensors), num_bytes, kind="lora"), **changes)
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_adapters_give_what_merged_weights_give_and_each_push_starts_from_the_base(house: House) -> None:
+    async def story(server: VllmServer) -> None:
+        folders = []
+        pushes: list[tuple[tuple[str, ...], Interrupt]] = [((Q_PROJ, DOWN_PROJ), "abort"), ((UP_PROJ,), "keep"), ((Q_PROJ,), "keep_kv")]
+        before = await server.generate_segment(house.request(max_tokens=40))
+        assert house.gap(house.base, [10, 11, 12], before.token_ids, before.logprobs) <= 1e-4
+        for version, (modules, interrupt) in enumerate(pushes, start=server.policy_version + 1):
+            tensors = make_adapters(house.base, modules, version)
+            merged = merge(house.base, tensors)
+            manifest = stage(tensors, version, house.scratch, canary=house.canary(merged))
+            assert await server.prepare(manifest) == manifest.digest
+            await server.commit(version, manifest.digest, interrupt)
+            answer = await server.generate_segment(house.request(max_tokens=40))
+            assert [span.version for span in answer.version_spans] == [version]
+            assert house.gap(merged, [10, 11, 12], answer.token_ids, answer.logprobs) <= 1e-4
+            assert house.gap(house.base, [10, 11, 12], answer.token_ids, answer.logprobs) > 0.01
+            folders.append(house.scratch / f"engine-0-adapter-{version}")
+        assert [folder.exists() for folder in folders] == [False, False, True]
+
+    house.run(story)
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_adapters_of_another_version_than_the_canary_are_not_announced(house: House) -> None:
+    async def story(server: VllmServer) -> None:
+        version = server.policy_version + 1
+        tensors = make_adapters(house.base, (Q_PROJ,), 40)
+        manifest = stage(tensors, version, house.scratch, canary=house.canary(merge(house.base, make_adapters(house.base, (Q_PROJ,), 41))))
+        await server.prepare(manifest)
+        with pytest.raises(EngineError, match=f"does not compute with the weights of policy_version {version}"):
+            await server.commit(version, manifest.digest, "abort")
+        assert server.policy_version == version - 1
+
+    house.run(story)
+
+
+def base_of() -> dict[str, Tensor]:
+    return {f"{module}.weight": torch.zeros(6, 5) for module in (Q_PROJ, DOWN_PROJ)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_folder_of_peft_holds_the_trainers_tensors_bit_for_bit(tmp_path: Path, dtype: torch.dtype) -> None:
+    tensors = make_adapters(base_of(), (Q_PROJ, DOWN_PROJ), 1, dtype)
+    manifest = stage(tensors, 3, tmp_path)
+    folder, digest = write_adapter_folder("engine-7", manifest)
+    assert (folder, digest) == (tmp_path / "engine-7-adapter-3", manifest.digest)
+    found = load_file(folder / "adapter_model.safetensors")
+    assert found.keys() == {f"base_model.model.{name}" for name in tensors if name != "scale"}
+    for name, one in found.items():
+        assert one.dtype == dtype
+        assert torch.equal(one, tensors[name.removeprefix("base_model.model.")])
+    from peft import LoraConfig
+
+    config = LoraConfig.from_pretrained(str(folder))
+    assert (config.r, config.lora_alpha / config.r) == (RANK, pytest.approx(SCALE, rel=1e-7))
+    assert set(config.target_modules or ()) == {"q_proj", "down_proj"}
+    assert write_adapter_folder("engine-7", manifest) == (folder, digest), "written again over what is there"
+
+
+def test_adapters_that_are_not_what_was_announced_are_refused(tmp_path: Path) -> None:
+    tensors = make_adapters(base_of(), (Q_PROJ,), 1)
+    with pytest.raises(EngineError, match="announced for policy_version 1 were 3 of .* with 0123"):
+        write_adapter_folder("e", stage(tensors, 1, tmp_path, digest="0123"))
+    lonely = {name: one for name, one in tensors.items() if "lora_B" not in name}
+    with pytest.raises(EngineError, match="adapters are <module>.lora_A.weight and <module>.lora_B.weight of one rank"):
+        write_adapter_folder("e", stage(lonely, 2, tmp_path))
+    mixed = {**tensors, **make_adapters(base_of(), (DOWN_PROJ,), 1)}
+    mixed[f"{DOWN_PROJ}.lora_A.weight"], mixed[f"{DOWN_PROJ}.lora_B.weight"] = torch.zeros(2, 5), torch.zeros(6, 2)
+    with pytest.raises(EngineError, match=r"of ranks \[2, 4\]"):
+        write_adapter_folder("e", stage(mixed, 3, tmp_path))
+    broken = stage(tensors, 4, tmp_path)
+    Path(broken.path).write_bytes(b"\xff" * 20)
+    with pytest.raises(EngineError, match="cannot make an adapter of"):
+        write_adapter_folder("e", broken)
+    assert not list(tmp_path.glob("e-adapter-*"))

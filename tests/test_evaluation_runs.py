@@ -1,0 +1,292 @@
+"""Which versions are evaluated, and that neither publisher nor trainer ever waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from asyncrl.engines import EnginePool, EngineServer
+from asyncrl.errors import RoomError
+from asyncrl.evaluation import EvalResult, Evaluation, Evaluator, FileHold, Schedule
+from asyncrl.publisher import Publisher
+from asyncrl.testing.fakes import FakeEngineServer, FakeScorer, FakeTokenizer, FakeTrainer
+from asyncrl.testing.virtual_time import run_virtual
+from asyncrl.types import Batch, Prompt, WeightManifest
+
+KEPT_EXPORTS = 2
+"""As the trainer worker does: an older file is gone."""
+PROMPTS = tuple(Prompt(f"0/{number}", ({"role": "user", "content": f"p{number}"},)) for number in range(6))
+
+
+class MemoryHold:
+    """A Hold that refuses a file which the trainer has deleted, and knows what is kept."""
+
+    def __init__(self, trainer: FakeTrainer) -> None:
+        self._trainer = trainer
+        self.kept: list[int] = []
+
+    def keep(self, manifest: WeightManifest) -> WeightManifest:
+        assert manifest.version in self._trainer.exported[-KEPT_EXPORTS:], "its file is deleted already"
+        self.kept.append(manifest.version)
+        return manifest
+
+    def release(self, manifest: WeightManifest) -> None:
+        self.kept.remove(manifest.version)
+
+
+class House:
+    """A trainer that steps once a second, a publisher, one engine for rollouts and one for evaluation."""
+
+    def __init__(
+        self,
+        *,
+        every: int = 3,
+        last: int = 10,
+        at_start: bool = True,
+        prepare_s: float = 0.1,
+        decode_s: float = 0.01,
+        timeout_s: float = 60.0,
+        train_s: float = 1.0,
+    ) -> None:
+        self.last = last
+        self.trainer = FakeTrainer(train_s=train_s)
+        self.rollout_engine = FakeEngineServer("engine-0", prepare_s=0.1)
+        self.eval_engine = FakeEngineServer("engine-eval", prepare_s=prepare_s, decode_s=decode_s)
+        self.hold = MemoryHold(self.trainer)
+        self.results: list[EvalResult] = []
+        self.troubles: list[str] = []
+        self.served: list[int] = []
+        self.served_at: list[float] = []
+        self.trained_at: list[float] = []
+        target = EngineServer(self.eval_engine)
+        evaluator = Evaluator(
+            EnginePool([target], slots=4), FakeTokenizer(), FakeScorer(), PROMPTS,
+            samples=2, slots=4, temperature=1.0, max_tokens=10, max_prompt_tokens=10, seed_of=lambda name, index: index,
+        )  # fmt: skip
+        self.evaluation = Evaluation(
+            evaluator, target, Schedule(every=every, last=last, at_start=at_start), self.hold,
+            timeout_s=timeout_s, on_result=self.results.append, on_trouble=self.troubles.append,
+        )  # fmt: skip
+        self.publisher = Publisher(
+            self.trainer, [EngineServer(self.rollout_engine)], interrupt="abort", timeout_s=60.0,
+            on_served=self._on_served, on_published=self.evaluation.published_nowait,
+        )  # fmt: skip
+
+    def _on_served(self, version: int) -> None:
+        self.served.append(version)
+        self.served_at.append(asyncio.get_running_loop().time())
+
+    async def live(self, *, before_step: Callable[[int], None] = lambda _: None) -> None:
+        """A whole run: every step, its publish, and the last evaluation."""
+        async with asyncio.TaskGroup() as tasks:
+            services = [tasks.create_task(self.publisher.run(), name="publisher")]
+            services.append(tasks.create_task(self.evaluation.run(), name="evaluation"))
+            for version in range(1, self.last + 1):
+                before_step(version)
+                await self.trainer.train(Batch(version - 1, (), 0))
+                self.trained_at.append(asyncio.get_running_loop().time())
+                await self.publisher.wait_exported_or_busy(version)
+            await self.evaluation.wait_last()
+            for service in services:
+                service.cancel()
+
+    @property
+    def versions(self) -> list[int]:
+        return [result.version for result in self.results]
+
+
+def undisturbed(house: House) -> bool:
+    """Whether the trainer's and the rollout engines' times are those of a run in which evaluation cannot be felt."""
+    steps = [float(number) for number in range(1, house.last + 1)]
+    return house.trained_at == pytest.approx(steps) and house.served_at[: house.last - 1] == pytest.approx([t + 0.1 for t in steps[:-1]])
+
+
+def test_the_initial_weights_each_multiple_and_the_last_version_are_evaluated_at_one_version_each() -> None:
+    async def story() -> None:
+        house = House()
+        await house.live()
+        assert house.versions == [0, 3, 6, 9, 10]
+        assert undisturbed(house)
+        assert [request.request_id.split("/")[0] for request in house.eval_engine.requests[::12]] == [
+            f"eval-v{version}" for version in house.versions
+        ]
+        assert all(len(result.samples) == 12 for result in house.results)
+        assert house.evaluation.stats().finished == 5
+        assert (house.hold.kept, house.troubles) == ([], [])
+
+    run_virtual(story())
+
+
+def test_an_evaluation_that_takes_long_skips_what_is_due_meanwhile_and_never_the_last() -> None:
+    async def story() -> None:
+        house = House(decode_s=0.15)  # three turns of ten tokens: 4.5 s
+        await house.live()
+        assert house.versions == [0, 6, 10]
+        assert [result.num_skipped for result in house.results] == [1, 2, 2], "3 beside 0, 9 beside 6"
+        assert undisturbed(house)
+        assert house.hold.kept == []
+
+    run_virtual(story())
+
+
+@pytest.mark.parametrize("prepare_s", [0.0, 5.0, 7.5])
+def test_weights_that_load_slowly_delay_nobody_and_their_file_is_kept_until_they_are_loaded(prepare_s: float) -> None:
+    async def story() -> None:
+        house = House(at_start=False, prepare_s=prepare_s)
+        kept_at_step: list[list[int]] = []
+        await house.live(before_step=lambda _: kept_at_step.append(list(house.hold.kept)))
+        assert undisturbed(house)
+        assert house.versions[0] == 3
+        assert house.versions[-1] == 10
+        if prepare_s:
+            assert kept_at_step[7] == [3], "the trainer has exported 4, 5, 6 and 7 since"
+        assert house.hold.kept == []
+
+    run_virtual(story())
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_an_eval_engine_that_dies_is_told_once_and_the_run_goes_on_without(busy: bool) -> None:
+    async def story() -> None:
+        house = House(decode_s=0.15 if busy else 0.01)
+        await house.live(before_step=lambda version: house.eval_engine.die() if version == 3 else None)
+        assert house.versions == ([] if busy else [0])
+        (trouble,) = house.troubles
+        assert "the run goes on without evaluation: engine-eval" in trouble
+        assert undisturbed(house)
+        stats = house.evaluation.stats()
+        assert (stats.state, stats.abandoned) == ("off", 1)
+        assert house.hold.kept == []
+
+    run_virtual(story())
+
+
+def test_a_guard_that_sees_the_engine_go_ends_a_running_evaluation_at_once() -> None:
+    async def story() -> None:
+        house = House(decode_s=1000.0, timeout_s=10_000.0)
+        gone = RoomError("engine-eval", "process 7 does not answer")
+        await house.live(before_step=lambda version: house.evaluation.give_up(gone) if version in (3, 5) else None)
+        assert house.troubles == ["the run goes on without evaluation: engine-eval: process 7 does not answer."]
+        assert (house.versions, house.evaluation.stats().state, house.evaluation.stats().abandoned) == ([], "off", 1)
+        assert house.eval_engine.num_running == 0, "its requests are aborted"
+        assert undisturbed(house)
+
+    run_virtual(story())
+
+
+def test_an_engine_that_is_lost_while_nothing_runs_is_not_waited_for_at_the_end() -> None:
+    async def story() -> None:
+        house = House(at_start=False, every=100)
+        await house.live(before_step=lambda version: house.evaluation.give_up(RoomError("engine-eval", "died")) if version == 2 else None)
+        assert (house.versions, house.evaluation.stats().abandoned, len(house.troubles)) == ([], 0, 1)
+
+    run_virtual(story())
+
+
+def test_an_evaluation_past_its_limit_is_abandoned_told_and_the_next_one_is_tried() -> None:
+    async def story() -> None:
+        house = House(timeout_s=2.0, decode_s=0.15)
+
+        def before_step(version: int) -> None:
+            if version == 6:
+                house.eval_engine.decode_s = 0.01
+
+        await house.live(before_step=before_step)
+        assert house.versions == [6, 9, 10]
+        assert [result.num_abandoned for result in house.results] == [2, 2, 2]
+        assert [trouble.split(" and is")[0] for trouble in house.troubles] == [
+            f"the evaluation of policy_version {version} did not end within eval.timeout_s=2.0" for version in (0, 3)
+        ]
+        assert undisturbed(house)
+
+    run_virtual(story())
+
+
+def test_weights_that_arrive_changed_are_not_evaluated() -> None:
+    async def story() -> None:
+        house = House(at_start=False)
+        house.eval_engine.corrupt_digest = True
+        await house.live()
+        (trouble,) = house.troubles
+        assert "engine-eval loaded digest corrupt; the trainer sent policy_version 3, digest w3" in trouble
+        assert (house.versions, house.eval_engine.policy_version) == ([], 0)
+        assert undisturbed(house)
+
+    run_virtual(story())
+
+
+def test_the_last_version_alone_is_evaluated_where_no_multiple_is_reached() -> None:
+    async def story() -> None:
+        house = House(every=100, at_start=False, last=2)
+        await house.live()
+        assert house.versions == [2]
+
+    run_virtual(story())
+
+
+@given(published=st.lists(st.integers(1, 12), min_size=1, max_size=20), every=st.integers(1, 7))
+@example(published=[5, 5, 1, 1], every=3)
+def test_one_version_is_due_for_each_multiple_that_was_reached_and_the_last_one_always(published: list[int], every: int) -> None:
+    versions = [sum(published[: end + 1]) for end in range(len(published))]
+    schedule = Schedule(every=every, last=versions[-1], at_start=False)
+    due = [version for version in versions if schedule.is_due_nowait(version)]
+    first_after = {min(v for v in versions if v >= multiple) for multiple in range(every, versions[-1] + 1, every)}
+    assert due == sorted(first_after | {versions[-1]})
+
+
+@given(
+    published=st.lists(st.integers(1, 6), min_size=1, max_size=20), every=st.integers(1, 5), cut=st.integers(0, 20), at_start=st.booleans()
+)
+def test_a_resumed_schedule_evaluates_what_the_killed_one_had_not(published: list[int], every: int, cut: int, at_start: bool) -> None:
+    versions = [sum(published[: end + 1]) for end in range(len(published))]
+    before, after = versions[:cut], versions[cut:]
+    schedule = Schedule(every=every, last=versions[-1], at_start=at_start)
+    evaluated = [0] * at_start + [version for version in before if schedule.is_due_nowait(version)]
+    resumed = Schedule(every=every, last=versions[-1], at_start=at_start, evaluated=max(evaluated, default=None))
+    assert resumed.at_start == (at_start and not evaluated), "the initial weights are evaluated once"
+    assert [version for version in after if resumed.is_due_nowait(version)] == [v for v in after if schedule.is_due_nowait(v)]
+
+
+@given(
+    decode_s=st.floats(0.001, 0.5), prepare_s=st.floats(0.0, 6.0), every=st.integers(1, 5), timeout_s=st.floats(0.5, 30.0),
+    death=st.integers(1, 40),
+)  # fmt: skip
+def test_whatever_the_eval_engine_does_training_keeps_its_pace_and_no_file_stays_behind(
+    decode_s: float, prepare_s: float, every: int, timeout_s: float, death: int
+) -> None:
+    async def story() -> None:
+        house = House(every=every, last=12, decode_s=decode_s, prepare_s=prepare_s, timeout_s=timeout_s)
+        await house.live(before_step=lambda version: house.eval_engine.die() if version == death else None)
+        assert undisturbed(house)
+        assert house.hold.kept == []
+        assert house.versions == sorted(set(house.versions))
+        stats = house.evaluation.stats()
+        assert stats.finished == len(house.results)
+        if stats.state != "off":
+            due = {0, 12, *range(every, 13, every)}
+            assert stats.finished + stats.skipped + stats.abandoned == len(due)
+
+    run_virtual(story())
+
+
+def test_a_kept_file_outlives_the_name_that_the_trainer_deletes(tmp_path: Path) -> None:
+    exported = tmp_path / "v3.safetensors"
+    exported.write_bytes(b"weights")
+    hold = FileHold(tmp_path)
+    kept = hold.keep(WeightManifest(3, str(exported), "d", 1, 7))
+    exported.unlink()
+    assert Path(kept.path).read_bytes() == b"weights"
+    assert not list(tmp_path.glob("v*.safetensors")), "the trainer does not count it among its exports"
+    hold.release(kept)
+    hold.release(kept)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_is_gone_cannot_be_kept_and_says_so(tmp_path: Path) -> None:
+    with pytest.raises(RoomError, match="the weights of policy_version 3 cannot be kept for the eval engine"):
+        FileHold(tmp_path).keep(WeightManifest(3, str(tmp_path / "v3.safetensors"), "d", 1, 7))

@@ -1,0 +1,110 @@
+"""One evaluation: what is sampled, what fails, and what it comes to."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import Any
+
+import pytest
+
+from asyncrl.errors import EngineError
+from asyncrl.evaluation import EvalResult, Evaluator
+from asyncrl.evaluation.result import Sample
+from asyncrl.testing.fakes import FakeEngine, FakeScorer, FakeTokenizer
+from asyncrl.testing.virtual_time import run_virtual
+from asyncrl.types import Prompt
+
+
+def prompt(number: int, text: str = "") -> Prompt:
+    return Prompt(f"0/{number}", ({"role": "user", "content": text or f"p{number}"},))
+
+
+def make_evaluator(engine: Any, scorer: FakeScorer | None = None, prompts: list[Prompt] | None = None, **values: Any) -> Evaluator:
+    settings = {"samples": 2, "slots": 3, "temperature": 0.5, "max_tokens": 4, "max_prompt_tokens": 8} | values
+    prompts = prompts or [prompt(number) for number in range(4)]
+    return Evaluator(
+        engine, FakeTokenizer(), scorer or FakeScorer(), prompts, seed_of=lambda name, index: int(name[2:]) * 10 + index, **settings
+    )
+
+
+def test_every_prompt_is_sampled_as_often_as_asked_and_no_more_at_once_than_there_are_slots() -> None:
+    async def story() -> None:
+        engine = FakeEngine()
+        engine.policy_version = 7
+        evaluator = make_evaluator(engine)
+        result = await evaluator.evaluate(7)
+        assert asyncio.get_running_loop().time() == 3.0, "8 samples, 3 at once, 1 s each"
+        assert engine.peak_running == 3
+        assert [request.request_id for request in engine.requests] == [f"eval-v7/0/{p}/s{s}" for p in range(4) for s in range(2)]
+        assert [request.seed for request in engine.requests] == [0, 1, 10, 11, 20, 21, 30, 31]
+        assert {(request.temperature, request.max_tokens) for request in engine.requests} == {(0.5, 4)}
+        assert [sample.prompt_id for sample in result.samples] == [f"0/{p}" for p in range(4) for _ in range(2)]
+        assert repr(evaluator) == "<Evaluator 4 prompts x 2, 3 slots>"
+
+    run_virtual(story())
+
+
+def test_a_slow_reward_holds_no_slot() -> None:
+    async def story() -> None:
+        await make_evaluator(FakeEngine(), FakeScorer(latency_s=100.0)).evaluate(0)
+        assert asyncio.get_running_loop().time() == 103.0
+
+    run_virtual(story())
+
+
+def test_samples_that_fail_are_counted_and_cost_nothing_else() -> None:
+    def reward(item: Prompt, _: str) -> float | str:
+        if item.prompt_id == "0/3":
+            raise KeyError("answer")
+        return "no" if item.prompt_id == "0/1" else 1.0
+
+    async def story() -> None:
+        engine = FakeEngine(latency_s=lambda request: 99.0 if request.request_id == "eval-v0/0/0/s1" else 1.0)
+        prompts = [prompt(0), prompt(1), prompt(2, "far too long"), prompt(3), prompt(4)]
+        result = await make_evaluator(engine, FakeScorer(reward), prompts, sample_timeout_s=50.0).evaluate(0)
+        assert [sample.prompt_id for sample in result.samples] == ["0/0", "0/4", "0/4"]
+        assert result.num_failed == 7
+        assert "eval-v0/0/3/s1 raised KeyError: 'answer'" in result.last_failure
+        metrics = result.metrics()
+        assert (metrics["eval/failed"], metrics["eval/reward_mean"]) == (7, 1.0)
+
+    run_virtual(story())
+
+
+def test_an_evaluation_without_any_reward_has_no_mean_and_says_why() -> None:
+    async def story() -> None:
+        result = await make_evaluator(FakeEngine(), FakeScorer(lambda *_: "broken")).evaluate(0)
+        assert result.num_failed == 8
+        assert "eval/reward_mean" not in result.metrics()
+        assert "broken" in result.last_failure
+
+    run_virtual(story())
+
+
+def test_a_token_of_another_version_is_an_error() -> None:
+    async def story() -> None:
+        engine = FakeEngine()
+        engine.policy_version = 8
+        with pytest.raises(EngineError, match=r"request eval-v7/0/0/s0 has tokens of policy_version 8; every token .* at policy_version 7"):
+            await make_evaluator(engine).evaluate(7)
+        assert len(engine.requests) == 3, "what waits for a slot does not ask that engine any more"
+
+    run_virtual(story())
+
+
+def test_the_standard_error_counts_prompts_and_not_samples() -> None:
+    rewards = {"a": [0.0, 1.0], "b": [1.0, 1.0], "c": [0.0]}
+    samples = [Sample(name, reward, 3, reward > 0) for name, found in rewards.items() for reward in found]
+    metrics = EvalResult(4, samples, num_failed=1, seconds=2.5, num_skipped=3).metrics()
+    assert metrics["eval/reward_mean"] == pytest.approx(0.5), "means 0.5, 1, 0"
+    assert metrics["eval/reward_std"] == pytest.approx(math.sqrt(1 / 6))
+    assert metrics["eval/standard_error"] == pytest.approx(0.5 / math.sqrt(3))
+    assert metrics["eval/truncated_fraction"] == pytest.approx(0.6)
+    assert {name: metrics[f"eval/{name}"] for name in ("version", "length_mean", "failed", "seconds", "skipped")} == {
+        "version": 4, "length_mean": 3, "failed": 1, "seconds": 2.5, "skipped": 3,
+    }  # fmt: skip
+
+
+def test_one_prompt_alone_has_no_standard_error() -> None:
+    assert "eval/standard_error" not in EvalResult(0, [Sample("a", 1.0, 2, False)]).metrics()

@@ -1,0 +1,255 @@
+"""Whether a directory holds a run to go on with, from where, and which settings may have changed meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from job_runs import write_config
+
+from asyncrl.checkpoint.checkpoints import Checkpoints
+from asyncrl.config import RunConfig, load_config, run_config_yaml
+from asyncrl.durable import write_whole
+from asyncrl.errors import ConfigError
+from asyncrl.journal.journal import Journal
+from asyncrl.observe.verdict import judge
+from asyncrl.running.resume import FREE_KEYS, FREE_SECTIONS, _flat, as_resume_mode, changed_keys, find_resume
+from asyncrl.types import GroupId, Prompt, Ticket
+
+
+def make_config(folder: Path, **sections: Any) -> RunConfig:
+    folder.mkdir(parents=True, exist_ok=True)
+    return load_config(write_config(folder, **sections))
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """Of a run that was killed before its first checkpoint."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.yaml").write_text(run_config_yaml(make_config(tmp_path / "first")))
+    asyncio.run(admit_one(folder))
+    return folder
+
+
+async def admit_one(run_dir: Path) -> None:
+    journal = Journal.open(run_dir / "journal.sqlite", run_id="r")
+    journal.admitted_nowait(Ticket(GroupId(0), 0), Prompt("0/0", ()))
+    await journal.aclose()
+
+
+def save(run_dir: Path, config: RunConfig, version: int) -> Path:
+    checkpoints = Checkpoints(run_dir, config.checkpoint)
+    pending = checkpoints.begin()
+    pending.trainer_dir.mkdir()
+    (pending.trainer_dir / "weights").write_text(str(version))
+    return checkpoints.finish(pending, version, {"num_drawn": version})
+
+
+# ---- modes
+
+
+def test_a_start_that_failed_before_the_first_group_may_be_made_again_with_other_settings(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.yaml").write_text(run_config_yaml(make_config(tmp_path / "first")))
+    (folder / "run.id").write_text("r")
+    corrected = make_config(tmp_path / "now", trainer={"learning_rate": 0.5})
+    assert find_resume(folder, corrected, "auto") is None
+    asyncio.run(open_alone(folder))
+    assert find_resume(folder, corrected, "auto") is None
+    asyncio.run(admit_one(folder))
+    with pytest.raises(ConfigError, match="trainer.learning_rate"):
+        find_resume(folder, corrected, "auto")
+
+
+async def open_alone(run_dir: Path) -> None:
+    await Journal.open(run_dir / "journal.sqlite", run_id="r").aclose()
+
+
+def test_a_new_directory_is_a_new_run_unless_there_must_be_one(tmp_path: Path) -> None:
+    config = make_config(tmp_path / "now")
+    assert find_resume(tmp_path / "new", config, "auto") is None
+    assert find_resume(tmp_path / "new", config, "never") is None
+    with pytest.raises(ConfigError, match="holds no run; --resume must goes on with one"):
+        find_resume(tmp_path / "new", config, "must")
+
+
+def test_a_directory_with_a_run_is_gone_on_with_or_refused(run_dir: Path, tmp_path: Path) -> None:
+    config = make_config(tmp_path / "now")
+    for mode in ("auto", "must"):
+        point = find_resume(run_dir, config, as_resume_mode(mode))
+        assert point is not None
+        assert (point.checkpoint, point.version, point.told) == (None, 0, ())
+    with pytest.raises(ConfigError, match="holds a run already") as caught:
+        find_resume(run_dir, config, "never")
+    assert "--run-dir" in caught.value.way_out
+
+
+def test_a_mode_that_is_not_known_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--resume always is not known; it is auto, never or must"):
+        as_resume_mode("always")
+
+
+def test_the_newest_whole_checkpoint_is_taken_and_a_damaged_one_is_named(run_dir: Path, tmp_path: Path) -> None:
+    config = make_config(tmp_path / "now")
+    save(run_dir, config, 50)
+    damaged = save(run_dir, config, 100) / "trainer" / "weights"
+    point = find_resume(run_dir, config, "auto")
+    assert point is not None
+    assert (point.version, point.told) == (100, ())
+    damaged.write_text("101")
+    point = find_resume(run_dir, config, "auto")
+    assert point is not None
+    assert point.checkpoint is not None
+    assert (point.version, point.checkpoint.controller) == (50, {"num_drawn": 50})
+    (told,) = point.told
+    assert "step_100" in told
+
+
+def finish(run_dir: Path, config: RunConfig, state: str) -> None:
+    """summary.json as the reporter writes it."""
+    metrics = dict.fromkeys(("step", "reward/mean", "tokens/trained", "tokens/sampled", "perf/wait_stragglers_s", "rollout/dropped"), 0.0)
+    steps = [{**metrics, "step": float(step), "time_s": 1.0 + step} for step in range(config.trainer.num_steps)]
+    (run_dir / "summary.json").write_text(json.dumps({"state": state, "why": ""} | judge(steps, config).as_dict()))
+
+
+def test_a_run_that_is_done_is_not_gone_on_with_unless_it_gets_more_steps(run_dir: Path, tmp_path: Path) -> None:
+    config = make_config(tmp_path / "now")
+    finish(run_dir, config, "done")
+    with pytest.raises(ConfigError, match="is done; there is nothing to go on with") as caught:
+        find_resume(run_dir, config, "auto")
+    assert "larger trainer.num_steps" in caught.value.way_out
+    longer = make_config(tmp_path / "longer", trainer={"num_steps": config.trainer.num_steps + 1})
+    assert find_resume(run_dir, longer, "auto") is not None
+
+
+@pytest.mark.parametrize("state", ["interrupted", "failed"])
+def test_a_run_that_was_cut_off_after_its_last_step_is_gone_on_with(run_dir: Path, tmp_path: Path, state: str) -> None:
+    config = make_config(tmp_path / "now")
+    finish(run_dir, config, state)
+    assert find_resume(run_dir, config, "auto") is not None
+
+
+def test_a_summary_that_cannot_be_read_says_nothing(run_dir: Path, tmp_path: Path) -> None:
+    (run_dir / "summary.json").write_text('{"state": "do')
+    assert find_resume(run_dir, make_config(tmp_path / "now"), "auto") is not None
+
+
+# ---- what may change
+
+
+def test_equal_configs_differ_in_no_key_and_a_file_and_back_changes_none(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    (tmp_path / "again.yaml").write_text(run_config_yaml(config))
+    assert changed_keys(config, load_config(tmp_path / "again.yaml")) == {}
+
+
+def test_all_that_was_changed_is_listed_with_both_values_and_the_flags_to_accept_it(run_dir: Path, tmp_path: Path) -> None:
+    config = make_config(tmp_path / "now", trainer={"learning_rate": 0.1}, rollout={"max_tokens": 20}, observe={"heartbeat_s": 99.0})
+    with pytest.raises(ConfigError) as caught:
+        find_resume(run_dir, config, "auto")
+    text = str(caught.value)
+    assert "trainer.learning_rate: 0.003 -> 0.1" in text
+    assert "rollout.max_tokens: 24 -> 20" in text
+    assert "heartbeat_s" not in text
+    assert "--allow-change rollout.max_tokens --allow-change trainer.learning_rate" in caught.value.way_out
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("allowed", [["trainer.learning_rate", "rollout.max_tokens"], ["trainer", "rollout"]])
+def test_what_is_named_may_change_by_key_or_by_section(run_dir: Path, tmp_path: Path, allowed: list[str]) -> None:
+    config = make_config(tmp_path / "now", trainer={"learning_rate": 0.1}, rollout={"max_tokens": 20})
+    assert find_resume(run_dir, config, "auto", allowed) is not None
+    with pytest.raises(ConfigError, match="learning_rate") as caught:
+        find_resume(run_dir, config, "auto", [name for name in allowed if not name.startswith("trainer")])
+    assert "max_tokens" not in str(caught.value)
+
+
+def test_the_start_of_a_name_is_not_its_section(run_dir: Path, tmp_path: Path) -> None:
+    config = make_config(tmp_path / "now", trainer={"learning_rate": 0.1})
+    with pytest.raises(ConfigError, match="learning_rate"):
+        find_resume(run_dir, config, "auto", ["train", "trainer.learning"])
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"observe": {"console": "none", "heartbeat_s": 5.0}},
+        {"checkpoint": {"every": 3, "keep_last": 5}},
+        {"supervision": {"max_restarts": 9}},
+        {"rollout": {"timeout_s": 5.0, "slots": 8}},
+        {"trainer": {"timeout_s": 5.0, "num_steps": 13}},
+    ],
+)
+def test_limits_places_and_what_is_kept_may_change(run_dir: Path, tmp_path: Path, sections: dict[str, Any]) -> None:
+    assert find_resume(run_dir, make_config(tmp_path / "now", **sections), "auto") is not None
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"seed": {}},
+        {"buffer": {"max_staleness": 2}},
+        {"task": {"size": 201}},
+        {"task": {"args": {"length": 3}}},
+        {"rollout": {"group_size": 8}},
+        {"algorithm": {"advantage": "rloo"}},
+        {"trainer": {"lora": {"rank": 4}}},
+        {"trainer": {"num_groups": 5}},
+    ],
+)
+def test_what_alters_what_is_computed_may_not(run_dir: Path, tmp_path: Path, sections: dict[str, Any]) -> None:
+    if "seed" in sections:
+        path = write_config(tmp_path)
+        path.write_text(path.read_text().replace("seed: 7", "seed: 8"))
+        config = load_config(path)
+    else:
+        try:
+            config = make_config(tmp_path / "now", **sections)
+        except ConfigError as error:
+            pytest.fail(f"the test's own config is wrong: {error}")
+    with pytest.raises(ConfigError, match="was started with other settings") as caught:
+        find_resume(run_dir, config, "auto")
+    section = next(iter(sections))
+    assert find_resume(run_dir, config, "auto", [section]) is not None
+    assert section in str(caught.value)
+
+
+def test_with_a_schedule_that_ends_the_number_of_steps_is_part_of_every_learning_rate(run_dir: Path, tmp_path: Path) -> None:
+    before = make_config(tmp_path / "before", trainer={"schedule": "linear"})
+    (run_dir / "config.yaml").write_text(run_config_yaml(before))
+    longer = make_config(tmp_path / "now", trainer={"schedule": "linear", "num_steps": 20})
+    with pytest.raises(ConfigError, match="trainer.num_steps: 12 -> 20"):
+        find_resume(run_dir, longer, "auto")
+
+
+def test_every_key_that_may_change_is_a_key() -> None:
+    sections = {name: getattr(field.annotation, "model_fields", {}) for name, field in RunConfig.model_fields.items()}
+    assert set(FREE_KEYS) <= {f"{name}.{key}" for name, keys in sections.items() for key in keys}
+    assert set(FREE_SECTIONS) <= set(sections)
+
+
+Values = st.recursive(
+    st.none() | st.integers(0, 2) | st.lists(st.integers(0, 1), max_size=2), lambda inner: st.dictionaries(st.sampled_from("abc"), inner)
+)
+
+
+@given(one=st.dictionaries(st.sampled_from("abc"), Values), other=st.dictionaries(st.sampled_from("abc"), Values))
+def test_two_configs_are_flat_alike_only_if_they_are_equal(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert (_flat(one) == _flat(other)) == (one == other)
+
+
+# ---- files
+
+
+def test_a_file_is_replaced_as_a_whole_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
+    write_whole(tmp_path / "config.yaml", "a: 1\n")
+    write_whole(tmp_path / "config.yaml", "a: 2\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+    assert (tmp_path / "config.yaml").read_text() == "a: 2\n"

@@ -1,0 +1,248 @@
+"""Capture with the chat templates of public models, over a byte-level BPE tokenizer that was trained for this test."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gateway_capture_cases import Message, Play, assistant, user
+
+from asyncrl.producers import HFChatTokenizer
+
+OURS = Path(__file__).parent / "chat_templates"
+SMOLLM2 = Path(__file__).parents[1] / "models" / "smollm2-135m-instruct"
+
+IM_END, EOT, TURN_END, DEEPSEEK_END, EOS = "<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<｜end▁of▁sentence｜>", "</s>"
+SPECIAL = [IM_END, EOT, TURN_END, DEEPSEEK_END, EOS, "<s>", "<|im_start|>", "<|start_header_id|>", "<|end_header_id|>", "[INST]", "[/INST]"]
+SPECIAL += ["<start_of_turn>", "<｜User｜>", "<｜Assistant｜>"]
+
+WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+"""How text is split before it is merged: line feeds stay together whatever follows, as with Qwen and Llama 3."""
+
+END_OF = {
+    "qwen2_5": IM_END,
+    "qwen3": IM_END,
+    "llama3_1": EOT,
+    "llama3_2": EOT,
+    "gemma3": TURN_END,
+    "deepseek_r1_distill": DEEPSEEK_END,
+    "chatml": IM_END,
+    "inst": EOS,
+    "merges_white_space": IM_END,
+    "forgets": IM_END,
+    "shouts": IM_END,
+}
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "Add two numbers.", "parameters": {"type": "object"}}}]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """An answer as it is sampled, without the end of the turn, and the message that the harness makes of it."""
+
+    raw: str
+    message: Message
+    is_cut: bool = False
+
+
+def said(text: str, *, is_cut: bool = False) -> Turn:
+    return Turn(text, assistant(text), is_cut)
+
+
+def called(raw: str, content: str = "") -> Turn:
+    """A tool call, in the form of the model's family, after `content`."""
+    call = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
+    return Turn(raw, assistant(content, tool_calls=[call]))
+
+
+Renderers = Callable[[str], HFChatTokenizer]
+
+
+@pytest.fixture(scope="session")
+def renderer_for(tmp_path_factory: pytest.TempPathFactory) -> Renderers:
+    """The tokenizer with a template, by the template's name."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    words = pre_tokenizers.Split(Regex(WORDS), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    tokenizer.decoder = decoders.ByteLevel()
+    corpus = [path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parents[1].glob("docs/*.md"))]
+    trainer = trainers.BpeTrainer(vocab_size=2000, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=SPECIAL)
+    tokenizer.train_from_iterator(corpus, trainer)
+    made: dict[str, HFChatTokenizer] = {}
+
+    def renderer(name: str) -> HFChatTokenizer:
+        if name not in made:
+            folder = tmp_path_factory.mktemp(name)
+            fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF[name], bos_token="<s>")
+            fast.chat_template = template(name)
+            fast.save_pretrained(folder)
+            made[name] = HFChatTokenizer(folder)
+        return made[name]
+
+    return renderer
+
+
+def template(name: str) -> str:
+    ours = OURS / f"{name}.jinja"
+    if ours.exists():
+        return ours.read_text(encoding="utf-8")
+    original = resources.files("trl") / "chat_templates" / f"{name}.jinja"
+    # the originals say what day it is: a test that runs at midnight sees one day
+    return original.read_text(encoding="utf-8").replace("strftime_now is defined", "false")
+
+
+HOWS = tuple[str, ...]
+PLAIN = [said("Four."), said("It is."), said("Yes.")]
+PADDED = [said(" Four.\n"), said("It is.")]
+CUT = [said("Well, the sum of", is_cut=True), said("Four.")]
+INNER_SPACE = [said("It  is\nfour."), said("Yes.")]
+REASONED = [said("<think>\nTwo and two.\n</think>\n\nFour."), said("<think>\nSure.\n</think>\n\nYes.")]
+REASONED_AFTER_PROMPT = [said("Two and two.\n</think>\n\nFour."), said("Sure.</think>Yes.")]
+HERMES = [called('<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'), said("Three.")]
+HERMES_SPACED = [called('<tool_call>{"name":"add","arguments":{"a":1,"b":2}}</tool_call>'), said("Three.")]
+THOUGHT = "<think>\nAdd them.\n</think>"
+HERMES_REASONED = [called(f"{THOUGHT}\n\n{HERMES[0].raw}", THOUGHT), said("Three.")]
+LLAMA = [called('{"name": "add", "parameters": {"a": 1, "b": 2}}'), said("Three.")]
+
+# Each row: template, what is answered, and what the calls are, the one after the last answer included.
+TABLE: list[tuple[str, list[Turn], HOWS]] = [
+    ("qwen2_5", PLAIN, ("new", "extended", "extended", "extended")),
+    ("qwen2_5", PADDED, ("new", "extended", "extended")),
+    ("qwen2_5", CUT, ("new", "extended", "extended")),
+    ("qwen2_5", REASONED, ("new", "extended", "extended")),
+    ("qwen2_5", HERMES, ("new", "extended", "extended")),
+    ("qwen2_5", HERMES_SPACED, ("new", "realigned", "realigned")),
+    ("qwen3", PLAIN, ("new", "extended", "extended", "extended")),
+    ("qwen3", CUT, ("new", "extended", "extended")),
+    ("qwen3", REASONED, ("new", "realigned", "realigned")),  # strips the reasoning of turns before the last question
+    ("qwen3", HERMES, ("new", "extended", "extended")),
+    ("qwen3", HERMES_REASONED, ("new", "extended", "realigned")),  # the reasoning stays until the next question
+    ("qwen3", HERMES_SPACED, ("new", "realigned", "realigned")),
+    ("llama3_1", PLAIN, ("new", "extended", "extended", "extended")),
+    ("llama3_1", LLAMA, ("new", "extended", "extended")),
+    ("llama3_2", PLAIN, ("new", "extended", "extended", "extended")),
+    ("llama3_2", CUT, ("new", "extended", "extended")),
+    ("llama3_2", PADDED, ("new", "realigned", "realigned")),  # trims what was said
+    ("llama3_2", LLAMA, ("new", "extended", "extended")),
+    ("gemma3", PLAIN, ("new", "extended", "extended", "extended")),
+    ("gemma3", PADDED, ("new", "realigned", "realigned")),
+    ("deepseek_r1_distill", REASONED_AFTER_PROMPT, ("new", "realigned", "realigned")),
+    ("chatml", PLAIN, ("new", "extended", "extended", "extended")),
+    ("chatml", CUT, ("new", "extended", "extended")),
+    ("inst", PLAIN, ("new", "extended", "extended", "extended")),
+    ("inst", CUT, ("new", "extended", "extended")),
+    ("merges_white_space", PLAIN, ("new", "extended", "extended", "extended")),
+    ("merges_white_space", INNER_SPACE, ("new", "realigned", "realigned")),
+    ("forgets", PLAIN, ("new", "extended", "realigned", "realigned")),  # the first answer is gone once there is a second
+    ("shouts", PLAIN, ("new", "forked", "forked", "forked")),
+]
+
+
+def reply_to(turn: Turn, number: int) -> Message:
+    if turn.message.get("tool_calls"):
+        return {"role": "tool", "tool_call_id": "call_1", "content": "3"}
+    return user(f"Are you sure ({number})?")
+
+
+def is_reused(how: str) -> bool:
+    return how in ("extended", "realigned")
+
+
+@pytest.mark.parametrize(("name", "turns", "hows"), TABLE)
+@pytest.mark.parametrize("as_bytes", [False, True], ids=["as-encoded", "byte-by-byte"])
+def test_what_each_template_makes_of_a_chat(name: str, turns: list[Turn], hows: HOWS, as_bytes: bool, renderer_for: Renderers) -> None:
+    renderer = renderer_for(name)
+    play = Play(renderer)
+    tools: list[dict[str, Any]] | None = TOOLS if any(turn.message.get("tool_calls") for turn in turns) else None
+    chat = [user("What is 2 + 2?")]
+    sampled: list[int] = []
+    for number, how in enumerate(hows):
+        planned = play.capture.plan(chat, tools)
+        assert planned.how == how, f"call {number}"
+        text = renderer.render(chat, tools=tools)
+        if is_reused(how):
+            assert planned.prompt_ids[: len(sampled)] == tuple(sampled), "what was sent and sampled is not tokenised again"
+        if how != "realigned":
+            assert renderer.decode(planned.prompt_ids, skip_special_tokens=False) == text
+        if how != "realigned" and (not as_bytes or not is_reused(how)):
+            assert planned.prompt_ids == renderer.encode(text), "what is put together is what the whole chat is tokenised to"
+        if number == len(turns):
+            break
+        turn = turns[number]
+        raw = turn.raw if turn.is_cut else turn.raw + END_OF[name]
+        ids = byte_ids(renderer, turn.raw, raw) if as_bytes else renderer.encode(raw)
+        play.answer(planned, raw, turn.message, ids=ids, is_truncated=turn.is_cut)
+        sampled = [*planned.prompt_ids, *ids]
+        chat += [turn.message, reply_to(turn, number)]
+    counts = play.counts
+    assert (counts.extended, counts.realigned, counts.forked) == tuple(hows.count(how) for how in ("extended", "realigned", "forked"))
+
+
+def byte_ids(renderer: HFChatTokenizer, text: str, raw: str) -> tuple[int, ...]:
+    """Another tokenisation than the tokenizer's, as a model may sample it: a token a byte, and the end of the turn."""
+    ids = [token for character in text for token in renderer.encode(character)]
+    return (*ids, *renderer.encode(raw[len(text) :]))
+
+
+def test_what_comes_behind_a_realigned_answer_is_what_the_template_writes_there(renderer_for: Renderers) -> None:
+    renderer = renderer_for("qwen3")
+    play = Play(renderer)
+    first = play.ask([user("2 + 2?")], f"{REASONED[0].raw}{IM_END}")
+    second = play.capture.plan([user("2 + 2?"), REASONED[0].message, user("Sure?")], None)
+    text = renderer.decode(second.prompt_ids, skip_special_tokens=False)
+    asked = renderer.decode(first.prompt_ids, skip_special_tokens=False)
+    assert text == f"{asked}{REASONED[0].raw}{IM_END}\n<|im_start|>user\nSure?{IM_END}\n<|im_start|>assistant\n"
+
+
+def test_a_chat_that_the_template_refuses_is_refused_and_the_session_goes_on(renderer_for: Renderers) -> None:
+    play = Play(renderer_for("inst"))
+    play.ask([user("a")], "b</s>")
+    with pytest.raises(ValueError, match="roles must alternate"):
+        play.capture.plan([user("a"), assistant("b"), assistant("c")], None)
+    assert play.capture.plan([user("a"), assistant("b"), user("c")], None).how == "extended"
+    assert play.counts.calls == 2
+
+
+def test_a_system_message_that_moves_with_the_last_question_is_a_realignment(renderer_for: Renderers) -> None:
+    play = Play(renderer_for("inst"))
+    system = {"role": "system", "content": "Be brief."}
+    first = play.ask([system, user("a")], "b</s>")
+    assert play.renderer.decode(first.prompt_ids, skip_special_tokens=False) == "<s>[INST]Be brief.\n\na[/INST]"
+    second = play.capture.plan([system, user("a"), assistant("b"), user("c")], None)
+    assert second.how == "realigned"
+    assert play.renderer.decode(second.prompt_ids, skip_special_tokens=False).endswith("[/INST]b</s>[INST]Be brief.\n\nc[/INST]")
+
+
+@pytest.mark.skipif(not (SMOLLM2 / "tokenizer.json").exists(), reason="models/smollm2-135m-instruct is not here")
+@pytest.mark.parametrize("turns", [PLAIN, PADDED, CUT, INNER_SPACE, [said("naïve 🙂 café", is_cut=True), said("日本")]])
+def test_a_chat_with_smollm2s_own_tokenizer_and_template_extends(turns: list[Turn]) -> None:
+    renderer = HFChatTokenizer(SMOLLM2)
+    play = Play(renderer)
+    chat = [user("What is 2 + 2?")]
+    for number, turn in enumerate(turns):
+        play.ask(chat, turn.raw if turn.is_cut else turn.raw + IM_END, message=turn.message, is_truncated=turn.is_cut)
+        chat += [turn.message, user(f"Are you sure ({number})?")]
+    planned = play.capture.plan(chat, None)
+    assert play.counts.extended == len(turns)
+    assert planned.prompt_ids == renderer.encode(renderer.render(chat))
+
+
+def test_arguments_as_text_and_as_an_object_are_one_call(renderer_for: Renderers) -> None:
+    play = Play(renderer_for("qwen3"))
+    turn = HERMES[0]
+    planned = play.capture.plan([user("1 + 2?")], TOOLS)
+    play.answer(planned, turn.raw + IM_END, as_text(turn.message))
+    assert play.capture.plan([user("1 + 2?"), turn.message, reply_to(turn, 0)], TOOLS).how == "extended"
+
+
+def as_text(message: Message) -> Message:
+    (call,) = message["tool_calls"]
+    function = {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}
+    return {**message, "content": None, "tool_calls": [{**call, "function": function}]}

@@ -1,0 +1,263 @@
+"""Random histories of the lease book, each invariant a line of its docstring; and silence, on a virtual clock."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, TypeVar
+
+import pytest
+from aiohttp.test_utils import make_mocked_request
+from harness_gateway import make_work
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from asyncrl.errors import RolloutFailure
+from asyncrl.gateway.lease_book import MAX_BYTES, Entry, Gone, LeaseBook, WorkerId
+from asyncrl.gateway.leases import Leases
+from asyncrl.testing.virtual_time import all_blocked, run_virtual
+from asyncrl.types import Outcome
+from asyncrl.wire import Message
+from asyncrl.worker_wire import Accepted, AliveAnswer, AliveRequest, LeaseAnswer, LeaseRequest, OutcomeMessage, ResultRequest
+
+Answer = TypeVar("Answer", bound=Message)
+
+WORKERS = st.sampled_from([("a", "1"), ("a", "2"), ("b", "1")])
+
+
+class LeaseHistory(RuleBasedStateMachine):
+    """Workers ask, lose answers on the way, finish, repeat themselves, finish others' work, leave; runs are taken back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.book = LeaseBook()
+        self.queued: list[str] = []
+        self.leased: dict[str, WorkerId] = {}
+        self.over: set[str] = set()
+        self.ends: dict[str, list[Outcome | RolloutFailure]] = {}
+        self.starts: dict[str, int] = {}
+        self.posted: dict[str, Outcome] = {}
+        self.number = self.now_s = 0
+
+    def started(self, lease_id: str) -> None:
+        self.starts[lease_id] += 1
+
+    @rule(count=st.integers(1, 4))
+    def add(self, count: int) -> None:
+        for _ in range(count):
+            lease_id = f"l{len(self.ends)}"
+            work = make_work(len(self.ends))
+            self.ends[lease_id], self.starts[lease_id] = [], 0
+            self.book.add(Entry(lease_id, work, b"", lambda name=lease_id: self.started(name), self.ends[lease_id].append))  # type: ignore[misc]
+            self.queued.append(lease_id)
+
+    @rule(worker=WORKERS, data=st.data(), max_items=st.integers(1, 3))
+    def ask(self, worker: WorkerId, data: st.DataObject, max_items: int) -> None:
+        self.book.seen(worker, self.now_s)
+        mine = [lease_id for lease_id, owner in self.leased.items() if owner == worker]
+        holding = data.draw(st.sets(st.sampled_from(mine))) if mine else set()
+        self.number += 1
+        assert self.book.ask(worker, self.number, holding)
+        lost = [lease_id for lease_id in mine if lease_id not in holding]
+        for lease_id in lost:
+            del self.leased[lease_id]
+        self.queued = lost + self.queued
+        assert not self.book.ask(worker, self.number, ()), "an old request changes nothing"
+        taken = [entry.lease_id for entry in self.book.lease(worker, max_items)]
+        assert taken == self.queued[:max_items], "first in, first out"
+        del self.queued[:max_items]
+        self.leased |= dict.fromkeys(taken, worker)
+
+    @precondition(lambda self: self.ends)
+    @rule(worker=WORKERS, data=st.data(), fails=st.booleans())
+    def result(self, worker: WorkerId, data: st.DataObject, fails: bool) -> None:
+        lease_id = data.draw(st.sampled_from(sorted(self.ends)))
+        self.book.seen(worker, self.now_s)
+        result = RolloutFailure("no") if fails else Outcome(1.0, {"turns": 2.0})
+        if self.leased.get(lease_id) != worker:
+            with pytest.raises(Gone):
+                self.book.result(worker, lease_id, result)
+            return
+        self.book.result(worker, lease_id, result)
+        del self.leased[lease_id]
+        self.over.add(lease_id)
+        if isinstance(result, RolloutFailure):
+            assert self.ends[lease_id] == [result]
+        else:
+            metrics = {**(self.posted[lease_id].metrics if lease_id in self.posted else {}), "turns": 2.0}
+            assert self.ends[lease_id] == [Outcome(1.0, metrics)]
+
+    @precondition(lambda self: self.ends)
+    @rule(data=st.data(), value=st.integers(0, 3))
+    def post(self, data: st.DataObject, value: int) -> None:
+        lease_id = data.draw(st.sampled_from(sorted(self.ends)))
+        outcome = Outcome(float(value), {"posted": float(value)})
+        if lease_id in self.queued or lease_id in self.leased:
+            self.book.post(f"key-{lease_id[1:]}", outcome)
+            self.posted[lease_id] = outcome
+        else:
+            with pytest.raises(Gone):
+                self.book.post(f"key-{lease_id[1:]}", outcome)
+
+    @precondition(lambda self: self.ends)
+    @rule(data=st.data())
+    def take_back(self, data: st.DataObject) -> None:
+        lease_id = data.draw(st.sampled_from(sorted(self.ends)))
+        self.book.withdraw(lease_id, "taken back")
+        if lease_id in self.queued:
+            self.queued.remove(lease_id)
+        owner = self.leased.pop(lease_id, None)
+        if owner is not None:
+            assert self.book.lost(owner, [lease_id]) == {lease_id: "taken back"}, "its worker is told at its next sign of life"
+        self.over.add(lease_id)
+
+    @precondition(lambda self: self.book.workers)
+    @rule(data=st.data())
+    def worker_is_gone(self, data: st.DataObject) -> None:
+        worker = data.draw(st.sampled_from(sorted(self.book.workers)))
+        mine = [lease_id for lease_id, owner in self.leased.items() if owner == worker]
+        assert self.book.drop_worker(worker, "is gone", rule="", way_out="") == len(mine)
+        for lease_id in mine:
+            del self.leased[lease_id]
+            self.over.add(lease_id)
+            assert isinstance(self.ends[lease_id][-1], RolloutFailure)
+            assert "worker" in str(self.ends[lease_id][-1])
+
+    @invariant()
+    def a_leased_work_is_with_one_worker_and_a_queued_one_with_none(self) -> None:
+        held = [(lease_id, worker) for worker, lease_id in self.book.all_leases()]
+        assert sorted(held) == sorted(self.leased.items())
+        assert self.book.num_queued == len(self.queued)
+        assert self.book.num_leased == len(self.leased)
+
+    @invariant()
+    def every_work_ends_once(self) -> None:
+        assert all(len(ends) <= 1 for ends in self.ends.values())
+        live = set(self.queued) | set(self.leased)
+        assert live | self.over == set(self.ends)
+        assert not live & self.over
+        assert not any(self.ends[lease_id] for lease_id in live)
+
+
+TestLeaseHistory = LeaseHistory.TestCase
+TestLeaseHistory.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_what_the_harness_returns_stands_before_what_it_has_posted() -> None:
+    for said, expected in (
+        (Outcome(), Outcome(0.5, {"a": 1.0, "b": 1.0})),
+        (Outcome(metrics={"b": 2.0}), Outcome(0.5, {"a": 1.0, "b": 2.0})),
+        (Outcome(1.0, {"b": 2.0}), Outcome(1.0, {"a": 1.0, "b": 2.0})),
+        (Outcome(turn_rewards={"chatcmpl-0": 1.0}), Outcome(None, {"a": 1.0, "b": 1.0}, {"chatcmpl-0": 1.0})),
+    ):
+        book, ends = LeaseBook(), []
+        book.add(Entry("l0", make_work(0), b"", lambda: None, ends.append))
+        book.seen(("w", "1"), 0.0)
+        book.lease(("w", "1"), 1)
+        book.post("key-0", Outcome(9.0))
+        book.post("key-0", Outcome(0.5, {"a": 1.0, "b": 1.0}))  # the last one before the end
+        book.result(("w", "1"), "l0", said)
+        assert ends == [expected]
+
+
+class Line:
+    """What a connection to a worker is, for the routes."""
+
+    def __init__(self) -> None:
+        self.is_cut = False
+
+    def is_closing(self) -> bool:
+        return self.is_cut
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return default
+
+
+async def ask(leases: Leases, path: str, message: Message, answer: type[Answer], line: Line | None = None) -> Answer:
+    """Call a route without a socket: a virtual clock knows none."""
+    request = make_mocked_request("POST", path, headers={"Authorization": "Bearer k"}, transport=line or Line())
+    request._read_bytes = message.model_dump_json().encode()
+    (handler,) = (route.handler for route in leases.routes() if route.path == path)
+    response: Any = await handler(request)
+    assert response.status == 200, response.body
+    return answer.model_validate_json(response.body)
+
+
+def lease_request(worker: str, number: int, **more: Any) -> LeaseRequest:
+    return LeaseRequest(**{"worker": worker, "instance": "1", "max_items": 1, "slots": 1, "number": number, "holding": []} | more)
+
+
+def make_leases(lease_timeout_s: float = 60.0) -> Leases:
+    return Leases(worker_key="k", model="m", lease_timeout_s=lease_timeout_s, task_seed=lambda work: 0)
+
+
+def test_a_silent_worker_loses_its_leases_after_its_time_and_one_that_gives_signs_of_life_never() -> None:
+    async def story() -> None:
+        leases, loop = make_leases(lease_timeout_s=60.0), asyncio.get_running_loop()
+        assert leases.stats().unseen_s == 0.0
+        await asyncio.sleep(7.0)
+        assert leases.stats().unseen_s == 7.0
+        silent = asyncio.create_task(leases.run(make_work(0), started=lambda: None))
+        lively = asyncio.create_task(leases.run(make_work(1), started=lambda: None))
+        await all_blocked()
+        await ask(leases, "/work/lease", lease_request("silent", 0), LeaseAnswer)
+        lease_id = (await ask(leases, "/work/lease", lease_request("lively", 0), LeaseAnswer)).items[0].lease_id
+        begun_s = loop.time()
+        sign = AliveRequest(worker="lively", instance="1", holding=[lease_id])
+        for _ in range(30):
+            await asyncio.sleep(50.0)
+            assert (await ask(leases, "/work/alive", sign, AliveAnswer)).cancel == {}
+            assert silent.done() == (loop.time() - begun_s >= 60.0)
+        with pytest.raises(RolloutFailure, match=r"worker silent gave no sign of life for 60\.0 s; gateway\.lease_timeout_s=60\.0"):
+            await silent
+        assert (leases.stats().workers, leases.stats().num_lost, leases.stats().unseen_s) == (1, 1, 0.0)
+        result = ResultRequest(worker="lively", instance="1", lease_id=lease_id, outcome=OutcomeMessage(reward=1.0))
+        await ask(leases, "/work/result", result, Accepted)
+        assert await lively == Outcome(1.0)
+        await leases.aclose()
+
+    run_virtual(story())
+
+
+def test_a_poll_ends_after_its_time_or_for_a_newer_one_of_the_same_worker() -> None:
+    async def story() -> None:
+        leases, loop = make_leases(), asyncio.get_running_loop()
+        assert (await ask(leases, "/work/lease", lease_request("w", 0, wait_s=1000.0), LeaseAnswer)).items == []
+        assert loop.time() == 20.0
+        older = asyncio.create_task(ask(leases, "/work/lease", lease_request("w", 1), LeaseAnswer))
+        await all_blocked()
+        newer = asyncio.create_task(ask(leases, "/work/lease", lease_request("w", 2), LeaseAnswer))
+        await all_blocked()
+        assert older.done()
+        assert older.result().items == []
+        running = asyncio.create_task(leases.run(make_work(0), started=lambda: None))
+        assert (await newer).items[0].rollout_id == "g0/r0"
+        running.cancel()
+        await leases.aclose()
+
+    run_virtual(story())
+
+
+def test_a_poll_whose_client_is_gone_takes_no_work_nor_does_one_of_a_worker_that_was_dropped() -> None:
+    async def story() -> None:
+        leases, line = make_leases(), Line()
+        cut = asyncio.create_task(ask(leases, "/work/lease", lease_request("cut", 0), LeaseAnswer, line))
+        dropped = asyncio.create_task(ask(leases, "/work/lease", lease_request("dropped", 0), LeaseAnswer))
+        await all_blocked()
+        line.is_cut = True
+        leases.worker_gone_nowait("dropped", "exited with code 1")
+        running = asyncio.create_task(leases.run(make_work(0), started=lambda: None))
+        assert (await cut).items == (await dropped).items == []
+        assert leases.stats().queued == 1
+        running.cancel()
+        await leases.aclose()
+
+    run_virtual(story())
+
+
+def test_large_works_are_not_given_out_all_at_once() -> None:
+    book = LeaseBook()
+    for number in range(5):
+        book.add(Entry(f"l{number}", make_work(number), b" " * (MAX_BYTES // 2), lambda: None, lambda result: None))
+    book.seen(("w", "1"), 0.0)
+    assert [len(book.lease(("w", "1"), 5)) for _ in range(3)] == [2, 2, 1]

@@ -1,0 +1,285 @@
+"""The lease routes over real HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Coroutine
+from typing import Any
+
+import aiohttp
+import pytest
+from harness_gateway import TestGateway, open_gateway, settled
+
+from asyncrl.calling import Caller, CallRefused
+from asyncrl.errors import RolloutFailure
+from asyncrl.types import Outcome
+from asyncrl.worker_wire import (
+    Accepted,
+    AliveAnswer,
+    AliveRequest,
+    FailureMessage,
+    LeaseAnswer,
+    LeaseRequest,
+    OutcomeMessage,
+    ResultRequest,
+)
+
+
+class Asking:
+    """A worker that does by hand what Worker does by itself."""
+
+    def __init__(self, gateway: TestGateway, name: str = "w", instance: str = "1") -> None:
+        self.caller, self.who, self.number = gateway.worker(name), {"worker": name, "instance": instance}, 0
+
+    async def lease(self, *, max_items: int = 1, holding: tuple[str, ...] = (), wait_s: float = 20.0) -> LeaseAnswer:
+        self.number += 1
+        request = LeaseRequest(**self.who, max_items=max_items, slots=4, number=self.number, holding=list(holding), wait_s=wait_s)
+        return await self.caller.post("/work/lease", request, LeaseAnswer, timeout_s=None)
+
+    async def alive(self, *holding: str, is_leaving: bool = False) -> dict[str, str]:
+        request = AliveRequest(**self.who, holding=list(holding), is_leaving=is_leaving)
+        return (await self.caller.post("/work/alive", request, AliveAnswer, timeout_s=None)).cancel
+
+    async def result(self, lease_id: str, reward: float | None = 1.0, failure: FailureMessage | None = None) -> None:
+        outcome = None if failure or reward is None else OutcomeMessage(reward=reward)
+        request = ResultRequest(**self.who, lease_id=lease_id, outcome=outcome, failure=failure)
+        await self.caller.post("/work/result", request, Accepted, timeout_s=None)
+
+
+def play(story: Any, **settings: Any) -> None:
+    """Run `story(gateway, tasks, worker)`."""
+
+    async def body() -> None:
+        async with open_gateway(**settings) as gateway:
+            worker = Asking(gateway)
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    await story(gateway, tasks, worker)
+            finally:
+                await worker.caller.aclose()
+
+    asyncio.run(body())
+
+
+async def failure_of(running: Coroutine[Any, Any, Outcome]) -> RolloutFailure:
+    with pytest.raises(RolloutFailure) as caught:
+        await running
+    return caught.value
+
+
+def test_a_worker_that_waits_gets_the_work_as_soon_as_there_is_any_and_its_result_ends_the_run() -> None:
+    async def story(gateway: TestGateway, tasks: asyncio.TaskGroup, worker: Asking) -> None:
+        started: list[bool] = []
+        polling = tasks.create_task(worker.lease())
+        await settled(lambda: gateway.leases.stats().workers == 1)
+        assert not started
+        info = {"deep": [1, {"x": None}], "nan": math.nan}
+        running = tasks.create_task(gateway.run(7, info=info, answer=[1, 2], timeout_s=9.0, started=lambda: started.append(True)))
+        answer = await polling
+        assert started == [True]
+        (item,) = answer.items
+        assert (item.rollout_id, item.prompt_id, item.key, item.seed, item.timeout_s) == ("g7/r0", "p7", "key-7", 1000, 9.0)
+        assert (item.answer, item.info["deep"]) == ([1, 2], [1, {"x": None}])
+        assert math.isnan(item.info["nan"]), "a number that is none is not turned into null"
+        assert (answer.model, answer.lease_timeout_s) == ("policy", 60.0)
+        assert (gateway.leases.stats().queued, gateway.leases.stats().leased, gateway.leases.stats().slots) == (0, 1, 4)
+        await worker.result(item.lease_id, reward=0.5)
+        assert await running == Outcome(0.5)
+        with pytest.raises(CallRefused, match="its result was accepted before") as refused:
+            await worker.result(item.lease_id)
+        assert refused.value.status == 410
+
+    play(story)
+
+
+def test_without_the_worker_key_nothing_is_given_and_a_session_key_is_not_one() -> None:
+    async def story(gateway: TestGateway, tasks: asyncio.TaskGroup, worker: Asking) -> None:
+        running = tasks.create_task(gateway.run(0))
+        for key in ("", "wrong", "key-0"):
+            async with aiohttp.ClientSession() as client:
+                for path in ("lease", "alive", "result"):
+                    async with client.post(f"{gateway.url}/work/{path}", headers={"Authorization": f"Bearer {key}"}, json={}) as response:
+                        assert response.status == 401
+        running.cancel()
+
+    play(story)
+
+
+def test_a_key_that_is_no_text_is_a_wrong_one() -> None:
+    async def story(gateway: TestGateway, tasks: asyncio.TaskGroup, worker: Asking) -> None:
+        host, _, port = gateway.url.removeprefix("http://").partition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"POST /work/lease HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer \xff\r\nContent-Length: 2\r\n\r\n{}")
+        assert b" 401 " in await reader.readline()
+        writer.close()
+        await writer.wait_closed()
+
+    play(story)
+
+
+def test_a_message_of_another_shape_is_refused_with_the_field() -> None:
+    async def story(gateway: TestGateway, tasks: asyncio.TaskGroup, worker: Asking) -> None:
+        for body, said in ((b"{", "JSON"), (b'{"worker": "w", "instance": "1", "holding": [], "more": 1}', "more")):
+            with pytest.raises(CallRefused, match=said) as refused:
+                await worker.caller.post("/work/alive", body, AliveAnswer, timeout_s=None)
+            assert refused.value.status == 422
+
+    play(story)
+
+
+def test_a_run_that_is_cancelled_is_told_to_its_worker_whose_result_is_refused() -> None:
+    async def story(gateway: TestGateway, tasks: asyncio.TaskGroup, worker: Asking) -> None:
+        running = tasks.create_task(gateway.run(0))
+        lease_id = (await worker.lease()).items[0].lease_id
+        assert await worker.alive(lease_id) == {}
+        running.cancel()
+        await settled(running.done)
+        assert "rollout.timeout_s" in (await worker.alive(lease_id))[lease_id]
+        with pytest.raises(CallRefused, match="taken back"):
+            await worker.result(lease_id)
+        assert "this run has not given it out" in (await worker.alive("of-another-run-3"))["of-another-run-3"]
+
+    play(story)
+
+
+def test_a_worker_that_leaves_or_whose_process_ends_loses_its_leases_at_once() -> None:
+    async def story(gateway: TestGateway, tasks: asyncio.TaskGroup, worker: Asking) -> None:
+        first = tasks.create_task(failure_of(gateway.run(0)))
+        lease_id = (await worker.lease()).items[0].lease_id
+        await worker.alive(lease_id, is_leaving=True)
+        assert "worker w was ended" in str(await first)
+        second = tasks.create_task(failure_of(gateway.run(1)))
+        await worker.lease()
+        gateway.leases.worker_gone_nowait("w", "exited with code 1")
+        assert "worker w is gone: exited with code 1" in str(await second)
+
+    play(story)
+
+
+def test_work_that_was_lost_on_its_way_is_given_out_again_and_started_again() -> None:
+    async def story(gateway: TestGateway, tasks: asyncio.TaskGroup, worker: Asking) -> None:
+        started: list[int] = []
+        running = tasks.create_task(gateway.run(0, started=lambda: started.append(0)))
+        lost = (await worker.lease()).items[0].lease_id
+        again = (await worker.lease(holding=())).items[0].lease_id
+        assert (again, started) == (lost, [0, 0])
+        assert not (await worker.lease(holding=(again,), wait_s=0.0)).items
+        worker.number = 1  # an old request, that comes late
+        assert not (await worker.lease(holding=(), wait_s=0.0)).items
+        await worker.result(again)
+        assert await running == Outcome(1.0)
+
+    play(story)
+
+
+def test_a_poll_of_a_client_that_went_away_takes_no_work() -> None:
+    async def story(gateway: TestGateway, tasks: asyncio.TaskGroup, worker: Asking) -> None:
+        polling = tasks.create_task(worker.lease())
+        await settled(lambda: gateway.leases.stats().workers == 1)
+        polling.cancel()
+        await worker.caller.aclose()
+        other = Asking(gateway, "other")
+        await settled(lambda: polling.done())
+        running = tasks.create_task(gateway.run(0))
+        lease_id = (await other.lease()).items[0].lease_id
+        await other.result(lease_id)
+        assert await running == Outcome(1.0)
+        await other.caller.aclose()
+
+    play(story)
+
+
+def test_a_failure_is_raised_with_its_rule_and_its_way_out() -> None:
+    async def story(gateway: TestGateway, tasks: asyncio.TaskGroup, worker: Asking) -> None:
+        running = tasks.create_task(failure_of(gateway.run(0)))
+        lease_id = (await worker.lease()).items[0].lease_id
+        await worker.result(lease_id, failure=FailureMessage(error="it broke", rule="it must not", way_out="mend it."))
+        assert str(await running) == "it broke; it must not.\n  Way out: mend it."
+
+    play(story)
+
+
+def test_a_prompt_that_is_no_json_fails_its_rollout() -> None:
+    async def story(gateway: TestGateway, tasks: asyncio.TaskGroup, worker: Asking) -> None:
+        loop: list[Any] = []
+        loop.append(loop)
+        for answer in (object(), loop, "\ud800"):
+            assert "prompt p0 cannot be sent to a worker" in str(await failure_of(gateway.run(0, answer=answer)))
+        assert gateway.leases.stats().queued == 0
+
+    play(story)
+
+
+async def post_outcome(gateway: TestGateway, path: str, body: Any, key: str = "") -> tuple[int, Any]:
+    async with aiohttp.ClientSession() as client:
+        async with client.post(gateway.url + path, data=json.dumps(body), headers={"Authorization": f"Bearer {key}"}) as response:
+            return response.status, await response.json()
+
+
+def test_a_harness_posts_its_outcome_with_its_session_key_and_the_last_one_counts() -> None:
+    async def story(gateway: TestGateway, tasks: asyncio.TaskGroup, worker: Asking) -> None:
+        running = tasks.create_task(gateway.run(3))
+        lease_id = (await worker.lease()).items[0].lease_id
+        assert await post_outcome(gateway, "/v1/outcome", {"reward": 0.25}, "key-3") == (200, {})
+        assert (await post_outcome(gateway, "/s/key-3/v1/outcome", {"reward": 0.5, "metrics": {"turns": 3}}))[0] == 200
+        for body in (
+            {"reward": math.nan},
+            {"rewrd": 1},
+            1,
+            {"turn_rewards": {"a": 1}, "branch_rewards": {"a": 1}},
+            {"metrics": {"x" * 2**18: 1}},
+        ):
+            status, answer = await post_outcome(gateway, "/v1/outcome", body, "key-3")
+            assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
+        status, answer = await post_outcome(gateway, "/v1/outcome", {"reward": 1}, "worker-key")
+        assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
+        await worker.result(lease_id, reward=None)
+        assert await running == Outcome(0.5, {"turns": 3.0})
+        status, answer = await post_outcome(gateway, "/v1/outcome", {"reward": 1}, "key-3")
+        assert (status, answer["error"]["code"]) == (410, "session_ended")
+
+    play(story)
+
+
+def test_polls_end_when_the_queue_is_closed_and_time_without_a_worker_is_told() -> None:
+    async def story(gateway: TestGateway, tasks: asyncio.TaskGroup, worker: Asking) -> None:
+        stats = gateway.leases.stats()
+        assert (stats.workers, stats.slots) == (0, 0)
+        assert stats.unseen_s >= 0.0
+        polling = tasks.create_task(worker.lease())
+        await settled(lambda: gateway.leases.stats().workers == 1)
+        await gateway.leases.aclose()
+        assert (await polling).items == []
+        with pytest.raises(CallRefused, match="the run ends") as refused:  # not an empty answer: it would ask again at once
+            await worker.lease()
+        assert refused.value.status == 503
+        assert "0 queued" in repr(gateway.leases)
+
+    play(story)
+
+
+def test_two_processes_of_one_name_are_two_workers() -> None:
+    async def story(gateway: TestGateway, tasks: asyncio.TaskGroup, worker: Asking) -> None:
+        twin = Asking(gateway, "w", instance="2")
+        running = tasks.create_task(gateway.run(0))
+        lease_id = (await worker.lease()).items[0].lease_id
+        assert "given to another worker" in (await twin.alive(lease_id))[lease_id]
+        with pytest.raises(CallRefused, match="given to another worker"):
+            await twin.result(lease_id)
+        await worker.result(lease_id)
+        assert await running == Outcome(1.0)
+        await twin.caller.aclose()
+
+    play(story)
+
+
+def test_a_caller_without_a_name_is_refused() -> None:
+    async def story(gateway: TestGateway, tasks: asyncio.TaskGroup, worker: Asking) -> None:
+        caller = Caller("x", gateway.url, "worker-key")
+        with pytest.raises(CallRefused, match="worker"):
+            await caller.post("/work/alive", b'{"worker": "", "instance": "1", "holding": []}', AliveAnswer, timeout_s=None)
+        await caller.aclose()
+
+    play(story)

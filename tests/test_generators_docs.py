@@ -1,0 +1,129 @@
+"""What docs/generators.md and docs/gateway.md show is what runs."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import re
+import shlex
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from asyncrl.cli import app
+from asyncrl.config import GatewayConfig, RunConfig
+from asyncrl.gateway import shapes
+from asyncrl.gateway.errors import ApiError
+from asyncrl.gateway.shapes import CallRules, ShapeReader
+from asyncrl.harness import Outcome, Session, Task
+from asyncrl.observe import step_metrics
+from asyncrl.running import reporting
+from asyncrl.worker_wire import MAX_WAIT_S
+
+ROOT = Path(__file__).parents[1]
+PAGES = {name: (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in ("generators", "gateway")}
+BASE: dict[str, Any] = {"model": {"path": "x"}, "task": {"files": ["x.jsonl"], "reward": "math"}}
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return [text for kind, text in re.findall(r"```(\w*)\n(.*?)```", PAGES[page], flags=re.DOTALL) if kind == language]
+
+
+@pytest.mark.parametrize(("page", "text"), [(page, text) for page in PAGES for text in blocks(page, "yaml")])
+def test_every_config_on_the_pages_is_a_config(page: str, text: str) -> None:
+    RunConfig.model_validate({**BASE, **yaml.safe_load(text)})
+
+
+def test_the_settings_of_the_gateways_page_are_the_defaults() -> None:
+    shown = {key: None if value == "none" else value for key, value in yaml.safe_load(blocks("gateway", "yaml")[0])["gateway"].items()}
+    assert shown == GatewayConfig().model_dump()
+
+
+@pytest.mark.parametrize("text", blocks("generators", "python"))
+def test_the_pages_python_runs(text: str) -> None:
+    exec(compile(text, "docs/generators.md", "exec"), {"__name__": "page"})
+
+
+def test_the_agent_on_the_page_asks_again_until_it_is_right() -> None:
+    page: dict[str, Any] = {}
+    exec(blocks("generators", "python")[0], page)
+    answers = iter(["41", "it is 42"])
+
+    async def create(**body: Any) -> Any:
+        return SimpleNamespace(choices=[SimpleNamespace(message=SimpleNamespace(content=next(answers)))])
+
+    session = SimpleNamespace(model="policy", client=SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create))))
+    task = Task("p", ({"role": "user", "content": "6*7?"},), 42)
+    assert asyncio.run(page["run"](task, session)) == Outcome(1.0, {"turns": 2})
+    assert {"base_url", "api_key", "model", "client"} <= {*dir(Session), *inspect.signature(Session).parameters}
+
+
+def test_the_commands_of_the_page_are_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[dict[str, Any]] = []
+    monkeypatch.setattr("asyncrl.harness.cli_work.run_worker", lambda url, **options: started.append({"url": url, **options}))
+    lines = [line for text in blocks("generators", "") for line in text.splitlines()]
+    for line in lines:
+        assert line.startswith("ASYNCRL_WORKER_KEY=... asyncrl work ")
+        result = CliRunner().invoke(app, shlex.split(line)[2:])
+        assert result.exit_code == 0, result.output
+    assert [bool(each["python"]) for each in started] == [True, False]
+    for path in re.findall(r"\]\((\.\./[^)#]+|[a-z]+\.md)", PAGES["generators"]):
+        assert (ROOT / "docs" / path).exists(), path
+    for config in re.findall(r"`asyncrl run (\S+)`", PAGES["generators"]):
+        assert (ROOT / config).exists(), config
+
+
+def test_the_metrics_of_the_page_are_metrics() -> None:
+    source = inspect.getsource(reporting) + inspect.getsource(step_metrics)
+    for name in re.findall(r"`((?:gateway|harness|rollout|sample)/\w+)`", PAGES["generators"]):
+        assert name in source, name
+
+
+def table(first: str) -> list[list[str]]:
+    """Rows of the table on the gateway's page whose first cell begins so."""
+    lines = PAGES["gateway"].splitlines()
+    start = next(index for index, line in enumerate(lines) if line.startswith(f"| {first}")) + 2
+    end = next(index for index in range(start, len(lines)) if not lines[index].startswith("|"))
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[start:end]]
+
+
+def names(cell: str) -> set[str]:
+    return set(re.findall(r"`(\w+)`", cell))
+
+
+def read(more: dict[str, Any], kind: str = "chat") -> None:
+    reader = ShapeReader(CallRules("m", 1.0, 1.0, 8, 64, 72, 100, 4))
+    body = {"messages": [{"role": "user", "content": "a"}]} if kind == "chat" else {"prompt": "a"}
+    getattr(reader, kind)(json.dumps(body | more).encode())
+
+
+def test_the_page_names_every_parameter_and_says_what_becomes_of_it() -> None:
+    accepted = set().union(*(names(row[0]) for row in table("parameter")))
+    assert accepted == shapes._CHAT | shapes._TEXT
+    ignored = names(table("ignored")[0][0])
+    assert ignored == shapes._HARMLESS
+    for name in ignored:
+        read({name: "x"})
+    refused = set().union(*(names(row[0]) for row in table("refused")))
+    assert refused == set(shapes._NEUTRAL) | set(shapes._REFUSED)
+    for name in refused:
+        with pytest.raises(ApiError) as caught:
+            read({name: [{"x": 1}]})
+        assert (caught.value.status, caught.value.param) == (400, name)
+
+
+def test_the_page_names_every_error_code() -> None:
+    source = "".join((ROOT / "asyncrl" / "gateway" / f"{name}.py").read_text() for name in ("errors", "calls", "app", "shapes"))
+    codes = set(re.findall(r'code="(\w+)"', source)) | set(re.findall(r'\d: "(\w+)"', source))
+    assert codes == set().union(*(names(row[1]) for row in table("status")))
+
+
+def test_the_bounds_on_the_page_are_those_of_the_code() -> None:
+    assert f"up to {shapes.MAX_STOPS} texts" in PAGES["gateway"]
+    assert f"up to {shapes.MAX_CHOICES} answers" in PAGES["gateway"]
+    assert f"polls of {MAX_WAIT_S:.0f} s" in PAGES["gateway"]

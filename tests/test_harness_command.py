@@ -1,0 +1,251 @@
+"""Commands as harnesses, with real processes: what they are given, what they say, and that nothing of them is left."""
+
+from __future__ import annotations
+
+import asyncio
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from harness_gateway import open_gateway, settled
+
+from asyncrl.errors import ConfigError, RolloutFailure
+from asyncrl.harness import Outcome, Session, Task
+from asyncrl.harness.command import CommandHarness, last_line_outcome
+from asyncrl.harness.families import MARK_ENV, find_family
+
+TASK = Task("p0", ({"role": "user", "content": "What is 6 * 7?"},), answer=42, info={"kind": "times"}, seed=5, sample_index=1, attempt=2)
+SESSION = Session("http://127.0.0.1:9/v1", "secret-key", "policy")
+
+
+@pytest.fixture(autouse=True)
+def own_temp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where the folders of commands are made; empty again at the end."""
+    folder = tmp_path / "temp"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    yield folder
+    assert list(folder.iterdir()) == [], "the folders of commands are removed"
+
+
+def shell(script: str, *, max_output_bytes: int = 2**16, **env: str) -> CommandHarness:
+    return CommandHarness(["/bin/bash", "-c", script], env, max_output_bytes)
+
+
+def run(script: str, session: Session = SESSION, **settings: int) -> Outcome:
+    harness = shell(script, **settings)  # type: ignore[arg-type]
+    try:
+        return asyncio.run(harness.run(TASK, session))
+    finally:
+        assert find_family(harness.token) == [], "no process of a command is left"
+
+
+@pytest.mark.parametrize(
+    ("text", "outcome"),
+    [
+        ("", Outcome()),
+        ("42 apples\n", Outcome()),
+        ("thinking\n0.5\n\n  \n", Outcome(0.5)),
+        ("1e-3", Outcome(0.001)),
+        ('{"reward": 1, "metrics": {"turns": 3}}', Outcome(1.0, {"turns": 3.0})),
+        ('{"turn_rewards": {"chatcmpl-0": 1}}\n', Outcome(turn_rewards={"chatcmpl-0": 1.0})),
+        ('0.5\n"done"', Outcome()),
+    ],
+)
+def test_the_last_line_is_a_number_a_json_object_or_nothing(text: str, outcome: Outcome) -> None:
+    assert last_line_outcome(text) == outcome
+
+
+@pytest.mark.parametrize("text", ["nan", "-inf", "{'reward': 1}", '{"rewrd": 1}', '{"reward": NaN}', '{"reward": "1x"}', "{"])
+def test_a_last_line_that_is_no_outcome_is_a_failure(text: str) -> None:
+    with pytest.raises(RolloutFailure, match="last line is no outcome"):
+        last_line_outcome(text)
+
+
+@pytest.mark.slow
+def test_a_shell_script_with_curl_finds_its_task_calls_the_model_and_posts_its_outcome() -> None:
+    script = """
+        set -e
+        task=$(cat)
+        messages=$(jq -c .messages <<<"$task")
+        answer=$(curl -sf "$OPENAI_BASE_URL/chat/completions" -H "Authorization: Bearer $OPENAI_API_KEY" \\
+            -d "{\\"model\\": \\"$OPENAI_MODEL\\", \\"messages\\": $messages}" | jq -r .choices[0].message.content)
+        test "$answer" = "answer 1"
+        curl -sf "$ASYNCRL_OUTCOME_URL" -H "Authorization: Bearer $OPENAI_API_KEY" -d '{"reward": 0.5}' >&2
+        jq -c '{reward: .answer, metrics: {seed, sample_index, attempt}}' <<<"$task"
+    """
+
+    async def story() -> None:
+        async with open_gateway() as gateway:
+            running = asyncio.ensure_future(gateway.run(0))
+            await settled(lambda: gateway.leases.stats().queued == 1)
+            outcome = await shell(script).run(TASK, Session(f"{gateway.url}/v1", "key-0", "policy"))
+            assert outcome == Outcome(42.0, {"seed": 5.0, "sample_index": 1.0, "attempt": 2.0})
+            assert gateway.calls == [("key-0", {"model": "policy", "messages": list(TASK.messages)})]
+            running.cancel()
+
+    asyncio.run(story())
+
+
+@pytest.mark.slow
+def test_the_environment_is_scrubbed_and_the_folder_is_its_own(monkeypatch: pytest.MonkeyPatch, own_temp: Path) -> None:
+    monkeypatch.setenv("ASYNCRL_SECRET", "of the run")
+    report = own_temp.parent / "report"
+    harness = shell(f"env > {report}; pwd >> {report}; ls -A >> {report}; touch here $TMPDIR/there; mkdir -m 500 shut", CORPUS="/data")
+    assert asyncio.run(harness.run(TASK, SESSION)) == Outcome()
+    said = report.read_text()
+    names = {line.split("=")[0] for line in said.splitlines() if "=" in line}
+    ours = {"OPENAI_BASE_URL", "OPENAI_API_KEY", "OPENAI_MODEL", "ASYNCRL_OUTCOME_URL", MARK_ENV, "CORPUS"}
+    shells = {"PWD", "SHLVL", "_", "OLDPWD"}
+    assert names - shells <= ours | {"PATH", "HOME", "LANG", "TMPDIR"}
+    assert ours <= names
+    folder = said.splitlines()[-1]
+    assert folder.startswith(str(own_temp)), "nothing is in the folder when it starts"
+
+
+@pytest.mark.slow
+def test_a_command_that_never_reads_its_task_and_one_without_output_end_well() -> None:
+    assert run("exec <&-; true") == Outcome()
+
+
+@pytest.mark.slow
+def test_an_exit_code_or_a_signal_is_a_failure_with_the_end_of_standard_error() -> None:
+    with pytest.raises(RolloutFailure, match=r"exited with code 3; the end of its standard error: .*last words"):
+        run("head -c 5000 /dev/zero | tr '\\0' x >&2; echo last words >&2; echo 1.0; exit 3")
+    with pytest.raises(RolloutFailure, match="was killed by SIGSEGV; the end of its standard error: \\(empty\\)"):
+        run("kill -SEGV $$")
+
+
+@pytest.mark.slow
+def test_a_command_that_floods_its_output_is_ended() -> None:
+    for stream, name in (("", "standard output"), (">&2", "standard error")):
+        with pytest.raises(RolloutFailure, match=f"printed more than 65536 bytes to {name}"):
+            run(f"trap '' TERM; while :; do echo 0123456789012345678901234567890123456789; done {stream}")
+
+
+@pytest.mark.slow
+def test_what_forks_and_exits_leaves_nothing_and_holds_nobody_up() -> None:
+    """The child holds standard output open; the grandchild has taken a session of its own, and a third ignores SIGTERM."""
+    script = """
+        sleep 3600 &
+        setsid --fork bash -c 'sleep 3600; :' </dev/null
+        (trap '' TERM; touch $TMPDIR/deaf; while :; do sleep 1; done) &
+        until [ -e $TMPDIR/deaf ]; do :; done
+        echo 0.5
+    """
+    assert run(script) == Outcome(0.5)
+
+
+@pytest.mark.slow
+def test_cancelling_ends_the_whole_family_also_one_that_ignores_sigterm(own_temp: Path) -> None:
+    began = own_temp.parent / "began"
+    script = f"trap '' TERM; setsid bash -c 'trap \"\" TERM; sleep 3600; :' & sleep 3600 & touch {began}; while :; do sleep 1; done"
+
+    async def story() -> None:
+        harness = shell(script)
+        running = asyncio.ensure_future(harness.run(TASK, SESSION))
+        await settled(lambda: began.exists() and len(find_family(harness.token)) >= 4)
+        family = [psutil.Process(pid) for pid in find_family(harness.token)]
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await running
+        alive = [process for process in family if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+        assert alive == []
+
+    asyncio.run(story())
+
+
+@pytest.mark.slow
+def test_a_second_cancel_kills_at_once(own_temp: Path) -> None:
+    began = own_temp.parent / "began"
+
+    async def story() -> None:
+        harness = shell(f"trap '' TERM; touch {began}; while :; do sleep 1; done")
+        running = asyncio.ensure_future(harness.run(TASK, SESSION))
+        await settled(began.exists)
+        running.cancel()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        await settled(lambda: not find_family(harness.token))
+
+    asyncio.run(story())
+
+
+@pytest.mark.slow
+def test_a_command_gets_sigterm_and_may_tidy_up(own_temp: Path) -> None:
+    began, tidied = own_temp.parent / "began", own_temp.parent / "tidied"
+
+    async def story() -> None:
+        harness = shell(f"trap 'touch {tidied}; exit 0' TERM; touch {began}; while :; do sleep 0.05; done")
+        running = asyncio.ensure_future(harness.run(TASK, SESSION))
+        await settled(began.exists)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert tidied.exists()
+
+    asyncio.run(story())
+
+
+@pytest.mark.slow
+def test_no_file_descriptor_and_no_zombie_is_left_after_many_commands() -> None:
+    """In a process of its own: it becomes the parent of what its commands leave behind."""
+    script = """if True:
+        import asyncio, os
+        from asyncrl.harness import Session, Task
+        from asyncrl.harness.command import CommandHarness
+        import psutil
+
+        async def story():
+            command = ["/bin/bash", "-c", "setsid --fork true; (sleep 0.01 &) ; sleep 100 & exit $((RANDOM % 2))"]
+            harness = CommandHarness(command, {}, 2**16, is_worker=True)
+            async def one():
+                try:
+                    await harness.run(Task("p", ()), Session("http://127.0.0.1:9/v1", "k", "m"))
+                except Exception as error:
+                    assert "exited with code 1" in str(error), error
+            await one()
+            before = len(os.listdir("/proc/self/fd"))
+            await asyncio.gather(*(one() for _ in range(12)))
+            await one()
+            alive = [child.status() for child in psutil.Process().children(recursive=True) if child.pid != harness._keeper.pid]
+            print(before == len(os.listdir("/proc/self/fd")), alive)
+        asyncio.run(story())
+    """
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
+    assert (done.stdout, done.stderr) == ("True []\n", "")
+
+
+@pytest.mark.slow
+def test_a_command_that_cannot_be_started_fails_its_rollout(tmp_path: Path) -> None:
+    program = tmp_path / "program"
+    program.write_bytes(b"\x7fELF nonsense")
+    program.chmod(0o755)
+    with pytest.raises(RolloutFailure, match="cannot be started: .*Exec format error"):
+        asyncio.run(CommandHarness([str(program)], {}, 2**16).run(TASK, SESSION))
+
+
+def test_a_program_that_is_not_there_and_a_taken_variable_are_refused_before_any_rollout() -> None:
+    with pytest.raises(ConfigError, match="there is no program no-such-program"):
+        CommandHarness(["no-such-program"], {}, 2**16)
+    with pytest.raises(ConfigError, match="generator.env sets OPENAI_API_KEY, TMPDIR"):
+        CommandHarness(["/bin/true"], {"TMPDIR": "/x", "OPENAI_API_KEY": "y"}, 2**16)
+
+
+@pytest.mark.slow
+def test_files_of_the_working_directory_are_found_from_the_folder_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "agent.sh").write_text("#!/bin/sh\necho 0.25\n")
+    (tmp_path / "agent.sh").chmod(stat.S_IRWXU)
+    monkeypatch.chdir(tmp_path)
+    harnesses = [CommandHarness(command, {}, 2**16) for command in (["bash", "agent.sh"], ["./agent.sh"], ["agent.sh"])]
+    monkeypatch.chdir("/")
+    for harness in harnesses:
+        assert asyncio.run(harness.run(TASK, SESSION)) == Outcome(0.25)

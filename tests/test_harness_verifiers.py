@@ -1,0 +1,321 @@
+"""Environments of the real verifiers package, run against a real gateway over a scripted engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import re
+import signal
+import stat
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import guessing_env_for_test
+import pytest
+from gateway_cases import ScriptedEngine, World, gateway_world
+
+from asyncrl.config import load_config
+from asyncrl.errors import ConfigError, RewardFailure, RolloutFailure
+from asyncrl.gateway.sessions import GatewaySession
+from asyncrl.harness import Outcome, Session, Task
+from asyncrl.harness.build import HarnessSpec, build_harness
+from asyncrl.harness.verifiers import VerifiersHarness, load_taskset
+from asyncrl.tasks.verifiers_env import VerifiersTask
+from asyncrl.types import Rollout, SamplingRequest
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "verifiers_env"
+LOCAL = {"agent": {"runtime": {"type": "subprocess"}}}
+
+
+@pytest.fixture(autouse=True)
+def in_the_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(EXAMPLE)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    guessing_env_for_test.started.clear()
+
+
+def harness_of(name: str, args: Mapping[str, Any]) -> VerifiersHarness:
+    harness = build_harness(HarnessSpec(verifiers=name, args=dict(args)))
+    assert isinstance(harness, VerifiersHarness)
+    return harness
+
+
+def task_of(name: str, args: Mapping[str, Any], index: int) -> Task:
+    """As it comes out of the task, through JSON."""
+    item = VerifiersTask(load_taskset(name, args), size=10).prompt(index)
+    return Task(f"0/{index}", tuple(item.content), info=json.loads(json.dumps(item.info)))  # type: ignore[arg-type]
+
+
+def session_of(world: World, session: GatewaySession) -> Session:
+    return Session(f"{world.url}/v1", session.key, "policy")
+
+
+def play(
+    name: str, index: int, answer: Callable[[str], str], args: Mapping[str, Any] = LOCAL, **gateway: Any
+) -> tuple[Outcome, Rollout, list[str]]:
+    """The outcome of one task, what was recorded, and the prompts as the engine saw them. `answer` is given such a prompt."""
+
+    async def story() -> tuple[Outcome, Rollout, list[str]]:
+        engine = ScriptedEngine(lambda request: answer(text_of(request)))
+        async with gateway_world(engine, **gateway) as world:
+            harness = harness_of(name, args)
+            outcome = await harness.run(task_of(name, args, index), session_of(world, world.session))
+            assert repr(harness) == f"<VerifiersHarness {name}, 0 running>"
+            return outcome, world.session.rollout(0, outcome, outcome.reward or 0.0), [text_of(each) for each in engine.requests]
+
+    return asyncio.run(story())
+
+
+def text_of(request: SamplingRequest) -> str:
+    return ScriptedEngine().tokenizer.decode(request.prompt_ids, skip_special_tokens=False)
+
+
+def last_turn(prompt: str) -> tuple[str, str]:
+    """Role and text of what the model answers to."""
+    role, _, text = prompt.split("<|start|>")[-2].partition("\n")
+    return role, text.removesuffix("<|end|>")
+
+
+def tool_call(name: str, **arguments: Any) -> str:
+    return f"Let me see. <tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def use_the_calculator(prompt: str) -> str:
+    role, text = last_turn(prompt)
+    return f"It is {text}" if role == "tool" else tool_call("calculate", expression=text.removeprefix("What is ").removesuffix("?"))
+
+
+def guess_upwards(prompt: str) -> str:
+    return str(prompt.count("<|start|>assistant") - 1)
+
+
+def test_an_environment_with_tools_is_run_as_it_is_and_every_turn_is_recorded() -> None:
+    outcome, rollout, prompts = play("calculator_env", 0, use_the_calculator)
+    assert outcome == Outcome(pytest.approx(1.1), {"reward/correct": 1.0, "reward/asked": 1.0, "num_calls": 1.0})  # type: ignore[arg-type]
+    assert len(prompts) == 2
+    assert "['calculate']" in prompts[0]
+    assert "Use the calculator. End with the number alone." in prompts[0]
+    (branch,) = rollout
+    sampled = ScriptedEngine().tokenizer.decode([int(token) for token in branch.token_ids[branch.loss_mask]])
+    assert sampled.startswith("Let me see. <tool_call>")
+    assert re.search(r"It is -?\d+$", sampled)
+
+
+def test_a_wrong_answer_is_a_reward_and_no_failure() -> None:
+    outcome, _, prompts = play("calculator_env", 1, lambda _: "about 7")
+    assert outcome == Outcome(0.0, {"reward/correct": 0.0, "reward/asked": 0.0, "num_calls": 0.0})
+    assert len(prompts) == 1
+
+
+def test_an_environment_that_answers_the_model_turn_by_turn_is_one_conversation() -> None:
+    outcome, rollout, prompts = play("guessing_env_for_test", 3, guess_upwards, {})
+    assert outcome == Outcome(1.0, {"reward/found": 1.0, "guesses": 4.0})
+    assert [last_turn(prompt)[1] for prompt in prompts] == ["Which number from 0 to 9?", "higher", "higher", "higher"]
+    assert len(rollout) == 1
+    assert rollout[0].num_sampled == 8  # four digits and four ends of turn
+
+
+def test_rollouts_at_once_share_the_servers_of_their_environment_which_end_with_the_last_of_them() -> None:
+    async def story() -> None:
+        async with gateway_world(ScriptedEngine(lambda request: guess_upwards(text_of(request)))) as world:
+            harness = harness_of("guessing_env_for_test", {})
+            sessions = [world.open(f"g0/r{index}") for index in range(6)]
+            tasks = [task_of("guessing_env_for_test", {}, index) for index in range(6)]
+            outcomes = await asyncio.gather(
+                *(harness.run(task, session_of(world, each)) for task, each in zip(tasks, sessions, strict=True))
+            )
+            assert [outcome.reward for outcome in outcomes] == [1.0] * 6
+            assert [session.rollout(0, Outcome(), 0.0)[0].num_sampled for session in sessions] == [2 * n for n in range(1, 7)]
+            assert guessing_env_for_test.started == ["start", "stop"]
+            await harness.run(tasks[0], session_of(world, world.session))
+            assert guessing_env_for_test.started == ["start", "stop"] * 2
+
+    asyncio.run(story())
+
+
+def test_a_cancelled_rollout_leaves_nothing_behind() -> None:
+    async def story() -> None:
+        from verifiers.v1.runtimes.base import _LIVE
+
+        engine = ScriptedEngine(gate=asyncio.Event())
+        async with gateway_world(engine) as world:
+            harness = harness_of("guessing_env_for_test", {})
+            task = task_of("guessing_env_for_test", {}, 3)
+            running = asyncio.create_task(harness.run(task, session_of(world, world.session)))
+            await engine.started.wait()
+            assert repr(harness) == "<VerifiersHarness guessing_env_for_test, 1 running>"
+            running.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await running
+            assert repr(harness) == "<VerifiersHarness guessing_env_for_test, 0 running>"
+            assert guessing_env_for_test.started == ["start", "stop"]
+            assert all(runtime.stopped for runtime in _LIVE)
+            assert asyncio.all_tasks() - {asyncio.current_task()} <= gateway_tasks()
+
+    def gateway_tasks() -> set[asyncio.Task[Any]]:
+        return {task for task in asyncio.all_tasks() if "RequestHandler" in repr(task) or "web_protocol" in repr(task)}
+
+    asyncio.run(story())
+
+
+def test_what_still_lives_is_ended_at_once_when_the_worker_must_go() -> None:
+    async def story() -> None:
+        import verifiers.v1 as vf
+        from verifiers.v1.runtimes import make_runtime
+
+        runtime = make_runtime(vf.SubprocessConfig())
+        await runtime.start()
+        await runtime.run_background(["sleep", "3600"], {}, "log")
+        (process,) = runtime._background
+        harness_of("calculator_env", LOCAL).kill_all_nowait()
+        assert await process.wait() == -signal.SIGTERM
+        assert not runtime.workdir.exists()
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize(
+    ("index", "said"),
+    [
+        (7, "EnvError: GuessingEnv.run(): RuntimeError: seven is out of order"),
+        (8, "ZeroDivisionError: no reward for 8"),
+    ],
+)
+def test_what_fails_in_an_environment_is_a_failed_rollout(index: int, said: str) -> None:
+    with pytest.raises(RolloutFailure) as failure:
+        play("guessing_env_for_test", index, guess_upwards, {})
+    assert said in str(failure.value)
+    assert guessing_env_for_test.started == ["start", "stop"]
+
+
+def test_a_call_that_the_gateway_refuses_is_a_failed_rollout_that_does_not_show_the_key() -> None:
+    with pytest.raises(RolloutFailure, match=r"ProviderError: upstream 400: .*context_length_exceeded") as failure:
+        play("calculator_env", 0, use_the_calculator, max_prompt_tokens=8)
+    assert "/s/" not in str(failure.value)
+
+
+def test_a_program_that_speaks_another_api_is_named_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def speak_responses(self: Any, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, *_: Any) -> Any:
+        from openai import AsyncOpenAI
+
+        async with AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0) as client:
+            await client.responses.create(model=ctx.model, input="hi")
+
+    import calculator_env
+
+    monkeypatch.setattr(calculator_env.CalculatorHarness, "launch", speak_responses)
+    with pytest.raises(RolloutFailure, match="choose a program .* that calls /chat/completions; this one calls /responses"):
+        play("calculator_env", 0, use_the_calculator)
+
+
+def test_a_reward_that_ran_out_of_time_is_no_reward_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def wait_for_ever(self: Any, trace: Any) -> float:
+        await asyncio.Event().wait()
+        return 1.0
+
+    import calculator_env
+    import verifiers.v1 as vf
+
+    monkeypatch.setattr(calculator_env.CalculatorTask, "asked", vf.reward(weight=1.0)(wait_for_ever))
+    args = {"agent": LOCAL["agent"] | {"timeout": {"scoring": 0.01}}}
+    with pytest.raises(RewardFailure, match=r"did not come to its rewards .*wait_for_ever.*scoring_timeout"):
+        play("calculator_env", 0, use_the_calculator, args)
+
+
+def test_an_environment_without_rewards_leaves_them_to_the_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    import calculator_env
+
+    for name in ("correct", "asked"):
+        monkeypatch.delattr(calculator_env.CalculatorTask, name)
+    outcome, _, _ = play("calculator_env", 0, use_the_calculator)
+    assert outcome == Outcome(None, {"num_calls": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [({"twice": True}, "ran its agent agent 2 times"), ({"freeze": True}, "its agent agent is not to be trained")],
+)
+def test_an_episode_that_is_no_rollout_of_one_trained_agent_ends_the_worker(args: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        play("guessing_env_for_test", 2, guess_upwards, args)
+
+
+def test_a_task_of_another_source_ends_the_worker() -> None:
+    harness = harness_of("calculator_env", LOCAL)
+    with pytest.raises(ConfigError, match="set task.verifiers=true"):
+        asyncio.run(harness.run(Task("0/0", ({"role": "user", "content": "hi"},)), Session("http://127.0.0.1:9/v1", "key", "policy")))
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "said"),
+    [
+        ("no_such_env_here", {}, "No module named 'no_such_env_here'"),
+        ("calculator-env", {"taskset": {"num_taskss": 3}}, "generator.args.taskset.num_taskss: Extra inputs are not permitted (given: 3)"),
+        ("calculator_env", {"taskset": {"id": "gsm8k"}}, "generator.verifiers is its id"),
+        ("calculator_env", {"agents": {}}, "generator.args.agents: Extra"),
+        ("calculator_env", {"agent": {"model": "gpt-9"}}, "names model=gpt-9, and has no client of its own"),
+        ("calculator_env", {"agent": {"retries": {"max_retries": 2}}}, "generator.args has agent.retries"),
+        ("calculator_env", {"retries": {"rules": [{"max_retries": 1}]}}, "generator.args has retries"),
+        ("calculator_env", {"agent": {"client": {"type": "eval", "base_url": "http://h/v1"}}}, "0 of its agents (agent) have no client"),
+        ("guessing_env_for_test", {"judge": {"client": None}}, "2 of its agents (agent, judge) have no client of their own: agent, judge"),
+        ("harnesses_for_test", {}, "with a function load_environment, it does not load"),
+    ],
+)
+def test_what_can_never_be_trained_is_refused_before_any_rollout(name: str, args: dict[str, Any], said: str) -> None:
+    for load in (harness_of, load_taskset):
+        with pytest.raises(ConfigError) as error:
+            load(name, args)
+        assert said in str(error.value)
+        assert "Way out:" in str(error.value)
+
+
+def test_the_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "verifiers.v1", None)
+    with pytest.raises(ConfigError, match=r"pip install 'asyncrl\[verifiers\]'"):
+        harness_of("calculator_env", LOCAL)
+
+
+def test_a_rollout_logs_nothing_of_its_key(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        play("calculator_env", 0, use_the_calculator)
+    assert not [record for record in caplog.records if record.name.startswith(("verifiers", "httpx", "aiohttp"))]
+
+
+def test_the_shipped_config_runs_its_environment() -> None:
+    config = load_config(EXAMPLE / "calculator.yaml")
+    assert config.generator.verifiers is not None
+    outcome, _, _ = play(config.generator.verifiers, 5, use_the_calculator, config.generator.args)
+    assert outcome.reward == pytest.approx(1.1)
+
+
+@pytest.fixture
+def without_downloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A `uv` that answers with this very interpreter, which has all that the library's programs import."""
+    uv = tmp_path / "bin" / "uv"
+    uv.parent.mkdir()
+    uv.write_text(f'#!/bin/sh\ncase "$*" in *--help) echo --script;; "python find"*) echo {sys.executable};; esac\n')
+    uv.chmod(uv.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{uv.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("without_downloads")
+def test_the_librarys_own_program_and_tool_servers_run_over_the_gateway() -> None:
+    def answer(prompt: str) -> str:
+        role, text = last_turn(prompt)
+        if role == "tool":
+            return text
+        name = re.search(r"\['(\w+)'\]", prompt)
+        assert name is not None
+        return tool_call(name[1], word=text.split()[1])
+
+    args = {"agent": {"runtime": {"type": "subprocess"}, "harness": {"id": "null"}}}
+    outcome, rollout, prompts = play("tools_env_for_test", 1, answer, args)
+    assert outcome == Outcome(1.0, {"reward/correct": 1.0})
+    assert last_turn(prompts[1]) == ("tool", "desserts")
+    assert len(rollout) == 1

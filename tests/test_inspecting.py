@@ -1,0 +1,308 @@
+"""`asyncrl inspect` tells what became of every group, from the journal and the trainer's own record."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from job_runs import environment, read_lines, run, write_config
+from journal_cases import admit, make_batch, make_partial, make_prompt, make_rollout, make_trajectory, open_journal, tell_ready
+
+from asyncrl.config import RunConfig, run_config_yaml
+from asyncrl.errors import ConfigError
+from asyncrl.journal.journal import Journal
+from asyncrl.running.conversation import Decoder, pieces
+from asyncrl.running.inspecting import render_inspect
+from asyncrl.trainer.client import pack_groups
+from asyncrl.trainer.record import append_line, trained_line
+from asyncrl.types import Batch, GroupId, Ticket, VersionSpan
+
+
+def record(run_dir: Path, batch: Batch) -> None:
+    header, arrays = pack_groups(batch)
+    append_line(run_dir / "trained.jsonl", trained_line(header, arrays, arrays.loss_mask, 0.5, None))
+
+
+async def live(run_dir: Path) -> Journal:
+    """Groups 0 and 1 are trained, 2 and 3 taken; 4 failed, 5 was dropped and its prompt runs as 6, 7 was filtered, 8 has just begun."""
+    config = {
+        "model": {"path": "nowhere/at-all"},
+        "task": {"python": "a:B"},
+        "trainer": {"num_steps": 9, "num_groups": 2},
+        "rollout": {"group_size": 2},
+    }
+    (run_dir / "config.yaml").write_text(run_config_yaml(RunConfig.model_validate(config)))
+    journal = open_journal(run_dir / "journal.sqlite")
+    tell_ready(journal, 0, 1, 2, 3)
+    admit(journal, 4)
+    journal.segment_nowait(GroupId(4), 0, 0, 0, make_partial(7))
+    journal.rollout_failed_nowait(GroupId(4), 0, 2, "timed out")
+    journal.rollout_failed_nowait(GroupId(4), 1, 2, "no number")
+    journal.group_ended_nowait(GroupId(4), "failed", "too few usable rollouts")
+    admit(journal, 5)
+    journal.segment_nowait(GroupId(5), 0, 0, 0, make_partial(3))
+    journal.rollout_finished_nowait(GroupId(5), (make_trajectory(5, 1),))
+    journal.group_ended_nowait(GroupId(5), "handed_back", "dropped")
+    await journal.batch_taken(make_batch(0, 0, 1))
+    record(run_dir, make_batch(0, 0, 1))
+    journal.trained_nowait(0, {"policy/loss": 0.25}, "w1")
+    journal.published_nowait(1, "w1")
+    journal.checkpointed_nowait(1, "checkpoints/step_1")
+    await journal.batch_taken(make_batch(1, 2, 3))
+    journal.admitted_nowait(Ticket(GroupId(6), 1), make_prompt(5))
+    journal.segment_nowait(GroupId(6), 1, 1, 2, make_partial(4))
+    admit(journal, 7)
+    for index in range(2):
+        journal.rollout_finished_nowait(GroupId(7), (make_trajectory(7, index),))
+    journal.group_ended_nowait(GroupId(7), "filtered", "buffer.filter")
+    admit(journal, 8)
+    journal.event_nowait("stuck", {"seconds": 12.5, "waits": [{"who": "train loop"}]})
+    journal.event_nowait("engine lost", {"name": "engine-0", "restart": 1})
+    journal.restored_nowait(1)
+    await journal.flush()
+    return journal
+
+
+def on_a_live_run(run_dir: Path, ask: Any) -> Any:
+    async def story() -> Any:
+        journal = await live(run_dir)
+        try:
+            return ask()
+        finally:
+            await journal.aclose()
+
+    return asyncio.run(story())
+
+
+def inspected(run_dir: Path, **options: Any) -> dict[str, Any]:
+    plain: dict[str, Any] = on_a_live_run(run_dir, lambda: json.loads(render_inspect(run_dir, as_json=True, **options)))
+    assert plain["problems"] == []
+    return plain
+
+
+def text_of(run_dir: Path, **options: Any) -> str:
+    return " ".join(str(on_a_live_run(run_dir, lambda: render_inspect(run_dir, **options))).split())
+
+
+def test_a_run_says_where_its_groups_and_tokens_went_and_what_happened_to_it(tmp_path: Path) -> None:
+    plain = inspected(tmp_path)
+    journal = plain["journal"]
+    assert journal["groups"] == {"failed": 1, "filtered": 1, "handed_back": 1, "running": 2, "taken": 4}
+    assert journal["wasted_tokens"] == {"retried": 10, "failed": 0, "filtered": 20, "handed_back": 10, "masked": 0}
+    assert journal["sampled_tokens"] == 80 + 20 + 10 + 10
+    assert (journal["num_trained"], journal["num_batches"], journal["failed_rollouts"]) == (1, 2, 2)
+    assert [event["what"] for event in journal["events"]] == ["stuck", "engine lost", "restored"]
+    assert plain["bound_kept"] is True
+    assert [step["step"] for step in plain["steps"]] == [0]
+
+
+def test_people_are_told_the_same(tmp_path: Path) -> None:
+    text = text_of(tmp_path)
+    assert "groups: 1 failed, 1 filtered, 1 handed back, 2 running, 4 taken; 1 of 2 batches trained; 2 rollouts failed." in text
+    assert "120 sampled in rollouts that ended, 40 wasted (33.3%)" in text
+    assert "20 in groups that teach nothing" in text
+    assert "checkpoint: policy_version 1 in checkpoints/step_1" in text
+    assert "stuck: seconds 12.500, waits 1 entries" in text
+    assert "engine lost: name engine-0, restart 1" in text
+    assert "bound kept" in text
+
+
+def test_masked_tokens_are_those_that_the_metrics_miss_among_the_trained(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "tokens/sampled": 40, "tokens/trained": 33, "perf/step_s": 1.0}\n')
+    assert inspected(tmp_path)["journal"]["wasted_tokens"]["masked"] == 7
+
+
+def test_the_story_of_a_trained_group_joins_journal_and_record(tmp_path: Path) -> None:
+    plain = inspected(tmp_path, group=1)
+    story = plain["story"]
+    assert (story["state"], story["start_version"], story["batch"]) == ("taken", 0, 0)
+    assert story["admitted_at"] <= story["ended_at"] <= story["trained_at"]
+    assert story["messages"] == [{"role": "user", "content": "Question 1"}]
+    first = story["rollouts"][0]
+    assert (first["state"], first["num_sampled"], first["reward"]) == ("finished", 10, make_trajectory(1, 0).reward)
+    assert first["pieces"] == [{"start": 2, "end": 12, "version": 0, "token_ids": make_trajectory(1, 0).token_ids[2:].tolist()}]
+    (step,) = plain["steps"]
+    assert [entry["num_loss_tokens"] for entry in step["trajectories"]] == [10, 10]
+
+
+def test_a_rollout_with_several_branches_is_told_branch_by_branch_with_what_each_part_earned(tmp_path: Path) -> None:
+    async def story() -> tuple[Any, str]:
+        journal = await live(tmp_path)
+        journal.rollout_finished_nowait(GroupId(8), make_rollout(8, 0, has_credits=True))
+        await journal.flush()
+        try:
+            return json.loads(render_inspect(tmp_path, as_json=True, group=8)), render_inspect(tmp_path, group=8)
+        finally:
+            await journal.aclose()
+
+    plain, text = asyncio.run(story())
+    first, second = plain["story"]["rollouts"]
+    assert (first["reward"], first["num_sampled"], second["state"]) == (0.25, 20, "running")
+    assert plain["story"]["num_rollouts"] == 1
+    assert "pieces" not in first
+    assert [branch["pieces"][0]["token_ids"] for branch in first["branches"]] == [b.token_ids[2:].tolist() for b in make_rollout(8, 0)]
+    assert first["branches"][1]["credits"][0] == {"start": 2, "end": 7, "reward": 1.2, "unit": 2}
+    words = " ".join(text.split())
+    assert "sample 0: reward 0.250, 20 tokens, 0 interruptions branch 0: 10 tokens [v0, 2..11]" in words
+    assert "[7..11] reward 1.700, unit 3" in words
+
+
+def test_in_a_rollout_of_several_turns_a_piece_is_what_was_sampled_and_not_what_stood_before_it() -> None:
+    text = "ask one tool two!"
+    decoder = Decoder(lambda ids: "".join(map(chr, ids)), "here")
+    spans = (VersionSpan(4, 6, 1), VersionSpan(6, 8, 2), VersionSpan(13, 17, 2))
+    assert [piece["text"] for piece in pieces([*map(ord, text)], spans, decoder)] == ["on", "e ", "two!"]
+
+
+def test_a_taken_group_that_is_not_trained_yet_is_told_all_the_same(tmp_path: Path) -> None:
+    plain = inspected(tmp_path, group=2)
+    assert (plain["story"]["batch"], plain["story"]["trained_at"], plain["steps"]) == (1, None, [])
+    (tmp_path / "again").mkdir()
+    assert "in batch 1, not trained yet" in text_of(tmp_path / "again", group=2)
+
+
+def test_a_failed_group_says_why_each_of_its_rollouts_failed(tmp_path: Path) -> None:
+    text = text_of(tmp_path, group=4)
+    assert "group 4, prompt 0/4: failed (too few usable rollouts)" in text
+    assert "sample 0: failed at each of 2 attempts, the last: timed out" in text
+    assert "sample 1: failed at each of 2 attempts, the last: no number" in text
+    assert "7 tokens were lost" in text
+
+
+def test_a_group_that_was_dropped_names_the_one_that_took_its_prompt(tmp_path: Path) -> None:
+    text = text_of(tmp_path, group=5)
+    assert "handed back (dropped)" in text
+    assert "groups of the same prompt: 6" in text
+
+
+def test_a_running_group_shows_how_far_each_rollout_is(tmp_path: Path) -> None:
+    text = text_of(tmp_path, group=6)
+    assert "group 6, prompt 0/5: running admitted" in text
+    assert "at version 1" in text
+    assert "sample 0: runs, nothing is written down yet" in text
+    assert "sample 1: runs, attempt 2, turn 2, 4 tokens so far [v0, 0..3] 0 1 2 3" in text
+    assert "token ids instead of text: no tokenizer.json in" in text
+
+
+def test_a_step_shows_its_batch_with_versions_whether_trained_or_not(tmp_path: Path) -> None:
+    plain = inspected(tmp_path, step=0)
+    assert plain["batch"]["tokens_by_version"] == {"0": 40}
+    assert plain["batch"]["weights_digest"] == "w1"
+    assert [group["group_id"] for group in plain["batch"]["groups"]] == [0, 1]
+    assert len(plain["steps"][0]["trajectories"]) == 4
+    (tmp_path / "untrained").mkdir()
+    taken = inspected(tmp_path / "untrained", step=1)
+    assert (taken["batch"]["trained_at"], taken["steps"]) == (None, [])
+
+
+def test_an_unknown_step_or_group_is_told_with_the_way_out(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no record of step 7"):
+        on_a_live_run(tmp_path, lambda: render_inspect(tmp_path, step=7))
+    with pytest.raises(ConfigError, match="group 99 was not trained on"):
+        render_inspect(tmp_path, group=99)
+
+
+def test_tokens_that_were_deleted_leave_the_groups_numbers(tmp_path: Path) -> None:
+    async def story() -> tuple[dict[str, Any], str]:
+        journal = await live(tmp_path)
+        await journal.compact(1)
+        answer = json.loads(render_inspect(tmp_path, as_json=True, group=0)), render_inspect(tmp_path, group=0)
+        await journal.aclose()
+        return answer
+
+    plain, text = asyncio.run(story())
+    assert (plain["story"]["has_tokens"], plain["story"]["rollouts"], plain["story"]["num_sampled"]) == (False, [], 20)
+    assert "2 rollouts, 20 tokens" in text
+    assert "journal.keep" in text
+
+
+def test_a_damaged_journal_is_a_problem_and_the_trainers_record_is_shown_all_the_same(tmp_path: Path) -> None:
+    on_a_live_run(tmp_path, lambda: None)
+    (tmp_path / "journal.sqlite").write_bytes(b"no journal at all" * 100)
+    (tmp_path / "journal.sqlite-wal").unlink(missing_ok=True)
+    plain = json.loads(render_inspect(tmp_path, as_json=True))
+    assert "journal" not in plain
+    assert "journal.sqlite" in plain["problems"][0]
+    assert plain["bound_kept"] is True
+
+
+def test_a_step_that_was_trained_again_after_a_restore_counts_once(tmp_path: Path) -> None:
+    def ask() -> dict[str, Any]:
+        record(tmp_path, make_batch(1, 2, 3))
+        append_line(tmp_path / "trained.jsonl", {"restored": 1})
+        record(tmp_path, make_batch(1, 2, 3))
+        plain: dict[str, Any] = json.loads(render_inspect(tmp_path, as_json=True))
+        return plain
+
+    plain = on_a_live_run(tmp_path, ask)
+    assert [step["step"] for step in plain["steps"]] == [0, 1]
+    assert (plain["violations"], plain["problems"], plain["restored_from"]) == ([], [], [1])
+
+
+def test_a_step_that_was_trained_again_on_other_tokens_is_found(tmp_path: Path) -> None:
+    batch = make_batch(1, 2, 3)
+    group = batch.groups[0]
+    other = replace(group.trajectories[0], token_ids=group.trajectories[0].token_ids + np.int32(1))
+    changed = replace(batch, groups=(replace(group, trajectories=(other, *group.trajectories[1:])), *batch.groups[1:]))
+
+    def ask() -> list[str]:
+        record(tmp_path, batch)
+        append_line(tmp_path / "trained.jsonl", {"restored": 1})
+        record(tmp_path, changed)
+        found: list[str] = json.loads(render_inspect(tmp_path, as_json=True))["violations"]
+        return found
+
+    assert on_a_live_run(tmp_path, ask) == ["step 1 was trained again on other data than before it was restored"]
+
+
+def decode_bytes(token_ids: Sequence[int]) -> str:
+    """A tokenizer of bytes: a character may take several tokens."""
+    return bytes(token_ids).decode(errors="replace")
+
+
+@given(st.text(min_size=1, max_size=12), st.data())
+def test_the_pieces_of_a_completion_add_up_to_its_text_wherever_versions_change(text: str, data: st.DataObject) -> None:
+    ids = [7, 7, *text.encode()]
+    cuts = sorted(data.draw(st.sets(st.integers(3, len(ids) - 1), max_size=4))) if len(ids) > 3 else []
+    edges = [2, *cuts, len(ids)]
+    spans = [VersionSpan(start, end, version) for version, (start, end) in enumerate(zip(edges, edges[1:], strict=False))]
+    found = pieces(ids, spans, Decoder(decode_bytes, "bytes"))
+    assert "".join(piece["text"] for piece in found) == text
+    assert [(piece["start"], piece["end"], piece["version"]) for piece in found] == [(s.start, s.end, s.version) for s in spans]
+
+
+@pytest.mark.slow
+def test_a_real_run_can_be_asked_for_the_conversation_of_a_group_without_torch(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    answer = run(write_config(tmp_path, buffer={"max_staleness": 2}), run_dir, "trainer.num_steps=4")
+    assert answer.returncode == 0, answer.stderr
+    script = (
+        "import sys; from asyncrl.running.inspecting import render_inspect;"
+        "print(render_inspect(sys.argv[1], as_json=True, group=int(sys.argv[2]))); assert 'torch' not in sys.modules"
+    )
+    entry = read_lines(run_dir / "trained.jsonl")[-1]["trajectories"][0]
+    asked = subprocess.run(
+        [sys.executable, "-c", script, str(run_dir), str(entry["group_id"])], capture_output=True, text=True, env=environment()
+    )
+    assert asked.returncode == 0, asked.stderr
+    plain = json.loads(asked.stdout)
+    story = plain["story"]
+    assert plain["problems"] == []
+    assert (story["batch"], story["prompt_id"], story["messages"][-1]["role"]) == (3, entry["prompt_id"], "user")
+    (rollout,) = [rollout for rollout in story["rollouts"] if rollout["sample_index"] == entry["sample_index"]]
+    assert rollout["reward"] == entry["reward"]
+    assert [[piece["start"], piece["end"], piece["version"]] for piece in rollout["pieces"]] == entry["spans"]
+    assert all("text" in piece for piece in rollout["pieces"])
+    whole = json.loads(render_inspect(run_dir, as_json=True))
+    assert whole["journal"]["groups"]["taken"] == 16
+    assert whole["journal"]["num_trained"] == 4

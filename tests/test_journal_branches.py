@@ -1,0 +1,255 @@
+"""Rollouts of several branches in the journal, whole or not at all; and journals from before there were any."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from journal_cases import (
+    admit,
+    make_batch,
+    make_group,
+    make_partial,
+    make_rollout,
+    make_trajectory,
+    open_journal,
+    same_group,
+    same_trajectory,
+)
+
+from asyncrl.errors import JournalError
+from asyncrl.journal import schema
+from asyncrl.journal.blobs import decode_trajectory, encode_trajectory
+from asyncrl.journal.inspect import batch_story, group_story, totals
+from asyncrl.journal.read import read_resume
+from asyncrl.types import Batch, Group, GroupId, Rollout
+
+OLD = Path(__file__).with_name("journal_schema_1.sql")
+
+
+def same_rollout(one: Rollout, other: Rollout) -> bool:
+    return len(one) == len(other) and all(same_trajectory(a, b) for a, b in zip(one, other, strict=True))
+
+
+def group_of(group_id: int, *rollouts: Rollout) -> Group:
+    return Group(GroupId(group_id), make_group(group_id).prompt, tuple(branch for rollout in rollouts for branch in rollout))
+
+
+def test_a_rollout_is_counted_once_however_many_branches_it_has_before_compaction_and_after(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    rollouts = (make_rollout(0, 0, num_branches=3, has_credits=True), make_rollout(0, 1, num_branches=1), make_rollout(0, 3))
+
+    async def story() -> None:
+        journal = open_journal(path)
+        admit(journal, 0)
+        for rollout in rollouts:
+            journal.rollout_finished_nowait(GroupId(0), rollout)
+        journal.rollout_failed_nowait(GroupId(0), 2, 1, "timed out")
+        journal.group_ended_nowait(GroupId(0), "ready", "")
+        ((_, ready),) = (await journal.read_resume(0)).ready
+        assert same_group(ready, group_of(0, *rollouts))
+        await journal.batch_taken(Batch(0, (group_of(0, *rollouts),), 0))
+        (batch,) = (await journal.read_resume(0)).batches()
+        assert same_group(batch.groups[0], group_of(0, *rollouts))
+        whole = group_story(path, 0)
+        assert whole is not None
+        assert (whole.line.num_rollouts, whole.line.num_failed, whole.line.num_sampled) == (3, 1, 60)
+        assert whole.line.reward_mean == pytest.approx((0.25 + 1.25 + 3.25) / 3), "of rollouts, not of branches"
+        assert list(whole.rollouts) == [0, 1, 3]
+        assert all(same_rollout(whole.rollouts[rollout[0].sample_index], rollout) for rollout in rollouts)
+        found = batch_story(path, 0)
+        assert found is not None
+        assert found.tokens_by_version == {0: 60}
+        assert totals(path).sampled_tokens == {"taken": 60}
+        assert (await journal.compact(1)).num_groups == 1
+        small = group_story(path, 0)
+        assert small is not None
+        assert small.line == whole.line
+        await journal.aclose()
+
+    asyncio.run(story())
+
+
+def test_a_batch_that_lacks_a_branch_is_refused(tmp_path: Path) -> None:
+    async def story() -> None:
+        journal = open_journal(tmp_path / "journal.sqlite")
+        admit(journal, 0)
+        rollout = make_rollout(0, 0)
+        journal.rollout_finished_nowait(GroupId(0), rollout)
+        journal.group_ended_nowait(GroupId(0), "ready", "")
+        with pytest.raises(JournalError, match="group 0 has 1 trajectories of 12 tokens, 2 of 24 were told"):
+            await journal.batch_taken(Batch(0, (group_of(0, rollout[:1]),), 0))
+        await journal.aclose()
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        (),
+        make_rollout(0, 0)[1:],
+        (make_trajectory(0, 0), make_trajectory(0, 0)),
+        (make_rollout(0, 0)[0], make_rollout(0, 1)[1]),
+    ],
+)
+def test_what_are_not_the_branches_of_one_rollout_is_refused_and_nothing_of_it_is_written(tmp_path: Path, wrong: Rollout) -> None:
+    async def story() -> None:
+        journal = open_journal(tmp_path / "journal.sqlite")
+        admit(journal, 0)
+        journal.rollout_finished_nowait(GroupId(0), wrong)
+        with pytest.raises(JournalError, match=r"a rollout of group 0 has branches \(sample_index, branch\) \["):
+            await journal.flush()
+        with pytest.raises(JournalError):
+            await journal.aclose()
+
+    asyncio.run(story())
+    (record,) = read_resume(tmp_path / "journal.sqlite", 0).running
+    assert record.rollouts == {}
+
+
+def test_the_branches_of_a_rollout_are_written_together_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    rollout = make_rollout(0, 0)
+    broken = (rollout[0], replace(rollout[1], token_ids=rollout[1].token_ids.astype("int64")))
+
+    async def story() -> None:
+        journal = open_journal(path)
+        admit(journal, 0)
+        journal.segment_nowait(GroupId(0), 0, 0, 0, make_partial(3))
+        journal.rollout_finished_nowait(GroupId(0), broken)
+        with pytest.raises(JournalError, match="token_ids of int64"):
+            await journal.flush()
+        with pytest.raises(JournalError):
+            await journal.aclose()
+
+    asyncio.run(story())
+    (record,) = read_resume(path, 0).running
+    assert (record.rollouts, record.partials) == ({}, {0: (0, 0, make_partial(3))})
+
+
+def test_a_branch_that_is_missing_in_the_file_is_damage(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+
+    async def story() -> None:
+        journal = open_journal(path)
+        admit(journal, 0)
+        journal.rollout_finished_nowait(GroupId(0), make_rollout(0, 0, num_branches=3))
+        await journal.aclose()
+
+    asyncio.run(story())
+    with sqlite3.connect(path) as connection:
+        connection.execute("DELETE FROM trajectories WHERE branch = 1")
+    connection.close()
+    with pytest.raises(JournalError, match="g0/r0 has branch 2 after 1 others"):
+        read_resume(path, 0)
+
+
+def test_a_blob_of_another_branch_is_found() -> None:
+    first, second = make_rollout(1, 0)
+    with pytest.raises(JournalError, match=r"it is of \[1, 0, 1\], and lies at \[1, 0\]"):
+        decode_trajectory(encode_trajectory(1, second), 1, 0, 0, Path("journal.sqlite"))
+    with pytest.raises(JournalError, match=r"tokens of g1/r0, branch 1, do not unpack \(it is of \[1, 0\]"):
+        decode_trajectory(encode_trajectory(1, first), 1, 0, 1, Path("journal.sqlite"))
+
+
+kinds = st.tuples(st.integers(0, 5), st.integers(1, 4), st.booleans())
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(kinds, max_size=6, unique_by=lambda kind: kind[0]))
+def test_any_rollouts_come_back_with_all_their_branches(
+    tmp_path_factory: pytest.TempPathFactory, told: list[tuple[int, int, bool]]
+) -> None:
+    path = tmp_path_factory.mktemp("journal") / "journal.sqlite"
+    rollouts = {index: make_rollout(0, index, num_branches=count, has_credits=has_credits) for index, count, has_credits in told}
+
+    async def story() -> None:
+        journal = open_journal(path)
+        admit(journal, 0)
+        for rollout in rollouts.values():
+            journal.rollout_finished_nowait(GroupId(0), rollout)
+        await journal.flush()
+        (record,) = read_resume(path, 0).running
+        assert list(record.rollouts) == sorted(rollouts)
+        assert all(same_rollout(record.rollouts[index], rollout) for index, rollout in rollouts.items())
+        await journal.aclose()
+
+    asyncio.run(story())
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> Path:
+    """A journal file of the first schema, made by SQLite from what the code of that time had written."""
+    path = tmp_path / "journal.sqlite"
+    connection = sqlite3.connect(path, isolation_level=None)
+    connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
+    connection.executescript(OLD.read_text(encoding="utf-8"))
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.close()
+    return path
+
+
+def schema_version(path: Path) -> int:
+    connection = sqlite3.connect(path)
+    try:
+        return int(connection.execute("PRAGMA user_version").fetchone()[0])
+    finally:
+        connection.close()
+
+
+def check_content(path: Path) -> None:
+    """What the old file is of, seen by whoever reads it."""
+    state = read_resume(path, 1)
+    assert (state.next_version, state.num_drawn) == (2, 6)
+    (batch,) = state.batches()
+    assert same_group(batch.groups[0], make_group(1))
+    assert all(same_group(group, make_group(group.group_id)) for _, group in state.ready)
+    assert [group.group_id for _, group in state.ready] == [2, 3]
+    (running,) = state.running
+    assert same_rollout(running.rollouts[1], (make_trajectory(4, 1),))
+    assert running.partials == {0: (1, 0, make_partial(5))}
+    lines = [story.line for story in (group_story(path, group_id) for group_id in range(6)) if story is not None]
+    assert [(line.state, line.num_rollouts, line.num_failed, line.num_sampled) for line in lines] == [
+        ("taken", 2, 0, 20), ("taken", 2, 0, 20), ("ready", 2, 0, 20), ("ready", 2, 0, 20), ("running", 1, 0, 10), ("failed", 0, 1, 0),
+    ]  # fmt: skip
+    assert totals(path).sampled_tokens == {"failed": 0, "ready": 40, "running": 10, "taken": 40}
+
+
+def test_a_journal_of_the_first_schema_is_read_as_it_is(old: Path) -> None:
+    check_content(old)
+    assert schema_version(old) == 1, "looking changes nothing"
+
+
+def test_a_run_that_goes_on_brings_an_old_journal_up_to_date_and_writes_branches_into_it(old: Path) -> None:
+    async def story() -> None:
+        journal = open_journal(old)
+        assert schema_version(old) == len(schema.MIGRATIONS) == 2
+        check_content(old)
+        journal.rollout_finished_nowait(GroupId(4), make_rollout(4, 0))
+        journal.group_ended_nowait(GroupId(4), "ready", "")
+        assert await journal.batch_taken(make_batch(1, 1)) == "replayed", "a batch that the old run took"
+        await journal.batch_taken(make_batch(2, 2))
+        await journal.batch_taken(Batch(3, (group_of(4, make_rollout(4, 0), (make_trajectory(4, 1),)),), 2))
+        await journal.compact(3)
+        four = group_story(old, 4)
+        assert four is not None
+        assert (four.line.num_rollouts, four.line.num_sampled, len(four.rollouts[0])) == (2, 30, 2)
+        await journal.aclose()
+
+    asyncio.run(story())
+    asyncio.run(open_journal(old).aclose())  # its integrity is checked
+
+
+def test_a_step_of_the_migration_that_fails_leaves_the_old_journal_whole(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schema, "MIGRATIONS", (*schema.MIGRATIONS, "CREATE TABLE groups (no INTEGER)"))
+    with pytest.raises(JournalError, match="cannot be opened"):
+        open_journal(old)
+    monkeypatch.undo()
+    assert schema_version(old) == 1
+    check_content(old)

@@ -1,0 +1,232 @@
+"""The file: made whole, brought up to date, and refused with a clear word and a way out when it is damaged or not ours."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import shutil
+import sqlite3
+from pathlib import Path
+
+import pytest
+from journal_cases import admit, make_batch, make_group, make_partial, open_journal, same_group, tell_ready
+
+from asyncrl.errors import JournalError
+from asyncrl.journal import schema
+from asyncrl.journal.inspect import totals
+from asyncrl.journal.journal import Journal
+from asyncrl.journal.read import ResumeState
+from asyncrl.types import GroupId
+
+NUM_GROUPS = 30
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A closed journal: three batches of four groups, ready ones, running ones. Read only."""
+    path = tmp_path_factory.mktemp("whole") / "journal.sqlite"
+
+    async def story() -> None:
+        journal = open_journal(path)
+        tell_ready(journal, *range(NUM_GROUPS), num_tokens=300)
+        for version in range(3):
+            await journal.batch_taken(make_batch(version, *range(4 * version, 4 * version + 4), num_tokens=300))
+        for group_id in range(NUM_GROUPS, NUM_GROUPS + 4):
+            admit(journal, group_id)
+            journal.segment_nowait(GroupId(group_id), 0, 0, 0, make_partial(100))
+        await journal.aclose()
+
+    asyncio.run(story())
+    return path
+
+
+def read_all(path: Path) -> ResumeState:
+    async def story() -> ResumeState:
+        journal = open_journal(path)
+        try:
+            state = await journal.read_resume(0)
+            for batch in state.batches():
+                assert all(same_group(group, make_group(group.group_id, num_tokens=300)) for group in batch.groups)
+            assert all(same_group(group, make_group(group.group_id, num_tokens=300)) for _, group in state.ready)
+            assert all(record.partials[0] == (0, 0, make_partial(100)) for record in state.running)
+            return state
+        finally:
+            await journal.aclose()
+
+    return asyncio.run(story())
+
+
+def test_a_closed_journal_is_one_file_that_can_be_copied(whole: Path, tmp_path: Path) -> None:
+    assert sorted(path.name for path in whole.parent.iterdir()) == ["journal.sqlite", "run.lock"]
+    shutil.copy(whole, tmp_path)
+    state = read_all(tmp_path / "journal.sqlite")
+    assert (state.next_version, len(state.ready), len(state.running)) == (3, NUM_GROUPS - 12, 4)
+
+
+@pytest.mark.parametrize(
+    ("damage", "why"),
+    [
+        ("page", "is damaged: "),
+        ("unread page", "is damaged: "),
+        ("half", "is damaged: "),
+        ("empty", "is damaged: it is empty"),
+        ("text", "is damaged: it begins with b'Dear reader, thi', so it is no SQLite database"),
+        ("folder", "cannot be opened"),
+    ],
+)
+def test_a_damaged_file_is_found_when_it_is_opened(whole: Path, tmp_path: Path, damage: str, why: str) -> None:
+    path = tmp_path / "journal.sqlite"
+    content = bytearray(whole.read_bytes())
+    if damage == "page":
+        for page in range(1, len(content) // 4096):
+            content[4096 * page : 4096 * page + 12] = b"\xff" * 12
+    elif damage == "unread page":  # of a table that no resume reads: the check alone can find it
+        with sqlite3.connect(whole) as connection:
+            (page,) = connection.execute("SELECT rootpage FROM sqlite_schema WHERE name = 'checkpoints'").fetchone()
+        connection.close()
+        content[4096 * (page - 1) : 4096 * page] = b"\x07" * 4096
+    elif damage == "half":
+        content = content[: len(content) // 2]
+    elif damage == "empty":
+        content = bytearray()
+    elif damage == "text":
+        content = bytearray(b"Dear reader, this is no database")
+    if damage == "folder":
+        path.mkdir()
+    else:
+        path.write_bytes(content)
+    with pytest.raises(JournalError) as caught:
+        open_journal(path)
+    assert why in str(caught.value)
+    assert "Way out:" in str(caught.value)
+    if damage != "folder":
+        assert "move journal.sqlite* out of the run directory" in caught.value.way_out
+        for file in tmp_path.glob("journal.sqlite*"):  # the way out, taken
+            file.unlink()
+        asyncio.run(open_journal(path).aclose())
+
+
+def test_flipped_bytes_anywhere_are_an_error_or_change_nothing_that_a_run_goes_on_from(whole: Path, tmp_path: Path) -> None:
+    content, draw = whole.read_bytes(), random.Random(0)
+    found = harmless = 0
+    for number in range(40):
+        path = tmp_path / str(number) / "journal.sqlite"
+        path.parent.mkdir()
+        at = draw.randrange(len(content))
+        path.write_bytes(content[:at] + bytes([content[at] ^ draw.randrange(1, 256)]) + content[at + 1 :])
+        try:
+            state = read_all(path)  # asserts that all tokens are the right ones
+        except JournalError:
+            found += 1
+        else:
+            harmless += 1
+            assert [ticket.group_id for ticket, _ in state.ready] == list(range(12, NUM_GROUPS))
+            assert [record.ticket.group_id for record in state.running] == list(range(NUM_GROUPS, NUM_GROUPS + 4))
+            assert (state.next_version, state.requeued, state.num_drawn) == (3, (), NUM_GROUPS + 4)
+        shutil.rmtree(path.parent)
+    assert found >= 20, f"{found} found, {harmless} harmless"
+
+
+@pytest.mark.parametrize("at", [2, 9, 17, 30, 32 + 5, 32 + 9, 32 + 24 + 100])
+def test_a_damaged_write_ahead_log_is_found_though_sqlite_would_drop_it_in_silence(tmp_path: Path, at: int) -> None:
+    (tmp_path / "a").mkdir()
+
+    async def live() -> None:
+        journal = open_journal(tmp_path / "a" / "journal.sqlite")
+        for group_id in range(3):
+            tell_ready(journal, group_id)
+            await journal.flush()
+        shutil.copytree(tmp_path / "a", tmp_path / "b")  # what a killed process leaves
+        shutil.copytree(tmp_path / "a", tmp_path / "c")
+        await journal.aclose()
+
+    asyncio.run(live())
+    asyncio.run(open_journal(tmp_path / "b" / "journal.sqlite").aclose())
+    log = tmp_path / "c" / "journal.sqlite-wal"
+    content = bytearray(log.read_bytes())
+    content[at] ^= 0x10
+    log.write_bytes(content)
+    with pytest.raises(JournalError, match=r"journal\.sqlite-wal of .* is damaged: after 0 whole frames there are \d commits") as caught:
+        open_journal(tmp_path / "c" / "journal.sqlite")
+    assert "with its -wal file" in caught.value.way_out
+
+
+def test_a_commit_that_a_power_cut_tore_is_no_damage(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+
+    async def live() -> None:
+        journal = open_journal(tmp_path / "a" / "journal.sqlite")
+        for group_id in range(3):
+            tell_ready(journal, group_id)
+            await journal.flush()
+        shutil.copytree(tmp_path / "a", tmp_path / "b")
+        await journal.aclose()
+        log = tmp_path / "b" / "journal.sqlite-wal"
+        log.write_bytes(log.read_bytes()[:-3000])
+        journal = open_journal(tmp_path / "b" / "journal.sqlite")
+        assert [ticket.group_id for ticket, _ in (await journal.read_resume(0)).ready] == [0, 1]
+        await journal.aclose()
+
+    asyncio.run(live())
+
+
+def test_a_database_of_another_program_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    with sqlite3.connect(path) as connection:
+        connection.execute("CREATE TABLE mine (x)")
+    connection.close()
+    before = path.read_bytes()
+    with pytest.raises(JournalError, match="is a SQLite database of another program"):
+        open_journal(path)
+    assert path.read_bytes() == before
+
+
+def test_a_journal_of_another_run_is_refused(whole: Path, tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    shutil.copy(whole, path)
+    with pytest.raises(JournalError, match="is the journal of run a run, this is run another"):
+        Journal.open(path, run_id="another")
+    read_all(path)  # and the lock was given back
+
+
+def test_a_journal_that_cannot_be_made_says_so(tmp_path: Path) -> None:
+    with pytest.raises(JournalError, match=r"run\.lock cannot be locked: No such file"):
+        open_journal(tmp_path / "nowhere" / "journal.sqlite")
+
+
+def test_an_older_file_is_brought_up_to_date_and_a_newer_one_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "journal.sqlite"
+
+    async def write() -> None:
+        journal = open_journal(path)
+        tell_ready(journal, 0)
+        await journal.aclose()
+
+    asyncio.run(write())
+    known = schema.MIGRATIONS
+    more = (*known, "ALTER TABLE groups ADD COLUMN mood TEXT DEFAULT 'calm'", "UPDATE groups SET mood = mood || '!'")
+    monkeypatch.setattr(schema, "MIGRATIONS", more)
+    asyncio.run(open_journal(path).aclose())
+    with sqlite3.connect(path) as connection:
+        assert connection.execute("SELECT mood FROM groups").fetchall() == [("calm!",)]
+        assert connection.execute("PRAGMA user_version").fetchone() == (len(more),)
+    connection.close()
+    asyncio.run(open_journal(path).aclose())  # once is enough
+    assert totals(path).groups == {"ready": 1}
+    monkeypatch.setattr(schema, "MIGRATIONS", known)
+    with pytest.raises(JournalError, match=f"has schema version {len(more)}, this asyncrl knows {len(known)}"):
+        open_journal(path)
+
+
+def test_a_migration_that_fails_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "journal.sqlite"
+    asyncio.run(open_journal(path).aclose())
+    known = schema.MIGRATIONS
+    monkeypatch.setattr(schema, "MIGRATIONS", (*known, "CREATE TABLE half (x)", "no SQL at all"))
+    with pytest.raises(JournalError, match="cannot be opened"):
+        open_journal(path)
+    monkeypatch.setattr(schema, "MIGRATIONS", known)
+    asyncio.run(open_journal(path).aclose())
+    with sqlite3.connect(path) as connection:
+        assert connection.execute("SELECT count(*) FROM sqlite_schema WHERE name = 'half'").fetchone() == (0,)
+    connection.close()

@@ -1,0 +1,96 @@
+"""Producers and buffer together under buffer.filter, with fakes around them and the virtual clock."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+from buffer_groups import make_buffer
+
+from asyncrl.buffer.buffer import Buffer
+from asyncrl.errors import TaskError
+from asyncrl.producers import Producers, RolloutRunner, SingleTurn
+from asyncrl.testing.fakes import FakeEngine, FakeScorer, FakeSource, FakeTokenizer
+from asyncrl.testing.memory_journal import MemoryJournal
+from asyncrl.testing.virtual_time import run_virtual
+from asyncrl.types import Prompt, SamplingRequest
+
+BATCHES = 6
+
+
+def uneven(prompt: Prompt, _: str) -> float:
+    """The same for all rollouts of two prompts of three; of the third prompt the rollouts differ."""
+    rewards[prompt.prompt_id] = rewards.get(prompt.prompt_id, -1) + 1
+    return float(rewards[prompt.prompt_id]) if int(prompt.prompt_id[1:]) % 3 == 0 else 1.0
+
+
+rewards: dict[str, int] = {}
+
+
+def make_producers(buffer: Buffer, tasks: asyncio.TaskGroup, *, latency_seed: int, scorer: FakeScorer) -> tuple[Producers, FakeEngine]:
+    draw = random.Random(latency_seed)
+    latencies: dict[str, float] = {}
+
+    def latency_s(request: SamplingRequest) -> float:
+        return latencies.setdefault(request.request_id, draw.uniform(0.1, 5.0))
+
+    engine = FakeEngine(latency_s=latency_s)
+    generator = SingleTurn(engine, FakeTokenizer(), scorer, run_seed=0, max_tokens=50, max_prompt_tokens=16, temperature=1.0)
+    runner = RolloutRunner(generator, timeout_s=100.0, retries=0)
+    producers = Producers(
+        buffer, FakeSource(), runner, spawn=tasks.create_task, group_size=2, capacity=8, max_failed_groups=1, journal=MemoryJournal()
+    )  # one failed group would end the run: a filtered one is none
+    return producers, engine
+
+
+def prompts_of_batches(max_staleness: int, latency_seed: int) -> list[list[str]]:
+    rewards.clear()
+    batches: list[list[str]] = []
+
+    async def story() -> None:
+        buffer = make_buffer(num_groups=3, num_batches=BATCHES, max_staleness=max_staleness, filter_kind="equal_rewards")
+        async with asyncio.TaskGroup() as tasks:
+            producers, engine = make_producers(buffer, tasks, latency_seed=latency_seed, scorer=FakeScorer(uneven))
+            running = tasks.create_task(producers.run(), name="producers")
+            for version in range(BATCHES):
+                batch = await buffer.wait_batch()
+                batches.append([group.prompt.prompt_id for group in batch.groups])
+                await asyncio.sleep(0.5)
+                engine.policy_version = version + 1
+                buffer.set_served_nowait(version + 1)
+            running.cancel()
+            await producers.aclose()
+        stats = buffer.stats()
+        assert stats.filtered >= 2 * 3 * BATCHES - 2
+        assert producers.stats().failed_groups == 0
+        assert producers.stats().dropped == 0, "its prompt is not sampled again"
+        assert stats.running == stats.ready == 0
+
+    run_virtual(story())
+    return batches
+
+
+def test_at_max_staleness_0_the_batches_are_the_first_prompts_that_teach_whatever_finishes_first() -> None:
+    expected = [[f"p{3 * (3 * batch + place)}" for place in range(3)] for batch in range(BATCHES)]
+    for latency_seed in range(5):
+        assert prompts_of_batches(0, latency_seed) == expected
+
+
+def test_with_staleness_every_batch_is_full_of_prompts_that_teach_and_none_is_trained_on_twice() -> None:
+    for latency_seed in range(3):
+        prompts = sum(prompts_of_batches(4, latency_seed), [])
+        assert len(set(prompts)) == len(prompts) == 3 * BATCHES
+        assert all(int(prompt[1:]) % 3 == 0 for prompt in prompts)
+
+
+def test_a_task_whose_rewards_never_differ_ends_the_run_at_max_staleness_0_too() -> None:
+    async def story() -> None:
+        buffer = make_buffer(num_groups=3, max_staleness=0, filter_kind="equal_rewards", max_filtered_groups=20)
+        with pytest.RaisesGroup(pytest.RaisesExc(TaskError, match="20 groups in a row had the same reward for all their rollouts")):
+            async with asyncio.TaskGroup() as tasks:
+                producers, _ = make_producers(buffer, tasks, latency_seed=0, scorer=FakeScorer(lambda *_: 0.0))
+                tasks.create_task(producers.run(), name="producers")
+                await buffer.wait_batch()
+
+    run_virtual(story())

@@ -1,0 +1,189 @@
+"""The generator of rollouts that harnesses run: what it opens it ends, whose reward counts, and when the clock runs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncrl.errors import RolloutFailure, RolloutTimeout
+from asyncrl.producers.harness import HarnessGenerator
+from asyncrl.producers.rollout import FailedRollout, RolloutRunner
+from asyncrl.testing.memory_journal import MemoryJournal
+from asyncrl.testing.virtual_time import run_virtual
+from asyncrl.types import GroupId, Outcome, Prompt, Rollout, Session, Trajectory, VersionSpan, Work
+
+PROMPT = Prompt("e0/3", ({"role": "user", "content": "hi"},), answer="7")
+
+
+class FakeSession:
+    def __init__(self, key: str, log: list[str], text: str | None) -> None:
+        self.key, self.log, self.text = key, log, text
+        self.reason = ""
+
+    def end_nowait(self, reason: str) -> None:
+        if not self.reason:
+            self.reason = reason
+            self.log.append("session ended")
+
+    @asynccontextmanager
+    async def while_open(self) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(None) as self.scope:
+                yield
+        except TimeoutError:
+            if not self.reason:
+                raise
+            raise RolloutFailure(self.reason) from None
+
+    def last_text(self) -> str:
+        if self.text is None:
+            raise RolloutFailure("no completion")
+        return self.text
+
+    def rollout(self, sample_index: int, outcome: Outcome, reward: float) -> Rollout:
+        if self.text is None:
+            raise RolloutFailure("nothing was sampled")
+        ids, mask = np.array([1, 2], np.int32), np.array([False, True])
+        return (Trajectory(sample_index, ids, mask, np.zeros(2, np.float32), (VersionSpan(1, 2, 0),), reward, metrics=outcome.metrics),)
+
+
+class FakeHost:
+    def __init__(self, text: str | None = "the answer") -> None:
+        self.log: list[str] = []
+        self.sessions: list[FakeSession] = []
+        self.opened: list[dict[str, Any]] = []
+        self._text = text
+
+    def open_nowait(self, rollout_id: str, **about: Any) -> Session:
+        self.opened.append({"rollout_id": rollout_id} | about)
+        self.sessions.append(FakeSession(f"key-{len(self.sessions)}", self.log, self._text))
+        return self.sessions[-1]
+
+
+class FakeQueue:
+    """`play(work, started)` is what a worker does."""
+
+    def __init__(self, play: Callable[[Work, Callable[[], None]], Awaitable[Outcome]]) -> None:
+        self.works: list[Work] = []
+        self._play = play
+
+    async def run(self, work: Work, *, started: Callable[[], None]) -> Outcome:
+        self.works.append(work)
+        return await self._play(work, started)
+
+
+def answering(outcome: Outcome, *, queued_s: float = 0.0, run_s: float = 0.0) -> FakeQueue:
+    async def play(work: Work, started: Callable[[], None]) -> Outcome:
+        await asyncio.sleep(queued_s)
+        started()
+        await asyncio.sleep(run_s)
+        return outcome
+
+    return FakeQueue(play)
+
+
+class LoggingScorer:
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+
+    async def score(self, prompt: Prompt, completion: str) -> float:
+        self.log.append(f"scored {completion!r}")
+        return 0.25
+
+
+def run(host: FakeHost, queue: FakeQueue, *, timeout_s: float | None = 10.0, retries: int = 0) -> Any:
+    """What RolloutRunner makes of it: a Rollout, or a FailedRollout."""
+
+    async def story() -> Any:
+        generator = HarnessGenerator(host, queue, LoggingScorer(host.log), timeout_s=timeout_s)
+        runner = RolloutRunner(generator, timeout_s=timeout_s, retries=retries)
+        return await runner.run(
+            GroupId(4), PROMPT, 2, started_sampling=lambda: host.log.append("started"),
+            stopped_sampling=lambda: host.log.append("stopped"), journal=MemoryJournal(),
+        )  # fmt: skip
+
+    return run_virtual(story())
+
+
+def test_the_work_carries_the_session_of_this_attempt_and_the_outcome_becomes_the_rollout() -> None:
+    host, queue = FakeHost(), answering(Outcome(1.0, {"turns": 2.0}))
+    (trajectory,) = run(host, queue)
+    assert (trajectory.sample_index, trajectory.reward, trajectory.metrics) == (2, 1.0, {"turns": 2.0})
+    assert queue.works == [Work("g4/r2", PROMPT, 2, 0, "key-0", 10.0)]
+    assert host.opened == [{"rollout_id": "g4/r2", "prompt_id": "e0/3", "sample_index": 2, "attempt": 0, "route_key": "g4/r2"}]
+    assert host.sessions[0].reason == "its harness has finished"
+
+
+def test_the_session_ends_and_the_slot_is_free_before_the_task_scores_the_last_text() -> None:
+    host = FakeHost()
+    (trajectory,) = run(host, answering(Outcome(metrics={"x": 1.0})))
+    assert trajectory.reward == 0.25
+    assert host.log[:4] == ["started", "session ended", "stopped", "scored 'the answer'"]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "reward"),
+    [
+        (Outcome(turn_rewards={"chatcmpl-0": 1.0, "chatcmpl-1": 0.0}), 0.5),
+        (Outcome(branch_rewards={"chatcmpl-0": 0.75}), 0.75),
+        (Outcome(2.0, turn_rewards={"chatcmpl-0": 1.0}), 2.0),
+        (Outcome(0.0), 0.0),
+    ],
+)
+def test_a_reward_of_the_harness_stands_and_without_one_the_mean_of_its_parts(outcome: Outcome, reward: float) -> None:
+    host = FakeHost()
+    (trajectory,) = run(host, answering(outcome))
+    assert trajectory.reward == reward
+    assert not any(line.startswith("scored") for line in host.log)
+
+
+def test_a_reward_that_is_not_finite_or_a_rollout_of_nothing_is_a_failure() -> None:
+    failed = run(FakeHost(), answering(Outcome(turn_rewards={"a": 1e308, "b": 1e308})))
+    assert "its reward is inf" in str(failed.failure)
+    for outcome in (Outcome(), Outcome(1.0)):
+        host = FakeHost(text=None)
+        assert isinstance(run(host, answering(outcome)), FailedRollout)
+        assert host.sessions[0].reason == "its harness has finished"
+
+
+def test_a_failure_of_the_worker_ends_the_session_and_each_attempt_has_its_own() -> None:
+    async def fail(work: Work, started: Callable[[], None]) -> Outcome:
+        raise RolloutFailure("worker w is gone")
+
+    host, queue = FakeHost(), FakeQueue(fail)
+    failed = run(host, queue, retries=1)
+    assert (failed.num_attempts, str(failed.failure)) == (2, "worker w is gone.")
+    assert [session.reason for session in host.sessions] == ["the rollout failed: worker w is gone"] * 2
+    assert [(work.key, work.attempt) for work in queue.works] == [("key-0", 0), ("key-1", 1)]
+
+
+def test_a_session_that_somebody_else_ends_fails_the_rollout_and_takes_the_work_back() -> None:
+    host = FakeHost()
+
+    async def never_ends(work: Work, started: Callable[[], None]) -> Outcome:
+        session = host.sessions[-1]
+        session.end_nowait("2561 of its calls were refused")
+        session.scope.reschedule(0.0)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            host.log.append("work taken back")
+        raise AssertionError
+
+    failed = run(host, FakeQueue(never_ends), timeout_s=None)
+    assert str(failed.failure) == "2561 of its calls were refused."
+    assert "work taken back" in host.log
+
+
+def test_time_in_the_queue_does_not_count_and_time_with_a_worker_does() -> None:
+    (trajectory,) = run(FakeHost(), answering(Outcome(1.0), queued_s=1000.0, run_s=9.0), timeout_s=10.0)
+    assert trajectory.reward == 1.0
+    host = FakeHost()
+    failed = run(host, answering(Outcome(1.0), queued_s=1000.0, run_s=11.0), timeout_s=10.0)
+    assert isinstance(failed.failure, RolloutTimeout)
+    assert "rollout.timeout_s" in host.sessions[0].reason

@@ -1,0 +1,225 @@
+"""Groups that ran when their run was killed: what is finished stays, what was begun goes on, nothing is sampled twice."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_producers_groups import House, play
+
+from asyncrl.errors import EngineError, TaskError
+from asyncrl.producers import derive_seed
+from asyncrl.producers.single_turn import make_trajectory
+from asyncrl.testing.fakes import FakeEngine, FakeScorer
+from asyncrl.testing.virtual_time import all_blocked
+from asyncrl.types import Completion, GroupId, PartialCompletion, Prompt, Rollout, Ticket, UnfinishedGroup, VersionSpan
+
+PROMPT = Prompt("0/7", ({"role": "user", "content": "q"},))
+TICKET = Ticket(GroupId(7), 2)
+PARTIAL = PartialCompletion((ord("a"), ord("b")), (-1.0, -2.0), (VersionSpan(0, 2, 2),), 1)
+
+
+def done(index: int, *, version: int = 2) -> Rollout:
+    return (make_trajectory(index, (ord("q"),), Completion((ord("z"),), (-1.0,), (VersionSpan(0, 1, version),), "stop"), 0.5),)
+
+
+def engine_at(version: int) -> FakeEngine:
+    engine = FakeEngine()
+    engine.policy_version = version
+    return engine
+
+
+def go_on(unfinished: UnfinishedGroup, check: Callable[[House], Awaitable[None]], **options: object) -> None:
+    """Resume one group, with no leave for others."""
+
+    async def story(tasks: asyncio.TaskGroup) -> House:
+        house = House(tasks, num_tickets=0, group_size=4, **{"engine": engine_at(2), **options})  # type: ignore[arg-type]
+        house.journal.admitted_nowait(unfinished.ticket, unfinished.prompt)
+        house.producers.resume_nowait(unfinished)
+        await check(house)
+        return house
+
+    play(story)
+
+
+def test_finished_rollouts_are_not_sampled_again_and_the_others_get_the_seeds_that_they_had() -> None:
+    async def check(house: House) -> None:
+        await all_blocked()
+        assert house.producers.stats().inflight == 2
+        await asyncio.sleep(1.0)
+        await all_blocked()
+        assert isinstance(house.engine, FakeEngine)
+        assert [request.request_id for request in house.engine.requests] == ["g7/r1/t0/a0", "g7/r3/t0/a0"]
+        assert [request.seed for request in house.engine.requests] == [derive_seed(0, "0/7", index, 0) for index in (1, 3)]
+        assert house.engine.resumed == {}
+        (group,) = house.sink.finished
+        assert [trajectory.sample_index for trajectory in group.trajectories] == [0, 1, 2, 3]
+        assert [trajectory is first[index][0] for index, trajectory in enumerate(group.trajectories) if index in first] == [True, True]
+        assert house.journal.named("admitted") == [("admitted", TICKET, PROMPT)], "it was admitted once, by the killed run"
+        assert [event[2][0].sample_index for event in house.journal.named("rollout_finished")] == [1, 3]
+        assert house.journal.states[GroupId(7)] == "ready"
+
+    first = {0: done(0), 2: done(2)}
+    go_on(UnfinishedGroup(TICKET, PROMPT, first), check)
+
+
+def test_a_finished_rollout_of_several_branches_keeps_all_of_them_in_their_place() -> None:
+    async def check(house: House) -> None:
+        await asyncio.sleep(2.0)
+        (group,) = house.sink.finished
+        places = [(branch.sample_index, branch.branch) for branch in group.trajectories]
+        assert places == [(0, 0), (1, 0), (1, 1), (2, 0), (3, 0)]
+
+    (main,) = done(1)
+    go_on(UnfinishedGroup(TICKET, PROMPT, {1: (main, replace(main, branch=1)), 3: done(3)}), check)
+
+
+def test_a_rollout_goes_on_from_its_tokens_in_the_very_attempt_that_it_was_in() -> None:
+    async def check(house: House) -> None:
+        await all_blocked()
+        assert isinstance(house.engine, FakeEngine)
+        (request,) = house.engine.requests
+        assert request.request_id == "g7/r1/t0/a2"
+        assert request.seed == derive_seed(0, "0/7", 1, 0, attempt=2)
+        assert house.engine.resumed == {"g7/r1/t0/a2": PARTIAL}
+
+    first = {0: done(0), 2: done(2), 3: done(3)}
+    go_on(UnfinishedGroup(TICKET, PROMPT, first, partials={1: (2, PARTIAL)}), check, retries=2)
+
+
+def test_an_attempt_that_fails_after_it_was_gone_on_with_is_tried_again_from_the_prompt() -> None:
+    async def check(house: House) -> None:
+        await asyncio.sleep(3.0)
+        assert isinstance(house.engine, FakeEngine)
+        assert [request.request_id for request in house.engine.requests] == ["g7/r1/t0/a0", "g7/r1/t0/a1"]
+        assert list(house.engine.resumed) == ["g7/r1/t0/a0"], "the second attempt has nothing of the first"
+        assert house.producers.stats().retried == 1
+        (group,) = house.sink.finished
+        assert len(group.trajectories) == 4
+
+    rewards: list[float | str] = ["no", 1.0]
+    scorer = FakeScorer(lambda *_: rewards.pop(0))
+    go_on(UnfinishedGroup(TICKET, PROMPT, {index: done(index) for index in (0, 2, 3)}, partials={1: (0, PARTIAL)}), check, scorer=scorer)
+
+
+def test_the_last_attempt_stays_the_last_one() -> None:
+    async def check(house: House) -> None:
+        await asyncio.sleep(3.0)
+        assert isinstance(house.engine, FakeEngine)
+        assert len(house.engine.requests) == 1
+        assert [event[1:4] for event in house.journal.named("rollout_failed")] == [(7, 1, 2)]
+        (group,) = house.sink.finished
+        assert [trajectory.sample_index for trajectory in group.trajectories] == [0, 2, 3]
+
+    first = {0: done(0), 2: done(2), 3: done(3)}
+    scorer = FakeScorer(lambda *_: "no")
+    go_on(UnfinishedGroup(TICKET, PROMPT, first, partials={1: (1, PARTIAL)}), check, scorer=scorer, retries=1)
+
+
+def test_rollouts_that_had_failed_stay_failed() -> None:
+    async def check(house: House) -> None:
+        await asyncio.sleep(3.0)
+        assert isinstance(house.engine, FakeEngine)
+        assert [request.request_id for request in house.engine.requests] == ["g7/r2/t0/a0", "g7/r3/t0/a0"]
+        (group,) = house.sink.finished
+        assert [trajectory.sample_index for trajectory in group.trajectories] == [1, 2, 3]
+
+    go_on(UnfinishedGroup(TICKET, PROMPT, {1: done(1)}, {0: (3, "it timed out")}), check)
+
+
+def test_a_group_whose_last_rollout_had_ended_is_finished_at_once() -> None:
+    async def check(house: House) -> None:
+        (group,) = house.sink.finished
+        assert [trajectory.sample_index for trajectory in group.trajectories] == [0, 1, 3]
+        assert house.journal.states[GroupId(7)] == "ready"
+        assert house.producers.prompts_out() == []
+        await all_blocked()
+        assert isinstance(house.engine, FakeEngine)
+        assert house.engine.requests == []
+
+    go_on(UnfinishedGroup(TICKET, PROMPT, {index: done(index) for index in (0, 1, 3)}, {2: (3, "it timed out")}), check)
+
+
+def test_a_group_of_failures_fails_at_once_with_their_reason() -> None:
+    async def check(house: House) -> None:
+        assert house.sink.finished == []
+        assert "last: it timed out" in house.sink.failed[GroupId(7)]
+        assert house.journal.states[GroupId(7)] == "failed"
+
+    go_on(UnfinishedGroup(TICKET, PROMPT, {1: done(1)}, dict.fromkeys((0, 2, 3), (3, "it timed out"))), check)
+
+
+def test_groups_of_failures_in_a_row_end_the_run_as_ever() -> None:
+    async def check(house: House) -> None:
+        with pytest.raises(TaskError, match="1 groups in a row had too few usable rollouts"):
+            house.producers.resume_nowait(UnfinishedGroup(TICKET, PROMPT, {}, dict.fromkeys(range(4), (3, "no"))))
+
+    go_on(UnfinishedGroup(Ticket(GroupId(8), 2), PROMPT, {index: done(index) for index in range(4)}), check, max_failed_groups=1)
+
+
+def test_resumed_groups_hold_their_slots_before_any_new_one_starts() -> None:
+    async def story(tasks: asyncio.TaskGroup) -> House:
+        house = House(tasks, num_tickets=5, group_size=4, capacity=6, engine=engine_at(2))
+        house.sink.start_version = 2
+        house.journal.admitted_nowait(TICKET, PROMPT)
+        house.producers.resume_nowait(UnfinishedGroup(TICKET, PROMPT, {0: done(0)}))
+        await all_blocked()
+        assert (house.admitted, house.producers.stats().sampling) == ([], 3)
+        await asyncio.sleep(1.0)
+        await all_blocked()
+        assert house.admitted == [0]
+        return house
+
+    play(story)
+
+
+def test_a_resumed_group_can_be_taken_back_and_its_prompt_comes_first() -> None:
+    async def check(house: House) -> None:
+        await all_blocked()
+        house.producers.handed_back(GroupId(7), None, "dropped")
+        await all_blocked()
+        assert house.source.handed_back == [PROMPT]
+        assert house.producers.stats().inflight == 0
+        assert house.journal.states[GroupId(7)] == "handed_back"
+
+    go_on(UnfinishedGroup(TICKET, PROMPT, {0: done(0)}, partials={1: (0, PARTIAL)}), check)
+
+
+def test_tokens_older_than_the_ticket_of_the_killed_run_still_end_the_run() -> None:
+    async def check(house: House) -> None:
+        await asyncio.sleep(5.0)
+
+    with pytest.raises(ExceptionGroup) as caught:
+        go_on(UnfinishedGroup(TICKET, PROMPT, {0: done(0), 1: done(1), 2: done(2)}), check, engine=engine_at(1))
+    assert isinstance(caught.value.exceptions[0], EngineError)
+    assert "has tokens of version 1" in str(caught.value.exceptions[0])
+
+
+@settings(max_examples=60, deadline=None)
+@given(states=st.lists(st.sampled_from(["done", "failed", "partial", "new"]), min_size=4, max_size=4), attempt=st.integers(0, 1))
+def test_whatever_was_known_each_rollout_ends_once(states: list[str], attempt: int) -> None:
+    indices = {name: [index for index, state in enumerate(states) if state == name] for name in ("done", "failed", "partial", "new")}
+
+    async def check(house: House) -> None:
+        await asyncio.sleep(2.0)
+        assert isinstance(house.engine, FakeEngine)
+        sampled = [request.request_id for request in house.engine.requests]
+        expected = dict.fromkeys(indices["new"], 0) | dict.fromkeys(indices["partial"], attempt)
+        assert sorted(sampled) == sorted(f"g7/r{index}/t0/a{number}" for index, number in expected.items())
+        usable = sorted(indices["done"] + list(expected))
+        if len(usable) >= 2:
+            (group,) = house.sink.finished
+            assert [trajectory.sample_index for trajectory in group.trajectories] == usable
+        else:
+            assert list(house.sink.failed) == [7]
+        assert house.producers.prompts_out() == []
+
+    unfinished = UnfinishedGroup(
+        TICKET, PROMPT, {index: done(index) for index in indices["done"]}, dict.fromkeys(indices["failed"], (2, "no")),
+        dict.fromkeys(indices["partial"], (attempt, PARTIAL)),
+    )  # fmt: skip
+    go_on(unfinished, check)

@@ -1,0 +1,155 @@
+"""The file of recorded rollouts: what is read is what was written, and what is damaged is named by its line."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from recorded_cases import SAMPLED_BY, Credit, make_branch, make_prompt, make_record, rollouts_equal
+
+from asyncrl.errors import ConfigError
+from asyncrl.recorded import RecordedRollout, RecordFile, read_recording
+from asyncrl.types import Trajectory, VersionSpan
+
+
+def write(path: Path, *records: RecordedRollout) -> None:
+    file = RecordFile(path, SAMPLED_BY)
+    for record in records:
+        file.append(record, ["said"] * len(record.rollout))
+    file.close()
+
+
+@st.composite
+def branches(draw: Any, index: int, branch: int, has_credits: bool) -> Trajectory:
+    mask = np.array(draw(st.lists(st.booleans(), min_size=1, max_size=12).filter(any)), dtype=np.bool_)
+    places = np.flatnonzero(mask).tolist()
+    logprobs = np.zeros(len(mask), dtype=np.float32)
+    logprobs[mask] = draw(st.lists(st.floats(-30, 0, width=32), min_size=len(places), max_size=len(places)))
+    ids = draw(st.lists(st.integers(0, 2**31 - 1), min_size=len(mask), max_size=len(mask)))
+    spans = tuple(VersionSpan(place, place + 1, place, draw(st.integers(-1, 3))) for place in places)
+    return Trajectory(
+        index, np.array(ids, dtype=np.int32), mask, logprobs, spans,
+        reward=draw(st.floats(-1e9, 1e9)), is_truncated=draw(st.booleans()), num_interruptions=draw(st.integers(0, 9)),
+        metrics=draw(st.dictionaries(st.text(max_size=3).filter(lambda name: "\ud800" not in name), st.floats(-5, 5), max_size=2)),
+        branch=branch, credits=tuple(Credit(place, place + 1, 0.1, place) for place in places) if has_credits else (),
+    )  # fmt: skip
+
+
+@given(data=st.data(), has_credits=st.booleans(), num_branches=st.integers(1, 3))
+def test_what_is_read_is_what_was_written_bit_for_bit(data: Any, has_credits: bool, num_branches: int) -> None:
+    rollout = tuple(data.draw(branches(0, number, has_credits)) for number in range(num_branches))
+    rollout = tuple(replace(branch, reward=rollout[0].reward) for branch in rollout)
+    prompt = make_prompt(3, answer={"a": [1, None, "\u2028 x\n"]}, info={"k": 0.25})
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "rollouts.jsonl"
+        write(path, RecordedRollout(prompt, 2, rollout[0].reward, rollout))
+        (record,) = read_recording(path).rollouts
+        assert len(path.read_bytes().splitlines()) == 2
+    assert (record.prompt, record.attempt, record.reward) == (prompt, 2, rollout[0].reward)
+    assert rollouts_equal(record.rollout, rollout)
+
+
+def test_people_can_read_what_was_said_and_a_rollout_without_a_reward_has_none(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    write(path, make_record(reward=None))
+    header, line = (json.loads(text) for text in path.read_text().splitlines())
+    assert header == {
+        "format": "asyncrl-rollouts", "version": 1, "model_digest": "aaaa", "dtype": "float32", "tokenizer": "bbbb", "temperature": 1.0
+    }  # fmt: skip
+    assert (line["branches"][0]["text"], line["branches"][0]["loss"], line["reward"]) == ("said", [[2, 4]], None)
+    assert read_recording(path).rollouts[0].reward is None
+
+
+def test_versions_without_an_engine_are_of_an_unknown_one_and_written_as_they_were_before_there_was_one(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    write(path, make_record())
+    line = json.loads(path.read_text().splitlines()[1])
+    assert line["branches"][0]["versions"] == [[2, 4, 0]]
+    assert read_recording(path).rollouts[0].rollout[0].version_spans == (VersionSpan(2, 4, 0, -1),)
+    line["branches"][0]["versions"] = [[2, 3, 0, 0], [3, 4, 0, 1]]
+    path.write_text(path.read_text().splitlines()[0] + "\n" + json.dumps(line) + "\n")
+    assert read_recording(path).rollouts[0].rollout[0].version_spans == (VersionSpan(2, 3, 0, 0), VersionSpan(3, 4, 0, 1))
+
+
+def test_a_file_that_is_opened_again_goes_on_and_keeps_its_header(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    write(path, make_record(0))
+    write(path, make_record(1))
+    assert [record.prompt.prompt_id for record in read_recording(path).rollouts] == ["0/0", "0/1"]
+    with pytest.raises(ConfigError, match=r"sampled from something else: the weights: aaaa then, cccc now(.|\n)*Way out"):
+        RecordFile(path, replace(SAMPLED_BY, model_digest="cccc"))
+    with pytest.raises(ConfigError, match="holds something already"):
+        RecordFile(path, SAMPLED_BY, must_be_new=True)
+    assert len(path.read_text().splitlines()) == 3
+
+
+@pytest.mark.parametrize("cut", [1, 20, 200])
+def test_a_torn_last_line_is_refused_with_its_number(tmp_path: Path, cut: int) -> None:
+    path = tmp_path / "r.jsonl"
+    write(path, make_record(0), make_record(1))
+    path.write_bytes(path.read_bytes()[:-cut])
+    for attempt in (lambda: read_recording(path), lambda: RecordFile(path, SAMPLED_BY)):
+        with pytest.raises(ConfigError, match=r"line 3 of .*r\.jsonl: it is torn"):
+            attempt()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda line: line["branches"][0]["behaviour_logprobs"].append(-1.0), "3 logprobs for 2 sampled tokens"),
+        (lambda line: line["branches"][0].update(behaviour_logprobs=[-0.1, -0.2]), "a logprob is no float32 value"),
+        (lambda line: line["branches"][0].update(loss=[[2, 9]]), r"loss \[\(2, 9\)\] are no spans of 6 tokens"),
+        (lambda line: line["branches"][0].update(loss=[[2, 3], [3, 4]]), "are no spans of 6 tokens"),
+        (lambda line: line["branches"][0].update(versions=[[2, 3, 0]]), "versions do not cover"),
+        (lambda line: line["branches"][0].update(credits=[{"start": 2, "end": 3, "reward": 1.0, "unit": 0}]), "credits do not cover"),
+        (lambda line: line.update(reward=float("nan")), "reward: Input should be a finite number"),
+        (lambda line: line.update(rewrad=1.0), "rewrad: Extra inputs are not permitted"),
+        (lambda line: line.update(branches=[]), "branches: List should have at least 1 item"),
+        (lambda line: line["prompt"].update(messages=[]), "prompt 0/0 is another one than before"),
+        (lambda line: line.update(sample_index=1), "sample 1 of prompt 0/0 is in line 2 already"),
+    ],
+)
+def test_a_line_that_says_what_cannot_be_is_refused_with_its_number(tmp_path: Path, change: Any, said: str) -> None:
+    path = tmp_path / "r.jsonl"
+    write(path, make_record(0, 1), make_record(0, 0))
+    *lines, last = path.read_text().splitlines()
+    line = json.loads(last)
+    change(line)
+    path.write_text("\n".join([*lines, json.dumps(line)]) + "\n")
+    with pytest.raises(ConfigError, match=f"line 3 of .*{said}"):
+        read_recording(path)
+
+
+@pytest.mark.parametrize("text", ["", "hello\n", "[]\n", '{"format": "other", "version": 1}\n', '{"prompt": 1}\n'])
+def test_what_is_no_recording_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "r.jsonl"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="line 1 of"):
+        read_recording(path)
+    with pytest.raises(ConfigError, match="cannot read recorded rollouts"):
+        read_recording(tmp_path / "none.jsonl")
+
+
+def test_a_format_of_another_version_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    write(path)
+    path.write_text(path.read_text().replace('"version": 1', '"version": 2'))
+    with pytest.raises(ConfigError, match="format version 2, this asyncrl reads 1"):
+        read_recording(path)
+
+
+def test_a_prompt_that_json_would_change_is_not_recorded(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    file = RecordFile(path, SAMPLED_BY)
+    for answer in ((1, 2), {1: 2}, {"a"}, float("nan")):
+        with pytest.raises(ValueError, match="prompt 0/0 cannot be recorded"):
+            file.append(RecordedRollout(make_prompt(0, answer=answer), 0, 1.0, (make_branch(),)), ["said"])
+    file.close()
+    assert read_recording(path).rollouts == ()

@@ -1,0 +1,257 @@
+"""The checker of resumed runs finds nothing in an honest history, and every fault that is planted in it."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import sqlite3
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from journal_cases import make_group, open_journal, rollouts_of
+from resume_checker import Promise, changes, read_evidence, violations
+
+from asyncrl.types import Batch, Group, GroupId, Prompt, Ticket, Trajectory
+
+PROMISE = Promise(seed=5, num_prompts=7, num_groups=2, group_size=2, max_staleness=1)
+NUM_STEPS = 4
+Lines = list[dict[str, Any]]
+
+
+def prompt_of(draw: int) -> Prompt:
+    epoch, place = divmod(draw, PROMISE.num_prompts)
+    return Prompt(f"{epoch}/{np.random.default_rng([PROMISE.seed, epoch]).permutation(PROMISE.num_prompts)[place]}", ())
+
+
+def group_of(group_id: int, draw: int, version: int) -> Group:
+    """Its last rollout has two branches."""
+    return replace(make_group(group_id, size=PROMISE.group_size, branches=2, version=version), prompt=prompt_of(draw))
+
+
+def entry_of(group: Group, trajectory: Trajectory) -> dict[str, Any]:
+    return {
+        "group_id": group.group_id,
+        "prompt_id": group.prompt.prompt_id,
+        "sample_index": trajectory.sample_index,
+        "branch": trajectory.branch,
+        "reward": trajectory.reward,
+        "num_tokens": len(trajectory.token_ids),
+        "num_loss_tokens": trajectory.num_sampled,
+        "tokens_sha": hashlib.sha256(trajectory.token_ids.tobytes()).hexdigest()[:16],
+        "spans": [[span.start, span.end, span.version] for span in trajectory.version_spans],
+    }
+
+
+def line_of(batch: Batch) -> dict[str, Any]:
+    entries = [entry_of(group, trajectory) for group in batch.groups for trajectory in group.trajectories]
+    total = sum(entry["num_loss_tokens"] for entry in entries)
+    return {"version": batch.version, "loss": batch.version / 3, "num_loss_tokens": total, "trajectories": entries}
+
+
+async def tell_history(journal: Any) -> list[Batch]:
+    """Four batches of an epoch and a bit, one group that failed, one that was handed back and came again, one ready, one running."""
+    batches = []
+    groups = iter(
+        [*[(group_id, group_id) for group_id in range(9)], (11, 10)]
+    )  # draw 9 fails as group 9, draw 10 is handed back as group 10
+
+    def admit(group_id: int, draw: int, version: int) -> None:
+        journal.admitted_nowait(Ticket(GroupId(group_id), version), prompt_of(draw))
+
+    def make_ready(group_id: int, draw: int, version: int) -> Group:
+        group = group_of(group_id, draw, version)
+        for rollout in rollouts_of(group):
+            journal.rollout_finished_nowait(group.group_id, rollout)
+        journal.group_ended_nowait(group.group_id, "ready", "")
+        return group
+
+    for version in range(NUM_STEPS):
+        taken = []
+        for group_id, draw in (next(groups), next(groups)):
+            admit(group_id, draw, max(0, version - 1))
+            taken.append(make_ready(group_id, draw, max(0, version - 1)))
+        batches.append(Batch(version, tuple(taken), max(0, version - 1)))
+        await journal.batch_taken(batches[-1])
+    admit(8, 8, 3)
+    make_ready(8, 8, 3)
+    admit(9, 9, 3)
+    journal.group_ended_nowait(GroupId(9), "failed", "no reward")
+    admit(10, 10, 3)
+    journal.group_ended_nowait(GroupId(10), "handed_back", "dropped")
+    admit(11, 10, 3)
+    return batches
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """An honest run, killed and resumed at version 2."""
+
+    async def story() -> list[Batch]:
+        journal = open_journal(tmp_path / "journal.sqlite")
+        try:
+            return await tell_history(journal)
+        finally:
+            await journal.aclose()
+
+    first, second, *rest = (line_of(batch) for batch in asyncio.run(story()))
+    write_lines(tmp_path, [first, second, rest[0], {"restored": 2}, *rest])
+    return tmp_path
+
+
+def write_lines(run_dir: Path, lines: Lines) -> None:
+    (run_dir / "trained.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def found_in(run_dir: Path, promise: Promise = PROMISE) -> list[str]:
+    return violations(read_evidence(run_dir), promise, num_steps=NUM_STEPS)
+
+
+def test_an_honest_history_has_no_violation(run_dir: Path) -> None:
+    evidence = read_evidence(run_dir)
+    assert found_in(run_dir) == []
+    assert [group.state for group in evidence.groups[8:]] == ["ready", "failed", "handed_back", "running"]
+    assert sum(len(group.branches) for group in evidence.groups) == 27, "nine groups of two rollouts, one of which has two branches"
+    assert found_in(run_dir, replace(PROMISE, max_staleness=0)) != []
+
+
+PLANTED_SQL = {
+    "a prompt that was drawn is gone": ("DELETE FROM groups WHERE group_id = 9", "group 10 has draw 10, the one before was 8"),
+    "a prompt was drawn twice": ("UPDATE groups SET state = 'failed' WHERE group_id = 10", "group 11 was made though group 10 is failed"),
+    "a prompt in use was drawn again": ("UPDATE groups SET prompt_id = '0/0', state = 'failed' WHERE group_id = 11", "was made though"),
+    "a group is consumed and in no batch": ("UPDATE groups SET state = 'taken' WHERE group_id = 8", "group 8 is taken, and in batch None"),
+    "a group is in a batch and free": ("UPDATE groups SET state = 'failed' WHERE group_id = 5", "group 5 is failed, and in batch 2"),
+    "a batch has lost a group": ("DELETE FROM batch_groups WHERE group_id = 3", "batch 1 has 1 groups"),
+    "a batch is gone": ("DELETE FROM batches WHERE version = 2", "the journal's batches are [0, 1, 3]"),
+    "the last batch is gone": ("DELETE FROM batches WHERE version = 3", "the journal has batches [0, 1, 2] after 4 steps"),
+    "a batch is out of order": ("UPDATE batch_groups SET position = 5 - position WHERE version = 3", "groups in the order [7, 6]"),
+    "a batch allows too old tokens": ("UPDATE batches SET min_version = 1 WHERE version = 3", "batch 3 has min_version 1"),
+    "a batch holds too old tokens": ("UPDATE trajectories SET oldest_version = 0 WHERE group_id = 6", "g6/r0 has tokens of version 0"),
+    "a rollout changed places": ("UPDATE trajectories SET sample_index = 2 + sample_index WHERE group_id = 4", "group 4 was trained on"),
+    "a reward has changed": ("UPDATE trajectories SET reward = 9.5 WHERE group_id = 4", "group 4 was trained on other tokens or rewards"),
+    "tokens have changed": (
+        "UPDATE trajectories SET blob = (SELECT blob FROM trajectories WHERE group_id = 5 AND sample_index = 0)"
+        " WHERE group_id = 4 AND sample_index = 0",
+        "group 4 was trained on other tokens or rewards",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", PLANTED_SQL)
+def test_a_fault_in_the_journal_is_found(run_dir: Path, fault: str) -> None:
+    statement, words = PLANTED_SQL[fault]
+    with sqlite3.connect(run_dir / "journal.sqlite") as connection:
+        connection.execute("PRAGMA foreign_keys = OFF")
+        assert connection.execute(statement).rowcount > 0
+    connection.close()
+    assert any(words in violation for violation in found_in(run_dir)), found_in(run_dir)
+
+
+def other_tokens(lines: Lines) -> None:
+    lines[4]["trajectories"][0]["tokens_sha"] = "0" * 16
+
+
+def other_loss(lines: Lines) -> None:
+    lines[4]["loss"] += 1e-9
+
+
+def no_restored_line(lines: Lines) -> None:
+    del lines[3]
+
+
+def restored_too_far(lines: Lines) -> None:
+    lines[3]["restored"] = 4
+
+
+def a_step_twice(lines: Lines) -> None:
+    lines.append(dict(lines[-1], version=4))
+
+
+def a_step_less(lines: Lines) -> None:
+    del lines[-1]
+
+
+def too_old(lines: Lines) -> None:
+    lines[5]["trajectories"][0]["spans"][0][2] = 1
+
+
+def from_the_future(lines: Lines) -> None:
+    lines[5]["trajectories"][0]["spans"][0][2] = 4
+
+
+def fewer_loss_tokens(lines: Lines) -> None:
+    lines[5]["trajectories"][0]["num_loss_tokens"] -= 1
+
+
+def another_group(lines: Lines) -> None:
+    for entry in lines[5]["trajectories"][:3]:
+        entry["group_id"] = 8
+
+
+def another_prompt(lines: Lines) -> None:
+    lines[5]["trajectories"][0]["prompt_id"] = lines[0]["trajectories"][0]["prompt_id"]
+
+
+PLANTED_LINES: list[tuple[Callable[[Lines], None], str]] = [
+    (other_tokens, "batch 2 had another trajectories when it was trained again"),
+    (other_tokens, "batch 2: group 4 was trained on other tokens or rewards than the journal has"),
+    (other_loss, "batch 2 had another loss when it was trained again"),
+    (no_restored_line, "line 4 is of batch 2, after batch 2"),
+    (restored_too_far, "line 4 goes on from version 4, which was never reached"),
+    (a_step_twice, "g6/r0 was trained on in batch 3 already"),
+    (a_step_twice, "4 batches were taken, 5 trained"),
+    (a_step_less, "the record has batches [0, 1, 2] after 4 steps"),
+    (too_old, "batch 3: g6/r0 has loss on tokens 2..11 of version 1"),
+    (from_the_future, "batch 3: g6/r0 has loss on tokens 2..11 of version 4"),
+    (fewer_loss_tokens, "g6/r0 has 9 loss tokens, and spans of another number"),
+    (another_group, "batch 3: the journal has groups [6, 7], trained were [8, 7]"),
+    (another_prompt, "was trained on in two groups"),
+]
+
+
+@pytest.mark.parametrize(("plant", "words"), PLANTED_LINES, ids=lambda value: getattr(value, "__name__", ""))
+def test_a_fault_in_the_record_is_found(run_dir: Path, plant: Callable[[Lines], None], words: str) -> None:
+    lines: Lines = [json.loads(line) for line in (run_dir / "trained.jsonl").read_text().splitlines()]
+    plant(lines)
+    write_lines(run_dir, lines)
+    assert any(words in violation for violation in found_in(run_dir)), found_in(run_dir)
+
+
+def test_on_policy_prompts_out_of_their_order_are_found(tmp_path: Path) -> None:
+    async def story(draws: list[int]) -> None:
+        journal = open_journal(tmp_path / "journal.sqlite")
+        groups = [group_of(group_id, draw, group_id // 2) for group_id, draw in enumerate(sorted(draws))]
+        for group in groups:
+            journal.admitted_nowait(Ticket(group.group_id, group.group_id // 2), group.prompt)
+            for rollout in rollouts_of(group):
+                journal.rollout_finished_nowait(group.group_id, rollout)
+            journal.group_ended_nowait(group.group_id, "ready", "")
+        batches = [Batch(0, (groups[draws[0]], groups[draws[1]]), 0), Batch(1, (groups[draws[2]], groups[draws[3]]), 1)]
+        for batch in batches:
+            await journal.batch_taken(batch)
+        await journal.aclose()
+        write_lines(tmp_path, [line_of(batch) for batch in batches])
+
+    asyncio.run(story([0, 2, 1, 3]))
+    found = violations(read_evidence(tmp_path), replace(PROMISE, max_staleness=0))
+    assert "consumed out of order: number 1 is draw 2 instead of 1" in found
+
+
+def test_what_a_resume_has_lost_or_altered_is_found(run_dir: Path) -> None:
+    before = read_evidence(run_dir)
+    assert changes(before, before) == []
+    groups = list(before.groups)
+    assert changes(replace(before, groups=tuple(groups[:-1])), before) == []
+    assert changes(before, replace(before, groups=tuple(groups[:-1]))) == [f"group 11 (prompt {prompt_of(10).prompt_id}, running) is gone"]
+    again = replace(groups[0], state="running", version=None)
+    assert "was taken with prompt" in changes(before, replace(before, groups=(again, *groups[1:])))[0]
+    moved = replace(groups[0], version=1)
+    assert changes(before, replace(before, groups=(moved, *groups[1:]))) == ["group 0 has moved from batch 0 to 1"]
+    other = replace(groups[0], branches={0: (0.5, 12, 0, "")})
+    assert changes(before, replace(before, groups=(other, *groups[1:]))) == ["rollouts of group 0 have changed"]
+    assert changes(before, replace(before, batches={})) == ["a batch has changed"]
+    assert changes(before, replace(before, record=before.record[1:])) == ["lines of the trained record have changed"]

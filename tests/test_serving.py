@@ -1,0 +1,284 @@
+"""Real `asyncrl serve` processes: an agent is tried by hand and by its config, recorded, and the recording is trained on."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+from crash_fuzz import differences, promise_of
+from job_runs import all_gone, children_of, environment, read_lines, run, start, wait_for_steps, write_config
+from resume_checker import Promise, read_evidence, violations
+from serving_agents_for_test import __name__ as agents
+from test_job_resume import kill_tree
+
+from asyncrl.recorded import Recording, read_recording
+
+pytestmark = pytest.mark.slow
+SERVE = [sys.executable, "-m", "asyncrl.cli", "serve"]
+AGENT: dict[str, Any] = {"generator": {"python": f"{agents}:two_turns"}, "rollout": {"max_prompt_tokens": 64, "group_size": 3}}
+
+
+Serve = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    """Starts `asyncrl serve`; what a failed test leaves is killed."""
+    with contextlib.ExitStack() as stack:
+
+        def begin(*arguments: str | Path) -> subprocess.Popen[str]:
+            command, pipe = [*SERVE, *map(str, arguments)], subprocess.PIPE
+            process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment(), start_new_session=True)
+            stack.enter_context(process)
+            stack.callback(process.kill)
+            return process
+
+        yield begin
+
+
+def lines_until(process: subprocess.Popen[str], text: str) -> list[str]:
+    """What it says, up to the line that holds `text`. The test's own limit ends a wait in vain."""
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line.rstrip("\n"))
+        if text in line:
+            return lines
+    raise AssertionError(f"{lines} {process.communicate()[1]}")
+
+
+def ended(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*SERVE, *map(str, arguments)], capture_output=True, text=True, timeout=120, env=environment())
+
+
+def shell(line: str, exports: str) -> Any:
+    """The JSON that a command line prints, pasted into a shell after the exports."""
+    answer = subprocess.run(["bash", "-c", f"{exports}\n{line}"], capture_output=True, text=True, timeout=60, check=True)
+    return json.loads(answer.stdout)
+
+
+def token_shas(recording: Recording) -> dict[str, list[str]]:
+    """prompt_id in a run -> digest of the tokens of each sample, in order, as trained.jsonl has them."""
+    found: dict[str, list[str]] = {}
+    for record in recording.rollouts:
+        digest = hashlib.sha256(record.rollout[0].token_ids.astype("<i4").tobytes()).hexdigest()[:16]
+        found.setdefault(record.prompt.prompt_id, []).append(digest)
+    return {f"replay/{number}": shas for number, shas in enumerate(found.values())}
+
+
+def test_an_agent_is_tried_by_hand_with_what_the_gateway_says_and_each_outcome_is_a_recorded_rollout(tmp_path: Path, serve: Serve) -> None:
+    config, file = write_config(tmp_path, rollout={"max_prompt_tokens": 100}, gateway={"max_calls": 2}), tmp_path / "rollouts.jsonl"
+    process = serve("gateway", config, "--record", file, "--run-dir", tmp_path / "served")
+    said = lines_until(process, "Ctrl-C ends the gateway")
+    children = children_of(process)
+    exports = "\n".join(line for line in said if "export" in line)
+    chat, outcome = (line.strip() for line in said if "curl" in line)
+
+    client = openai.OpenAI(base_url=re.findall(r"URL=(\S+)", exports)[0], api_key=re.findall(r"KEY=(\S+)", exports)[0], max_retries=0)
+    with contextlib.closing(client):
+        messages: list[Any] = [{"role": "user", "content": "b 2"}]
+        for _ in range(3):  # one more than gateway.max_calls
+            answer = client.chat.completions.create(model="policy", messages=messages)
+            messages += [{"role": "assistant", "content": answer.choices[0].message.content}, {"role": "user", "content": "a 1"}]
+        assert answer.id == "chatcmpl-2"
+        assert shell(outcome.replace("1.0", "0.5"), exports) == {}
+        assert shell(chat, exports)["id"] == "chatcmpl-0", "the key goes on, in a session of its own"
+        assert shell(outcome, exports) == {}
+        refused = shell(outcome, exports)
+        assert "not one sampled token" in refused["error"]["message"]
+        assert shell(chat, exports)["id"] == "chatcmpl-0"
+
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 0, stderr
+    assert stderr == ""
+    assert all_gone(children)
+    assert "rollout 0: reward 0.5, 3 turns" in stdout
+    assert f"3 rollouts recorded in {file}" in stdout
+    assert "5 calls" in stdout
+    assert "2 went on from recorded tokens" in stdout
+    records = read_recording(file).rollouts
+    assert [record.reward for record in records] == [0.5, 1.0, None]
+    assert [record.rollout[0].sample_index for record in records] == [0, 0, 1], "the last two are samples of one prompt"
+    assert records[0].prompt.messages == ({"role": "user", "content": "b 2"},)
+    assert records[1].rollout[0].token_ids.tolist() != records[2].rollout[0].token_ids.tolist(), "drawn anew"
+    assert "<|user|>b 2<|im_end|><|assistant|>" in file.read_text()
+    assert (tmp_path / "served" / "logs" / "engine-0.log").is_file()
+
+
+def test_the_configs_own_agent_is_run_on_some_prompts_and_recorded(tmp_path: Path, serve: Serve) -> None:
+    config, file = write_config(tmp_path, **AGENT), tmp_path / "rollouts.jsonl"
+    process = serve("gateway", config, "--rollouts", "2", "--record", file, "--run-dir", tmp_path / "served")
+    said = lines_until(process, "[1/6]")
+    children = children_of(process)
+    assert {name for name in ("engine-0", "worker-0") if children_of(process, name)} == {"engine-0", "worker-0"}
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 0, stderr
+    assert all_gone(children)
+    said += stdout.splitlines()
+    assert re.search(r"\[6/6\] 0/\d+ sample \d: reward \S+, 2 turns, \d+ sampled tokens", stdout)
+    records = read_recording(file).rollouts
+    mean = np.mean([record.reward for record in records])
+    assert f"mean reward {mean:.4f} over 6 rollouts" in said
+    assert f"6 rollouts recorded in {file}" in said
+    assert {record.rollout[0].metrics["turns"] for record in records} == {2.0}
+
+    again = ended("gateway", config, "--rollouts", "1", "--record", file)
+    assert (again.returncode, again.stderr.startswith(f"ConfigError: {file} holds something already")) == (2, True)
+    nothing = ended("gateway", config, f"generator.python={agents}:says_nothing", "--rollouts", "1", "--run-dir", tmp_path / "served")
+    assert nothing.returncode == 1
+    assert "3 of 3 rollouts failed, the last one: the harness ended with 0 completions" in nothing.stdout
+
+
+def test_whatever_ends_a_gateway_nothing_of_it_is_left(tmp_path: Path, serve: Serve) -> None:
+    process = serve("gateway", write_config(tmp_path), "--run-dir", tmp_path / "served")
+    lines_until(process, "Ctrl-C ends")
+    second = ended("gateway", tmp_path / "config-for-test.yaml", "--run-dir", tmp_path / "served")
+    assert (second.returncode, f"process {process.pid} writes into" in second.stderr) == (1, True)
+    children = children_of(process)
+    process.kill()
+    process.communicate(timeout=20)
+    assert all_gone(children)
+
+    process = serve("engine", tmp_path / "config-for-test.yaml", "--run-dir", tmp_path / "served")
+    said = lines_until(process, "/generate")
+    exports = next(line for line in said if "export" in line)
+    health, generate = (shell(line, exports) for line in said if "curl" in line)
+    assert (health["policy_version"], len(generate["token_ids"]), generate["finish_reason"]) == (0, 8, "length")
+    (engine,) = children_of(process)
+    engine.kill()
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert stderr.startswith("RoomError: engine-0: process"), stderr
+    assert "was killed by SIGKILL" in stderr
+
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").touch()
+    foreign = ended("engine", tmp_path / "config-for-test.yaml", "--run-dir", tmp_path / "mine")
+    assert (foreign.returncode, "holds what no `asyncrl serve` has written" in foreign.stderr) == (2, True)
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file with four rollouts of ten prompts, the second of which lacks one, and the config that they were sampled by."""
+    folder = tmp_path_factory.mktemp("recorded")
+    answer = ended("gateway", write_config(folder), "--rollouts", "10", "--record", folder / "all.jsonl", "--run-dir", folder / "served")
+    assert answer.returncode == 0, answer.stderr
+    header, *lines = (folder / "all.jsonl").read_text().splitlines(keepends=True)
+    records = [json.loads(line) for line in lines]
+    second = list(dict.fromkeys(record["prompt"]["prompt_id"] for record in records))[1]
+    dropped = [line for line, record in zip(lines, records, strict=True) if record["prompt"]["prompt_id"] == second][-1]
+    (folder / "rollouts.jsonl").write_text(header + "".join(line for line in lines if line is not dropped))
+    return folder / "rollouts.jsonl"
+
+
+def replay_config(folder: Path, recorded: Path, **sections: Any) -> Path:
+    return write_config(folder, **{"task": {"replay": str(recorded)}, "trainer": {"num_steps": 5}, **sections})
+
+
+def trained_on(run_dir: Path) -> dict[tuple[str, int], tuple[int, str]]:
+    """(prompt_id, sample_index) -> (batch, digest of its tokens)."""
+    found = {}
+    for line in read_lines(run_dir / "trained.jsonl"):
+        for entry in line.get("trajectories", ()):
+            found[entry["prompt_id"], entry["sample_index"]] = (line["version"], entry["tokens_sha"])
+    return found
+
+
+def test_a_run_begins_with_the_recorded_rollouts_and_samples_what_is_missing(recorded: Path, whole: Path) -> None:
+    said = " ".join((whole.parent / "said.txt").read_text().split())
+    assert "39 recorded rollouts of 10 prompts, of which at most 15 can be taken" in said
+    assert "15 recorded rollouts were taken in place of sampled ones" in said
+    shas, trained = token_shas(read_recording(recorded)), trained_on(whole)
+    for number in range(10):
+        prompt_id = f"replay/{number}"
+        taken = [trained[prompt_id, index] == (0, sha) for index, sha in enumerate(shas[prompt_id])]
+        assert all(taken) == (number < 4), "on-policy, the four groups of the first batch are of version 0"
+        assert (prompt_id, 3) in trained, "what is missing or too old was sampled"
+    assert violations(read_evidence(whole), promise(whole.parent / "config-for-test.yaml", 10), num_steps=5) == []
+
+
+@pytest.fixture(scope="module")
+def whole(recorded: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of an on-policy run that began with them and was never killed."""
+    folder = tmp_path_factory.mktemp("whole")
+    answer = run(replay_config(folder, recorded), folder / "run")
+    assert answer.returncode == 0, answer.stderr
+    (folder / "said.txt").write_text(answer.stdout)
+    return folder / "run"
+
+
+def promise(config: Path, num_replayed: int) -> Promise:
+    plain = promise_of(config)
+    return Promise(plain.seed, plain.num_prompts, plain.num_groups, plain.group_size, plain.max_staleness, num_replayed)
+
+
+@pytest.mark.parametrize(("max_staleness", "num_steps"), [(0, 0), (2, 1)])
+def test_a_killed_run_neither_loses_nor_repeats_a_recorded_rollout(
+    recorded: Path, whole: Path, tmp_path: Path, max_staleness: int, num_steps: int
+) -> None:
+    config = replay_config(tmp_path, recorded, buffer={"max_staleness": max_staleness}, checkpoint={"every": 2})
+    process = start(config, tmp_path / "run")
+    while not num_admitted(tmp_path / "run"):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+    wait_for_steps(tmp_path / "run", num_steps, process)
+    kill_tree(process)
+    recorded.rename(recorded.with_suffix(".away"))  # the run has what it began with
+    try:
+        answer = run(config, tmp_path / "run")
+    finally:
+        recorded.with_suffix(".away").rename(recorded)
+    assert answer.returncode == 0, answer.stderr
+    evidence = read_evidence(tmp_path / "run")
+    assert violations(evidence, promise(config, 10), num_steps=5) == []
+    shas, trained = token_shas(read_recording(recorded)), trained_on(tmp_path / "run")
+    at_start = {group.prompt_id for group in evidence.groups if group.start_version == 0 and group.prompt_id.startswith("replay/")}
+    assert len(at_start) >= 4
+    for prompt_id in at_start:
+        assert [trained[prompt_id, index][1] for index in range(len(shas[prompt_id]))] == shas[prompt_id]
+    if max_staleness == 0:
+        assert differences(whole, tmp_path / "run") == []
+
+
+def num_admitted(run_dir: Path) -> int:
+    return len(read_evidence(run_dir).groups) if (run_dir / "journal.sqlite").exists() else 0
+
+
+def test_rollouts_of_other_weights_are_refused_with_both_digests(recorded: Path, tmp_path: Path) -> None:
+    digest = read_recording(recorded).sampled_by.model_digest
+    answer = run(replay_config(tmp_path, recorded), tmp_path / "run", "seed=8")
+    assert answer.returncode == 2
+    said = re.search(r"the weights: (\w{32}) then, (\w{32}) now", answer.stderr)
+    assert said is not None, answer.stderr
+    assert said[1] == digest != said[2]
+    assert "Traceback" not in answer.stderr
+
+
+def test_an_evaluation_runs_the_agent_at_one_version_and_nothing_of_it_is_trained_on(tmp_path: Path) -> None:
+    evaluation = {"task": {"python": "asyncrl.tasks.letters:Letters", "size": 6}, "every": 2, "num_prompts": 6, "slots": 4}
+    config = write_config(tmp_path, **AGENT, eval=evaluation, trainer={"num_steps": 4})
+    answer = run(config, tmp_path / "with")
+    assert answer.returncode == 0, answer.stderr
+    assert "WARNING" not in answer.stdout, "a token of another version would end the evaluation with a warning"
+    lines = read_lines(tmp_path / "with" / "eval.jsonl")
+    assert (lines[0]["policy_version"], lines[-1]["policy_version"]) == (0, 4)
+    assert all(line["eval/failed"] == 0 for line in lines)
+    assert all(2 <= line["eval/length_mean"] <= 48 for line in lines)
+    plain = write_config(tmp_path, **AGENT, trainer={"num_steps": 4})
+    answer = run(plain, tmp_path / "without")
+    assert answer.returncode == 0, answer.stderr
+    with_eval, without = (read_lines(tmp_path / name / "trained.jsonl") for name in ("with", "without"))
+    assert with_eval == without, "what is trained on is the same, bit for bit"

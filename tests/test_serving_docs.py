@@ -1,0 +1,65 @@
+"""Every command of docs/serving.md, run as it stands there, one after the other."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from job_runs import environment
+
+from asyncrl.recorded import read_recording
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", PAGE, flags=re.DOTALL) for line in block.splitlines()]
+
+
+@pytest.mark.slow
+def test_every_command_of_the_page_does_what_the_page_says(tmp_path: Path) -> None:
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    said = [run(command, tmp_path) for command in COMMANDS]
+    by_hand, by_config, check, trained, engine = said
+    shown = re.search(r"```text\n(.*?)```", PAGE, flags=re.DOTALL)
+    assert shown is not None
+    for line in shown[1].splitlines():  # what stands before the first thing that is another one each time
+        start = re.split(r"runs/|=|\.\.\.", line)[0]
+        assert start in by_hand, line
+    assert "mean reward" in by_config
+    assert len(read_recording(tmp_path / "first.jsonl").rollouts) == 64
+    assert read_recording(tmp_path / "tried.jsonl").rollouts == ()
+    assert "first.jsonl: 64 recorded rollouts of 8 prompts, of which at most 64 can be taken" in " ".join(check.split())
+    assert "64 recorded rollouts were taken in place of sampled ones" in " ".join(trained.split())
+    assert "/generate" in engine
+
+
+def run(command: str, folder: Path) -> str:
+    """What it says. One that has no end gets Ctrl-C when it is ready; a training run takes two steps."""
+    words = shlex.split(command)
+    has_end = words[1] != "serve" or "--rollouts" in words
+    words += ["trainer.num_steps=2"] if words[1] == "run" else []
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [sys.executable, "-m", "asyncrl.cli", *words[1:]], cwd=folder, stdout=pipe, stderr=pipe, text=True, env=environment()
+    ) as process:
+        try:
+            assert process.stdout is not None
+            lines = []
+            for line in process.stdout:
+                lines.append(line)
+                if not has_end and ("/generate" in line or "Ctrl-C ends" in line):
+                    process.send_signal(signal.SIGINT)
+            assert process.wait(timeout=120) == 0, (command, process.stderr and process.stderr.read())
+        finally:
+            process.kill()
+    return "".join(lines)
+
+
+def test_the_commands_are_those_that_the_test_knows() -> None:
+    assert [" ".join(shlex.split(command)[1:3]) for command in COMMANDS] == [
+        "serve gateway", "serve gateway", "check configs/quickstart.yaml", "run configs/quickstart.yaml", "serve engine"
+    ]  # fmt: skip

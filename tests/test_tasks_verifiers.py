@@ -1,0 +1,213 @@
+"""The tasks of a verifiers environment as prompts, and tasks whose rewards come from a harness."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from asyncrl.config import RunConfig, TaskConfig, load_config
+from asyncrl.errors import ConfigError, RewardFailure, TaskError
+from asyncrl.harness.verifiers import INFO_KEY, load_taskset
+from asyncrl.tasks import Feed, TaskScorer, build_task
+from asyncrl.tasks import verifiers_env as of_tasks
+from asyncrl.tasks.build import build_score, check_task
+from asyncrl.tasks.task import Task
+from asyncrl.types import Prompt
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "verifiers_env"
+SCRATCH = {"architecture": {"model_type": "llama"}, "characters": "ab"}
+
+
+@pytest.fixture(autouse=True)
+def in_the_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(EXAMPLE)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+
+def task_of(name: str = "calculator_env", args: dict[str, Any] | None = None, **settings: Any) -> Task:
+    return build_task(TaskConfig(verifiers=True, **settings), 0, load_taskset=lambda: load_taskset(name, args or {}))
+
+
+def prompts_of(task: Task, count: int, seed: int = 0) -> list[Prompt]:
+    feed = Feed(task, seed=seed, shuffle=True)
+    return [feed.next_nowait() for _ in range(count)]
+
+
+def test_the_prompts_are_the_tasks_of_the_environment_with_ids_that_stay() -> None:
+    args = {"taskset": {"num_tasks": 20}}
+    first, second = (prompts_of(task_of(args=args), 40) for _ in range(2))
+    assert first == second
+    assert len({prompt.prompt_id for prompt in first}) == 40
+    assert {prompt.prompt_id.partition("/")[2] for prompt in first[:20]} == {str(index) for index in range(20)}
+    assert [message["role"] for message in first[0].messages] == ["system", "user"]
+    assert first[0].messages[1]["content"].startswith("What is ")
+
+
+def test_the_info_of_a_prompt_goes_through_json_and_makes_the_task_again() -> None:
+    taskset = load_taskset("calculator_env", {})
+    task_class = type(taskset).task_type()
+    assert INFO_KEY == of_tasks.INFO_KEY
+    for task, prompt in zip(taskset, [task_of().prompt(index) for index in range(5)], strict=False):
+        row = json.loads(json.dumps(prompt.info))[INFO_KEY]
+        assert task_class.data_type().model_validate(row) == task.data
+
+
+def test_tasks_without_an_end_are_as_many_as_the_size_says() -> None:
+    task = task_of("guessing_env_for_test", size=12)
+    assert len(task) == 12
+    assert [task.prompt(index).info[INFO_KEY]["secret"] for index in (0, 11)] == [0, 1]
+    assert task.prompt(0).content == [{"role": "system", "content": "Guess."}]
+
+
+def test_a_task_that_cannot_be_made_ends_the_run_and_is_named() -> None:
+    with pytest.raises(TaskError, match="task 3 of GuessingTaskset: making it raised LookupError: no more rows"):
+        task_of("guessing_env_for_test", {"taskset": {"fail_at": 3}})
+
+
+def test_prompts_in_messages_are_shown_as_text_and_pictures_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    import calculator_env
+    import verifiers.v1 as vf
+
+    prompt: list[Any] = [
+        vf.UserMessage(content=[vf.TextContentPart(text="What is"), vf.TextContentPart(text="1 + 1?")]),
+        vf.AssistantMessage(tool_calls=[vf.ToolCall(id="1", name="calculate", arguments="{}")]),
+        vf.ToolMessage(tool_call_id="1", content="2"),
+    ]
+
+    def load(self: Any) -> list[Any]:
+        return [calculator_env.CalculatorTask(calculator_env.CalculatorData(prompt=prompt, answer=2))]
+
+    monkeypatch.setattr(calculator_env.CalculatorTaskset, "load", load)
+    (shown,) = prompts_of(task_of(), 1)
+    assert [(message["role"], message["content"]) for message in shown.messages] == [
+        ("user", "What is\n1 + 1?"),
+        ("assistant", ""),
+        ("tool", "2"),
+    ]
+    picture = vf.ImageUrlContentPart(image_url=vf.ImageUrlSource(url="https://example.org/a.png"))
+    prompt[0] = vf.UserMessage(content=[picture])
+    with pytest.raises(TaskError, match="prompt of task 0 has a part of type image_url"):
+        task_of()
+
+
+def test_data_that_do_not_reach_a_worker_whole_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    import calculator_env
+    from pydantic import Field
+
+    class Secret(calculator_env.CalculatorData):
+        key: str = Field("k", exclude=True)
+
+    monkeypatch.setattr(calculator_env.CalculatorTask, "data_type", classmethod(lambda cls: Secret))
+    with pytest.raises(TaskError, match="its data leave out key"):
+        task_of()
+
+
+def test_numbers_that_json_does_not_know_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    import calculator_env
+    import verifiers.v1 as vf
+
+    class Number(vf.TaskData):
+        number: float = float("inf")
+
+    monkeypatch.setattr(calculator_env.CalculatorTaskset, "load", lambda self: [vf.Task(Number(prompt="hi"))])
+    with pytest.raises(TaskError, match="task 0 holds what is no JSON"):
+        task_of()
+
+
+def test_checking_a_config_loads_the_environment_and_reads_no_tasks() -> None:
+    config = TaskConfig(verifiers=True)
+    args = {"taskset": {"fail_at": 0}}
+    words = check_task(config, 0, load_taskset=lambda: load_taskset("guessing_env_for_test", args))
+    assert words == "verifiers GuessingTaskset (its tasks are read when the run starts)"
+    with pytest.raises(ConfigError, match="No module named 'no_such_env'"):
+        check_task(config, 0, load_taskset=lambda: load_taskset("no_such_env", {}))
+    with pytest.raises(ConfigError, match="only a run has a generator"):
+        build_task(config, 0)
+
+
+@pytest.mark.parametrize("pool", ["auto", "inline", "process"])
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"verifiers": True}, "the verifiers environment recorded no reward"),
+        ({"files": ["rows.jsonl"]}, "its harness gave no reward"),
+    ],
+)
+def test_a_reward_that_nobody_gives_is_a_failed_rollout(tmp_path: Path, config: dict[str, Any], said: str, pool: str) -> None:
+    if "files" in config:
+        path = tmp_path / "rows.jsonl"
+        path.write_text('{"prompt": "Hi", "answer": "x"}\n')
+        config = {"files": [str(path)]}
+    task_config = TaskConfig(**config, reward_pool=pool)
+    task = task_of() if task_config.verifiers else build_task(task_config, 0)
+    (prompt,) = prompts_of(task, 1)
+
+    async def story() -> None:
+        scorer = TaskScorer(task, task_config, seed=0)
+        with pytest.raises(RewardFailure, match=said) as failure:
+            await scorer.score(prompt, "a completion")
+        assert prompt.prompt_id in str(failure.value)
+        assert "Way out:" in str(failure.value)
+        await scorer.aclose()
+
+    asyncio.run(story())
+    for score in (task.score, build_score(task_config, 0)):
+        with pytest.raises(RewardFailure, match=said):
+            score(prompt, "a completion")
+
+
+def run_config(task: dict[str, Any], generator: dict[str, Any] | None = None, **more: Any) -> RunConfig:
+    return RunConfig.model_validate({"model": {"scratch": SCRATCH}, "task": task, "generator": generator or {}, **more})
+
+
+def test_a_harness_may_give_the_rewards_of_any_prompts() -> None:
+    rows = {"files": ["rows.jsonl"]}
+    for generator in ({"python": "a:b"}, {"command": ["./agent"]}, {"remote": True}):
+        assert not run_config(rows, generator).task.has_score
+    assert run_config(rows | {"reward": "math"}, {"python": "a:b"}).task.has_score
+    with pytest.raises(ValueError, match="task.reward is missing"):
+        run_config(rows)
+
+
+@pytest.mark.parametrize(
+    ("task", "generator", "said"),
+    [
+        ({"verifiers": True}, {}, "takes the tasks of the environment that generator.verifiers names, and it names none"),
+        ({"verifiers": True}, {"python": "a:b"}, "and it names none"),
+        ({"python": "a:B"}, {"verifiers": "wordle"}, "generator.verifiers=wordle runs the tasks of its own environment"),
+        ({"verifiers": True, "python": "a:B"}, {"verifiers": "wordle"}, r"exactly one of .*\(given: python, verifiers\)"),
+        ({"verifiers": True, "reward": "math"}, {"verifiers": "wordle"}, "a verifiers task scores itself"),
+        ({"verifiers": True, "system_prompt": "Hi"}, {"verifiers": "wordle"}, "generator.args.taskset.system_prompt"),
+        ({"verifiers": True, "args": {"a": 1}}, {"verifiers": "wordle"}, "its settings are generator.args"),
+        ({}, {"verifiers": "wordle"}, "none of them"),
+    ],
+)
+def test_sections_that_do_not_fit_together_are_refused(task: dict[str, Any], generator: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        run_config(task, generator)
+
+
+@pytest.mark.parametrize("held_out", [{"files": ["rows.jsonl"]}, {"verifiers": True}])
+def test_an_evaluation_needs_a_reward_of_its_own(held_out: dict[str, Any]) -> None:
+    task, generator = {"verifiers": True}, {"verifiers": "wordle"}
+    assert run_config(task, generator, eval={"task": {"files": ["rows.jsonl"], "reward": "math"}}).eval is not None
+    with pytest.raises(ValueError, match=r"eval\.task\.\w+ .*without any harness"):
+        run_config(task, generator, eval={"task": held_out})
+
+
+def test_the_shipped_config_and_the_page_make_prompts() -> None:
+    page = (EXAMPLE.parents[1] / "docs" / "verifiers.md").read_text(encoding="utf-8")
+    shown = [yaml.safe_load(block) for block in page.split("```yaml\n")[1:] for block in [block.partition("```")[0]]]
+    assert len(shown) >= 2
+    assert any(part["generator"] == load_config(EXAMPLE / "calculator.yaml").generator.model_dump(exclude_unset=True) for part in shown)
+    for part in shown:
+        config = run_config(part["task"], part["generator"])
+        assert config.generator.verifiers is not None
+        if config.generator.verifiers == "calculator_env":
+            assert len(task_of(args=config.generator.args)) == 1000

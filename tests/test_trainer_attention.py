@@ -1,0 +1,182 @@
+"""Packed attention is ordinary attention of each sequence by itself: output and gradients, whatever is shared."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from packing_cases import Rows, batch_of, random_groups, trees
+from torch import Tensor
+
+from asyncrl.trainer import attention_kernels
+from asyncrl.trainer.attention import _Merged, packed_attention, plain_attention
+from asyncrl.trainer.attention_kernels import CudaKernel
+from asyncrl.trainer.packing import Layout, pack
+
+SHARED = random_groups([[30, 70, 1, 9], [40], [5, 60]], prompt=25)
+
+
+def layout_of(groups: Rows) -> Layout | None:
+    header, arrays = batch_of(groups)
+    micros = pack(header, arrays, arrays.loss_mask, 10**6, torch.device("cpu"))
+    return micros[0].layout if micros else None
+
+
+def tensors(layout: Layout, dtype: torch.dtype, heads: int = 6, key_heads: int = 2, width: int = 16) -> list[Tensor]:
+    """Query, key, value as a model makes them, and a gradient of the output."""
+    random = torch.Generator().manual_seed(0)
+    sizes = (heads, key_heads, key_heads, heads)
+    made = [torch.randn(1, layout.num_tokens, size, width, generator=random).to(dtype).transpose(1, 2) for size in sizes]
+    return [tensor.requires_grad_(index < 3) for index, tensor in enumerate(made)]
+
+
+def row_by_row(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> Tensor:
+    """Each sequence's tokens gathered and attended to with the whole matrix of scores; a shared token's row is taken once."""
+    output = torch.zeros_like(query)
+    group = query.shape[1] // key.shape[1]
+    for prefix_start, prefix, own_start, own in layout.rows:
+        places = [*range(prefix_start, prefix_start + prefix), *range(own_start, own_start + own)]
+        keys, values = (tensor[0, :, places].repeat_interleave(group, 0) for tensor in (key, value))
+        future = torch.ones(len(places), len(places), dtype=torch.bool).triu(1)
+        scores = (query[0, :, places] @ keys.mT * scale).masked_fill(future, -torch.inf)
+        output = output.index_put(
+            (torch.tensor(0), torch.arange(query.shape[1])[:, None], torch.tensor(places)), scores.softmax(-1) @ values
+        )
+    return output
+
+
+def results(function: Any, made: list[Tensor], layout: Layout, scale: float = 0.3) -> list[Tensor]:
+    query, key, value, grad = made
+    output = function(query, key, value, layout, scale)
+    return [output.detach(), *torch.autograd.grad(output, (query, key, value), grad)]
+
+
+@settings(max_examples=25, deadline=None)
+@given(trees())
+def test_any_tree_gives_the_outputs_and_gradients_of_separate_sequences(groups: Rows) -> None:
+    layout = layout_of(groups)
+    if layout is None:
+        return
+    made = tensors(layout, torch.float64)
+    for found, expected in zip(results(packed_attention, made, layout), results(row_by_row, made, layout), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("key_heads", [1, 2, 6])
+def test_in_float32_it_agrees_to_rounding_for_any_number_of_key_heads(key_heads: int) -> None:
+    layout = layout_of(SHARED)
+    assert layout is not None
+    made = tensors(layout, torch.float32, key_heads=key_heads)
+    for found, expected in zip(results(packed_attention, made, layout), results(row_by_row, made, layout), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("block", [2**18, 2**11])
+def test_in_half_precision_the_backward_pass_agrees_with_float32_of_the_same_numbers(
+    dtype: torch.dtype, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention_kernels, "BLOCK_SCORES", block)
+    layout = layout_of(SHARED)
+    assert layout is not None
+    made = tensors(layout, dtype)
+    wide = [tensor.detach().float().requires_grad_(index < 3) for index, tensor in enumerate(made)]
+    for found, expected in zip(results(packed_attention, made, layout), results(row_by_row, wide, layout), strict=True):
+        assert found.dtype == dtype
+        assert float((found.float() - expected).norm() / expected.norm()) < 0.01
+
+
+def test_plain_attention_for_other_devices_gives_the_same() -> None:
+    layout = layout_of(SHARED)
+    assert layout is not None
+    made = tensors(layout, torch.float64)
+    for found, expected in zip(results(plain_attention, made, layout), results(packed_attention, made, layout), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+def ends_of(cumulative: Tensor) -> list[slice]:
+    return [slice(first, last) for first, last in zip(cumulative.tolist()[:-1], cumulative.tolist()[1:], strict=True)]
+
+
+def varlen(query: Tensor, key: Tensor, value: Tensor, *options: Any, scale: float) -> tuple[Tensor, Tensor]:
+    """What aten._flash_attention_forward does on CUDA, written out: [N, H, D] in, output and log-sum-exp [H, N] out."""
+    queries, keys, _, _, _, is_causal, _ = options
+    outputs, logsums = [], []
+    for here, there in zip(ends_of(queries), ends_of(keys), strict=True):
+        output, logsum = attention_kernels._flash(
+            *(tensor[part].transpose(0, 1)[None] for tensor, part in ((query, here), (key, there), (value, there))),
+            0.0,
+            is_causal,
+            scale=scale,
+        )
+        outputs.append(output[0].transpose(0, 1))
+        logsums.append(logsum[0])
+    return torch.cat(outputs), torch.cat(logsums, dim=1)
+
+
+def varlen_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, logsum: Tensor, *options: Any, scale: float
+) -> list[Tensor]:
+    queries, keys, _, _, _, is_causal, _, _ = options
+    parts = []
+    for here, there in zip(ends_of(queries), ends_of(keys), strict=True):
+        places = ((grad, here), (query, here), (key, there), (value, there), (output, here))
+        flat = [tensor[part].transpose(0, 1)[None] for tensor, part in places]
+        made = attention_kernels._flash_backward(*flat, logsum[None, :, here], 0.0, is_causal, scale=scale)
+        parts.append([tensor[0].transpose(0, 1) for tensor in made])
+    return [torch.cat(tensors) for tensors in zip(*parts, strict=True)]
+
+
+def test_the_layout_of_the_cuda_kernel_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CUDA operators cannot run here: they are written out, and what they are called with is what is tested."""
+    monkeypatch.setattr(attention_kernels, "_varlen", varlen)
+    monkeypatch.setattr(attention_kernels, "_varlen_backward", varlen_backward)
+    layout = layout_of(SHARED)
+    assert layout is not None
+    made = tensors(layout, torch.float64)
+
+    def on_cuda(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> Tensor:
+        output: Tensor = _Merged.apply(query, key, value, layout, scale, CudaKernel)
+        return output
+
+    for found, expected in zip(results(on_cuda, made, layout), results(packed_attention, made, layout), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_on_cuda_it_agrees_with_the_cpu(dtype: torch.dtype) -> None:
+    layout = layout_of(SHARED)
+    assert layout is not None
+    made = tensors(layout, dtype, width=64)
+    there = [tensor.detach().cuda().requires_grad_(index < 3) for index, tensor in enumerate(made)]
+    for found, expected in zip(results(packed_attention, there, layout), results(packed_attention, made, layout), strict=True):
+        assert float((found.cpu().float() - expected.float()).norm() / expected.float().norm()) < 0.02
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_one_sequence_holds_changes_no_bit_of_another(dtype: torch.dtype) -> None:
+    layout = layout_of(SHARED)
+    assert layout is not None
+    made = tensors(layout, dtype)
+    _, _, start, length = layout.rows[1]
+    own = slice(start, start + length)
+    changed = [tensor.detach().clone() for tensor in made]
+    for tensor in changed[:3]:
+        tensor[:, :, own] = torch.randn_like(tensor[:, :, own])
+    others = np.setdiff1d(np.arange(layout.num_tokens), np.arange(layout.num_tokens)[own])
+    before, after = (packed_attention(*parts[:3], layout, 0.3).detach()[:, :, others] for parts in (made, changed))
+    assert torch.equal(before, after)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_same_call_gives_the_same_bits(dtype: torch.dtype) -> None:
+    layout = layout_of(SHARED)
+    assert layout is not None
+    made = tensors(layout, dtype)
+    assert all(
+        torch.equal(*pair) for pair in zip(results(packed_attention, made, layout), results(packed_attention, made, layout), strict=True)
+    )

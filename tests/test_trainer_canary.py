@@ -1,0 +1,218 @@
+"""Each export says what a fixed text's logprobs are: those of the very weights in the file, whoever computes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pydantic import ValidationError
+from rank_processes import TIMEOUT_S, Group, running
+from safetensors.torch import load_file, save_file
+from tiny_model import make_tiny_model
+from torch import Tensor
+from trainer_cases import make_batch, make_spec
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from asyncrl.calling import CallRefused
+from asyncrl.serving import Refused
+from asyncrl.trainer.canary import _micro_batch, canary_ids, make_canary
+from asyncrl.trainer.movable_step import MovableStep
+from asyncrl.trainer.plan_check import Plan
+from asyncrl.trainer.policy import Policy
+from asyncrl.wire import Canary, ExportChunkRequest, ExportChunkResponse, ExportResponse
+
+NUM_TOKENS = 160
+MakeStep = Callable[..., MovableStep]
+
+
+@pytest.fixture
+def make_step(tmp_path: Path) -> MakeStep:
+    """Of an untied model with a step of training behind it, unless told otherwise."""
+    folder = make_tiny_model(tmp_path / "model", tie_word_embeddings=False)
+
+    def make(*, model_dir: Path = folder, num_steps: int = 1, **values: Any) -> MovableStep:
+        (tmp_path / "staging").mkdir(exist_ok=True)
+        step = MovableStep(make_spec(model_dir, tmp_path, **{"canary_tokens": NUM_TOKENS, "chunk_bytes": 10_000, **values}))
+        for version in range(num_steps):
+            step.train(*make_batch(version=version))
+        return step
+
+    return make
+
+
+@torch.no_grad()
+def plain(weights: dict[str, Tensor], model_dir: Path, ids: list[int]) -> tuple[Tensor, float]:
+    """(logprobs of ids[1:], highest logprob of the next one) by transformers alone, from weights in a model's own names."""
+    dtype = next(iter(weights.values())).dtype
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir), dtype=dtype)
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    assert (set(missing), unexpected) <= ({"lm_head.weight"}, [])
+    model.tie_weights()
+    logprob_TV = torch.log_softmax(model.eval()(torch.tensor([ids])).logits[0].double(), -1)
+    targets = torch.tensor(ids[1:])
+    return logprob_TV[:-1].gather(-1, targets[:, None])[:, 0], float(logprob_TV[-1].max())
+
+
+def distance(canary: Canary | None, logprobs: Tensor, next_logprob: float) -> float:
+    """The largest difference, in nats."""
+    assert canary is not None
+    assert len(canary.logprobs) == len(canary.token_ids) - 1
+    found = np.array([*canary.logprobs, canary.next_logprob])
+    return float(np.abs(found - np.array([*logprobs.tolist(), next_logprob])).max())
+
+
+@pytest.mark.parametrize("architecture", [{}, {"tie_word_embeddings": False}], ids=["tied", "untied"])
+@pytest.mark.parametrize("lora", [None, {"rank": 4}], ids=["all weights", "adapters"])
+def test_the_canary_is_what_transformers_says_with_the_weights_in_the_file(
+    make_step: MakeStep, tmp_path: Path, architecture: dict[str, Any], lora: dict[str, Any] | None
+) -> None:
+    folder = make_tiny_model(tmp_path / "base", **architecture)
+    step = make_step(model_dir=folder, num_steps=0, trainer={"lora": lora})
+    seen = []
+    for version in range(3):
+        answer = step.export(tmp_path / f"v{version}.safetensors")
+        assert answer.canary is not None
+        assert len(answer.canary.token_ids) == NUM_TOKENS
+        assert distance(answer.canary, *plain(load_file(answer.path), folder, answer.canary.token_ids)) < 1e-5
+        seen.append(answer.canary)
+        step.train(*make_batch(version=version))
+    assert seen[0].token_ids == seen[1].token_ids
+    assert all(distance(one, torch.tensor(other.logprobs), other.next_logprob) > 1e-2 for one, other in zip(seen, seen[1:], strict=False))
+
+
+def test_with_adapters_alone_in_the_file_it_is_what_the_merged_model_says(make_step: MakeStep, tmp_path: Path) -> None:
+    step = make_step(num_steps=2, trainer={"lora": {"rank": 4}}, transport="lora")
+    answer = step.export(tmp_path / "adapters.safetensors")
+    assert answer.kind == "lora"
+    assert answer.canary is not None
+    weights, adapters = load_file(tmp_path / "model" / "model.safetensors"), load_file(answer.path)
+    for name in [name.removesuffix(".lora_A.weight") for name in adapters if name.endswith(".lora_A.weight")]:
+        delta = adapters[f"{name}.lora_B.weight"] @ adapters[f"{name}.lora_A.weight"]
+        weights[f"{name}.weight"] = weights[f"{name}.weight"] + adapters["scale"] * delta
+    assert distance(answer.canary, *plain(weights, tmp_path / "model", answer.canary.token_ids)) < 1e-5
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 4}], ids=["all weights", "adapters"])
+def test_in_bfloat16_it_is_of_the_rounded_weights_as_the_loss_sees_them(
+    make_step: MakeStep, tmp_path: Path, lora: dict[str, Any] | None
+) -> None:
+    step = make_step(num_steps=3, dtype="bfloat16", trainer={"lora": lora})
+    answer = step.export(tmp_path / "v3.safetensors")
+    assert answer.canary is not None
+    weights = load_file(answer.path)
+    assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
+    assert distance(answer.canary, *plain(weights, tmp_path / "model", answer.canary.token_ids)) < 0.1
+    micro = _micro_batch(answer.canary.token_ids, torch.device("cpu"))
+    assert step.policy(micro)[0].tolist()[:-1] == answer.canary.logprobs, "bit for bit what the loss would get"
+
+
+@pytest.mark.parametrize("plan", [Plan(False, True), Plan(False, False), Plan(True, False), Plan(True, True, window=8)])
+def test_however_a_model_is_run_its_canary_is_the_same(tiny_model_dir: Path, plan: Plan) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
+    expected = plain(dict(model.state_dict()), tiny_model_dir, canary_ids(52, 40))
+    assert distance(make_canary(Policy(model, plan), 40), *expected) < 1e-5
+
+
+def test_the_text_goes_over_the_whole_vocabulary_and_is_always_the_same() -> None:
+    ids = canary_ids(150_000, NUM_TOKENS)
+    assert ids == canary_ids(150_000, NUM_TOKENS)
+    assert (len(set(ids)), min(ids) < 10_000, max(ids) > 140_000, max(ids) < 150_000) == (NUM_TOKENS, True, True, True)
+
+
+def test_one_stale_tensor_anywhere_in_a_push_shows_in_the_canary(make_step: MakeStep, tmp_path: Path) -> None:
+    step = make_step(num_steps=0)
+    old = load_file(step.export(tmp_path / "v0.safetensors").path)
+    step.train(*make_batch())
+    answer = step.export(tmp_path / "v1.safetensors")
+    assert answer.canary is not None
+    new = load_file(answer.path)
+    changed = [name for name in new if not torch.equal(old[name], new[name])]
+    assert len(changed) == len(new)
+    for name in changed:
+        logprobs, _ = plain({**new, name: old[name]}, tmp_path / "model", answer.canary.token_ids)
+        gap = float(np.abs(np.array(answer.canary.logprobs) - logprobs.numpy()).mean())
+        assert gap > 1e-3, f"{name} alone is old by one step of learning rate 0.01: a hundred times what float32 differs by"
+
+
+def test_the_last_chunk_carries_the_canary_of_the_whole_and_no_other_does(make_step: MakeStep, tmp_path: Path) -> None:
+    for values in ({}, {"trainer": {"lora": {"rank": 4}}}):
+        step = make_step(**values)
+        chunks: list[ExportChunkResponse] = []
+        while not chunks or not chunks[-1].is_last:
+            step.chunk_names(1, len(chunks))
+            chunks.append(step.export_chunk(len(chunks)))
+        assert len(chunks) > 3
+        assert {chunk.canary for chunk in chunks[:-1]} == {None}
+        assert chunks[-1].canary == step.export(tmp_path / "whole.safetensors").canary
+        assert chunks[-1].canary is not None
+
+
+def test_none_is_computed_unless_it_is_asked_for_and_training_goes_on_as_without(make_step: MakeStep, tmp_path: Path) -> None:
+    without, with_canary = make_step(canary_tokens=0), make_step()
+    assert without.export(tmp_path / "a.safetensors").canary is None
+    with_canary.export(tmp_path / "b.safetensors")
+    for step in (without, with_canary):
+        step.train(*make_batch(version=1))
+    assert without.weights_digest() == with_canary.weights_digest()
+    with pytest.raises(ValidationError, match="canary_tokens=1, and the first token of a text has no logprob"):
+        make_step(canary_tokens=1)
+
+
+def spoilt(tmp_path: Path) -> Path:
+    """A model whose last norm is NaN."""
+    folder = make_tiny_model(tmp_path / "spoilt")
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"].fill_(torch.nan)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_weights_that_give_nan_are_not_published(make_step: MakeStep, tmp_path: Path) -> None:
+    step = make_step(model_dir=spoilt(tmp_path), num_steps=0)
+    with pytest.raises(Refused, match="not finite, for 159 of the 159 tokens of the canary") as refused:
+        step.export(tmp_path / "v0.safetensors")
+    assert "publisher.canary_limit=none" in refused.value.body.way_out
+
+
+def chunks_of(group: Group, version: int) -> list[ExportChunkResponse]:
+    chunks: list[ExportChunkResponse] = []
+    while not chunks or not chunks[-1].is_last:
+        message = ExportChunkRequest(version=version, index=len(chunks))
+        chunks.append(group.ask(lambda caller: caller.post("/export_chunk", message, ExportChunkResponse, timeout_s=TIMEOUT_S)))  # noqa: B023
+    return chunks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("values", "limit"),
+    [({}, 1e-5), ({"trainer": {"lora": {"rank": 4}}}, 1e-5), ({"dtype": "bfloat16"}, 0.1)],
+    ids=["float32", "adapters", "bfloat16"],
+)
+def test_two_ranks_say_what_one_says(make_step: MakeStep, tmp_path: Path, values: dict[str, Any], limit: float) -> None:
+    alone = make_step(num_steps=1, **values)
+    expected = alone.export(tmp_path / "alone.safetensors").canary
+    assert expected is not None
+    spec = {"canary_tokens": NUM_TOKENS, "chunk_bytes": 10_000, **values}
+    with running(tmp_path / "model", tmp_path / "ranks", **spec) as group:
+        group.train(*make_batch())
+        answer: ExportResponse = group.export()
+        assert answer.canary is not None
+        assert distance(answer.canary, torch.tensor(expected.logprobs), expected.next_logprob) < limit
+        assert distance(answer.canary, *plain(load_file(answer.path), tmp_path / "model", answer.canary.token_ids)) < limit
+        chunks = chunks_of(group, 1)
+        assert [chunk.canary for chunk in chunks] == [*[None] * (len(chunks) - 1), answer.canary]
+        assert group.train(*make_batch(version=1)).policy_version == 2, "all ranks are where they were"
+
+
+@pytest.mark.slow
+def test_ranks_with_weights_that_give_nan_refuse_and_stay_in_step(tmp_path: Path) -> None:
+    with running(spoilt(tmp_path), tmp_path / "ranks", canary_tokens=16, chunk_bytes=10_000) as group:
+        for _ in range(2):
+            with pytest.raises(CallRefused, match="not finite, for 15 of the 15 tokens"):
+                group.export()
+        with pytest.raises(CallRefused, match="not finite, for 15 of the 15 tokens"):
+            chunks_of(group, 0)

@@ -1,0 +1,268 @@
+"""Adapters in the trainer: nothing else is trained, and merged, exported and saved they are the policy that was trained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import peft
+import pytest
+import torch
+from lora_ranks import rank_main
+from safetensors.torch import load_file
+from tiny_model import make_tiny_model
+from torch import multiprocessing, nn
+from trainer_cases import make_batch, make_spec, naive_logprobs
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+
+from asyncrl.config import LoraConfig
+from asyncrl.errors import ConfigError
+from asyncrl.trainer.lora import find_targets
+from asyncrl.trainer.lora_layer import ADAPTER, MergedLinear, merge
+from asyncrl.trainer.step import TrainStep
+
+LORA: dict[str, Any] = {"rank": 4, "alpha": 8.0}
+
+
+def make_step(model_dir: Path, folder: Path, *, lora: dict[str, Any] | None = None, trainer: dict[str, Any] | None = None, **values: Any):
+    return TrainStep(make_spec(model_dir, folder, trainer={"lora": LORA if lora is None else lora, **(trainer or {})}, **values))
+
+
+def trained(step: TrainStep, num_batches: int = 3) -> TrainStep:
+    for version in range(num_batches):
+        step.train(*make_batch(version=version))
+    return step
+
+
+def logprobs(step: TrainStep, version: int = 3) -> np.ndarray:
+    header, arrays = make_batch(version=version)
+    return step._forward(step.policy, header, arrays, arrays.loss_mask)
+
+
+def plain_logprobs(model: Any, version: int = 3) -> np.ndarray:
+    header, arrays = make_batch(version=version)
+    return np.where(arrays.loss_mask, naive_logprobs(model, header, arrays, 1.0), 0)
+
+
+def base_of(model_dir: Path) -> dict[str, torch.Tensor]:
+    return dict(AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).named_parameters())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_adapters_alone_are_trained_and_the_base_keeps_its_bits_in_the_dtype_of_the_run(
+    tiny_model_dir: Path, tmp_path: Path, dtype: str
+) -> None:
+    step = trained(make_step(tiny_model_dir, tmp_path, dtype=dtype))
+    assert len(step._masters.named) == 2 * 14, "A and B of seven linear layers in each of two decoder layers"
+    assert all(".lora_" in name and master.dtype == torch.float32 for name, master in step._masters.named.items())
+    assert len(step._optimizer.state) == 2 * 14
+    base = base_of(tiny_model_dir)
+    for name, parameter in step.policy.model.named_parameters():
+        assert parameter.dtype == getattr(torch, dtype)
+        if ".lora_" in name:
+            assert parameter.requires_grad
+            assert parameter.any(), f"{name} is still 0"
+        else:
+            assert not parameter.requires_grad
+            assert torch.equal(parameter, base[name.replace(".base_layer", "")].to(parameter.dtype))
+
+
+def test_the_gradient_of_an_adapter_is_that_of_the_full_weight_carried_over_to_its_factors(tiny_model_dir: Path, tmp_path: Path) -> None:
+    """With W + s B A as the weight, dB = s dW A^T, and dA = s B^T dW, which is 0 while B is."""
+    header, arrays = make_batch()
+    gradients = []
+    for step in (make_step(tiny_model_dir, tmp_path), TrainStep(make_spec(tiny_model_dir, tmp_path))):
+        step._accumulate(step._numbers(header, arrays, arrays.loss_mask), arrays.loss_mask)
+        gradients.append({name: master.grad for name, master in step._masters.named.items()})
+    with_adapters, full = gradients
+    weights = dict(make_step(tiny_model_dir, tmp_path)._masters.named)
+    for name, gradient in with_adapters.items():
+        module, _, kind = name.partition(".lora_")
+        if kind.startswith("A"):
+            assert not gradient.any()
+        else:
+            expected = 2.0 * full[f"{module}.weight"] @ weights[f"{module}.lora_A.default.weight"].T
+            assert torch.allclose(gradient, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_layer_with_an_adapter_has_the_gradients_of_adding_it_to_the_output(bias: bool) -> None:
+    torch.manual_seed(0)
+    layer = MergedLinear(nn.Linear(6, 5, bias=bias), ADAPTER, r=3, lora_alpha=6, config=peft.LoraConfig())
+    nn.init.normal_(layer.lora_B[ADAPTER].weight)
+    x, weight_of_output = torch.randn(2, 7, 6, requires_grad=True), torch.randn(2, 7, 5)
+    inputs = (x, layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight)
+    added = layer.get_base_layer()(x) + 2.0 * (x @ inputs[1].T) @ inputs[2].T
+    assert torch.allclose(layer(x), added, atol=1e-5)
+    expected = torch.autograd.grad((added * weight_of_output).sum(), inputs)
+    for found, wanted in zip(torch.autograd.grad((layer(x) * weight_of_output).sum(), inputs), expected, strict=True):
+        assert torch.allclose(found, wanted, atol=1e-4)
+
+
+def test_a_change_too_small_for_bfloat16_is_no_change_for_trainer_and_engine_alike_and_still_has_a_gradient() -> None:
+    torch.manual_seed(0)
+    layer = MergedLinear(nn.Linear(6, 5, bias=False), ADAPTER, r=3, lora_alpha=3, config=peft.LoraConfig()).bfloat16()
+    base, x = nn.init.uniform_(layer.get_base_layer().weight, 0.25, 1.0), torch.rand(7, 6, dtype=torch.bfloat16)
+    for size, is_visible in ((1e-5, False), (1.0, True)):
+        nn.init.constant_(layer.lora_B[ADAPTER].weight, size)
+        weight = merge(base, layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight, 1.0)
+        assert torch.equal(layer(x), nn.functional.linear(x, weight)), "what an engine computes, bit for bit"
+        assert torch.equal(weight, base) is not is_visible
+        layer(x).sum().backward()
+        assert layer.lora_A[ADAPTER].weight.grad.all()
+        layer.zero_grad()
+
+
+def test_new_adapters_change_nothing_and_depend_on_the_seed_alone(tiny_model_dir: Path, tmp_path: Path) -> None:
+    steps = [make_step(tiny_model_dir, tmp_path, seed=seed) for seed in (1, 1, 2)]
+    assert steps[0].weights_digest() == steps[1].weights_digest() != steps[2].weights_digest()
+    plain = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
+    assert np.abs(logprobs(steps[0], 0) - plain_logprobs(plain, 0)).max() < 1e-5
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_export_for_engines_that_know_no_adapters_is_the_base_plus_scale_times_b_a(
+    tiny_model_dir: Path, tmp_path: Path, dtype: str
+) -> None:
+    step = trained(make_step(tiny_model_dir, tmp_path, lora={**LORA, "targets": ["q_proj", "mlp.down_proj"]}, dtype=dtype))
+    answer = step.export(tmp_path / "v3.safetensors")
+    assert answer.kind == "weights"
+    exported, base, model = load_file(answer.path), base_of(tiny_model_dir), step.policy.model
+    assert exported.keys() == base.keys()
+    num_changed = 0
+    for name, weight in exported.items():
+        expected = base[name].to(getattr(torch, dtype)).float()
+        if name.endswith(("q_proj.weight", "down_proj.weight")):
+            layer = model.get_submodule(name.removesuffix(".weight"))
+            expected = expected + 2.0 * layer.lora_B["default"].weight.float() @ layer.lora_A["default"].weight.float()
+            num_changed += not torch.equal(weight, base[name].to(weight.dtype))
+        assert torch.equal(weight, expected.to(weight.dtype)), name
+    assert num_changed == 4
+
+
+def test_the_adapters_alone_are_exported_with_their_scale_in_far_fewer_bytes(tiny_model_dir: Path, tmp_path: Path) -> None:
+    step = trained(make_step(tiny_model_dir, tmp_path, lora={**LORA, "targets": ["q_proj"]}, transport="lora", dtype="bfloat16"))
+    answer = step.export(tmp_path / "v3.safetensors")
+    exported = load_file(answer.path)
+    path = "model.layers.1.self_attn.q_proj"
+    assert set(exported) == {"scale", *(f"{path.replace('1', layer)}.lora_{kind}.weight" for layer in "01" for kind in "AB")}
+    assert (float(exported["scale"]), exported[f"{path}.lora_A.weight"].shape, exported[f"{path}.lora_B.weight"].shape) == (
+        2.0,
+        (4, 32),
+        (32, 4),
+    )
+    assert exported[f"{path}.lora_A.weight"].dtype == torch.bfloat16
+    assert (answer.kind, answer.num_tensors, answer.num_bytes) == ("lora", 5, 4 + 4 * 4 * 32 * 2)
+
+
+def test_saved_merged_and_saved_alone_both_open_elsewhere_with_the_logprobs_of_the_policy(tiny_model_dir: Path, tmp_path: Path) -> None:
+    step = trained(make_step(tiny_model_dir, tmp_path))
+    step.save(tmp_path / "final")
+    step.save(tmp_path / "adapter", merged=False)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "final", dtype=torch.float32)
+    assert np.abs(plain_logprobs(merged) - logprobs(step)).max() < 1e-5
+    saved_config, config = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "final", tiny_model_dir))
+    assert saved_config == config
+    base = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
+    with pytest.warns(FutureWarning, match="is_gradient_checkpointing"):  # peft 0.21 asks transformers 5.23 by an old name
+        with_adapters = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
+    assert np.abs(plain_logprobs(with_adapters) - logprobs(step)).max() < 1e-5
+    written = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert written["base_model_name_or_path"] == str(tiny_model_dir)
+    assert written["target_modules"] == ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+    for folder, merged_too in (("final", True), ("adapter", False)):
+        with pytest.raises(FileExistsError, match="exists already"):
+            step.save(tmp_path / folder, merged=merged_too)
+
+
+def test_adapters_cannot_be_saved_where_all_weights_are_trained(tiny_model_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="trainer.lora is none"):
+        TrainStep(make_spec(tiny_model_dir, tmp_path)).save(tmp_path / "adapter", merged=False)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_reference_is_the_same_model_without_its_adapters_bit_for_bit(tiny_model_dir: Path, tmp_path: Path, dtype: str) -> None:
+    step = make_step(tiny_model_dir, tmp_path, dtype=dtype, algorithm={"kl_coefficient": 0.1})
+    header, arrays = make_batch(version=3)
+    before = logprobs(step)
+    trained(step)
+    assert step._reference is None, "no copy is held"
+    assert np.array_equal(step._reference_logprobs(header, arrays, arrays.loss_mask), before)
+    assert not np.array_equal(logprobs(step), before), "and the adapters are on again afterwards"
+    assert step.train(header, arrays)["policy/kl_reference"] > 0
+
+
+def test_gradient_checkpointing_gives_the_same_adapters(tiny_model_dir: Path, tmp_path: Path) -> None:
+    plain, checkpointed = (
+        trained(make_step(tiny_model_dir, tmp_path, trainer={"gradient_checkpointing": flag}), 2) for flag in (False, True)
+    )
+    for name, master in plain._masters.named.items():
+        assert torch.allclose(master, checkpointed._masters.named[name], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        (["q_projection"], r"no such layer.*q_proj.*down_proj"),
+        (["lm_head"], r"output head"),
+        (["q_proj", "embed_tokens"], r"model.embed_tokens is a Embedding"),
+        (["self_attn"], r"self_attn is a Qwen3Attention"),
+        ([], r"names no layer.*q_proj"),
+    ],
+)
+@pytest.mark.parametrize("tied", [True, False])
+def test_targets_that_can_carry_no_adapter_are_refused_with_what_the_model_has(
+    tmp_path: Path, targets: list[str], message: str, tied: bool
+) -> None:
+    folder = make_tiny_model(tmp_path / "model", tie_word_embeddings=tied)
+    with pytest.raises(ConfigError, match="(?s)" + message) as refusal:
+        make_step(folder, tmp_path, lora={**LORA, "targets": targets})
+    assert "trainer.lora" in str(refusal.value)
+
+
+def test_a_model_without_linear_layers_is_refused() -> None:
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=16, n_positions=8, n_embd=8, n_layer=1, n_head=2))
+    with pytest.raises(ConfigError, match="names no layer of GPT2LMHeadModel"):
+        find_targets(model, LoraConfig())
+    with pytest.raises(ConfigError, match="c_attn is a Conv1D"):
+        find_targets(model, LoraConfig(targets=["c_attn"]))
+
+
+def test_a_weight_that_two_layers_share_is_refused() -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+            self.second.weight = self.first.weight
+
+        def get_output_embeddings(self) -> None:
+            return None
+
+    with pytest.raises(ConfigError, match="shared with another layer"):
+        find_targets(Shared(), LoraConfig())
+
+
+@pytest.mark.slow
+def test_two_ranks_train_export_and_save_the_adapters_that_one_does(tiny_model_dir: Path, tmp_path: Path) -> None:
+    tolerances, algorithm = {"float32": 1e-4, "bfloat16": 0.1}, {"kl_coefficient": 0.1}
+    spec = make_spec(tiny_model_dir, tmp_path, trainer={"lora": LORA, "world_size": 2}, algorithm=algorithm)
+    spec.staging_dir.mkdir()
+    multiprocessing.spawn(rank_main, (spec.model_dump_json(), list(tolerances), tmp_path), nprocs=2)
+    for dtype, tolerance in tolerances.items():
+        alone = trained(make_step(tiny_model_dir, tmp_path, dtype=dtype, algorithm=algorithm))
+        header, arrays = make_batch(version=3)
+        two = np.load(tmp_path / dtype / "logprobs.npz")
+        assert np.abs(two["logprobs"] - logprobs(alone)).max() < tolerance
+        assert np.abs(two["reference"] - alone._reference_logprobs(header, arrays, arrays.loss_mask)).max() < tolerance
+        exported, adapters = (load_file(tmp_path / dtype / f"{name}.safetensors") for name in ("weights", "lora"))
+        saved = load_file(tmp_path / dtype / "adapter" / "adapter_model.safetensors")
+        for found, expected in ((exported, alone._adapters.merged()), (adapters, alone._adapters.export_tensors())):
+            assert found.keys() == expected.keys()
+            for name, tensor in expected.items():
+                assert float((found[name].float() - tensor.float()).abs().mean()) < tolerance / 10, name
+        assert {f"base_model.model.{name}" for name in adapters} - {"base_model.model.scale"} == set(saved)
+        assert all(torch.equal(tensor, adapters[name.removeprefix("base_model.model.")]) for name, tensor in saved.items())
+        for name, weight in AutoModelForCausalLM.from_pretrained(tmp_path / dtype / "final").named_parameters():
+            assert torch.equal(weight, exported[name]), name

@@ -1,0 +1,110 @@
+"""A trainer that is started again is off its device where the lost one was, before anything is asked of it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+from test_trainer_supervision import House
+
+from asyncrl.errors import TrainerError
+from asyncrl.testing.fake_trainer import FakeTrainerServer
+from asyncrl.testing.virtual_time import run_virtual
+from asyncrl.trainer.client import TrainerClient
+from asyncrl.wire import ExportChunkRequest, ExportChunkResponse, Moved, OffloadRequest
+
+
+class MovableServer(FakeTrainerServer):
+    """Keeps which parts are away, as long as its process lives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.away: set[str] = set()
+
+    def restart(self) -> None:
+        super().restart()
+        self.away = set()
+
+    async def _work(self, path: str, body: Any) -> BaseModel:
+        if isinstance(body, OffloadRequest) and path not in self.refuse:
+            before = len(self.away)
+            self.away = self.away | set(body.parts) if path == "/offload" else self.away - set(body.parts)
+            return Moved(num_bytes=abs(len(self.away) - before), seconds=0.0)
+        if isinstance(body, ExportChunkRequest):
+            return ExportChunkResponse(**body.model_dump(), path="fake", digest="d", num_tensors=1, num_bytes=1, is_last=True)
+        return await super()._work(path, body)
+
+
+class MovableHouse(House):
+    def __init__(self, tasks: asyncio.TaskGroup) -> None:
+        super().__init__(tasks)
+        self.movable = MovableServer()
+        self.server, self.ranks[0].server = self.movable, self.movable
+        self.client._caller = self.movable
+
+
+def in_house(story: Any) -> None:
+    async def whole() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            house = MovableHouse(tasks)
+            await story(house)
+            house.running.cancel()
+
+    run_virtual(whole())
+
+
+def test_moves_and_chunks_pass_through_and_a_lost_call_is_made_again() -> None:
+    async def story(house: MovableHouse) -> None:
+        assert (await house.trainer.offload(["weights", "optimizer"])).num_bytes == 2
+        assert (await house.trainer.offload(["weights"])).num_bytes == 0
+        assert (await house.trainer.onload(["weights"])).num_bytes == 1
+        house.movable.dies_at = "/export_chunk"
+        answer = await house.trainer.export_chunk(0, 3)
+        assert (answer.version, answer.index) == (0, 3)
+        assert house.trainer.num_restarts == 1
+
+    in_house(story)
+
+
+def test_new_processes_are_off_the_device_where_the_lost_ones_were_and_only_once_they_are_where_they_were() -> None:
+    async def story(house: MovableHouse) -> None:
+        await house.go(2)
+        await house.trainer.offload(["weights", "gradients", "optimizer"])
+        await house.trainer.onload(["weights"])
+        house.movable.calls.clear()
+        house.movable.die()
+        await house.movable.has_ended.wait()
+        house.trainer.is_up = False
+        await house.trainer.wait_up()
+        assert house.movable.away == {"gradients", "optimizer"}
+        assert house.movable.calls == ["/train", "/train", "/offload"], "what is trained again needs all of it"
+        await house.trainer.onload(["optimizer"])
+        await house.go(1)
+        house.check()
+
+    in_house(story)
+
+
+def test_a_refused_move_is_an_error_and_changes_nothing() -> None:
+    async def story(house: MovableHouse) -> None:
+        house.movable.refuse["/offload"] = "the disk is full"
+        with pytest.raises(TrainerError, match="the disk is full"):
+            await house.trainer.offload(["weights"])
+        house.movable.die()
+        house.trainer.is_up = False
+        await house.trainer.wait_up()
+        assert house.movable.away == set()
+
+    in_house(story)
+
+
+def test_the_client_knows_the_messages() -> None:
+    async def story() -> None:
+        client = TrainerClient(MovableServer())
+        assert (await client.offload(("weights",))).num_bytes == 1
+        assert (await client.onload(("weights", "optimizer"))).num_bytes == 1
+        assert (await client.export_chunk(0, 0)).is_last
+
+    run_virtual(story())

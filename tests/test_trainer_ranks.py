@@ -1,0 +1,273 @@
+"""Several trainer processes do what one does: the same losses and weights, and they end together."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import job_runs
+import numpy as np
+import pytest
+import torch
+from branch_cases import make_branch_batch
+from hypothesis import given
+from hypothesis import strategies as st
+from rank_processes import TIMEOUT_S, running
+from safetensors.torch import load_file
+from tiny_model import make_tiny_model
+from trainer_cases import changed, make_batch, make_spec
+from transformers import AutoModelForCausalLM
+
+from asyncrl.calling import CallLost, CallRefused
+from asyncrl.config import load_config
+from asyncrl.errors import ConfigError, RoomError
+from asyncrl.running import startup
+from asyncrl.trainer.ranks import ALONE, join_ranks
+from asyncrl.trainer.shares import split_tokens
+from asyncrl.trainer.step import TrainStep
+from asyncrl.trainer.weights import digest_of
+from asyncrl.wire import BatchArrays, BatchHeader, ExportResponse, TrainerHealth, TrainResponse, find_fatal
+
+
+def aged(header: BatchHeader, arrays: BatchArrays) -> tuple[BatchHeader, BatchArrays]:
+    """As if every third sequence had been sampled by the version before."""
+    versions = arrays.versions.copy()
+    for entry in header.trajectories[::3]:
+        versions[entry.start : entry.end] = np.where(arrays.loss_mask[entry.start : entry.end], max(header.version - 1, 0), -1)
+    return header.model_copy(update={"min_version": max(header.version - 1, 0)}), changed(arrays, versions=versions)
+
+
+def compare(
+    model_dir: Path,
+    folder: Path,
+    *,
+    atol: float,
+    num_steps: int = 5,
+    world_size: int = 2,
+    trainer: dict[str, Any] | None = None,
+    only_ranks: dict[str, Any] | None = None,
+    make: Callable[[int], tuple[BatchHeader, BatchArrays]] = lambda version: make_batch(
+        version=version, seed=version, num_groups=4, group_size=3
+    ),
+    **values: Any,
+) -> None:
+    """Train one process and several on the same batches: metrics and exported weights agree within `atol`."""
+    (folder / "alone").mkdir()
+    alone = TrainStep(make_spec(model_dir, folder / "alone", trainer=trainer, **values))
+    with running(model_dir, folder / "ranks", world_size, trainer={**(trainer or {}), **(only_ranks or {})}, **values) as group:
+        for version in range(num_steps):
+            header, arrays = aged(*make(version))
+            expected, actual = alone.train(header, arrays), group.train(header, arrays).metrics
+            assert actual.keys() == expected.keys()
+            for name in actual.keys() - {"perf/train_s"}:
+                assert actual[name] == pytest.approx(expected[name], rel=10 * atol, abs=10 * atol), name
+            assert actual["policy/loss"] == pytest.approx(expected["policy/loss"], abs=atol)
+        export = group.export()
+        expected_weights = load_file(alone.export(folder / "alone.safetensors").path)
+        actual_weights = load_file(export.path)
+        assert export.digest == digest_of(actual_weights)
+        assert actual_weights.keys() == expected_weights.keys()
+        for name, tensor in expected_weights.items():
+            assert actual_weights[name].dtype == tensor.dtype
+            torch.testing.assert_close(actual_weights[name], tensor, rtol=0, atol=atol)
+        group.save(folder / "saved")
+        model = AutoModelForCausalLM.from_pretrained(folder / "saved")
+        assert digest_of({name: parameter.detach() for name, parameter in model.named_parameters()}) == export.digest
+        assert len(job_runs.read_lines(group.folder / "trained.jsonl")) == num_steps, "one line a batch, not one a rank"
+
+
+@given(st.data(), st.integers(1, 5))
+def test_every_loss_token_goes_to_one_rank_whole_sequences_and_no_rank_is_off_by_more_than_one(data: st.DataObject, num_ranks: int) -> None:
+    group_sizes = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=6))
+    header, arrays = make_batch(num_groups=sum(group_sizes), group_size=1, seed=data.draw(st.integers(0, 1000)))
+    groups = [group for group, size in enumerate(group_sizes) for _ in range(size)]
+    trajectories = [entry.model_copy(update={"group_index": group}) for entry, group in zip(header.trajectories, groups, strict=True)]
+    header = header.model_copy(update={"trajectories": trajectories})
+    has_loss = (
+        arrays.loss_mask
+        & np.array(data.draw(st.lists(st.booleans(), min_size=len(trajectories), max_size=len(trajectories))))[
+            np.repeat(np.arange(len(trajectories)), [entry.end - entry.start for entry in trajectories])
+        ]
+    )
+    if not has_loss.any():
+        has_loss = arrays.loss_mask
+    for group in set(groups):  # rollouts of one prompt begin with it
+        first, *others = (entry for entry in trajectories if entry.group_index == group)
+        for entry in others:
+            arrays.token_ids[entry.start : entry.start + 5] = arrays.token_ids[first.start : first.start + 5]
+    shares = split_tokens(header, arrays, has_loss, num_ranks)
+    assert len(shares) == num_ranks
+    assert np.array_equal(np.sum(shares, axis=0), has_loss), "each token once"
+    loads, seen = np.zeros(num_ranks), set()
+    for entry in trajectories:
+        part = slice(entry.start, entry.end)
+        if has_loss[part].any():
+            (owner,) = [rank for rank, share in enumerate(shares) if share[part].any()]
+            assert np.array_equal(shares[owner][part], has_loss[part])
+            prompt = 5 if entry.group_index in seen else 0
+            loads[owner] += np.flatnonzero(has_loss[part])[-1] + 1 - prompt
+            seen.add(entry.group_index)
+    assert np.abs(loads - loads.sum() / num_ranks).max() <= 25, "5 + 20 tokens is the longest sequence"
+
+
+def test_one_rank_makes_no_process_group(tiny_model_dir: Path, tmp_path: Path) -> None:
+    assert join_ranks(make_spec(tiny_model_dir, tmp_path), torch.device("cpu")) is ALONE
+    assert not torch.distributed.is_initialized()
+
+
+def test_offloading_is_refused_on_the_cpu_and_more_ranks_than_devices_on_cuda(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match="cpu_offload=true, and the trainer runs on the CPU"):
+        join_ranks(make_spec(tiny_model_dir, tmp_path, trainer={"cpu_offload": True}), torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ConfigError, match="world_size=3 is above the 2 CUDA devices"):
+        join_ranks(make_spec(tiny_model_dir, tmp_path, trainer={"world_size": 3}), torch.device("cuda"))
+
+
+@pytest.mark.slow
+def test_two_ranks_give_the_losses_and_weights_of_one(tiny_model_dir: Path, tmp_path: Path) -> None:
+    compare(tiny_model_dir, tmp_path, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_so_they_do_with_branches_and_credits(tiny_model_dir: Path, tmp_path: Path) -> None:
+    compare(
+        tiny_model_dir, tmp_path, atol=1e-5, num_steps=3, trainer={"mini_batches": 2, "learning_rate": 1e-3},
+        algorithm={"loss": "decoupled_ppo", "kl_coefficient": 0.1, "kl_in": "reward", "kl_estimator": "k1"},
+        make=lambda version: make_branch_batch(version, version=version, num_groups=4),
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_so_they_do_with_more_steps_a_batch_extra_passes_checkpointing_and_uneven_micro_batches(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    compare(
+        tiny_model_dir, tmp_path, atol=1e-5, world_size=3, num_steps=3,
+        trainer={"mini_batches": 2, "epochs": 2, "learning_rate": 1e-3},
+        only_ranks={"gradient_checkpointing": True, "micro_batch_tokens": 30},
+        algorithm={"loss": "decoupled_ppo", "kl_coefficient": 0.1},
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_in_bfloat16_they_agree_within_its_precision(tiny_model_dir: Path, tmp_path: Path) -> None:
+    compare(
+        tiny_model_dir, tmp_path, atol=2e-2, dtype="bfloat16", trainer={"learning_rate": 1e-3}, only_ranks={"gradient_checkpointing": True}
+    )
+
+
+@pytest.mark.slow
+def test_adapters_are_trained_merged_and_saved_by_several_ranks_as_by_one(tiny_model_dir: Path, tmp_path: Path) -> None:
+    compare(tiny_model_dir, tmp_path, atol=1e-5, num_steps=2, trainer={"lora": {"rank": 4}}, algorithm={"kl_coefficient": 0.1})
+
+
+@pytest.mark.slow
+def test_a_refusal_leaves_all_ranks_ready_and_all_answer_health_and_end_with_the_parent(tiny_model_dir: Path, tmp_path: Path) -> None:
+    with running(tiny_model_dir, tmp_path / "w") as group:
+        with pytest.raises(CallRefused, match="batch 7 came while the trainer is at policy_version 0"):
+            group.train(*make_batch(version=7))
+        with pytest.raises(CallRefused, match="not a batch"):
+            group.ask(lambda caller: caller.post("/train", b"nonsense", TrainResponse, timeout_s=TIMEOUT_S))
+        (tmp_path / "there").mkdir()
+        with pytest.raises(CallRefused, match="exists already"):
+            group.save(tmp_path / "there")
+        with pytest.raises(CallRefused, match="adapters were asked for"):
+            group.save(tmp_path / "adapters", merged=False)
+        assert group.train(*make_batch(num_groups=1, group_size=2)).policy_version == 1
+        group.save(tmp_path / "saved")
+        assert [group.health(rank) for rank in range(2)] == [TrainerHealth(policy_version=1, device="cpu", is_busy=False)] * 2
+        with pytest.raises(CallLost, match="status 404"):
+            group.ask(lambda caller: caller.post("/export", b"", ExportResponse, timeout_s=TIMEOUT_S), rank=1)
+        for process in group.processes:
+            assert process.stdin is not None
+            process.stdin.close()
+        assert [process.wait(TIMEOUT_S) for process in group.processes] == [3, 3]
+        assert not (group.folder / "staging").exists()
+
+
+ONE_BREAKS = """
+import torch
+def loss(current, *rest):
+    if torch.distributed.get_rank() == 1:
+        raise ArithmeticError("planted")
+    return current, {}
+"""
+
+
+@pytest.mark.slow
+def test_an_error_on_one_rank_ends_it_with_its_reason_and_rank_0_does_not_hang(tiny_model_dir: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "w"
+    folder.mkdir()
+    (folder / "planted_loss.py").write_text(ONE_BREAKS)
+    with running(tiny_model_dir, folder, algorithm={"loss": "planted_loss:loss"}) as group:
+        with pytest.raises(CallRefused) as caught:
+            group.train(*make_batch())
+        assert caught.value.status == 500
+        assert group.processes[1].wait(TIMEOUT_S) == 1
+        fatal = find_fatal(group.log(1))
+        assert fatal is not None
+        assert fatal.error == "ArithmeticError: planted"
+        assert group.health(0).policy_version == 0
+        with pytest.raises(CallRefused, match="out of step"):
+            group.train(*make_batch())
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_is_an_error_after_the_timeout(tiny_model_dir: Path, tmp_path: Path) -> None:
+    with running(tiny_model_dir, tmp_path / "w", trainer={"timeout_s": 5}) as group:
+        assert group.health(1).policy_version == 0
+        group.processes[1].send_signal(signal.SIGSTOP)
+        with pytest.raises(CallRefused, match="Timed out"):
+            group.train(*make_batch())
+
+
+@pytest.mark.slow
+def test_a_rank_that_cannot_start_ends_the_start_of_the_others_that_wait_for_it(tiny_model_dir: Path, tmp_path: Path) -> None:
+    config = load_config(job_runs.write_config(tmp_path, trainer={"world_size": 2}))
+    (tmp_path / "empty").mkdir()
+
+    async def story() -> None:
+        trainers, _ = startup.make_servers(config, tiny_model_dir, tmp_path, tmp_path / "staging", "s3cret")
+        trainers[1].child._spec = trainers[1].child._spec.replace(str(tiny_model_dir), str(tmp_path / "empty"))
+        try:
+            for server in trainers:
+                await startup.start(server)
+            with pytest.raises(RoomError, match=r"trainer-1: cannot load the model .*/empty"):
+                await startup.wait_all_ready(trainers)
+        finally:
+            for server in trainers:
+                await server.aclose()
+
+    asyncio.run(story())
+
+
+@pytest.mark.slow
+def test_on_the_padded_plan_all_ranks_make_the_same_number_of_forward_passes(tmp_path: Path) -> None:
+    model_dir = make_tiny_model(tmp_path / "model", use_sliding_window=True, sliding_window=12, max_window_layers=0)
+    compare(model_dir, tmp_path, atol=1e-5, num_steps=2, trainer={"learning_rate": 1e-3}, only_ranks={"micro_batch_tokens": 60})
+
+
+@pytest.mark.slow
+def test_a_run_with_two_ranks_trains_and_one_that_is_killed_ends_it_by_name(tmp_path: Path) -> None:
+    config = job_runs.write_config(tmp_path, trainer={"world_size": 2, "num_steps": 3}, supervision={"max_restarts": 0})
+    done = job_runs.run(config, tmp_path / "done")
+    assert done.returncode == 0, done.stderr
+    assert len(job_runs.read_lines(tmp_path / "done" / "metrics.jsonl")) == 3
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "done" / "final").num_parameters() > 0
+    process = job_runs.start(config, tmp_path / "killed", "trainer.num_steps=100000")
+    job_runs.wait_for_steps(tmp_path / "killed", 2, process)
+    children = job_runs.children_of(process)
+    (second,) = job_runs.children_of(process, "trainer-1")
+    second.send_signal(signal.SIGKILL)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "trainer-1" in errors
+    assert "was killed by SIGKILL" in errors
+    assert "INFO asyncrl.trainer: serving <TrainerService" in errors, "the end of its log"
+    assert job_runs.all_gone(children)
+    assert not job_runs.staging_of(process.pid)

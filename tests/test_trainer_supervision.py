@@ -1,0 +1,541 @@
+"""A trainer whose processes die, hang and come back, on the virtual clock: each batch is in the weights exactly once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from journal_cases import make_batch
+
+from asyncrl.config import SupervisionConfig
+from asyncrl.errors import CheckpointError, JournalError, RoomError, TrainerError, TrainerLost
+from asyncrl.publisher import Publisher
+from asyncrl.running.trainer_supervision import LivingTrainer
+from asyncrl.testing.fake_trainer import FakeTrainerProcess, FakeTrainerServer
+from asyncrl.testing.virtual_time import DeadlockError, all_blocked, run_virtual
+from asyncrl.trainer.client import TrainerClient
+from asyncrl.types import Batch
+
+START_S, TRAIN_S, HEARTBEAT_S = 5.0, 1.0, 3.0
+
+
+class House:
+    """A LivingTrainer over fake ranks, a journal that is a list, and at most one saved state."""
+
+    def __init__(
+        self, tasks: asyncio.TaskGroup, num_ranks: int = 1, *, max_restarts: int = 3, backoff_s: float = 1.0, state_at: int = 0
+    ) -> None:
+        self.tasks = tasks
+        others = [FakeTrainerServer(f"trainer-{rank}") for rank in range(1, num_ranks)]
+        self.server = FakeTrainerServer(train_s=TRAIN_S, peers=others)
+        self.ranks = [FakeTrainerProcess(server, start_s=START_S) for server in (self.server, *others)]
+        self.client = TrainerClient(self.server)
+        self.journal: list[Batch] = []
+        self.state_at, self.state = state_at, Path("states/one")
+        self.told: list[str] = []
+        self.events: list[tuple[str, Mapping[str, Any]]] = []
+        self.cleared_at: list[float] = []
+        self.trainer = LivingTrainer(
+            self.client, self.ranks, SupervisionConfig(max_restarts=max_restarts, backoff_s=backoff_s), heartbeat_s=HEARTBEAT_S,
+            before_start=lambda: self.cleared_at.append(now_s()), recover=self.recover, warn=self.told.append,
+            on_event=lambda what, detail: self.events.append((what, detail)),
+        )  # fmt: skip
+        self.running = tasks.create_task(self.trainer.run(), name="watch trainer")
+
+    async def recover(self, version: int) -> None:
+        """As catching_up.recover_trainer does it."""
+        is_there = str(self.state) in self.server.states
+        batches = self.load(self.state_at if is_there else 0, version)
+        await self.client.recover(self.state if is_there else None, batches, lambda *_: None)
+
+    async def load(self, start: int, stop: int) -> AsyncIterator[Batch]:
+        for batch in self.journal[start:stop]:
+            yield batch
+
+    async def steps(self, number: int) -> None:
+        """The train loop: write down, then train."""
+        for _ in range(number):
+            batch = make_batch(len(self.journal), 2 * len(self.journal), 2 * len(self.journal) + 1)
+            self.journal.append(batch)
+            report = await self.trainer.train(batch)
+            assert report.policy_version == len(self.journal)
+            if len(self.journal) == self.state_at:
+                self.server.states[str(self.state)] = weights_of(self.state_at)
+
+    def go(self, number: int) -> asyncio.Task[None]:
+        return self.tasks.create_task(self.steps(number), name="train loop")
+
+    def check(self) -> None:
+        """Every batch that was written down is in the weights, once and in its place."""
+        assert self.server.weights == weights_of(len(self.journal))
+
+
+def weights_of(version: int) -> list[str]:
+    """The fake's weights after so many batches of House.steps."""
+    return [f"0/{2 * v}#0,0/{2 * v}#1,0/{2 * v + 1}#0,0/{2 * v + 1}#1" for v in range(version)]
+
+
+def live(story: Callable[[House], Any], **knobs: Any) -> House:
+    async def play() -> House:
+        async with asyncio.TaskGroup() as tasks:
+            house = House(tasks, **knobs)
+            await story(house)
+            house.running.cancel()
+        return house
+
+    return run_virtual(play())
+
+
+def fails(story: Callable[[House], Any], **knobs: Any) -> RoomError:
+    with pytest.raises(ExceptionGroup) as caught:
+        live(story, **knobs)
+    (error,) = caught.value.exceptions
+    assert isinstance(error, RoomError)
+    return error
+
+
+def now_s() -> float:
+    return asyncio.get_running_loop().time()
+
+
+# ---- when it dies
+
+
+@pytest.mark.parametrize("moment", ["before", "during", "after"])
+@pytest.mark.parametrize("state_at", [0, 2])
+def test_a_batch_is_in_the_weights_once_whenever_the_trainer_dies(moment: str, state_at: int) -> None:
+    async def story(house: House) -> None:
+        await house.steps(3)
+        if moment == "before":
+            house.server.die()
+            await asyncio.sleep(2.0)
+        elif moment == "after":
+            house.server.dies_after = "/train"
+        running = house.go(2)
+        if moment == "during":
+            await asyncio.sleep(0.5)
+            house.server.die()
+        await running
+        house.check()
+        assert house.trainer.policy_version == 5
+        assert house.trainer.num_restarts == 1
+        assert house.server.calls.count("/load_state") == (1 if state_at else 0)
+        died_s = 3.0 + {"before": 0.0, "during": 0.5, "after": 1.0}[moment]
+        load_s, replay_s = (house.server.load_s, 1.0) if state_at else (0.0, 3.0)
+        assert now_s() == died_s + 1.0 + START_S + load_s + replay_s + 2.0, "backoff, start, load, replay, and two steps"
+
+    live(story, state_at=state_at)
+
+
+def test_what_is_told_and_noted_of_a_restart() -> None:
+    async def story(house: House) -> None:
+        await house.steps(2)
+        house.server.die()
+        await house.steps(1)
+
+    house = live(story)
+    assert house.told == ["trainer-0: process 17 was killed by SIGKILL; starting the trainer again, 1 of 3"]
+    assert [(what, detail["restart"]) for what, detail in house.events] == [("trainer lost", 1), ("trainer up", 1)]
+    assert house.events[1][1]["policy_version"] == 2
+    assert house.cleared_at == [2.0 + 1.0], "where the ranks find each other is cleared before new ones start"
+    assert repr(house.trainer) == "<LivingTrainer up, 1/3 restarts, <TrainerClient v3 at fake://trainer-0>>"
+
+
+def test_an_export_is_asked_for_again_and_is_of_the_same_weights() -> None:
+    async def story(house: House) -> None:
+        await house.steps(2)
+        house.server.dies_at = "/export"
+        manifest = await house.trainer.export()
+        assert (manifest.version, manifest.digest) == (2, "|".join(house.server.weights))
+        house.check()
+
+    live(story)
+
+
+def test_a_save_that_was_lost_is_made_again_and_one_that_was_made_is_not(tmp_path: Path) -> None:
+    async def story(house: House) -> None:
+        await house.steps(1)
+        house.server.dies_at = "/save"
+        await house.trainer.save(tmp_path / "final")
+        assert list(house.server.saved) == [str(tmp_path / "final")]
+        (tmp_path / "adapter").mkdir()
+        await house.trainer.save(tmp_path / "adapter", merged=False)
+        assert list(house.server.saved) == [str(tmp_path / "final")]
+
+    live(story)
+
+
+def test_a_trainer_that_dies_while_it_recovers_is_started_once_more() -> None:
+    async def story(house: House) -> None:
+        await house.steps(3)
+        house.server.die()
+        running = house.go(1)
+        await asyncio.sleep(1.0 + START_S + 1.5)  # it trains on batch 1 again
+        assert not house.trainer.is_up
+        house.server.die()
+        await running
+        house.check()
+        assert house.trainer.num_restarts == 2
+        assert house.ranks[0].started_at == [4.0, 3.0 + 1.0 + START_S + 1.5 + 2.0]
+
+    live(story)
+
+
+def test_a_trainer_that_freezes_is_killed_at_the_heartbeat_and_goes_on() -> None:
+    async def story(house: House) -> None:
+        await house.steps(1)
+        running = house.go(2)
+        await asyncio.sleep(0.5)
+        house.server.freeze()
+        await running
+        house.check()
+        assert house.told == [
+            "trainer-0: process 17 does not answer: no answer within 3.0 s; starting the trainer again, 1 of 3",
+        ]
+        assert house.trainer.num_restarts == 1
+
+    live(story)
+
+
+@pytest.mark.parametrize("ends", ["die", "freeze"])
+def test_a_step_that_hangs_because_another_rank_is_gone_goes_on_with_new_ranks(ends: str) -> None:
+    async def story(house: House) -> None:
+        await house.steps(1)
+        running = house.go(2)
+        await asyncio.sleep(0.5)
+        getattr(house.ranks[1].server, ends)()
+        await running
+        house.check()
+        assert house.told[0].startswith("trainer-1: process 17")
+        assert [len(rank.started_at) for rank in house.ranks] == [1, 1], "all of them are new: they share their collectives"
+
+    live(story, num_ranks=2)
+
+
+def test_the_death_is_named_and_not_the_call_that_broke_because_of_it() -> None:
+    async def story(house: House) -> None:
+        house.ranks[0].reap_s = 0.5
+        running = house.go(1)
+        await asyncio.sleep(0.5)
+        house.server.die()
+        await running
+        assert "was killed by SIGKILL" in house.told[0]
+
+    live(story)
+
+
+def test_a_call_that_breaks_while_the_process_lives_is_a_loss_too() -> None:
+    async def story(house: House) -> None:
+        house.client._timeout_s = 10.0
+        lost = TrainerLost("trainer", "no answer to /train: no answer within 10.0 s")
+        calls = 0
+
+        async def train(batch: Batch) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == 1:
+                raise lost
+            return await TrainerClient.train(house.client, batch)
+
+        house.client.train = train  # type: ignore[method-assign]
+        await house.steps(2)
+        house.check()
+        assert house.told[0].startswith("trainer: no answer to /train")
+
+    live(story)
+
+
+# ---- a run that goes on
+
+
+@pytest.mark.parametrize("moment_s", [0.0, 1.0, 2.5, 4.5, 5.0])
+@pytest.mark.parametrize("state_at", [0, 2])
+def test_a_trainer_that_dies_while_a_run_catches_up_starts_over_and_each_batch_is_told_once(moment_s: float, state_at: int) -> None:
+    async def story(house: House) -> None:
+        house.journal = [make_batch(version, 2 * version, 2 * version + 1) for version in range(5)]
+        told: list[int] = []
+        if state_at:
+            house.server.states[str(house.state)] = weights_of(state_at)
+        asyncio.get_running_loop().call_later(moment_s, house.server.die)
+        await house.trainer.recover(
+            house.state if state_at else None, lambda: house.load(state_at, 5), lambda batch, report: told.append(report.policy_version)
+        )
+        assert told == list(range(state_at + 1, 6))
+        await house.steps(1)
+        house.check()
+        assert (house.trainer.policy_version, house.trainer.num_restarts) == (6, 1)
+
+    live(story, state_at=state_at)
+
+
+# ---- limits
+
+
+def test_one_loss_more_than_max_restarts_ends_the_run_with_the_reason_and_the_limit() -> None:
+    async def story(house: House) -> None:
+        for _ in range(3):
+            house.server.die()
+            await house.steps(1)
+
+    error = fails(story, max_restarts=2)
+    assert error.room == "trainer-0"
+    assert "was killed by SIGKILL" in str(error)
+    assert "supervision.max_restarts=2 is used up" in str(error)
+    assert str(error).count("trainer-0: ") == 1
+    assert error.way_out == "read its log."
+
+
+def test_with_max_restarts_0_the_first_loss_ends_the_run_as_it_is() -> None:
+    async def story(house: House) -> None:
+        await house.steps(1)
+        house.server.die()
+        await asyncio.sleep(10.0)
+
+    error = fails(story, max_restarts=0)
+    assert "was killed by SIGKILL" in str(error)
+    assert "max_restarts" not in str(error)
+
+
+def test_with_max_restarts_0_a_call_that_breaks_says_so_to_its_caller() -> None:
+    async def story(house: House) -> None:
+        house.running.cancel()  # whoever watches the process is slower
+        house.server.dies_at = "/train"
+        with pytest.raises(TrainerLost, match="no answer to /train"):
+            await house.steps(1)
+
+    live(story, max_restarts=0)
+
+
+def test_a_start_that_fails_counts_and_the_other_ranks_do_not_wait_for_it() -> None:
+    async def story(house: House) -> None:
+        await house.steps(1)
+        house.ranks[0].fails_to_start = 1
+        house.ranks[1].server.die()
+        await house.steps(1)
+        house.check()
+        assert (house.trainer.num_restarts, house.ranks[1].num_cancelled) == (2, 1)
+        assert house.ranks[0].started_at == house.ranks[1].started_at == [2.0, 4.0]
+        assert now_s() == 4.0 + START_S + 2.0
+        assert house.told[1] == "trainer-0: did not come up: no memory; starting the trainer again, 2 of 3"
+
+    live(story, num_ranks=2)
+
+
+def test_waits_between_restarts_double_and_end_at_30_s() -> None:
+    async def story(house: House) -> None:
+        house.ranks[0].fails_to_start = 6
+        house.server.die()
+        await house.steps(1)
+        starts = house.ranks[0].started_at
+        assert [round(later - before, 9) for before, later in zip(starts, starts[1:], strict=False)] == [4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
+
+    live(story, max_restarts=7, backoff_s=2.0)
+
+
+@pytest.mark.parametrize("error", [JournalError("batch 1 is not in it"), TrainerError("trainer", "/train was refused"), KeyError("x")])
+def test_what_recovering_breaks_on_that_is_no_loss_ends_the_run(error: Exception) -> None:
+    async def story(house: House) -> None:
+        async def recover(_: int) -> None:
+            raise error
+
+        house.trainer._recover = recover
+        house.server.die()
+        await asyncio.sleep(30.0)
+
+    with pytest.raises(ExceptionGroup) as caught:
+        live(story)
+    assert caught.value.exceptions == (error,)
+
+
+def test_an_internal_error_of_a_watcher_is_not_swallowed() -> None:
+    async def story(house: House) -> None:
+        async def check_alive(_: float) -> None:
+            raise KeyError("health")
+
+        house.ranks[0].check_alive = check_alive  # type: ignore[method-assign]
+        await asyncio.sleep(30.0)
+
+    with pytest.raises(ExceptionGroup) as caught:
+        live(story)
+    assert isinstance(caught.value.exceptions[0], KeyError)
+
+
+def test_a_batch_that_is_refused_is_no_loss() -> None:
+    async def story(house: House) -> None:
+        house.server.refuse["/train"] = "it has no tokens"
+        with pytest.raises(TrainerError, match="it has no tokens") as caught:
+            await house.steps(1)
+        assert not isinstance(caught.value, TrainerLost)
+        assert (house.trainer.is_up, house.trainer.num_restarts) == (True, 0)
+
+    live(story)
+
+
+# ---- who waits
+
+
+def test_calls_sleep_while_the_trainer_is_away_and_all_go_on_when_it_is_back() -> None:
+    async def story(house: House) -> None:
+        await house.steps(2)
+        house.server.die()
+        await asyncio.sleep(2.0)
+        assert house.trainer.is_starting
+        calls = [house.tasks.create_task(house.trainer.export()) for _ in range(3)]
+        step = house.go(1)
+        await all_blocked()
+        assert house.server.calls.count("/export") == 0
+        await asyncio.sleep(START_S)
+        assert (house.trainer.is_up, house.trainer.is_starting) == (False, False), "it trains again, and the progress shows"
+        assert house.server.calls.count("/export") == 0, "nobody reaches it on its way"
+        assert [(await call).version for call in calls] == [2, 2, 2]
+        await step
+        house.check()
+
+    live(story)
+
+
+def test_who_waits_for_a_trainer_that_never_comes_back_ends_with_the_run() -> None:
+    async def story(house: House) -> None:
+        house.ranks[0].fails_to_start = 100
+        house.server.die()
+        waiting = [house.go(1), house.tasks.create_task(house.trainer.export())]
+        try:
+            await asyncio.sleep(1000.0)
+        finally:
+            await asyncio.wait(waiting)
+            assert all(task.cancelled() for task in waiting)
+
+    assert "max_restarts=3 is used up" in str(fails(story))
+
+
+def test_a_version_that_was_answered_stays_and_the_publisher_sleeps_through_a_restart() -> None:
+    async def story(house: House) -> None:
+        served: list[int] = []
+        publisher = Publisher(house.trainer, [], interrupt="abort", timeout_s=600.0, on_served=served.append)
+        publishing = house.tasks.create_task(publisher.run())
+        await house.steps(2)
+        await all_blocked()
+        house.server.die()
+        await house.steps(1)
+        await asyncio.sleep(5.0)
+        assert served == [1, 2, 3] or served == [2, 3], "versions never go back"
+        publishing.cancel()
+
+    live(story)
+
+
+def test_a_late_word_of_processes_that_are_gone_does_not_touch_those_in_their_place() -> None:
+    async def story(house: House) -> None:
+        batch = make_batch(0, 0, 1)
+        house.journal.append(batch)
+        calls = 0
+
+        async def train(batch: Batch) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == 1:  # its connection breaks long after the process is gone and another one is there
+                await asyncio.sleep(20.0)
+                raise TrainerLost("trainer", "no answer to /train")
+            return await TrainerClient.train(house.client, batch)
+
+        house.client.train = train  # type: ignore[method-assign]
+        training = house.tasks.create_task(house.trainer.train(batch))
+        await asyncio.sleep(1.0)
+        house.server.die()
+        await training
+        house.check()
+        assert (house.trainer.num_restarts, len(house.told)) == (1, 1)
+
+    live(story)
+
+
+# ---- checkpoints
+
+
+def test_checkpoints_hear_of_a_loss_and_are_not_tried_again() -> None:
+    async def story(house: House) -> None:
+        await house.steps(2)
+        house.server.dies_at = "/begin_save_state"
+        with pytest.raises(TrainerLost):
+            await house.trainer.begin_save_state(Path("s"))
+        await house.steps(1)
+        assert await house.trainer.begin_save_state(Path("s")) == 3
+        writing = house.tasks.create_task(house.trainer.wait_save_state())
+        writing.add_done_callback(lambda task: task.exception())
+        await asyncio.sleep(1.0)
+        house.server.die()
+        await asyncio.wait({writing})
+        assert isinstance(writing.exception(), TrainerLost)
+
+    with pytest.raises(ExceptionGroup) as caught:  # the task is the test's own: its error comes out of the group
+        live(story)
+    assert [type(error) for error in caught.value.exceptions] == [TrainerLost]
+
+
+def test_no_state_is_asked_of_a_trainer_that_is_on_its_way() -> None:
+    async def story(house: House) -> None:
+        await house.steps(3)
+        house.server.die()
+        await asyncio.sleep(1.0 + START_S + 1.5)
+        assert house.server.policy_version == 1, "it answers, and is not where it was"
+        for call in (house.trainer.begin_save_state(Path("s")), house.trainer.wait_save_state()):
+            with pytest.raises(TrainerLost, match="is being started again"):
+                await call
+        assert "/begin_save_state" not in house.server.calls
+
+    live(story)
+
+
+def test_a_state_that_cannot_be_written_is_no_loss() -> None:
+    async def story(house: House) -> None:
+        house.server.refuse["/begin_save_state"] = "no space left"
+        with pytest.raises(CheckpointError, match="no space left"):
+            await house.trainer.begin_save_state(Path("s"))
+        assert house.trainer.is_up
+
+    live(story)
+
+
+# ---- everything at once
+
+Move = tuple[float, str, int]
+MOVES = st.lists(st.tuples(st.floats(0.0, 12.0), st.sampled_from(["die", "freeze", "export"]), st.integers(0, 1)), max_size=12)
+
+
+@settings(max_examples=80, deadline=None)
+@given(moves=MOVES, num_ranks=st.integers(1, 2), state_at=st.integers(0, 4), reap_s=st.sampled_from([0.0, 0.3]))
+def test_whatever_dies_each_batch_is_in_the_weights_once(moves: list[Move], num_ranks: int, state_at: int, reap_s: float) -> None:
+    async def story(house: House) -> None:
+        for rank in house.ranks:
+            rank.reap_s = reap_s
+        running, exports = house.go(8), []
+        for gap_s, what, where in moves:
+            await asyncio.sleep(gap_s)
+            if what == "export":
+                exports.append((house.trainer.policy_version, house.tasks.create_task(house.trainer.export())))
+            else:
+                getattr(house.ranks[where % num_ranks].server, what)()
+        await running
+        for version, export in exports:
+            assert (await export).version >= version
+        assert (await house.trainer.export()).version == 8, "whatever was lost last is back"
+        house.check()
+        assert house.trainer.policy_version == 8
+        assert house.trainer.num_restarts <= sum(what != "export" for _, what, _ in moves)
+
+    live(story, num_ranks=num_ranks, state_at=state_at, max_restarts=100, backoff_s=0.0)
+
+
+def test_without_anybody_who_watches_a_loss_would_be_waited_for_in_vain() -> None:
+    async def story(house: House) -> None:
+        house.running.cancel()
+        house.server.dies_at = "/train"
+        await house.steps(1)
+
+    with pytest.raises((DeadlockError, ExceptionGroup)):
+        live(story)

@@ -1,0 +1,135 @@
+"""VllmServer with publisher.transport=nccl, on a scripted vLLM and the virtual clock."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_vllm import FakeVllm
+from test_publisher_broadcast import FakeSender
+
+from asyncrl.engines import VllmFacts, VllmServer
+from asyncrl.errors import EngineLost
+from asyncrl.publisher import Broadcasts
+from asyncrl.testing.virtual_time import all_blocked, run_virtual
+from asyncrl.types import WeightManifest
+from asyncrl.wire import GroupSeat
+
+
+class ReceivingVllm(FakeVllm):
+    """The fake, with vLLM's own weight-transfer routes."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self.infos: list[dict[str, Any]] = []
+
+    async def _control(self, route: str, sent: dict[str, Any], query: dict[str, str]) -> Any:
+        if route in ("/init_weight_transfer_engine", "/update_weights"):
+            self.infos.append(sent)
+        if route == "/finish_weight_update":
+            assert self.pause is not None, "a load while something may run"
+            self.weights = float(self.infos[-1]["update_info"]["version"])
+        return await super()._control(route, sent, query)
+
+
+def server_over(fake: FakeVllm, broadcasts: Broadcasts) -> VllmServer:
+    facts = VllmFacts("/model", "float32", fake.slots, 1000, (), False, "cpu")
+    server = VllmServer(fake, facts=facts, canary_limit=1e-3, retries=1)
+    server.meeting = broadcasts
+    return server
+
+
+def manifest(version: int) -> WeightManifest:
+    return WeightManifest(version, "", f"d{version}", 2, 8, held_digest=f"d{version}")
+
+
+async def publish(server: VllmServer, version: int) -> None:
+    await server.prepare(manifest(version))
+    await server.commit(version, f"d{version}", "abort")
+
+
+def routes_of(fake: FakeVllm) -> list[str]:
+    names = {"/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update", "/update_weight_version"}
+    return [call for call in fake.calls if call.partition("?")[0] in {*names, "/pause", "/resume"}]
+
+
+def test_a_commit_goes_through_vllms_own_routes_in_their_order_and_joins_once() -> None:
+    async def story() -> None:
+        fakes = [ReceivingVllm("engine-0"), ReceivingVllm("engine-1")]
+        broadcasts = Broadcasts(FakeSender(), Path("/staging"), timeout_s=5.0)
+        servers = [server_over(fake, broadcasts) for fake in fakes]
+        for server in servers:
+            await server.ready(10.0)
+        for fake in fakes:
+            fake.calls.clear()
+        for version in (1, 2):
+            await asyncio.gather(*(server.prepare(manifest(version)) for server in servers))
+            await asyncio.gather(*(server.commit(version, f"d{version}", "abort") for server in servers))
+        assert [server.policy_version for server in servers] == [2, 2]
+        update = ["/start_weight_update", "/update_weights", "/finish_weight_update", "/update_weight_version", "/resume"]
+        for fake in fakes:
+            pause = next(call for call in fake.calls if call.startswith("/pause"))
+            assert routes_of(fake) == [pause, "/init_weight_transfer_engine", *update, pause, *update]
+            assert fake.infos[1]["update_info"] == {"version": 1, "digest": "d1", "num_tensors": 2, "num_bytes": 8}
+
+    run_virtual(story())
+
+
+def test_an_engine_that_dies_before_the_broadcast_leaves_it_to_the_others() -> None:
+    async def story() -> None:
+        fakes = [ReceivingVllm("engine-0"), ReceivingVllm("engine-1")]
+        sender = FakeSender()
+        broadcasts = Broadcasts(sender, Path("/staging"), timeout_s=5.0)
+        servers = [server_over(fake, broadcasts) for fake in fakes]
+        for server in servers:
+            await server.ready(10.0)
+        await asyncio.gather(*(server.prepare(manifest(1)) for server in servers))
+        fakes[1].die()
+        outcomes = await asyncio.gather(*(server.commit(1, "d1", "abort") for server in servers), return_exceptions=True)
+        assert isinstance(outcomes[1], EngineLost)
+        assert servers[0].policy_version == 1
+        assert sender.asked[0].seat.size == 2
+
+    run_virtual(story())
+
+
+def test_an_engine_that_is_given_up_while_it_is_frozen_leaves_too() -> None:
+    async def story() -> None:
+        fakes = [ReceivingVllm("engine-0"), ReceivingVllm("engine-1")]
+        broadcasts = Broadcasts(FakeSender(), Path("/staging"), timeout_s=5.0)
+        servers = [server_over(fake, broadcasts) for fake in fakes]
+        for server in servers:
+            await server.ready(10.0)
+        await asyncio.gather(*(server.prepare(manifest(1)) for server in servers))
+        fakes[1].freeze()
+        commits = [asyncio.ensure_future(server.commit(1, "d1", "abort")) for server in servers]
+        await all_blocked()
+        servers[1].cut_nowait()
+        outcomes = await asyncio.gather(*commits, return_exceptions=True)
+        assert isinstance(outcomes[1], EngineLost)
+        assert servers[0].policy_version == 1
+
+    run_virtual(story())
+
+
+def test_an_update_that_fails_in_vllm_is_the_loss_of_that_engine() -> None:
+    async def story() -> None:
+        fake = ReceivingVllm("engine-0")
+        fake.refused["/update_weights"] = 500, "weights of version 1 in the broadcast have digest x, announced was d1"
+        server = server_over(fake, Broadcasts(FakeSender(), Path("/staging"), timeout_s=5.0))
+        await server.ready(10.0)
+        with pytest.raises(EngineLost, match="announced was d1"):
+            await publish(server, 1)
+        assert server.policy_version == 0
+
+    run_virtual(story())
+
+
+def test_what_crosses_to_the_processes_is_plain_json() -> None:
+    seat = GroupSeat(path="/dev/shm/x", size=3, rank=1, is_new=True, timeout_s=1.5)
+    assert GroupSeat.model_validate_json(seat.model_dump_json()) == seat
+    with pytest.raises(ValueError, match="greater than or equal to 2"):
+        GroupSeat(path="x", size=1, rank=0, is_new=True, timeout_s=1.0)

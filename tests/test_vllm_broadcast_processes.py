@@ -1,0 +1,203 @@
+"""A real trainer and real vLLM servers: weights by broadcast are, bit for bit, those that go through a file; and chunks in memory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from engine_in_process import make_qwen3
+from rank_processes import Group, running
+from trainer_cases import changed, make_batch
+from vllm_process import SECRET, VllmProcess, vllm_process
+
+from asyncrl.calling import Caller
+from asyncrl.engines import VllmFacts, VllmServer
+from asyncrl.errors import EngineLost
+from asyncrl.publisher import Broadcasts
+from asyncrl.publisher.push import Push
+from asyncrl.trainer.client import TrainerClient
+from asyncrl.trainer.scratch import make_character_tokenizer
+from asyncrl.types import WeightManifest
+from asyncrl.wire import ExportChunkRequest, ExportChunkResponse, GenerateRequest, TrainResponse, pack_batch
+
+pytestmark = [pytest.mark.slow, pytest.mark.vllm]
+MAX_LENGTH, SLOTS = 512, 8
+
+
+@dataclass
+class House:
+    """One trainer, which holds what it sends and writes it too, and two servers. The version goes on from story to story."""
+
+    trainer: Group
+    servers: list[VllmProcess]
+    model_path: Path
+    version: int = 0
+
+    def train(self, vocab_size: int = 40) -> None:
+        header, arrays = make_batch(version=self.version)
+        arrays = changed(arrays, token_ids=np.minimum(arrays.token_ids, vocab_size - 1))
+        body = pack_batch(header, arrays)
+        answer = self.trainer.ask(lambda caller: caller.post("/train", body, TrainResponse, timeout_s=120))
+        self.version = answer.policy_version
+
+    def run(self, story: Any, *, num_servers: int) -> None:
+        async def within() -> None:
+            callers = [Caller(f"engine-{i}", server.url, SECRET) for i, server in enumerate(self.servers[:num_servers])]
+            trainer_caller = Caller("trainer", self.trainer.urls[0], "s3cret")
+            trainer = TrainerClient(trainer_caller, timeout_s=100.0)
+            broadcasts = Broadcasts(trainer, self.trainer.folder, timeout_s=60.0)
+            engines = [self.client(caller, served(server)) for caller, server in zip(callers, self.servers, strict=False)]
+            try:
+                async with asyncio.timeout(300):
+                    for engine in engines:
+                        await engine.ready(200)
+                        engine.meeting = broadcasts
+                    await story(trainer, engines)
+            finally:
+                for caller in (*callers, trainer_caller):
+                    await caller.aclose()
+
+        asyncio.run(within())
+
+    def client(self, caller: Caller, version: int = 0) -> VllmServer:
+        facts = VllmFacts(str(self.model_path), "float32", SLOTS, MAX_LENGTH, (), False, "cpu")
+        return VllmServer(caller, facts=facts, policy_version=version, canary_limit=1e-3, chunk_bytes=40_000)
+
+
+def served(server: VllmProcess) -> int:
+    """The version that the story before has left there."""
+    label = server.get("/weight_info")["weight_version"]
+    return 0 if label == "default" else int(label)
+
+
+@contextmanager
+def house_with(folder: Path, num_servers: int) -> Iterator[House]:
+    tokenizer = make_character_tokenizer("abcdefghijklmnopqrstuvwxyz0123456789 .,!?")
+    model_path = make_qwen3(folder / "model", vocab_size=len(tokenizer))
+    tokenizer.save_pretrained(model_path)
+    spec = {"model_path": str(model_path), "dtype": "float32", "device": "cpu", "max_length": MAX_LENGTH, "slots": SLOTS}
+    with ExitStack() as stack:
+        servers = [
+            stack.enter_context(vllm_process({**spec, "name": f"engine-{i}", "transport": "nccl"}, folder / f"server-{i}"))
+            for i in range(num_servers)
+        ]
+        trainer = stack.enter_context(
+            running(model_path, folder / "trainer", 1, transport="nccl", is_file_wanted=True, canary_tokens=160, chunk_bytes=40_000)
+        )
+        for server in servers:
+            server.wait_ready()
+        yield House(trainer, servers, model_path)
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    with house_with(tmp_path_factory.mktemp("broadcast"), 2) as one:
+        yield one
+
+
+async def sample(engine: VllmServer) -> tuple[list[int], list[float]]:
+    answer = await engine.generate_segment(GenerateRequest(request_id="look", prompt_ids=[5, 6, 7, 8], max_tokens=24, seed=3))
+    assert [span.version for span in answer.version_spans] == [engine.policy_version]
+    return answer.token_ids, answer.logprobs
+
+
+async def push(manifest: WeightManifest, engines: list[VllmServer], served: int, lost: list[EngineLost] | None = None) -> None:
+    told = None if lost is None else lost.append
+    await Push(manifest, engines, served=served, interrupt="abort", timeout_s=100.0, on_lost=told).run()
+
+
+@pytest.mark.parametrize("num_servers", [1, 2])
+def test_three_broadcasts_give_the_bits_that_files_give(house: House, num_servers: int) -> None:
+    async def story(trainer: TrainerClient, engines: list[VllmServer]) -> None:
+        seen = []
+        for _ in range(3):
+            await asyncio.to_thread(house.train)
+            manifest = await trainer.export()
+            assert manifest.held_digest
+            assert manifest.path
+            await push(manifest, engines, house.version - 1)
+            by_broadcast = [await sample(engine) for engine in engines]
+            for engine, broadcast in zip(engines, by_broadcast, strict=True):
+                by_file = house.client(engine._caller)
+                await push(replace(manifest, held_digest=""), [by_file], 0)
+                assert await sample(by_file) == broadcast, "every token and every bit of every logprob"
+            assert by_broadcast == by_broadcast[:1] * num_servers
+            seen.append(by_broadcast[0][1])
+        assert seen[0] != seen[1] != seen[2], "each version computes something else"
+
+    house.run(story, num_servers=num_servers)
+
+
+def test_weights_that_are_not_those_announced_are_never_served(house: House) -> None:
+    async def story(trainer: TrainerClient, engines: list[VllmServer]) -> None:
+        await asyncio.to_thread(house.train)
+        manifest = await trainer.export()
+        lost: list[EngineLost] = []
+        await push(replace(manifest, held_digest="0" * 32), engines, house.version - 1, lost)
+        (error,) = lost
+        assert "have digest" in str(error)
+        assert "0" * 32 in str(error)
+        again = house.client(engines[0]._caller)
+        again.meeting = engines[0].meeting
+        await push(manifest, [again], house.version - 1)  # the process lives: a whole load mends it
+        assert (await sample(again))[0]
+
+    house.run(story, num_servers=1)
+
+
+def test_chunks_in_memory_that_the_trainer_shares_are_loaded_as_they_were_written(house: House, tmp_path: Path) -> None:
+    """The way of transport=ipc, but for the calls of CUDA's driver that make and open the memory: here it is a mapped file."""
+    server = house.servers[0]
+    with running(
+        house.model_path, tmp_path / "trainer", 1, transport="ipc", chunks="memory", canary_tokens=160, chunk_bytes=40_000
+    ) as other:
+        handles = set[str]()
+        for index in range(100):
+            message = ExportChunkRequest(version=0, index=index)
+            chunk = other.ask(partial(post_chunk, message))
+            assert chunk.memory is not None
+            handles.add(chunk.memory.handle.name)
+            asked = chunk.model_dump(include={"version", "index", "path", "memory", "digest", "num_tensors", "num_bytes", "is_last"})
+            if index == 0:
+                assert "announced was 0000" in server.rpc("asyncrl_load_chunk", **{**asked, "digest": "0" * 32})["error"]
+            assert server.rpc("asyncrl_load_chunk", **asked) == {"ok": True, "digest": chunk.digest}
+            if chunk.is_last:
+                break
+        assert index > 2
+        assert len(handles) == 1, "one piece of memory, opened once"
+        assert server.rpc("asyncrl_finish_chunks", version=0) == {"ok": True, "digest": chunk.whole_digest}
+        assert chunk.canary is not None
+        _, logprobs = server.generate(chunk.canary.token_ids, salt="memory", max_tokens=1)
+        assert abs(logprobs[0] - chunk.canary.next_logprob) < 1e-4, "the weights of the start, of which this trainer is"
+
+
+async def post_chunk(message: ExportChunkRequest, caller: Caller) -> ExportChunkResponse:
+    return await caller.post("/export_chunk", message, ExportChunkResponse, timeout_s=60)
+
+
+def test_a_server_that_is_killed_between_its_pause_and_the_broadcast_leaves_it_to_the_other(house: House) -> None:
+    """The last story: afterwards one server is gone."""
+
+    async def story(trainer: TrainerClient, engines: list[VllmServer]) -> None:
+        await asyncio.to_thread(house.train)
+        manifest = await trainer.export()
+        for engine in engines:
+            await engine.prepare(manifest)
+        house.servers[1].process.kill()
+        commits = (engine.commit(manifest.version, manifest.digest, "abort") for engine in engines)
+        report, error = await asyncio.gather(*commits, return_exceptions=True)
+        assert isinstance(error, EngineLost)
+        assert not isinstance(report, BaseException)
+        assert report.version == engines[0].policy_version == house.version
+        await asyncio.to_thread(house.train)
+        await push(await trainer.export(), engines[:1], house.version - 1)
+        assert engines[0].policy_version == house.version
+
+    house.run(story, num_servers=2)

@@ -1,0 +1,83 @@
+"""Small real tokenizers of the kinds that chat models have, trained on a few lines. They differ in how tokens become text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from asyncrl.producers import HFChatTokenizer
+
+CORPUS = [
+    "The quick brown fox jumps over the lazy dog. Der schnelle braune Fuchs; Grüße, größer, 12 + 30 = 42.",
+    'He calls {"name": "get_weather", "arguments": {"city": "Paris", "days": [1, 2, 3]}} and waits.\n\n',
+    "\u4f60\u597d\uff0c\u4e16\u754c \U0001f600 \U0001f680 caf\u00e9 na\u00efve \u20ac100",
+]
+BOS, END, START, PYTHON = "<|begin_of_text|>", "<|eot_id|>", "<|start_header_id|>", "<|python_tag|>"
+SPECIAL = [BOS, END, START, PYTHON, "<unk>"]
+
+BOS_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{{ '<|start_header_id|>' + message['role'] + '\\n\\n' + message['content'] | trim + '<|eot_id|>' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|start_header_id|>assistant\\n\\n' }}{% endif %}"
+)
+"""Like Llama's: it writes the text of the first token itself."""
+
+
+def byte_level(corpus: list[str] = CORPUS) -> Tokenizer:
+    """Bytes are merged, so that a character may lie over several tokens. Its post-processor puts BOS first, like Llama's."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(corpus, trainers.BpeTrainer(vocab_size=420, initial_alphabet=alphabet, special_tokens=SPECIAL))
+    bos_id = tokenizer.token_to_id(BOS)
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, bos_id)])
+    return tokenizer
+
+
+def byte_fallback(corpus: list[str] = CORPUS) -> Tokenizer:
+    """Pieces with a mark for the space before a word; what is in none becomes bytes, which are text only as a whole run."""
+    byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=SPECIAL)
+    learner = Tokenizer(models.BPE(unk_token="<unk>"))
+    learner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    learner.train_from_iterator([line.encode("ascii", "ignore").decode().replace("\n", "") for line in corpus], trainer)
+    tokenizer = Tokenizer.from_str(_with_bytes(learner.to_str(), byte_tokens))
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    return tokenizer
+
+
+def metaspace(corpus: list[str] = CORPUS) -> Tokenizer:
+    """Pieces with a mark for the space before a word, and unknown characters."""
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.train_from_iterator(corpus, trainers.BpeTrainer(vocab_size=300, special_tokens=SPECIAL))
+    return tokenizer
+
+
+def _with_bytes(text: str, byte_tokens: list[str]) -> str:
+    content = json.loads(text)
+    vocabulary = content["model"]["vocab"]
+    for token in byte_tokens:
+        vocabulary.setdefault(token, len(vocabulary))
+    content["model"]["byte_fallback"] = True
+    return json.dumps(content)
+
+
+def save(tokenizer: Tokenizer, folder: Path, *, markers: tuple[str, ...] = ()) -> HFChatTokenizer:
+    """Write it as a model folder has it, and open it. `markers` are added tokens that are not special, like Qwen's <tool_call>."""
+    tokenizer.add_tokens([AddedToken(marker, normalized=False) for marker in markers])
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=BOS,
+        eos_token=END,
+        unk_token="<unk>",
+        chat_template=BOS_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+    fast.save_pretrained(folder)
+    return HFChatTokenizer(folder)

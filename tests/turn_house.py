@@ -1,0 +1,206 @@
+"""Trainer and engines that take turns, wired as wiring.py does it, over fake servers whose memory is counted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pydantic import BaseModel
+
+from asyncrl.calling import CallRefused
+from asyncrl.config import SupervisionConfig
+from asyncrl.engines import EnginePool, EngineServer
+from asyncrl.errors import EngineLost
+from asyncrl.publisher import ChunkPublisher
+from asyncrl.running.supervision import EngineSupervisor
+from asyncrl.running.trainer_supervision import LivingTrainer
+from asyncrl.running.turns import TakingTurns
+from asyncrl.testing.fake_process import FakeEngineProcess
+from asyncrl.testing.fake_trainer import FakeTrainerProcess, FakeTrainerServer
+from asyncrl.testing.fakes import FakeEngineServer
+from asyncrl.trainer.client import TrainerClient
+from asyncrl.types import Batch, Completion, Group, GroupId, Prompt, SamplingRequest, StepReport, Trajectory, VersionSpan
+from asyncrl.wire import ErrorBody, ExportChunkRequest, ExportChunkResponse, Moved, OffloadRequest
+
+DECODE_S, START_S, TIMEOUT_S, MOVE_S = 0.01, 5.0, 60.0, 0.5
+NUM_CHUNKS = 3
+
+
+class TurnEngine(FakeEngineServer):
+    """An engine server whose moves take time; `dies_at` (a path): the process ends in the middle of that call."""
+
+    dies_at = ""
+    num_loaded = 0
+
+    async def post(self, path: str, body: Any, answer: Any, *, timeout_s: float | None) -> Any:
+        if path in ("/sleep", "/wake", "/load_chunk"):
+            await asyncio.sleep(MOVE_S)
+        self.num_loaded += path == "/load_chunk"
+        if path == self.dies_at:
+            self.dies_at = ""
+            self.die()
+        return await super().post(path, body, answer, timeout_s=timeout_s)
+
+    @property
+    def held(self) -> set[str]:
+        """Parts on the device; a process that has ended holds none."""
+        return set() if self.has_ended.is_set() else {"weights", "kv"} - self.parts.asleep
+
+
+class TurnTrainer(FakeTrainerServer):
+    """A trainer that refuses what it has no memory for. Its weights are the list of what it was trained on; a chunk's digest says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.away: set[str] = set()
+        self.wrong_chunk: Callable[[ExportChunkResponse], ExportChunkResponse] = lambda chunk: chunk
+
+    @property
+    def held(self) -> set[str]:
+        """Parts on the device; a process that has ended holds none."""
+        return set() if self.has_ended.is_set() else {"weights", "optimizer"} - self.away
+
+    def restart(self) -> None:
+        super().restart()
+        self.away = set()
+
+    async def _work(self, path: str, body: Any) -> BaseModel:
+        if path in ("/offload", "/onload", "/export_chunk"):
+            await asyncio.sleep(MOVE_S)
+        if isinstance(body, OffloadRequest) and path not in self.refuse:
+            before = len(self.away)
+            self.away = self.away | set(body.parts) if path == "/offload" else self.away - set(body.parts)
+            return Moved(num_bytes=abs(len(self.away) - before), seconds=0.0)
+        needed = {"/train": {"weights", "optimizer"}, "/export_chunk": {"weights"}, "/export": {"weights"}}.get(path, set())
+        if needed & self.away:
+            raise CallRefused(self.name, path, 409, ErrorBody(error=f"{needed & self.away} offloaded"))
+        if isinstance(body, ExportChunkRequest):
+            is_last = body.index == NUM_CHUNKS - 1
+            return self.wrong_chunk(
+                ExportChunkResponse(
+                    version=self.policy_version, index=body.index, path="fake", digest=f"c{body.index}", num_tensors=2, num_bytes=10,
+                    is_last=is_last, whole_digest="|".join(["w", *self.weights]) if is_last else "",
+                )
+            )  # fmt: skip
+        return await super()._work(path, body)
+
+
+class House:
+    """The rooms around a handover, real ones. `announced`: versions in their order."""
+
+    def __init__(self, tasks: asyncio.TaskGroup, *, num_engines: int = 2, max_restarts: int = 20, num_steps: int = 1000) -> None:
+        self.tasks = tasks
+        self.worker, self.fakes = (
+            TurnTrainer(),
+            [TurnEngine(f"engine-{index}", decode_s=DECODE_S, weights="w") for index in range(num_engines)],
+        )
+        self.worker_process = FakeTrainerProcess(self.worker, start_s=START_S)
+        self.processes = [FakeEngineProcess(fake, start_s=START_S) for fake in self.fakes]
+        self.events: list[tuple[str, Mapping[str, Any]]] = []
+        self.announced: list[int] = []
+        self.published: list[tuple[int, str]] = []
+        self.wholes: list[int] = []
+        self.batches: list[Batch] = []
+        config = SupervisionConfig(max_restarts=max_restarts, backoff_s=0.1)
+        self.client = TrainerClient(self.worker)
+        self.trainer = LivingTrainer(
+            self.client, [self.worker_process], config, heartbeat_s=3.0, before_start=lambda: None, recover=self._recover,
+            warn=lambda _: None, on_event=self.tell, wait_room=lambda: self.turns.wait_room_for_trainer(),
+        )  # fmt: skip
+        on_lost = self._on_lost if max_restarts else None
+        self.targets = [EngineServer(fake) for fake in self.fakes]
+        self.pool = EnginePool(self.targets, slots=4, on_lost=on_lost)
+        self.publisher = ChunkPublisher(
+            self.trainer, self.targets, timeout_s=TIMEOUT_S, on_served=self._on_served,
+            on_published=lambda version, digest: self.published.append((version, digest)),
+            is_whole_wanted=lambda version: version % 2 == 0, on_whole=lambda manifest: self.wholes.append(manifest.version),
+            on_lost=on_lost,
+        )  # fmt: skip
+        self.turns = TakingTurns(
+            self.targets, self.trainer, self.publisher, num_steps=num_steps, timeout_s=TIMEOUT_S, on_event=self.tell, on_lost=on_lost
+        )
+        self.supervisors = {
+            process.name: EngineSupervisor(
+                process, target, self.pool, self.turns, config, heartbeat_s=3.0, warn=lambda _: None, on_event=self.tell
+            )
+            for process, target in zip(self.processes, self.targets, strict=True)
+        }
+        self.running = [tasks.create_task(self.trainer.run(), name="watch trainer"), tasks.create_task(self._watch(), name="watch memory")]
+        self.running += [tasks.create_task(supervisor.run(), name=f"watch {name}") for name, supervisor in self.supervisors.items()]
+
+    async def begin(self) -> None:
+        """As a run starts: the engines are asleep until their first turn."""
+        for fake in self.fakes:
+            fake.parts.asleep, fake.parts.has_content = {"weights", "kv"}, False
+        await self.turns.start(0)
+
+    async def step(self) -> StepReport:
+        """What the train loop does with a batch."""
+        batch = make_batch(len(self.batches))
+        self.batches.append(batch)
+        await self.turns.to_trainer()
+        self.check()
+        report = await self.trainer.train(batch)
+        await self.turns.to_engines(report.policy_version)
+        return report
+
+    def ask(self, request: SamplingRequest) -> asyncio.Task[Completion]:
+        """A rollout's request."""
+        return self.tasks.create_task(self.pool.generate(request), name=f"request {request.request_id}")
+
+    def tell(self, what: str, detail: Mapping[str, Any]) -> None:
+        self.events.append((what, detail))
+
+    def check(self) -> None:
+        """Between two handovers one side alone has memory on the device, in a handover both have their weights at most."""
+        engines, trainer = set().union(*(fake.held for fake in self.fakes)), self.worker.held
+        lease = self.turns.lease
+        if lease.state == "idle" or lease.phase.startswith(("trainer offloads", "engines wake", "push")):
+            return  # what dies in there recovers beside the weights of the others
+        if lease.state == "handover":
+            engines, trainer = engines if trainer - {"weights"} else engines & {"kv"}, trainer
+        assert not (trainer and engines), f"the trainer has {trainer}, the engines {engines} ({self.turns!r})"
+
+    def close(self) -> None:
+        """End what watches."""
+        for task in self.running:
+            task.cancel()
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(0.05)
+            self.check()
+
+    async def _recover(self, version: int) -> None:
+        async def batches() -> Any:
+            for batch in self.batches[:version]:
+                yield batch
+
+        await self.client.recover(None, batches(), lambda *_: None)
+
+    def _on_lost(self, error: EngineLost) -> None:
+        self.supervisors[error.room].lost_nowait(error)
+
+    def _on_served(self, version: int) -> None:
+        live = [fake for fake in self.fakes if fake.name not in self.pool.stats().down and not fake.has_ended.is_set()]
+        assert {fake.policy_version for fake in live} <= {version}, "announced only when every live engine serves it"
+        assert all(fake.parts.can_serve for fake in live), "announced only when every live engine can sample"
+        self.announced.append(version)
+
+
+def make_batch(version: int) -> Batch:
+    """One group of one trajectory of one token."""
+    import numpy as np
+
+    trajectory = Trajectory(
+        sample_index=0, token_ids=np.array([1, 2], np.int32), loss_mask=np.array([False, True]),
+        behaviour_logprobs=np.array([0.0, -1.0], np.float32), version_spans=(VersionSpan(1, 2, version),), reward=1.0, is_truncated=False,
+    )  # fmt: skip
+    prompt = Prompt(f"p{version}", ())
+    return Batch(version=version, groups=(Group(GroupId(version), prompt, (trajectory,)),), min_version=version)
+
+
+def make_request(name: str = "r0", *, max_tokens: int = 20, seed: int = 1) -> SamplingRequest:
+    """A request of two prompt tokens."""
+    return SamplingRequest(name, (ord("p"), ord("q")), max_tokens, temperature=1.0, seed=seed)

@@ -1,0 +1,157 @@
+"""What the tests of VllmServer on a real vLLM share: a tiny model with letters for tokens, its versions, and what transformers says."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from engine_in_process import make_qwen3, weights_of
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoTokenizer, Qwen3ForCausalLM
+from vllm_process import SECRET, VllmProcess, vllm_process
+
+from asyncrl.calling import Caller
+from asyncrl.engines import VllmFacts, VllmServer
+from asyncrl.trainer.scratch import make_character_tokenizer
+from asyncrl.types import WeightManifest
+from asyncrl.wire import Canary, EngineHealth, GenerateRequest, weights_digest
+
+SLOTS, MAX_LENGTH, CANARY_LIMIT = 16, 768, 1e-3
+LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789 .,!?"
+
+
+@dataclass
+class House:
+    """A vLLM server, the versions that were pushed to it, and the model that says what is right."""
+
+    process: VllmProcess
+    model_path: Path
+    scratch: Path
+    base: dict[str, Tensor]
+    tokenizer: Any
+    model: Any
+    has_adapters: bool = False
+    version: int = 0
+    num_requests: int = 0
+    pushed: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+    on_warning: Callable[[], object] | None = None
+    """Called once, at the next warning."""
+
+    def facts(self, **changes: Any) -> VllmFacts:
+        given: dict[str, Any] = {
+            "model_path": str(self.model_path), "dtype": "float32", "slots": SLOTS, "max_length": MAX_LENGTH, "end_ids": (),
+            "has_adapters": self.has_adapters, "device": "cpu",
+        }  # fmt: skip
+        return VllmFacts(**{**given, **changes})
+
+    def run(self, story: Callable[[VllmServer], Awaitable[None]], *, url: str | None = None, **settings: Any) -> None:
+        """A story with a client of its own, on the weights that the story before left."""
+
+        async def within() -> None:
+            facts = self.facts(**settings.pop("facts", {}))
+            caller = Caller("engine-0", url or self.process.url, SECRET)
+            server = VllmServer(
+                caller, facts=facts, policy_version=self.version, decode=self.decode, chunk_bytes=40_000,
+                warn=self.warn, **{"canary_limit": CANARY_LIMIT, **settings},
+            )  # fmt: skip
+            try:
+                async with asyncio.timeout(200):
+                    await server.ready(100)
+                    await story(server)
+            finally:
+                self.version = max(self.version, server.policy_version)
+                await caller.aclose()
+
+        asyncio.run(within())
+        with contextlib.suppress(OSError):  # a story may end the server
+            self.process.post("/update_weight_version", {"new_version": str(self.version)})  # the next client knows no second attempt
+
+    def warn(self, words: str) -> None:
+        self.warnings.append(words)
+        told, self.on_warning = self.on_warning, None
+        if told is not None:
+            told()
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def request(self, **fields: Any) -> GenerateRequest:
+        self.num_requests += 1
+        given = {"request_id": f"request {self.num_requests}", "prompt_ids": [10, 11, 12], "max_tokens": 20, "seed": 5}
+        return GenerateRequest(**{**given, **fields})
+
+    def weights(self, seed: int) -> dict[str, Tensor]:
+        """Other weights of the same model, far enough for other tokens."""
+        random = torch.Generator().manual_seed(seed)
+        return {name: one + 0.05 * torch.randn(one.shape, generator=random) for name, one in self.base.items()}
+
+    def stage(self, version: int, weights: dict[str, Tensor], *, has_canary: bool = True, **changes: Any) -> WeightManifest:
+        """Write them as the trainer does, with its canary."""
+        path = self.scratch / f"weights-{version}.safetensors"
+        save_file({name: one.contiguous() for name, one in weights.items()}, path)
+        digest = weights_digest((name, "float32", tuple(one.shape), one.numpy().tobytes()) for name, one in weights.items())
+        num_bytes = sum(one.nbytes for one in weights.values())
+        canary = self.canary(weights) if has_canary else None
+        self.pushed[version] = weights
+        return replace(WeightManifest(version, str(path), digest, len(weights), num_bytes, canary=canary), **changes)
+
+    def canary(self, weights: dict[str, Tensor], num_tokens: int = 160) -> Canary:
+        """Long enough for a block of the prefix cache, which is 128 tokens on a CPU."""
+        ids = torch.randint(0, len(self.tokenizer), (num_tokens,), generator=torch.Generator().manual_seed(0)).tolist()
+        logprobs = self.logprobs(weights, ids)
+        told = [float(logprobs[index, token]) for index, token in enumerate(ids[1:])]
+        return Canary(token_ids=ids, logprobs=told, next_logprob=float(logprobs[-1].max()))
+
+    @torch.no_grad()
+    def logprobs(self, weights: dict[str, Tensor], ids: Sequence[int], temperature: float = 1.0) -> Tensor:
+        """[T, V]: what transformers says comes after each of these ids."""
+        self.model.load_state_dict(weights, strict=False)
+        return torch.log_softmax(self.model(torch.tensor([list(ids)])).logits[0].float() / temperature, dim=-1)
+
+    def gap(self, weights: dict[str, Tensor], prompt_ids: Sequence[int], token_ids: Sequence[int], logprobs: Sequence[float],
+            temperature: float = 1.0, start: int = 0, end: int | None = None) -> float:  # fmt: skip
+        """Largest difference between these logprobs and transformers', over tokens [start, end)."""
+        theirs = self.logprobs(weights, [*prompt_ids, *token_ids], temperature)[len(prompt_ids) - 1 : -1]
+        right = theirs.gather(1, torch.tensor(token_ids)[:, None])[:, 0]
+        return float((right - torch.tensor(logprobs))[start:end].abs().max())
+
+
+@contextmanager
+def vllm_house(folder: Path, *, path: tuple[Path, ...] = (), **spec: Any) -> Iterator[House]:
+    """One server for many stories."""
+    torch.set_num_threads(1)
+    tokenizer = make_character_tokenizer(LETTERS)
+    # Deep for its size: a request of 700 tokens must outlive a client that is slow to read, on a busy machine too.
+    model_path = make_qwen3(folder / "model", vocab_size=len(tokenizer), num_hidden_layers=12)
+    tokenizer.save_pretrained(model_path)
+    given = {
+        "name": "engine-0",
+        "model_path": str(model_path),
+        "dtype": "float32",
+        "device": "cpu",
+        "max_length": MAX_LENGTH,
+        "slots": SLOTS,
+    }
+    with vllm_process({**given, **spec}, folder / "server", path=path) as process:
+        process.wait_ready()
+        base = {name: one.detach().clone() for name, one in weights_of(model_path).items()}
+        model = Qwen3ForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
+        house = House(process, model_path, folder, base, AutoTokenizer.from_pretrained(model_path), model, bool(spec.get("has_adapters")))
+        house.pushed[0] = base
+        yield house
+
+
+async def until(server: VllmServer, is_so: Callable[[EngineHealth], bool]) -> EngineHealth:
+    """Ask until it says so; the story's limit ends it otherwise."""
+    while True:
+        if is_so(health := await server.health()):
+            return health
+        await asyncio.sleep(0.02)  # the server needs the core more than we do

@@ -1,0 +1,168 @@
+"""Starts a real vLLM server for tests, in vLLM's own Python: the socket, the secret, the log, and the end of the whole process group."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from asyncrl.placement.process import group_members
+from asyncrl.wire import SECRET_ENV
+
+ROOT = Path(__file__).parent.parent
+SECRET = "a secret for tests"
+
+
+def vllm_python() -> Path:
+    """The Python that has vLLM. Skips the test if there is none, and fails it where ASYNCRL_REQUIRE_VLLM=1."""
+    python = Path(os.environ.get("ASYNCRL_VLLM_PYTHON") or ROOT / ".venv-vllm" / "bin" / "python")
+    if not python.exists():
+        if os.environ.get("ASYNCRL_REQUIRE_VLLM") == "1":
+            pytest.fail(f"ASYNCRL_REQUIRE_VLLM=1, but there is no {python}: run `make setup-vllm`")
+        pytest.skip(f"no vLLM at {python}: run `make setup-vllm`")
+    return python
+
+
+@dataclass
+class VllmProcess:
+    """A vLLM server, perhaps still starting. `process.stdin` is the pipe whose end tells it that its parent is gone."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+    log: Path
+
+    def read_log(self) -> str:
+        return self.log.read_text(encoding="utf-8", errors="replace")
+
+    def post(self, path: str, body: object = None, *, secret: str | None = SECRET, timeout_s: float = 120.0) -> Any:
+        """The JSON that a POST of JSON answers. Raises urllib.error.HTTPError."""
+        return self._ask("POST", path, json.dumps({} if body is None else body).encode(), secret, timeout_s)
+
+    def get(self, path: str, *, secret: str | None = SECRET, timeout_s: float = 120.0) -> Any:
+        return self._ask("GET", path, None, secret, timeout_s)
+
+    def rpc(self, method: str, **request: Any) -> dict[str, Any]:
+        """What the first worker answers to a method of the extension."""
+        answer = self.post("/collective_rpc", {"method": method, "args": [json.dumps(request)]})
+        result: dict[str, Any] = answer["results"][0]
+        return result
+
+    def generate(self, prompt_ids: list[int], *, salt: str | None = None, **sampling: Any) -> tuple[list[int], list[float]]:
+        """Tokens and logprobs of one request. `salt` divides the prefix cache."""
+        params = {"max_tokens": 16, "temperature": 0, "logprobs": 0, "ignore_eos": True, **sampling}
+        body = {"token_ids": prompt_ids, "sampling_params": params} | ({"cache_salt": salt} if salt else {})
+        choice = self.post("/inference/v1/generate", body)["choices"][0]
+        return choice["token_ids"], [token["logprob"] for token in choice["logprobs"]["content"]]
+
+    def wait_ready(self, timeout_s: float = 400.0) -> VllmProcess:
+        """Connections wait in the socket's backlog until vLLM serves, so this is one request."""
+        self.get("/health", timeout_s=timeout_s)
+        return self
+
+    def group(self) -> list[int]:
+        """Living processes of the server's group."""
+        found = []
+        for folder in Path("/proc").iterdir():
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                state, _, group = (folder / "stat").read_text().rpartition(")")[2].split()[:3]
+                if int(group) == self.process.pid and state != "Z":
+                    found.append(int(folder.name))
+        return found
+
+    def wait_group_of(self, num_processes: int, timeout_s: float = 120.0) -> None:
+        """Until the group has so many processes: how far a start is."""
+        end = time.monotonic() + timeout_s
+        while len(self.group()) < num_processes:
+            assert self.process.poll() is None and time.monotonic() < end, self.read_log()[-3000:]  # noqa: PT018
+            time.sleep(0.1)
+
+    def wait_group_ended(self, timeout_s: float = 30.0) -> None:
+        end = time.monotonic() + timeout_s
+        while left := self.group():
+            if time.monotonic() > end:
+                raise AssertionError(f"processes of the vLLM server live on: {left}\n{self.read_log()[-3000:]}")
+            time.sleep(0.05)
+
+    def _ask(self, method: str, path: str, body: bytes | None, secret: str | None, timeout_s: float) -> Any:
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {secret}"} if secret is not None else {})
+        request = urllib.request.Request(self.url + path, data=body, headers=headers, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+                text = answer.read()
+        except urllib.error.HTTPError as error:
+            with error:  # else its socket stays open until the garbage collector finds it
+                raise urllib.error.HTTPError(error.url, error.code, error.read().decode(), error.headers, None) from None
+        return json.loads(text) if text else None
+
+
+def package_path(folder: Path) -> Path:
+    """A folder that has our two packages and nothing else, for PYTHONPATH: vLLM's Python must not see our site-packages."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, source in {"asyncrl": ROOT / "asyncrl", "asyncrl_servers": ROOT / "servers" / "asyncrl_servers"}.items():
+        if not (folder / name).exists():
+            (folder / name).symlink_to(source)
+    return folder
+
+
+@contextmanager
+def vllm_process(
+    spec: dict[str, Any], folder: Path, *, path: tuple[Path, ...] = (), env: dict[str, str] | None = None
+) -> Iterator[VllmProcess]:
+    """Start `asyncrl_servers.vllm` with `spec`; `folder` takes its spec file and log. Its whole group is ended at the end.
+
+    `path`: more folders for its PYTHONPATH. It is not waited for: see wait_ready.
+    """
+    python = vllm_python()
+    folder.mkdir(parents=True, exist_ok=True)
+    spec_file, log = folder / "spec.json", folder / "engine.log"
+    spec_file.write_text(json.dumps(spec), encoding="utf-8")
+    with socket.create_server(("127.0.0.1", 0), backlog=512) as listener, log.open("wb") as output:
+        process = subprocess.Popen(
+            [str(python), "-m", "asyncrl_servers.vllm", "--spec", str(spec_file), "--fd", str(listener.fileno())],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=output,
+            pass_fds=[listener.fileno()],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (package_path(folder / "path"), *path))), **(env or {})},
+            start_new_session=True,
+        )
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    assert process.stdin is not None
+    process.stdin.write(json.dumps({SECRET_ENV: SECRET}).encode() + b"\n")
+    process.stdin.flush()
+    server = VllmProcess(process, url, log)
+    try:
+        yield server
+    finally:
+        _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(10)
+    process.kill()
+    process.wait()
+    psutil.wait_procs(group_members(process.pid), timeout=20)  # its warden ends them, and takes shared memory and scratch folder away
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    if process.stdin is not None:
+        with contextlib.suppress(OSError):
+            process.stdin.close()
