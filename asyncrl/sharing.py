@@ -232,13 +232,27 @@ def shared_digest(name: str, tensor: Tensor) -> bytes:
     It proves that the bytes, their order, name, dtype and shape are the same at both ends, against any fault and not against
     somebody who wants to deceive: 128 bits of XXH3 on the CPU, 64 bits of mixed words on a device.
     """
-    return tensor_digest(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), _checksum(tensor.detach().contiguous()))
+    return _digest(name, tensor, _checksum(tensor.detach().contiguous()))
 
 
 def word_digest(name: str, tensor: Tensor) -> bytes:
     """The same by mixed words wherever the tensor is: for a Python that may have torch alone (vLLM's own)."""
-    checksum = b"words" + word_sum(tensor.detach().contiguous())
-    return tensor_digest(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), checksum)
+    return _digest(name, tensor, b"words" + word_sum(tensor.detach().contiguous()))
+
+
+def byte_digest(name: str, tensor: Tensor) -> bytes:
+    """wire.tensor_digest of the bytes themselves."""
+    return _digest(name, tensor, bytes_of(tensor))
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor in host memory; a copy only where it is not there, or not contiguous."""
+    data: memoryview = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return data
+
+
+def _digest(name: str, tensor: Tensor, data: bytes | memoryview) -> bytes:
+    return tensor_digest(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), data)
 
 
 def _checksum(tensor: Tensor) -> bytes:

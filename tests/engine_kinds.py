@@ -34,7 +34,7 @@ class Traits:
     """In what a kind of server differs by its nature, and why. What is not said here is the same for all."""
 
     waited: int = 600
-    """Tokens that take it longer than a story takes to begin a commit that waits for them. To ask for vLLM's health is three calls."""
+    """Tokens that take it longer than a story takes to begin a commit that waits for them."""
     has_weights: bool = True
     """The simulated server draws from seeds alone: a latency model."""
     reads_files: bool = True
@@ -64,7 +64,7 @@ TRAITS = {
     "fake": Traits(reads_files=False, knows_prompts=False, aborts_queued=False, ends_at_once=False),
     "simulated": Traits(has_weights=False),
     "embedded": Traits(),
-    "vllm": Traits(waited=1500, keeps_streams=False, keeps_queue=False, reads_again=False, frees_memory=False, resumes_draws=False),
+    "vllm": Traits(keeps_streams=False, keeps_queue=False, reads_again=False, frees_memory=False, resumes_draws=False),
 }
 
 

@@ -40,7 +40,8 @@ def test_what_the_run_depends_on_is_always_given_to_vllm(tmp_path: Path) -> None
     given = arguments_of(tmp_path)
     for option in ("--enable-scale-out", "--enable-prompt-tokens-details", "--enforce-eager", "--logprobs-mode=processed_logprobs",
                    "--served-model-name=policy", "--max-num-seqs=16", "--max-model-len=512", "--generation-config=vllm",
-                   "--worker-extension-cls=asyncrl_servers.vllm.worker.WeightLoader"):  # fmt: skip
+                   "--worker-extension-cls=asyncrl_servers.vllm.worker.WeightLoader",
+                   "--distributed-executor-backend=asyncrl_servers.vllm.executor.CpuExecutor"):  # fmt: skip
         assert option in given
     assert not any("secret" in option or "api-key" in option for option in given)
 
@@ -84,7 +85,7 @@ def test_an_argument_that_is_set_elsewhere_is_refused_with_the_place(tmp_path: P
 @pytest.mark.parametrize("transport", ["shm", "lora", "nccl"])
 def test_nothing_that_a_user_gives_is_silently_replaced(tmp_path: Path, transport: str) -> None:
     ours = {option[2:].partition("=")[0].replace("-", "_") for option in arguments_of(tmp_path, transport=transport) if option[:2] == "--"}
-    assert ours - KV_CACHE - {"enforce_eager"} <= ELSEWHERE.keys()  # those two give way to what is given
+    assert ours - KV_CACHE - {"enforce_eager", "distributed_executor_backend"} <= ELSEWHERE.keys()  # those give way to what is given
     with pytest.raises(Refused) as refused:
         arguments_of(tmp_path, args={"max-num-batched-tokens": 64, "max_num_batched_tokens": 128})
     assert "twice" in refused.value.body.error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 import urllib.error
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -50,10 +51,11 @@ class House:
 
     def stage(self, version: int, **request: Any) -> dict[str, Any]:
         """Ask until it is staged, or refused."""
-        while True:
-            answer = self.server.rpc("asyncrl_stage", version=version, kind="weights", **request)
-            if answer.get("state") != "hashing":
-                return answer
+        end = time.monotonic() + 60
+        while (answer := self.server.rpc("asyncrl_stage", version=version, kind="weights", **request)).get("state") == "hashing":
+            assert time.monotonic() < end, "it is hashed for ever"
+            time.sleep(0.01)
+        return answer
 
     def push(self, tensors: dict[str, torch.Tensor], chunk_bytes: int = 100_000) -> dict[str, Any]:
         """Stage and load; the answer of the load, or what was refused before."""
@@ -150,6 +152,15 @@ def test_a_wrong_digest_is_refused_on_each_way_and_the_old_weights_serve_on(hous
 
 
 @only_tied
+def test_a_file_that_takes_long_to_hash_is_hashed_once_and_refused_if_it_is_not_what_was_announced(house: House) -> None:
+    request = house.write({"large": torch.zeros(2**26)}, "large") | {"digest": "0" * 32}
+    version = next(house.versions)
+    first = house.server.rpc("asyncrl_stage", version=version, kind="weights", **request)
+    assert first["state"] == "hashing", "this test needs a file that is not hashed at once"
+    assert "announced was 00000000" in house.stage(version, **request)["error"]
+
+
+@only_tied
 def test_vllms_own_routes_refuse_a_wrong_digest_and_the_server_lives_and_says_what_to_do(house: House) -> None:
     house.serve("A")
     request = house.write(house.weights["B"])
@@ -166,8 +177,9 @@ def test_staged_weights_are_loaded_under_their_own_digest_alone(house: House) ->
     house.serve("A")
     version, request = next(house.versions), house.write(house.weights["B"])
     assert house.stage(version, **request)["state"] == "staged"
-    assert "announced was 11111" in house.server.rpc("asyncrl_load", version=version, digest="1" * 32, chunk_bytes=10**9)["error"]
-    assert house.stage(version, **request)["state"] == "staged"
+    other = house.server.rpc("asyncrl_load", version=version, digest="1" * 32, chunk_bytes=10**9)["error"]
+    assert "digest 11111" in other
+    assert f"with digest {request['digest']}" in other
     assert "staged is version" in house.server.rpc("asyncrl_load", version=version + 1000, digest=request["digest"], chunk_bytes=1)["error"]
     assert house.server.rpc("asyncrl_drop") == {"ok": True}
     assert "staged is nothing" in house.server.rpc("asyncrl_load", version=version, digest=request["digest"], chunk_bytes=1)["error"]

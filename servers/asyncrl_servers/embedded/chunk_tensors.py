@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from asyncrl.sharing import shared_digest
+from asyncrl.sharing import byte_digest, shared_digest
 from asyncrl.wire import LoadChunkRequest
-from asyncrl_servers.embedded.weight_files import digest_tensor, weights_file
+from asyncrl_servers.embedded.weight_files import weights_file
 from asyncrl_servers.trainer_memory import TrainerMemory, views
 
 
@@ -38,7 +38,7 @@ class ChunkReader:
         """While it may be read; what was begun with its tensors is done afterwards. Raises Refused (400)."""
         if request.memory is None:
             with weights_file(request.path) as file:
-                yield Chunk(frozenset(file.keys()), file.get_tensor, digest_tensor)
+                yield Chunk(frozenset(file.keys()), file.get_tensor, byte_digest)
             return
         memory = self._memory.opened(request.memory.handle)
         tensors = views(request.memory, memory.data)

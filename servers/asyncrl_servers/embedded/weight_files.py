@@ -14,7 +14,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from asyncrl.serving import Refused
-from asyncrl.wire import joint_digest, tensor_digest
+from asyncrl.sharing import byte_digest, bytes_of
+from asyncrl.wire import joint_digest
 from asyncrl_servers.checks import RESEND
 from asyncrl_servers.embedded.storage import own_copy
 
@@ -92,20 +93,10 @@ def write_all(path: str, tensors: Mapping[str, Tensor]) -> None:
     with partial.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors.values():
-            file.write(_bytes_of(tensor))
+            file.write(bytes_of(tensor))
     partial.replace(path)
-
-
-def digest_tensor(name: str, tensor: Tensor) -> bytes:
-    """`wire.tensor_digest` of a torch tensor, as it lies in its memory."""
-    return tensor_digest(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), _bytes_of(tensor))
 
 
 def digest_tensors(tensors: Mapping[str, Tensor]) -> str:
     """`wire.weights_digest` of torch tensors."""
-    return joint_digest(digest_tensor(name, tensor) for name, tensor in tensors.items())
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    data: memoryview = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-    return data
+    return joint_digest(byte_digest(name, tensor) for name, tensor in tensors.items())

@@ -94,7 +94,7 @@ def build_arguments(spec: VllmSpec, known: Mapping[str, Sequence[str]], *, is_cp
         ours["skip_tokenizer_init"] = True
     defaults: dict[str, Any] = {}
     if is_cpu:
-        defaults["enforce_eager"] = True
+        defaults |= {"enforce_eager": True, "distributed_executor_backend": "asyncrl_servers.vllm.executor.CpuExecutor"}
     if spec.kv_cache_bytes:
         defaults["kv_cache_memory_bytes"] = spec.kv_cache_bytes
     elif is_cpu and not given.keys() & KV_CACHE:  # else vLLM takes 92 % of the machine's memory, and refuses to start if some is in use

@@ -6,12 +6,12 @@ import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from asyncrl.serving import Refused
-from asyncrl.wire import joint_digest, tensor_digest
+from asyncrl.sharing import byte_digest
+from asyncrl.wire import joint_digest
 
 RESEND = "export and prepare again; if it repeats, look for what else writes the staging file."
 
@@ -39,10 +39,15 @@ def check_counts(tensors: Mapping[str, Tensor], path: str, num_tensors: int, num
         )
 
 
-def digest_tensor(name: str, tensor: Tensor) -> bytes:
-    """`wire.tensor_digest` of a tensor, as it lies in its memory."""
-    data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
-    return tensor_digest(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), data)
+def check_digest(version: int, path: str, found: str, announced: str) -> None:
+    """Raise Refused if these are not the weights that were announced."""
+    if found != announced:
+        raise Refused(
+            409,
+            f"weights of version {version} in {path} have digest {found}, announced was {announced}",
+            rule="a version is served only when what was loaded is what was sent",
+            way_out=RESEND,
+        )
 
 
 def chunks_of(tensors: Mapping[str, Tensor], chunk_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
@@ -62,14 +67,14 @@ def chunks_of(tensors: Mapping[str, Tensor], chunk_bytes: int) -> Iterator[list[
 class Staged:
     """A weights file that waits for its load. Its digest is computed in a thread, while the worker goes on generating.
 
-    Life:       hashing -> staged, or failed.
-    Waits:      nobody; whoever wants to know asks `digest` again. `wait` is for a load that comes too early.
+    Life:       hashing -> staged, or failed: what was announced is another digest, or the file cannot be hashed. Is never hashed again.
+    Waits:      nobody; whoever wants to know asks `is_hashed` again. `wait` is for a load that comes too early.
     Invariant:  `tensors` lie in the file that was mapped: replacing the file changes nothing here, as nobody writes into it.
     """
 
-    def __init__(self, version: int, path: str, num_tensors: int, num_bytes: int) -> None:
-        """Raises Refused if the file is not what was announced; the digest is compared by the caller."""
-        self.version, self.path = version, path
+    def __init__(self, version: int, path: str, announced: str, num_tensors: int, num_bytes: int) -> None:
+        """Raises Refused if the file has not the size that was announced; check() compares the digest."""
+        self.version, self.path, self.announced = version, path, announced
         self.tensors = map_file(path)
         check_counts(self.tensors, path, num_tensors, num_bytes)
         self.num_bytes = num_bytes
@@ -78,12 +83,23 @@ class Staged:
         self._thread = threading.Thread(target=self._hash, name=f"hash weights {version}", daemon=True)
         self._thread.start()
 
+    @property
+    def is_hashed(self) -> bool:
+        """Whether the digest is there, or the error."""
+        return self.digest is not None or self.error is not None
+
     def wait(self) -> None:
-        """Sleep until the digest is there, or the error."""
+        """Sleep until it is."""
         self._thread.join()
+
+    def check(self) -> None:
+        """Raise Refused if the file could not be hashed, or is not what was announced."""
+        if self.error is not None:
+            raise Refused(400, self.error, way_out=RESEND)
+        check_digest(self.version, self.path, self.digest or "", self.announced)
 
     def _hash(self) -> None:
         try:
-            self.digest = joint_digest(digest_tensor(name, tensor) for name, tensor in self.tensors.items())
+            self.digest = joint_digest(byte_digest(name, tensor) for name, tensor in self.tensors.items())
         except Exception as error:
             self.error = f"cannot hash {self.path}: {type(error).__name__}: {error}"

@@ -21,10 +21,10 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
 from asyncrl.serving import Refused
-from asyncrl.sharing import word_digest
+from asyncrl.sharing import byte_digest, word_digest
 from asyncrl.wire import ChunkMemory, joint_digest
 from asyncrl_servers.trainer_memory import TrainerMemory
-from asyncrl_servers.vllm.files import RESEND, Staged, check_counts, chunks_of, digest_tensor, map_file
+from asyncrl_servers.vllm.files import Staged, check_counts, check_digest, chunks_of, map_file
 
 BROKEN = "the weights of this server are of no version until a load succeeds: load a whole set again, or restart it."
 
@@ -60,24 +60,27 @@ class Loader:
         if kind != "weights":
             raise Refused(400, f"cannot stage {kind}", rule="adapters come through /v1/load_lora_adapter", way_out="send whole weights.")
         staged = self.staged
-        if staged is None or (staged.version, staged.path) != (version, path) or staged.digest not in (None, digest):
+        if staged is None or (staged.version, staged.path, staged.announced) != (version, path, digest):
             self.staged = None
-            staged = self.staged = Staged(version, path, num_tensors, num_bytes)
-        if staged.digest is None and staged.error is None:
+            staged = self.staged = Staged(version, path, digest, num_tensors, num_bytes)
+        if not staged.is_hashed:
             return {"state": "hashing"}
-        self._check_staged(staged, digest)
+        self._check_staged(staged)
         return {"state": "staged", "digest": staged.digest}
 
     def load(self, version: int, digest: str, chunk_bytes: int) -> dict[str, Any]:
         """Load what is staged under this digest: one reload, one load call a chunk. Raises Refused."""
         staged = self.staged
-        if staged is None or staged.version != version:
-            lies = f"version {staged.version}" if staged else "nothing"
+        if staged is None or (staged.version, staged.announced) != (version, digest):
+            lies = f"version {staged.version} with digest {staged.announced}" if staged else "nothing"
             raise Refused(
-                409, f"load of version {version}, but staged is {lies}", rule="only staged weights are loaded", way_out="stage it first."
+                409,
+                f"load of version {version} with digest {digest}, but staged is {lies}",
+                rule="only staged weights are loaded",
+                way_out="stage it first.",
             )
         staged.wait()
-        self._check_staged(staged, digest)
+        self._check_staged(staged)
         started = time.monotonic()
         self.begin(version)
         for chunk in self._chunks(staged, chunk_bytes):
@@ -101,7 +104,7 @@ class Loader:
             )
         # A copy: the next chunk may be written over this one while vLLM holds tensors of it until their layer is complete.
         if memory is None:
-            tensors, hashed = {name: tensor.clone() for name, tensor in map_file(path).items()}, digest_tensor
+            tensors, hashed = {name: tensor.clone() for name, tensor in map_file(path).items()}, byte_digest
         else:
             path, tensors, hashed = f"chunk {index}", self._memory.copies(ChunkMemory.model_validate(memory)), word_digest
         check_counts(tensors, path, num_tensors, num_bytes)
@@ -113,7 +116,7 @@ class Loader:
                 way_out="send them again from 0.",
             )
         digests = [hashed(name, tensor) for name, tensor in tensors.items()]
-        self.check_digest(version, path, joint_digest(digests), digest)
+        check_digest(version, path, joint_digest(digests), digest)
         if index == 0:
             self.begin(version)
         self.add(tensors.items())
@@ -166,17 +169,6 @@ class Loader:
             self._finalize()
         self.open_version = self.broken = None
 
-    @staticmethod
-    def check_digest(version: int, path: str, found: str, announced: str) -> None:
-        """Raise Refused if these are not the weights that were announced."""
-        if found != announced:
-            raise Refused(
-                409,
-                f"weights of version {version} in {path} have digest {found}, announced was {announced}",
-                rule="a version is served only when what was loaded is what was sent",
-                way_out=RESEND,
-            )
-
     def _chunks(self, staged: Staged, chunk_bytes: int) -> Iterable[list[tuple[str, Tensor]]]:
         return chunks_of(staged.tensors, chunk_bytes)
 
@@ -209,12 +201,10 @@ class Loader:
             if hasattr(layer, "cpu_linear") and isinstance(weight, Tensor) and weight.numel() and weight.dim() == 2:
                 dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
 
-    def _check_staged(self, staged: Staged, digest: str) -> None:
+    def _check_staged(self, staged: Staged) -> None:
         """Raise Refused, and stage nothing any more, if the file could not be hashed or is not what was announced."""
         try:
-            if staged.error is not None:
-                raise Refused(400, staged.error, way_out=RESEND)
-            self.check_digest(staged.version, staged.path, staged.digest or "", digest)
+            staged.check()
         except Refused:
             self.staged = None
             raise

@@ -17,9 +17,9 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from asyncrl.broadcasting import WeightGroup
 from asyncrl.serving import Refused
-from asyncrl.sharing import word_digest
+from asyncrl.sharing import byte_digest, word_digest
 from asyncrl.wire import GroupSeat, joint_digest
-from asyncrl_servers.vllm.files import check_counts, digest_tensor, map_file
+from asyncrl_servers.vllm.files import check_counts, check_digest, map_file
 from asyncrl_servers.vllm.loader import Loader
 
 SHM, BROADCAST = "shm", "broadcast"
@@ -76,8 +76,8 @@ class ShmEngine(LoaderEngine):
         """Load the chunk, if it is what was announced."""
         tensors = {name: tensor.clone() for name, tensor in map_file(update_info.path).items()}
         if update_info.digest:
-            found = joint_digest(digest_tensor(name, tensor) for name, tensor in tensors.items())
-            Loader.check_digest(-1, update_info.path, found, update_info.digest)
+            found = joint_digest(byte_digest(name, tensor) for name, tensor in tensors.items())
+            check_digest(-1, update_info.path, found, update_info.digest)
         self._loader.add(tensors.items())
 
 
@@ -133,7 +133,7 @@ class BroadcastEngine(LoaderEngine):
             self._loader.add(tensors.items())
         where = "the broadcast"
         check_counts(shapes, where, update_info.num_tensors, update_info.num_bytes)
-        Loader.check_digest(update_info.version, where, joint_digest(digests), update_info.digest)
+        check_digest(update_info.version, where, joint_digest(digests), update_info.digest)
 
     def shutdown(self) -> None:
         """Leave the group."""
@@ -147,7 +147,3 @@ def register_backends() -> None:
     for name, engine in ((SHM, ShmEngine), (BROADCAST, BroadcastEngine)):
         if name not in WeightTransferEngineFactory._registry:
             WeightTransferEngineFactory.register_engine(name, engine)
-
-
-register_shm = register_backends
-"""The name by which the worker extension calls it."""

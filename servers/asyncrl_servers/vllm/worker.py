@@ -16,9 +16,9 @@ from vllm.platforms import current_platform
 from asyncrl.serving import Refused
 from asyncrl_servers.vllm.loader import Loader
 from asyncrl_servers.vllm.mending import mend_cpu
-from asyncrl_servers.vllm.transfer import register_shm
+from asyncrl_servers.vllm.transfer import register_backends
 
-register_shm()
+register_backends()
 if current_platform.is_cpu():
     mend_cpu()
 
