@@ -5,30 +5,15 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 
-import pytest
+from placement_cases import EVAL, Cases
 
-from asyncrl.config import PlacementConfig, RunConfig, load_config
+from asyncrl.config import PlacementConfig, RunConfig
 from asyncrl.errors import ConfigError
 from asyncrl.placement.cuda import CudaDevice, child_environ, find_cuda_devices, visible_names
 from asyncrl.placement.devices import Placement, place
 
-QUICKSTART = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
-ANYWHERE = ["placement.trainer=auto", "placement.rollout=auto"]
-EVAL = "eval={task: {python: 'asyncrl.tasks.letters:Letters'}}"
-
-
-def load(*overrides: str) -> RunConfig:
-    return load_config(QUICKSTART, [*ANYWHERE, *overrides])
-
-
-def placed(num_cuda: int, *overrides: str) -> Placement:
-    return place(load(*overrides), num_cuda)
-
-
-def refusal(num_cuda: int, *overrides: str) -> ConfigError:
-    with pytest.raises(ConfigError) as caught:
-        placed(num_cuda, *overrides)
-    return caught.value
+CASES = Cases(["placement.trainer=auto", "placement.rollout=auto"])
+load, placed, refusal = CASES.load, CASES.placed, CASES.refusal
 
 
 def test_without_a_cuda_device_auto_is_the_cpu_and_both_sides_work_at_once() -> None:

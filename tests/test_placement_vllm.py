@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from placement_cases import EVAL, Cases
 
-from asyncrl.config import RolloutConfig, RunConfig, load_config
+from asyncrl.config import RolloutConfig, RunConfig
 from asyncrl.errors import ConfigError
 from asyncrl.placement import interpreters
 from asyncrl.placement.chunk_way import chunk_way
@@ -22,25 +23,10 @@ from asyncrl.placement.staging import clear_own_staging, clear_stale_staging, di
 from asyncrl.placement.table import plan_text
 from asyncrl.placement.ways import transport_text
 
-QUICKSTART = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
-VLLM = ["rollout.engine=vllm", "placement.trainer=auto", "placement.rollout=auto"]
+CASES = Cases(["rollout.engine=vllm", "placement.trainer=auto", "placement.rollout=auto"])
+load, placed, refusal = CASES.load, CASES.placed, CASES.refusal
 ON_PATH = ["model.scratch=none", "model.path=some/model"]
-EVAL = "eval={task: {python: 'asyncrl.tasks.letters:Letters'}}"
 TURNS = ["placement.rollout=trainer", "buffer.max_staleness=0"]
-
-
-def load(*overrides: str) -> RunConfig:
-    return load_config(QUICKSTART, [*VLLM, *overrides])
-
-
-def placed(num_cuda: int, *overrides: str) -> Placement:
-    return place(load(*overrides), num_cuda)
-
-
-def refusal(num_cuda: int, *overrides: str) -> ConfigError:
-    with pytest.raises(ConfigError) as caught:
-        placed(num_cuda, *overrides)
-    return caught.value
 
 
 @pytest.fixture

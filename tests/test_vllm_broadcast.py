@@ -42,6 +42,16 @@ def server_over(fake: FakeVllm, broadcasts: Broadcasts) -> VllmServer:
     return server
 
 
+async def two_ready(sender: FakeSender) -> tuple[list[ReceivingVllm], list[VllmServer]]:
+    """Two servers that are to receive from it, and their clients."""
+    fakes = [ReceivingVllm("engine-0"), ReceivingVllm("engine-1")]
+    broadcasts = Broadcasts(sender, Path("/staging"), timeout_s=5.0)
+    servers = [server_over(fake, broadcasts) for fake in fakes]
+    for server in servers:
+        await server.ready(10.0)
+    return fakes, servers
+
+
 def manifest(version: int) -> WeightManifest:
     return WeightManifest(version, "", f"d{version}", 2, 8, held_digest=f"d{version}")
 
@@ -58,11 +68,7 @@ def routes_of(fake: FakeVllm) -> list[str]:
 
 def test_a_commit_goes_through_vllms_own_routes_in_their_order_and_joins_once() -> None:
     async def story() -> None:
-        fakes = [ReceivingVllm("engine-0"), ReceivingVllm("engine-1")]
-        broadcasts = Broadcasts(FakeSender(), Path("/staging"), timeout_s=5.0)
-        servers = [server_over(fake, broadcasts) for fake in fakes]
-        for server in servers:
-            await server.ready(10.0)
+        fakes, servers = await two_ready(FakeSender())
         for fake in fakes:
             fake.calls.clear()
         for version in (1, 2):
@@ -80,12 +86,8 @@ def test_a_commit_goes_through_vllms_own_routes_in_their_order_and_joins_once() 
 
 def test_an_engine_that_dies_before_the_broadcast_leaves_it_to_the_others() -> None:
     async def story() -> None:
-        fakes = [ReceivingVllm("engine-0"), ReceivingVllm("engine-1")]
         sender = FakeSender()
-        broadcasts = Broadcasts(sender, Path("/staging"), timeout_s=5.0)
-        servers = [server_over(fake, broadcasts) for fake in fakes]
-        for server in servers:
-            await server.ready(10.0)
+        fakes, servers = await two_ready(sender)
         await asyncio.gather(*(server.prepare(manifest(1)) for server in servers))
         fakes[1].die()
         outcomes = await asyncio.gather(*(server.commit(1, "d1", "abort") for server in servers), return_exceptions=True)
@@ -98,11 +100,7 @@ def test_an_engine_that_dies_before_the_broadcast_leaves_it_to_the_others() -> N
 
 def test_an_engine_that_is_given_up_while_it_is_frozen_leaves_too() -> None:
     async def story() -> None:
-        fakes = [ReceivingVllm("engine-0"), ReceivingVllm("engine-1")]
-        broadcasts = Broadcasts(FakeSender(), Path("/staging"), timeout_s=5.0)
-        servers = [server_over(fake, broadcasts) for fake in fakes]
-        for server in servers:
-            await server.ready(10.0)
+        fakes, servers = await two_ready(FakeSender())
         await asyncio.gather(*(server.prepare(manifest(1)) for server in servers))
         fakes[1].freeze()
         commits = [asyncio.ensure_future(server.commit(1, "d1", "abort")) for server in servers]
