@@ -196,6 +196,39 @@ def test_weights_that_are_not_finite_end_the_engine_and_every_request_is_answere
     assert "policy_version 1" in str(crashes[0])
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_crash_is_told_before_any_answer_so_that_the_process_is_gone_before_it_can_refuse_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    engine = build_engine(make_spec(folder), lambda _: order.append("crash"))
+
+    def out_of_memory(*_: object, **__: object) -> None:
+        raise RuntimeError("CUDA out of memory")
+
+    monkeypatch.setattr(engine.runner, "decode", out_of_memory)
+    future = engine.submit(make_request())
+    future.add_done_callback(lambda _: order.append("answer"))
+    engine.start()
+    with pytest.raises(RuntimeError, match="engine loop died"):
+        future.result(timeout=60)
+    engine._thread.join()
+    assert order == ["crash", "answer"]
+
+
+def test_no_commit_hashes_weights_not_even_the_first(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = build_engine(make_spec(folder))
+    staged = engine.prepare(staging_request(weights_of(folder), 1, tmp_path))
+
+    def hash_them(_: object) -> str:
+        raise AssertionError("decoding stands still while weights are hashed")
+
+    monkeypatch.setattr("asyncrl_servers.embedded.weights.digest_tensors", hash_them)
+    committed = engine.commit(CommitRequest(version=1, digest=staged.digest))
+    engine.turn()
+    assert committed.result(timeout=0).version == 1
+
+
 def test_a_swap_that_fails_leaves_the_old_weights_serving(folder: Path, other_folder: Path) -> None:
     half = dict(list(weights_of(other_folder).items())[:-1])
     with running_engine(folder) as engine:

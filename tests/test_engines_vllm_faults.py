@@ -280,3 +280,39 @@ def test_tokens_of_weights_that_another_run_pushed_are_never_taken_for_a_version
         assert [span.version for span in (await theirs.generate_segment(request("theirs"))).version_spans] == [1]
 
     run_virtual(story())
+
+
+@pytest.mark.parametrize("route", ["asyncrl_drop", "asyncrl_stage", "/pause"])
+def test_a_server_whose_engine_is_dead_is_lost_whatever_it_is_asked_and_one_that_is_well_only_failed(route: str) -> None:
+    async def story(is_well: bool) -> EngineError:
+        fake = FakeVllm()
+        server = server_over(fake)
+        await server.ready(10.0)
+        fake.refused[route] = (500, "EngineCore encountered an issue.")
+        if not is_well:
+            fake.refused["/health"] = (503, "the engine is dead")
+        with pytest.raises(EngineError, match=f"answered 500 to .*{route}") as caught:
+            await publish(server, 1, "wait")
+        assert server.policy_version == 0
+        return caught.value
+
+    assert isinstance(run_virtual(story(is_well=False)), EngineLost)
+    assert not isinstance(run_virtual(story(is_well=True)), EngineLost)
+
+
+@pytest.mark.parametrize("on_chunk", [None, lambda _: None])
+@pytest.mark.parametrize("wait_s", [0.0, DECODE_S / 2, 5 * DECODE_S])
+def test_a_request_whose_caller_is_gone_is_aborted_by_its_name(on_chunk: Any, wait_s: float) -> None:
+    async def story() -> None:
+        fake = FakeVllm()
+        server = server_over(fake)
+        await server.ready(10.0)
+        running = asyncio.create_task(server.generate_segment(request("left", max_tokens=100), on_chunk=on_chunk))
+        await asyncio.sleep(wait_s)
+        running.cancel()
+        await asyncio.wait([running])
+        before = len(fake.calls)
+        assert await server.abort(["left"]) == ["left"]
+        assert fake.calls[before:] == ["/abort_requests"]
+
+    run_virtual(story())

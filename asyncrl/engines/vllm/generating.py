@@ -21,7 +21,6 @@ from asyncrl.wire import GenerateChunk, GenerateResponse
 OnChunk = Callable[[GenerateChunk], None]
 ASK_AGAIN_S = 0.1
 """An abort that overtook its request finds nothing: it is sent again until the request has ended."""
-_HEALTH_LIMIT_S = 5.0
 
 
 class Sampler:
@@ -68,6 +67,7 @@ class Sampler:
         process = self._process
         body = generate_body(segment, self._facts, model=process.model)
         watch = watch_of(segment.request, self._decode)
+        is_left = False
         try:
             if on_chunk is None and watch is None:
                 sampled = Sampled()
@@ -78,8 +78,12 @@ class Sampler:
             raise await self._refused(segment, refusal) from refusal
         except CallLost as lost:
             raise engine_error(self._routes.caller, lost, is_told=process.is_given_up) from lost
+        except asyncio.CancelledError:
+            is_left = True  # vLLM may sample it still: Process.holding keeps its wire id for the abort that follows
+            raise
         finally:
-            segment.answered.set()
+            if not is_left:
+                segment.answered.set()
 
     async def _stream(
         self, segment: Segment, body: Generate, check: SegmentCheck, on_chunk: OnChunk | None, watch: JointWatch | None
@@ -117,15 +121,8 @@ class Sampler:
         """A status of 400 and above: of this one request, unless the engine behind the server is dead, or nobody may ask it."""
         if refusal.status in (401, 403, 404):
             return engine_error(self._routes.caller, refusal)
-        if refusal.status >= 500:
-            try:
-                await self._process.hold("/health", lambda: self._routes.is_well(timeout_s=_HEALTH_LIMIT_S))
-            except (CallLost, CallRefused) as dead:
-                what = f"answered {refusal.status} to a request ({refusal.body.error}) and is not well: {dead}"
-                way_out = f"read {self._process.name}'s log for why its engine died, then start the run again."
-                return EngineLost(
-                    self._process.name, what, rule="a run needs its engine servers", way_out=way_out, is_told=self._process.is_given_up
-                )
+        if (dead := await self._process.death_of(refusal)) is not None:
+            return dead
         request = segment.request
         return RequestRefused(
             f"{self._process.name} answered {refusal.status} to request {request.request_id} "

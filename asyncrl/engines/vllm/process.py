@@ -1,4 +1,4 @@
-"""What its client knows of one vLLM process: which weights it serves, who may be sent to it, what is in flight. Makes no call."""
+"""What its client knows of one vLLM process: which weights it serves, who may be sent to it, what is in flight, whether it lives."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import contextlib
 from collections.abc import Awaitable, Callable, Iterator
 from typing import TypeVar
 
-from asyncrl.calling import Caller, CallLost, CallRefused
+from asyncrl.calling import CallLost, CallRefused
 from asyncrl.engines.failures import engine_error, given_up
 from asyncrl.engines.lifeline import CallCut, Lifeline
+from asyncrl.engines.vllm.routes import Routes
 from asyncrl.engines.vllm.segments import Segment
 from asyncrl.errors import EngineLost
 from asyncrl.wire import EnginePart
@@ -17,6 +18,7 @@ from asyncrl.wire import EnginePart
 START_LABEL = "default"
 """What vLLM calls the weights that it started with, until it is told otherwise."""
 _MAX_LEFT = 1024
+_HEALTH_LIMIT_S = 5.0
 T = TypeVar("T")
 
 
@@ -31,11 +33,12 @@ class Process:
                 distrusted: version_of has no version for it.
     """
 
-    def __init__(self, caller: Caller, version: int, mark: str = "") -> None:
+    def __init__(self, routes: Routes, version: int, mark: str = "") -> None:
         """`mark` stands in every label of ours: another run that pushes to the same server has another one."""
+        caller = routes.caller
         self.name = caller.name
         self._mark = f"~{mark}" if mark else ""  # vLLM takes no @ in a salt
-        self._caller = caller
+        self._caller, self._routes = caller, routes
         self._start_version = version
         self.version = self.offered_version = version
         self.label, self.digest = START_LABEL, ""
@@ -187,11 +190,30 @@ class Process:
             raise self._lost(path) from None
 
     async def ask(self, path: str, call: Callable[[], Awaitable[T]]) -> T:
-        """The same, with every failure as an EngineError."""
+        """The same, with every failure as an EngineError; an EngineLost if the engine behind the server is dead."""
         try:
             return await self.hold(path, call)
-        except (CallLost, CallRefused) as failure:
-            raise engine_error(self._caller, failure, is_told=self.is_given_up) from failure
+        except CallLost as lost:
+            raise engine_error(self._caller, lost, is_told=self.is_given_up) from lost
+        except CallRefused as refusal:
+            raise (await self.death_of(refusal) or engine_error(self._caller, refusal)) from refusal
+
+    async def death_of(self, refusal: CallRefused) -> EngineLost | None:
+        """Of an engine whose server lives on for a moment, and answers 500 or above to what it can no longer do. None if it is well.
+
+        Raises EngineLost if the process is given up meanwhile.
+        """
+        if refusal.status < 500:
+            return None
+        try:
+            await self.hold("/health", lambda: self._routes.is_well(timeout_s=_HEALTH_LIMIT_S))
+        except (CallLost, CallRefused) as dead:
+            return EngineLost(
+                self.name, f"answered {refusal.status} to {refusal.path} ({refusal.body.error}) and is not well: {dead}",
+                rule="a run needs its engine servers",
+                way_out=f"read {self.name}'s log for why its engine died, then start the run again.", is_told=self.is_given_up,
+            )  # fmt: skip
+        return None
 
     def break_nowait(self, what: str, *, rule: str, way_out: str) -> None:
         """What it holds is no version: all calls end, those to come too. Whoever supervises it learns of it from them. Idempotent."""

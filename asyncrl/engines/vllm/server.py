@@ -54,7 +54,7 @@ class VllmServer:
         self._routes = Routes(caller)
         self._wire_prefix, self._num_segments = uuid.uuid4().hex[:8], 0
         self._was_ready = False
-        self._process = Process(caller, policy_version, mark)
+        self._process = Process(self._routes, policy_version, mark)
         self._sampler = Sampler(self._process, self._routes, facts, decode)
         self._staged: Load | None = None
         self._num_chunks, self._chunk_version = 0, -1
@@ -79,7 +79,7 @@ class VllmServer:
         """Another process has taken its place, with the weights of the start: calls pass again."""
         self._process.cut_nowait()
         self._leave_meeting_nowait()
-        self._process = Process(self._caller, self._start_version, self._mark)
+        self._process = Process(self._routes, self._start_version, self._mark)
         self._sampler = Sampler(self._process, self._routes, self.facts, self._decode)
         self._staged = self._unchecked = self._adapter_folder = None
         self._num_chunks = 0

@@ -186,11 +186,11 @@ class Engine:
             self._finish_commit()
 
     def _crash(self, error: BaseException | None) -> None:
+        self._on_crash(error)  # first: it ends the process, and who waits must find it gone, not alive and answering 500
         self._inbox.crash(error)
         self._inbox.refuse(sequence.answer for sequence in (*self._rows.sequences, *self._queued.values()))
         if self._draining is not None:
             self._inbox.refuse([self._draining[2]])
-        self._on_crash(error)
 
     def _stop(self) -> None:
         self._abort(None)
@@ -292,7 +292,8 @@ class Engine:
             if not has_content and self.resting.push.version == request.version:
                 self.resting.commit(request)
                 has_content = True
-            if has_content and (request.version, request.digest) == (self.weights.version, self.weights.digest):
+            # The digest last: at the first commit it is not computed yet, which takes long, and decoding stands still here.
+            if has_content and request.version == self.weights.version and request.digest == self.weights.digest:
                 answer.set_result(CommitResponse(version=request.version, digest=request.digest, pause_s=0.0, num_interrupted=0))
                 return
             staged = self.weights.staged_for(request.version, request.digest)
