@@ -83,6 +83,10 @@ def test_a_group_is_kept_while_the_same_processes_take_part_and_formed_again_whe
         await asyncio.gather(*meet(broadcasts, receivers, 9, *"ab"))
         assert sender.asked[-1].seat.is_new
         assert len({request.seat.path for request in sender.asked}) == 4
+        broadcasts.sender_gone_nowait()
+        await asyncio.gather(*meet(broadcasts, receivers, 10, *"ab"))
+        assert sender.asked[-1].seat.is_new
+        assert len({request.seat.path for request in sender.asked}) == 5
 
     run_virtual(story())
 

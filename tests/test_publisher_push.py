@@ -220,6 +220,22 @@ def test_the_time_in_which_a_trainer_is_started_again_does_not_count_as_its_expo
     run_virtual(story())
 
 
+def test_an_export_that_outlived_a_restart_has_its_whole_time_again() -> None:
+    async def story() -> None:
+        trainer, target = FakeTrainer(export_s=6.0), EngineServer(engines()[0])
+        served: list[int] = []
+        publisher = Publisher(trainer, [target], interrupt="abort", timeout_s=5.0, on_served=served.append)
+        running = asyncio.create_task(publisher.run(), name="publisher")
+        trainer.step()
+        await asyncio.sleep(4.0)
+        trainer.num_restarts, trainer.export_s = 1, 4.0  # the call sleeps through it, and is made again by its new process
+        await asyncio.sleep(10.0)
+        assert served == [1]
+        running.cancel()
+
+    run_virtual(story())
+
+
 def test_an_export_that_does_not_end_in_time_is_an_error() -> None:
     async def story() -> None:
         _, error = await fails(FakeTrainer(export_s=1000.0), engines(), timeout_s=5.0)

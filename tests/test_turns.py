@@ -211,6 +211,50 @@ def test_a_trainer_that_has_no_memory_ends_the_run_with_the_phase_and_the_engine
     live(story)
 
 
+class Always(dict[str, str]):
+    """Refusals that are not used up."""
+
+    def pop(self, key: str, default: Any = None) -> Any:
+        return self.get(key, default)
+
+
+def test_a_lease_that_breaks_while_an_engine_is_brought_up_ends_the_run_with_why() -> None:
+    async def story(house: House) -> None:
+        await house.step()
+        house.worker.refuse = Always({"/onload": "CUDA out of memory"})
+        asked = house.ask(make_request(max_tokens=4000))
+        house.fakes[0].die()
+        async with asyncio.timeout(24 * 3600):
+            await asked
+
+    error = fails(story)
+    assert "engine-0 cannot be started again: the lease is broken" in str(error)
+    assert "CUDA out of memory" in str(error)
+
+
+@pytest.mark.parametrize("max_restarts", [0, 2])
+@pytest.mark.parametrize("path", ["/onload", "/offload", "/export_chunk"])
+def test_a_trainer_that_is_given_up_in_a_handover_ends_the_run_then_and_no_undo_waits_for_it(path: str, max_restarts: int) -> None:
+    given_up_s: list[float] = []
+
+    async def play() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            house = House(tasks, max_restarts=max_restarts)
+            await house.begin()
+            await house.step()
+            house.worker.dies_at, house.worker_process.fails_to_start = path, 99
+            house.running[0].add_done_callback(lambda _: given_up_s.append(now_s()))
+            await house.step()
+
+    async def story() -> float:
+        with pytest.raises(ExceptionGroup) as caught:
+            await play()
+        assert all("trainer-0" in str(error) for error in caught.value.exceptions)
+        return now_s() - given_up_s[0]
+
+    assert run_virtual(story()) < 10.0
+
+
 def test_a_wrong_digest_is_never_announced() -> None:
     async def story(house: House) -> None:
         house.fakes[1].corrupt_digest = True

@@ -96,6 +96,12 @@ class Broadcasts:
             self._last.is_group_whole = False
         self._begin_nowait()
 
+    def sender_gone_nowait(self) -> None:
+        """The trainer is another process from now on: the next group is a new one. What it was sending has failed already."""
+        self._members = ()
+        if self._last is not None:
+            self._last.is_group_whole = False
+
     async def receive(self, name: str, version: int, take: Callable[[GroupSeat], Awaitable[None]]) -> None:
         """`take` has the workers of this engine take their seats and receive. Returns when they have the weights. Raises EngineError."""
         if version != self._version or name not in self._expected:

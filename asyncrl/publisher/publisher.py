@@ -207,14 +207,14 @@ class Publisher:
         manifest = None
         while manifest is None:
             await self._source.wait_up()  # a trainer that is started again may train for long on what it had trained on before
-            limit = asyncio.timeout(self.timeout_s)
+            num_restarts, limit = self._source.num_restarts, asyncio.timeout(self.timeout_s)
             try:
                 async with limit:
                     manifest = await self._source.export()
             except TimeoutError:
                 if not limit.expired():
                     raise
-                if self._source.is_up:
+                if self._source.is_up and self._source.num_restarts == num_restarts:
                     raise self._no_export(newest) from None
         if manifest.version < newest:
             raise PublishError(

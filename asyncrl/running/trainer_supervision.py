@@ -32,7 +32,8 @@ class LivingTrainer:
     Life:       up -> lost: a process died, gave no answer for heartbeat_s, or broke a call -> all ranks are killed -> backoff, and
                 wait_room: until engines that share its devices have gone -> new ones answer -> recover(version): checkpoint, and the
                 journaled batches since -> what the old ones had offloaded is offloaded -> up. Calls that were lost are made again.
-    Waits:      run sleeps until a process is lost; calls sleep while the trainer is not up, at most as long as restarts take.
+    Waits:      run sleeps until a process is lost; calls sleep while the trainer is not up, at most as long as restarts take: once run
+                has given up, they raise what it raised.
     Invariant:  a batch is trained once on the way to each version: what was trained and lost with its process is trained again
                 by recover, and a call goes on from the version that was answered last. More than max_restarts end the run.
     """
@@ -55,6 +56,8 @@ class LivingTrainer:
         self.is_up, self.num_restarts = True, 0
         self.is_starting = False
         """New processes are on their way, which has limits of its own; while batches are trained again they show their progress."""
+        self._over: RoomError | None = None
+        """Why there will be no trainer any more."""
         self._changed = asyncio.Event()
         self._offloaded = frozenset[TrainerPart]()
         self._report: TrainerLost | None = None
@@ -91,8 +94,10 @@ class LivingTrainer:
         return await self.client.wait_version_above(version)
 
     async def wait_up(self) -> None:
-        """Return once its processes answer and are where they were."""
+        """Return once its processes answer and are where they were. Raises RoomError if they never will."""
         while not self.is_up:
+            if self._over is not None:
+                raise self._over
             await self._changed.wait()
 
     async def export(self) -> WeightManifest:
@@ -141,10 +146,16 @@ class LivingTrainer:
 
     async def run(self) -> None:
         """Watch, and start again, until cancelled. Raises the RoomError that ends the run."""
-        while True:
-            lost = await self._until_lost(asyncio.Event().wait())
-            while lost is not None:
-                lost = await self._replace(lost)
+        try:
+            while True:
+                lost = await self._until_lost(asyncio.Event().wait())
+                while lost is not None:
+                    lost = await self._replace(lost)
+        except RoomError as error:
+            self._over = error
+            # A moment later: who ends with this task is cancelled by then, and does not say the same once more.
+            asyncio.get_running_loop().call_soon(self._wake)
+            raise
 
     async def _when_up(self, call: Callable[[], Awaitable[T]]) -> T:
         while True:
@@ -208,10 +219,13 @@ class LivingTrainer:
         if again is not None:
             return again
         self.is_up = True
-        self._changed.set()
-        self._changed = asyncio.Event()
+        self._wake()
         self._on_event("trainer up", {"restart": self.num_restarts, "policy_version": self.client.policy_version})
         return None
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     async def _go_back(self) -> None:
         """To the newest version that was answered, and off the device where the lost processes were off it."""

@@ -12,7 +12,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from asyncrl.errors import EngineLost
+from asyncrl.errors import EngineLost, RoomError
 from asyncrl.placement.absent import MaybeDown, NeededTrainer
 from asyncrl.placement.handover import HandOver
 from asyncrl.placement.lease import HandoverReport, Lease, Side
@@ -213,9 +213,14 @@ class TakingTurns:
 
     @contextlib.asynccontextmanager
     async def room_for_engine(self, name: str) -> AsyncIterator[None]:
-        """The engines' turn, which does not end meanwhile."""
+        """The engines' turn, which does not end meanwhile. Raises RoomError if there will be none any more."""
         while True:
             async with self._one_at_a_time:
+                if self.lease.state == "broken":
+                    raise RoomError(
+                        "placement", f"{name} cannot be started again: the lease is broken: {self.lease.broken}",
+                        rule="nobody can say what the devices hold", way_out="start the run again; it goes on where it was.",
+                    )  # fmt: skip
                 if self.lease.state == "generating":
                     yield
                     return

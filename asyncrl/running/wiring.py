@@ -249,9 +249,16 @@ def _wire(
 ) -> Rooms:
     rollout, trainer_config = config.rollout, config.trainer
     client = TrainerClient(servers[0].caller, timeout_s=trainer_config.timeout_s)
+    meeting: Broadcasts | None = None
+
+    def before_trainer() -> None:
+        (staging_dir / RENDEZVOUS).unlink(missing_ok=True)
+        if meeting is not None:
+            meeting.sender_gone_nowait()
+
     trainer = LivingTrainer(
         client, servers[: trainer_config.world_size], config.supervision, heartbeat_s=config.observe.heartbeat_s,
-        before_start=lambda: (staging_dir / RENDEZVOUS).unlink(missing_ok=True), wait_room=lambda: turns.wait_room_for_trainer(),
+        before_start=before_trainer, wait_room=lambda: turns.wait_room_for_trainer(),
         recover=lambda version: recover_trainer(client, journal, checkpoints, version, trainer_config.num_steps),
         warn=listener.warn, on_event=journal.event_nowait,
     )  # fmt: skip

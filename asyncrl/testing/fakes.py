@@ -171,7 +171,7 @@ class FakeTrainer:
 
     def __init__(self, *, train_s: float = 1.0, export_s: float = 0.0, num_bytes: int = 1000, is_frozen: bool = False) -> None:
         self.train_s, self.export_s, self.num_bytes, self.is_frozen = train_s, export_s, num_bytes, is_frozen
-        self.is_up, self.went_up = True, asyncio.Event()
+        self.is_up, self.went_up, self.num_restarts = True, asyncio.Event(), 0
         self.policy_version = 0
         self.batches: list[Batch] = []
         self.exported: list[int] = []

@@ -67,6 +67,11 @@ class WeightSource(Protocol):
         """Whether it can answer: false while its processes are started again."""
         ...
 
+    @property
+    def num_restarts(self) -> int:
+        """How often they were."""
+        ...
+
     async def wait_up(self) -> None:
         """Return once it can."""
         ...
