@@ -32,6 +32,8 @@ Who consumes what, who waits for whom, who unblocks whom:
     train loop, publisher    LivingTrainer.train, export, save   the trainer to be back, if it is not  watch trainer
     train loop               Checkpointer.after_step             the copy of the trainer's state       the trainer worker
     checkpoint N             TrainerClient.wait_save_state       the state on disk                     the trainer worker
+    checkpoint N             Checkpoints.in_use                  a trainer that goes back to an older  watch trainer
+    watch trainer            Checkpoints.in_use                  a checkpoint that is made whole       checkpoint N
     the run's start          Journal.read_resume, recover        the batches to be trained again       the journal, the trainer worker
     the run's start          Publisher.wait_announced            the weights it goes on with           the publisher
     the run's start          TakingTurns.start                   the first turn                        engines, the trainer

@@ -1,11 +1,12 @@
-"""A buffer that is restored goes on exactly as the one that was killed would have."""
+"""A buffer that is restored goes on exactly as the one that was killed would have; under other settings it gives up what is too old."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
-from buffer_groups import make_group
+from buffer_groups import make_group, oldest_trained_age
 
 from asyncrl.buffer.buffer import Buffer
 from asyncrl.config import BufferConfig
@@ -34,7 +35,8 @@ class Story:
 
     def kill_and_restore(self) -> None:
         self.buffer = self.new_buffer()
-        self.buffer.restore_nowait(self.version, self.num_issued, list(self.tickets.values()), list(self.ready.values()))
+        late = self.buffer.restore_nowait(self.version, self.num_issued, list(self.tickets.values()), list(self.ready.values()))
+        assert late == (), "under the settings of the killed run everything is of use"
 
     def event(self, draw: random.Random) -> None:
         match draw.choice(["admit", "finish", "finish", "fail", "take"]):
@@ -80,3 +82,73 @@ def test_a_restored_buffer_decides_what_the_killed_one_would_have(max_staleness:
                     story.kill_and_restore()
         assert killed.log == whole.log
         assert whole.version > 10
+
+
+def resume(story: Story, *, max_staleness: int, num_groups: int, on_overdue: str) -> tuple[set[GroupId], set[GroupId], set[GroupId]]:
+    """Restore it under these settings and let all that ran finish, with no new group: (given up at once, handed back later, trained on).
+
+    Fails if the buffer stands still while it has groups for a batch, or lets a token have weight that is too old.
+    """
+    handed_back: set[GroupId] = set()
+    buffer = Buffer(
+        BufferConfig(max_staleness=max_staleness, on_overdue=on_overdue, look_ahead=max_staleness),
+        num_groups=num_groups, num_batches=1000, on_handed_back=lambda group_id, *_: handed_back.add(group_id),
+    )  # fmt: skip
+    late = set(buffer.restore_nowait(story.version, story.num_issued, list(story.tickets.values()), list(story.ready.values())))
+    for group_id, ticket in story.tickets.items():
+        if group_id not in late:
+            buffer.finish_nowait(make_group(group_id, [ticket.start_version, story.version]))
+    trained: set[GroupId] = set()
+    while (stats := buffer.stats()).ready >= num_groups:
+        assert (stats.running, stats.next_batch) == (0, story.version + len(trained) // num_groups)
+        batch = buffer.take_nowait()  # raises WouldWait if it waits for what cannot come
+        assert batch.min_version == max(0, batch.version - max_staleness)
+        assert oldest_trained_age(batch) <= max_staleness
+        trained |= {group.group_id for group in batch.groups}
+        buffer.set_served_nowait(batch.version + 1)
+    assert len(late) + len(handed_back) + len(trained) + buffer.stats().ready == len(story.tickets) + len(story.ready)
+    assert len(late | handed_back | trained) == len(late) + len(handed_back) + len(trained)
+    return late, handed_back, trained
+
+
+def killed_at_version_10(max_staleness: int, on_overdue: str, *, ready: Sequence[int], running: Sequence[int] = ()) -> Story:
+    """Groups 90, 91 ... of these versions, those that are ready first."""
+    story = Story(max_staleness, on_overdue)
+    story.version = story.served = 10
+    story.ready = {GroupId(90 + i): make_group(90 + i, [version]) for i, version in enumerate(ready)}
+    story.tickets = {GroupId(90 + i): Ticket(GroupId(90 + i), version) for i, version in enumerate(running, start=len(ready))}
+    story.num_issued = 90 + len(ready) + len(running)
+    return story
+
+
+@pytest.mark.parametrize("on_overdue", ["wait", "mask", "drop"])
+def test_ready_groups_that_are_too_old_for_a_smaller_max_staleness_are_given_up(on_overdue: str) -> None:
+    story = killed_at_version_10(4, on_overdue, ready=[7, 8, 10, 10])
+    assert resume(story, max_staleness=1, num_groups=2, on_overdue=on_overdue) == ({90, 91}, set(), {92, 93})
+
+
+@pytest.mark.parametrize(("on_overdue", "expected"), [("wait", {91, 92}), ("drop", {91, 92}), ("mask", {91})])
+def test_a_running_group_is_given_up_unless_what_it_samples_from_now_on_can_be_trained_on(on_overdue: str, expected: set[int]) -> None:
+    story = killed_at_version_10(4, on_overdue, ready=[10, 7], running=[7, 9])
+    late, handed_back, trained = resume(story, max_staleness=1, num_groups=2, on_overdue=on_overdue)
+    assert (late, handed_back) == (expected, set())
+    assert trained == ({90, 93} if on_overdue != "mask" else {92, 93})
+
+
+def test_with_fewer_groups_a_batch_only_what_fits_before_its_deadline_is_kept_and_ready_groups_first() -> None:
+    story = killed_at_version_10(1, "wait", ready=[9, 10], running=[9, 9, 9, 10, 10, 10])
+    assert resume(story, max_staleness=1, num_groups=1, on_overdue="wait") == ({92, 93, 94, 95, 96, 97}, set(), {90, 91})
+
+
+@pytest.mark.parametrize("on_overdue", ["wait", "mask", "drop"])
+@pytest.mark.parametrize("before", ["wait", "mask", "drop"])
+def test_whatever_was_changed_batches_form_with_no_token_that_is_too_old_and_no_group_is_lost(before: str, on_overdue: str) -> None:
+    num_late = 0
+    for seed in range(60):
+        draw = random.Random(seed)
+        story = Story(draw.choice([0, 1, 4]), before)
+        for _ in range(draw.randrange(50, 150)):
+            story.event(draw)
+        late, _, _ = resume(story, max_staleness=draw.choice([0, 1, 2, 6]), num_groups=draw.choice([1, 2, 3]), on_overdue=on_overdue)
+        num_late += len(late)
+    assert num_late > 0

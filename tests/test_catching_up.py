@@ -219,6 +219,43 @@ def test_a_prompt_that_could_not_be_written_down_is_made_again_by_the_task_and_c
     lives(tmp_path / "journal.sqlite", first, second, third)
 
 
+@pytest.mark.parametrize("on_overdue", ["wait", "drop"])
+def test_groups_that_are_too_old_for_changed_settings_are_given_up_and_their_prompts_come_first(tmp_path: Path, on_overdue: str) -> None:
+    """Batches 0 and 1 were taken with max_staleness 2; then g4 is ready and g5 runs, of version 0, and g6 is ready, of version 2."""
+
+    def make_buffer(max_staleness: int) -> Buffer:
+        config = BufferConfig(max_staleness=max_staleness, look_ahead=max_staleness, on_overdue=on_overdue)
+        return Buffer(config, num_groups=2, num_batches=20, on_handed_back=lambda *_: None)
+
+    async def first(life: Life) -> None:
+        life.buffer = make_buffer(2)
+        tickets = [life.admit() for _ in range(6)]
+        for ticket in tickets[:5]:
+            life.finish(ticket)
+        await life.step()
+        await life.step()
+        life.finish(life.admit())
+        life.journal.rollout_finished_nowait(GroupId(5), make_rollout(5, 1, version=0))
+
+    async def second(life: Life) -> None:
+        life.buffer = make_buffer(0)
+        assert await life.restore() == ()
+        stats = life.buffer.stats()
+        assert (stats.next_batch, stats.ready, stats.running) == (2, 1, 0)
+        assert [life.admit().group_id] == [7]
+        assert [life.feed.next_nowait().prompt_id, life.feed.next_nowait().prompt_id] == ["0/5", "0/7"], "g7 has the prompt of g4"
+        life.finish(Ticket(GroupId(7), 2))
+        await life.step()
+
+    async def third(life: Life) -> None:
+        life.buffer = make_buffer(0)
+        assert await life.restore() == ()
+        assert life.client.policy_version == 3, "what was given up stands in nobody's way"
+        assert [life.feed.next_nowait().prompt_id for _ in range(2)] == ["0/5", "0/7"]
+
+    lives(tmp_path / "journal.sqlite", first, second, third)
+
+
 def test_the_journal_is_told_from_where_the_weights_went_on(tmp_path: Path) -> None:
     async def resumed(life: Life) -> None:
         await life.restore(make_whole(tmp_path / "step", 2), 2)

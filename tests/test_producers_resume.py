@@ -144,6 +144,19 @@ def test_a_group_whose_last_rollout_had_ended_is_finished_at_once() -> None:
     go_on(UnfinishedGroup(TICKET, PROMPT, {index: done(index) for index in (0, 1, 3)}, {2: (3, "it timed out")}), check)
 
 
+def test_rollouts_beyond_a_group_size_that_was_lowered_stay_and_no_more_are_sampled_than_it_asks_for() -> None:
+    async def check(house: House) -> None:
+        await asyncio.sleep(2.0)
+        assert isinstance(house.engine, FakeEngine)
+        assert [request.request_id for request in house.engine.requests] == ["g7/r1/t0/a0", "g7/r2/t0/a0", "g7/r3/t0/a0"]
+        (group,) = house.sink.finished
+        assert [trajectory.sample_index for trajectory in group.trajectories] == [0, 1, 2, 3, 5, 6]
+        assert house.journal.states[GroupId(7)] == "ready"
+        assert house.producers.prompts_out() == []
+
+    go_on(UnfinishedGroup(TICKET, PROMPT, {index: done(index) for index in (0, 5, 6)}, {7: (3, "no")}, {4: (0, PARTIAL)}), check)
+
+
 def test_a_group_of_failures_fails_at_once_with_their_reason() -> None:
     async def check(house: House) -> None:
         assert house.sink.finished == []

@@ -61,12 +61,17 @@ class Buffer:
             f"{rule.num_ready} ready of {rule.num_groups}, {rule.num_open} open, look_ahead {rule.look_ahead}/{rule.max_staleness}>"
         )
 
-    def restore_nowait(self, version: int, next_group_id: int, running: Sequence[Ticket], ready: Sequence[Group]) -> None:
-        """Before anything else: go on where a killed run stood, with batch `version` next and its weights served."""
-        versions = {group.group_id: _versions(group) for group in ready}
-        self._rule.restore_nowait(version, next_group_id, {ticket.group_id: ticket.start_version for ticket in running}, versions)
-        self._ready.update((group.group_id, group) for group in ready)
+    def restore_nowait(self, version: int, next_group_id: int, running: Sequence[Ticket], ready: Sequence[Group]) -> tuple[GroupId, ...]:
+        """Before anything else: go on where a killed run stood, with batch `version` next and its weights served.
+
+        Returns the groups that are not taken back, for the settings have changed and no batch can use them any more. `on_handed_back`
+        does not hear of them.
+        """
+        starts = {ticket.group_id: ticket.start_version for ticket in running}
+        late = self._rule.restore_nowait(version, next_group_id, starts, {group.group_id: _versions(group) for group in ready})
+        self._ready.update((group.group_id, group) for group in ready if group.group_id not in late)
         self._changed()
+        return late
 
     # ---- producers
 

@@ -135,22 +135,27 @@ class StalenessRule:
 
     def restore_nowait(
         self, version: int, next_group_id: int, running: Mapping[GroupId, int], ready: Mapping[GroupId, tuple[int, int]]
-    ) -> None:
+    ) -> tuple[GroupId, ...]:
         """Go on where a killed run stood: batch `version` is next, its weights are served.
 
-        `running`: id -> start version, `ready`: id -> (oldest, newest) version of its tokens, both as the rule had them.
+        `running`: id -> start version, `ready`: id -> (oldest, newest) version of its tokens, both as the rule had them. Returns the
+        groups that no batch can use under the present settings, and forgets them: none, if the killed run had the same.
         """
         self.next_batch = self.served = version
-        for group_id in sorted(running.keys() | ready.keys()):
-            start_version = running[group_id] if group_id in running else ready[group_id][0]
-            deadline = start_version + self.max_staleness
+        self.num_issued = next_group_id
+        deadlines = {group_id: start_version + self.max_staleness for group_id, start_version in running.items()}
+        deadlines |= {group_id: oldest + self.max_staleness for group_id, (oldest, _) in ready.items()}
+        late = self._late(deadlines, ready)
+        for group_id in sorted(deadlines.keys() - late):
+            deadline = deadlines[group_id]
             self._running[group_id] = deadline
             self._running_due[deadline] += 1
             if self.on_overdue == "drop":
                 self._useless_after.setdefault(deadline, set()).add(group_id)
-        self.num_issued = next_group_id
         for group_id, (oldest, newest) in ready.items():
-            self.finish_nowait(group_id, oldest=oldest, newest=newest)
+            if group_id not in late:
+                self.finish_nowait(group_id, oldest=oldest, newest=newest)
+        return tuple(sorted(late))
 
     def set_look_ahead(self, look_ahead: int) -> None:
         """From now on at most `look_ahead` batches beyond the served version may be started. What has started stays."""
@@ -239,6 +244,20 @@ class StalenessRule:
         if group_id not in self._running:
             raise not_running(group_id, was_admitted=0 <= group_id < self.num_issued, is_ready=group_id in self._ready)
         return self._running[group_id]
+
+    def _late(self, deadlines: Mapping[GroupId, int], ready: Mapping[GroupId, tuple[int, int]]) -> set[GroupId]:
+        """Which of these would break invariant (2) or (3). As few as can be, and of equal deadlines the running ones."""
+        if self.on_overdue == "mask":
+            return {group_id for group_id, (_, newest) in ready.items() if newest + self.max_staleness < self.next_batch}
+        late: set[GroupId] = set()
+        num_kept = 0
+        for deadline, _, group_id in sorted((deadline, group_id not in ready, group_id) for group_id, deadline in deadlines.items()):
+            num_before = num_kept // self.num_groups if self.on_overdue == "wait" else 0  # batches that those of earlier deadlines fill
+            if self.next_batch + num_before > deadline:
+                late.add(group_id)
+            else:
+                num_kept += 1
+        return late
 
     def _forget_running(self, group_id: GroupId) -> None:
         deadline = self._running.pop(group_id)

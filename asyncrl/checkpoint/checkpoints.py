@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -47,14 +48,17 @@ class Whole:
 
 
 class Checkpoints:
-    """The checkpoints of one run directory. All methods block on the disk: call them in a thread, one at a time.
+    """The checkpoints of one run directory. All methods block on the disk: call them in a thread.
 
     Life of one:  begin() -> the trainer writes -> finish() (synced, manifest, renamed: whole from then on), or abandon().
+    Waits:        `in_use` is held around finish(), which removes older ones, and from newest_whole() until nobody needs what it
+                  returned, nor the journal's batches since. Never while waiting for a trainer to write: it may have to go back first.
     Invariant:    a folder named step_N was whole when it got its name; newest_whole() looks again all the same.
     """
 
     def __init__(self, run_dir: Path, config: CheckpointConfig) -> None:
         self.root, self.config = run_dir / "checkpoints", config
+        self.in_use = asyncio.Lock()
         self._rewards: dict[int, float] = {}
 
     def __repr__(self) -> str:

@@ -42,8 +42,8 @@ class RunningGroup:
 
     @property
     def is_complete(self) -> bool:
-        """Every rollout has ended."""
-        return len(self._rollouts) + len(self._failures) == self.group_size
+        """Every rollout has ended. Those beyond group_size, if a killed run had a larger one, are the group's too."""
+        return not self.to_run
 
     @property
     def num_needed(self) -> int:

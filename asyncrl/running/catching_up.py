@@ -1,12 +1,14 @@
 """Brings trainer, buffer, feed and producers of a resumed run to where the killed one stood. Generates nothing.
 
 The checkpoint says what the weights were, the journal everything since: its batches are trained on again as they are, its ready
-groups are ready again, what ran goes on from its partial turns, what had been handed back comes first.
+groups are ready again, what ran goes on from its partial turns, what had been handed back comes first. So does, if settings were
+changed (--allow-change), what is too old for them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Protocol
@@ -20,6 +22,8 @@ from asyncrl.running.resume import ResumePoint
 from asyncrl.tasks.feed import Feed
 from asyncrl.trainer.client import TrainerClient
 from asyncrl.types import Batch, Prompt, StepReport, UnfinishedGroup
+
+logger = logging.getLogger("asyncrl.running.catching_up")
 
 
 class Recovers(Protocol):
@@ -37,12 +41,14 @@ async def recover_trainer(client: TrainerClient, journal: Journal, checkpoints: 
 
     Raises JournalError if batches in between are not there any more, TrainerError.
     """
-    whole, _ = await asyncio.to_thread(checkpoints.newest_whole, keep_unfinished=True)
-    start = 0 if whole is None else whole.version
-    state = await journal.read_resume(start)
-    journal.restored_nowait(start)
-    stop = min(max(version, start), num_batches)
-    await client.recover(None if whole is None else whole.trainer_dir, load_batches(state, start, stop), lambda _batch, _report: None)
+    async with checkpoints.in_use:  # to the end: one that is finished meanwhile would take away this one, and the batches since
+        whole, _ = await asyncio.to_thread(checkpoints.newest_whole, keep_unfinished=True)
+        start = 0 if whole is None else whole.version
+        state = await journal.read_resume(start)
+        journal.restored_nowait(start)
+        stop = min(max(version, start), num_batches)
+        folder = None if whole is None else whole.trainer_dir
+        await client.recover(folder, load_batches(state, start, stop), lambda _batch, _report: None)
 
 
 async def restore(
@@ -72,10 +78,17 @@ async def restore(
         return ()
     whole = [record for record in state.running if record.prompt_is_whole]
     broken = [record for record in state.running if not record.prompt_is_whole]  # only the task can make these prompts again
-    for record in broken:
-        journal.group_ended_nowait(record.ticket.group_id, "handed_back", "its prompt cannot be written down")
-    feed.restore_nowait(state.num_drawn, [*state.requeued, *(record.prompt.prompt_id for record in broken)])
-    buffer.restore_nowait(state.next_version, state.next_group_id, [record.ticket for record in whole], [group for _, group in state.ready])
+    ended = [(record.ticket.group_id, record.prompt, "its prompt cannot be written down") for record in broken]
+    late = buffer.restore_nowait(
+        state.next_version, state.next_group_id, [record.ticket for record in whole], [group for _, group in state.ready]
+    )
+    if late:
+        logger.warning("handed back, because no batch may take them under the settings that have changed: groups %s", list(late))
+        prompts = {record.ticket.group_id: record.prompt for record in whole} | {group.group_id: group.prompt for _, group in state.ready}
+        ended += [(group_id, prompts[group_id], "too old under the settings that it was resumed with") for group_id in late]
+    feed.restore_nowait(state.num_drawn, [*state.requeued, *(prompt.prompt_id for _, prompt, _ in ended)])
+    for group_id, _, why in ended:  # after the feed, which may refuse to go on: then they are as they were
+        journal.group_ended_nowait(group_id, "handed_back", why)
     return tuple(
         UnfinishedGroup(
             record.ticket,
@@ -85,6 +98,7 @@ async def restore(
             {index: (attempt, partial) for index, (attempt, _turn, partial) in record.partials.items()},
         )
         for record in whole
+        if record.ticket.group_id not in late
     )
 
 

@@ -29,7 +29,8 @@ class Saves(Protocol):
 class Checkpointer:
     """Life: after_step() -> begun (training is held up for the copy alone) -> written, checked, renamed, journaled -> idle.
 
-    Waits:      the train loop sleeps in after_step for the copy; the rest is a task of its own.
+    Waits:      the train loop sleeps in after_step for the copy; the rest is a task of its own, which sleeps until the state is written,
+                then while a trainer that was started again goes back to an older one.
     Invariant:  one at a time: what is due while one is being written is left out and told. What cannot be written is told, each
                 time, and neither touches older checkpoints nor the run.
     """
@@ -94,15 +95,15 @@ class Checkpointer:
     async def _finish(self, pending: Pending, version: int, controller: Mapping[str, Any]) -> None:
         try:
             await self._trainer.wait_save_state()
-            folder = await asyncio.to_thread(self._checkpoints.finish, pending, version, controller)
+            async with self._checkpoints.in_use:  # only now: had the trainer died meanwhile, it would have to go back first
+                folder = await asyncio.to_thread(self._checkpoints.finish, pending, version, controller)
+                self.num_made += 1
+                self._journal.checkpointed_nowait(version, folder)
+                if self._keep == "checkpoint":
+                    await self._journal.compact(self._checkpoints.oldest_version())
         except (CheckpointError, TrainerLost) as error:
             await asyncio.to_thread(self._checkpoints.abandon, pending)
             self._failed(error)
-            return
-        self.num_made += 1
-        self._journal.checkpointed_nowait(version, folder)
-        if self._keep == "checkpoint":
-            await self._journal.compact(self._checkpoints.oldest_version())
 
     def _failed(self, error: CheckpointError | TrainerLost) -> None:
         self.num_failed += 1
