@@ -27,6 +27,9 @@ MAX_WAIT_S = 20.0
 MAX_OUTCOME_BYTES = 2**18
 """Largest OutcomeMessage; its metrics are kept with every branch of the rollout."""
 
+MAX_MESSAGE_BYTES = 2**22
+"""Largest message of a worker, whatever gateway.max_body_bytes says of calls: an outcome, a failure's words, all leases that it holds."""
+
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +25,8 @@ class TestGateway:
     app: web.Application
     calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     """(bearer token, body) of each chat call."""
+    results_refused: int | None = None
+    """A number: results are refused as too large, as a proxy in between may do, and counted."""
 
     def worker(self, name: str = "w", key: str = WORKER_KEY) -> Caller:
         return Caller(name, self.url, key)
@@ -41,7 +43,15 @@ def make_work(number: int, *, answer: Any = "42", info: dict[str, Any] | None = 
 @asynccontextmanager
 async def open_gateway(*, lease_timeout_s: float = 60.0, port: int = 0) -> AsyncIterator[TestGateway]:
     leases = Leases(worker_key=WORKER_KEY, model="policy", lease_timeout_s=lease_timeout_s, task_seed=lambda work: 1000 + work.sample_index)
-    app = web.Application()
+
+    @web.middleware
+    async def proxy(request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> web.StreamResponse:
+        if request.path == "/work/result" and gateway.results_refused is not None:
+            gateway.results_refused += 1
+            return web.Response(status=413, text="Request Entity Too Large")
+        return await handler(request)
+
+    app = web.Application(middlewares=[proxy])
     gateway = TestGateway(leases, "", app)
 
     async def chat(request: web.Request) -> web.Response:

@@ -6,6 +6,8 @@ import asyncio
 from typing import Any, TypeVar
 
 import pytest
+from aiohttp.base_protocol import BaseProtocol
+from aiohttp.streams import StreamReader
 from aiohttp.test_utils import make_mocked_request
 from harness_gateway import make_work
 from hypothesis import settings
@@ -175,8 +177,11 @@ class Line:
 
 async def ask(leases: Leases, path: str, message: Message, answer: type[Answer], line: Line | None = None) -> Answer:
     """Call a route without a socket: a virtual clock knows none."""
-    request = make_mocked_request("POST", path, headers={"Authorization": "Bearer k"}, transport=line or Line())
-    request._read_bytes = message.model_dump_json().encode()
+    loop = asyncio.get_running_loop()
+    body = StreamReader(BaseProtocol(loop), 2**16, loop=loop)
+    body.feed_data(message.model_dump_json().encode())
+    body.feed_eof()
+    request = make_mocked_request("POST", path, headers={"Authorization": "Bearer k"}, transport=line or Line(), payload=body)
     (handler,) = (route.handler for route in leases.routes() if route.path == path)
     response: Any = await handler(request)
     assert response.status == 200, response.body

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import math
 from collections.abc import Coroutine
@@ -10,12 +11,17 @@ from typing import Any
 
 import aiohttp
 import pytest
-from harness_gateway import TestGateway, open_gateway, settled
+from aiohttp import web
+from gateway_cases import gateway_world
+from harness_gateway import WORKER_KEY, TestGateway, open_gateway, settled
 
 from asyncrl.calling import Caller, CallRefused
 from asyncrl.errors import RolloutFailure
+from asyncrl.gateway.leases import Leases
 from asyncrl.types import Outcome
 from asyncrl.worker_wire import (
+    MAX_MESSAGE_BYTES,
+    MAX_OUTCOME_BYTES,
     Accepted,
     AliveAnswer,
     AliveRequest,
@@ -92,6 +98,32 @@ def test_a_worker_that_waits_gets_the_work_as_soon_as_there_is_any_and_its_resul
         assert refused.value.status == 410
 
     play(story)
+
+
+def test_the_largest_results_of_a_worker_are_taken_however_small_a_call_must_be() -> None:
+    async def story() -> None:
+        leases = Leases(worker_key=WORKER_KEY, model="policy", lease_timeout_s=60.0, task_seed=lambda work: 0)
+        async with gateway_world(extra_routes=leases.routes(), max_body_bytes=2**10) as world:
+            gateway = TestGateway(leases, world.url, web.Application())
+            worker = Asking(gateway)
+            failing = asyncio.ensure_future(gateway.run(0))
+            (item,) = (await worker.lease()).items
+            await worker.result(item.lease_id, failure=FailureMessage(error="é" * 4000, rule="é" * 4000, way_out="é" * 4000))
+            assert (await failure_of(failing)).what == "é" * 4000  # type: ignore[arg-type]
+            ending = asyncio.ensure_future(gateway.run(1))
+            (item,) = (await worker.lease()).items
+            metrics = {f"{number:0240}": 0.0 for number in range(1000)}
+            assert 0.9 * MAX_OUTCOME_BYTES < len(OutcomeMessage(metrics=metrics).model_dump_json()) < MAX_OUTCOME_BYTES
+            result = ResultRequest(**worker.who, lease_id=item.lease_id, outcome=OutcomeMessage(metrics=metrics))
+            await worker.caller.post("/work/result", result, Accepted, timeout_s=None)
+            assert (await ending).metrics == metrics
+            too_large, headers = io.BytesIO(b" " * (MAX_MESSAGE_BYTES + 1)), {"Authorization": f"Bearer {WORKER_KEY}"}
+            async with world.http.post(world.url + "/work/alive", data=too_large, headers=headers) as response:
+                assert (response.status, (await response.json())["error"]) == (413, "the message is larger than 4194304 bytes")
+            await worker.caller.aclose()
+            await leases.aclose()
+
+    asyncio.run(story())
 
 
 def test_without_the_worker_key_nothing_is_given_and_a_session_key_is_not_one() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from gateway_cases import gateway_world
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -256,6 +258,7 @@ def parse(text):
 
 def as_text(text): return [("f", text)]
 def wrong(text): return "f"
+def raises(text): return {}[text]
 def wrong_pair(text): return [("f", {}, 1)]
 def no_json(text): return [("f", {"x": {1, 2}})]
 def two(text, more): return None
@@ -287,6 +290,28 @@ def test_a_function_that_returns_something_else_fails_the_rollout_and_says_what_
     for name in ("wrong", "wrong_pair"):
         with pytest.raises(RolloutFailure, match=r"own_tool_format:wrong.* returned .*parse\(text\) -> \[\(name, arguments\)"):
             own(name).parse("a")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("wrong_pair", "returned ('f', {}, 1)"), ("raises", "raised KeyError: 'Hello there.' (own_tool_format.py line")]
+)
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_wrong_function_fails_the_rollout_of_the_call_by_its_name(own: Any, name: str, said: str, n: int) -> None:
+    async def story() -> None:
+        own(name)
+        async with gateway_world(tool_format=f"own_tool_format:{name}") as world:
+            tools = [{"type": "function", "function": {"name": "f"}}]
+            asking = asyncio.ensure_future(world.ask(tools=tools, n=n))
+            with pytest.raises(RolloutFailure) as failure:
+                async with world.session.while_open():
+                    await asyncio.Event().wait()
+            assert f"gateway.tool_format=own_tool_format:{name} {said}" in str(failure.value)
+            status, told = await asking
+            assert (status, told["error"]["code"]) == (410, "session_ended")
+            assert f"own_tool_format:{name} {said}" in told["error"]["message"]
+            assert world.gateway.stats().in_flight == 0
+
+    asyncio.run(story())
 
 
 def test_a_function_that_is_not_there_or_takes_more_is_refused_at_the_start(own: Any) -> None:

@@ -93,6 +93,7 @@ def test_a_worker_runs_as_many_rollouts_as_it_has_slots_and_posts_what_came_of_t
         ("raises_in_thread", "its harness raised RuntimeError: StopIteration: no more"),
         ("exits", "its harness raised RuntimeError: sys.exit(3)"),
         ("cancels_itself", "its harness raised CancelledError"),
+        ("cancels_itself_in_thread", "its harness raised RuntimeError: CancelledError"),
         ("says_text", "reward is 'good' (str)"),
     ],
 )
@@ -118,6 +119,7 @@ def test_an_outcome_that_cannot_be_sent_is_a_failure() -> None:
                 (Outcome(1.0, {"x": float("inf")}), "metrics.x Input should be a finite number"),
                 (Outcome(turn_rewards={"a": 1.0}, branch_rewards={"a": 1.0}), "turn_rewards or branch_rewards, not both"),
                 (Outcome(1.0, {f"metric {number}": 1.0 for number in range(20_000)}), "bytes; 262144 is the limit"),
+                (Outcome(1.0, {"é" * 200_000: 1.0}), "the outcome has 400"),
                 ("no outcome", "AttributeError"),
             ):
                 running = asyncio.ensure_future(gateway.run(0))
@@ -151,6 +153,27 @@ def test_what_was_taken_back_is_cancelled_at_the_next_sign_of_life_and_its_slot_
             assert steps.cancelled == ["p0"]
             steps.ends["p1"].set_result(Outcome(1.0))
             assert await second == Outcome(1.0)
+
+    asyncio.run(story())
+
+
+def test_a_result_that_is_refused_holds_its_slot_no_longer_than_its_lease() -> None:
+    async def story() -> None:
+        steps = Steps()
+        async with open_gateway(lease_timeout_s=2.0) as gateway, working(gateway, steps, slots=1) as worker:
+            gateway.results_refused = 0
+            first = asyncio.ensure_future(gateway.run(0))
+            await settled(lambda: "p0" in steps.ends)
+            steps.ends["p0"].set_result(Outcome(1.0))
+            await settled(lambda: gateway.results_refused == 2)
+            (lease_id,) = worker.holding
+            first.cancel()
+            await settled(lambda: lease_id not in worker.holding)
+            gateway.results_refused = None
+            second = asyncio.ensure_future(gateway.run(1))
+            await settled(lambda: "p1" in steps.ends)
+            steps.ends["p1"].set_result(Outcome(0.5))
+            assert await second == Outcome(0.5)
 
     asyncio.run(story())
 

@@ -10,14 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncrl.config import TaskConfig
 from asyncrl.engines import EnginePool, EngineServer
 from asyncrl.errors import EngineError, TaskError
 from asyncrl.producers import Generator, Producers, RolloutAttempt, RolloutRunner, SingleTurn
 from asyncrl.producers.single_turn import make_trajectory
+from asyncrl.tasks import TaskScorer
 from asyncrl.testing.fakes import FakeEngine, FakeEngineServer, FakeScorer, FakeSink, FakeSource, FakeTokenizer
 from asyncrl.testing.memory_journal import MemoryJournal
 from asyncrl.testing.virtual_time import all_blocked, run_virtual
-from asyncrl.types import Completion, GroupId, Prompt, Rollout, SamplingEngine, SamplingRequest, VersionSpan
+from asyncrl.types import Completion, GroupId, Prompt, Rollout, SamplingEngine, SamplingRequest, Scorer, VersionSpan
 
 
 class House:
@@ -29,7 +31,7 @@ class House:
         *,
         engine: SamplingEngine | None = None,
         generator: Generator | None = None,
-        scorer: FakeScorer | None = None,
+        scorer: Scorer | None = None,
         num_tickets: int = 100,
         group_size: int = 2,
         capacity: int = 4,
@@ -204,6 +206,39 @@ def test_a_failed_rollout_is_retried_with_another_seed_and_its_siblings_are_kept
         tried = [request for request in engine.requests if request.request_id.startswith("g0/r1")]
         assert [request.request_id for request in tried] == ["g0/r1/t0/a0", "g0/r1/t0/a1", "g0/r1/t0/a2"]
         assert len({request.seed for request in tried}) == 3
+        return house
+
+    play(story)
+
+
+class SharedJudge:
+    """A task whose scores share one judge call, which the time limit of the first of them cancels for all."""
+
+    def __init__(self) -> None:
+        self._judging: asyncio.Future[float] | None = None
+
+    def __len__(self) -> int:
+        return 1
+
+    def prompt(self, index: int) -> str:
+        return "say x"
+
+    async def score(self, prompt: Prompt, completion: str) -> float:
+        if self._judging is None:
+            self._judging = asyncio.ensure_future(asyncio.sleep(1000.0, 1.0))
+        return await self._judging
+
+
+def test_a_judge_call_that_another_rollouts_time_limit_cancels_fails_both_rollouts_and_their_group() -> None:
+    async def story(tasks: asyncio.TaskGroup) -> House:
+        scorer = TaskScorer(SharedJudge(), TaskConfig(python="x:y", reward_pool="inline", reward_timeout_s=5.0), seed=0)
+        engine = FakeEngine(latency_s=by_id({"g0/r1": 2.0}))
+        house = House(tasks, engine=engine, scorer=scorer, num_tickets=1, group_size=2, retries=0)
+        await asyncio.sleep(20.0)
+        assert "g0 (prompt p0) has 0 usable rollouts of 2" in house.sink.failed[GroupId(0)]
+        told = sorted(event[4] for event in house.journal.named("rollout_failed"))
+        assert "did not return within 5.0 s" in told[0]
+        assert "raised CancelledError" in told[1]
         return house
 
     play(story)

@@ -24,7 +24,7 @@ from asyncrl.config import TaskConfig
 from asyncrl.errors import RewardFailure, TaskError
 from asyncrl.tasks import TaskScorer, build_task
 from asyncrl.tasks.outcome import as_outcome
-from asyncrl.testing.virtual_time import run_virtual
+from asyncrl.testing.virtual_time import all_blocked, run_virtual
 from asyncrl.types import Prompt
 
 PROMPT = Prompt("0/7", ({"role": "user", "content": "say x"},), answer="x")
@@ -80,6 +80,20 @@ async def waits(prompt: Prompt, completion: str) -> float:
     return 0.5
 
 
+async def awaits_what_another_cancels(prompt: Prompt, completion: str) -> float:
+    judging = asyncio.ensure_future(asyncio.Event().wait())
+    asyncio.get_running_loop().call_soon(judging.cancel)
+    return float(await judging)
+
+
+def runs_what_is_cancelled(prompt: Prompt, completion: str) -> float:
+    return asyncio.run(awaits_what_another_cancels(prompt, completion))  # type: ignore[arg-type]
+
+
+def is_interrupted(prompt: Prompt, completion: str) -> float:
+    raise KeyboardInterrupt
+
+
 @pytest.mark.parametrize("pool", ["inline", "thread"])
 def test_the_reward_function_gets_prompt_and_completion(pool: str) -> None:
     assert asyncio.run(score_once(matches, pool)) == 1.0
@@ -127,6 +141,25 @@ def test_async_rewards_are_awaited_beside_each_other() -> None:
         async with scorer_of(waits, "inline", reward_workers=1) as scorer:
             async with asyncio.timeout(6.0):  # virtual: one after the other would take 500 s
                 assert await asyncio.gather(*(scorer.score(PROMPT, "") for _ in range(100))) == [0.5] * 100
+
+    run_virtual(story())
+
+
+@pytest.mark.parametrize("pool", ["inline", "thread"])
+def test_a_reward_that_awaits_what_another_has_cancelled_is_a_failure(pool: str) -> None:
+    with pytest.raises(RewardFailure, match="the reward of prompt 0/7 raised CancelledError"):
+        asyncio.run(score_once(awaits_what_another_cancels, pool))
+
+
+def test_cancelling_whoever_scores_passes_through_the_reward() -> None:
+    async def story() -> None:
+        async with scorer_of(waits, "inline") as scorer:
+            scoring = asyncio.ensure_future(scorer.score(PROMPT, ""))
+            await all_blocked()
+            scoring.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await scoring
+            assert scoring.cancelled()
 
     run_virtual(story())
 
@@ -187,6 +220,18 @@ def test_one_hung_thread_costs_one_worker_and_its_own_rollout_alone() -> None:
     asyncio.run(story())
 
 
+@pytest.mark.parametrize(("function", "name"), [(runs_what_is_cancelled, "CancelledError"), (is_interrupted, "KeyboardInterrupt")])
+def test_whatever_a_score_raises_in_a_thread_its_worker_is_free_again(function: Any, name: str) -> None:
+    async def story() -> None:
+        async with scorer_of(function, "thread", reward_workers=1) as scorer:
+            for _ in range(2):
+                with pytest.raises(RewardFailure, match=f"raised {name}"):
+                    await scorer.score(PROMPT, "")
+            assert "0/1 running" in repr(scorer._threads)
+
+    asyncio.run(story())
+
+
 def test_when_every_thread_hangs_all_callers_learn_it_and_the_way_out() -> None:
     gate = threading.Event()
 
@@ -234,6 +279,10 @@ REWARDS = """
     import asyncio, os, time
     def plain(prompt, completion, answer): return float(completion == answer)
     async def later(prompt, completion, answer): await asyncio.sleep(0); return 0.5
+    async def cancelled(prompt, completion, answer):
+        judging = asyncio.ensure_future(asyncio.Event().wait())
+        (asyncio.current_task() if completion == "itself" else judging).cancel()
+        return await judging
     def moody(prompt, completion, answer):
         if completion == "hang":
             while True: time.sleep(1)
@@ -294,6 +343,20 @@ def test_an_async_reward_runs_in_a_process_too_and_closing_is_harmless_twice(rew
         await scorer.aclose()
         await scorer.aclose()
         await process_scorer("rewards_here:plain").aclose()  # never started
+
+    asyncio.run(story())
+
+
+@pytest.mark.slow
+def test_an_async_reward_that_is_cancelled_in_its_process_is_a_failure(rewards: Path) -> None:
+    async def story() -> None:
+        scorer = process_scorer("rewards_here:cancelled", reward_workers=1)
+        try:
+            for completion in ("another", "itself"):
+                with pytest.raises(RewardFailure, match="raised CancelledError"):
+                    await scorer.score(PROMPT, completion)
+        finally:
+            await scorer.aclose()
 
     asyncio.run(story())
 

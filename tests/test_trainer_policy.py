@@ -109,6 +109,25 @@ def test_usual_architectures_run_packed_and_give_plain_gradients(kind: str) -> N
     assert_same(run(policy, GROUPS, temperature=0.7), expected, 1e-6)
 
 
+@pytest.mark.parametrize(
+    ("kind", "cap"),
+    [
+        ("gemma2", {"final_logit_softcapping": 30.0}),
+        ("recurrent_gemma", {"logits_soft_cap": 30.0, "lru_width": 64, "num_hidden_layers": 3}),
+    ],
+)
+@pytest.mark.parametrize("initializer_range", [0.02, 0.0])
+def test_a_soft_cap_that_small_logits_do_not_feel_is_found_and_computed_once_they_have_grown(
+    kind: str, cap: dict[str, Any], initializer_range: float
+) -> None:
+    model = make_model(kind, hidden_size=64, initializer_range=initializer_range, **cap)
+    policy = Policy(model)
+    assert not policy.plan.has_plain_head
+    with torch.no_grad():
+        model.get_output_embeddings().weight.normal_(std=0.4)
+    assert_same(run(policy, GROUPS), run_plain(model, GROUPS), 1e-4)
+
+
 @pytest.mark.parametrize("kind", PADDED)
 def test_others_are_found_out_told_in_the_log_and_run_padded(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     model = make_model(kind)

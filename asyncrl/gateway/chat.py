@@ -10,7 +10,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from asyncrl.errors import RequestRefused, RoomError
+from asyncrl.errors import RequestRefused, RolloutFailure, RoomError
 from asyncrl.gateway.calls import AskedAs, Call, Kind
 from asyncrl.gateway.capture import Planned
 from asyncrl.gateway.choices import Choice, GatewayTokenizer, TokenNames
@@ -49,7 +49,8 @@ class Sampler:
     Life:       begin() checks and plans, sample() asks the engine; then the call holds its answers, or its error.
     Waits:      begin sleeps in a thread, sample in the engine, both within the session's in_hand().
     Invariant:  what reaches the engine is ids, numbers in bounds and stop texts, all checked by ShapeReader and begin(). An engine
-                that is broken is told to `on_broken` and answered with 503; one that refuses a request, with 400.
+                that is broken is told to `on_broken` and answered with 503; one that refuses a request, with 400. A tool-call format
+                of the user's that goes wrong fails the rollout.
     """
 
     def __init__(
@@ -131,6 +132,9 @@ class Sampler:
             call.done_nowait()
         except RequestRefused as refusal:
             call.done_nowait(invalid(f"The engine refused this call: {refusal}"))
+        except RolloutFailure as failure:  # of a tool-call format of the user's: the next answer would be no better
+            session.fail_nowait(failure)
+            call.done_nowait(session_ended(session.ended or ""))
         except RoomError as error:
             self._on_broken(error)
             call.done_nowait(broken(f"The run is ending: {error.what}"))

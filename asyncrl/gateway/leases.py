@@ -23,6 +23,7 @@ from asyncrl.gateway.lease_book import Entry, Gone, LeaseBook, WorkerId
 from asyncrl.gateway.worker_messages import Refusal, answer_message, bearer, read_message
 from asyncrl.types import Outcome, Work
 from asyncrl.worker_wire import (
+    MAX_MESSAGE_BYTES,
     MAX_OUTCOME_BYTES,
     MAX_WAIT_S,
     Accepted,
@@ -223,7 +224,7 @@ class Leases:
     # ---- inside
 
     async def _heard(self, request: web.Request, shape: type[Asked]) -> tuple[Asked, WorkerId]:
-        message = await read_message(request, shape)
+        message = await read_message(request.clone(client_max_size=MAX_MESSAGE_BYTES), shape)
         worker_id = (message.worker, message.instance)
         self._last_seen_s = self._now_s()
         self._book.seen(worker_id, self._last_seen_s)

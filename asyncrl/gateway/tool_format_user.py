@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import traceback
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import RolloutFailure
@@ -30,7 +32,7 @@ class UserFormat:
         check_call(self._function, ("",), {}, setting="gateway.tool_format", spec=spec, usage=USAGE)
 
     def parse(self, text: str) -> ParsedAnswer:
-        """Calls or content. Raises RolloutFailure if the function returns something else."""
+        """Calls or content. Raises RolloutFailure if the function returns or raises something else."""
         try:
             found = self._function(text)
             if not found:
@@ -38,6 +40,12 @@ class UserFormat:
             return ParsedAnswer(None, tuple(self._call(entry) for entry in self._entries(found)))
         except (ValueError, RecursionError):
             return ParsedAnswer(text)
+        except RolloutFailure:
+            raise
+        except Exception as error:  # the user's code: its mistake is data, like a reward function's
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            place = f"{Path(frame.filename).name} line {frame.lineno}"
+            raise self._misused(f"raised {type(error).__name__}: {error} ({place})") from error
 
     def hold_from(self, text: str, start: int = 0) -> int:
         """All of it."""
@@ -51,12 +59,12 @@ class UserFormat:
 
     def _entries(self, found: Any) -> list[Any] | tuple[Any, ...]:
         if not isinstance(found, list | tuple):
-            raise self._misused(found)
+            raise self._misused(f"returned {found!r:.200}")
         return found
 
     def _call(self, entry: Any) -> ToolCall:
         if not isinstance(entry, list | tuple) or len(entry) != 2:
-            raise self._misused(entry)
+            raise self._misused(f"returned {entry!r:.200}")
         name, arguments = entry
         if isinstance(arguments, Mapping):
             try:
@@ -67,9 +75,9 @@ class UserFormat:
             raise MalformedCall("the arguments are no object")
         return make_call(name, arguments)
 
-    def _misused(self, found: Any) -> RolloutFailure:
+    def _misused(self, what: str) -> RolloutFailure:
         return RolloutFailure(
-            f"gateway.tool_format={self.name} returned {found!r:.200}",
-            rule=f"it is called as {USAGE}",
+            f"gateway.tool_format={self.name} {what}",
+            rule=f"it is called as {USAGE}, and a ValueError says that a call is malformed",
             way_out="return a list of pairs, each a name and a dict of arguments, or None.",
         )

@@ -21,9 +21,11 @@ class Refusal(Exception):  # noqa: N818  an answer, not a crash
 
 
 async def read_message(request: web.Request, shape: type[Read]) -> Read:
-    """The body. Raises Refusal 422, with the first field that is wrong."""
+    """The body. Raises Refusal: 413 if it is larger than the request may be, 422 with the first field that is wrong."""
     try:
         return shape.model_validate_json(await request.read())
+    except web.HTTPRequestEntityTooLarge:
+        raise Refusal(413, f"the message is larger than {request.client_max_size} bytes") from None
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))

@@ -177,9 +177,11 @@ class Worker:
             answer = await self._ask("/work/alive", self._sign, AliveAnswer, timeout_s=min(CALL_TIMEOUT_S, self._lease_timeout_s / 3))
             for lease_id, why in answer.cancel.items():
                 running = self._running.get(lease_id)
-                if running is not None and running.task is not None and not running.is_over:
+                if running is None or running.task is None:
+                    continue
+                if not running.is_over:
                     log.info("%s is given up: %s", running.item.rollout_id, why)
-                    running.task.cancel()
+                running.task.cancel()  # also while its result is on its way: nobody takes that, and asking for ever keeps its slot
 
     async def _tick(self) -> None:
         loop = asyncio.get_running_loop()
@@ -256,7 +258,7 @@ def _outcome_message(outcome: Outcome) -> OutcomeMessage:
     except ValidationError as error:
         first = error.errors()[0]
         raise RolloutFailure(f"the outcome is wrong: {'.'.join(map(str, first['loc']))} {first['msg']}") from error
-    if (size := len(message.model_dump_json())) > MAX_OUTCOME_BYTES:
+    if (size := len(message.model_dump_json().encode())) > MAX_OUTCOME_BYTES:
         raise RolloutFailure(f"the outcome has {size} bytes", rule=f"{MAX_OUTCOME_BYTES} is the limit", way_out="give fewer metrics.")
     return message
 

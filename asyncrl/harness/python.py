@@ -106,10 +106,11 @@ async def _in_thread(call: Callable[[], Any]) -> Any:
     def body() -> None:
         try:
             result, is_value = call(), True
-        except StopIteration as raised:  # a future cannot carry it
-            result, is_value = RuntimeError(f"StopIteration: {raised}"), False
-        except (Exception, SystemExit) as raised:  # carried over to the task that waits
-            result, is_value = (RuntimeError(f"sys.exit({raised.code})") if isinstance(raised, SystemExit) else raised), False
+        except SystemExit as raised:
+            result, is_value = RuntimeError(f"sys.exit({raised.code})"), False
+        except BaseException as raised:  # carried over to the task that waits, which CancelledError and the like would end or cancel
+            is_carried = isinstance(raised, Exception) and not isinstance(raised, StopIteration)  # a future cannot carry that one
+            result, is_value = (raised if is_carried else RuntimeError(f"{type(raised).__name__}: {raised}")), False
         try:
             loop.call_soon_threadsafe(settle, is_value, result)
         except RuntimeError:  # the loop is closed: the worker ends

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import numbers
 import traceback
@@ -27,9 +28,10 @@ class Outcome:
 
 
 class caught:  # noqa: N801  reads like contextlib.suppress
-    """Keeps an exception of the user's code in `failure`, in words, and goes on. Cancellation and Ctrl-C pass.
+    """Keeps an exception of the user's code in `failure`, in words, and goes on. Cancellation of whoever runs it, and Ctrl-C, pass.
 
-    This is the rollout boundary of rewards: what the user's code raises is data about one rollout.
+    This is the rollout boundary of rewards: what the user's code raises is data about one rollout. So is the CancelledError of
+    something that it awaited and somebody else cancelled: a task that ends with that one is forgotten in silence.
     """
 
     def __init__(self) -> None:
@@ -40,12 +42,23 @@ class caught:  # noqa: N801  reads like contextlib.suppress
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
-        if not isinstance(error, (Exception, SystemExit)):
+        if not isinstance(error, (Exception, SystemExit, asyncio.CancelledError)):
+            return False
+        if isinstance(error, asyncio.CancelledError) and _is_being_cancelled():
             return False
         frames = traceback.extract_tb(trace)
         place = f" ({Path(frames[-1].filename).name} line {frames[-1].lineno})" if frames else ""
         self.failure, self.error = f"raised {type(error).__name__}: {error}{place}", error
         return True
+
+
+def _is_being_cancelled() -> bool:
+    """Whether somebody cancels the task that this runs in. False where none runs: in a thread, or outside of a loop."""
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # no loop runs in this thread
+        return False
+    return task is not None and task.cancelling() > 0
 
 
 def call(score: Score, prompt: Prompt, completion: str) -> Outcome | Awaitable[Any]:

@@ -111,4 +111,8 @@ def _work(prompt: Prompt, completion: str) -> Outcome | str:
     if isinstance(_score, str):
         return _score
     outcome = call(_score, prompt, completion)
-    return outcome if isinstance(outcome, Outcome) else asyncio.run(call_async(outcome))
+    if isinstance(outcome, Outcome):
+        return outcome
+    with caught() as boundary:  # nobody cancels a call in here: what a score function does to its own task is its failure, too
+        return asyncio.run(call_async(outcome))
+    return Outcome(failure=boundary.failure)

@@ -57,7 +57,11 @@ class ThreadPool:
             watchdog.cancel()
 
     def _work(self, loop: asyncio.AbstractEventLoop, done: asyncio.Future[Any], prompt: Prompt, completion: str) -> None:
-        outcome = call(self._score, prompt, completion)
+        outcome: Outcome | Awaitable[Any]
+        try:
+            outcome = call(self._score, prompt, completion)
+        except BaseException as error:  # Ctrl-C goes to the main thread, so this is the score's own; unanswered, it keeps its worker
+            outcome = Outcome(failure=f"raised {type(error).__name__}: {error}")
         with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile: the run is over
             loop.call_soon_threadsafe(self._finish, done, outcome)
 

@@ -19,6 +19,8 @@ from asyncrl.wire import BatchArrays, BatchHeader, TrajectoryHeader
 
 MODEL_ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, CannotPackError)
 """What a model raises that cannot take packed tokens."""
+LARGE_LOGIT = 1000.0
+"""Far above every soft cap, which are 2 to 50."""
 PREFIX, OWN = 20, (9, 1, 5)
 """Tokens of the sequences that are tried: a shared prefix with own tokens, and one more sequence without."""
 
@@ -78,12 +80,28 @@ def _difference(hidden_ND: Tensor, micro: MicroBatch, expected: list[Tensor]) ->
 
 
 def _has_plain_head(model: Any, ids_T: Tensor) -> bool:
-    """Whether logits are exactly the output embedding applied to the last hidden state: no cap, scale or other step between."""
+    """Whether logits are exactly the output embedding applied to the last hidden state: no cap, scale or other step between.
+
+    Asked as the model is, and once more with large logits: a soft cap hardly changes those of an untrained or a small model, and
+    each architecture calls it otherwise (final_logit_softcapping, logits_soft_cap, ...) or has it in its code.
+    """
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         return False
     hidden_TD = model.base_model(input_ids=ids_T[None], use_cache=False).last_hidden_state
-    return bool(torch.allclose(model(input_ids=ids_T[None], use_cache=False).logits, head(hidden_TD), rtol=1e-4, atol=1e-5))
+
+    def is_plain() -> bool:
+        return bool(torch.allclose(model(input_ids=ids_T[None], use_cache=False).logits, head(hidden_TD), rtol=1e-4, atol=1e-5))
+
+    if not is_plain():
+        return False
+    with head.register_forward_hook(_enlarge):
+        return is_plain()
+
+
+def _enlarge(head: nn.Module, inputs: Any, logits: Tensor) -> Tensor:
+    """Hook: logits far from 0, whatever the weights are."""
+    return logits + torch.linspace(-LARGE_LOGIT, LARGE_LOGIT, logits.shape[-1], device=logits.device).to(logits.dtype)
 
 
 def _example(model: Any) -> tuple[MicroBatch, list[Tensor]]:
