@@ -112,12 +112,17 @@ def run_job(config: RunConfig, run_dir: Path | None, *, name: str, resume: Resum
                 shutil.rmtree(folder / made_again, ignore_errors=True)
             settle_copy(config, folder, is_new=point is None)
         run_id(folder)  # before the config: a directory with a config and without an id is not a run's
-        write_whole(folder / "config.yaml", run_config_yaml(config))
+        if point is None:
+            _write_config(folder, config)
         allow_many_connections()
         with logging_to(folder):
             return asyncio.run(Job(config, folder, name, lock, point).run())
     finally:
         lock.release()
+
+
+def _write_config(folder: Path, config: RunConfig) -> None:
+    write_whole(folder / "config.yaml", run_config_yaml(config))
 
 
 class Job:
@@ -210,15 +215,18 @@ class Job:
     async def _catch_up(self, rooms: Rooms) -> Sequence[UnfinishedGroup]:
         """A run that was killed goes to where it stood; what is returned runs again once the engines have the weights."""
         if self._point is None:
+            rooms.journal.order_nowait(rooms.feed.order)
             return ()
         point = self._point
         state = await rooms.journal.read_resume(point.version)
         self.reporter.resumes(point.version, point.told)
         self.reporter.tell(f"training again on {state.next_version - point.version} journaled batches")
-        return await restore(
+        unfinished = await restore(
             point, state, trainer=rooms.trainer, journal=rooms.journal, buffer=rooms.buffer, feed=rooms.feed,
             on_step=lambda batch, report: self.reporter.step(rooms, batch, report, step_s=report.metrics.get("perf/train_s", 0.0)),
         )  # fmt: skip
+        _write_config(self.run_dir, self.config)  # only now: a resume that was refused has changed nothing
+        return unfinished
 
     async def _start_services(self, rooms: Rooms, unfinished: Sequence[UnfinishedGroup]) -> None:
         version = rooms.trainer.policy_version

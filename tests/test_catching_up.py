@@ -30,8 +30,11 @@ SIZE = 100
 class Questions:
     """Prompt i is question i, as journal_cases has it."""
 
+    def __init__(self, size: int = SIZE) -> None:
+        self.size = size
+
     def __len__(self) -> int:
-        return SIZE
+        return self.size
 
     def prompt(self, index: int) -> Item:
         return Item(f"Question {index}", answer=str(index), info={"level": 2})
@@ -40,8 +43,8 @@ class Questions:
         return 0.0
 
 
-def make_feed() -> Feed:
-    return Feed(Questions(), seed=0, shuffle=False)
+def make_feed(*, size: int = SIZE, **order: Any) -> Feed:
+    return Feed(Questions(size), **{"seed": 0, "shuffle": False, **order})
 
 
 def quick_worker() -> FakeTrainerServer:
@@ -277,6 +280,24 @@ def test_a_run_with_another_task_is_refused(tmp_path: Path) -> None:
 
 
 # ---- without the journal
+
+
+@pytest.mark.parametrize("order", [{"size": 120}, {"seed": 1}, {"shuffle": True}])
+def test_another_order_of_prompts_is_refused_and_the_run_can_still_go_on_in_its_own(tmp_path: Path, order: dict[str, Any]) -> None:
+    async def begin(life: Life) -> None:
+        life.journal.order_nowait(life.feed.order)
+        await life.run_steps(3)
+
+    async def go_astray(life: Life) -> None:
+        life.feed = make_feed(**order)
+        with pytest.raises(TaskError, match="same task, seed and order"):
+            await life.restore()
+
+    async def go_on(life: Life) -> None:
+        assert await life.restore() == ()
+        await life.run_steps(3)
+
+    lives(tmp_path / "journal.sqlite", begin, go_astray, go_on, go_astray, go_on)
 
 
 def test_from_a_checkpoint_alone_what_was_out_comes_first_and_nothing_comes_twice(tmp_path: Path) -> None:

@@ -53,15 +53,16 @@ def test_tokens_logprobs_and_spans_follow_those_of_the_partial() -> None:
     assert (completion.finish_reason, completion.num_interruptions) == ("stop", 4), "two before, the kill, and one after"
 
 
-def test_a_partial_that_has_used_the_budget_needs_no_server() -> None:
-    join = SegmentJoin(make_request(max_tokens=3), PARTIAL)
+@pytest.mark.parametrize("max_tokens", [3, 2])
+def test_a_partial_that_has_used_the_budget_or_more_of_a_larger_one_needs_no_server(max_tokens: int) -> None:
+    join = SegmentJoin(make_request(max_tokens=max_tokens), PARTIAL)
     assert join.is_finished
     assert join.completion().finish_reason == "length"
     assert join.completion().token_ids == PARTIAL.token_ids
 
     async def story() -> None:
         pool = EnginePool([EngineServer(fake := FakeEngineServer())], slots=4)
-        assert await pool.generate(make_request(max_tokens=3), partial=PARTIAL) == join.completion()
+        assert await pool.generate(make_request(max_tokens=max_tokens), partial=PARTIAL) == join.completion()
         assert fake.requests == []
 
     run_virtual(story())

@@ -165,7 +165,11 @@ def test_all_that_was_changed_is_listed_with_both_values_and_the_flags_to_accept
 @pytest.mark.parametrize("allowed", [["trainer.learning_rate", "rollout.max_tokens"], ["trainer", "rollout"]])
 def test_what_is_named_may_change_by_key_or_by_section(run_dir: Path, tmp_path: Path, allowed: list[str]) -> None:
     config = make_config(tmp_path / "now", trainer={"learning_rate": 0.1}, rollout={"max_tokens": 20})
-    assert find_resume(run_dir, config, "auto", allowed) is not None
+    point = find_resume(run_dir, config, "auto", allowed)
+    assert point is not None
+    assert [text for text in point.told if text.startswith("goes on with")] == [
+        "goes on with rollout.max_tokens: 24 -> 20", "goes on with trainer.learning_rate: 0.003 -> 0.1",
+    ]  # fmt: skip
     with pytest.raises(ConfigError, match="learning_rate") as caught:
         find_resume(run_dir, config, "auto", [name for name in allowed if not name.startswith("trainer")])
     assert "max_tokens" not in str(caught.value)

@@ -202,6 +202,10 @@ def test_what_cannot_or_must_not_be_gone_on_with_is_refused(config: Path, whole:
     changed = resume(config, run_dir, "trainer.learning_rate=0.001", "rollout.max_tokens=20", "observe.heartbeat_s=50")
     refused(changed, 2, "trainer.learning_rate: 0.003 -> 0.001", "rollout.max_tokens: 24 -> 20", "--allow-change trainer.learning_rate")
     assert "observe.heartbeat_s" not in changed.stderr
+    order = resume(config, run_dir, "seed=8", "--allow-change", "seed")
+    refused(order, 1, "the saved position has seed=7, this run has 8")
+    refused(changed, 2, "trainer.learning_rate: 0.003 -> 0.001")
+    assert "seed" not in resume(config, run_dir, "trainer.learning_rate=0.001").stderr, "what was refused has changed nothing"
 
 
 def test_a_change_that_is_accepted_by_name_is_made(config: Path, whole: Path, run_dir: Path) -> None:

@@ -120,6 +120,18 @@ def test_the_last_attempt_stays_the_last_one() -> None:
     go_on(UnfinishedGroup(TICKET, PROMPT, first, partials={1: (1, PARTIAL)}), check, scorer=scorer, retries=1)
 
 
+def test_an_attempt_beyond_retries_that_were_lowered_is_the_last_one() -> None:
+    async def check(house: House) -> None:
+        await asyncio.sleep(3.0)
+        assert isinstance(house.engine, FakeEngine)
+        assert len(house.engine.requests) == 1
+        assert [event[1:4] for event in house.journal.named("rollout_failed")] == [(7, 1, 3)]
+
+    first = {0: done(0), 2: done(2), 3: done(3)}
+    scorer = FakeScorer(lambda *_: "no")
+    go_on(UnfinishedGroup(TICKET, PROMPT, first, partials={1: (2, PARTIAL)}), check, scorer=scorer, retries=1)
+
+
 def test_rollouts_that_had_failed_stay_failed() -> None:
     async def check(house: House) -> None:
         await asyncio.sleep(3.0)

@@ -72,6 +72,21 @@ def test_three_steps_and_a_load_and_two_are_the_same_bits_as_five_steps(
     assert step._optimizer.param_groups[0]["lr"] == whole._optimizer.param_groups[0]["lr"]
 
 
+@pytest.mark.parametrize(("before", "now"), [(4, 1), (1, 4)])
+def test_the_schedule_goes_on_at_the_batch_where_it_was_if_epochs_were_changed(
+    make_step: MakeStep, tmp_path: Path, before: int, now: int
+) -> None:
+    linear = {"schedule": "linear", "num_steps": 4}
+    step = make_step(trainer={**linear, "epochs": before})
+    train(step, 0, 2)
+    step.begin_save_state(tmp_path / "state").wait()
+    changed = make_step(trainer={**linear, "epochs": now})
+    changed.load_state(tmp_path / "state")
+    peak = changed.spec.trainer.learning_rate
+    train(changed, 2, 3)
+    assert changed._optimizer.param_groups[0]["lr"] == pytest.approx(peak * (0.5 - (now - 1) / (4 * now)))
+
+
 def test_a_state_from_before_the_first_step_takes_back_what_came_after(make_step: MakeStep, tmp_path: Path) -> None:
     step = make_step()
     before = step.weights_digest()

@@ -14,7 +14,7 @@ class SegmentJoin:
 
     Life:       empty -> segments, with next_request() before each -> is_finished, completion(). A segment is any number of
                 add_chunk(), and add() for the rest of it, or cut() if the rest never came.
-    Invariant:  the lengths of all segments add up to at most request.max_tokens, and the spans cover every
+    Invariant:  the lengths of all segments add up to at most request.max_tokens, if `partial` is not longer, and the spans cover every
                 token once: each segment's spans are shifted to where its tokens lie.
     """
 
@@ -33,7 +33,7 @@ class SegmentJoin:
         self.num_interruptions = before.num_interruptions + (partial is not None)
         self._num_told = len(self.token_ids)
         """Tokens that on_segment knows of."""
-        self._finish_reason: str | None = None if self.num_left else "length"
+        self._finish_reason: str | None = None if self.num_left > 0 else "length"
 
     def __repr__(self) -> str:
         state = self._finish_reason or "unfinished"
@@ -41,7 +41,7 @@ class SegmentJoin:
 
     @property
     def num_left(self) -> int:
-        """Tokens that may still be sampled."""
+        """Tokens that may still be sampled; below 0 if a killed run, whose partial this is, had a larger limit."""
         return self.request.max_tokens - len(self.token_ids)
 
     @property
@@ -93,7 +93,7 @@ class SegmentJoin:
 
     def _interrupted(self) -> None:
         self.num_interruptions += 1
-        if not self.num_left:
+        if self.num_left <= 0:
             self._finish_reason = "length"
         elif self._on_segment is not None and len(self.token_ids) > self._num_told:
             self._on_segment(self.partial())

@@ -61,6 +61,11 @@ def began_at(connection: sqlite3.Connection, version: int, num_drawn: int, out: 
     connection.execute("INSERT OR REPLACE INTO meta VALUES ('began_at', ?)", (json.dumps(before),))
 
 
+def order(connection: sqlite3.Connection, what: Mapping[str, Any]) -> None:
+    """What the order of the run's prompts follows from."""
+    connection.execute("INSERT OR REPLACE INTO meta VALUES ('order', ?)", (json.dumps(dict(what)),))
+
+
 def segment(
     connection: sqlite3.Connection, group_id: GroupId, sample_index: int, attempt: int, turn: int, partial: PartialCompletion
 ) -> None:

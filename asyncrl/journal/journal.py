@@ -129,6 +129,10 @@ class Journal:
         """
         self._writer.put(decisions.began_at, version, num_drawn, tuple(out), next_group_id)
 
+    def order_nowait(self, what: Mapping[str, Any]) -> None:
+        """What the order of the run's prompts follows from, at its first start: whoever goes on has to have the same."""
+        self._writer.put(decisions.order, dict(what))
+
     def event_nowait(self, what: str, detail: Mapping[str, Any]) -> None:
         """Something that `inspect` should tell: a restart, a resume, what the watchdog saw."""
         self._writer.put(decisions.event, what, dict(detail), time.time())

@@ -10,6 +10,7 @@ import sqlite3
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from asyncrl.errors import JournalError
 from asyncrl.journal.blobs import decode_partial, decode_prompt, decode_trajectory
@@ -52,6 +53,8 @@ class ResumeState:
     requeued: tuple[str, ...]
     num_drawn: int
     next_group_id: GroupId
+    order: Mapping[str, Any] | None
+    """What the order of the prompts followed from; None if nobody told."""
 
     def batches(self) -> Iterator[Batch]:
         """The batches to train again, one at a time from the file. Blocks at each. Raises JournalError."""
@@ -121,6 +124,7 @@ def read_resume(path: Path, checkpoint_version: int) -> ResumeState:
             requeued=(*(prompt_id for prompt_id in before.out if prompt_id not in admitted), *_requeued(connection)),
             num_drawn=before.num_drawn + len(admitted.difference(before.out)),
             next_group_id=GroupId(max(before.next_group_id, _num_issued(connection))),
+            order=_order(connection),
         )
 
 
@@ -166,6 +170,11 @@ def _before(connection: sqlite3.Connection) -> _Before:
         return _Before()
     told = json.loads(row[0])
     return _Before(told["version"], told["num_drawn"], tuple(told["out"]), told["next_group_id"])
+
+
+def _order(connection: sqlite3.Connection) -> Mapping[str, Any] | None:
+    row = connection.execute("SELECT value FROM meta WHERE key = 'order'").fetchone()
+    return None if row is None else json.loads(row[0])
 
 
 def _num_issued(connection: sqlite3.Connection) -> int:

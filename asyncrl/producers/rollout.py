@@ -150,7 +150,7 @@ class RolloutRunner:
             if not isinstance(outcome, RolloutFailure):
                 return outcome
             log.warning("%s attempt %d of %d failed: %s", attempt.rollout_id, number + 1, self.retries + 1, outcome)
-            if number == self.retries:
+            if number >= self.retries:  # above it, if a killed run had more
                 return FailedRollout(sample_index, number + 1, outcome)
             number += 1
             self.num_retried += 1

@@ -65,6 +65,9 @@ async def restore(
 
     `on_step` is told of each batch that is trained on again. Raises what the rooms raise.
     """
+    if state.order is not None:
+        feed.check_order(state.order)
+    journal.order_nowait(feed.order)
     folder = None if point.checkpoint is None else point.checkpoint.trainer_dir
     journal.restored_nowait(point.version)
 

@@ -35,7 +35,10 @@ FREE_KEYS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """Where a run goes on: `checkpoint` is the newest whole one (None: from the initial weights); `told`: what was passed over."""
+    """Where a run goes on: `checkpoint` is the newest whole one (None: from the initial weights).
+
+    `told`: checkpoints that were passed over, and changes that were accepted, in words.
+    """
 
     checkpoint: Whole | None
     told: tuple[str, ...] = ()
@@ -82,10 +85,10 @@ def find_resume(run_dir: Path, config: RunConfig, mode: ResumeMode, allow_change
             rule="--resume never starts a new one, and a run never writes over another",
             way_out="choose another --run-dir, or leave --resume out to go on with this one.",
         )
-    _refuse_changes(load_config(saved), config, frozenset(allow_change), run_dir)
+    accepted = _refuse_changes(load_config(saved), config, frozenset(allow_change), run_dir)
     _refuse_done(run_dir, config)
     checkpoint, told = Checkpoints(run_dir, config.checkpoint).newest_whole()
-    return ResumePoint(checkpoint, tuple(told))
+    return ResumePoint(checkpoint, (*told, *accepted))
 
 
 def _has_begun(run_dir: Path) -> bool:
@@ -105,8 +108,10 @@ def changed_keys(before: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]
     return {key: (then.get(key), new.get(key)) for key in sorted(then.keys() | new.keys()) if then.get(key) != new.get(key)}
 
 
-def _refuse_changes(before: RunConfig, now: RunConfig, allowed: frozenset[str], run_dir: Path) -> None:
-    changed = {key: values for key, values in changed_keys(before, now).items() if not _is_free(key, now) and not _is_named(key, allowed)}
+def _refuse_changes(before: RunConfig, now: RunConfig, allowed: frozenset[str], run_dir: Path) -> list[str]:
+    """The changes that were allowed, in words."""
+    found = {key: values for key, values in changed_keys(before, now).items() if not _is_free(key, now)}
+    changed = {key: values for key, values in found.items() if not _is_named(key, allowed)}
     if changed:
         lines = "".join(f"\n    {key}: {then!r} -> {new!r}" for key, (then, new) in changed.items())
         flags = " ".join(f"--allow-change {key}" for key in changed)
@@ -115,6 +120,7 @@ def _refuse_changes(before: RunConfig, now: RunConfig, allowed: frozenset[str], 
             rule="a resumed run computes what the killed one would have",
             way_out=f"put them back, or accept the change with {flags}; another --run-dir starts a new run.",
         )
+    return [f"goes on with {key}: {then!r} -> {new!r}" for key, (then, new) in found.items()]
 
 
 def _is_free(key: str, config: RunConfig) -> bool:

@@ -66,6 +66,22 @@ class Feed:
             raise ValueError(f"prompt {prompt_id} is not out: it cannot be handed back")
         heapq.heappush(self._handed_back, draw)
 
+    @property
+    def order(self) -> dict[str, Any]:
+        """What the order of prompts follows from, fit for JSON: a position means something under the same one alone."""
+        return {"num_prompts": self._num_prompts, "seed": self._seed, "shuffle": self._shuffle, "num_first": len(self._first)}
+
+    def check_order(self, saved: Mapping[str, Any]) -> None:
+        """Raise TaskError if a saved order is another one."""
+        for key, value in self.order.items():
+            if saved.get(key) != value:
+                raise TaskError(
+                    "tasks",
+                    f"the saved position has {key}={saved.get(key)}, this run has {value}",
+                    rule="a position means something in the same task, seed and order alone",
+                    way_out="resume with the data and config of the saved run, or start a new one.",
+                )
+
     def restore_nowait(self, num_drawn: int, handed_back: Iterable[str]) -> None:
         """Go on after `num_drawn` draws, these prompt ids being handed back; every other drawn prompt is out or consumed.
 
@@ -94,26 +110,11 @@ class Feed:
 
     def state(self) -> dict[str, Any]:
         """The cursor, fit for JSON. Prompts that are out (drawn, neither consumed nor handed back) are the caller's to remember."""
-        return {
-            "num_prompts": self._num_prompts,
-            "seed": self._seed,
-            "shuffle": self._shuffle,
-            "num_first": len(self._first),
-            "num_drawn": self._num_drawn,
-            "handed_back": sorted(self._handed_back),
-        }
+        return {**self.order, "num_drawn": self._num_drawn, "handed_back": sorted(self._handed_back)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on where `state` was taken. Raises TaskError if it belongs to another task, seed or order."""
-        own, saved = self.state(), {"num_first": 0, **state}
-        for key in ("num_prompts", "seed", "shuffle", "num_first"):
-            if saved.get(key) != own[key]:
-                raise TaskError(
-                    "tasks",
-                    f"the saved position has {key}={saved.get(key)}, this run has {own[key]}",
-                    rule="a position means something in the same task, seed and order alone",
-                    way_out="resume with the data and config of the saved run, or start a new one.",
-                )
+        self.check_order(state)
         self._num_drawn = int(state["num_drawn"])
         self._handed_back = sorted(int(draw) for draw in state["handed_back"])
 

@@ -57,6 +57,8 @@ class TrainStep:
         torch.set_num_threads(spec.threads)
         torch.manual_seed(spec.seed)
         self.spec, self.ranks, self.policy_version, self.num_optimizer_steps = spec, ranks, 0, 0
+        self._schedule_ahead = 0
+        """Steps that the present settings would have taken so far, above those that were: 0 unless a resume changed them."""
         self.num_skipped_in_a_row = 0
         self._objective = Objective(spec)
         parts = make_parts(spec, ranks, needs_reference=self._objective.needs_reference)
@@ -168,6 +170,7 @@ class TrainStep:
         """Go on from a saved folder; it must be from a run directory that the user named. Raises StateError."""
         progress = self._state.load(path)
         self.policy_version, self.num_optimizer_steps = progress.policy_version, progress.num_optimizer_steps
+        self._schedule_ahead = self.policy_version * self.spec.steps_per_batch - self.num_optimizer_steps
         self.num_skipped_in_a_row, self._has_recorded = progress.num_skipped_in_a_row, False
 
     def weights_digest(self) -> str:
@@ -250,7 +253,7 @@ class TrainStep:
         return sums
 
     def _step(self, taken: BatchTotals, sums: StepSums, grad_norm: float) -> None:
-        learning_rate = learning_rate_at(self.spec.trainer, self.num_optimizer_steps)
+        learning_rate = learning_rate_at(self.spec.trainer, self.num_optimizer_steps + self._schedule_ahead)
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         self._optimizer.step()
