@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -216,8 +217,9 @@ def serve_engine(config: ConfigPath, overrides: Overrides = None, run_dir: Serve
 
 def _exit(exit_code: int) -> None:
     if exit_code > 128:  # interrupted, everything closed: a thread that a library left in a download must not hold the end up
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for file in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError):  # nobody reads it any more
+                file.flush()
         os._exit(exit_code)
     raise typer.Exit(exit_code)
 

@@ -63,6 +63,42 @@ def test_the_resolved_config_reads_back_as_itself(good: Path, tmp_path: Path) ->
     assert load_config(again) == config
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["{1: 0.5}", ".inf", "-.inf", "2024-01-01", "2024-01-01 10:00:00", "{'1': none}", '"a\\x85b\\u2028c"', "!!binary aGVsbG8=", "[1, 1.0]"],
+)
+def test_free_settings_of_the_written_config_are_read_back_with_their_types(good: Path, tmp_path: Path, text: str) -> None:
+    keys = ("task.args.x", "eval.task.args.x", "generator.args.x", "rollout.vllm.x")
+    config = load_config(
+        good, [*(f"{key}={text}" for key in keys), "eval.task.python=my:Task", "generator.python=my:agent", "rollout.engine=vllm"]
+    )
+    again = tmp_path / "again.yaml"
+    again.write_text(run_config_yaml(config))
+    read = load_config(again)
+    assert read == config
+    assert repr(read) == repr(config), "1 == 1.0, yet they are not the same"
+
+
+@pytest.mark.parametrize("aliased", ["*t", "{<<: *t, shuffle: false}"])
+def test_an_override_changes_its_own_section_alone_where_the_file_uses_one_twice(good: Path, aliased: str) -> None:
+    good.write_text(
+        f"model: {{path: m}}\ntask: &t\n  python: asyncrl.tasks.letters:Letters\n  args: {{n: 1}}\n  size: 10\neval: {{task: {aliased}}}\n"
+    )
+    config = load_config(good, ["task.size=99", "task.args.n=5"])
+    assert (config.task.size, config.task.args) == (99, {"n": 5})
+    assert config.eval is not None
+    assert (config.eval.task.size, config.eval.task.args) == (10, {"n": 1})
+
+
+@pytest.mark.parametrize("value", ["2024-13-45", "0x_", "9" * 5000, "[" * 3000, "&a [*a]", "&a {b: [*a]}", "{[a]: 1}", "'"])
+def test_a_value_that_yaml_fails_on_in_any_way_is_a_config_error(good: Path, value: str) -> None:
+    with pytest.raises(ConfigError, match="the value is not YAML"):
+        load_config(good, [f"task.args.x={value}"])
+    good.write_text(f"{GOOD}\nseed: {value}\n")
+    with pytest.raises(ConfigError, match="cannot be read as YAML"):
+        load_config(good)
+
+
 def test_a_config_is_frozen(good: Path) -> None:
     with pytest.raises(ValueError, match="frozen"):
         load_config(good).trainer.num_groups = 5  # type: ignore[misc]

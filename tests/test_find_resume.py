@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -240,7 +242,8 @@ def test_every_key_that_may_change_is_a_key() -> None:
 
 
 Values = st.recursive(
-    st.none() | st.integers(0, 2) | st.lists(st.integers(0, 1), max_size=2), lambda inner: st.dictionaries(st.sampled_from("abc"), inner)
+    st.none() | st.integers(0, 2) | st.lists(st.integers(0, 1), max_size=2),
+    lambda inner: st.dictionaries(st.sampled_from(("a", "b", "1", 1, "a.b")), inner),
 )
 
 
@@ -257,3 +260,27 @@ def test_a_file_is_replaced_as_a_whole_and_leaves_nothing_beside_it(tmp_path: Pa
     write_whole(tmp_path / "config.yaml", "a: 2\n")
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
     assert (tmp_path / "config.yaml").read_text() == "a: 2\n"
+
+
+@pytest.mark.parametrize(
+    ("then", "now"),
+    [
+        ({1: 0.5}, {"1": 0.5}),
+        (1, "1"),
+        (1, True),
+        (1, 1.0),
+        (math.inf, None),
+        (date(2024, 1, 1), "2024-01-01"),
+        ({"a.b": 1}, {"a": {"b": 1}}),
+    ],
+)
+def test_settings_that_only_look_alike_have_changed_and_equal_ones_have_not(tmp_path: Path, then: Any, now: Any) -> None:
+    before, after = (make_config(tmp_path, task={"args": {"x": value}}) for value in (then, now))
+    assert changed_keys(before, after), "the task would be given something else"
+    for config in (before, after):
+        assert changed_keys(config, config.model_copy(deep=True)) == {}
+
+
+def test_nan_is_the_same_setting_as_nan(tmp_path: Path) -> None:
+    first, second = (make_config(tmp_path, task={"args": {"x": float("nan")}}) for _ in range(2))
+    assert changed_keys(first, second) == {}

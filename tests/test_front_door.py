@@ -147,12 +147,10 @@ def test_a_directory_of_somebody_else_is_not_served_from(tmp_path: Path) -> None
 def test_nobody_who_reads_is_no_reason_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     reading, writing = os.pipe()
     os.close(reading)
-    with contextlib.suppress(BrokenPipeError), os.fdopen(writing, "w") as broken:  # raised again when it is closed
+    with os.fdopen(writing, "w") as broken:  # what it still holds is written when it is closed
         monkeypatch.setattr(sys, "stdout", broken)
         say("ready")
-        is_quiet = sys.stdout is not broken
-        sys.stdout.close()
-    assert is_quiet
+        say("serving")
 
 
 # ---- rollouts that are tried

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import socket
 import subprocess
@@ -50,6 +51,22 @@ def test_a_frozen_engine_ends_the_run_within_the_heartbeat(tmp_path: Path) -> No
     assert "engine-0" in stderr
     assert "heartbeat_s=3" in stderr
     assert all_gone(children)
+
+
+def test_a_run_goes_on_to_its_end_when_nobody_reads_its_output_any_more(tmp_path: Path) -> None:
+    process = start(write_config(tmp_path), tmp_path / "run")
+    assert process.stdout is not None
+    assert process.stderr is not None
+    for line in process.stdout:
+        if line.startswith("step "):
+            break
+    process.stdout.close()
+    stderr = process.stderr.read()
+    assert process.wait(timeout=60) == 0, stderr
+    assert stderr == ""
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["state"] == "done"
+    assert "nothing is shown from here on" in (tmp_path / "run" / "logs" / "controller.log").read_text()
+    process.stderr.close()
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

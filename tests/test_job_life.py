@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ import pytest
 from job_runs import environment, interrupt, write_config
 
 from asyncrl import job
+from asyncrl.buffer.stats import Tally
 from asyncrl.config import RunConfig, load_config
 from asyncrl.errors import RoomError
 from asyncrl.job import Job
@@ -94,7 +96,7 @@ class House:
         turns: Any = SideBySide(publisher, num_steps=3, spawn=lambda coro, name: self.job._spawn(coro, name=name))  # type: ignore[arg-type]
         self.rooms = SimpleNamespace(
             servers=(), trainer=self.trainer, producers=room, publisher=publisher, turns=turns, journal=self.journal, supervisors=(),
-            buffer=SimpleNamespace(wait_batch=self.wait_batch),
+            feed=SimpleNamespace(order={}), buffer=SimpleNamespace(wait_batch=self.wait_batch),
             checkpointer=SimpleNamespace(after_step=self.step_done, make_last=self.make_last),
             evaluation=room if with_evaluation else None, eval_server=server if with_evaluation else None, harnessing=None,
         )  # fmt: skip
@@ -155,7 +157,7 @@ def test_a_run_that_is_done_saves_its_weights_then_makes_a_checkpoint(tmp_path: 
         house.trainer.may_save.set()
         await living
         assert (house.trainer.saved, house.after_step, house.last) == ([tmp_path / "final"], [3], [3])
-        assert [event[0] for event in house.journal.events] == ["batch_taken", "trained"]
+        assert [event[0] for event in house.journal.events] == ["order", "batch_taken", "trained"]
 
     run_virtual(story())
 
@@ -207,7 +209,7 @@ def test_a_signal_while_the_train_loop_waits_for_a_batch_ends_the_wait(tmp_path:
         house.interrupt(living)
         await living
         assert (house.trainer.trained, house.last, house.trainer.saved) == ([], [0], [])
-        assert house.journal.events == []
+        assert house.journal.named("batch_taken") == []
 
     run_virtual(story())
 
@@ -362,6 +364,22 @@ def test_the_time_of_a_resumed_run_goes_on_where_its_last_step_was(tmp_path: Pat
     assert 300.0 <= time.monotonic() - reporter._trained_since_s < 400.0
     assert reporter._warnings == ["checkpoint step_4 is damaged"]
     reporter._recorder.close()
+
+
+def test_the_verdict_of_a_resumed_run_is_of_all_its_steps_and_not_of_what_was_counted_since(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = {"time_s": 1.0, "perf/step_s": 1.0, "perf/wait_stragglers_s": 0.5, "rollout/filtered": 40.0, "reward/mean": 0.0}
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"step": step, **line}) + "\n" for step in range(9)))
+    reporter = Reporter(make_config(tmp_path, buffer={"on_overdue": "wait", "filter": "equal_rewards"}), tmp_path, "test")
+    reporter.resumes(9, [])
+    monkeypatch.setattr(reporter, "_step_metrics", lambda *_: {"step": 9, **line, "rollout/filtered": 0.0})
+    since: Any = SimpleNamespace(**asdict(Tally(straggler_s=0.5, num_straggler_waits=1)), consumed=4)
+    reporter.step(SimpleNamespace(buffer=SimpleNamespace(stats=lambda: since)), Batch(9, (), 0), StepReport(10, {}), step_s=1.0)  # type: ignore[arg-type]
+    reporter.finish("done")
+    said = " ".join(json.loads((tmp_path / "summary.json").read_text())["sentences"])
+    assert "on_overdue=wait cost 5.0 s (50.0%) in 10 of 10 batches" in said
+    assert "replaced 40 groups" in said
 
 
 @pytest.mark.slow

@@ -1,7 +1,12 @@
 from __future__ import annotations
 
+import errno
 import io
+import logging
+import os
 from collections import deque
+from collections.abc import Callable
+from typing import TextIO
 
 import pytest
 from rich.console import Console as RichConsole
@@ -86,6 +91,50 @@ def test_live_leaves_the_last_picture_and_its_thread_ends() -> None:
     console.close()
     assert "quick [start]" in out.getvalue()
     assert "12/300" in out.getvalue()
+
+
+def unread_pipe() -> TextIO:
+    reading, writing = os.pipe()
+    os.close(reading)
+    return os.fdopen(writing, "w")
+
+
+def full_disk() -> TextIO:
+    return open("/dev/full", "w")  # noqa: PTH123  the test closes it
+
+
+@pytest.mark.parametrize("make", [unread_pipe, full_disk])
+def test_nobody_who_reads_any_more_ends_no_run_and_is_logged_once(make: Callable[[], TextIO], caplog: pytest.LogCaptureFixture) -> None:
+    with make() as file, caplog.at_level(logging.WARNING):  # closing it, as the process does at its end, raises nothing either
+        console = Console("plain", run_name="r", num_steps=300, max_staleness=4, file=file)
+        console.say("saved")
+        console.show_step(METRICS)
+        console.show("a table")
+        console.close()
+    assert len([record for record in caplog.records if "nothing is shown from here on" in record.message]) == 1
+
+
+class ClosedTerminal(Terminal):
+    is_closed = False
+
+    def write(self, text: str) -> int:
+        if self.is_closed:
+            raise OSError(errno.EIO, "Input/output error")
+        return super().write(text)
+
+
+def test_the_live_panel_of_a_closed_terminal_repaints_into_nothing() -> None:
+    out = ClosedTerminal()
+    console = Console("live", run_name="r", num_steps=300, max_staleness=4, file=out, width=80)
+    console.start()
+    assert console._live is not None
+    out.is_closed = True
+    console._live.refresh()  # as the thread that repaints does
+    console.say("saved")
+    console.show_step(METRICS)
+    console.close()
+    console.show("a table")
+    assert "saved" not in out.getvalue()
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])

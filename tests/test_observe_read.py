@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -250,3 +251,65 @@ def test_an_unknown_step_or_group_is_told_with_what_there_is(tmp_path: Path) -> 
         render_inspect(tmp_path, step=7)
     with pytest.raises(ConfigError, match="group 99 was not trained on"):
         render_inspect(tmp_path, group=99)
+
+
+# ---- files that hold anything
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "problem"),
+    [
+        ("metrics.jsonl", '{"step": "q", "perf/step_s": 1.0}', "metrics.jsonl object 4 is left out: step is no number in it"),
+        ("metrics.jsonl", '{"perf/step_s": 1.0}', "metrics.jsonl object 4 is left out: step is no number in it"),
+        ("metrics.jsonl", '{"step": 3, "perf/step_s": null}', "metrics.jsonl object 4: perf/step_s is no number and is left out"),
+        ("metrics.jsonl", '{"step": 3, "reward/mean": [1]}', "metrics.jsonl object 4: reward/mean is no number and is left out"),
+        ("metrics.jsonl", '{"step": 3, "time_s": 1e999}', "metrics.jsonl object 4: time_s is no number and is left out"),
+        ("metrics.jsonl", f'{{"step": 3, "time_s": {"9" * 400}}}', "metrics.jsonl object 4: time_s is no number and is left out"),
+        ("metrics.jsonl", '{"step": 3, "sample/staleness_max": 1, "sample/staleness_mean": "x"}', "metrics.jsonl object 4"),
+        ("metrics.jsonl", "[" * 100_000, "metrics.jsonl line 4 is no JSON object"),
+        ("eval.jsonl", "{}", "eval.jsonl object 1 is left out: policy_version, eval/version, eval/seconds is no number in it"),
+        ("eval.jsonl", '{"policy_version": 1, "eval/version": null, "eval/seconds": 1}', "eval.jsonl object 1 is left out: eval/version"),
+        (
+            "eval.jsonl",
+            '{"policy_version": 1, "eval/version": 1, "eval/seconds": 1, "eval/reward_mean": 1}',
+            "without lengths are left out",
+        ),
+        ("trained.jsonl", '{"version": 1e999, "min_version": 0, "trajectories": []}', "trained.jsonl object 4 is no record of a step"),
+        ("trained.jsonl", '{"version": 3, "min_version": 0, "trajectories": [1]}', "trained.jsonl object 4 is no record of a step"),
+        ("status.json", '{"state": "running", "updated_s": "soon"}', "status.json: updated_s is no number and is left out"),
+        ("status.json", '{"state": "running", "updated_s": null}', "status.json: updated_s is no number and is left out"),
+        ("status.json", "[]", "status.json is no JSON object"),
+        ("status.json", "[" * 100_000, "status.json is no JSON"),
+        ("status.json", '{"state": [], "waits": [{"who": 1}], "pid": -7, "pid_started_s": 1}', ""),
+        ("status.json", f'{{"state": "running", "pid": {10**30}, "pid_started_s": 1}}', ""),
+        ("status.json", '{"state": "done", "waits": [{"who": 1, "where": 2, "what": 3, "waker": 4, "seconds": "x"}], "why": {}}', ""),
+    ],
+)
+def test_what_is_of_a_wrong_type_is_left_out_and_told(tmp_path: Path, name: str, text: str, problem: str) -> None:
+    make_run(tmp_path)
+    with (tmp_path / name).open("w" if name == "status.json" else "a") as file:
+        file.write(text + "\n")
+    told = [*json.loads(render_status(tmp_path, as_json=True))["problems"], *inspected(tmp_path)["problems"]]
+    assert any(problem in line for line in told) or not problem
+    assert str(tmp_path) in "".join(render_status(tmp_path).replace("│", "").split())
+    assert "3 steps" in " ".join(render_inspect(tmp_path).split())
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "trained.jsonl", "eval.jsonl", "status.json"])
+def test_a_file_that_cannot_be_read_is_told_and_the_others_are_shown(tmp_path: Path, name: str) -> None:
+    make_run(tmp_path)
+    (tmp_path / name).unlink(missing_ok=True)
+    (tmp_path / name).mkdir()  # rights do not bind the superuser, whom tests may run as
+    assert f"{name} cannot be read: Is a directory" in json.loads(render_status(tmp_path, as_json=True))["problems"]
+    assert f"{name} cannot be read: Is a directory" in inspected(tmp_path)["problems"]
+
+
+def test_a_directory_without_rights_is_a_config_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def is_file(_: Path) -> bool:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    make_run(tmp_path)
+    monkeypatch.setattr(Path, "is_file", is_file)
+    for render in (render_status, render_inspect):
+        with pytest.raises(ConfigError, match="is no run directory: it cannot be read \\(Permission denied\\)"):
+            render(tmp_path)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from asyncrl.config import RunConfig
-from asyncrl.observe.run_numbers import OverdueNumbers, time_shares
+from asyncrl.observe.run_numbers import OverdueNumbers, counted, time_shares
 from asyncrl.observe.verdict import judge
 
 
@@ -145,3 +145,26 @@ def test_many_filtered_groups_are_told_with_the_trend_and_few_are_not() -> None:
     assert "Most of what is sampled teaches nothing: prompts of another difficulty" in said
     assert "buffer.filter" not in words(judge([step | {"rollout/filtered": 4} for step in steps(train_s=0.95)], settings))
     assert "buffer.filter" not in words(judge(steps(train_s=0.95), config()))
+
+
+@pytest.mark.parametrize(("before", "after"), [(400, 30), (120, 40), (400, 0)])
+def test_counters_of_a_resumed_run_that_begin_at_0_again_add_up(before: int, after: int) -> None:
+    settings = config(buffer={"filter": "equal_rewards", "on_overdue": "drop"}, trainer={"num_groups": 8})
+    run = [
+        step | {"rollout/filtered": float(count), "rollout/filtered_tokens": 100.0 * count, "rollout/dropped": float(count)}
+        for step, count in zip(steps(num=100, train_s=0.95), [before] * 95 + [after] * 5, strict=True)
+    ]
+    said = words(judge(run, settings))
+    share, share_at_last = (before + after) / (before + after + 800), after / (after + 80)
+    assert (
+        f"replaced {before + after} groups ({share:.1%} of those that finished, {share_at_last:.1%} in the last 10 steps; "
+        f"{100 * (before + after)} tokens)" in said
+    )
+    assert f"on_overdue=drop: {before + after} groups were generated again" in said
+
+
+def test_a_counter_is_summed_over_the_lines_that_have_it() -> None:
+    run = [{"n": 2.0}, {}, {"n": 5.0}, {"n": 1.0}, {}]
+    assert counted(run, "n") == 6.0
+    assert [counted(run, "n", last=num) for num in (1, 2, 3, 5, 9)] == [0.0, 1.0, 4.0, 6.0, 6.0]
+    assert counted(run, "m") == counted(run, "m", last=2) == 0.0

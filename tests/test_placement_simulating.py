@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 
@@ -55,6 +56,30 @@ def test_what_simulate_prints_comes_from_the_config() -> None:
     assert re.search(r"^max_staleness 4, split 1\+1 +\d\.\d{3} +\d+\.\d{2}", text, flags=re.MULTILINE)
     with pytest.raises(ConfigError, match="two devices or more can be split"):
         simulation_text(config, num_devices=1, ratio=1.0, sigma=0.5, handover_s=0.1)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        *({name: value} for name in ("ratio", "sigma", "handover_s", "publish_s") for value in (-1.0, math.inf, math.nan, 1e308)),
+        {"ratio": 0.0},
+        {"ratio": 1e-320},
+    ],
+)
+def test_numbers_that_no_machine_has_are_refused_and_named(option: dict[str, float]) -> None:
+    config = load_config(ROOT / "configs" / "quickstart.yaml")
+    numbers = {"ratio": 1.0, "sigma": 0.5, "handover_s": 0.1, "publish_s": 0.0} | option
+    with pytest.raises(ConfigError, match="a ratio is within 1e-06..1e\\+06, sigma 0..10, a time 0..1e\\+06") as caught:
+        simulation_text(config, num_devices=2, **numbers)
+    (value,) = option.values()
+    assert str(value) in str(caught.value)
+
+
+@pytest.mark.parametrize("option", [{"ratio": 1e-6}, {"ratio": 1e6}, {"sigma": 10.0}, {"handover_s": 1e6}, {"publish_s": 1e6}])
+def test_the_ends_of_what_is_allowed_can_be_simulated(option: dict[str, float]) -> None:
+    config = load_config(ROOT / "configs" / "quickstart.yaml")
+    numbers = {"ratio": 1.0, "sigma": 0.5, "handover_s": 0.1, "publish_s": 0.0} | option
+    assert "in turns" in simulation_text(config, num_devices=2, num_batches=10, **numbers)
 
 
 # ---- docs/colocation.md

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -33,8 +34,18 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def run_config_yaml(config: RunConfig) -> str:
-    """The resolved config as YAML, fit to be read back by load_config."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    """The resolved config as YAML, which load_config reads back as the same: a key 1 stays a number, a date a date, .inf itself."""
+    return yaml.dump(config.model_dump(), Dumper=_AsRead, sort_keys=False, allow_unicode=True)
+
+
+class _AsRead(yaml.SafeDumper):
+    """Escapes the line ends of Unicode, which YAML would fold into a plain one when it reads them back."""
+
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style='"' if re.search("[\x85\u2028\u2029]", data) else None)
+
+
+_AsRead.add_representer(str, _AsRead.represent_str)
 
 
 class _KeysOnce(yaml.SafeLoader):
@@ -51,6 +62,22 @@ class _KeysOnce(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
+_NO_YAML = (yaml.YAMLError, ValueError, RecursionError)
+"""What yaml raises: 2024-13-45 is a date to it, 0x_ a number, and both are a ValueError; [[[[... is a RecursionError."""
+
+
+def _unshared(value: Any, around: tuple[int, ...] = ()) -> Any:
+    """The same without aliases: each place has sections of its own, so that an override changes one. Raises ValueError for a cycle."""
+    if not isinstance(value, dict | list):
+        return value
+    if id(value) in around:
+        raise ValueError("an alias stands inside of what it is an alias of")
+    around = (*around, id(value))
+    if isinstance(value, dict):
+        return {key: _unshared(item, around) for key, item in value.items()}
+    return [_unshared(item, around) for item in value]
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
@@ -59,9 +86,9 @@ def _read(path: Path) -> dict[str, Any]:
             f"cannot read the config {path}: {error}", way_out="give the path of a YAML file, e.g. configs/quickstart.yaml."
         ) from error
     try:
-        values = yaml.load(text, _KeysOnce)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} cannot be read as YAML: {error}", way_out="correct the line that the message names.") from error
+        values = _unshared(yaml.load(text, _KeysOnce))
+    except _NO_YAML as error:
+        raise ConfigError(f"{path} cannot be read as YAML: {error}", way_out="correct that line or value.") from error
     if not isinstance(values, dict):
         raise ConfigError(
             f"{path} holds {type(values).__name__}, not sections",
@@ -87,9 +114,9 @@ def _apply(values: dict[str, Any], override: str) -> None:
         )
     try:
         is_free = key not in all_keys()  # inside task.args, say: no model is there to know what none means
-        target[name] = None if text == "none" and is_free else yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"override {override!r}: the value is not YAML: {error}", way_out="quote the value.") from error
+        target[name] = None if text == "none" and is_free else _unshared(yaml.safe_load(text))
+    except _NO_YAML as error:
+        raise ConfigError(f"override {override[:80]!r}: the value is not YAML: {str(error)[:400]}", way_out="quote the value.") from error
 
 
 def _explain(problem: Mapping[str, Any], path: str) -> str:

@@ -7,7 +7,6 @@ import logging
 import os
 import shutil
 import signal
-import sys
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, contextmanager
 from datetime import datetime
@@ -18,6 +17,7 @@ from asyncrl.config import RunConfig, run_config_yaml
 from asyncrl.durable import write_whole
 from asyncrl.errors import AsyncrlError, ConfigError, RoomError, first_cause
 from asyncrl.journal.lock import RunLock
+from asyncrl.observe.unread import outliving
 from asyncrl.running import startup
 from asyncrl.running.run_folder import allow_many_connections, logging_to, make_run_dir
 from asyncrl.running.supervision import heartbeat
@@ -51,10 +51,7 @@ def open_folder(run_dir: Path | None, name: str, config: RunConfig) -> Iterator[
 def say(text: str) -> None:
     """A line for people, at once. That nobody reads any more (`| head`, a closed terminal) ends nothing."""
     log.info("%s", text)
-    try:
-        print(text, flush=True)
-    except OSError:
-        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115  for the rest of the process: it would fail again at its end
+    print(text, file=outliving(), flush=True)
 
 
 class Door:

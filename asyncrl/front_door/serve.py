@@ -25,6 +25,7 @@ from asyncrl.front_door.recorder import Recorder
 from asyncrl.front_door.trying import InOrder, Tried, result_table, try_rollouts, verdict
 from asyncrl.gateway.server import GatewayStats
 from asyncrl.harness.verifiers import taskset_loader
+from asyncrl.observe.unread import outliving
 from asyncrl.placement.foreign import KEY_ENV
 from asyncrl.producers.harness import HarnessGenerator
 from asyncrl.producers.rollout import Generator
@@ -204,7 +205,7 @@ async def _try(door: Door, pool: EnginePool, tokenizer: HFChatTokenizer, recorde
         )  # fmt: skip
     finally:
         in_order.close()
-    Console().print(result_table(prompts, all_tried))
+    Console(file=outliving()).print(result_table(prompts, all_tried))
     say(verdict(all_tried))
     if harnessing is not None:
         say(_calls_text(harnessing.gateway.stats()))

@@ -13,6 +13,7 @@ from rich.markup import escape
 
 from asyncrl.observe.live_panel import PanelState, live_panel, steps_done
 from asyncrl.observe.text import time_parts
+from asyncrl.observe.unread import outliving
 
 Kind = Literal["auto", "live", "plain", "none"]
 
@@ -22,12 +23,13 @@ class Console:
 
     live repaints one panel; plain prints a line a step; none prints nothing at all; auto is live on a terminal, else plain.
     The live panel has a thread of rich's own that repaints, so the clock goes on while nothing happens.
+    A run outlives whoever reads it: once the file cannot be written any more, nothing is shown, and nothing raises, in either thread.
     """
 
     def __init__(
         self, kind: Kind, *, run_name: str, num_steps: int, max_staleness: int, file: TextIO | None = None, width: int | None = None
     ) -> None:
-        self._rich = RichConsole(file=file, width=width, highlight=False)
+        self._rich = RichConsole(file=outliving(file), width=width, highlight=False)  # rich itself ends the process on a closed pipe
         self.kind: Kind = ("live" if self._rich.is_terminal else "plain") if kind == "auto" else kind
         self._state = PanelState(run_name=run_name, num_steps=num_steps, max_staleness=max_staleness, started_s=time.monotonic())
         self._live: Live | None = None

@@ -31,7 +31,7 @@ def status_table(summary: Mapping[str, Any]) -> RenderableType:
     if summary["rewards"]:
         line = sparkline(summary["rewards"], width=32)
         rows.add_row("reward", Text(f"{summary['rewards'][-1]:.3f}  {line}  from {summary['rewards'][0]:.3f}"))
-    if "sample/staleness_max" in last:
+    if "sample/staleness_max" in last and "sample/staleness_mean" in last:
         mean, largest = last["sample/staleness_mean"], last["sample/staleness_max"]
         rows.add_row("staleness", f"{mean:.1f} on average, {largest:.0f} at most of {summary['max_staleness']} allowed (last step)")
     for words in _evaluations(summary["evaluations"]):
@@ -50,7 +50,7 @@ def _waits(value: Any) -> str:
     """A sentence each; whatever is no list of waits, as it is."""
     try:
         return "\n".join(str(Wait(**entry)) for entry in value) or "none"
-    except TypeError:
+    except (TypeError, ValueError):
         return _plain(value)
 
 

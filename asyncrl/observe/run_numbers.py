@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import fmean
 
 from asyncrl.config import RunConfig
@@ -74,7 +75,7 @@ def overdue_from_steps(steps: Steps, config: RunConfig) -> OverdueNumbers:
         straggler_s=total(steps, "perf/wait_stragglers_s"),
         num_straggler_waits=sum(step.get("perf/wait_stragglers_s", 0.0) > 0 for step in steps),
         masked_fraction=1 - trained / sampled if sampled else 0.0,
-        num_handed_back=int(steps[-1].get("rollout/dropped", 0)),  # a counter of the whole run
+        num_handed_back=int(counted(steps, "rollout/dropped")),
         num_groups=len(steps) * config.trainer.num_groups,
     )
 
@@ -82,6 +83,18 @@ def overdue_from_steps(steps: Steps, config: RunConfig) -> OverdueNumbers:
 def total(steps: Steps, name: str) -> float:
     """Sum over the steps that have the metric."""
     return float(sum(step.get(name, 0.0) for step in steps))
+
+
+def counted(steps: Steps, name: str, *, last: int | None = None) -> float:
+    """What a counter has counted over the steps, or over the `last` ones of them.
+
+    The counters of a run that was resumed begin at 0 again: where one falls, all that it says was counted since.
+    """
+    values = [0.0, *(step[name] for step in steps if name in step)]
+    grown = [now - before if now >= before else max(0.0, now) for before, now in pairwise(values)]
+    if last is not None:
+        grown = grown[len(grown) - sum(name in step for step in steps[-last:]) :]
+    return float(sum(grown))
 
 
 def mean(steps: Steps, name: str) -> float | None:

@@ -122,7 +122,7 @@ def parse_record(lines: Sequence[Mapping[str, Any]], problems: list[str]) -> Tra
                 batches = [batch for batch in batches if batch.version < restored[-1]]
                 continue
             batch = _parse(line)
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
             problems.append(f"trained.jsonl object {number} is no record of a step and is left out: {type(error).__name__} {error}")
             continue
         if (earlier := before.get(batch.version)) is not None and _data(earlier) != _data(batch):

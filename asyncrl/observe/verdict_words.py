@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from asyncrl.config import RunConfig
-from asyncrl.observe.run_numbers import OverdueNumbers, Steps, TimeShares, mean, total
+from asyncrl.observe.run_numbers import OverdueNumbers, Steps, TimeShares, counted, mean, total
 
 Bottleneck = Literal["training", "generation", "stragglers", "publishing", "turns", "other", "balanced"]
 
@@ -126,17 +126,15 @@ def other_choices(overdue: OverdueNumbers, steps: Steps, config: RunConfig) -> t
 
 def filtered_groups(steps: Steps, config: RunConfig) -> tuple[str, ...]:
     """What buffer.filter cost, and where it was going at the end; nothing is said of a few groups."""
-    last = steps[-1]  # its counters are of the whole run
-    num_filtered, num_trained = last.get("rollout/filtered", 0.0), len(steps) * config.trainer.num_groups
+    num_filtered, num_trained = counted(steps, "rollout/filtered"), len(steps) * config.trainer.num_groups
     share = _share(num_filtered, num_trained)
     if share < FILTERED_SHARE:
         return ()
     num_last = max(1, len(steps) // 10)
-    before = steps[-num_last - 1].get("rollout/filtered", 0.0) if num_last < len(steps) else 0.0
-    share_at_last = _share(num_filtered - before, num_last * config.trainer.num_groups)
+    share_at_last = _share(counted(steps, "rollout/filtered", last=num_last), num_last * config.trainer.num_groups)
     sentence = (
         f"buffer.filter={config.buffer.filter} replaced {num_filtered:.0f} groups ({share:.1%} of those that finished, {share_at_last:.1%} "
-        f"in the last {num_last} steps; {last.get('rollout/filtered_tokens', 0.0):.0f} tokens) because all their rewards were the same."
+        f"in the last {num_last} steps; {counted(steps, 'rollout/filtered_tokens'):.0f} tokens) because all their rewards were the same."
     )
     if share_at_last < 0.5:
         return (sentence,)

@@ -11,8 +11,7 @@ from asyncrl.config import EvalConfig, RunConfig
 from asyncrl.engines import EngineClient, EnginePool
 from asyncrl.errors import RoomError
 from asyncrl.evaluation import EvalResult, Evaluation, Evaluator, FileHold, RunAgent, Schedule
-from asyncrl.observe.recorder import EVAL_FILE
-from asyncrl.observe.run_files import read_lines
+from asyncrl.observe.run_files import read_evaluations
 from asyncrl.producers.apart import AttemptsApart
 from asyncrl.producers.harness import HarnessGenerator
 from asyncrl.producers.seeds import derive_seed
@@ -47,7 +46,7 @@ def wire_evaluation(
         seed_of=lambda prompt_id, sample: derive_seed(settings.seed, prompt_id, sample, turn=0),
         run_agent=None if harnessing is None or not config.evaluates_agent else _eval_agent(config, settings, harnessing, engine, scorer),
     )  # fmt: skip
-    before = read_lines(run_dir / EVAL_FILE, [])
+    before = read_evaluations(run_dir, [])
     for line in before:
         checkpoints.evaluated(line["policy_version"], line.get("eval/reward_mean", -math.inf))
     newest = max((line["policy_version"] for line in before), default=None)

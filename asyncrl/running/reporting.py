@@ -16,8 +16,8 @@ from asyncrl.engines import EnginePool
 from asyncrl.evaluation import EvalResult
 from asyncrl.observe.console import Console
 from asyncrl.observe.plot import write_reward_plot
-from asyncrl.observe.recorder import EVAL_FILE, Recorder
-from asyncrl.observe.run_files import read_lines
+from asyncrl.observe.recorder import Recorder
+from asyncrl.observe.run_files import read_evaluations
 from asyncrl.observe.run_numbers import OverdueNumbers
 from asyncrl.observe.step_metrics import batch_metrics
 from asyncrl.observe.summary import summary_panel
@@ -44,7 +44,7 @@ class Reporter:
             config.observe.console, run_name=name, num_steps=config.trainer.num_steps, max_staleness=config.buffer.max_staleness
         )
         self._steps: list[Mapping[str, float]] = []
-        self._overdue = OverdueNumbers()
+        self._overdue: OverdueNumbers | None = None
         self._opened_s = self._trained_since_s = time.monotonic()
         self._activity = ""
         self._evaluations: list[Mapping[str, Any]] = []
@@ -52,6 +52,8 @@ class Reporter:
         self._warnings: list[str] = []
         self._is_without_workers = False
         self._is_gap_told = False
+        self._is_resumed = False
+        """The buffer has counted since then alone: the verdict of all steps takes what their metrics say."""
 
     def start(self) -> None:
         """Begin to show."""
@@ -71,8 +73,9 @@ class Reporter:
 
     def resumes(self, version: int, told: Sequence[str]) -> None:
         """The run goes on from the weights of `version`: the steps before stay, those after are about to be reported again."""
+        self._is_resumed = True
         self._steps = self._recorder.keep_steps_below(version)
-        self._evaluations = [*read_lines(self.run_dir / EVAL_FILE, [])]
+        self._evaluations = [*read_evaluations(self.run_dir, [])]
         self._count_on()
         for text in told:
             self.warn(text)
@@ -88,7 +91,8 @@ class Reporter:
         """One optimizer step is done: its metrics go to metrics.jsonl, TensorBoard and the console."""
         metrics = self._step_metrics(rooms, batch, report, step_s) | self._new_evaluation
         self._new_evaluation = {}
-        self._overdue = _overdue_numbers(rooms.buffer.stats())
+        if not self._is_resumed:
+            self._overdue = _overdue_numbers(rooms.buffer.stats())
         self._steps.append(metrics)
         self._recorder.record_step(metrics)
         self._console.show_step(metrics)

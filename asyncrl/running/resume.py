@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import yaml
+
 from asyncrl.checkpoint.checkpoints import Checkpoints, Whole
 from asyncrl.config import RunConfig, load_config
 from asyncrl.errors import ConfigError
@@ -103,9 +105,10 @@ def _has_begun(run_dir: Path) -> bool:
 
 
 def changed_keys(before: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """Dotted key -> (value then, value now), for every key that differs."""
-    then, new = _flat(before.model_dump(mode="json")), _flat(now.model_dump(mode="json"))
-    return {key: (then.get(key), new.get(key)) for key in sorted(then.keys() | new.keys()) if then.get(key) != new.get(key)}
+    """Dotted key -> (value then, value now), for every key that differs as it is written: 1, 1.0 and '1' do, .nan and .nan do not."""
+    then, new = _flat(before.model_dump()), _flat(now.model_dump())
+    changed = [key for key in sorted(then.keys() | new.keys()) if yaml.safe_dump(then.get(key)) != yaml.safe_dump(new.get(key))]
+    return {key: (then.get(key), new.get(key)) for key in changed}
 
 
 def _refuse_changes(before: RunConfig, now: RunConfig, allowed: frozenset[str], run_dir: Path) -> list[str]:
@@ -149,9 +152,10 @@ def _refuse_done(run_dir: Path, config: RunConfig) -> None:
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Section by section; what has keys that no dotted name can tell apart (1 and '1', a.b) stays whole."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
-        if isinstance(value, dict) and value:
+        if isinstance(value, dict) and value and all(isinstance(name, str) and "." not in name for name in value):
             flat |= _flat(value, f"{prefix}{key}.")
         else:
             flat[prefix + key] = value

@@ -16,6 +16,8 @@ from asyncrl.errors import ConfigError
 
 BOUNDS = (0, 1, 2, 4)
 """max_staleness of the rows."""
+MAX_RATIO, MAX_SIGMA, MAX_S = 1e6, 10.0, 1e6
+"""Beyond them (a ratio: below 1 / MAX_RATIO, too) nothing is known of any machine, and times soon differ by more than a float holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +104,13 @@ def simulation_text(
     config: RunConfig, *, num_devices: int, ratio: float, sigma: float, handover_s: float, publish_s: float = 0.0, num_batches: int = 200
 ) -> str:
     """What `asyncrl simulate` prints: turns against splits, with the groups, slots and on_overdue of the config."""
-    if num_devices < 2 or ratio <= 0 or sigma < 0 or min(handover_s, publish_s) < 0:
+    is_sane = 1 / MAX_RATIO <= ratio <= MAX_RATIO and 0 <= sigma <= MAX_SIGMA and all(0 <= s <= MAX_S for s in (handover_s, publish_s))
+    if num_devices < 2 or not is_sane:  # nan is not sane either: it is in no range
         raise ConfigError(
             f"nothing can be simulated with {num_devices} devices, ratio {ratio}, sigma {sigma}, handover {handover_s} s, "
             f"publish {publish_s} s",
-            rule="two devices or more can be split; a ratio is above 0, times and sigma are not below it",
+            rule="two devices or more can be split; "
+            f"a ratio is within {1 / MAX_RATIO:g}..{MAX_RATIO:g}, sigma 0..{MAX_SIGMA:g}, a time 0..{MAX_S:g}",
             way_out="correct the option.",
         )
     case = Case(

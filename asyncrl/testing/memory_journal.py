@@ -117,6 +117,10 @@ class MemoryJournal:
         """Noted, as an event."""
         self.event_nowait("restored", {"version": version})
 
+    def order_nowait(self, what: Mapping[str, Any]) -> None:
+        """What the order of prompts follows from."""
+        self._note("order", dict(what))
+
     def event_nowait(self, what: str, detail: Mapping[str, Any]) -> None:
         """Noted."""
         self._note("event", what, dict(detail))
