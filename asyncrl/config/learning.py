@@ -58,7 +58,8 @@ class TrainerConfig(FrozenConfig):
     max_skipped_steps: int = Field(default=3, ge=1)
     """An optimizer step whose gradient is not finite is skipped; so many in a row end the run."""
     timeout_s: float = Field(default=3600.0, gt=0)
-    """Seconds until an optimizer step, an export or a save that does not end is taken for hung and ends the run."""
+    """Seconds until an optimizer step, an export or a save that does not end is taken for hung: the trainer is started again, up to
+    supervision.max_restarts times."""
     logprob_gap_limit: float | None = Field(default=None, gt=0)
     """End the run when trainer and engines, all or one of them (64 tokens or more), disagree by more than this mean, in nats, on
     fresh tokens (none = warn at 0.05)."""

@@ -174,7 +174,8 @@ class PublisherConfig(FrozenConfig):
     retries: int = Field(default=1, ge=0)
     """Times that weights are loaded again into a vLLM whose logprobs are beyond canary_limit, before the run ends."""
     timeout_s: float = Field(default=600.0, gt=0)
-    """Seconds until a push that does not finish ends the run."""
+    """Seconds for each phase of a push or a handover: an engine that takes longer is lost and started again, an export or a
+    handover that does ends the run."""
     chunk_bytes: int = Field(default=2**28, ge=2**16)
     """When colocated, weights go from trainer to engine in chunks of so many bytes (a larger tensor is a chunk of its own)."""
 
@@ -198,4 +199,5 @@ class ObserveConfig(FrozenConfig):
     tensorboard: bool = True
     """Write TensorBoard events to RUN_DIR/tensorboard."""
     heartbeat_s: float = Field(default=60.0, gt=0)
-    """End the run when an engine or trainer process does not answer for this many seconds."""
+    """Seconds without an answer after which an engine, trainer or worker process counts as lost: it is started again, up to
+    supervision.max_restarts times (the eval engine is not: the run goes on without evaluation)."""
