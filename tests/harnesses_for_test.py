@@ -86,9 +86,11 @@ async def sleeps(task: Task, session: Session, *, mark: str = "") -> float:
     return 1.0
 
 
-async def blocks(task: Task, session: Session, *, seconds: float = 1.0, mark: str = "") -> float:
+async def blocks(task: Task, session: Session, *, mark: str) -> float:
+    """Holds its worker's loop from when it writes the file `mark` until somebody takes that away."""
     Path(mark).write_text("begun")  # noqa: ASYNC240
-    time.sleep(seconds)  # noqa: ASYNC251  that is the point
+    while Path(mark).exists():  # noqa: ASYNC240
+        time.sleep(0.01)  # noqa: ASYNC251  that is the point
     return 1.0
 
 

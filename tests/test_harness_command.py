@@ -180,11 +180,12 @@ def test_a_second_cancel_kills_at_once(own_temp: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_command_gets_sigterm_and_may_tidy_up(own_temp: Path) -> None:
+def test_a_command_gets_sigterm_and_may_tidy_up(own_temp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl.harness.command.GRACE_S", 60.0)
     began, tidied = own_temp.parent / "began", own_temp.parent / "tidied"
 
     async def story() -> None:
-        harness = shell(f"trap 'touch {tidied}; exit 0' TERM; touch {began}; while :; do sleep 0.05; done")
+        harness = shell(f"trap ': >{tidied}; exit 0' TERM; touch {began}; while :; do sleep 0.05; done")  # a child would get SIGTERM, too
         running = asyncio.ensure_future(harness.run(TASK, SESSION))
         await settled(began.exists)
         running.cancel()

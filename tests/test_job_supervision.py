@@ -75,8 +75,8 @@ def test_a_run_goes_on_beside_a_frozen_engine_which_is_killed_and_used_again(tmp
         tmp_path,
         rollout={"num_engines": 2},
         buffer={"max_staleness": 2},
-        observe={"heartbeat_s": 3},
-        supervision={"backoff_s": 8},
+        observe={"heartbeat_s": 12},
+        supervision={"backoff_s": 25},
     )
     run_dir = tmp_path / "run"
     process = start(config, run_dir, "trainer.num_steps=100000")

@@ -104,7 +104,7 @@ def test_a_vllm_takes_weights_while_it_samples_and_the_trainer_sees_what_it_samp
 def test_without_supervision_the_loss_of_the_only_vllm_ends_the_run_within_seconds_with_its_name(
     tmp_path: Path, number: signal.Signals
 ) -> None:
-    process = start(CONFIG, tmp_path / "run", *small(LONG, "supervision.max_restarts=0", "observe.heartbeat_s=4"))
+    process = start(CONFIG, tmp_path / "run", *small(LONG, "supervision.max_restarts=0", "observe.heartbeat_s=20"))
     wait_for_steps(tmp_path / "run", 2, process, START_S)
     children = [child for engine in children_of(process) for child in group_of(engine)]
     (engine,) = children_of(process, ENGINE)
@@ -112,9 +112,9 @@ def test_without_supervision_the_loss_of_the_only_vllm_ends_the_run_within_secon
         child.send_signal(number)
     since_s = time.monotonic()
     _, stderr = process.communicate(timeout=120)
-    assert time.monotonic() - since_s < 60
+    assert time.monotonic() - since_s < 110
     assert process.returncode == 1, stderr
-    what = f"process {engine.pid} was killed by SIGKILL" if number == signal.SIGKILL else "heartbeat_s=4"
+    what = f"process {engine.pid} was killed by SIGKILL" if number == signal.SIGKILL else "heartbeat_s=20"
     assert "engine-0" in stderr
     assert what in stderr
     assert "Way out:" in stderr
@@ -124,7 +124,7 @@ def test_without_supervision_the_loss_of_the_only_vllm_ends_the_run_within_secon
 
 def test_a_run_with_two_vllms_goes_on_beside_a_frozen_one_and_a_killed_one_and_uses_both_again(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    overrides = small(LONG, "rollout.num_engines=2", "buffer.max_staleness=2", "publisher.rolling=true", "observe.heartbeat_s=6")
+    overrides = small(LONG, "rollout.num_engines=2", "buffer.max_staleness=2", "publisher.rolling=true", "observe.heartbeat_s=20")
     process = start(CONFIG, run_dir, *overrides)
     wait_for_steps(run_dir, 3, process, START_S)
     frozen = wait_for_engine(process, 1, lambda child: True)
@@ -224,13 +224,13 @@ def test_a_run_waits_for_a_server_of_somebody_else_that_hangs_and_goes_on_with_i
 ) -> None:
     url, key, engine = served
     monkeypatch.setenv(KEY_ENV, key)
-    foreign = ["model.scratch=none", f"model.path={whole / 'model'}", f"rollout.urls=['{url}']", "observe.heartbeat_s=4"]
+    foreign = ["model.scratch=none", f"model.path={whole / 'model'}", f"rollout.urls=['{url}']", "observe.heartbeat_s=20"]
     process = start(CONFIG, tmp_path / "run", *on_policy(*foreign))
     wait_for_steps(tmp_path / "run", 2, process, START_S)
     family = group_of(engine)
     for child in family:
         child.suspend()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while ("engine lost", "engine-0") not in events(tmp_path / "run") and time.monotonic() < deadline:
         time.sleep(0.1)
     for child in family:

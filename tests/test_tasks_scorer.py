@@ -211,7 +211,7 @@ def test_one_hung_thread_costs_one_worker_and_its_own_rollout_alone() -> None:
         return float(completion != "x" or gate.wait(30.0))
 
     async def story() -> None:
-        async with scorer_of(hangs_on_x, "thread", reward_workers=2, reward_timeout_s=0.3) as scorer:
+        async with scorer_of(hangs_on_x, "thread", reward_workers=2, reward_timeout_s=3.0) as scorer:
             with pytest.raises(RewardFailure, match="did not return within"):
                 await scorer.score(PROMPT, "x")
             assert await asyncio.gather(*(scorer.score(PROMPT, "y") for _ in range(5))) == [1.0] * 5
