@@ -42,7 +42,8 @@ class SupervisionConfig(FrozenConfig):
     """What happens when a process dies or nothing moves."""
 
     max_restarts: int = Field(default=3, ge=0)
-    """Times that each engine, the trainer and each worker of the run is started again after it died or stopped answering (0 = the run ends at once)."""
+    """Times that each engine, the trainer and each worker of the run is started again after it died or stopped answering
+    (0 = the run ends at once)."""
     backoff_s: float = Field(default=1.0, ge=0)
     """Seconds before the first restart of a process; doubled each time, 30 at most."""
     watchdog_s: float = Field(default=900.0, gt=0)
