@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from asyncrl.calling import Answer, Caller, CallLost, CallRefused
-from asyncrl.errors import RoomError
+from asyncrl.testing.fake_process import FakeProcess
 from asyncrl.wire import (
     ErrorBody,
     ExportResponse,
@@ -161,38 +161,11 @@ class FakeTrainerServer(Caller):
         return TrainerHealth(policy_version=self.policy_version, device="none", is_busy=False)
 
 
-class FakeTrainerProcess:
-    """A Restartable over one rank; a new process answers `start_s` seconds after it was started.
+class FakeTrainerProcess(FakeProcess[FakeTrainerServer]):
+    """Of one rank."""
 
-    Knobs:      `fails_to_start` (so many of the next processes end instead of coming up), `reap_s` (the kernel tells of a death
-                so long after the connections broke).
-    """
-
-    def __init__(self, server: FakeTrainerServer, *, start_s: float = 5.0) -> None:
-        self.server, self.start_s = server, start_s
-        self.fails_to_start, self.reap_s = 0, 0.0
-        self.started_at: list[float] = []
-        """When a process was started again."""
-        self.num_cancelled = 0
-        """Starts that were given up."""
-
-    @property
-    def name(self) -> str:
-        """The server's."""
-        return self.server.name
-
-    async def watch(self) -> None:
-        """Until it dies."""
-        await self.server.has_ended.wait()
-        await asyncio.sleep(self.reap_s)
-        raise RoomError(self.name, "process 17 was killed by SIGKILL; the end of its log:\n    last words", way_out="read its log.")
-
-    async def check_alive(self, timeout_s: float) -> None:
-        """GET /health."""
-        try:
-            await self.server.get("/health", TrainerHealth, timeout_s=timeout_s)
-        except CallLost as error:
-            raise RoomError(self.name, f"process 17 does not answer: {error.why}") from error
+    health, num_cancelled = TrainerHealth, 0
+    """num_cancelled: starts that were given up."""
 
     async def end(self) -> None:
         """SIGKILL."""
@@ -201,9 +174,7 @@ class FakeTrainerProcess:
     async def start_again(self) -> None:
         """A new process, with the weights of the start."""
         self.started_at.append(asyncio.get_running_loop().time())
-        if self.fails_to_start:
-            self.fails_to_start -= 1
-            raise RoomError(self.name, "did not come up: no memory")
+        self.fail_if_told()
         try:
             await asyncio.sleep(self.start_s)
         except asyncio.CancelledError:
