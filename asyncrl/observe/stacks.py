@@ -9,11 +9,13 @@ import asyncio
 import sys
 import threading
 import traceback
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+from asyncrl.await_chain import await_chain
 
 _MAX_NAMES = 4
 
@@ -48,8 +50,7 @@ def task_stacks() -> str:
     ways: dict[str, list[str]] = {}
     for task in sorted(asyncio.all_tasks(), key=asyncio.Task.get_name):
         way = " > ".join(
-            f"{frame.f_code.co_qualname} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
-            for frame in _await_chain(task.get_coro())
+            f"{frame.f_code.co_qualname} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})" for frame in await_chain(task.get_coro())
         )
         ways.setdefault(way or "not begun", []).append(task.get_name())
     return "\n".join(f"task {_named(names)}: {way}" for way, names in ways.items())
@@ -65,7 +66,7 @@ def thread_stacks() -> str:
 
 
 def _place(task: asyncio.Task[Any]) -> Place:
-    frames = list(_await_chain(task.get_coro()))
+    frames = list(await_chain(task.get_coro()))
     return Place(
         task.get_name(),
         tuple(frame.f_code.co_qualname for frame in frames),
@@ -89,17 +90,3 @@ def _text_of(frame: FrameType, variable: str, attribute: str) -> str:
 def _named(names: Collection[str]) -> str:
     shown = ", ".join(list(names)[:_MAX_NAMES])
     return shown if len(names) <= _MAX_NAMES else f"{shown} and {len(names) - _MAX_NAMES} more"
-
-
-def _await_chain(awaitable: Any) -> Iterator[FrameType]:
-    """Frames from a coroutine down to what it waits for, outermost first."""
-    while awaitable is not None:
-        for frame_name, next_name in (("cr_frame", "cr_await"), ("gi_frame", "gi_yieldfrom"), ("ag_frame", "ag_await")):
-            if hasattr(awaitable, frame_name):
-                frame = getattr(awaitable, frame_name)
-                if frame is not None:
-                    yield frame
-                awaitable = getattr(awaitable, next_name)
-                break
-        else:
-            return

@@ -11,10 +11,11 @@ from __future__ import annotations
 import asyncio
 import math
 import sysconfig
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn, TypeVar
+
+from asyncrl.await_chain import await_chain
 
 Result = TypeVar("Result")
 
@@ -164,25 +165,11 @@ def _innermost_own_function(task: asyncio.Task[Any]) -> str:
 
     A task made of a library function alone (`create_task(queue.get())`) is named by that function.
     """
-    codes = [frame.f_code for frame in _await_chain(task.get_coro()) if frame.f_code is not _named.__code__]
+    codes = [frame.f_code for frame in await_chain(task.get_coro()) if frame.f_code is not _named.__code__]
     own = [code for code in codes if not code.co_filename.startswith(_STDLIB) or "-packages" in code.co_filename]
     if not codes:
         return "its start"
     return (own[-1] if own else codes[0]).co_qualname.rpartition("<locals>.")[2]
-
-
-def _await_chain(awaitable: Any) -> Iterator[FrameType]:
-    """Frames from a coroutine down to what it waits for, outermost first."""
-    while awaitable is not None:
-        for frame_name, next_name in (("cr_frame", "cr_await"), ("gi_frame", "gi_yieldfrom"), ("ag_frame", "ag_await")):
-            if hasattr(awaitable, frame_name):
-                frame = getattr(awaitable, frame_name)
-                if frame is not None:
-                    yield frame
-                awaitable = getattr(awaitable, next_name)
-                break
-        else:
-            return
 
 
 def _natural(name: str) -> tuple[str, int]:
