@@ -1,3 +1,3 @@
-"""asyncrl: fully asynchronous reinforcement learning of language models, with a staleness bound that is one."""
+"""asyncrl: fully asynchronous reinforcement learning of language models, with a hard staleness bound on every token."""
 
 __version__ = "0.1.0"

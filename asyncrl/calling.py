@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import logging
+import os
+import random
+import resource
 from collections.abc import AsyncGenerator
 from typing import TypeVar
 
 import aiohttp
 from pydantic import BaseModel, ValidationError
 
+from asyncrl.errors import ConnectionShortage
+from asyncrl.limits import TimeLimit
 from asyncrl.wire import ErrorBody
 
+log = logging.getLogger("asyncrl.calling")
+
+OURS = frozenset({errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM})
+"""Errors that say something of this machine, and nothing of the server that was to be called."""
+SHORT_S, RETRY_S = 60.0, 0.5
+"""So long at most, and so often, a call asks for a connection again that it cannot have for lack of these."""
 Answer = TypeVar("Answer", bound=BaseModel)
 Part = TypeVar("Part", bound=BaseModel)
 
@@ -43,18 +56,48 @@ class CallGarbled(CallLost):
         super().__init__(server, path, why)
 
 
-class Caller:
-    """Calls one server at `url` (http://127.0.0.1:PORT). Life: open until aclose(); opens its connections on first use."""
+def shortage(server: str, number: int) -> ConnectionShortage:
+    """That there is no connection to `server`, for lack of what."""
+    return out_of(f"cannot open a connection to {server}, which may be well", number, server)
 
-    def __init__(self, name: str, url: str, secret: str) -> None:
-        self.name, self.url, self._secret = name, url, secret
+
+def out_of(what: str, number: int, server: str = "") -> ConnectionShortage:
+    """What could not be done, and what this process has run out of, with the numbers as far as they can be read without a descriptor."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    rule, way_out = {
+        errno.EMFILE: (
+            f"this process has all of its {soft} descriptors open (RLIMIT_NOFILE; {hard} is the hard limit)",
+            "raise the limit of open files, or lower rollout.slots or gateway.max_connections",
+        ),
+        errno.ENFILE: (
+            "the processes of this machine have as many files open as fs.file-max allows",
+            "raise fs.file-max, or end the process that holds them",
+        ),
+        errno.EADDRNOTAVAIL: (
+            "connections to one address have a source port each, of net.ipv4.ip_local_port_range, and none is left; or no host has it",
+            "widen that range, lower rollout.slots, or correct the address",
+        ),
+    }.get(number, ("the kernel has no memory for it", "free memory on this machine"))
+    return ConnectionShortage(server, f"{what}: {os.strerror(number)}", rule=rule, way_out=f"{way_out}, and go on with this run.")
+
+
+class Caller:
+    """Calls one server at `url` (http://127.0.0.1:PORT). Life: open until aclose(); opens its connections on first use.
+
+    `short_s`: so long it asks for a connection again that it cannot have for lack of OURS. Less than the limits that its callers
+    set themselves: whoever runs out of time there is blamed for it.
+    """
+
+    def __init__(self, name: str, url: str, secret: str, *, short_s: float = SHORT_S) -> None:
+        self.name, self.url, self._secret, self.short_s = name, url, secret, short_s
         self._session: aiohttp.ClientSession | None = None
+        self._told_short_s: float | None = None
 
     def __repr__(self) -> str:
         return f"<Caller {self.name} {self.url}>"
 
     async def get(self, path: str, answer: type[Answer], *, timeout_s: float | None) -> Answer:
-        """GET; raises CallRefused or CallLost. `timeout_s` None waits until the server answers or is gone."""
+        """GET; raises CallRefused, CallLost or ConnectionShortage. `timeout_s` None waits until the server answers or is gone."""
         return await self._call("GET", path, None, answer, timeout_s)
 
     async def post(self, path: str, body: BaseModel | bytes | None, answer: type[Answer], *, timeout_s: float | None) -> Answer:
@@ -64,14 +107,17 @@ class Caller:
     async def _call(self, method: str, path: str, body: BaseModel | bytes | None, answer: type[Answer], timeout_s: float | None) -> Answer:
         data = body.model_dump_json().encode() if isinstance(body, BaseModel) else body
         kind = "application/octet-stream" if isinstance(body, bytes) else "application/json"
+        short_of: set[int] = set()
         try:
-            async with asyncio.timeout(timeout_s):
-                async with self._open().request(method, self.url + path, data=data, headers={"content-type": kind}) as response:
+            async with TimeLimit(timeout_s):
+                async with await self._begin(method, path, data, kind, short_of) as response:
                     text = await response.read()
         except TimeoutError:
+            for number in short_of:
+                raise shortage(self.name, number) from None
             raise CallLost(self.name, path, f"no answer within {timeout_s} s") from None
         except (aiohttp.ClientError, OSError) as error:
-            raise CallLost(self.name, path, f"{type(error).__name__}: {error}") from error
+            raise self._lost(path, error) from error
         if response.status >= 400:
             raise self._refusal(path, response.status, text, answer)
         try:
@@ -98,9 +144,9 @@ class Caller:
 
     async def lines(self, path: str, body: BaseModel) -> AsyncGenerator[bytes, None]:
         """POST a message; yields the whole lines of the answer as they come. Raises and is closed like stream()."""
-        data, headers = body.model_dump_json().encode(), {"content-type": "application/json"}
+        data = body.model_dump_json().encode()
         try:
-            async with self._open().request("POST", self.url + path, data=data, headers=headers) as response:
+            async with await self._begin("POST", path, data, "application/json", set()) as response:
                 if response.status >= 400:
                     raise self._refusal(path, response.status, await response.read(), ErrorBody)
                 rest = b""
@@ -109,7 +155,40 @@ class Caller:
                     for line in lines:
                         yield line
         except (aiohttp.ClientError, OSError) as error:
-            raise CallLost(self.name, path, f"{type(error).__name__}: {error}") from error
+            raise self._lost(path, error) from error
+
+    async def _begin(self, method: str, path: str, data: bytes | None, kind: str, short_of: set[int]) -> aiohttp.ClientResponse:
+        """The answer's head. What this process is short of comes back when other calls end: asks again, for short_s at most.
+
+        `short_of` says of what, as long as it is; then raises ConnectionShortage.
+        """
+        clock, since_s = asyncio.get_running_loop().time, 0.0
+        while True:
+            try:
+                response = await self._open().request(method, self.url + path, data=data, headers={"content-type": kind})
+            except aiohttp.ClientConnectorError as error:  # so nothing was sent
+                if error.errno not in OURS:
+                    raise
+                since_s = since_s or clock()
+                if clock() - since_s >= self.short_s:
+                    raise shortage(self.name, error.errno) from error
+                self._note_short(error.errno)
+                short_of.add(error.errno)
+            else:
+                short_of.clear()
+                return response
+            await asyncio.sleep(RETRY_S * random.uniform(0.5, 1.0))
+
+    def _note_short(self, number: int) -> None:
+        now_s = asyncio.get_running_loop().time()
+        if self._told_short_s is None or now_s - self._told_short_s > self.short_s:
+            self._told_short_s = now_s
+            log.warning("%s It is asked again for %g s.", shortage(self.name, number), self.short_s)
+
+    def _lost(self, path: str, error: aiohttp.ClientError | OSError) -> CallLost | ConnectionShortage:
+        if isinstance(error, OSError) and error.errno in OURS:
+            return shortage(self.name, error.errno)
+        return CallLost(self.name, path, f"{type(error).__name__}: {error}")
 
     def _line(self, path: str, line: bytes, part: type[Part], last: type[Answer]) -> Part | Answer:
         for message in (part, last):

@@ -15,7 +15,7 @@ from asyncrl.errors import AsyncrlError
 
 app = typer.Typer(
     name="asyncrl",
-    help="Asynchronous reinforcement learning of language models, with a staleness bound that is one.",
+    help="Asynchronous reinforcement learning of language models, with a hard staleness bound on every token.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -76,24 +76,26 @@ def run(
 
 @app.command()
 def check(config: ConfigPath, overrides: Overrides = None) -> None:
-    """Validate a config, read its task, and print the plan: processes, devices, threads, memory. Starts nothing."""
+    """Validate a config, load all that it names but weights, and print the plan: processes, devices, threads, memory."""
     from asyncrl.config import load_config
-    from asyncrl.harness.verifiers import taskset_loader
+    from asyncrl.harness.command import passed_env
+    from asyncrl.placement.dtype import settle_dtype
     from asyncrl.placement.fit import refuse_what_cannot_fit
     from asyncrl.placement.plan import make_plan
     from asyncrl.placement.table import plan_text
+    from asyncrl.running.preflight import look
     from asyncrl.running.replaying import check_replay
-    from asyncrl.running.specs import objective_spec
-    from asyncrl.tasks.build import check_task
-    from asyncrl.tasks.held_out import check_eval_task
 
     loaded = load_config(config, overrides or [])
-    objective_spec(loaded.algorithm)
-    typer.echo(f"task: {check_task(loaded.task, loaded.seed, load_taskset=taskset_loader(loaded.generator))}")
+    loaded, dtype_words = settle_dtype(loaded)
+    passed_env(loaded.generator.pass_env)
+    found = look(loaded)
+    for line in (*found.lines, *filter(None, [dtype_words])):
+        typer.echo(line)
     if (replay := check_replay(loaded)) is not None:
         typer.echo(f"replay: {replay}")
-    if loaded.eval is not None:
-        typer.echo(f"eval task: {check_eval_task(loaded.eval)}")
+    for note in found.notes:
+        typer.echo(f"note: {note}")
     plan = make_plan(loaded)
     typer.echo(plan_text(plan, loaded))
     refuse_what_cannot_fit(plan, loaded)
@@ -149,7 +151,13 @@ def simulate(
 def work(
     url: Annotated[str, typer.Argument(metavar="URL", help="Address of the gateway, as the run prints it.", show_default=False)],
     key: Annotated[
-        str | None, typer.Option(help="The run's worker key (default: the environment variable ASYNCRL_WORKER_KEY).", show_default=False)
+        str | None,
+        typer.Option(
+            help="The run's worker key (default: that of ASYNCRL_WORKER_KEY; arguments are read by everybody here).", show_default=False
+        ),
+    ] = None,
+    key_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A file with the worker key, or the run's gateway.json.", show_default=False)
     ] = None,
     python: Annotated[
         str | None, typer.Option(metavar="MODULE:FUNCTION", help="Agent: async (task, session) -> reward.", show_default=False)
@@ -164,6 +172,9 @@ def work(
     env: Annotated[
         list[str] | None, typer.Option(metavar="NAME=VALUE", help="Environment variable of the command.", show_default=False)
     ] = None,
+    pass_env: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Variable of this environment that the command gets, too.", show_default=False)
+    ] = None,
 ) -> None:
     """Run rollouts for a run elsewhere that has generator.remote: true. Any number of workers, on any hosts, come and go as they like.
 
@@ -171,7 +182,10 @@ def work(
     """
     from asyncrl.harness.cli_work import run_worker
 
-    run_worker(url, key=key, python=python, command=command, verifiers=verifiers, slots=slots, name=name, args=args, env=env or [])
+    run_worker(
+        url, key=key, key_file=key_file, python=python, command=command, verifiers=verifiers, slots=slots, name=name, args=args,
+        env=env or [], pass_env=pass_env or [],
+    )  # fmt: skip
 
 
 serve_app = typer.Typer(help="One part alone: a gateway, to try an agent before it is trained, or an engine.", no_args_is_help=True)

@@ -8,8 +8,9 @@ AsyncrlError                what failed with its values, the rule, the way out
 │   ├── TrainerError        the trainer worker refused a batch
 │   │   └── TrainerLost     it died or does not answer: started again and brought up to date
 │   ├── PublishError        weights did not arrive as they were sent
+│   ├── ConnectionShortage  this very machine has no descriptor or port left to call a server, of which that says nothing
 │   ├── JournalError        what happened cannot be written down, or the journal is damaged, foreign or in use
-│   └── TaskError           prompts cannot be read, or no rollout can be scored any more
+│   └── TaskError           no further prompt can be made, or no rollout can be scored any more
 ├── CheckpointError         a checkpoint cannot be written (the run goes on), or is damaged (it is passed over)
 └── RolloutFailure          one bad rollout: data, not a crash; caught once, in producers/
     ├── RolloutTimeout      it ran past rollout.timeout_s
@@ -19,6 +20,11 @@ WouldWait                   an x_nowait call that can only be answered by waitin
 """
 
 from __future__ import annotations
+
+
+def install_extra(name: str) -> str:
+    """The command that installs the extra `name` of pyproject.toml. asyncrl is on no package index, so it runs in the checkout."""
+    return f"pip install -e '.[{name}]' in the folder of asyncrl's checkout"
 
 
 class AsyncrlError(Exception):
@@ -48,14 +54,18 @@ class ConfigError(AsyncrlError):
 
 
 class CheckpointError(AsyncrlError):
-    """A checkpoint could not be written, or is not whole. Told; never ends a run that trains."""
+    """A checkpoint cannot be written, which never ends a run that trains; or cannot be read, and a run would have to go on from it."""
+
+
+class CheckpointDamaged(CheckpointError):  # noqa: N818  a state of the checkpoint: an older one is taken
+    """What was read of a checkpoint is wrong, or a part of it is missing."""
 
 
 class RoomError(AsyncrlError):
-    """A part of the run is broken: nobody catches this, the run ends and names `room`."""
+    """A part of the run is broken: nobody catches this, the run ends and names `room`. `fault` is what failed without that name."""
 
     def __init__(self, room: str, what: str, *, rule: str = "", way_out: str = "") -> None:
-        self.room = room
+        self.room, self.fault = room, what
         super().__init__(f"{room}: {what}", rule=rule, way_out=way_out)
 
 
@@ -86,6 +96,14 @@ class PublishError(RoomError):
     """Weights did not arrive at an engine server as the trainer sent them."""
 
 
+class ConnectionShortage(RoomError):  # noqa: N818  a state of this machine
+    """No descriptor, port or memory is left here, for a connection to `server` say: whether that is well cannot be known from it."""
+
+    def __init__(self, server: str, what: str, *, rule: str = "", way_out: str = "") -> None:
+        self.server = server
+        super().__init__("controller", what, rule=rule, way_out=way_out)
+
+
 class JournalError(RoomError):
     """What happened cannot be written down, or read again: damaged, foreign, in use, or it would be told twice."""
 
@@ -94,7 +112,7 @@ class JournalError(RoomError):
 
 
 class TaskError(RoomError):
-    """Prompts cannot be read, or rollouts cannot be scored any more."""
+    """In a run, no further prompt can be made, or rollouts cannot be scored any more. Data that cannot be read are a ConfigError."""
 
 
 class RolloutFailure(AsyncrlError):  # noqa: N818  it is data, and not named an error on purpose

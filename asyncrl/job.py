@@ -4,8 +4,9 @@ Who consumes what, who waits for whom, who unblocks whom:
 
     who waits                in                                  for                                   woken by
     -----------------------  ----------------------------------  ------------------------------------  ------------------------------
-    producers                Producers.run (capacity)            free sequences in the engines         a rollout that ends
-    producers                Buffer.wait_admit                   leave under the staleness rule        a version served, a group failed
+    producers                Slots.wait_spare                    a free sequence in the engines        a rollout that stops sampling
+    a rollout                Slots.wait                          a free sequence in the engines        a rollout that stops sampling
+    producers                Buffer.wait_open                    leave under the staleness rule        a version served, a group failed
     a rollout                EnginePool.generate                 its completion, timeout_s at most     its engine server
     a rollout                Leases.run                          a harness worker, then its outcome    a worker; its silence, timeout_s
     a harness                POST /v1/chat/completions           EnginePool.generate                   its engine server, its session's end
@@ -63,25 +64,31 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from asyncrl.calling import OURS, out_of
+from asyncrl.checkpoint.checkpoints import set_aside
 from asyncrl.config import RunConfig, run_config_yaml
 from asyncrl.durable import write_whole
-from asyncrl.errors import AsyncrlError, RoomError, first_cause
+from asyncrl.errors import AsyncrlError, ConfigError, RoomError, first_cause
+from asyncrl.harness.command import passed_env
+from asyncrl.harness.families import hide_memory
 from asyncrl.journal.lock import RunLock
 from asyncrl.observe.watchdog import Watchdog
+from asyncrl.placement.dtype import settle_dtype
 from asyncrl.placement.fit import refuse_what_cannot_fit
 from asyncrl.placement.plan import make_plan
 from asyncrl.placement.staging import clear_own_staging
 from asyncrl.running.catching_up import restore
 from asyncrl.running.replaying import settle_copy
 from asyncrl.running.reporting import Reporter
-from asyncrl.running.resume import ResumeMode, ResumePoint, find_resume
-from asyncrl.running.run_folder import allow_many_connections, logging_to, make_run_dir
+from asyncrl.running.resume import ResumeMode, ResumePoint, begun_dtype, find_resume, settle_saved
+from asyncrl.running.run_folder import MODEL_PIN, allow_many_connections, logging_to, make_run_dir, refused_by_system
 from asyncrl.running.specs import objective_spec
-from asyncrl.running.startup import Server
+from asyncrl.running.startup import Server, note_deaths
 from asyncrl.running.supervision import heartbeat
 from asyncrl.running.watching import make_watchdog
 from asyncrl.running.wiring import CLOSE_TIMEOUT_S, Rooms, close_within, open_rooms, run_id
 from asyncrl.types import Batch, UnfinishedGroup
+from asyncrl.user_calls import end_what_is_left
 
 logger = logging.getLogger("asyncrl.job")
 
@@ -98,25 +105,31 @@ def run_job(config: RunConfig, run_dir: Path | None, *, name: str, resume: Resum
     0 done; 130 or 143 interrupted by SIGINT or SIGTERM, to be gone on with. Raises AsyncrlError when a part of the run failed; by
     then everything is closed: no child process and no shared memory is left.
     """
+    if config.generator.is_harness:
+        hide_memory()  # keys, answers and rewards of all rollouts
+    config, dtype_words = settle_dtype(config, begun=begun_dtype(run_dir))
     objective_spec(config.algorithm)  # a loss that is not known is refused before anything is made
+    passed_env(config.generator.pass_env)  # and so is a variable that is not set
     refuse_what_cannot_fit(make_plan(config), config)
     folder = run_dir or Path("runs") / f"{name}-{datetime.now().strftime('%Y%m%d-%H%M%S')}"
     if resume == "must" and not folder.exists():
         find_resume(folder, config, resume)  # says that there is none
-    make_run_dir(folder)
+    make_run_dir(folder, config.observe.dir_mode)
     lock = RunLock(folder / "run.lock").acquire()
     try:
+        is_ours = settle_saved(folder)  # before anything may refuse: the weights of a run that is done are the last ones
         point = find_resume(folder, config, resume, allow_change)
-        if (folder / "run.id").exists():  # else what lies here is not ours to remove
-            for made_again in ("model",) if point is None else ("final", "adapter"):  # the model of a start that failed, too
-                shutil.rmtree(folder / made_again, ignore_errors=True)
+        if is_ours:
             settle_copy(config, folder, is_new=point is None)
+            if point is None:  # of a start that failed
+                shutil.rmtree(folder / "model", ignore_errors=True)
+                (folder / MODEL_PIN).unlink(missing_ok=True)
         run_id(folder)  # before the config: a directory with a config and without an id is not a run's
         if point is None:
             _write_config(folder, config)
         allow_many_connections()
         with logging_to(folder):
-            return asyncio.run(Job(config, folder, name, lock, point).run())
+            return asyncio.run(end_what_is_left(Job(config, folder, name, lock, point, dtype_words).run()))
     finally:
         lock.release()
 
@@ -132,9 +145,13 @@ class Job:
     journaled is not lost.
     """
 
-    def __init__(self, config: RunConfig, run_dir: Path, name: str, lock: RunLock, point: ResumePoint | None) -> None:
+    def __init__(
+        self, config: RunConfig, run_dir: Path, name: str, lock: RunLock, point: ResumePoint | None, note: str = ""
+    ) -> None:  # fmt: skip
+        """`note`: what whoever starts the run has to know."""
+        self._note = note
         self.config, self.run_dir, self._lock, self._point = config, run_dir, lock, point
-        self.reporter = Reporter(config, run_dir, name)
+        self.reporter = Reporter(config, run_dir, name, goes_on=point is not None)
         self._signal: int | None = None
         self._group: asyncio.TaskGroup | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -175,8 +192,15 @@ class Job:
         """Everything between the first process and the last one ended."""
         async with AsyncExitStack() as stack:
             self.reporter.start()
+            for text in () if self._point is None else self._point.told:
+                self.reporter.warn(text)
             stack.callback(self.reporter.close_console)
-            rooms = await open_rooms(self.config, self.run_dir, stack, spawn=self._spawn, listener=self.reporter, lock=self._lock)
+            if self._note:
+                self.reporter.say(self._note)
+            rooms = await open_rooms(
+                self.config, self.run_dir, stack, spawn=self._spawn, listener=self.reporter, lock=self._lock,
+                may_change_model=self._point is not None and self._point.may_change_model,
+            )  # fmt: skip
             self._servers, self._eval_server = rooms.servers, rooms.eval_server
             try:
                 async with asyncio.TaskGroup() as self._group:
@@ -215,18 +239,27 @@ class Job:
     async def _catch_up(self, rooms: Rooms) -> Sequence[UnfinishedGroup]:
         """A run that was killed goes to where it stood; what is returned runs again once the engines have the weights."""
         if self._point is None:
+            await self._pin_model(rooms)
             rooms.journal.order_nowait(rooms.feed.order)
             return ()
         point = self._point
         state = await rooms.journal.read_resume(point.version)
-        self.reporter.resumes(point.version, point.told)
         self.reporter.tell(f"training again on {state.next_version - point.version} journaled batches")
         unfinished = await restore(
             point, state, trainer=rooms.trainer, journal=rooms.journal, buffer=rooms.buffer, feed=rooms.feed,
+            returns=rooms.producers.returns_nowait,
+            on_restored=lambda: self.reporter.resumes(point.version, state.counted),
             on_step=lambda batch, report: self.reporter.step(rooms, batch, report, step_s=report.metrics.get("perf/train_s", 0.0)),
         )  # fmt: skip
         _write_config(self.run_dir, self.config)  # only now: a resume that was refused has changed nothing
+        await self._pin_model(rooms)
+        for text in await asyncio.to_thread(set_aside, point.damaged):
+            self.reporter.say(text)
         return unfinished
+
+    async def _pin_model(self, rooms: Rooms) -> None:
+        if rooms.pin is not None:
+            await asyncio.to_thread(rooms.pin.write)
 
     async def _start_services(self, rooms: Rooms, unfinished: Sequence[UnfinishedGroup]) -> None:
         version = rooms.trainer.policy_version
@@ -310,27 +343,27 @@ class Job:
                 task.cancel()
 
     async def _report_status(self, rooms: Rooms, watchdog: Watchdog) -> None:
+        is_short = False
         while True:
-            self.reporter.status(rooms, watchdog.look())
+            try:
+                self.reporter.status(rooms, watchdog.look())
+                is_short = False
+            except OSError as error:
+                if error.errno not in OURS:
+                    raise
+                if not is_short:  # the next one replaces it anyway
+                    logger.warning("%s", out_of("no status is written for now", error.errno))
+                is_short = True
             await asyncio.sleep(STATUS_PERIOD_S)
 
     async def _reap(self, rooms: Rooms, errors: BaseExceptionGroup[BaseException]) -> None:
         """A call that broke may mean that its process just died: give the kernel a moment to say so."""
-        cause = first_cause(errors)
-        if isinstance(cause, RoomError):
-            running = [server.child for server in rooms.servers if server.child.pid is not None and server.child.returncode is None]
-            waits = [asyncio.ensure_future(child.wait()) for child in running]
-            if waits:
-                await asyncio.wait(waits, timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
-            for wait in waits:
-                wait.cancel()
-        for server in rooms.servers:
-            server.child.note_death()
+        await note_deaths(rooms.servers, timeout_s=1.0 if isinstance(first_cause(errors), RoomError) else 0.0)
 
     def _fail(self, error: BaseException) -> AsyncrlError:
         """The error to show: a process that died comes before the call that broke because of it."""
         if isinstance(error, OSError):
-            error = self._cannot_write(error)
+            error = refused_by_system(error, self.run_dir)
         elif not isinstance(error, AsyncrlError):
             logger.error("internal error", exc_info=error)
             error = RoomError(
@@ -343,29 +376,21 @@ class Job:
                 break
         logger.error("the run failed: %s", error, exc_info=error)
         with contextlib.suppress(RoomError):  # the first error is the one to tell
-            self._finish("failed", str(error))
+            self._finish("failed", str(error), can_go_on=not isinstance(error, ConfigError))
         return error
 
-    def _finish(self, state: str, why: str = "") -> None:
+    def _finish(self, state: str, why: str = "", *, can_go_on: bool = True) -> None:
         """Write how the run ended. Raises RoomError if that cannot be written."""
         try:
-            self.reporter.finish(state, why)
+            self.reporter.finish(state, why, can_go_on=can_go_on)
         except OSError as error:
-            raise self._cannot_write(error) from error
-
-    def _cannot_write(self, error: OSError) -> RoomError:
-        return RoomError(
-            "controller", f"cannot use the run directory {self.run_dir}: {error}",
-            way_out="free space on its disk, or choose another --run-dir, and start the run again.",
-        )  # fmt: skip
+            raise refused_by_system(error, self.run_dir) from error
 
     def _on_signal(self, number: int, main: asyncio.Task[Any]) -> None:
         if self._signal is not None:  # the second one: end at once
             for server in filter(None, (*self._servers, self._eval_server)):
                 server.child.kill_nowait()
             clear_own_staging()
-            if self.config.publisher.disk_dir is not None:
-                clear_own_staging(Path(self.config.publisher.disk_dir).expanduser())
             os._exit(128 + number)
         self._signal = number
         self.reporter.tell("stopping after this step (once more to end at once)")

@@ -6,6 +6,7 @@ import difflib
 import importlib
 import inspect
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ def load_object(spec: str, setting: str) -> Any:
             rule=f"modules are looked for in the working directory ({here}) and among the installed packages",
             way_out="start asyncrl in the folder of the module, install it, or correct the name.",
         ) from error
-    except (ImportError, SyntaxError, NameError, AttributeError, TypeError, ValueError, OSError, LookupError, RuntimeError) as error:
+    except (Exception, SystemExit) as error:  # the user's code: it may raise anything, exceptions of its own too
         raise _broken(spec, setting, module_name, error) from error
     for name in attribute.split("."):
         if not hasattr(found, name):
@@ -44,6 +45,15 @@ def load_object(spec: str, setting: str) -> Any:
             )
         found = getattr(found, name)
     return found
+
+
+def load_function(
+    spec: str, setting: str, *, usage: str, arguments: tuple[Any, ...], keywords: Mapping[str, Any] | None = None, args: str = "task.args"
+) -> Callable[..., Any]:
+    """The function that `spec` names, which can be called as `usage` says. Raises ConfigError as load_object and check_call do."""
+    function: Callable[..., Any] = load_object(spec, setting)
+    check_call(function, arguments, dict(keywords or {}), setting=setting, spec=spec, usage=usage, args=args)
+    return function
 
 
 def check_call(
@@ -63,13 +73,13 @@ def check_call(
     except TypeError as error:
         raise ConfigError(
             f"{setting}={spec}{inspect.signature(function)} cannot be called as {usage}: {error}",
-            way_out=f"give it these parameters, and the names of {args}, no more.",
+            way_out="give it these parameters" + (f", and the names of {args}, no more." if keywords else ", no more."),
         ) from error
     except ValueError:  # a builtin without a signature: only the call itself can tell
         return
 
 
-def _broken(spec: str, setting: str, module_name: str, error: Exception) -> ConfigError:
+def _broken(spec: str, setting: str, module_name: str, error: BaseException) -> ConfigError:
     return ConfigError(
         f"{setting}={spec}: importing {module_name} raised {type(error).__name__}: {error}",
         way_out=f"make `python -c 'import {module_name}'` work first.",

@@ -6,7 +6,7 @@ Workers call the gateway, never the other way round, so that a worker may live b
 POST /work/lease    LeaseRequest  -> LeaseAnswer    sleeps until there is work, `wait_s` at most
 POST /work/alive    AliveRequest  -> AliveAnswer    a sign of life, and what to give up
 POST /work/result   ResultRequest -> Accepted       410 if that work is no longer this worker's: it drops the result and goes on
-POST /v1/outcome    OutcomeMessage -> Accepted      with the session's key (also /s/KEY/v1/outcome): what the harness says itself
+POST /v1/outcome    OutcomeMessage -> Accepted      with the outcome key of a work (also /s/KEY/v1/outcome), where there is one
 GET /health         -> WorkerHealth                 of a worker that a run has started, on its own socket, with a secret of its own
 """
 
@@ -57,7 +57,11 @@ class FailureMessage(Message):
 
 
 class WorkItem(Message):
-    """One attempt of a rollout for a worker. `key` opens the session of this attempt alone; numbers that are no numbers stay so."""
+    """One attempt of a rollout for a worker. `key` opens the session of this attempt alone; numbers that are no numbers stay so.
+
+    `answer` is withheld unless `has_answer`. `outcome_key` (None: nothing is posted) writes the outcome of this attempt, and opens
+    nothing: it is for the harness itself, and never for what the model has run.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
 
@@ -66,11 +70,13 @@ class WorkItem(Message):
     prompt_id: str
     messages: list[dict[str, str]]
     answer: Any = None
+    has_answer: bool = False
     info: dict[str, Any] = {}
     sample_index: int
     attempt: int
     seed: int
     key: str
+    outcome_key: str | None = None
     timeout_s: float | None
 
 
@@ -131,7 +137,8 @@ class Accepted(Message):
 class WorkerHealth(Message):
     """Answer of GET /health. `loop_lag_s`: so long its event loop, on which harnesses run, has stood still by now.
 
-    `gateway_lost_s`: seconds since the gateway last answered, if its last call failed.
+    `gateway_lost_s`: seconds since the gateway last answered, if its last call failed. `num_abandoned`: calls of its harness that were
+    given up because they did not end when they were cancelled.
     """
 
     name: str
@@ -139,3 +146,4 @@ class WorkerHealth(Message):
     num_running: int
     loop_lag_s: float
     gateway_lost_s: float | None = None
+    num_abandoned: int = 0

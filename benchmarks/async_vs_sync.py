@@ -27,6 +27,7 @@ NUM_GROUPS, GROUP_SIZE = 8, 8
 
 CONFIG = f"""
 model:
+  dtype: float32
   scratch:
     characters: "abcdefghijklmnopqrstuvwxyz0123456789 "
     architecture: {{model_type: qwen3, hidden_size: 128, intermediate_size: 384, num_hidden_layers: 4, num_attention_heads: 4,

@@ -9,6 +9,8 @@ of the buffer and its driver, median of the repetitions, which take turns over t
 Third table: whole runs in virtual time (asyncrl.buffer.simulation), batches of 16 groups of lognormal length with mean 1 s, a training
 step of 0.6 s, slots for all. `late`: groups older than max_staleness with a weight in the loss. `count`: capacity
 (max_staleness + version + 1) * 16 - accepted - running, finished groups in order of completion, or those that started first.
+`drop`: a prompt is drawn anew when it comes again, and `given up` after the fourth time; `by prompt`: half of the variance of the
+logarithm of a length is the prompt's own, so that a long one comes back long.
 
 Last line: `ratio: X` = cost a group at 1,000 groups over cost a group at 100,000. About 1 is linear; well below 1 is worse than linear.
 """
@@ -87,7 +89,9 @@ def scaling(seconds: float) -> float:
     return median(costs[cases[0]]) / median(costs[SIZES[-1], NUM_GROUPS])
 
 
-def play(max_staleness: int, sigma: float, num_batches: int, on_overdue: OnOverdue, look_ahead: int | None) -> Outcome:
+def play(
+    max_staleness: int, sigma: float, num_batches: int, on_overdue: OnOverdue, look_ahead: int | None, *, prompt_share: float = 0.0
+) -> Outcome:
     """One simulated run under our rule; look_ahead None is auto."""
     auto = LookAhead(max_staleness) if look_ahead is None else None
     rule = StalenessRule(
@@ -97,7 +101,7 @@ def play(max_staleness: int, sigma: float, num_batches: int, on_overdue: OnOverd
         on_overdue=on_overdue,
         look_ahead=auto.current if auto is not None else look_ahead or 0,
     )
-    workload = Workload(num_slots=10**6, sigma=sigma, train_s=0.6)
+    workload = Workload(num_slots=10**6, sigma=sigma, prompt_share=prompt_share, train_s=0.6)
     return Simulation(rule, workload, max_staleness=max_staleness, masks=on_overdue == "mask", auto=auto).run()
 
 
@@ -112,16 +116,16 @@ def show(name: str, outcome: Outcome, fastest: float) -> None:
     """One row."""
     speed, idle, ahead = outcome.batches_per_s / fastest, outcome.idle_fraction, outcome.look_ahead_mean
     ages = f"{outcome.age_mean:>6.2f} {outcome.age_max:>5}"
-    late, masked, dropped = outcome.late_fraction, outcome.masked_fraction, outcome.num_dropped
-    print(f"    {name:<22} {speed:>6.2f} {idle:>6.0%} {ahead:>6.1f} {ages} {late:>7.1%} {masked:>7.1%} {dropped:>8}")
+    late, masked, dropped, given_up = outcome.late_fraction, outcome.masked_fraction, outcome.num_dropped, outcome.num_given_up
+    print(f"    {name:<22} {speed:>6.2f} {idle:>6.0%} {ahead:>6.1f} {ages} {late:>7.1%} {masked:>7.1%} {dropped:>8} {given_up:>9}")
 
 
 def compare(num_batches: int) -> None:
     """Print the third table."""
     print(f"\n{num_batches} batches of {NUM_GROUPS}, simulated; speed is against a trainer that never waits; ages in versions")
-    print(
-        f"    {'rule, look_ahead':<22} {'speed':>6} {'idle':>6} {'ahead':>6} {'age':>6} {'max':>5} {'late':>7} {'masked':>7} {'dropped':>8}"
-    )
+    ages = f"{'age':>6} {'max':>5}"
+    counts = f"{'late':>7} {'masked':>7} {'dropped':>8} {'given up':>9}"
+    print(f"    {'rule, look_ahead':<22} {'speed':>6} {'idle':>6} {'ahead':>6} {ages} {counts}")
     for sigma in (0.5, 1.0):
         for max_staleness in (1, 2, 4, 8):
             print(f"  sigma {sigma}, max_staleness {max_staleness}")
@@ -132,6 +136,8 @@ def compare(num_batches: int) -> None:
                 show(f"{on_overdue}, {best} (best)", fixed[best], 1 / 0.6)
                 if best != max_staleness:
                     show(f"{on_overdue}, {max_staleness}", fixed[-1], 1 / 0.6)
+            by_prompt = play(max_staleness, sigma, num_batches, "drop", None, prompt_share=0.5)
+            show("drop, auto, by prompt", by_prompt, 1 / 0.6)
             show("count, completion", play_counted(max_staleness, sigma, num_batches, is_oldest_first=False), 1 / 0.6)
             show("count, oldest first", play_counted(max_staleness, sigma, num_batches, is_oldest_first=True), 1 / 0.6)
 

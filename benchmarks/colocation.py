@@ -25,7 +25,6 @@ import argparse
 import asyncio
 import contextlib
 import secrets
-import shutil
 import tempfile
 import threading
 import time
@@ -44,7 +43,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from asyncrl.config import RunConfig, SupervisionConfig
 from asyncrl.engines import EnginePool, EngineServer
-from asyncrl.placement.staging import clear_stale_staging, new_staging_dir
+from asyncrl.placement.staging import clear_stale_staging, new_staging_dir, remove_staging_dir
 from asyncrl.publisher import ChunkPublisher, Publisher, PublisherStats
 from asyncrl.running import startup
 from asyncrl.running.trainer_supervision import LivingTrainer
@@ -209,7 +208,7 @@ async def house(config: RunConfig, model: Path, folder: Path, device: str) -> As
             task.cancel()
         for server in (*trainers, *engines):
             await server.aclose()
-        shutil.rmtree(staging, ignore_errors=True)
+        remove_staging_dir(staging)
 
 
 async def _never(version: int) -> None:

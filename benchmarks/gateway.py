@@ -223,9 +223,9 @@ def find_tokenizer(folder: Path) -> Path:
     if SMOLLM2.is_dir():
         print("tokenizer and chat template: SmolLM2-135M-Instruct")
         return SMOLLM2
-    from asyncrl.trainer.scratch import make_character_tokenizer
+    from asyncrl.trainer.scratch_tokenizer import make_character_tokenizer
 
-    print(f"tokenizer: one token a character, since there is no {SMOLLM2}; python examples/smollm2.py --out {SMOLLM2} makes it")
+    print(f"tokenizer: one token a character, since there is no {SMOLLM2}; `python examples/smollm2.py` makes it")
     make_character_tokenizer("".join(map(chr, range(32, 127))) + "\n").save_pretrained(folder / "tokenizer")
     (folder / "tokenizer" / "config.json").write_text("{}")
     return folder / "tokenizer"

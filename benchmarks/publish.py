@@ -21,7 +21,6 @@ Last line: `ratio: X` = pause, server over memory copy, medians of the same run,
 from __future__ import annotations
 
 import asyncio
-import shutil
 import tempfile
 import time
 from contextlib import suppress
@@ -39,7 +38,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from asyncrl.calling import Caller
 from asyncrl.engines import EngineClient, EnginePool
-from asyncrl.placement.staging import clear_stale_staging, new_staging_dir
+from asyncrl.placement.staging import clear_stale_staging, new_staging_dir, remove_staging_dir
 from asyncrl.trainer.weights import export_weights, named_weights
 from asyncrl.types import Interrupt, SamplingRequest, WeightManifest
 
@@ -230,12 +229,11 @@ def show(kind: str, repetitions: list[Repetition], usual: list[float], num_bytes
 def run_kind(kind: str, seconds: float, interrupt: Interrupt) -> tuple[list[Repetition], list[float], int]:
     """One engine in folders of its own."""
     staging = new_staging_dir()
-    staging.mkdir()
     try:
         with tempfile.TemporaryDirectory(prefix="asyncrl-publish-") as folder:
             return asyncio.run(measure(kind, seconds, interrupt, Path(folder), staging))
     finally:
-        shutil.rmtree(staging, ignore_errors=True)
+        remove_staging_dir(staging)
 
 
 def main() -> None:

@@ -118,7 +118,7 @@ def find_models(chosen: str, folder: Path) -> dict[str, tuple[Path, str]]:
         if SMOLLM2.is_dir():
             models["SmolLM2-135M"] = (SMOLLM2, "bfloat16")
         else:
-            print(f"SmolLM2-135M is left out: no {SMOLLM2}; python examples/smollm2.py --out {SMOLLM2} makes it")
+            print(f"SmolLM2-135M is left out: no {SMOLLM2}; `python examples/smollm2.py` makes it")
     return models
 
 

@@ -15,7 +15,8 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.config import ScratchConfig
-from asyncrl.trainer.scratch import SPECIAL_TOKENS, ScratchSpec, make_scratch_model
+from asyncrl.trainer.scratch import ScratchSpec, make_scratch_model
+from asyncrl.trainer.scratch_tokenizer import SPECIAL_TOKENS
 from asyncrl.wire import BatchArrays, BatchHeader, TrajectoryHeader, pack_batch, unpack_batch
 
 GROUP_SIZE, PROMPT_LENGTH, MAX_COMPLETION = 8, 64, 512

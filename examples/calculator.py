@@ -1,7 +1,8 @@
 r"""An agent with one tool, a calculator, for any model that writes tool calls; lookup.py is what a model from nothing can learn.
 
     asyncrl run configs/smollm2.yaml task.reasoning_gym=none task.python=examples.calculator:Sums \
-        generator.python=examples.calculator:run rollout.max_prompt_tokens=512 model.chat_template=examples/hermes.jinja \
+        generator.python=examples.calculator:run generator.give_answer=true rollout.max_prompt_tokens=512 \
+        model.chat_template=examples/hermes.jinja \
         'task.args={question: "What is {}? Use the calculator."}'
 
 An agent like any other: the openai client, `tools=`, a loop over `tool_calls`. Nothing in run() knows of training but its reward. A model

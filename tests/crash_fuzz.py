@@ -24,7 +24,7 @@ VICTIMS = {"tree": 0.45, "controller": 0.15, "trainer": 0.2, "engine": 0.2}
 """Who is killed how often. `controller`: it alone, and its children, which end by themselves, may say a last word."""
 PATIENCE_S = 240.0
 FREE_METRICS = (
-    "perf/", "time_s", "buffer/", "rollout/", "engine/", "publish/", "tokens/generated", "sample/interrupted",
+    "perf/", "time_s", "buffer/", "rollout/", "engine/", "publish/", "sample/interrupted",
     "policy/logprob_gap_mean/", "policy/logprob_gap_max/",
 )  # fmt: skip
 """Metrics that say how a run went, not what it computed (which engine sampled what, too): they may differ after a kill."""

@@ -11,6 +11,7 @@ from typing import Any
 from aiohttp import web
 
 from asyncrl.calling import Caller
+from asyncrl.config import Outcomes
 from asyncrl.gateway.leases import Leases
 from asyncrl.types import Outcome, Prompt, Work
 
@@ -41,8 +42,13 @@ def make_work(number: int, *, answer: Any = "42", info: dict[str, Any] | None = 
 
 
 @asynccontextmanager
-async def open_gateway(*, lease_timeout_s: float = 60.0, port: int = 0) -> AsyncIterator[TestGateway]:
-    leases = Leases(worker_key=WORKER_KEY, model="policy", lease_timeout_s=lease_timeout_s, task_seed=lambda work: 1000 + work.sample_index)
+async def open_gateway(
+    *, lease_timeout_s: float = 60.0, port: int = 0, outcomes: Outcomes = "returned", give_answer: bool = True
+) -> AsyncIterator[TestGateway]:
+    leases = Leases(
+        worker_key=WORKER_KEY, model="policy", lease_timeout_s=lease_timeout_s, task_seed=lambda work: 1000 + work.sample_index,
+        outcomes=outcomes, give_answer=give_answer,
+    )  # fmt: skip
 
     @web.middleware
     async def proxy(request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> web.StreamResponse:

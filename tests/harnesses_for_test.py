@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ctypes
 import math
 import os
 import sys
@@ -86,6 +88,13 @@ async def sleeps(task: Task, session: Session, *, mark: str = "") -> float:
     return 1.0
 
 
+async def swallows(task: Task, session: Session) -> float:
+    """Retries for ever, whatever happens."""
+    while True:
+        with contextlib.suppress(BaseException):
+            await asyncio.sleep(3600.0)
+
+
 async def blocks(task: Task, session: Session, *, mark: str) -> float:
     """Holds its worker's loop from when it writes the file `mark` until somebody takes that away."""
     Path(mark).write_text("begun")  # noqa: ASYNC240
@@ -103,7 +112,8 @@ judge = Judge()
 
 
 async def environment(task: Task, session: Session) -> Outcome:
-    return Outcome(1.0, {"has_worker_key": "ASYNCRL_WORKER_KEY" in os.environ})
+    is_hidden = ctypes.CDLL(None).prctl(3, 0, 0, 0, 0) == 0  # PR_GET_DUMPABLE: others of this user do not read it in /proc
+    return Outcome(1.0, {"has_worker_key": "ASYNCRL_WORKER_KEY" in os.environ, "is_hidden": is_hidden})
 
 
 async def hangs_in_thread(task: Task, session: Session, *, mark: str = "") -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 from collections.abc import Awaitable, Callable
@@ -32,7 +33,7 @@ BODIES = {
     "million tokens": chat("1 " * 10**6),
     "too large a body": chat("x" * 2**23),
 }
-WAYS = (*BODIES, "floods", "calls after its end", "never ends")
+WAYS = (*BODIES, "floods", "calls after its end", "never ends", "swallows its cancellation")
 
 
 async def misbehaves(task: Task, session: Session, *, log: str) -> None:
@@ -50,6 +51,11 @@ async def _misbehave(way: str, session: Session, log: Path) -> None:
     if way == "never ends":
         _write(log, way, 0)
         await asyncio.Event().wait()
+    elif way == "swallows its cancellation":
+        _write(log, way, 0)
+        while True:
+            with contextlib.suppress(BaseException):
+                await asyncio.Event().wait()
     elif way == "calls after its end":
         task = asyncio.ensure_future(_call_until_the_end(way, session, log))
         _left_over.add(task)

@@ -23,6 +23,7 @@ RUN = [sys.executable, "-m", "asyncrl.cli", "run"]
 CONFIG: dict[str, Any] = {
     "seed": 7,
     "model": {
+        "dtype": "float32",
         "scratch": {
             "characters": "abcdefgh0123456789 ",
             "architecture": {

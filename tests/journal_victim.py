@@ -26,7 +26,7 @@ async def live(journal: Journal) -> None:
     """Groups by twos into batches, a few left running, a few failing; what ran before ends first."""
     state = await journal.read_resume(0)
     for record in state.running:
-        journal.group_ended_nowait(record.ticket.group_id, "handed_back", "restarted")
+        journal.group_ended_nowait(record.ticket.group_id, "handed_back", "restarted", requeued=1)
     ready = [int(ticket.group_id) for ticket, _ in state.ready]
     group_id, version = int(state.next_group_id), state.next_version
     while True:

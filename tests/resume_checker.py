@@ -12,6 +12,7 @@ import sqlite3
 import struct
 import tempfile
 import zlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,18 +37,23 @@ class Promise:
     num_groups: int
     group_size: int
     max_staleness: int
+    max_hand_backs: int = 3
     num_replayed: int = 0
     """Recorded prompts, which come before those of the task."""
 
 
 @dataclass(frozen=True)
 class JournalGroup:
-    """One row of `groups`, with its place in a batch and what is left of it: (sample, branch) -> (reward, tokens, oldest, digest)."""
+    """One row of `groups`, with its place in a batch and what is left of it: (sample, branch) -> (reward, tokens, oldest, digest).
+
+    `requeued`: how often its prompt has come back, if it comes again.
+    """
 
     group_id: int
     prompt_id: str
     start_version: int
     state: str
+    requeued: int | None
     version: int | None
     position: int | None
     branches: dict[tuple[int, int], tuple[float, int, int, str]]
@@ -106,7 +112,7 @@ def _read_groups(connection: sqlite3.Connection) -> tuple[JournalGroup, ...]:
     ):
         branches.setdefault(group_id, {})[index, branch] = (reward, count, oldest, _tokens_sha(blob, count))
     rows = connection.execute(
-        "SELECT groups.group_id, prompt_id, start_version, state, batch_groups.version, position FROM groups"
+        "SELECT groups.group_id, prompt_id, start_version, state, requeued, batch_groups.version, position FROM groups"
         " LEFT JOIN batch_groups ON batch_groups.group_id = groups.group_id ORDER BY groups.group_id"
     )
     return tuple(JournalGroup(*row, branches.get(row[0], {})) for row in rows)
@@ -173,12 +179,22 @@ def draw_of(prompt_id: str, promise: Promise) -> int:
 
 
 def _lost_prompts(evidence: Evidence, promise: Promise) -> list[str]:
-    """Draws are consecutive, in order, and each prompt lives once: a second group of it only after the first was handed back."""
+    """Draws are consecutive, in order, and each prompt lives once: a second group of it only after the first one's prompt came back."""
     found, newest, lives = [], -1, dict[str, JournalGroup]()
+    num_back = Counter[str]()
     for group in evidence.groups:
         earlier = lives.get(group.prompt_id)
-        if earlier is not None and earlier.state != "handed_back":
+        if earlier is not None and earlier.requeued is None:
             found.append(f"prompt {group.prompt_id}: group {group.group_id} was made though group {earlier.group_id} is {earlier.state}")
+        if group.requeued is not None:
+            before = num_back[group.prompt_id]
+            if group.state not in ("failed", "handed_back") or not before <= group.requeued <= min(before + 1, promise.max_hand_backs):
+                found.append(
+                    f"prompt {group.prompt_id} came back {group.requeued} times with group {group.group_id}, which is {group.state}"
+                )
+            num_back[group.prompt_id] = group.requeued
+        elif group.state in ("failed", "handed_back") and num_back[group.prompt_id] < promise.max_hand_backs:
+            found.append(f"prompt {group.prompt_id} is lost: group {group.group_id} is {group.state}")
         if earlier is None:
             draw = draw_of(group.prompt_id, promise)
             if draw != newest + 1:
@@ -211,18 +227,40 @@ def _batches(evidence: Evidence, promise: Promise) -> list[str]:
 
 
 def _order(evidence: Evidence, promise: Promise) -> list[str]:
-    """In a batch by admission; on-policy, batches are the prompts one after the other as they were drawn."""
+    """In a batch by admission; on-policy, batches are the prompts one after the other as they were drawn, but for those that came again."""
     found = []
     for version, groups in evidence.taken.items():
         if (ids := [group.group_id for group in groups]) != sorted(ids):
             found.append(f"batch {version} has its groups in the order {ids}")
     if promise.max_staleness == 0:
-        draws = [draw_of(group.prompt_id, promise) for version in sorted(evidence.taken) for group in evidence.taken[version]]
+        again = {group.prompt_id for group in evidence.groups if group.state == "failed" and group.requeued is not None}
+        taken = [group.prompt_id for version in sorted(evidence.taken) for group in evidence.taken[version]]
+        found += _returned(evidence)
+        draws = [draw_of(prompt_id, promise) for prompt_id in taken if prompt_id not in again]
         gone = {draw_of(group.prompt_id, promise) for group in evidence.groups if group.state in ("failed", "filtered")}
         expected = [draw for draw in range(len(draws) + len(gone)) if draw not in gone][: len(draws)]
         if draws != expected:
             first = next(number for number, (is_, due) in enumerate(zip(draws, expected, strict=True)) if is_ != due)
             found.append(f"consumed out of order: number {first} is draw {draws[first]} instead of {expected[first]}")
+    return found
+
+
+def _returned(evidence: Evidence) -> list[str]:
+    """On-policy, the prompt of a failed group comes again before any new one of the next version, never at its own."""
+    found = []
+    for failed in (group for group in evidence.groups if group.state == "failed" and group.requeued is not None):
+        later = [group for group in evidence.groups if group.group_id > failed.group_id]
+        again = next((group for group in later if group.prompt_id == failed.prompt_id), None)
+        seen = {group.prompt_id for group in evidence.groups if group.group_id <= failed.group_id}
+        newer = next((group for group in later if group.start_version > failed.start_version and group.prompt_id not in seen), None)
+        if again is not None and again.start_version <= failed.start_version:
+            found.append(
+                f"prompt {failed.prompt_id} of failed group {failed.group_id} came again at its version, as group {again.group_id}"
+            )
+        if newer is not None and (again is None or again.group_id > newer.group_id):
+            found.append(
+                f"prompt {failed.prompt_id} of failed group {failed.group_id} came again after the new one of group {newer.group_id}"
+            )
     return found
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import itertools
 import threading
 from typing import Any
 
@@ -31,6 +34,19 @@ class Hangs(Letters):
     def score(self, prompt: Prompt, completion: str) -> float:
         threading.Event().wait()
         return 0.0
+
+
+class JudgeThatNeverGivesUp(Letters):
+    """The tenth call asks its judge again for ever, whatever happens."""
+
+    _numbers = itertools.count(1)
+
+    async def score(self, prompt: Prompt, completion: str) -> float:  # type: ignore[override]
+        if next(self._numbers) == 10:
+            while True:
+                with contextlib.suppress(BaseException):
+                    await asyncio.Event().wait()
+        return super().score(prompt, completion)
 
 
 def no_number(prompt: Prompt, completion: str, answer: Any) -> Any:

@@ -76,8 +76,9 @@ class House:
         generator = SingleTurn(pool, FakeTokenizer(), scorer, run_seed=0, max_tokens=8, max_prompt_tokens=16, temperature=1.0)
         runner = RolloutRunner(generator, timeout_s=None, retries=0)
         producers = Producers(
-            buffer, FakeSource(), runner, spawn=tasks.create_task, group_size=2, capacity=8, max_failed_groups=3, journal=MemoryJournal()
-        )
+            buffer, FakeSource(), runner, spawn=tasks.create_task, group_size=2, capacity=8, max_failed_groups=3, max_hand_backs=3,
+            journal=MemoryJournal(),
+        )  # fmt: skip
         self.trainer_process = FakeTrainerProcess(self.worker)
         trainer = LivingTrainer(
             TrainerClient(self.worker), [self.trainer_process], SupervisionConfig(max_restarts=1), heartbeat_s=3.0,

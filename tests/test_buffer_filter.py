@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from buffer_groups import HandedBackLog, make_buffer, make_group
+from buffer_groups import HandedBackLog, make_buffer, make_group, wait_admit
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -74,7 +74,7 @@ def test_a_trainer_that_waited_for_a_filtered_straggler_goes_on_and_a_producer_s
         buffer.finish_nowait(make_group(newer, [1], [1], rewards=[0.0, 1.0]))
         async with asyncio.TaskGroup() as tasks:
             training = tasks.create_task(buffer.wait_batch(), name="trainer")
-            producing = tasks.create_task(buffer.wait_admit(), name="producer")
+            producing = tasks.create_task(wait_admit(buffer), name="producer")
             await all_blocked()
             assert not training.done(), "group 1 would be too old for the batch after this one"
             assert buffer.finish_nowait(make_group(1, [0], [0], rewards=[1.0, 1.0])) == "filtered"

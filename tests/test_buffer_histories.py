@@ -67,7 +67,7 @@ class BufferHistory(RuleBasedStateMachine):
     @rule(data=st.data())
     def fail(self, data: st.DataObject) -> None:
         group_id = data.draw(st.sampled_from(sorted(self.running)))
-        assert self.buffer.fail_nowait(group_id, "bad reward")
+        self.buffer.fail_nowait(group_id, "bad reward")
         del self.running[group_id]
         self.num_failed += 1
 
@@ -192,8 +192,6 @@ class BufferHistory(RuleBasedStateMachine):
                 del self.ready[group_id]
             else:
                 del self.running[group_id]
-                assert self.buffer.finish_nowait(make_group(group_id, [len(self.batches)])) == "stopped", "its producer may not know yet"
-                assert not self.buffer.fail_nowait(group_id, "cancelled")
         self.num_seen_log = len(self.log)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from buffer_groups import HandedBackLog, make_buffer, make_group
+from buffer_groups import HandedBackLog, make_buffer, make_group, wait_admit
 
 from asyncrl.buffer.buffer import Buffer
 from asyncrl.errors import RoomError, WouldWait
@@ -26,7 +26,7 @@ def test_a_producer_waits_until_a_newer_version_is_served() -> None:
         buffer = make_buffer(max_staleness=0)
         finish(buffer, *admit(buffer, 2))
         async with asyncio.TaskGroup() as tasks:
-            waiting = tasks.create_task(buffer.wait_admit(), name="producer")
+            waiting = tasks.create_task(wait_admit(buffer), name="producer")
             await buffer.wait_batch()
             await all_blocked()
             assert not waiting.done()
@@ -40,9 +40,9 @@ def test_a_failed_group_lets_exactly_one_waiting_producer_start() -> None:
     async def story() -> None:
         buffer = make_buffer(max_staleness=0)
         admit(buffer, 2)
-        waiting = [asyncio.create_task(buffer.wait_admit(), name=f"producer-{i}") for i in range(3)]
+        waiting = [asyncio.create_task(wait_admit(buffer), name=f"producer-{i}") for i in range(3)]
         await all_blocked()
-        assert buffer.fail_nowait(0, "bad reward")
+        buffer.fail_nowait(0, "bad reward")
         await all_blocked()
         assert [task.done() for task in waiting] == [True, False, False], "first come, first served"
         assert waiting[0].result().group_id == 2
@@ -87,7 +87,7 @@ def test_a_cancelled_producer_takes_no_ticket_with_it() -> None:
     async def story() -> None:
         buffer = make_buffer(max_staleness=0)
         admit(buffer, 2)
-        first, second = (asyncio.create_task(buffer.wait_admit(), name=name) for name in ("first", "second"))
+        first, second = (asyncio.create_task(wait_admit(buffer), name=name) for name in ("first", "second"))
         await all_blocked()
         buffer.fail_nowait(0, "bad reward")
         first.cancel()
@@ -160,7 +160,7 @@ def test_asking_for_more_batches_than_the_run_has_is_an_error_and_no_hang() -> N
     run_virtual(story())
 
 
-def test_a_dropped_group_is_stopped_and_what_its_producer_still_says_is_ignored() -> None:
+def test_a_dropped_group_is_handed_back_and_runs_no_more() -> None:
     log = HandedBackLog()
     buffer = make_buffer(on_overdue="drop", log=log)
     admit(buffer, 4)
@@ -170,8 +170,8 @@ def test_a_dropped_group_is_stopped_and_what_its_producer_still_says_is_ignored(
     finish(buffer, *admit(buffer, 2), version=1)
     buffer.take_nowait()
     assert log == [(2, False, "dropped"), (3, False, "dropped")]
-    assert buffer.finish_nowait(make_group(2, [0])) == "stopped"
-    assert buffer.fail_nowait(3, "cancelled") is False
+    with pytest.raises(RoomError, match="group 2"):
+        buffer.finish_nowait(make_group(2, [0]))
     assert buffer.stats().dropped == 2
     assert buffer.stats().hurried_batches == 1
 
@@ -242,7 +242,7 @@ def test_look_ahead_auto_grows_when_the_trainer_lacks_groups() -> None:
 
         async def producer(tasks: asyncio.TaskGroup) -> None:
             while True:
-                ticket = await buffer.wait_admit()
+                ticket = await wait_admit(buffer)
                 tasks.create_task(group(ticket.group_id, ticket.start_version), name=f"group {ticket.group_id}")
 
         async with asyncio.TaskGroup() as tasks:

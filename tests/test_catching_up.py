@@ -13,7 +13,7 @@ from journal_cases import make_batch, make_group, make_partial, make_rollout, op
 from asyncrl.buffer.buffer import Buffer
 from asyncrl.checkpoint.checkpoints import Checkpoints, Whole
 from asyncrl.config import BufferConfig, CheckpointConfig, SupervisionConfig
-from asyncrl.errors import CheckpointError, JournalError, TaskError, WouldWait
+from asyncrl.errors import CheckpointError, JournalError, TaskError, TrainerError, WouldWait
 from asyncrl.journal.inspect import events
 from asyncrl.journal.journal import Journal
 from asyncrl.running.catching_up import recover_trainer, restore
@@ -68,6 +68,9 @@ class Life:
             BufferConfig(max_staleness=1, look_ahead=1), num_groups=2, num_batches=num_batches, on_handed_back=lambda *_: None
         )
         self.steps: list[tuple[Batch, StepReport]] = []
+        self.returned: list[tuple[int, str, int]] = []
+        self.restored = 0
+        """How often it was told that nothing refuses any more: what the killed run reported may be cut from there on."""
 
     async def _never(self, version: int) -> None:
         raise AssertionError(f"the worker of this test does not die, so nobody goes back to {version}")
@@ -106,8 +109,13 @@ class Life:
         state = await self.journal.read_resume(version)
         return await restore(
             point, state, trainer=self.trainer, journal=self.journal, buffer=self.buffer, feed=self.feed,
-            on_step=lambda batch, report: self.steps.append((batch, report)),
+            returns=lambda version, prompt: self.returned.append((version, prompt.prompt_id, prompt.num_handed_back)),
+            on_restored=self._on_restored, on_step=lambda batch, report: self.steps.append((batch, report)),
         )  # fmt: skip
+
+    def _on_restored(self) -> None:
+        assert self.steps == [], "before the first step is told again"
+        self.restored += 1
 
 
 def weights_of(version: int) -> list[str]:
@@ -133,7 +141,7 @@ def make_whole(folder: Path, version: int, **controller: Any) -> Whole:
 
 
 async def leave_something_of_everything(life: Life) -> None:
-    """Four batches, the last one taken and not trained on; then g8 ready, g9 in the middle, g10 given back."""
+    """Four batches, the last one taken and not trained on; then g8 ready, g9 in the middle, g10 given back, g11 and g12 failed."""
     await life.run_steps(3)
     for ticket in [life.admit(), life.admit()]:
         life.finish(ticket)
@@ -145,7 +153,10 @@ async def leave_something_of_everything(life: Life) -> None:
     life.journal.segment_nowait(nine.group_id, 2, 1, 0, make_partial(5))
     prompt = life.feed.next_nowait()
     life.journal.admitted_nowait(Ticket(GroupId(10), 3), prompt)
-    life.journal.group_ended_nowait(GroupId(10), "handed_back", "dropped")
+    life.journal.group_ended_nowait(GroupId(10), "handed_back", "dropped", requeued=1)
+    for group_id, version in ((11, 3), (12, 4)):
+        life.journal.admitted_nowait(Ticket(GroupId(group_id), version), life.feed.next_nowait())
+        life.journal.group_ended_nowait(GroupId(group_id), "failed", "no reward", requeued=2)
 
 
 @pytest.mark.parametrize("version", [0, 2, 4])
@@ -155,6 +166,7 @@ def test_batches_are_trained_again_as_they_are_and_everything_else_is_where_it_w
         if version == 4:  # no checkpoint can be ahead of the journal: its batch was trained
             life.journal.trained_nowait(3, {})
         unfinished = await life.restore(whole, version)
+        assert life.restored == 1
         assert life.worker.weights == weights_of(4)
         assert life.client.policy_version == 4
         assert [batch.version for batch, _ in life.steps] == list(range(version, 4))
@@ -172,8 +184,10 @@ def test_batches_are_trained_again_as_they_are_and_everything_else_is_where_it_w
         assert dict(nine.partials) == {2: (1, make_partial(5))}
         stats = life.buffer.stats()
         assert (stats.next_batch, stats.ready, stats.running, stats.served) == (4, 1, 1, 4)
-        assert life.buffer.next_group_id == 11
-        assert [life.feed.next_nowait().prompt_id for _ in range(3)] == ["0/10", "0/11", "0/12"]
+        assert life.buffer.next_group_id == 13
+        prompts = [life.feed.next_nowait() for _ in range(3)]
+        assert [(prompt.prompt_id, prompt.num_handed_back) for prompt in prompts] == [("0/10", 1), ("0/11", 2), ("0/13", 0)]
+        assert life.returned == [(4, "0/12", 2)], "it failed at version 4, which goes on"
         assert life.buffer.finish_nowait(make_group(9, version=3)) == "ready"
         (eight, _) = life.buffer.take_nowait().groups
         assert same_group(eight, make_group(8, version=3))
@@ -268,6 +282,42 @@ def test_the_journal_is_told_from_where_the_weights_went_on(tmp_path: Path) -> N
     lives(tmp_path / "journal.sqlite", leave_something_of_everything, resumed)
 
 
+class RefusesState:
+    async def recover(self, *_: object) -> None:
+        raise TrainerError("trainer-0", "the state is of another model")
+
+
+@pytest.mark.parametrize("refusal", ["order", "task", "state", "tokens"])
+def test_a_resume_that_is_refused_has_told_nobody_and_the_next_one_finds_all_as_it_was(tmp_path: Path, refusal: str) -> None:
+    """What the killed run had reported (metrics.jsonl) is cut at on_restored, and the journal then knows of another start."""
+    whole = make_whole(tmp_path / "step_2", 2)
+
+    async def first(life: Life) -> None:
+        life.journal.order_nowait(life.feed.order)
+        await leave_something_of_everything(life)
+        if refusal == "tokens":
+            await life.journal.compact(4)
+
+    async def refused(life: Life) -> None:
+        if refusal == "order":
+            life.feed = make_feed(seed=1)
+        elif refusal == "task":
+            life.feed._num_prompts, life.feed._epoch = SIZE, lambda _: ([0], [0])
+        elif refusal == "state":
+            life.trainer = RefusesState()  # type: ignore[assignment]
+        with pytest.raises((TaskError, TrainerError, JournalError)):
+            await life.restore(whole, 2)
+        assert (life.restored, life.steps, life.worker.calls) == (0, [], [])
+        await life.journal.flush()
+        assert [event for event in events(life.journal.path) if event.what == "restored"] == []
+
+    async def resumed(life: Life) -> None:
+        unfinished = await life.restore(whole, 2)
+        assert (life.restored, len(life.steps), len(unfinished)) == (1, 2, 1)
+
+    lives(tmp_path / "journal.sqlite", first, refused, *([] if refusal == "tokens" else [resumed]))
+
+
 def test_a_run_with_another_task_is_refused(tmp_path: Path) -> None:
     async def resumed(life: Life) -> None:
         task = Questions()
@@ -307,7 +357,8 @@ def test_from_a_checkpoint_alone_what_was_out_comes_first_and_nothing_comes_twic
         await life.run_steps(3)
         life.finish(life.admit())
         life.admit()
-        controller.update(feed=life.feed.state(), out=["0/7", *life.buffer.prompts_ready()], next_group_id=life.buffer.next_group_id)
+        controller.update(feed=life.feed.state(), out={"0/7": 2, **{prompt.prompt_id: 0 for prompt in life.buffer.prompts_ready()}})
+        controller["next_group_id"] = life.buffer.next_group_id
 
     whole = make_whole(tmp_path / "step_3", 3, **controller)
 
@@ -334,21 +385,22 @@ def test_killed_again_before_the_new_journal_saw_a_group_the_prompts_are_still_t
     feed = make_feed()
     for _ in range(8):
         feed.next_nowait()
-    whole = make_whole(tmp_path / "step_3", 3, feed=feed.state(), out=["0/7", "0/2"], next_group_id=8)
+    whole = make_whole(tmp_path / "step_3", 3, feed=feed.state(), out={"0/7": 1, "0/2": 0}, next_group_id=8)
 
     async def resumed(life: Life) -> None:
         await life.restore(whole, 3)
         assert life.buffer.next_group_id == 8
-        assert [life.feed.next_nowait().prompt_id for _ in range(3)] == ["0/2", "0/7", "0/8"]
+        prompts = [life.feed.next_nowait() for _ in range(3)]
+        assert [(prompt.prompt_id, prompt.num_handed_back) for prompt in prompts] == [("0/2", 0), ("0/7", 1), ("0/8", 0)]
 
     lives(tmp_path / "new.sqlite", resumed, resumed, resumed)
 
 
 @pytest.mark.parametrize("spoil", ["feed", "out", "next_group_id", "value"])
 def test_a_checkpoint_that_does_not_say_where_the_run_stood_is_refused_with_a_way_out(tmp_path: Path, spoil: str) -> None:
-    controller: dict[str, Any] = {"feed": make_feed().state(), "out": [], "next_group_id": 0}
+    controller: dict[str, Any] = {"feed": make_feed().state(), "out": {}, "next_group_id": 0}
     if spoil == "value":
-        controller["out"] = ["0/5"]  # which was never drawn
+        controller["out"] = {"0/5": 0}  # which was never drawn
     else:
         del controller[spoil]
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from asyncrl.checkpoint.checkpoints import Checkpoints
+from asyncrl.checkpoint.checkpoints import Checkpoints, set_aside
 from asyncrl.checkpoint.manifest import check_manifest
 from asyncrl.config import CheckpointConfig
-from asyncrl.errors import CheckpointError
+from asyncrl.durable import sha256_of
+from asyncrl.errors import CheckpointDamaged, CheckpointError
 
 
 def make(run_dir: Path, *versions: int, **config: object) -> Checkpoints:
@@ -60,7 +64,78 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(tmp_path: Pat
     assert whole is not None
     assert whole.version == 10
     assert len(told) == 1
-    assert "step_2" in told[0]
+    assert "step_2" in told[0].why
+
+
+def damage(checkpoints: Checkpoints, version: int) -> None:
+    weights = checkpoints.root / f"step_{version}" / "trainer" / "weights"
+    weights.write_bytes(bytes(len(weights.read_bytes())))
+
+
+def test_a_damaged_checkpoint_is_set_aside_and_counts_no_more(tmp_path: Path) -> None:
+    """Else the next one would prune the last that is whole, and the journal forget the batches since."""
+    checkpoints = make(tmp_path, 10, 20, keep_last=2)
+    damage(checkpoints, 20)
+    whole, passed_over = checkpoints.newest_whole()
+    assert whole is not None
+    assert whole.version == 10
+    assert checkpoints.versions() == [10, 20], "a start that is refused after that has changed nothing"
+    (told,) = set_aside(passed_over)
+    assert "it lies in damaged_step_20 now" in told
+    assert (checkpoints.versions(), checkpoints.oldest_version()) == ([10], 0)
+    write(checkpoints, 30)
+    assert (checkpoints.versions(), checkpoints.oldest_version()) == ([10, 30], 10)
+    damage(checkpoints, 30)
+    whole, passed_over = checkpoints.newest_whole()
+    assert whole is not None
+    assert whole.version == 10
+    set_aside(passed_over)
+    write(checkpoints, 20)
+    assert sorted(path.name for path in checkpoints.root.iterdir()) == ["damaged_step_20", "damaged_step_30", "step_10", "step_20"]
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EIO, errno.EACCES, errno.ESTALE])
+@pytest.mark.parametrize("what", ["manifest.json", "weights", "controller.json", "checkpoints"])
+def test_one_that_cannot_be_read_may_be_whole_so_it_is_refused_and_keeps_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, what: str
+) -> None:
+    checkpoints = make(tmp_path, 10, 20)
+
+    def fails(path: Path | str) -> None:
+        if Path(path).name == what and (what == "checkpoints" or "step_20" in str(path)):
+            raise OSError(number, os.strerror(number))
+
+    def before(call: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda path, *args, **named: (fails(path), call(path, *args, **named))[1]
+
+    with monkeypatch.context() as broken:
+        broken.setattr("asyncrl.checkpoint.manifest.sha256_of", before(sha256_of))
+        broken.setattr("pathlib.Path.read_text", before(Path.read_text))
+        broken.setattr("pathlib.Path.iterdir", before(Path.iterdir))
+        with pytest.raises(CheckpointError, match=f"cannot be read: .*{os.strerror(number)}") as caught:
+            checkpoints.newest_whole()
+    assert not isinstance(caught.value, CheckpointDamaged)
+    assert "limit of open files" in caught.value.way_out
+    whole, passed_over = checkpoints.newest_whole()
+    assert (whole and whole.version, passed_over) == (20, [])
+
+
+def test_one_of_a_newer_asyncrl_is_refused_and_not_set_aside(tmp_path: Path) -> None:
+    checkpoints = make(tmp_path, 10, 20)
+    (checkpoints.root / "step_20" / "manifest.json").write_text(json.dumps({"format": 2, "steps": [], "sums": "elsewhere"}))
+    with pytest.raises(CheckpointError, match="step_20 has format 2, this version of asyncrl reads 1") as caught:
+        checkpoints.newest_whole()
+    assert not isinstance(caught.value, CheckpointDamaged)
+    assert "a newer one" in caught.value.way_out
+
+
+def test_a_checkpoint_that_was_being_replaced_when_the_run_was_killed_is_there(tmp_path: Path) -> None:
+    checkpoints = make(tmp_path, 10)
+    (checkpoints.root / "step_10").rename(checkpoints.root / ".step_10.old")
+    checkpoints.begin()
+    whole, told = checkpoints.newest_whole()
+    assert whole is not None
+    assert (whole.version, told, [path.name for path in checkpoints.root.iterdir()]) == (10, [], ["step_10"])
 
 
 def test_what_a_killed_run_left_half_done_is_removed_and_never_taken(tmp_path: Path) -> None:
@@ -71,6 +146,21 @@ def test_what_a_killed_run_left_half_done_is_removed_and_never_taken(tmp_path: P
     assert whole is not None
     assert (whole.version, told) == (10, [])
     assert not half.folder.exists()
+
+
+def test_what_says_what_was_done_is_on_disk_before_the_checkpoint_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[str] = []
+
+    def sync(path: Path) -> None:
+        synced.append(path.name)
+        assert (tmp_path / "checkpoints" / "step_10").exists() == (path.name == "checkpoints")
+
+    monkeypatch.setattr("asyncrl.checkpoint.checkpoints.sync", sync)
+    monkeypatch.setattr("asyncrl.durable.sync", lambda path: sync(path) if path.name == "checkpoints" else None)
+    (tmp_path / "trained.jsonl").touch()
+    (tmp_path / "metrics.jsonl").touch()
+    make(tmp_path, 10)
+    assert synced == ["trained.jsonl", "metrics.jsonl", "eval.jsonl", tmp_path.name, "checkpoints"]
 
 
 def test_without_any_whole_one_there_is_none(tmp_path: Path) -> None:

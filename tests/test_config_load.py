@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config import load_config, run_config_yaml
-from asyncrl.config.load import all_keys
+from asyncrl.config.load import OTHER_NAMES, all_keys
 from asyncrl.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent
@@ -40,6 +40,19 @@ def test_none_is_the_off_word_in_the_file_too_and_a_word_where_it_is_a_choice(go
     assert config.observe.console == "none"
     assert load_config(good, ["observe.console=none", "task.system_prompt=none"]) == config
     assert load_config(good, ["task.args.limit=none"]).task.args == {"limit": None}
+
+
+def test_broken_yaml_is_named_by_its_file_or_its_key(good: Path) -> None:
+    with pytest.raises(ConfigError, match=r'in "task.args", line 1'):
+        load_config(good, ["task.args={a: 1"])
+    good.write_text(GOOD + "rollout: {timeout_s: [}\n")
+    with pytest.raises(ConfigError, match=f'in "{good}", line 5'):
+        load_config(good)
+
+
+def test_one_text_where_a_list_belongs_is_refused_with_what_to_write(good: Path) -> None:
+    with pytest.raises(ConfigError, match=r"task.files=mine.jsonl in .* is one text, and .* a list: write task.files=\[mine.jsonl\]"):
+        load_config(good, ["task.files=mine.jsonl"])
 
 
 def test_a_section_that_stands_twice_is_refused_and_not_half_forgotten(good: Path) -> None:
@@ -104,6 +117,12 @@ def test_a_config_is_frozen(good: Path) -> None:
         load_config(good).trainer.num_groups = 5  # type: ignore[misc]
 
 
+def test_what_other_frameworks_call_a_key_is_no_key_here_and_stands_for_one() -> None:
+    keys = {*all_keys(), "--run-dir"}
+    assert [right for right in OTHER_NAMES.values() if right not in keys] == []
+    assert not set(OTHER_NAMES) & {key.rpartition(".")[2] for key in keys}
+
+
 @pytest.mark.parametrize(
     ("override", "wrong", "right"),
     [
@@ -111,6 +130,13 @@ def test_a_config_is_frozen(good: Path) -> None:
         ("trainer.lr_rate=1", "trainer.lr_rate", "trainer."),
         ("group_size=4", "group_size", "rollout.group_size"),
         ("bufer.max_staleness=1", "bufer", "buffer"),
+        ("trainer.lr=1", "trainer.lr", "trainer.learning_rate"),
+        ("lr=1", "lr", "trainer.learning_rate"),
+        ("trainer.batch_size=8", "trainer.batch_size", "trainer.num_groups"),
+        ("rollout.max_new_tokens=8", "rollout.max_new_tokens", "rollout.max_tokens"),
+        ("trainer.output_dir=x", "trainer.output_dir", "--run-dir"),
+        ("trainer.mini_batch_size=2", "trainer.mini_batch_size", "trainer.mini_batches (how many parts a batch is cut into, and no size)"),
+        ("trainer.max_staleness=2", "trainer.max_staleness", "buffer.max_staleness"),
     ],
 )
 def test_a_misspelt_key_is_named_with_the_closest_right_one(good: Path, override: str, wrong: str, right: str) -> None:
@@ -121,6 +147,14 @@ def test_a_misspelt_key_is_named_with_the_closest_right_one(good: Path, override
     if wrong != "trainer.lr_rate":
         assert f"did you mean {right}?" in message
     assert "Way out:" in message
+
+
+@pytest.mark.parametrize("override", ["eval.steps=5", "checkpoint.steps=5", "rollout.batch_size=8", "rollout.lr=1"])
+def test_a_setting_of_another_section_with_another_meaning_is_not_proposed(good: Path, override: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(good, [override, "eval.task.python=a:b"])
+    assert "is not a known key" in str(caught.value)
+    assert "did you mean" not in str(caught.value)
 
 
 def test_all_problems_are_told_at_once(good: Path) -> None:

@@ -127,7 +127,7 @@ def test_servers_elsewhere_get_weights_over_a_shared_disk(path: Path) -> None:
 
 
 def free(config: RunConfig, *keys: str) -> list[bool]:
-    return [_is_free(key, config) for key in keys]
+    return [_is_free(key, config, Path("no-run")) for key in keys]
 
 
 def test_where_servers_are_and_how_a_push_is_checked_may_change_when_a_run_goes_on(path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
+from random import Random
 
 import pytest
 from hypothesis import given
@@ -278,3 +280,101 @@ def test_least_loaded_servers_come_first_and_the_pool_says_its_load() -> None:
             assert {request.request_id.split("/")[0] for request in fake.requests} == {f"g{index}"}
 
     run_virtual(story())
+
+
+@pytest.mark.parametrize("num_engines", [1, 2, 4])
+def test_each_turn_of_a_conversation_reaches_the_engine_of_the_one_before(num_engines: int) -> None:
+    num_agents, num_turns = 16, 8
+
+    async def story() -> None:
+        fakes = [FakeEngineServer(f"engine-{index}", slots=num_agents, decode_s=DECODE_S) for index in range(num_engines)]
+        pool = make_pool(fakes)
+
+        async def agent(number: int) -> list[VersionSpan]:
+            tools, spans = Random(number), list[VersionSpan]()
+            for turn in range(num_turns):
+                await asyncio.sleep(tools.expovariate(1.0))
+                request = make_request(f"g{number}/t{turn}", seed=number * num_turns + turn, route_key=f"g{number}/r0")
+                completion = await pool.generate(replace(request, after=spans[-1] if spans else None))
+                spans.append(completion.version_spans[-1])
+            return spans
+
+        conversations = await asyncio.gather(*(agent(number) for number in range(num_agents)))
+        assert all(len({span.engine for span in spans}) == 1 for spans in conversations)
+        assert {spans[0].engine for spans in conversations} == set(range(num_engines)), "the least loaded takes a new conversation"
+        assert "0 keys" in repr(pool._router), "nothing is left of them"
+
+    run_virtual(story())
+
+
+def test_new_weights_empty_the_cache_that_a_conversation_had_and_the_least_loaded_engine_takes_it() -> None:
+    async def story() -> None:
+        fakes = [FakeEngineServer(f"engine-{index}", slots=4, decode_s=DECODE_S) for index in range(2)]
+        pool = make_pool(fakes)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(pool.generate(make_request("busy", max_tokens=100)))
+            await all_blocked()
+            assert fakes[0].num_running == 1
+            turn = replace(make_request("turn"), after=VersionSpan(0, 1, version=0, engine=0))
+            assert (await pool.generate(turn)).version_spans[0].engine == 0, "its cache counts for more than the load"
+            await publish(pool, 1, "w1")
+            assert (await pool.generate(turn)).version_spans[0].engine == 1
+
+    run_virtual(story())
+
+
+@pytest.mark.parametrize("interrupt", ["keep", "wait"])
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_what_queues_at_a_server_goes_to_one_that_comes_back_and_what_runs_there_stays(interrupt: Interrupt, is_streamed: bool) -> None:
+    async def story() -> None:
+        fakes = [FakeEngineServer(f"engine-{index}", slots=3, decode_s=0.1) for index in range(3)]
+        pool = make_pool(fakes)
+        requests = [make_request(f"r{index}", max_tokens=100, seed=index, route_key=f"g{index // 4}") for index in range(8)]
+        pool.down_nowait("engine-1")
+        pool.down_nowait("engine-2")
+        told: list[int] = []
+        running = [asyncio.ensure_future(pool.generate(request, on_tokens=told.extend if is_streamed else None)) for request in requests]
+        await asyncio.sleep(1.05)
+        pushing = asyncio.ensure_future(publish(pool, 1, "w0", interrupt))  # `wait` grants none of those that queue a slot
+        await all_blocked()
+        pool.up_nowait("engine-1")
+        await pool.balance()
+        await all_blocked()
+        assert [fake.num_running for fake in fakes] == [3, 3, 0]
+        assert [request.request_id for request in fakes[1].requests] == ["r5", "r6", "r7"], "the newest"
+        assert pool.stats().load == {"engine-0": 5, "engine-1": 3, "engine-2": 0}
+        pool.up_nowait("engine-2")
+        await pool.balance()
+        await pool.balance()
+        await all_blocked()
+        assert [fake.num_running for fake in fakes] == [3, 3, 2]
+        for request, task in zip(requests, running, strict=True):
+            completion = await task
+            check_whole(request, completion)
+            assert completion.token_ids == (await uninterrupted(request)).token_ids
+        await pushing
+        assert [len(fake.requests) for fake in fakes] == [8, 3, 2], "nothing that ran was ended for it"
+        assert sum(fake.tokens_generated for fake in fakes) == 800, "and nothing was sampled twice"
+        assert not any(pool._sent), "nothing is kept of what is over"
+
+    run_virtual(story())
+
+
+def test_a_server_that_gives_no_answer_does_not_hold_up_the_balance() -> None:
+    async def story() -> float:
+        fakes = [FakeEngineServer(f"engine-{index}", slots=1) for index in range(2)]
+        pool = make_pool(fakes)
+        pool.down_nowait("engine-1")
+        running = [asyncio.ensure_future(pool.generate(make_request(f"r{index}"))) for index in range(2)]
+        await all_blocked()
+        fakes[0].freeze()
+        pool.up_nowait("engine-1")
+        started_s = asyncio.get_running_loop().time()
+        await pool.balance()
+        for task in running:
+            task.cancel()
+        took_s = asyncio.get_running_loop().time() - started_s
+        await asyncio.wait(running)
+        return took_s
+
+    assert run_virtual(story()) == 2.0, "abort_timeout_s"

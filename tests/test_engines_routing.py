@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from random import Random
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -35,31 +36,79 @@ def test_a_group_leaves_a_server_that_is_down_and_nothing_goes_there_until_it_is
         assert [requests.enter_context(router.take("")) for _ in range(2)] == [0, 0]
 
 
-def test_a_key_is_forgotten_with_its_last_request() -> None:
-    router = Router(2, slots=2)
+def test_a_key_is_forgotten_with_its_last_request_in_flight_and_a_later_turn_says_itself_where_the_one_before_was() -> None:
+    router = Router(3, slots=2)
     with router.take("a"), router.take("a"):
         pass
-    with router.take("other"):
-        with router.take("a") as index:
-            assert index == 1, "the key is unknown again, so the least loaded server takes it"
-    assert repr(router) == "<Router load [0, 0] of 2, 0 keys>"
+    assert repr(router) == "<Router load [0, 0, 0] of 2, 0 keys>"
+    with ExitStack() as requests:
+        taken = [requests.enter_context(router.take(key, near=2)) for key in ("a", "b", "c")]
+        assert taken == [2, 2, 0], "where the turn before was, until that server is full"
+        router.up.discard(1)
+        assert requests.enter_context(router.take("d", near=1)) == 0, "it is down"
 
 
-@given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=60), st.integers(1, 4), st.integers(1, 4))
-def test_a_request_queues_only_when_no_server_has_a_free_slot(steps: list[tuple[int, bool]], num_servers: int, slots: int) -> None:
+def test_a_request_moves_only_from_a_server_beyond_its_slots_to_one_with_a_free_slot() -> None:
+    router = Router(2, slots=2)
+    router.up.discard(1)
+    with ExitStack() as requests:
+        for _ in range(3):
+            requests.enter_context(router.take(""))
+        assert not router.has_to_move(0), "there is nowhere to go"
+        router.up.add(1)
+        assert router.has_to_move(0)
+        requests.enter_context(router.take(""))
+        requests.enter_context(router.take(""))
+        assert router.load == [3, 2]
+        assert not router.has_to_move(0), "it would queue there as well"
+        router.up.discard(0)
+        assert router.has_to_move(0)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["take", "take", "leave", "down", "up"]), st.integers(0, 3)), max_size=60),
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.randoms(use_true_random=False),
+)
+def test_a_request_queues_only_when_no_server_has_a_free_slot(
+    steps: list[tuple[str, int]], num_servers: int, slots: int, random: Random
+) -> None:
     router = Router(num_servers, slots)
-    open_requests: list[ExitStack] = []
-    for key, is_leaving in steps:
-        if is_leaving and open_requests:
-            open_requests.pop(key % len(open_requests)).close()
-            continue
-        had_room = min(router.load) < slots
+    open_requests: list[tuple[ExitStack, str, int]] = []
+
+    def take(key: str) -> None:
+        had_room = min(router.load[index] for index in router.up) < slots
         stack = ExitStack()
-        index = stack.enter_context(router.take(f"{key}" if key else ""))
+        index = stack.enter_context(router.take(key))
+        assert index in router.up
         assert router.load[index] <= slots or not had_room
-        open_requests.append(stack)
+        open_requests.append((stack, key, index))
         assert sum(router.load) == len(open_requests)
-    for stack in open_requests:
+
+    for what, number in steps:
+        if what == "take":
+            take(f"{number}" if number else "")
+        elif what == "leave" and open_requests:
+            open_requests.pop(number % len(open_requests))[0].close()
+        elif what == "down" and len(router.up) > 1:
+            router.up.discard(number % num_servers)
+        elif what == "up":
+            router.up.add(number % num_servers)
+        if not router.up:
+            router.up.add(0)
+    num_moves = 0
+    for entry in random.sample(open_requests, len(open_requests)):  # a publish interrupts every segment, in any order
+        if router.has_to_move(entry[2]):
+            open_requests.remove(entry)
+            entry[0].close()
+            take(entry[1])
+            num_moves += 1
+    loads = [router.load[index] for index in router.up]
+    assert max(loads) <= slots or min(loads) >= slots, "nothing queues beside a free slot"
+    assert not any(router.has_to_move(index) for _, _, index in open_requests), "and nothing moves twice"
+    assert num_moves <= len(open_requests)
+    for stack, _, _ in open_requests:
         stack.close()
     assert not any(router.load)
     assert "0 keys" in repr(router)

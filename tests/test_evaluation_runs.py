@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from asyncrl.calling import shortage
 from asyncrl.engines import EnginePool, EngineServer
 from asyncrl.errors import RoomError
 from asyncrl.evaluation import EvalResult, Evaluation, Evaluator, FileHold, Schedule
@@ -17,6 +19,7 @@ from asyncrl.publisher import Publisher
 from asyncrl.testing.fakes import FakeEngineServer, FakeScorer, FakeTokenizer, FakeTrainer
 from asyncrl.testing.virtual_time import run_virtual
 from asyncrl.types import Batch, Prompt, WeightManifest
+from asyncrl.wire import PrepareRequest, PrepareResponse
 
 KEPT_EXPORTS = 2
 """As the trainer worker does: an older file is gone."""
@@ -52,6 +55,7 @@ class House:
         decode_s: float = 0.01,
         timeout_s: float = 60.0,
         train_s: float = 1.0,
+        evaluated: int | None = None,
     ) -> None:
         self.last = last
         self.trainer = FakeTrainer(train_s=train_s)
@@ -69,7 +73,7 @@ class House:
             samples=2, slots=4, temperature=1.0, max_tokens=10, max_prompt_tokens=10, seed_of=lambda name, index: index,
         )  # fmt: skip
         self.evaluation = Evaluation(
-            evaluator, target, Schedule(every=every, last=last, at_start=at_start), self.hold,
+            evaluator, target, Schedule(every=every, last=last, at_start=at_start, evaluated=evaluated), self.hold,
             timeout_s=timeout_s, on_result=self.results.append, on_trouble=self.troubles.append,
         )  # fmt: skip
         self.publisher = Publisher(
@@ -207,6 +211,23 @@ def test_an_evaluation_past_its_limit_is_abandoned_told_and_the_next_one_is_trie
     run_virtual(story())
 
 
+def test_an_evaluation_that_this_machine_has_no_connection_for_is_abandoned_and_the_next_one_is_tried() -> None:
+    house = House(every=3, last=6, at_start=False)
+    prepare = house.eval_engine._prepare
+
+    async def short(body: PrepareRequest) -> PrepareResponse:
+        if body.version == 3:
+            raise shortage("engine-eval", errno.EMFILE)
+        return await prepare(body)
+
+    house.eval_engine._prepare = short  # type: ignore[method-assign,assignment]
+    run_virtual(house.live())
+    assert [result.version for result in house.results] == [6]
+    (told,) = house.troubles
+    assert "the evaluation of policy_version 3 is given up: " in told
+    assert "raise the limit of open files" in told
+
+
 def test_weights_that_arrive_changed_are_not_evaluated() -> None:
     async def story() -> None:
         house = House(at_start=False)
@@ -225,6 +246,15 @@ def test_the_last_version_alone_is_evaluated_where_no_multiple_is_reached() -> N
         house = House(every=100, at_start=False, last=2)
         await house.live()
         assert house.versions == [2]
+
+    run_virtual(story())
+
+
+def test_the_last_version_is_not_evaluated_again_by_a_run_that_was_killed_after_it() -> None:
+    async def story() -> None:
+        house = House(every=100, at_start=False, last=2, evaluated=2)
+        await house.live()
+        assert house.versions == []
 
     run_virtual(story())
 

@@ -13,16 +13,17 @@ from typer.testing import CliRunner
 
 from asyncrl.cli import app
 from asyncrl.config import EvalConfig, load_config
-from asyncrl.errors import ConfigError, TaskError
+from asyncrl.errors import ConfigError
 from asyncrl.evaluation import EvalResult
 from asyncrl.evaluation.result import Sample
 from asyncrl.observe.plot import write_reward_plot
 from asyncrl.observe.read import render_status
+from asyncrl.observe.run_numbers import Steps
 from asyncrl.observe.text import evaluation_text
 from asyncrl.placement.plan import make_plan, trainer_threads
 from asyncrl.running.reporting import Reporter
 from asyncrl.tasks.build import build_task
-from asyncrl.tasks.held_out import check_eval_task, read_eval_task
+from asyncrl.tasks.held_out import look_at_eval_task, read_eval_task
 
 LETTERS = {"python": "asyncrl.tasks.letters:Letters", "size": 20}
 
@@ -54,7 +55,7 @@ def test_an_evaluation_is_written_shown_and_warned_of(tmp_path: Path, capsys: py
 
 
 def test_the_plot_shows_evaluations_at_their_versions(tmp_path: Path) -> None:
-    steps = [{"step": n, "time_s": float(n), "reward/mean": n / 9} for n in range(9)]
+    steps = Steps({"step": n, "time_s": float(n), "reward/mean": n / 9} for n in range(9))
     plain = write_reward_plot(tmp_path, steps, title="t").read_bytes()
     lines = [{"policy_version": 4, "time_s": 5.0, "eval/seconds": 0.5, "eval/reward_mean": 0.4}, {"policy_version": 8}]
     assert write_reward_plot(tmp_path, steps, title="t", evaluations=lines).read_bytes() != plain
@@ -77,18 +78,18 @@ def test_the_eval_prompts_are_the_first_ones_in_order_and_not_those_of_training(
 
 
 def test_more_prompts_than_the_task_has_are_refused_with_the_number_to_write() -> None:
-    for read in (read_eval_task, check_eval_task):
+    for read in (read_eval_task, look_at_eval_task):
         with pytest.raises(ConfigError, match=r"in the section eval, num_prompts=21 is above the 20 prompts") as caught:
             read(eval_config(num_prompts=21))
         assert "eval.num_prompts=20" in caught.value.way_out
     with pytest.raises(ConfigError, match="above the 20 prompts"):
-        check_eval_task(eval_config(task={"reasoning_gym": "leg_counting", "size": 20}, num_prompts=21))
+        look_at_eval_task(eval_config(task={"reasoning_gym": "leg_counting", "size": 20}, num_prompts=21))
 
 
 def test_errors_of_the_eval_task_say_that_they_are_not_those_of_the_task() -> None:
     with pytest.raises(ConfigError, match=r"in the section eval, task.python=nowhere:Task: there is no module nowhere"):
-        check_eval_task(eval_config(task={"python": "nowhere:Task"}))
-    with pytest.raises(TaskError, match="eval: tasks: task.files"):
+        look_at_eval_task(eval_config(task={"python": "nowhere:Task"}))
+    with pytest.raises(ConfigError, match="in the section eval, task.files: /nowhere.jsonl is not a file"):
         read_eval_task(eval_config(task={"files": ["/nowhere.jsonl"], "reward": "math"}))
 
 

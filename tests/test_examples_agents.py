@@ -71,7 +71,7 @@ def calculate(task: Task, *answers: Any) -> tuple[Outcome, ScriptedSession]:
     return run_agent("examples.calculator:run", task, *answers)
 
 
-SUM = Task("p", ({"role": "user", "content": "3+4"},), {"expression": "3+4", "value": "7"})
+SUM = Task("p", ({"role": "user", "content": "3+4"},), answer={"expression": "3+4", "value": "7"})
 
 
 def test_the_calculator_agent_rewards_a_call_an_expression_and_an_answer() -> None:
@@ -102,7 +102,7 @@ def test_the_calculator_survives_whatever_a_model_writes(text: str) -> None:
 
 
 def test_the_lookup_agent_rewards_a_call_the_right_name_and_the_right_room() -> None:
-    task = Task("p", ({"role": "user", "content": "b"},), {"name": "b", "room": "4"})
+    task = Task("p", ({"role": "user", "content": "b"},), answer={"name": "b", "room": "4"})
     best, session = run_agent("examples.lookup:run", task, said(None, ("directory", {"name": "b"})), said("4"))
     assert best.reward == pytest.approx(1.0)
     assert session.asked[1]["messages"][-1]["content"] == "4", "what the directory said"
@@ -117,7 +117,7 @@ def test_the_lookup_agents_own_tool_format_reads_its_calls() -> None:
     assert own.parse("b1").tool_calls == ()
 
 
-QUESTION = Task("p", ({"role": "user", "content": "What is the deepest lake on Earth?"},), ["Lake Baikal", "Baikal"])
+QUESTION = Task("p", ({"role": "user", "content": "What is the deepest lake on Earth?"},), answer=["Lake Baikal", "Baikal"])
 
 
 def search(*answers: Any, **args: Any) -> tuple[Outcome, ScriptedSession]:
@@ -214,5 +214,7 @@ def test_the_agents_configs_load_and_their_prompts_fit(name: str) -> None:
     assert (ROOT / (config.model.chat_template or "examples/hermes.jinja")).exists()
     if config.generator.python is not None:
         build_harness(HarnessSpec(python=config.generator.python, args=config.generator.args))
+        code = (ROOT / config.generator.python.partition(":")[0].replace(".", "/")).with_suffix(".py").read_text(encoding="utf-8")
+        assert config.generator.give_answer == ("task.answer" in code), "an agent is given what it reads, and no more"
     else:
         assert all(os.access(ROOT / part, os.X_OK) for part in config.generator.command or [])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import shlex
+from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -13,14 +15,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from job_runs import write_config
+from typer.testing import CliRunner
 
+from asyncrl import job
 from asyncrl.checkpoint.checkpoints import Checkpoints
+from asyncrl.cli import app
 from asyncrl.config import RunConfig, load_config, run_config_yaml
 from asyncrl.durable import write_whole
 from asyncrl.errors import ConfigError
 from asyncrl.journal.journal import Journal
+from asyncrl.observe.run_numbers import Steps
 from asyncrl.observe.verdict import judge
-from asyncrl.running.resume import FREE_KEYS, FREE_SECTIONS, _flat, as_resume_mode, changed_keys, find_resume
+from asyncrl.running.resume import FREE_KEYS, FREE_SECTIONS, ResumeMode, _flat, as_resume_mode, changed_keys, find_resume
 from asyncrl.types import GroupId, Prompt, Ticket
 
 
@@ -93,6 +99,16 @@ def test_a_directory_with_a_run_is_gone_on_with_or_refused(run_dir: Path, tmp_pa
     assert "--run-dir" in caught.value.way_out
 
 
+@pytest.mark.parametrize("mode", ["auto", "never", "must"])
+def test_a_run_whose_config_was_deleted_is_not_taken_for_a_new_one(run_dir: Path, tmp_path: Path, mode: str) -> None:
+    (run_dir / "config.yaml").rename(tmp_path / "config.yaml")
+    with pytest.raises(ConfigError, match=r"holds a run without its config\.yaml") as caught:
+        find_resume(run_dir, make_config(tmp_path / "now"), as_resume_mode(mode))
+    assert "put back" in caught.value.way_out
+    (tmp_path / "config.yaml").rename(run_dir / "config.yaml")
+    assert find_resume(run_dir, make_config(tmp_path / "now"), "auto") is not None
+
+
 def test_a_mode_that_is_not_known_is_refused() -> None:
     with pytest.raises(ConfigError, match="--resume always is not known; it is auto, never or must"):
         as_resume_mode("always")
@@ -112,23 +128,37 @@ def test_the_newest_whole_checkpoint_is_taken_and_a_damaged_one_is_named(run_dir
     assert (point.version, point.checkpoint.controller) == (50, {"num_drawn": 50})
     (told,) = point.told
     assert "step_100" in told
+    assert [found.folder.name for found in point.damaged] == ["step_100"]
+    assert (run_dir / "checkpoints" / "step_100").exists(), "set aside once the run goes on"
 
 
 def finish(run_dir: Path, config: RunConfig, state: str) -> None:
     """summary.json as the reporter writes it."""
     metrics = dict.fromkeys(("step", "reward/mean", "tokens/trained", "tokens/sampled", "perf/wait_stragglers_s", "rollout/dropped"), 0.0)
     steps = [{**metrics, "step": float(step), "time_s": 1.0 + step} for step in range(config.trainer.num_steps)]
-    (run_dir / "summary.json").write_text(json.dumps({"state": state, "why": ""} | judge(steps, config).as_dict()))
+    (run_dir / "summary.json").write_text(json.dumps({"state": state, "why": ""} | judge(Steps(steps), config).as_dict()))
 
 
-def test_a_run_that_is_done_is_not_gone_on_with_unless_it_gets_more_steps(run_dir: Path, tmp_path: Path) -> None:
-    config = make_config(tmp_path / "now")
+@pytest.mark.parametrize("schedule", ["constant", "linear"])
+def test_a_run_that_is_done_is_gone_on_with_by_the_command_that_it_says(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, schedule: str
+) -> None:
+    config = make_config(tmp_path / "now", trainer={"schedule": schedule})
+    (run_dir / "config.yaml").write_text(run_config_yaml(config))
     finish(run_dir, config, "done")
     with pytest.raises(ConfigError, match="is done; there is nothing to go on with") as caught:
         find_resume(run_dir, config, "auto")
-    assert "larger trainer.num_steps" in caught.value.way_out
-    longer = make_config(tmp_path / "longer", trainer={"num_steps": config.trainer.num_steps + 1})
-    assert find_resume(run_dir, longer, "auto") is not None
+
+    def only_looks(config: RunConfig, run_dir: Path, *, name: str, resume: ResumeMode, allow_change: Sequence[str]) -> int:
+        assert find_resume(run_dir, config, resume, allow_change) is not None
+        assert config.trainer.num_steps == 24
+        return 0
+
+    monkeypatch.setattr(job, "run_job", only_looks)
+    program, *arguments = shlex.split(caught.value.way_out.split("`")[1])
+    assert program == "asyncrl"
+    answer = CliRunner().invoke(app, arguments)
+    assert (answer.exit_code, answer.exception) == (0, None), answer.output
 
 
 @pytest.mark.parametrize("state", ["interrupted", "failed"])
@@ -233,6 +263,18 @@ def test_with_a_schedule_that_ends_the_number_of_steps_is_part_of_every_learning
     longer = make_config(tmp_path / "now", trainer={"schedule": "linear", "num_steps": 20})
     with pytest.raises(ConfigError, match="trainer.num_steps: 12 -> 20"):
         find_resume(run_dir, longer, "auto")
+
+
+def test_model_path_is_a_place_only_while_it_is_known_what_lay_there(tmp_path: Path) -> None:
+    before, now = (make_config(tmp_path / name, model={"path": f"some/{name}", "scratch": None}) for name in ("before", "now"))
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "config.yaml").write_text(run_config_yaml(before))
+    asyncio.run(admit_one(run_dir))
+    with pytest.raises(ConfigError, match="model.path"):
+        find_resume(run_dir, now, "auto")
+    (run_dir / "model.json").write_text("{}")
+    assert find_resume(run_dir, now, "auto") is not None
 
 
 def test_every_key_that_may_change_is_a_key() -> None:

@@ -49,7 +49,7 @@ class Desk:
         return await self.world.post({"model": "m", "messages": messages}, headers=self.headers)
 
     async def outcome(self, **outcome: Any) -> tuple[int, Any]:
-        return await self.world.post(outcome, path="/v1/outcome", headers=self.headers)
+        return await self.world.post(outcome, path="/v1/outcome", headers={"Authorization": f"Bearer {self.people.outcome_key}"})
 
 
 def at_desk(story: Any, path: Path | None = None, engine: Any = None, **config: Any) -> list[RecordedRollout]:
@@ -71,6 +71,8 @@ def test_an_outcome_ends_what_was_sampled_so_far_and_the_same_key_goes_on(tmp_pa
         text = answer["choices"][0]["message"]["content"]
         for _ in range(4):  # gateway.max_calls is 2: it is the harnesses' limit
             assert (await desk.ask("Hi", text, "and?"))[0] == status == 200
+        status, answer = await desk.world.post({"reward": 1.0}, path="/v1/outcome", headers=desk.headers)
+        assert (status, answer["error"]["code"]) == (403, "outcome_refused"), "what an agent inherits sets no reward"
         assert await desk.outcome(reward=0.5, metrics={"good": 1.0}) == (200, {})
         assert (await desk.ask("Hi"))[1]["id"] == "chatcmpl-0"
         assert (await desk.outcome(turn_rewards={"chatcmpl-0": 0.25}))[0] == 200
@@ -87,6 +89,20 @@ def test_an_outcome_ends_what_was_sampled_so_far_and_the_same_key_goes_on(tmp_pa
     assert records[0].rollout[0].metrics == {"good": 1.0}
     assert [len(record.rollout) for record in records] == [4, 1, 1]
     assert records[1].rollout[0].credits[0].reward == 0.25
+
+
+@pytest.mark.parametrize(("limit", "told"), [({"max_calls": 1}, "16 calls"), ({"max_rollout_tokens": 20}, "tokens in its branches")])
+def test_what_a_persons_key_holds_without_an_outcome_is_bounded_and_an_outcome_frees_it(limit: dict[str, int], told: str) -> None:
+    async def story(desk: Desk) -> None:
+        answers = [await desk.ask(f"Hi {number}") for number in range(17)]
+        status, answer = answers[-1]
+        assert (answers[0][0], status, answer["error"]["code"]) == (200, 429, "rate_limit_exceeded")
+        assert told in answer["error"]["message"]
+        assert "Post an outcome to /v1/outcome" in answer["error"]["message"]
+        assert (await desk.outcome(reward=1.0))[0] == 200
+        assert (await desk.ask("Hi"))[0] == 200
+
+    at_desk(story, **limit)
 
 
 def test_an_outcome_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
@@ -258,7 +274,7 @@ class OneTry:
         self.names.append(attempt.rollout_id)
         attempt.hold_clock()
         await asyncio.sleep(self.queued)
-        attempt.restart_clock()
+        attempt.resume_clock()
         await asyncio.sleep(self.seconds)
         if self.failure is not None:
             raise self.failure

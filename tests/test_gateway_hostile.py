@@ -14,8 +14,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from asyncrl.errors import RolloutFailure
+from asyncrl.gateway.connections import Crowd
 from asyncrl.gateway.errors import ApiError
-from asyncrl.gateway.long_texts import LONG_TEXT, is_far_too_long
+from asyncrl.gateway.leases import Leases
+from asyncrl.gateway.long_texts import LONG_BODY, LONG_TEXT, is_far_too_long
+from asyncrl.gateway.messages import check_messages, fewest_message_tokens
 from asyncrl.gateway.shapes import CallShape, ShapeReader
 from asyncrl.types import Outcome
 
@@ -345,17 +348,215 @@ def test_what_is_no_http_is_answered_in_the_same_form() -> None:
     asyncio.run(story())
 
 
-def test_connections_above_the_limit_are_told_and_closed() -> None:
+def test_connections_above_the_limit_are_told_and_closed_if_all_others_are_busy() -> None:
     async def story() -> None:
-        async with gateway_world(max_connections=2) as world:
-            idle = [await raw(world, b"") for _ in range(2)]
-            await until(lambda: world.gateway.stats().connections == 2)
+        gate = asyncio.Event()
+        async with gateway_world(ScriptedEngine(gate=gate), max_connections=2) as world:
+            busy = [asyncio.ensure_future(world.ask(f"call {number}")) for number in range(2)]
+            await until(lambda: len(world.engine.requests) == 2)
             reader, writer = await raw(world, b"")
             assert (await all_of(reader, writer)).startswith(b"HTTP/1.1 503")
-            for _, each in idle:
-                each.close()
-            await until(lambda: not world.gateway.stats().connections)
+            gate.set()
+            assert [status for status, _ in await asyncio.gather(*busy)] == [200, 200]
             assert (await world.ask())[0] == 200
+
+    asyncio.run(story())
+
+
+def test_idle_strangers_keep_nobody_out_however_many_they_are() -> None:
+    async def story() -> None:
+        async with gateway_world(max_connections=3) as world:
+            assert (await world.ask())[0] == 200, "a client with a key, whose connection stays"
+            strangers = [await raw(world, b"POST /v1/chat/comp") for _ in range(8)]
+            for each in strangers[:-2]:
+                assert await all_of(*each) == b"", "the oldest of them make room for the newest"
+            assert world.gateway.stats().connections == 3
+            reader, writer = await raw(world, head(world, 2) + b"{}")
+            assert (await reader.readline()).startswith(b"HTTP/1.1 400"), "another client with a key"
+            assert (await world.ask())[0] == 200
+            writer.close()
+            for _, each in strangers[-2:]:
+                each.close()
+
+    asyncio.run(story())
+
+
+class Line:
+    """A connection, as the Crowd sees it."""
+
+    def __init__(self, *, is_idle: bool = True) -> None:
+        self._is_idle, self.is_closed, self.num_looks = is_idle, False, 0
+
+    @property
+    def is_idle(self) -> bool:
+        self.num_looks += 1
+        return self._is_idle
+
+    def force_close(self) -> None:
+        self.is_closed = True
+
+
+def test_whoever_holds_most_connections_loses_the_oldest_idle_one_and_a_worker_none() -> None:
+    def enter(address: str = "far", owner: str | None = "", **line: bool) -> Line:
+        new: Any = Line(**line)
+        assert crowd.enter_nowait(new, address)
+        if owner != "":
+            crowd.known(new, owner)
+        return new  # type: ignore[no-any-return]
+
+    crowd = Crowd(max_connections=6)
+    workers = [enter(owner=None) for _ in range(2)]
+    greedy = [enter(owner="greedy", is_idle=number > 0) for number in range(3)]
+    other = enter(owner="other")
+    enter("a new one")
+    assert [each.is_closed for each in greedy] == [False, True, False], "its oldest is busy"
+    enter("a new one")
+    assert [each.is_closed for each in greedy] == [False, True, True], "it still held most"
+    for _ in range(20):
+        enter("a new one")
+    assert not any(each.is_closed for each in (*workers, greedy[0], other)), "one that floods pushes out its own"
+    assert len(crowd._places) == 6
+    crowd = Crowd(max_connections=2)
+    held: list[Any] = [enter(owner="a", is_idle=False), enter(owner=None)]
+    refused: Any = Line()
+    assert not crowd.enter_nowait(refused, "far"), "all are busy"
+    crowd.leave(held[0])
+    crowd.leave(held[0])
+    crowd.known(held[0], "late")
+    assert repr(crowd) == "<Crowd 1/2 connections of 0 groups>"
+
+
+@pytest.mark.parametrize("num_owners", [1, 40, 4000])
+def test_a_new_connection_costs_no_more_however_many_there_are_and_the_last_idle_one_is_found(num_owners: int) -> None:
+    crowd, lines = Crowd(max_connections=4000), [Line(is_idle=number == 3999) for number in range(4000)]
+    for number, line in enumerate(lines):
+        each: Any = line
+        crowd.enter_nowait(each, "far")
+        crowd.known(each, str(number % num_owners))
+    newcomer: Any = Line()
+    num_tries = 1
+    while not crowd.enter_nowait(newcomer, "far"):
+        num_tries += 1
+    assert sum(line.num_looks for line in lines) <= num_tries * 256
+    assert lines[-1].is_closed
+    assert num_tries <= 4000 / 32, "those found busy are looked at last"
+    assert sum(line.is_closed for line in lines) == 1
+
+
+def test_every_route_asks_for_the_key_before_it_reads_a_body() -> None:
+    async def story() -> None:
+        leases = Leases(worker_key="k", model="m", lease_timeout_s=60.0, task_seed=lambda work: 0)
+        async with gateway_world(extra_routes=leases.routes()) as world:
+            paths = [route.path for route in leases.routes()] + ["/v1/chat/completions", "/v1/completions"]
+            paths += ["/s/{key}/v1/chat/completions", "/s/{key}/v1/completions"]
+            assert len(paths) == 9
+            for path in paths:
+                lines = [f"POST {path.replace('{key}', 'wrong')} HTTP/1.1", "Host: x", "Content-Length: 10", "", ""]
+                reader, writer = await raw(world, "\r\n".join(lines).encode())  # and not a byte of the body
+                assert (await reader.readline()).startswith(b"HTTP/1.1 401"), path
+                writer.write(b" " * 10)  # or the gateway lingers, to drop it
+                await writer.drain()
+                writer.close()
+            await until(lambda: not world.gateway.stats().connections)
+        await leases.aclose()
+
+    asyncio.run(story())
+
+
+def test_choices_count_as_the_requests_that_they_are() -> None:
+    async def story() -> None:
+        gate = asyncio.Event()
+        async with gateway_world(ScriptedEngine(gate=gate), max_concurrent_calls=4) as world:
+            status, answer = await world.ask(n=5)
+            assert (status, answer["error"]["param"]) == (400, "n"), "it never could be"
+            assert "gateway.max_concurrent_calls=4" in answer["error"]["message"]
+            first = asyncio.ensure_future(world.ask("first", n=3))
+            await world.engine.started.wait()
+            status, answer = await world.ask("second", n=2)
+            assert (status, "3 answers of this rollout are being sampled and 2 more" in answer["error"]["message"]) == (429, True)
+            third = asyncio.ensure_future(world.ask("third"))
+            await until(lambda: len(world.engine.requests) == 4)
+            gate.set()
+            assert [(await each)[0] for each in (first, third)] == [200, 200]
+            gate.clear()
+
+            async def stream(number: int) -> int:
+                body = with_fields(n=2, stream=True, user=str(number))
+                async with world.http.post(world.url + "/v1/chat/completions", headers=world.headers, data=body) as response:
+                    await response.read()
+                    return response.status
+
+            flood = [asyncio.ensure_future(stream(number)) for number in range(4)]
+            await until(lambda: world.gateway.stats().refused.get(429, 0) == 3)
+            gate.set()
+            assert sorted(await asyncio.gather(*flood)) == [200, 200, 429, 429]
+            assert len(world.engine.requests) == 8
+            assert world.session.num_sampling == 0
+
+    asyncio.run(story())
+
+
+def test_too_many_small_messages_are_refused_by_their_number_before_one_is_looked_at() -> None:
+    async def story() -> None:
+        async with gateway_world(message_tokens=5) as world:
+            status, answer = await world.post({"messages": [7] * 401})
+            assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+            assert "401 messages are more than the 2000 tokens" in answer["error"]["message"]
+            status, answer = await world.post({"messages": [7] * 400})
+            assert "messages[0]" in answer["error"]["message"]
+
+    asyncio.run(story())
+
+
+def test_a_message_is_as_many_tokens_as_the_template_writes_for_the_smallest() -> None:
+    assert fewest_message_tokens(ByteTokenizer()) == len("<user\n>"), "two special tokens, four letters, a line's end"
+
+    class Drops(ByteTokenizer):
+        def render(self, messages: Any, **options: Any) -> str:
+            if messages[0]["role"] == "system":
+                raise ValueError("no system messages here")
+            return super().render([message for message in messages if message["content"]], **options)
+
+    assert fewest_message_tokens(Drops()) == 1
+
+
+class WaitingTokenizer(ByteTokenizer):
+    """Rendering a long chat takes as long as the test likes."""
+
+    def __init__(self) -> None:
+        self.has_begun, self.may_end = threading.Event(), threading.Event()
+        self.threads: list[str] = []
+
+    def render(self, messages: Any, **options: Any) -> str:
+        if len(messages) > 100:
+            self.threads.append(threading.current_thread().name)
+            self.has_begun.set()
+            assert self.may_end.wait(60)
+        return super().render(messages, **options)
+
+
+def test_a_long_chat_is_read_and_rendered_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    readers: list[str] = []
+
+    def check(value: Any, *rules: Any) -> Any:
+        readers.append(threading.current_thread().name)
+        return check_messages(value, *rules)
+
+    monkeypatch.setattr("asyncrl.gateway.shapes.check_messages", check)
+
+    async def story() -> None:
+        tokenizer = WaitingTokenizer()
+        async with gateway_world(ScriptedEngine(), tokenizer=tokenizer, max_prompt_tokens=50_000, max_length=60_000) as world:
+            chat = [{"role": "user", "content": "x"}] * 1000
+            assert len(with_messages(*chat)) > LONG_BODY
+            long = asyncio.ensure_future(world.post(with_messages(*chat)))
+            await until(tokenizer.has_begun.is_set)
+            other = world.open()
+            assert (await world.post({"messages": HI}, headers={"Authorization": f"Bearer {other.key}"}))[0] == 200
+            tokenizer.may_end.set()
+            assert (await long)[0] == 200
+            assert [name.rstrip("_0123456789") for name in tokenizer.threads] == ["long calls"]
+            assert sorted(name.rstrip("_0123456789") for name in readers) == ["MainThread", "long calls"]
 
     asyncio.run(story())
 

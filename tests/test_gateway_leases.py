@@ -14,10 +14,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from asyncrl.config import Outcomes
 from asyncrl.errors import RolloutFailure
-from asyncrl.gateway.lease_book import MAX_BYTES, Entry, Gone, LeaseBook, WorkerId
+from asyncrl.gateway.lease_book import MAX_BYTES, Entry, Gone, LeaseBook, NotForOutcomes, WorkerId
 from asyncrl.gateway.leases import Leases
-from asyncrl.testing.virtual_time import all_blocked, run_virtual
+from asyncrl.testing.virtual_time import all_blocked, run_virtual, stand_still
 from asyncrl.types import Outcome
 from asyncrl.wire import Message
 from asyncrl.worker_wire import Accepted, AliveAnswer, AliveRequest, LeaseAnswer, LeaseRequest, OutcomeMessage, ResultRequest
@@ -32,7 +33,7 @@ class LeaseHistory(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.book = LeaseBook()
+        self.book = LeaseBook("posted")
         self.queued: list[str] = []
         self.leased: dict[str, WorkerId] = {}
         self.over: set[str] = set()
@@ -50,7 +51,9 @@ class LeaseHistory(RuleBasedStateMachine):
             lease_id = f"l{len(self.ends)}"
             work = make_work(len(self.ends))
             self.ends[lease_id], self.starts[lease_id] = [], 0
-            self.book.add(Entry(lease_id, work, b"", lambda name=lease_id: self.started(name), self.ends[lease_id].append))  # type: ignore[misc]
+            self.book.add(
+                Entry(lease_id, work, b"", lambda name=lease_id: self.started(name), self.ends[lease_id].append, f"outcome-{lease_id}")  # type: ignore[misc]
+            )
             self.queued.append(lease_id)
 
     @rule(worker=WORKERS, data=st.data(), max_items=st.integers(1, 3))
@@ -75,7 +78,7 @@ class LeaseHistory(RuleBasedStateMachine):
     def result(self, worker: WorkerId, data: st.DataObject, fails: bool) -> None:
         lease_id = data.draw(st.sampled_from(sorted(self.ends)))
         self.book.seen(worker, self.now_s)
-        result = RolloutFailure("no") if fails else Outcome(1.0, {"turns": 2.0})
+        result = RolloutFailure("no") if fails else Outcome(metrics={"turns": 2.0})
         if self.leased.get(lease_id) != worker:
             with pytest.raises(Gone):
                 self.book.result(worker, lease_id, result)
@@ -86,20 +89,23 @@ class LeaseHistory(RuleBasedStateMachine):
         if isinstance(result, RolloutFailure):
             assert self.ends[lease_id] == [result]
         else:
-            metrics = {**(self.posted[lease_id].metrics if lease_id in self.posted else {}), "turns": 2.0}
-            assert self.ends[lease_id] == [Outcome(1.0, metrics)]
+            posted = self.posted.get(lease_id, Outcome())
+            assert self.ends[lease_id] == [Outcome(posted.reward, {**posted.metrics, "turns": 2.0})]
 
     @precondition(lambda self: self.ends)
     @rule(data=st.data(), value=st.integers(0, 3))
     def post(self, data: st.DataObject, value: int) -> None:
         lease_id = data.draw(st.sampled_from(sorted(self.ends)))
         outcome = Outcome(float(value), {"posted": float(value)})
-        if lease_id in self.queued or lease_id in self.leased:
+        is_live = lease_id in self.queued or lease_id in self.leased
+        with pytest.raises(NotForOutcomes if is_live else Gone):
             self.book.post(f"key-{lease_id[1:]}", outcome)
+        if is_live:
+            self.book.post(f"outcome-{lease_id}", outcome)
             self.posted[lease_id] = outcome
         else:
             with pytest.raises(Gone):
-                self.book.post(f"key-{lease_id[1:]}", outcome)
+                self.book.post(f"outcome-{lease_id}", outcome)
 
     @precondition(lambda self: self.ends)
     @rule(data=st.data())
@@ -145,21 +151,30 @@ TestLeaseHistory = LeaseHistory.TestCase
 TestLeaseHistory.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
-def test_what_the_harness_returns_stands_before_what_it_has_posted() -> None:
-    for said, expected in (
-        (Outcome(), Outcome(0.5, {"a": 1.0, "b": 1.0})),
-        (Outcome(metrics={"b": 2.0}), Outcome(0.5, {"a": 1.0, "b": 2.0})),
-        (Outcome(1.0, {"b": 2.0}), Outcome(1.0, {"a": 1.0, "b": 2.0})),
-        (Outcome(turn_rewards={"chatcmpl-0": 1.0}), Outcome(None, {"a": 1.0, "b": 1.0}, {"chatcmpl-0": 1.0})),
-    ):
-        book, ends = LeaseBook(), []
-        book.add(Entry("l0", make_work(0), b"", lambda: None, ends.append))
-        book.seen(("w", "1"), 0.0)
-        book.lease(("w", "1"), 1)
-        book.post("key-0", Outcome(9.0))
-        book.post("key-0", Outcome(0.5, {"a": 1.0, "b": 1.0}))  # the last one before the end
-        book.result(("w", "1"), "l0", said)
-        assert ends == [expected]
+def ended_with(outcomes: Outcomes, said: Outcome, posted: Outcome | None = None) -> Outcome | RolloutFailure:
+    """What a work comes to whose harness has posted and said this."""
+    book, ends = LeaseBook(outcomes), list[Outcome | RolloutFailure]()
+    book.add(Entry("l0", make_work(0), b"", lambda: None, ends.append, "outcome-0" if outcomes == "posted" else None))
+    book.seen(("w", "1"), 0.0)
+    book.lease(("w", "1"), 1)
+    if posted is not None:
+        book.post("outcome-0", Outcome(9.0))
+        book.post("outcome-0", posted)  # the last one before the end
+    book.result(("w", "1"), "l0", said)
+    (end,) = ends
+    return end
+
+
+def test_rewards_come_from_where_the_config_says_and_from_nowhere_else() -> None:
+    said, parts = Outcome(1.0, {"b": 2.0}), Outcome(turn_rewards={"chatcmpl-0": 1.0})
+    assert [ended_with("returned", each) for each in (said, parts, Outcome())] == [said, parts, Outcome()]
+    assert [ended_with("none", each) for each in (said, parts)] == [Outcome(metrics={"b": 2.0}), Outcome()]
+    posted = Outcome(0.5, {"a": 1.0, "b": 1.0})
+    assert ended_with("posted", Outcome(metrics={"b": 2.0}), posted) == Outcome(0.5, {"a": 1.0, "b": 2.0})
+    assert ended_with("posted", Outcome(), parts) == parts
+    assert ended_with("posted", Outcome()) == Outcome(), "nothing was posted: the task's own reward scores it"
+    failure = ended_with("posted", said, posted)
+    assert "the harness returned a reward; generator.outcomes=posted takes rewards that are posted" in str(failure)
 
 
 class Line:
@@ -224,6 +239,25 @@ def test_a_silent_worker_loses_its_leases_after_its_time_and_one_that_gives_sign
     run_virtual(story())
 
 
+def test_a_worker_whose_signs_of_life_we_could_not_hear_ourselves_keeps_its_leases() -> None:
+    async def story() -> None:
+        leases = make_leases(lease_timeout_s=60.0)
+        running = asyncio.create_task(leases.run(make_work(0), started=lambda: None))
+        await all_blocked()
+        lease_id = (await ask(leases, "/work/lease", lease_request("w", 0), LeaseAnswer)).items[0].lease_id
+        sign = AliveRequest(worker="w", instance="1", holding=[lease_id])
+        for before_s in (30.0, 59.5):
+            await asyncio.sleep(before_s)
+            stand_still(3600.0)
+            await asyncio.sleep(0.3)  # what came meanwhile is read
+            assert (await ask(leases, "/work/alive", sign, AliveAnswer)).cancel == {}
+        with pytest.raises(RolloutFailure, match=r"worker w gave no sign of life for 60\.0 s"):
+            await running
+        await leases.aclose()
+
+    run_virtual(story())
+
+
 def test_a_poll_ends_after_its_time_or_for_a_newer_one_of_the_same_worker() -> None:
     async def story() -> None:
         leases, loop = make_leases(), asyncio.get_running_loop()
@@ -261,7 +295,7 @@ def test_a_poll_whose_client_is_gone_takes_no_work_nor_does_one_of_a_worker_that
 
 
 def test_large_works_are_not_given_out_all_at_once() -> None:
-    book = LeaseBook()
+    book = LeaseBook("returned")
     for number in range(5):
         book.add(Entry(f"l{number}", make_work(number), b" " * (MAX_BYTES // 2), lambda: None, lambda result: None))
     book.seen(("w", "1"), 0.0)

@@ -250,12 +250,14 @@ async def post_outcome(gateway: TestGateway, path: str, body: Any, key: str = ""
             return response.status, await response.json()
 
 
-def test_a_harness_posts_its_outcome_with_its_session_key_and_the_last_one_counts() -> None:
+def test_a_program_posts_its_outcome_with_a_key_for_that_alone_and_the_last_one_counts() -> None:
     async def story(gateway: TestGateway, tasks: asyncio.TaskGroup, worker: Asking) -> None:
         running = tasks.create_task(gateway.run(3))
-        lease_id = (await worker.lease()).items[0].lease_id
-        assert await post_outcome(gateway, "/v1/outcome", {"reward": 0.25}, "key-3") == (200, {})
-        assert (await post_outcome(gateway, "/s/key-3/v1/outcome", {"reward": 0.5, "metrics": {"turns": 3}}))[0] == 200
+        (item,) = (await worker.lease()).items
+        lease_id, key = item.lease_id, item.outcome_key or ""
+        assert len(key) > 20
+        assert await post_outcome(gateway, "/v1/outcome", {"reward": 0.25}, key) == (200, {})
+        assert (await post_outcome(gateway, f"/s/{key}/v1/outcome", {"reward": 0.5, "metrics": {"turns": 3}}))[0] == 200
         for body in (
             {"reward": math.nan},
             {"rewrd": 1},
@@ -263,16 +265,49 @@ def test_a_harness_posts_its_outcome_with_its_session_key_and_the_last_one_count
             {"turn_rewards": {"a": 1}, "branch_rewards": {"a": 1}},
             {"metrics": {"x" * 2**18: 1}},
         ):
-            status, answer = await post_outcome(gateway, "/v1/outcome", body, "key-3")
+            status, answer = await post_outcome(gateway, "/v1/outcome", body, key)
             assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
+        status, answer = await post_outcome(gateway, "/v1/outcome", {"reward": 1}, "key-3")
+        assert (status, answer["error"]["code"]) == (403, "outcome_refused")
+        assert "this key samples and sets no reward" in answer["error"]["message"]
         status, answer = await post_outcome(gateway, "/v1/outcome", {"reward": 1}, "worker-key")
         assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
         await worker.result(lease_id, reward=None)
         assert await running == Outcome(0.5, {"turns": 3.0})
-        status, answer = await post_outcome(gateway, "/v1/outcome", {"reward": 1}, "key-3")
-        assert (status, answer["error"]["code"]) == (410, "session_ended")
+        for old in (key, "key-3"):
+            status, answer = await post_outcome(gateway, "/v1/outcome", {"reward": 1}, old)
+            assert (status, answer["error"]["code"]) == (410, "session_ended")
 
-    play(story)
+    play(story, outcomes="posted")
+
+
+@pytest.mark.parametrize(("outcomes", "why"), [("returned", "is what its harness returns"), ("none", "the task's own reward alone")])
+def test_where_no_outcome_is_posted_there_is_no_key_for_it_and_a_session_key_is_told_why(outcomes: str, why: str) -> None:
+    async def story(gateway: TestGateway, tasks: asyncio.TaskGroup, worker: Asking) -> None:
+        running = tasks.create_task(gateway.run(3))
+        (item,) = (await worker.lease()).items
+        assert item.outcome_key is None
+        status, answer = await post_outcome(gateway, "/v1/outcome", {"reward": 1}, "key-3")
+        assert (status, answer["error"]["code"]) == (403, "outcome_refused")
+        assert why in answer["error"]["message"]
+        await worker.result(item.lease_id, reward=None)
+        assert await running == Outcome()
+
+    play(story, outcomes=outcomes)
+
+
+def test_an_answer_is_given_on_demand_alone() -> None:
+    for gives in (False, True):
+
+        async def story(gateway: TestGateway, tasks: asyncio.TaskGroup, worker: Asking, gives: bool = gives) -> None:
+            running = tasks.create_task(gateway.run(3, answer="SECRET-ANSWER"))
+            async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {WORKER_KEY}"}) as client:
+                body = LeaseRequest(**worker.who, max_items=1, slots=1, number=1, holding=[]).model_dump_json()
+                async with client.post(f"{gateway.url}/work/lease", data=body) as response:
+                    assert ("SECRET-ANSWER" in await response.text()) is gives
+            running.cancel()
+
+        play(story, give_answer=gives)
 
 
 def test_polls_end_when_the_queue_is_closed_and_time_without_a_worker_is_told() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -63,6 +64,26 @@ def test_a_session_that_has_ended_keeps_nothing_but_its_reason() -> None:
             await until(lambda: world.gateway.stats().in_flight == 0)
             gc.collect()
             assert [ref() for ref in watched] == [None, None]
+
+    asyncio.run(story())
+
+
+def test_a_call_says_which_engine_has_the_conversation_so_far_in_its_cache() -> None:
+    class OnEngineThree(ScriptedEngine):
+        async def generate(self, request: SamplingRequest, **more: Any) -> Completion:
+            completion = await super().generate(request, **more)
+            return replace(completion, version_spans=tuple(replace(span, engine=3) for span in completion.version_spans))
+
+    async def story() -> None:
+        async with gateway_world(OnEngineThree()) as world:
+            for text in ("Hi", "Go on"):
+                status, _ = await world.ask(text)
+                assert status == 200
+            other = world.open("g0/r1")
+            await world.post({"messages": HI}, headers={"Authorization": f"Bearer {other.key}"})
+            first, second, others_first = world.engine.requests
+            assert (first.after, others_first.after) == (None, None)
+            assert (second.after.version, second.after.engine) == (5, 3), "the end of the answer before"
 
     asyncio.run(story())
 

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from asyncrl.gateway.answer_text import AnswerText
 from asyncrl.producers import HFChatTokenizer
-from asyncrl.trainer.scratch import make_character_tokenizer
+from asyncrl.trainer.scratch_tokenizer import make_character_tokenizer
 
 MARKER = "<tool_call>"
 MAKERS: dict[str, Callable[[], Tokenizer]] = {"byte_level": byte_level, "byte_fallback": byte_fallback, "metaspace": metaspace}

@@ -169,7 +169,7 @@ def test_arguments_are_the_text_that_the_model_wrote_and_can_be_sent_back(calls:
     assert LLAMA.parse("; ".join(call_text(*call, "parameters") for call in calls)).tool_calls == expected
     sent_back = [{"id": "c", "type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in expected]
     message = {"role": "assistant", "content": None, "tool_calls": sent_back}
-    checked = check_messages([message], TextBudget(10**6, 10**6), 10)[0]["tool_calls"]
+    checked = check_messages([message], TextBudget(10**6, 10**6), 10, 1)[0]["tool_calls"]
     assert [call["function"]["name"] for call in checked] == [call.name for call in expected]
 
 

@@ -22,7 +22,7 @@ from asyncrl.gateway.errors import ApiError
 from asyncrl.gateway.shapes import CallRules, ShapeReader
 from asyncrl.harness import Outcome, Session, Task
 from asyncrl.observe import step_metrics
-from asyncrl.running import reporting
+from asyncrl.running import reporting, step_numbers
 from asyncrl.worker_wire import MAX_WAIT_S
 
 ROOT = Path(__file__).parents[1]
@@ -44,6 +44,22 @@ def test_the_settings_of_the_gateways_page_are_the_defaults() -> None:
     assert shown == GatewayConfig().model_dump()
 
 
+def sections_with_the_answer() -> list[Any]:
+    """Of all pages, those that show an agent which reads task.answer, or name the pages' own (`my_agent:run`), which does."""
+    found = []
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        for section in re.split(r"^## ", page.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
+            code = "".join(re.findall(r"```\w*\n(.*?)```", section, flags=re.DOTALL))
+            if "task.answer" in code or "my_agent:run" in code:
+                found.append(pytest.param(code, id=f"{page.name}: {section.splitlines()[0]}"))
+    return found
+
+
+@pytest.mark.parametrize("code", sections_with_the_answer())
+def test_an_agent_of_the_pages_that_reads_the_answer_is_given_it(code: str) -> None:
+    assert "give_answer: true" in code
+
+
 @pytest.mark.parametrize("text", blocks("generators", "python"))
 def test_the_pages_python_runs(text: str) -> None:
     exec(compile(text, "docs/generators.md", "exec"), {"__name__": "page"})
@@ -58,7 +74,7 @@ def test_the_agent_on_the_page_asks_again_until_it_is_right() -> None:
         return SimpleNamespace(choices=[SimpleNamespace(message=SimpleNamespace(content=next(answers)))])
 
     session = SimpleNamespace(model="policy", client=SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create))))
-    task = Task("p", ({"role": "user", "content": "6*7?"},), 42)
+    task = Task("p", ({"role": "user", "content": "6*7?"},), answer=42)
     assert asyncio.run(page["run"](task, session)) == Outcome(1.0, {"turns": 2})
     assert {"base_url", "api_key", "model", "client"} <= {*dir(Session), *inspect.signature(Session).parameters}
 
@@ -79,7 +95,7 @@ def test_the_commands_of_the_page_are_commands(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_metrics_of_the_page_are_metrics() -> None:
-    source = inspect.getsource(reporting) + inspect.getsource(step_metrics)
+    source = "".join(inspect.getsource(module) for module in (reporting, step_metrics, step_numbers))
     for name in re.findall(r"`((?:gateway|harness|rollout|sample)/\w+)`", PAGES["generators"]):
         assert name in source, name
 

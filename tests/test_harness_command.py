@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shlex
 import stat
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -18,6 +21,7 @@ from asyncrl.errors import ConfigError, RolloutFailure
 from asyncrl.harness import Outcome, Session, Task
 from asyncrl.harness.command import CommandHarness, last_line_outcome
 from asyncrl.harness.families import MARK_ENV, find_family
+from asyncrl.harness.leasing import Worker
 
 TASK = Task("p0", ({"role": "user", "content": "What is 6 * 7?"},), answer=42, info={"kind": "times"}, seed=5, sample_index=1, attempt=2)
 SESSION = Session("http://127.0.0.1:9/v1", "secret-key", "policy")
@@ -68,7 +72,7 @@ def test_a_last_line_that_is_no_outcome_is_a_failure(text: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_shell_script_with_curl_finds_its_task_calls_the_model_and_posts_its_outcome() -> None:
+def test_a_shell_script_with_curl_finds_its_task_calls_the_model_and_prints_its_outcome() -> None:
     script = """
         set -e
         task=$(cat)
@@ -76,20 +80,75 @@ def test_a_shell_script_with_curl_finds_its_task_calls_the_model_and_posts_its_o
         answer=$(curl -sf "$OPENAI_BASE_URL/chat/completions" -H "Authorization: Bearer $OPENAI_API_KEY" \\
             -d "{\\"model\\": \\"$OPENAI_MODEL\\", \\"messages\\": $messages}" | jq -r .choices[0].message.content)
         test "$answer" = "answer 1"
-        curl -sf "$ASYNCRL_OUTCOME_URL" -H "Authorization: Bearer $OPENAI_API_KEY" -d '{"reward": 0.5}' >&2
         jq -c '{reward: .answer, metrics: {seed, sample_index, attempt}}' <<<"$task"
     """
 
     async def story() -> None:
         async with open_gateway() as gateway:
-            running = asyncio.ensure_future(gateway.run(0))
-            await settled(lambda: gateway.leases.stats().queued == 1)
             outcome = await shell(script).run(TASK, Session(f"{gateway.url}/v1", "key-0", "policy"))
             assert outcome == Outcome(42.0, {"seed": 5.0, "sample_index": 1.0, "attempt": 2.0})
             assert gateway.calls == [("key-0", {"model": "policy", "messages": list(TASK.messages)})]
-            running.cancel()
 
     asyncio.run(story())
+
+
+TOOL = """
+    {
+        env
+        tr '\\0' '\\n' < /proc/$PPID/environ
+        timeout 5 cat /proc/$PPID/fd/0
+        cat
+    } > loot 2>&1
+    curl -s "$OPENAI_BASE_URL/outcome" -H "Authorization: Bearer $OPENAI_API_KEY" -d '{"reward": 1.0}' > answered
+"""
+"""What a policy may have its shell tool run, to be paid: it looks for keys and the answer, and posts with the key that it inherits."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("outcomes", ["returned", "posted"])
+def test_a_shell_that_the_policy_drives_finds_no_answer_and_no_outcome_key_and_cannot_pay_itself(outcomes: str, tmp_path: Path) -> None:
+    agent = f"""
+        set -e
+        task=$(cat)
+        sh -c {shlex.quote(TOOL)}
+        cp loot answered {tmp_path}
+        printf '%s' "$task" > {tmp_path}/task
+        if [ {outcomes} = posted ]; then
+            url=$(jq -r .outcome_url <<<"$task")
+            printf 'Authorization: Bearer %s' "$(jq -r .outcome_key <<<"$task")" | curl -sf "$url" -H @- -d '{{"reward": 0.25}}' >&2
+            echo 1.0   # of a tool, perhaps: where outcomes are posted it is nobody's reward
+        else
+            echo finished
+        fi
+    """
+
+    async def story() -> Outcome:
+        async with open_gateway(outcomes=outcomes, give_answer=False) as gateway:  # type: ignore[arg-type]
+            caller = gateway.worker()
+            working = asyncio.ensure_future(Worker(shell(agent), caller, name="w", slots=1).run())
+            outcome = await gateway.run(0, answer="SECRET-ANSWER-42")
+            working.cancel()
+            await asyncio.wait([working])
+            await caller.aclose()
+            return outcome
+
+    assert asyncio.run(story()) == (Outcome(0.25) if outcomes == "posted" else Outcome()), "what the tool has posted counts nowhere"
+    assert "outcome_refused" in (tmp_path / "answered").read_text()
+    given, loot = json.loads((tmp_path / "task").read_text()), (tmp_path / "loot").read_text()
+    assert "OPENAI_API_KEY=key-0" in loot, "it has looked"
+    assert "answer" not in given
+    assert ("outcome_key" in given) == (outcomes == "posted")
+    assert "SECRET-ANSWER-42" not in loot
+    assert "What is 0?" not in loot, "the task was read, and is there no more"
+    assert given.get("outcome_key", "outcome_key") not in loot
+
+
+@pytest.mark.slow
+def test_a_task_of_a_megabyte_is_fed_as_it_is_read_and_one_that_nobody_reads_holds_nothing_up() -> None:
+    large = replace(TASK, info={"text": "x" * 2**20})
+    assert asyncio.run(shell("wc -c").run(large, SESSION)).reward == pytest.approx(2**20, rel=0.01)
+    assert asyncio.run(shell("head -c 100 > /dev/null; exec <&-; echo 0.5").run(large, SESSION)) == Outcome(0.5)
+    assert asyncio.run(shell("echo 0.5").run(large, SESSION)) == Outcome(0.5)
 
 
 @pytest.mark.slow
@@ -100,12 +159,24 @@ def test_the_environment_is_scrubbed_and_the_folder_is_its_own(monkeypatch: pyte
     assert asyncio.run(harness.run(TASK, SESSION)) == Outcome()
     said = report.read_text()
     names = {line.split("=")[0] for line in said.splitlines() if "=" in line}
-    ours = {"OPENAI_BASE_URL", "OPENAI_API_KEY", "OPENAI_MODEL", "ASYNCRL_OUTCOME_URL", MARK_ENV, "CORPUS"}
+    ours = {"OPENAI_BASE_URL", "OPENAI_API_KEY", "OPENAI_MODEL", MARK_ENV, "CORPUS"}
     shells = {"PWD", "SHLVL", "_", "OLDPWD"}
     assert names - shells <= ours | {"PATH", "HOME", "LANG", "TMPDIR"}
     assert ours <= names
     folder = said.splitlines()[-1]
     assert folder.startswith(str(own_temp)), "nothing is in the folder when it starts"
+
+
+@pytest.mark.slow
+def test_named_variables_of_the_worker_are_passed_and_one_that_is_not_set_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "0.75")
+    assert (
+        asyncio.run(CommandHarness(["/bin/sh", "-c", "echo $JUDGE_KEY"], {}, 2**16, pass_env=["JUDGE_KEY"]).run(TASK, SESSION)).reward
+        == 0.75
+    )
+    monkeypatch.delenv("JUDGE_KEY")
+    with pytest.raises(ConfigError, match=r"generator\.pass_env names JUDGE_KEY, which this process does not have"):
+        CommandHarness(["/bin/true"], {}, 2**16, pass_env=["JUDGE_KEY"])
 
 
 @pytest.mark.slow
@@ -237,7 +308,7 @@ def test_a_command_that_cannot_be_started_fails_its_rollout(tmp_path: Path) -> N
 def test_a_program_that_is_not_there_and_a_taken_variable_are_refused_before_any_rollout() -> None:
     with pytest.raises(ConfigError, match="there is no program no-such-program"):
         CommandHarness(["no-such-program"], {}, 2**16)
-    with pytest.raises(ConfigError, match="generator.env sets OPENAI_API_KEY, TMPDIR"):
+    with pytest.raises(ConfigError, match=r"generator\.env has OPENAI_API_KEY, TMPDIR"):
         CommandHarness(["/bin/true"], {"TMPDIR": "/x", "OPENAI_API_KEY": "y"}, 2**16)
 
 

@@ -12,7 +12,10 @@ from harness_gateway import open_gateway
 from asyncrl.errors import ConfigError, RolloutFailure
 from asyncrl.harness import Outcome, Session, Task
 from asyncrl.harness.build import HarnessSpec, build_harness
-from asyncrl.harness.task import HttpClients
+from asyncrl.harness.python import PythonHarness
+from asyncrl.harness.task import GRACE_S, HttpClients
+from asyncrl.testing.virtual_time import run_virtual
+from asyncrl.user_calls import MAX_ABANDONED
 
 TASK = Task("p0", ({"role": "user", "content": "hi"},), answer="0.25")
 
@@ -60,6 +63,27 @@ def test_what_a_function_raises_passes_also_out_of_its_thread() -> None:
         run("exits")
 
 
+def test_a_function_that_swallows_its_cancellation_is_given_up_and_counted_and_too_many_end_the_worker() -> None:
+    async def story() -> None:
+        harness = PythonHarness("harnesses_for_test:swallows", {})
+        session = Session("http://127.0.0.1:9/v1", "key", "policy")
+
+        async def run_for_10_s() -> None:
+            async with asyncio.timeout(10.0):
+                await harness.run(TASK, session)
+
+        with pytest.raises(TimeoutError):
+            await run_for_10_s()
+        assert asyncio.get_running_loop().time() == 10.0 + GRACE_S
+        assert harness.num_abandoned == 1
+        found = await asyncio.gather(*(run_for_10_s() for _ in range(MAX_ABANDONED - 1)), return_exceptions=True)
+        assert {type(error) for error in found} == {TimeoutError}
+        with pytest.raises(ConfigError, match=rf"{MAX_ABANDONED} calls of generator.python=harnesses_for_test:swallows did not end"):
+            await run_for_10_s()
+
+    run_virtual(story())
+
+
 @pytest.mark.parametrize(
     ("spec", "args", "said"),
     [
@@ -104,7 +128,7 @@ def test_without_openai_the_client_names_the_extra(monkeypatch: pytest.MonkeyPat
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", refuse)
-    with pytest.raises(ConfigError, match=r"pip install 'asyncrl\[harness\]'"):
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[harness\]'"):
         _ = Session("http://127.0.0.1:9/v1", "key", "policy").client
 
 

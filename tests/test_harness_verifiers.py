@@ -275,7 +275,7 @@ def test_what_can_never_be_trained_is_refused_before_any_rollout(name: str, args
 
 def test_the_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "verifiers.v1", None)
-    with pytest.raises(ConfigError, match=r"pip install 'asyncrl\[verifiers\]'"):
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[verifiers\]'"):
         harness_of("calculator_env", LOCAL)
 
 

@@ -20,9 +20,10 @@ from asyncrl.calling import Caller
 from asyncrl.errors import ConfigError, RolloutFailure
 from asyncrl.harness import Harness, Outcome, Session, Task
 from asyncrl.harness.build import HarnessSpec, build_harness
-from asyncrl.harness.cli_work import gateway_url, run_worker
+from asyncrl.harness.cli_work import _key_in, gateway_url, run_worker
 from asyncrl.harness.families import find_family
 from asyncrl.harness.leasing import Worker
+from asyncrl.harness.task import AnyTask
 from asyncrl.harness.worker import WorkerSpec
 from asyncrl.placement.process import ChildProcess
 from asyncrl.wire import find_fatal
@@ -33,11 +34,11 @@ class Steps:
     """A harness that the test plays by hand: each run waits for its future; what it came to is what was put there."""
 
     def __init__(self) -> None:
-        self.tasks: list[Task] = []
+        self.tasks: list[AnyTask] = []
         self.ends: dict[str, asyncio.Future[Any]] = {}
         self.cancelled: list[str] = []
 
-    async def run(self, task: Task, session: Session) -> Outcome:
+    async def run(self, task: AnyTask, session: Session) -> Outcome:
         self.tasks.append(task)
         end = self.ends[task.prompt_id] = asyncio.get_running_loop().create_future()
         try:
@@ -73,7 +74,7 @@ def test_a_worker_runs_as_many_rollouts_as_it_has_slots_and_posts_what_came_of_t
             runs = [asyncio.ensure_future(gateway.run(number, info={"deep": [number]})) for number in range(3)]
             await settled(lambda: len(steps.ends) == 2)
             assert (gateway.leases.stats().queued, len(worker.holding)) == (1, 2)
-            assert steps.tasks[1] == Task("p1", ({"role": "user", "content": "What is 1?"},), "42", {"deep": [1]}, 1000, 0, 0)
+            assert steps.tasks[1] == Task("p1", ({"role": "user", "content": "What is 1?"},), {"deep": [1]}, 1000, 0, 0, answer="42")
             steps.ends["p1"].set_result(Outcome(0.5, {"turns": 2}, {"chatcmpl-0": 0.25}))
             assert await runs[1] == Outcome(0.5, {"turns": 2.0}, {"chatcmpl-0": 0.25})
             await settled(lambda: "p2" in steps.ends)
@@ -92,7 +93,7 @@ def test_a_worker_runs_as_many_rollouts_as_it_has_slots_and_posts_what_came_of_t
         ("raises", "g0/r0 (prompt p0): its harness raised ZeroDivisionError: by ? zero"),
         ("raises_in_thread", "its harness raised RuntimeError: StopIteration: no more"),
         ("exits", "its harness raised RuntimeError: sys.exit(3)"),
-        ("cancels_itself", "its harness raised CancelledError"),
+        ("cancels_itself", "generator.python=harnesses_for_test:cancels_itself raised CancelledError"),
         ("cancels_itself_in_thread", "its harness raised RuntimeError: CancelledError"),
         ("says_text", "reward is 'good' (str)"),
     ],
@@ -109,6 +110,19 @@ def test_whatever_a_harness_raises_is_data_and_its_worker_goes_on(name: str, sai
         asyncio.run(story())
     if name == "raises":
         assert "Traceback" in caplog.text
+
+
+def test_a_harness_that_reads_an_answer_that_it_is_not_given_is_told_so_and_gets_no_none() -> None:
+    async def story() -> None:
+        async with open_gateway(give_answer=False) as gateway:
+            caller = gateway.worker()
+            running = asyncio.ensure_future(gateway.run(0))
+            with pytest.raises(ConfigError, match=r"task\.answer, which it is not given(.|\n)*set generator\.give_answer=true"):
+                await Worker(python("plain"), caller, name="w", slots=1).run()
+            running.cancel()
+            await caller.aclose()
+
+    asyncio.run(story())
 
 
 def test_an_outcome_that_cannot_be_sent_is_a_failure() -> None:
@@ -135,7 +149,7 @@ def test_an_outcome_that_cannot_be_sent_is_a_failure() -> None:
 def test_a_rollout_that_runs_past_its_limit_is_ended_by_its_worker() -> None:
     async def story() -> None:
         async with open_gateway() as gateway, working(gateway, python("sleeps")):
-            with pytest.raises(RolloutFailure, match=r"is not finished 0\.05 s after worker w began it; rollout\.timeout_s=0\.05"):
+            with pytest.raises(RolloutFailure, match=r"is not finished 0\.05 s after worker w began it; that is what was left"):
                 await gateway.run(0, timeout_s=0.05)
 
     asyncio.run(story())
@@ -225,7 +239,7 @@ def test_a_worker_that_is_ended_cancels_its_harnesses_and_its_leases_fail_at_onc
 
 def test_a_wrong_key_and_a_harness_that_cannot_be_run_at_all_end_the_worker() -> None:
     class Needs:
-        async def run(self, task: Task, session: Session) -> Outcome:
+        async def run(self, task: AnyTask, session: Session) -> Outcome:
             raise ConfigError("no such package")
 
     async def story() -> None:
@@ -276,7 +290,8 @@ def test_the_worker_process_answers_health_runs_rollouts_and_ends_on_sigterm(tmp
             async with started(process) as caller:
                 health = await caller.get("/health", WorkerHealth, timeout_s=60.0)
                 assert (health.name, health.slots) == ("worker-0", 2)
-                assert await gateway.run(0) == Outcome(1.0, {"has_worker_key": 0.0}), "harnesses do not find the worker key"
+                said = await gateway.run(0)
+                assert said == Outcome(1.0, {"has_worker_key": 0.0, "is_hidden": 1.0}), "harnesses do not find the worker key"
             assert process.returncode == 0
             assert gateway.leases.stats().workers == 0, "it said goodbye"
 
@@ -425,6 +440,18 @@ def test_a_worker_elsewhere_with_a_wrong_key_says_so_and_ends_as_a_wrong_configu
             assert "Traceback" not in errors.decode()
 
     asyncio.run(story())
+
+
+def test_a_worker_reads_its_key_from_a_file_or_from_a_runs_gateway_json(tmp_path: Path) -> None:
+    for text in ("secret-key\n", json.dumps({"url": "http://x", "worker_key": "secret-key"})):
+        (tmp_path / "key").write_text(text)
+        assert _key_in(tmp_path / "key") == "secret-key"
+    for text in ("{", "{}"):
+        (tmp_path / "key").write_text(text)
+        with pytest.raises(ConfigError, match="--key-file .*cannot be read"):
+            _key_in(tmp_path / "key")
+    with pytest.raises(ConfigError, match="FileNotFoundError"):
+        _key_in(tmp_path / "none")
 
 
 def test_wrong_arguments_of_a_worker_are_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:

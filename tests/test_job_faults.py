@@ -151,7 +151,7 @@ def test_an_empty_data_file_is_named(tmp_path: Path) -> None:
     data = tmp_path / "empty.jsonl"
     data.write_text("")
     config = write_config(tmp_path, task={"python": None, "files": [str(data)], "reward": "math"})
-    assert_failed(run(config, tmp_path / "run"), 1, "empty.jsonl")
+    assert_failed(run(config, tmp_path / "run"), 2, "empty.jsonl")
 
 
 def test_a_missing_model_is_named(tmp_path: Path) -> None:
@@ -200,14 +200,14 @@ def test_a_full_disk_is_told_without_a_traceback_and_with_the_way_out(tmp_path: 
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     (run_dir / "trained.jsonl").symlink_to("/dev/full")  # the trainer's record, in the middle of the run
-    (run_dir / "summary.json").symlink_to("/dev/full")  # and what is written when that has failed
+    (run_dir / ".summary.json.new").symlink_to("/dev/full")  # and what is written when that has failed
     assert_failed(run(write_config(tmp_path), run_dir), 1, "trainer", "No space left on device", "free space on the disk")
 
 
 def test_a_disk_that_is_full_at_the_very_end_is_told_too(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    (run_dir / "summary.json").symlink_to("/dev/full")
+    (run_dir / ".summary.json.new").symlink_to("/dev/full")
     answer = run(write_config(tmp_path), run_dir, "trainer.num_steps=2")
     assert_failed(answer, 1, "controller", "No space left on device", "free space on its disk")
     assert (run_dir / "final" / "config.json").is_file()

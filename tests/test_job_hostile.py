@@ -1,4 +1,4 @@
-"""A real run whose agent misbehaves in every other rollout: each way costs one rollout at most, and the run its verdict never."""
+"""A real run whose agent misbehaves in every other rollout, and its judge once: each costs a rollout at most, the run its verdict never."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ def test_an_agent_that_misbehaves_in_every_way_costs_its_rollouts_and_not_the_ru
     log, run_dir = tmp_path / "log", tmp_path / "run"
     config = write_config(
         tmp_path,
+        task={"python": "rewards_for_test:JudgeThatNeverGivesUp"},
         generator={"python": "hostile_agents_for_test:misbehaves", "args": {"log": str(log)}},
         gateway={"max_calls": 8},
         rollout={"timeout_s": 4, "retries": 4, "max_tokens": 8, "max_prompt_tokens": 40},
@@ -34,9 +35,10 @@ def test_an_agent_that_misbehaves_in_every_way_costs_its_rollouts_and_not_the_ru
     assert set(said) == set(WAYS)
     assert all(said[way] == {413 if way == "too large a body" else 400} for way in BODIES), said
     assert said["floods"] == said["calls after its end"] == {410}
-    assert metrics[-1]["rollout/retried"] > 0
-    assert metrics[-1]["rollout/failed"] == 0, "what failed was tried again, and was well"
+    assert metrics[-1]["rollout/retried"] > 0, "what failed was tried again; what ran out of time was not"
     assert metrics[-1]["harness/restarts"] == 0
+    assert metrics[-1]["rollout/abandoned"] == 1, "a call of the judge, which the end of the run has not waited for either"
+    assert "rewards_for_test:JudgeThatNeverGivesUp did not end within" in ended.stdout + ended.stderr
 
     inspect = [sys.executable, "-m", "asyncrl.cli", "inspect", str(run_dir), "--json"]
     inspected = subprocess.run(inspect, capture_output=True, text=True, timeout=120, check=True)

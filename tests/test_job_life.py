@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -20,19 +22,23 @@ from job_runs import environment, interrupt, write_config
 
 from asyncrl import job
 from asyncrl.buffer.stats import Tally
-from asyncrl.config import RunConfig, load_config
-from asyncrl.errors import RoomError
+from asyncrl.config import RunConfig, load_config, run_config_yaml
+from asyncrl.errors import ConfigError, EngineError, RoomError
 from asyncrl.job import Job
+from asyncrl.journal.journal import Journal
 from asyncrl.journal.lock import RunLock
 from asyncrl.placement.cuda import CudaDevice
 from asyncrl.placement.staging import clear_own_staging, new_staging_dir
 from asyncrl.running import specs, startup, wiring
 from asyncrl.running.off_loop import in_daemon_thread
 from asyncrl.running.reporting import Reporter
+from asyncrl.running.resume import ResumePoint
+from asyncrl.running.run_folder import MODEL_PIN
+from asyncrl.running.startup import end_server
 from asyncrl.running.turns import SideBySide
 from asyncrl.testing.memory_journal import MemoryJournal
 from asyncrl.testing.virtual_time import all_blocked, run_virtual
-from asyncrl.types import Batch, StepReport
+from asyncrl.types import Batch, GroupId, Prompt, StepReport, Ticket
 
 REPORTED = ("start", "close_console", "tell", "training_starts", "status", "step", "finish", "evaluated", "warn", "resumes")
 
@@ -99,6 +105,7 @@ class House:
             feed=SimpleNamespace(order={}), buffer=SimpleNamespace(wait_batch=self.wait_batch),
             checkpointer=SimpleNamespace(after_step=self.step_done, make_last=self.make_last),
             evaluation=room if with_evaluation else None, eval_server=server if with_evaluation else None, harnessing=None,
+            pin=None,
         )  # fmt: skip
 
         async def open_rooms(*_: Any, **__: Any) -> Any:
@@ -318,6 +325,10 @@ def test_a_process_is_told_its_kind_of_device_and_sees_no_other(tmp_path: Path, 
 def test_without_a_cuda_device_every_process_is_told_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(startup, "find_cuda_devices", tuple)  # nvidia-smi beside a CPU build of torch, say
     (trainer,), (engine,) = startup.make_servers(make_config(tmp_path), tmp_path / "model", tmp_path, tmp_path / "staging", "s3cret")
+    assert (trainer.caller.short_s, engine.caller.short_s) == (60.0, 60.0)
+    in_haste = make_config(tmp_path, rollout={"timeout_s": 50.0}, publisher={"timeout_s": 30.0})
+    _, (hasty,) = startup.make_servers(in_haste, tmp_path / "model", tmp_path, tmp_path / "staging", "s3cret")
+    assert hasty.caller.short_s == 15.0, "a call that waits for a descriptor says so before its push is over"
     for server in (trainer, engine):
         assert json.loads(server.child._spec)["device"] == "cpu"
         assert "CUDA_VISIBLE_DEVICES" not in server.child._env
@@ -325,7 +336,7 @@ def test_without_a_cuda_device_every_process_is_told_cpu(tmp_path: Path, monkeyp
 
 def test_an_abrupt_end_clears_this_processs_staging() -> None:
     folder = new_staging_dir()
-    folder.mkdir(mode=0o700)
+    (folder / "v1.safetensors").touch()
     clear_own_staging()
     assert not folder.exists()
 
@@ -333,7 +344,7 @@ def test_an_abrupt_end_clears_this_processs_staging() -> None:
 def finish(tmp_path: Path, state: str) -> None:
     reporter = Reporter(make_config(tmp_path, observe={"console": "plain"}), tmp_path, "test")
     metrics = dict.fromkeys(("step", "reward/mean", "tokens/trained", "tokens/sampled", "perf/wait_stragglers_s", "rollout/dropped"), 0.0)
-    reporter._steps.append({**metrics, "time_s": 1.0})
+    reporter._recorder.record_step({**metrics, "time_s": 1.0})
     reporter.finish(state, "" if state == "done" else "interrupted by SIGINT")
 
 
@@ -345,6 +356,40 @@ def test_an_interrupted_run_says_how_to_go_on_and_names_no_weights(tmp_path: Pat
     assert json.loads((tmp_path / "summary.json").read_text())["why"] == "interrupted by SIGINT"
 
 
+def test_a_run_that_was_refused_before_it_began_does_not_say_how_to_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    refused = Job(make_config(tmp_path, observe={"console": "plain"}), tmp_path, "test", None, None)  # type: ignore[arg-type]
+    refused._fail(ConfigError("model.path=x: there is no such folder"))
+    assert "go on with" not in capsys.readouterr().out
+    broken = Job(make_config(tmp_path, observe={"console": "plain"}), tmp_path, "test", None, None)  # type: ignore[arg-type]
+    broken._fail(EngineError("engine-0", "died"))
+    assert "go on with: asyncrl run" in capsys.readouterr().out
+
+
+def test_a_run_without_a_descriptor_left_names_that_limit_and_not_its_disk(tmp_path: Path) -> None:
+    for number, says in ((errno.EMFILE, "raise the limit of open files"), (errno.ENOSPC, "free space on its disk")):
+        job = Job(make_config(tmp_path), tmp_path, "test", None, None)  # type: ignore[arg-type]
+        assert says in job._fail(OSError(number, os.strerror(number), "status.json")).way_out
+
+
+def test_a_status_that_cannot_be_written_for_want_of_a_descriptor_is_left_to_the_next_second(tmp_path: Path) -> None:
+    numbers = [errno.EMFILE, errno.EMFILE, 0, errno.ENOSPC]
+
+    async def story() -> float:
+        job = Job(make_config(tmp_path), tmp_path, "test", None, None)  # type: ignore[arg-type]
+
+        def status(*_: Any) -> None:
+            if number := numbers.pop(0):
+                raise OSError(number, os.strerror(number))
+
+        job.reporter.status = status  # type: ignore[method-assign,assignment]
+        with pytest.raises(OSError, match="No space left"):
+            await job._report_status(None, SimpleNamespace(look=tuple))  # type: ignore[arg-type]
+        job._finish("failed")
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(story()) == 3.0
+
+
 def test_a_run_that_is_done_names_its_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "final").mkdir()
     finish(tmp_path, "done")
@@ -353,17 +398,79 @@ def test_a_run_that_is_done_names_its_weights(tmp_path: Path, capsys: pytest.Cap
     assert "go on with" not in said
 
 
+def test_the_controller_keeps_no_line_of_a_step_but_the_last(tmp_path: Path) -> None:
+    reporter = Reporter(make_config(tmp_path, observe={"console": "none"}), tmp_path, "test")
+    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {step}, "time_s": 1.0, "reward/mean": 0.5}}\n' for step in range(5000)))
+    reporter.resumes(4000, [])
+    assert reporter._last == {"step": 3999, "time_s": 1.0, "reward/mean": 0.5}
+    reporter.finish("interrupted")
+    assert json.loads((tmp_path / "summary.json").read_text())["num_steps"] == 4000
+    assert json.loads((tmp_path / "status.json").read_text())["step"] == 4000
+
+
+def test_a_run_that_warns_without_end_names_the_first_hundred_and_counts_the_others(tmp_path: Path) -> None:
+    reporter = Reporter(make_config(tmp_path, observe={"console": "none"}), tmp_path, "test")
+    for number in range(250):
+        reporter.warn(f"warning {number}")
+    assert (len(reporter._warnings), reporter._warnings[99]) == (101, "warning 99")
+    assert reporter._warnings[100] == "and 150 more; logs/controller.log has all of them"
+
+
+def test_a_process_that_does_not_die_at_the_end_of_the_run_is_shown() -> None:
+    told: list[str] = []
+    server: Any = SimpleNamespace(aclose=nothing, child=SimpleNamespace(left=""))
+    asyncio.run(end_server(server, told.append))
+    server.child.left = "process 7 of engine-0 is still there"
+    asyncio.run(end_server(server, told.append))
+    assert told == ["process 7 of engine-0 is still there"]
+
+
+def test_steps_that_metrics_have_lost_are_told_at_a_resume(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "time_s": 7.0, "reward/mean": 0.5}\n')
+    reporter = Reporter(make_config(tmp_path, observe={"console": "none"}), tmp_path, "test")
+    reporter.resumes(3, [])
+    assert reporter._warnings == ["steps 1..2 are missing in metrics.jsonl (lost before a sync: the machine stopped, or the file was cut)"]
+    assert time.monotonic() - reporter._trained_since_s >= 7.0
+    reporter.finish("interrupted")
+
+
 def test_the_time_of_a_resumed_run_goes_on_where_its_last_step_was(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {step}, "time_s": {100.0 * step + 100}}}\n' for step in range(5)))
     reporter = Reporter(make_config(tmp_path), tmp_path, "test")
-    reporter.resumes(3, ["checkpoint step_4 is damaged"])
-    assert [line["step"] for line in reporter._steps] == [0, 1, 2]
+    reporter.resumes(3)
+    assert reporter._last["step"] == 2
     replayed_s = time.monotonic() - reporter._trained_since_s
     assert 300.0 <= replayed_s < 400.0, "of the steps that are taken again"
     reporter.training_starts()
     assert 300.0 <= time.monotonic() - reporter._trained_since_s < 400.0
-    assert reporter._warnings == ["checkpoint step_4 is damaged"]
     reporter._recorder.close()
+
+
+@pytest.mark.parametrize("state", ["failed", "interrupted"])
+def test_a_resume_that_ends_before_it_could_go_on_leaves_what_the_run_had_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {step}, "time_s": 1.0}}\n' for step in range(9)))
+    (tmp_path / "summary.json").write_text('{"state": "done", "num_steps": 9}')
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+
+    async def open_rooms(*_: Any, **__: Any) -> Any:
+        if state == "interrupted":
+            os.kill(os.getpid(), signal.SIGINT)
+            await for_ever()
+        raise RoomError("trainer-0", "cannot start")
+
+    monkeypatch.setattr(job, "open_rooms", open_rooms)
+    point = ResumePoint(None, ("checkpoint step_9 is damaged",))
+    resuming = Job(make_config(tmp_path), tmp_path, "test", RunLock(tmp_path / "run.lock"), point)
+    if state == "failed":
+        with pytest.raises(RoomError, match="cannot start"):
+            asyncio.run(resuming.run())
+    else:
+        assert asyncio.run(resuming.run()) == 130
+    assert {path: path.read_bytes() for path in before} == before
+    assert json.loads((tmp_path / "status.json").read_text())["state"] == state
+    assert resuming.reporter._warnings == ["checkpoint step_9 is damaged"]
 
 
 def test_the_verdict_of_a_resumed_run_is_of_all_its_steps_and_not_of_what_was_counted_since(
@@ -372,8 +479,8 @@ def test_the_verdict_of_a_resumed_run_is_of_all_its_steps_and_not_of_what_was_co
     line = {"time_s": 1.0, "perf/step_s": 1.0, "perf/wait_stragglers_s": 0.5, "rollout/filtered": 40.0, "reward/mean": 0.0}
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"step": step, **line}) + "\n" for step in range(9)))
     reporter = Reporter(make_config(tmp_path, buffer={"on_overdue": "wait", "filter": "equal_rewards"}), tmp_path, "test")
-    reporter.resumes(9, [])
-    monkeypatch.setattr(reporter, "_step_metrics", lambda *_: {"step": 9, **line, "rollout/filtered": 0.0})
+    reporter.resumes(9)
+    monkeypatch.setattr(reporter, "_step_metrics", lambda *_: {"step": 9, **line})
     since: Any = SimpleNamespace(**asdict(Tally(straggler_s=0.5, num_straggler_waits=1)), consumed=4)
     reporter.step(SimpleNamespace(buffer=SimpleNamespace(stats=lambda: since)), Batch(9, (), 0), StepReport(10, {}), step_s=1.0)  # type: ignore[arg-type]
     reporter.finish("done")
@@ -418,3 +525,68 @@ def test_a_folder_that_no_run_has_made_is_not_removed_from_its_directory(tmp_pat
     assert precious.read_text() == "kept"
     job.run_job(config, tmp_path / "mine", name="test")
     assert not precious.exists(), "with an id it is a run's own, of a start that failed"
+
+
+def begun_run(tmp_path: Path, config: RunConfig) -> Path:
+    """A run directory with one admitted group and the weights of an earlier end."""
+
+    async def admit_one() -> None:
+        journal = Journal.open(run_dir / "journal.sqlite", run_id="r")
+        journal.admitted_nowait(Ticket(GroupId(0), 0), Prompt("0/0", ()))
+        await journal.aclose()
+
+    run_dir = tmp_path / "begun"
+    (run_dir / "final").mkdir(parents=True)
+    (run_dir / "final" / "weights").write_text("whole")
+    (run_dir / "config.yaml").write_text(run_config_yaml(config))
+    (run_dir / "run.id").write_text("r")
+    asyncio.run(admit_one())
+    return run_dir
+
+
+def test_weights_of_an_earlier_end_stay_whatever_becomes_of_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config(tmp_path)
+    run_dir = begun_run(tmp_path, config)
+    (run_dir / "final").rename(run_dir / ".final.old")  # killed between the two names
+    (run_dir / ".final.new").mkdir()
+    (run_dir / ".adapter.new").mkdir()
+    (run_dir / ".model.new").mkdir()
+
+    def refused(*_: object) -> None:
+        raise RoomError("trainer-0", "cannot start")
+
+    monkeypatch.setattr(job, "Job", refused)
+    for _ in range(2):
+        with pytest.raises(RoomError, match="cannot start"):
+            job.run_job(config, run_dir, name="test")
+        assert (run_dir / "final" / "weights").read_text() == "whole"
+        assert [*run_dir.glob(".final*"), *run_dir.glob(".adapter*"), *run_dir.glob(".model*")] == []
+
+
+def test_weights_of_a_run_that_was_killed_at_its_end_are_put_back_though_the_start_is_refused(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    run_dir = begun_run(tmp_path, config)
+    (run_dir / "final").rename(run_dir / ".final.old")
+    (run_dir / "summary.json").write_text('{"state": "done", "num_steps": 1000000}')
+    with pytest.raises(ConfigError, match="is done"):
+        job.run_job(config, run_dir, name="test")
+    assert (run_dir / "final" / "weights").read_text() == "whole"
+
+
+def test_a_new_run_does_not_begin_where_it_would_replace_weights_that_are_not_its_own(tmp_path: Path) -> None:
+    (tmp_path / "run" / "adapter").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="adapter is there, which a new run would replace at its end"):
+        job.run_job(make_config(tmp_path), tmp_path / "run", name="test")
+    assert (tmp_path / "run" / "adapter").is_dir()
+
+
+def test_the_pin_of_a_failed_start_goes_and_that_of_a_run_stays_until_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config(tmp_path)
+    begun, failed = begun_run(tmp_path, config), tmp_path / "failed"
+    failed.mkdir()
+    (failed / "run.id").write_text("r")
+    monkeypatch.setattr(job, "Job", lambda *_: SimpleNamespace(run=nothing))
+    for folder, allowed, stays in ((begun, [], True), (begun, ["model"], True), (failed, [], False)):
+        (folder / MODEL_PIN).write_text("{}")
+        job.run_job(config, folder, name="test", allow_change=allowed)
+        assert (folder / MODEL_PIN).exists() == stays

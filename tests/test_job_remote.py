@@ -64,6 +64,8 @@ def test_a_second_worker_takes_over_from_one_that_is_killed(tmp_path: Path) -> N
             each.kill()
             each.wait()
     assert f"{WORKER_KEY_ENV}={gateway['worker_key']} asyncrl work {gateway['url']}" in stdout + stderr, "it says what to start"
+    holders = [path.name for path in run_dir.rglob("*") if path.is_file() and gateway["worker_key"].encode() in path.read_bytes()]
+    assert holders == ["gateway.json"], "the key is printed, and in no log"
     metrics = read_lines(run_dir / "metrics.jsonl")
     assert len(metrics) == 8
     assert metrics[-1]["harness/lost"] > 0, "what the first one held when it was killed was lost"

@@ -202,8 +202,14 @@ def test_what_cannot_or_must_not_be_gone_on_with_is_refused(config: Path, whole:
     changed = resume(config, run_dir, "trainer.learning_rate=0.001", "rollout.max_tokens=20", "observe.heartbeat_s=50")
     refused(changed, 2, "trainer.learning_rate: 0.003 -> 0.001", "rollout.max_tokens: 24 -> 20", "--allow-change trainer.learning_rate")
     assert "observe.heartbeat_s" not in changed.stderr
+    (run_dir / "final").mkdir()
+    before = (run_dir / "metrics.jsonl").read_bytes()
     order = resume(config, run_dir, "seed=8", "--allow-change", "seed")
     refused(order, 1, "the saved position has seed=7, this run has 8")
+    assert ((run_dir / "metrics.jsonl").read_bytes() == before, (run_dir / "final").is_dir()) == (True, True)
+    settings = run_dir / "model" / "generation_config.json"
+    settings.write_text(f"{settings.read_text()} ")
+    refused(resume(config, run_dir), 2, "generation_config.json has other content", "--allow-change model.path")
     refused(changed, 2, "trainer.learning_rate: 0.003 -> 0.001")
     assert "seed" not in resume(config, run_dir, "trainer.learning_rate=0.001").stderr, "what was refused has changed nothing"
 

@@ -229,7 +229,7 @@ def test_a_journal_of_the_first_schema_is_read_as_it_is(old: Path) -> None:
 def test_a_run_that_goes_on_brings_an_old_journal_up_to_date_and_writes_branches_into_it(old: Path) -> None:
     async def story() -> None:
         journal = open_journal(old)
-        assert schema_version(old) == len(schema.MIGRATIONS) == 2
+        assert schema_version(old) == len(schema.MIGRATIONS)
         check_content(old)
         journal.rollout_finished_nowait(GroupId(4), make_rollout(4, 0))
         journal.group_ended_nowait(GroupId(4), "ready", "")

@@ -152,7 +152,7 @@ def test_a_resumed_run_may_admit_again_what_runs_and_train_again_what_is_trained
 def test_a_ready_group_may_be_handed_back_and_its_prompt_be_admitted_again(tmp_path: Path) -> None:
     async def story(journal: Journal) -> None:
         tell_ready(journal, 0)
-        journal.group_ended_nowait(GroupId(0), "handed_back", "dropped")
+        journal.group_ended_nowait(GroupId(0), "handed_back", "dropped", requeued=1)
         journal.admitted_nowait(Ticket(GroupId(1), 1), make_prompt(0))
         with pytest.raises(JournalError, match="group 0 is handed_back"):
             await journal.batch_taken(make_batch(0, 0))

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import shutil
 import sqlite3
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,7 +17,7 @@ from journal_cases import admit, make_batch, make_group, make_partial, open_jour
 
 from asyncrl.errors import JournalError
 from asyncrl.journal import schema
-from asyncrl.journal.inspect import totals
+from asyncrl.journal.inspect import batch_story, events, group_story, totals
 from asyncrl.journal.journal import Journal
 from asyncrl.journal.read import ResumeState
 from asyncrl.types import GroupId
@@ -70,7 +74,7 @@ def test_a_closed_journal_is_one_file_that_can_be_copied(whole: Path, tmp_path: 
         ("unread page", "is damaged: "),
         ("half", "is damaged: "),
         ("empty", "is damaged: it is empty"),
-        ("text", "is damaged: it begins with b'Dear reader, thi', so it is no SQLite database"),
+        ("text", "is damaged: file is not a database"),
         ("folder", "cannot be opened"),
     ],
 )
@@ -122,7 +126,7 @@ def test_flipped_bytes_anywhere_are_an_error_or_change_nothing_that_a_run_goes_o
             harmless += 1
             assert [ticket.group_id for ticket, _ in state.ready] == list(range(12, NUM_GROUPS))
             assert [record.ticket.group_id for record in state.running] == list(range(NUM_GROUPS, NUM_GROUPS + 4))
-            assert (state.next_version, state.requeued, state.num_drawn) == (3, (), NUM_GROUPS + 4)
+            assert (state.next_version, state.requeued, state.num_drawn) == (3, {}, NUM_GROUPS + 4)
         shutil.rmtree(path.parent)
     assert found >= 20, f"{found} found, {harmless} harmless"
 
@@ -146,9 +150,36 @@ def test_a_damaged_write_ahead_log_is_found_though_sqlite_would_drop_it_in_silen
     content = bytearray(log.read_bytes())
     content[at] ^= 0x10
     log.write_bytes(content)
-    with pytest.raises(JournalError, match=r"journal\.sqlite-wal of .* is damaged: after 0 whole frames there are \d commits") as caught:
-        open_journal(tmp_path / "c" / "journal.sqlite")
+    for _ in range(2):  # refused at the second start too
+        with pytest.raises(JournalError, match=r"sqlite-wal of .* is damaged: after 0 whole frames there are \d commits") as caught:
+            open_journal(tmp_path / "c" / "journal.sqlite")
+        assert log.read_bytes() == content, "what is left of the log stays where it is"
     assert "with its -wal file" in caught.value.way_out
+
+
+@pytest.mark.parametrize("damage", ["header", "text", "half"])
+def test_a_refused_file_leaves_the_log_beside_it_as_it_is(tmp_path: Path, damage: str) -> None:
+    (tmp_path / "a").mkdir()
+
+    async def live() -> None:
+        journal = open_journal(tmp_path / "a" / "journal.sqlite")
+        for group_id in range(3):
+            tell_ready(journal, group_id)
+            await journal.flush()
+        shutil.copytree(tmp_path / "a", tmp_path / "b")
+        await journal.aclose()
+
+    asyncio.run(live())
+    path, log = tmp_path / "b" / "journal.sqlite", tmp_path / "b" / "journal.sqlite-wal"
+    content, before = path.read_bytes(), log.read_bytes()
+    if damage == "header":
+        log.write_bytes(before := before[: len(before) // 2] + b"\xff" * 5000 + before[len(before) // 2 + 5000 :])
+    else:
+        path.write_bytes(b"Dear reader, this is no database\n" * 400 if damage == "text" else content[:100])
+    for _ in range(2):
+        with pytest.raises(JournalError):
+            open_journal(path)
+        assert log.read_bytes() == before
 
 
 def test_a_commit_that_a_power_cut_tore_is_no_damage(tmp_path: Path) -> None:
@@ -168,6 +199,62 @@ def test_a_commit_that_a_power_cut_tore_is_no_damage(tmp_path: Path) -> None:
         await journal.aclose()
 
     asyncio.run(live())
+
+
+def locks_on(path: Path) -> list[str]:
+    """How this process has locked the file (READ, WRITE); other descriptors of it than SQLite's would be the end of them."""
+    found = path.stat()
+    place = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
+    lines = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
+    return [mode for _, kind, _, mode, pid, where, *_ in lines if (kind, pid, where) == ("POSIX", str(os.getpid()), place)]
+
+
+def test_nothing_that_reads_beside_the_writer_takes_its_lock_from_it(tmp_path: Path) -> None:
+    """What closes the file by its own descriptor takes all locks of the process, and a stranger's look then removes the log."""
+    path = tmp_path / "journal.sqlite"
+
+    async def story() -> None:
+        journal = open_journal(path)
+        tell_ready(journal, 0, 1)
+        await journal.batch_taken(make_batch(0, 0, 1))
+        assert locks_on(path) == ["READ"]
+        state = await journal.read_resume(0)
+        assert locks_on(path) == ["READ"]
+        for look in (state.load_batch, lambda _: totals(path), lambda _: events(path), lambda _: group_story(path, 0)):
+            look(0)
+            assert locks_on(path) == ["READ"]
+        batch_story(path, 0)
+        journal.stats()
+        await journal.compact(0)
+        with pytest.raises(JournalError, match="writes into"):
+            open_journal(path)
+        assert locks_on(path) == ["READ"]
+        await journal.aclose()
+
+    asyncio.run(story())
+    assert locks_on(path) == []
+
+
+def test_an_empty_file_is_not_looked_at_by_sqlite_which_would_delete_the_log(tmp_path: Path) -> None:
+    path, log = tmp_path / "journal.sqlite", tmp_path / "journal.sqlite-wal"
+    path.touch()
+    log.write_bytes(b"the newest groups")
+    for look in (totals, open_journal):
+        with pytest.raises(JournalError, match="is damaged: it is empty"):
+            look(path)
+    assert log.read_bytes() == b"the newest groups"
+
+
+def test_a_new_journal_is_not_made_beside_the_log_of_an_old_one(whole: Path, tmp_path: Path) -> None:
+    """SQLite would replay it: who moved journal.sqlite alone away had the old groups back, or damage."""
+    path, log = tmp_path / "journal.sqlite", tmp_path / "journal.sqlite-wal"
+    log.write_bytes(b"the newest groups")
+    with pytest.raises(JournalError, match=r"journal\.sqlite-wal without the journal that it belongs to") as caught:
+        open_journal(path)
+    assert f"move {log} there too" in caught.value.way_out
+    assert (path.exists(), log.read_bytes()) == (False, b"the newest groups")
+    log.rename(tmp_path / "elsewhere")  # the way out, taken
+    asyncio.run(open_journal(path).aclose())
 
 
 def test_a_database_of_another_program_is_left_alone(tmp_path: Path) -> None:
@@ -230,3 +317,30 @@ def test_a_migration_that_fails_leaves_the_file_as_it_was(tmp_path: Path, monkey
     with sqlite3.connect(path) as connection:
         assert connection.execute("SELECT count(*) FROM sqlite_schema WHERE name = 'half'").fetchone() == (0,)
     connection.close()
+
+
+@contextmanager
+def somebody_else() -> Iterator[None]:
+    """Rights do not bind the superuser, whom tests may run as."""
+    is_superuser = os.geteuid() == 0
+    if is_superuser:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if is_superuser:
+            os.seteuid(0)
+
+
+def test_the_journal_of_an_ended_run_can_be_read_where_nothing_may_be_written(whole: Path) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        path = Path(name) / "journal.sqlite"
+        shutil.copyfile(whole, path)
+        path.parent.chmod(0o555)
+        with somebody_else():
+            found = totals(path)
+            with pytest.raises(PermissionError):
+                (path.parent / "anything").touch()
+        path.parent.chmod(0o755)
+        assert [entry.name for entry in path.parent.iterdir()] == ["journal.sqlite"]
+    assert found == totals(whole)

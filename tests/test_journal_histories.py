@@ -27,6 +27,7 @@ class Histories(RuleBasedStateMachine):
         self.path = self.root / "0" / "journal.sqlite"
         self.path.parent.mkdir()
         self.states: dict[int, str] = {}
+        self.comes_again: dict[int, int] = {}
         self.prompts: dict[int, int] = {}
         self.batches: list[tuple[int, ...]] = []
         self.compacted = 0
@@ -47,7 +48,11 @@ class Histories(RuleBasedStateMachine):
 
     def requeued(self) -> list[int]:
         newest = {prompt: group for group, prompt in self.prompts.items()}
-        return sorted(prompt for prompt, group in newest.items() if self.states[group] == "handed_back")
+        return sorted(prompt for prompt, group in newest.items() if group in self.comes_again)
+
+    def counts(self) -> dict[str, int]:
+        newest = {prompt: group for group, prompt in self.prompts.items()}
+        return {f"0/{prompt}": self.comes_again[newest[prompt]] for prompt in self.requeued()}
 
     @rule(again=st.booleans())
     def admit(self, again: bool) -> None:
@@ -72,8 +77,11 @@ class Histories(RuleBasedStateMachine):
         if state == "ready":
             for index in {0, 1} - self.finished[group]:
                 self.journal.rollout_finished_nowait(GroupId(group), (make_trajectory(group, index),))
-        self.journal.group_ended_nowait(GroupId(group), state, "")  # type: ignore[arg-type]
+        requeued = data.draw(st.sampled_from([None, 0, 1, 3])) if state in ("failed", "handed_back") else None
+        self.journal.group_ended_nowait(GroupId(group), state, "", requeued=requeued)  # type: ignore[arg-type]
         self.states[group] = state
+        if requeued is not None:
+            self.comes_again[group] = requeued
         self.partials = {key: value for key, value in self.partials.items() if key[0] != group}
 
     @precondition(lambda self: self.of("running"))
@@ -89,8 +97,8 @@ class Histories(RuleBasedStateMachine):
     @rule(data=st.data())
     def drop_ready(self, data: st.DataObject) -> None:
         group = data.draw(st.sampled_from(self.of("ready")))
-        self.journal.group_ended_nowait(GroupId(group), "handed_back", "dropped")
-        self.states[group] = "handed_back"
+        self.journal.group_ended_nowait(GroupId(group), "handed_back", "dropped", requeued=2)
+        self.states[group], self.comes_again[group] = "handed_back", 2
 
     @rule(data=st.data())
     def take(self, data: st.DataObject) -> None:
@@ -135,7 +143,7 @@ class Histories(RuleBasedStateMachine):
         assert state.next_version == len(self.batches)
         assert [ticket.group_id for ticket, _ in state.ready] == self.of("ready")
         assert [record.ticket.group_id for record in state.running] == self.of("running")
-        assert list(state.requeued) == [f"0/{prompt}" for prompt in self.requeued()]
+        assert list(state.requeued.items()) == list(self.counts().items())
         assert (state.num_drawn, state.next_group_id) == (len(set(self.prompts.values())), len(self.states))
         found = {
             (record.ticket.group_id, index): len(item[2].token_ids) for record in state.running for index, item in record.partials.items()

@@ -21,6 +21,7 @@ from journal_cases import (
 )
 
 from asyncrl.errors import JournalError
+from asyncrl.journal.counted import Counted
 from asyncrl.journal.inspect import batch_story, events, group_story, totals
 from asyncrl.journal.journal import Journal
 from asyncrl.types import Batch, GroupId, Ticket
@@ -38,7 +39,7 @@ async def tell_a_run(path: Path) -> Journal:
     admit(journal, 5)
     journal.segment_nowait(GroupId(5), 0, 0, 0, make_partial(3))
     journal.rollout_finished_nowait(GroupId(5), (make_trajectory(5, 1),))
-    journal.group_ended_nowait(GroupId(5), "handed_back", "dropped")
+    journal.group_ended_nowait(GroupId(5), "handed_back", "dropped", requeued=1)
     await journal.batch_taken(make_batch(0, 0, 1))
     journal.trained_nowait(0, {"policy/loss": 0.25}, "digest")
     journal.published_nowait(1, "digest")
@@ -94,12 +95,32 @@ def test_the_story_of_a_group_a_batch_and_the_run(tmp_path: Path) -> None:
         assert report.num_groups == 4, "what never was trained is younger than the batches, and stays"
         small = totals(path)
         assert (small.groups, small.sampled_tokens, small.failed_rollouts) == (whole.groups, whole.sampled_tokens, 1)
-        assert (small.compacted_before, small.checkpoints) == (2, ((1, "checkpoints/step_1", "removed"),))
+        assert (small.compacted_before, small.checkpoints) == (2, ((1, "checkpoints/step_1", "whole"),))
         gone, batch = group_story(path, 0), batch_story(path, 0)
         assert gone is not None
         assert batch is not None
         assert (gone.line, gone.prompt, gone.rollouts) == (zero.line, None, {})
         assert (batch.groups, batch.tokens_by_version, batch.masked_tokens) == (zeroth.groups, None, None)
+        await journal.aclose()
+
+    asyncio.run(story())
+
+
+def test_what_was_counted_by_each_batch_and_by_now_is_in_the_journal(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+
+    async def story() -> None:
+        journal = await tell_a_run(path)
+        by_batch_0, by_batch_1, now = (await journal.read_resume(0)).counted
+        assert (by_batch_0, by_batch_1) == (Counted(generated=40), Counted(generated=80))
+        lost = 7 + 5 + 3  # by group 4 and 5, whose attempts came to nothing
+        assert now == Counted(generated=80 + 10 + 4 + lost, failed=1, handed_back=1, failed_groups=1, given_up=1)
+        assert (await journal.read_resume(2)).counted == (now,)
+        admit(journal, 7)
+        journal.rollout_finished_nowait(GroupId(7), (make_trajectory(7, 0),))
+        journal.group_ended_nowait(GroupId(7), "filtered", "")
+        (later,) = (await journal.read_resume(2)).counted
+        assert (later.filtered, later.filtered_tokens, later.generated) == (1, 10, now.generated + 10)
         await journal.aclose()
 
     asyncio.run(story())
@@ -115,7 +136,8 @@ def test_compaction_leaves_all_that_a_resume_can_need(tmp_path: Path) -> None:
         assert (await journal.compact(1)).num_groups == 0
         after = await journal.read_resume(1)
         assert [batch.version for batch in after.batches()] == [1]
-        assert (after.next_version, after.num_drawn, after.next_group_id, after.requeued) == (2, 6, 7, ())
+        assert after.counted == before.counted, "what was counted is the same, compacted or not"
+        assert (after.next_version, after.num_drawn, after.next_group_id, after.requeued) == (2, 6, 7, {})
         assert [record.ticket for record in after.running] == [record.ticket for record in before.running]
         with pytest.raises(JournalError, match=r"the tokens of batch 0 were deleted"):
             after.load_batch(0)
@@ -165,14 +187,50 @@ def test_a_clock_that_jumps_back_changes_no_order(tmp_path: Path, monkeypatch: p
         journal = await tell_a_run(path)
         admit(journal, 7)
         admit(journal, 8)
-        journal.group_ended_nowait(GroupId(8), "handed_back", "dropped")
-        journal.group_ended_nowait(GroupId(7), "handed_back", "dropped")
+        journal.group_ended_nowait(GroupId(8), "handed_back", "dropped", requeued=1)
+        journal.group_ended_nowait(GroupId(7), "handed_back", "dropped", requeued=1)
         state = await journal.read_resume(0)
         assert [batch.version for batch in state.batches()] == [0, 1]
-        assert state.requeued == ("0/7", "0/8")
+        assert list(state.requeued) == ["0/7", "0/8"]
         found = events(path)
         assert [event.what for event in found] == ["restored", "engine_restarted"]
         assert found[0].at_s > found[1].at_s
+        await journal.aclose()
+
+    asyncio.run(story())
+
+
+def test_checkpoints_are_removed_when_they_are_and_not_when_the_journal_forgets(tmp_path: Path) -> None:
+    """keep_every and keep_best hold on to some that are older than all that the journal has tokens of."""
+    path = tmp_path / "journal.sqlite"
+
+    async def story() -> None:
+        journal = open_journal(path)
+        journal.checkpointed_nowait(10, "step_10")
+        journal.checkpointed_nowait(20, "step_20", [10])
+        journal.checkpointed_nowait(30, "step_30", [10, 30])
+        await journal.compact(30)
+        await journal.aclose()
+
+    asyncio.run(story())
+    assert totals(path).checkpoints == ((10, "step_10", "whole"), (20, "step_20", "removed"), (30, "step_30", "whole"))
+
+
+def test_of_events_that_come_with_every_step_the_newest_stay_and_all_others(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+
+    async def story() -> None:
+        journal = open_journal(path)
+        journal.event_nowait("engine lost", {})
+        for step in range(50):
+            for what in ("handover", "handed over"):
+                journal.event_nowait(what, {"step": step}, keep=3)
+        journal.event_nowait("stuck", {})
+        await journal.flush()
+        found = [(event.what, event.detail.get("step")) for event in events(path)]
+        turns = [(what, step) for step in (47, 48, 49) for what in ("handover", "handed over")]
+        assert found == [("engine lost", None), *turns, ("stuck", None)]
+        assert [event.what for event in events(path, newest=2)] == ["handed over", "stuck"]
         await journal.aclose()
 
     asyncio.run(story())

@@ -92,6 +92,21 @@ def test_a_process_that_is_killed_while_it_writes_leaves_all_that_was_durable(tm
     assert next_version > 20
 
 
+def test_a_stranger_who_looks_into_the_journal_of_a_living_run_takes_nothing_from_it(tmp_path: Path) -> None:
+    """Python's sqlite3 and SQLite's own shell open for writing, and who closes last removes the log: the run's lock says who is last."""
+    path, answers = tmp_path / "journal.sqlite", []
+    with victim(path) as process:
+        assert process.stdout is not None
+        answers += [process.stdout.readline() for _ in range(5)]
+        connection = sqlite3.connect(path)
+        assert connection.execute("SELECT count(*) FROM groups").fetchone() > (0,)
+        connection.close()
+        assert path.with_name("journal.sqlite-wal").exists()
+        answers += [process.stdout.readline() for _ in range(10)]
+        process.send_signal(signal.SIGKILL)
+    check(path, answers)
+
+
 @pytest.mark.slow
 def test_a_second_process_is_refused_with_the_pid_of_the_first_until_that_is_dead(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"

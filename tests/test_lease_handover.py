@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from asyncrl.errors import RoomError
-from asyncrl.placement.handover import HandOver
+from asyncrl.placement.handover import ROUTINE, HandOver
 from asyncrl.placement.lease import Lease, Side
 from asyncrl.testing.virtual_time import all_blocked, run_virtual
 from asyncrl.wire import EnginePart, Moved, TrainerPart
@@ -317,6 +317,7 @@ def test_every_step_is_told_with_its_seconds_and_bytes() -> None:
     world.run("trainer")
     world.run("engines")
     assert [kind for kind, _ in world.events] == ["handover", *["handover phase"] * 5, "handed over"]
+    assert {kind for kind, _ in world.events} == ROUTINE, "of what happens in every step the journal keeps the newest alone"
     assert world.events[0][1] == {"from": "training", "to": "engines"}
     assert world.events[2][1] == {"phase": "engines wake weights", "seconds": 1.0, "num_bytes": 20}, "both engines at once"
     assert world.events[-1][1] == {"to": "engines", "seconds": 5.0}

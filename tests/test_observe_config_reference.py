@@ -8,6 +8,7 @@ from types import ModuleType
 
 import pytest
 
+from asyncrl.config.describe import describe_keys
 from asyncrl.config.load import all_keys
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -59,3 +60,9 @@ def test_every_key_has_a_row_with_a_meaning() -> None:
     for key, row in rows.items():
         assert len(row.replace("\\|", "/").split("|")) == 6, row
         assert row.replace("\\|", "/").split("|")[4].strip(), f"{key} has no docstring"
+
+
+def test_a_section_has_no_default_of_its_own() -> None:
+    row = next(line for line in script().page().splitlines() if line.startswith("| `rollout.simulated` |"))
+    assert row.startswith("| `rollout.simulated` | section |  | ")
+    assert "  rollout.simulated (section)\n" in describe_keys("rollout")

@@ -56,6 +56,19 @@ def test_a_plain_line_says_step_reward_staleness_and_where_the_time_went() -> No
     assert "masked 2.0%" in plain_line(METRICS | {"sample/masked_fraction": 0.02}, num_steps=300, max_staleness=4)
 
 
+def test_a_step_that_was_skipped_says_so_with_its_batch_on_the_line_and_in_the_panel_for_good() -> None:
+    skipped = METRICS | {"trainer/skipped_steps": 1.0}
+    assert "  step skipped: not finite (batch 11, counted from 0)  " in plain_line(skipped, num_steps=300, max_staleness=4)
+    assert "3 steps skipped: not finite (batch 11, counted from 0)" in plain_line(
+        METRICS | {"trainer/skipped_steps": 3}, num_steps=300, max_staleness=4
+    )
+    assert "skipped" not in plain_line(METRICS | {"trainer/skipped_steps": 0.0}, num_steps=300, max_staleness=4)
+    state = PanelState(run_name="r", num_steps=300, max_staleness=4, started_s=0.0)
+    for metrics in (METRICS | {"step": 3, "trainer/skipped_steps": 2.0}, skipped, METRICS | {"step": 12, "trainer/skipped_steps": 0.0}):
+        state.add_step(metrics)
+    assert "step skipped: not finite (batch 11, counted from 0), 3 in all" in drawn(live_panel(state, now_s=1.0))
+
+
 def test_auto_is_plain_without_a_terminal_and_live_on_one() -> None:
     assert Console("auto", run_name="r", num_steps=3, max_staleness=1, file=io.StringIO()).kind == "plain"
     assert Console("auto", run_name="r", num_steps=3, max_staleness=1, file=Terminal()).kind == "live"
@@ -175,3 +188,11 @@ def test_a_sparkline_averages_what_does_not_fit() -> None:
 
 def test_durations_read_like_a_person_says_them() -> None:
     assert [duration(seconds) for seconds in (8.26, 245, 59.99, 7800)] == ["8.3 s", "4 min 05 s", "60.0 s", "2 h 10 min"]
+
+
+def test_the_rewards_of_a_long_run_stay_few_and_evenly_spread() -> None:
+    state = PanelState(run_name="r", num_steps=10_000, max_staleness=4, started_s=0.0)
+    for step in range(10_000):
+        state.add_step({"step": step, "reward/mean": float(step)})
+    assert len(state.rewards) < 1024
+    assert state.rewards == [float(step) for step in range(0, 10_000, state.reward_every)]

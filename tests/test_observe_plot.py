@@ -5,19 +5,20 @@ from pathlib import Path
 import pytest
 
 from asyncrl.observe.plot import running_mean, smoothing_window, write_reward_plot
+from asyncrl.observe.run_numbers import Steps
 
 
 def test_the_plot_is_a_png_in_the_run_directory(tmp_path: Path) -> None:
     steps = [{"step": n, "time_s": 0.4 * n, "reward/mean": n / 50} for n in range(1, 51)] + [{"step": 51}]
-    path = write_reward_plot(tmp_path, steps, title="quickstart")
+    path = write_reward_plot(tmp_path, Steps(steps), title="quickstart")
     assert path == tmp_path / "reward.png"
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
 def test_one_step_can_be_drawn_and_none_is_refused(tmp_path: Path) -> None:
-    write_reward_plot(tmp_path, [{"step": 1, "time_s": 1.0, "reward/mean": 0.5}], title="one")
+    write_reward_plot(tmp_path, Steps([{"step": 1, "time_s": 1.0, "reward/mean": 0.5}]), title="one")
     with pytest.raises(ValueError, match="no step with reward/mean"):
-        write_reward_plot(tmp_path, [{"step": 1}], title="none")
+        write_reward_plot(tmp_path, Steps([{"step": 1}]), title="none")
 
 
 def test_the_running_mean_looks_back_and_starts_with_what_there_is() -> None:

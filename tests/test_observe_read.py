@@ -3,23 +3,35 @@ from __future__ import annotations
 import errno
 import json
 import os
+import socket
 import subprocess
 import sys
+import tempfile
+import time
+import tracemalloc
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import long_run
 import numpy as np
-import psutil
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from asyncrl.config import RunConfig, run_config_yaml
+from asyncrl.durable import lines_from_end
 from asyncrl.errors import ConfigError
+from asyncrl.journal.lock import RunLock
 from asyncrl.observe.read import render_status
-from asyncrl.observe.recorder import Recorder
-from asyncrl.observe.run_files import is_alive
+from asyncrl.observe.recorder import Recorder, boot_id
+from asyncrl.observe.run_files import judge_state
+from asyncrl.observe.run_numbers import Steps
+from asyncrl.observe.trained import TrainedRecord
 from asyncrl.observe.waits import Wait
 from asyncrl.running.inspecting import render_inspect
-from asyncrl.trainer.record import append_line, trained_line
+from asyncrl.trainer.record import append_line, note_restored, trained_line
 from asyncrl.wire import BatchArrays, BatchHeader, TrajectoryHeader
 
 NUM_GROUPS = 2
@@ -81,6 +93,7 @@ def inspected(run_dir: Path, **options: Any) -> dict[str, Any]:
 
 def test_status_of_a_live_run_says_what_it_does_and_how_far_it_is(tmp_path: Path) -> None:
     make_run(tmp_path)
+    lock = RunLock(tmp_path / "run.lock").acquire()
     status = json.loads(render_status(tmp_path, as_json=True))
     assert (status["state"], status["steps_done"], status["num_steps"]) == ("running", 3, 9)
     assert status["last_metrics"]["reward/mean"] == 0.5
@@ -90,6 +103,7 @@ def test_status_of_a_live_run_says_what_it_does_and_how_far_it_is(tmp_path: Path
     assert "3 of 9" in text
     assert "trainer generation" in text
     assert "g7/r1, 12.000" in text
+    lock.release()
 
 
 def test_status_says_who_waits_for_whom_in_sentences(tmp_path: Path) -> None:
@@ -111,11 +125,28 @@ def test_a_run_that_says_running_while_its_process_is_gone_has_crashed(tmp_path:
     assert "controller.log" in status["explanation"]
 
 
-def test_the_same_pid_with_another_start_time_is_another_process() -> None:
-    started_s = psutil.Process().create_time()
-    assert is_alive(os.getpid(), started_s)
-    assert not is_alive(os.getpid(), started_s - 100)
-    assert not is_alive("nonsense", started_s)
+@pytest.mark.parametrize(
+    ("elsewhere", "age_s", "state", "words"),
+    [
+        ({"host": "node7", "boot_id": "other"}, 3.0, "running", "written 3 s ago, says running by process 17 on host node7. Whether that"),
+        ({"host": "node7", "boot_id": "other"}, 300.0, "unknown", "asyncrl status"),
+        ({"boot_id": "before"}, 300.0, "crashed", "was started again since"),
+        ({"boot_id": "before"}, 3.0, "running", "cannot be seen"),
+    ],
+)
+def test_a_run_that_cannot_be_seen_from_here_is_not_called_crashed(
+    tmp_path: Path, elsewhere: dict[str, str], age_s: float, state: str, words: str
+) -> None:
+    make_run(tmp_path)
+    here = {"state": "running", "pid": 17, "host": socket.gethostname(), "boot_id": boot_id(), "updated_s": time.time() - age_s}
+    (tmp_path / "run.lock").touch()
+    told = judge_state(here | elsewhere, tmp_path)
+    assert told[0] == state
+    assert words in told[1]
+    assert judge_state(here, tmp_path)[0] == "crashed", "nobody holds its lock, and this is its machine"
+    lock = RunLock(tmp_path / "run.lock").acquire()
+    assert judge_state(here, tmp_path)[0] == judge_state(here | elsewhere, tmp_path)[0] == "running", "over a shared file system, say"
+    lock.release()
 
 
 def test_the_end_of_a_run_is_told_with_its_reason(tmp_path: Path) -> None:
@@ -200,7 +231,7 @@ def test_a_record_that_does_not_add_up_is_found(tmp_path: Path) -> None:
         "step 1, group 0, sample 0: was trained on in step 0 already",
         "step 1, group 1, sample 0: was trained on in step 0 already",
         "step 2, group 3, sample 0: tokens 3..6 are of version 5, which did not exist yet",
-        "step 5 follows step 3",
+        "step 4 is missing in the record",
     ]
 
 
@@ -253,6 +284,139 @@ def test_an_unknown_step_or_group_is_told_with_what_there_is(tmp_path: Path) -> 
         render_inspect(tmp_path, group=99)
 
 
+def test_steps_that_a_power_cut_took_are_told_as_missing_and_the_bound_stands(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    path = tmp_path / "trained.jsonl"
+    with path.open("a") as file:
+        file.write('{"version": 3, "min_')
+    note_restored(path, 5)
+    append_line(path, record_line(5, (0, 2)))
+    note_restored(path, 6)
+    append_line(path, record_line(6, (0, 2)))
+    plain = inspected(tmp_path)
+    why = "lost before a sync: the machine stopped, or the file was cut"
+    assert (plain["bound_kept"], plain["violations"], plain["restored_from"]) == (True, [], [5, 6])
+    assert plain["lost"] == plain["problems"] == [f"steps 3..4 are missing in the record ({why})"]
+    assert "bound kept in all that is recorded" in render_inspect(tmp_path)
+
+
+def test_steps_lost_twice_in_a_row_are_one_gap_that_the_record_explains(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    path = tmp_path / "trained.jsonl"
+    note_restored(path, 5)
+    note_restored(path, 10)
+    append_line(path, record_line(10, (0, 2)))
+    plain = inspected(tmp_path)
+    assert (plain["bound_kept"], plain["violations"]) == (True, [])
+    assert plain["lost"][0].startswith("steps 3..9 are missing in the record (lost")
+
+
+def test_a_record_that_begins_late_is_noticed(tmp_path: Path) -> None:
+    make_run(tmp_path, num_steps=0)
+    append_line(tmp_path / "trained.jsonl", record_line(2, (0, 2)))
+    assert inspected(tmp_path)["violations"] == ["steps 0..1 are missing in the record"]
+    (tmp_path / "trained.jsonl").unlink()
+    note_restored(tmp_path / "trained.jsonl", 2)
+    append_line(tmp_path / "trained.jsonl", record_line(2, (0, 2)))
+    assert inspected(tmp_path)["violations"] == []
+    assert "steps 0..1 are missing" in inspected(tmp_path)["lost"][0]
+
+
+def test_what_was_lost_and_trained_again_after_all_is_not_missing(tmp_path: Path) -> None:
+    make_run(tmp_path, num_steps=2)
+    path = tmp_path / "trained.jsonl"
+    note_restored(path, 4)
+    append_line(path, record_line(4, (0, 2)))
+    note_restored(path, 2)
+    for version in (2, 3, 4):
+        append_line(path, record_line(version, (0, 2)))
+    plain = inspected(tmp_path)
+    assert (plain["lost"], plain["violations"], plain["num_steps"]) == ([], [], 5)
+
+
+def test_the_record_of_a_long_run_is_read_at_its_end_alone_when_the_trainer_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "trained.jsonl"
+    line = json.dumps({"version": 8, "padding": "x" * 200_000}) + "\n"
+    path.write_text(line * 50 + '{"version": 9')
+    taken: list[int] = []
+
+    def counting(path: Path) -> Iterator[tuple[int, bytes]]:
+        for start, found in lines_from_end(path):
+            taken.append(start)
+            yield start, found
+
+    monkeypatch.setattr("asyncrl.trainer.record.lines_from_end", counting)
+    note_restored(path, 7)
+    assert taken == [50 * len(line), 49 * len(line)]
+    assert path.read_text() == line * 50 + '{"restored": 7}\n'
+
+
+@given(st.lists(st.sampled_from([b"", b"a", b"\0" * 70_000, b"b" * 140_000, b"c" * 65_535]), max_size=6), st.booleans())
+def test_lines_come_from_the_end_as_they_lie_in_the_file(lines: list[bytes], is_torn: bool) -> None:
+    content = b"".join(line + b"\n" for line in lines) + (b"torn" if is_torn else b"")
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(content)
+        file.flush()
+        found = list(lines_from_end(Path(file.name)))
+    assert b"".join(line for _, line in reversed(found)) == content
+    assert all(content[start : start + len(line)] == line and b"\n" not in line[:-1] for start, line in found)
+
+
+# ---- long runs
+
+
+def test_no_line_of_a_long_run_is_read_twice_but_those_that_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_steps, shown, parsed = 400, 150, list[bytes]()
+    monkeypatch.setattr("asyncrl.observe.read.SHOWN_STEPS", shown)
+
+    def counting(line: bytes, **_: Any) -> Any:
+        parsed.append(line)
+        return json.JSONDecoder().decode(line.decode())
+
+    make_run(tmp_path, num_steps=num_steps)
+    monkeypatch.setattr("asyncrl.observe.run_files.from_json", counting)
+    monkeypatch.setattr("asyncrl.observe.run_files._COLUMNS_OF", SimpleNamespace(validate_json=counting))
+    for module in ("run_files", "trained"):
+        monkeypatch.setattr(f"asyncrl.observe.{module}.parse_line", counting)
+    status = json.loads(render_status(tmp_path, as_json=True))
+    assert (status["steps_done"], len(parsed)) == (num_steps, num_steps + 1), "one line a step, the last one whole, and none of the record"
+    parsed.clear()
+    plain = inspected(tmp_path)
+    assert (plain["num_steps"], plain["bound_kept"], plain["num_trajectories"]) == (num_steps, True, 2 * num_steps)
+    assert len(parsed) == 2 * num_steps + 1 + shown
+    assert [step["step"] for step in plain["steps"]] == list(range(num_steps - shown, num_steps))
+    parsed.clear()
+    (only,) = inspected(tmp_path, step=17)["steps"]
+    assert (only["metrics"]["step"], len(parsed)) == (17, 2 * num_steps + 3)
+    assert f"the last 100 of {num_steps} steps" in render_inspect(tmp_path)
+
+
+def test_the_run_that_the_benchmark_makes_up_is_one_that_kept_its_bound(tmp_path: Path) -> None:
+    long_run.make_run(tmp_path, 30, 2, 4)
+    plain = inspected(tmp_path)
+    assert (plain["bound_kept"], plain["problems"], plain["num_trajectories"], plain["staleness_max"]) == (True, [], 240, 4)
+    assert plain["journal"]["num_trained"] == len(plain["steps"]) == 30
+
+
+def test_what_is_held_of_a_long_run_is_some_bytes_a_step(tmp_path: Path) -> None:
+    make_run(tmp_path, num_steps=0)
+    fat = record_line(0, (0, 2))
+    steps, record, start = Steps(), TrainedRecord(tmp_path / "trained.jsonl", 2), 0
+    tracemalloc.start()
+    for version in range(2000):
+        for index, entry in enumerate(fat["trajectories"]):
+            entry |= {"group_id": 2 * version + index, "spans": [[3, 7, version]]}
+        steps.add({"step": version, "reward/mean": 0.5, **{f"some/metric_{index}": 1.5 * version for index in range(50)}})
+        record.add(start, json.loads(json.dumps(fat | {"version": version})))
+        start += 500
+    held_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert (len(steps), len(record), record.violations()) == (2000, 2000, [])
+    assert held_bytes < 400 * 2000
+
+
 # ---- files that hold anything
 
 
@@ -280,8 +444,8 @@ def test_an_unknown_step_or_group_is_told_with_what_there_is(tmp_path: Path) -> 
         ("status.json", '{"state": "running", "updated_s": null}', "status.json: updated_s is no number and is left out"),
         ("status.json", "[]", "status.json is no JSON object"),
         ("status.json", "[" * 100_000, "status.json is no JSON"),
-        ("status.json", '{"state": [], "waits": [{"who": 1}], "pid": -7, "pid_started_s": 1}', ""),
-        ("status.json", f'{{"state": "running", "pid": {10**30}, "pid_started_s": 1}}', ""),
+        ("status.json", '{"state": [], "waits": [{"who": 1}], "pid": -7, "host": null}', ""),
+        ("status.json", f'{{"state": "running", "pid": {10**30}, "host": 7, "boot_id": []}}', ""),
         ("status.json", '{"state": "done", "waits": [{"who": 1, "where": 2, "what": 3, "waker": 4, "seconds": "x"}], "why": {}}', ""),
     ],
 )
@@ -300,7 +464,8 @@ def test_a_file_that_cannot_be_read_is_told_and_the_others_are_shown(tmp_path: P
     make_run(tmp_path)
     (tmp_path / name).unlink(missing_ok=True)
     (tmp_path / name).mkdir()  # rights do not bind the superuser, whom tests may run as
-    assert f"{name} cannot be read: Is a directory" in json.loads(render_status(tmp_path, as_json=True))["problems"]
+    told_in_status = f"{name} cannot be read: Is a directory" in json.loads(render_status(tmp_path, as_json=True))["problems"]
+    assert told_in_status == (name != "trained.jsonl"), "status does not read it"
     assert f"{name} cannot be read: Is a directory" in inspected(tmp_path)["problems"]
 
 

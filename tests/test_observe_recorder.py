@@ -44,6 +44,7 @@ def test_metrics_without_a_step_are_refused(tmp_path: Path) -> None:
 def test_a_half_line_of_a_killed_process_spoils_no_other_line(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2, "rew')
     recorder = Recorder(tmp_path, tensorboard=False)
+    assert (tmp_path / "metrics.jsonl").read_text().endswith('"rew'), "the start may be refused: nothing is changed yet"
     recorder.record_step({"step": 2})
     recorder.close()
     assert (tmp_path / "metrics.jsonl").read_text().splitlines() == ['{"step": 1}', '{"step": 2, "rew', '{"step": 2}']
@@ -84,12 +85,13 @@ heavy = {"torch", "transformers", "datasets", "matplotlib", "tensorboard"} & set
 assert not heavy, heavy
 from asyncrl.observe.recorder import Recorder
 from asyncrl.observe.plot import write_reward_plot
+from asyncrl.observe.run_numbers import Steps
 steps = [{"step": n, "time_s": float(n), "reward/mean": 0.1 * n} for n in range(1, 4)]
 recorder = Recorder(sys.argv[1])
 for step in steps:
     recorder.record_step(step)
 recorder.close()
-write_reward_plot(Path(sys.argv[1]), steps, title="t")
+write_reward_plot(Path(sys.argv[1]), Steps(steps), title="t")
 assert "torch" not in sys.modules and "tensorflow" not in sys.modules
 """
     done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=False)
@@ -100,8 +102,7 @@ def test_steps_that_are_about_to_be_taken_again_are_removed_and_so_is_a_torn_lin
     whole = [f'{{"step": {step}, "reward/mean": 0.5}}\n' for step in range(5)]
     (tmp_path / "metrics.jsonl").write_text("".join(whole) + '{"step": 5, "rew')
     recorder = Recorder(tmp_path, tensorboard=False)
-    kept = recorder.keep_steps_below(3)
-    assert [line["step"] for line in kept] == [0, 1, 2]
+    assert recorder.keep_steps_below(3) == {"step": 2, "reward/mean": 0.5}
     assert (tmp_path / "metrics.jsonl").read_text() == "".join(whole[:3])
     recorder.record_step({"step": 3, "reward/mean": 1.0})
     recorder.close()
@@ -109,25 +110,51 @@ def test_steps_that_are_about_to_be_taken_again_are_removed_and_so_is_a_torn_lin
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_a_torn_line_in_the_middle_goes_and_the_whole_ones_around_it_stay(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1, "rew\n{"step": 1}\n{"step": 2}')
-    recorder = Recorder(tmp_path, tensorboard=False)
-    assert recorder.keep_steps_below(3) == [{"step": 0}, {"step": 1}, {"step": 2}]
-    recorder.close()
-    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 0}\n{"step": 1}\n{"step": 2}\n'
-
-
 def test_a_run_that_begins_again_from_nothing_keeps_no_step(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n')
     recorder = Recorder(tmp_path, tensorboard=False)
-    assert recorder.keep_steps_below(0) == []
+    assert recorder.keep_steps_below(0) == {}
     recorder.close()
     assert lines(tmp_path) == []
 
 
-@pytest.mark.parametrize("text", ["12\n", "[1]\n", '{"reward/mean": 1}\n', '{"step": null}\n', "\n"])
-def test_a_line_that_is_no_step_goes_too(tmp_path: Path, text: str) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n' + text + '{"step": 1}\n')
+@pytest.mark.parametrize("text", ["12\n", "[1]\n", '{"reward/mean": 1}\n', '{"step": null}\n', "\n", "\0" * 4096, '{"lost": []}\n'])
+def test_what_is_no_line_of_a_step_behind_the_last_one_goes_too(tmp_path: Path, text: str) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n' + text)
     recorder = Recorder(tmp_path, tensorboard=False)
-    assert [line["step"] for line in recorder.keep_steps_below(9)] == [0, 1]
+    assert recorder.keep_steps_below(2) == {"step": 1}
     recorder.close()
+    assert lines(tmp_path) == [{"step": 0}, {"step": 1}]
+
+
+def test_steps_whose_lines_a_power_cut_took_are_marked_and_stay_marked(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n{"step": 2, "re')
+    for _ in range(2):
+        recorder = Recorder(tmp_path, tensorboard=False)
+        last = recorder.keep_steps_below(5)
+        recorder.record_step({"step": 5})
+        recorder.close()
+    assert last == {"step": 1}
+    assert [line.get("step", line.get("lost")) for line in lines(tmp_path)] == [0, 1, [2, 4], 5]
+    assert "before a sync" in str(lines(tmp_path)[2]["why"])
+    recorder = Recorder(tmp_path, tensorboard=False)
+    assert recorder.keep_steps_below(1) == {"step": 0}
+    recorder.close()
+    assert lines(tmp_path) == [{"step": 0}]
+
+
+def test_a_long_file_is_read_at_its_end_alone_when_a_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = '{{"step": {}, "reward/mean": 0.5' + " " * 1000 + "}}\n"
+    (tmp_path / "metrics.jsonl").write_text("".join(line.format(step) for step in range(3000)))
+    parsed: list[bytes] = []
+
+    def loads(text: bytes) -> object:
+        parsed.append(text)
+        return json.JSONDecoder().decode(text.decode())
+
+    monkeypatch.setattr("asyncrl.observe.recorder.json.loads", loads)
+    recorder = Recorder(tmp_path, tensorboard=False)
+    assert recorder.keep_steps_below(2990)["step"] == 2989
+    recorder.close()
+    assert len(parsed) == 11
+    assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 2990

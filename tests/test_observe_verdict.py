@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 
 from asyncrl.config import RunConfig
-from asyncrl.observe.run_numbers import OverdueNumbers, counted, time_shares
-from asyncrl.observe.verdict import judge
+from asyncrl.observe import run_numbers, verdict
+from asyncrl.observe.run_numbers import OverdueNumbers, Steps
+from asyncrl.observe.verdict import Verdict
 
 
 def config(**sections: Any) -> RunConfig:
@@ -20,6 +23,10 @@ def steps(num: int = 20, **parts: float) -> list[dict[str, float]]:
     for name, value in parts.items():
         metrics[name.replace("__", "/") if "__" in name else f"perf/{name}"] = value
     return [{"step": n, "time_s": 10.0 + n, "reward/mean": n / num, **metrics} for n in range(1, num + 1)]
+
+
+def judge(lines: Sequence[Mapping[str, float]], config: RunConfig, overdue: OverdueNumbers | None = None) -> Verdict:
+    return verdict.judge(Steps(lines), config, overdue)
 
 
 def words(verdict: Any) -> str:
@@ -106,6 +113,12 @@ def test_what_masking_and_dropping_did_is_said_with_their_alternatives() -> None
     assert "on_overdue=drop: 40 groups were generated again (20.0% of what was started)" in words(dropped)
 
 
+def test_prompts_that_were_given_up_are_told_with_the_key_that_bounds_their_tries() -> None:
+    verdict = judge(steps(train_s=0.95, rollout__given_up=5), config(rollout={"max_hand_backs": 2}))
+    assert "5 prompts were given up, because their groups failed or became too old 3 times (rollout.max_hand_backs=2)" in words(verdict)
+    assert "given up" not in words(judge(steps(train_s=0.95, rollout__given_up=0), config()))
+
+
 def test_nothing_overdue_means_nothing_said_about_it() -> None:
     for choice in ("wait", "mask", "drop"):
         verdict = judge(steps(train_s=0.95), config(buffer={"on_overdue": choice}))
@@ -122,10 +135,10 @@ def test_the_reward_is_that_of_the_first_five_steps_and_of_the_last_tenth() -> N
 
 
 def test_shares_add_up_to_one_even_where_parts_exceed_the_whole() -> None:
-    shares = time_shares(steps(train_s=0.9, wait_generation_s=0.3))
+    shares = run_numbers.time_shares(Steps(steps(train_s=0.9, wait_generation_s=0.3)))
     assert shares.training + shares.waiting + shares.other == pytest.approx(1.0)
     assert shares.training == pytest.approx(0.75)
-    assert time_shares([{"step": 1}]).other == 1.0
+    assert run_numbers.time_shares(Steps([{"step": 1}])).other == 1.0
 
 
 def test_no_steps_give_no_verdict() -> None:
@@ -147,24 +160,39 @@ def test_many_filtered_groups_are_told_with_the_trend_and_few_are_not() -> None:
     assert "buffer.filter" not in words(judge(steps(train_s=0.95), config()))
 
 
-@pytest.mark.parametrize(("before", "after"), [(400, 30), (120, 40), (400, 0)])
-def test_counters_of_a_resumed_run_that_begin_at_0_again_add_up(before: int, after: int) -> None:
-    settings = config(buffer={"filter": "equal_rewards", "on_overdue": "drop"}, trainer={"num_groups": 8})
-    run = [
-        step | {"rollout/filtered": float(count), "rollout/filtered_tokens": 100.0 * count, "rollout/dropped": float(count)}
-        for step, count in zip(steps(num=100, train_s=0.95), [before] * 95 + [after] * 5, strict=True)
-    ]
-    said = words(judge(run, settings))
-    share, share_at_last = (before + after) / (before + after + 800), after / (after + 80)
-    assert (
-        f"replaced {before + after} groups ({share:.1%} of those that finished, {share_at_last:.1%} in the last 10 steps; "
-        f"{100 * (before + after)} tokens)" in said
-    )
-    assert f"on_overdue=drop: {before + after} groups were generated again" in said
-
-
-def test_a_counter_is_summed_over_the_lines_that_have_it() -> None:
-    run = [{"n": 2.0}, {}, {"n": 5.0}, {"n": 1.0}, {}]
+def test_a_counter_is_that_of_the_lines_that_have_it() -> None:
+    run, counted = Steps([{"n": 2.0}, {}, {"n": 5.0}, {"n": 6.0}, {}], names=("n", "m")), run_numbers.counted
     assert counted(run, "n") == 6.0
     assert [counted(run, "n", last=num) for num in (1, 2, 3, 5, 9)] == [0.0, 1.0, 4.0, 6.0, 6.0]
     assert counted(run, "m") == counted(run, "m", last=2) == 0.0
+
+
+def test_a_step_that_was_taken_again_takes_the_place_of_all_from_there_on() -> None:
+    run = Steps([{"step": step, "reward/mean": step} for step in (0, 1, 2, 1)])
+    assert (len(run), run.values("reward/mean"), run.last) == (2, [0.0, 1.0], {"step": 1, "reward/mean": 1})
+
+
+def test_one_of_a_kind_is_told_in_the_singular() -> None:
+    skipped = [step | {"trainer/skipped_steps": float(step["step"] == 4)} for step in steps(train_s=0.9, rollout__given_up=1)]
+    masks = config(buffer={"max_staleness": 2, "on_overdue": "mask"}, rollout={"max_hand_backs": 0})
+    told = words(judge(skipped, masks, OverdueNumbers(masked_fraction=0.1, num_handed_back=1)))
+    assert "not finite in 1 optimizer step (of batch 4, counted from 0)" in told
+    assert "1 prompt was given up, because its groups failed or became too old 1 time (" in told
+    assert "1 group was generated again" in told
+    filtered = steps(num=1, train_s=0.9, rollout__filtered=1, rollout__filtered_tokens=1)
+    assert re.search(
+        r"replaced 1 group \(.* in the last 1 step; 1 token\)", words(judge(filtered, config(buffer={"filter": "equal_rewards"})))
+    )
+
+
+def test_steps_that_were_skipped_are_counted_and_their_batches_named() -> None:
+    run = steps(num=20, train_s=0.9)
+    assert "Skipped" not in words(judge(run, config()))
+    verdict = judge([step | {"trainer/skipped_steps": float(step["step"] in (4, 7))} for step in run], config())
+    assert (
+        "Skipped: loss or gradient was not finite in 2 optimizer steps (of batches 4, 7, counted from 0), so the weights stayed"
+        in words(verdict)
+    )
+    assert verdict.num_skipped_steps == 2
+    many = judge([step | {"trainer/skipped_steps": 1.0} for step in run], config())
+    assert "in 20 optimizer steps (of batches 1, 2, 3, 4, 5, ..., counted from 0)" in words(many)

@@ -9,6 +9,7 @@ import pkgutil
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -57,7 +58,7 @@ def test_a_hung_trainer_is_named_with_its_batch_and_since_when(log_path: Path) -
     assert line.endswith("to be woken by trainer-0")
     assert 60 <= told_s <= 75  # 3 steps of a second, what is left to generate, the watchdog's minute
     (producers,) = lines_about(text, "producers waits")
-    assert "Buffer.wait_admit for leave to start a group (2 ready, 0 run, batch 4 is next, version 3 is served)" in producers
+    assert "Buffer.wait_open for leave to start a group (2 ready, 0 run, batch 4 is next, version 3 is served)" in producers
     (publisher,) = lines_about(text, "publisher waits")
     assert "for a policy_version above 3" in publisher
     assert publisher.endswith("woken by the train loop")
@@ -98,7 +99,7 @@ def test_a_hung_commit_is_named_with_its_engine_and_closed_admission_with_the_pu
     assert "engine-0" not in text
     (line,) = lines_about(text, "train loop waits")
     assert "Buffer.wait_batch for publishing, for no group may start before a newer version is served" in line
-    assert len(lines_about(text, "Buffer.wait_admit")) == 1
+    assert len(lines_about(text, "Buffer.wait_open")) == 1
 
 
 def test_a_hung_engine_is_named_with_the_rollouts_that_wait_for_it_oldest_first(log_path: Path) -> None:
@@ -152,14 +153,19 @@ def test_restart_mends_a_hung_engine_and_the_run_goes_on(log_path: Path) -> None
     assert all(later - earlier >= WATCHDOG_S for earlier, later in zip(house.restarted_s, house.restarted_s[1:], strict=False))
 
 
-def test_an_engine_that_is_being_started_again_is_given_its_time(log_path: Path) -> None:
+@pytest.mark.parametrize(("starts", "told_at"), [(True, [6]), (False, [1, 2, 3, 4, 5, 6])], ids=["starts", "waits for room"])
+def test_an_engine_that_is_being_started_again_is_given_its_time_and_one_that_is_only_down_is_not(
+    log_path: Path, starts: bool, told_at: list[int]
+) -> None:
     def prepare(house: House) -> None:
         hang_commit(house)
         house.rooms.engines.down_nowait("engine-1")
-        asyncio.get_running_loop().call_later(5 * WATCHDOG_S, house.rooms.engines.up_nowait, "engine-1")
+        supervisor = SimpleNamespace(is_starting=starts, stats=lambda: SimpleNamespace(restarts=1))
+        house.rooms.supervisors = (supervisor,)
+        asyncio.get_running_loop().call_later(5 * WATCHDOG_S, setattr, supervisor, "is_starting", False)
 
     house = play(log_path, 6.5 * WATCHDOG_S, prepare, on_stuck="restart")
-    assert [round(told_s / WATCHDOG_S) for told_s, _ in house.told] == [6]
+    assert [round(told_s / WATCHDOG_S) for told_s, _ in house.told] == told_at
 
 
 def test_fail_ends_the_run_with_the_child_that_gives_no_answer(log_path: Path) -> None:

@@ -163,7 +163,7 @@ def test_adapters_need_no_optimizer_state_of_the_model() -> None:
 
 
 def test_float32_masters_move_with_the_optimizer_where_the_model_is_bfloat16() -> None:
-    plan = make_plan(quickstart(["placement.rollout=cpu"]), [CudaDevice("0", 2**34)])
+    plan = make_plan(quickstart(["placement.rollout=cpu", "model.dtype=bfloat16"]), [CudaDevice("0", 2**34)])
     assert plan.num_parameters is not None
     trainer = memory(process(plan, "trainer-0"))
     assert trainer.weights == 2 * plan.num_parameters
@@ -216,7 +216,7 @@ def test_a_phase_that_does_not_fit_on_a_cuda_device_is_named() -> None:
 
 
 def test_a_device_whose_memory_is_not_known_is_told_and_not_refused() -> None:
-    config = quickstart(["buffer.max_staleness=0", "rollout.slots=100000000"])
+    config = quickstart(["buffer.max_staleness=0", "rollout.slots=1000", "rollout.max_tokens=100000000"])
     plan = make_plan(config, [CudaDevice("0", None)])
     refuse_what_cannot_fit(plan, config)
     assert "free is not known (no nvidia-smi)" in plan_text(plan, config)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
+import fcntl
 import os
 import signal
 import socket
@@ -10,14 +13,15 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from asyncrl.errors import ConfigError, RoomError
+from asyncrl.errors import ConfigError, ConnectionShortage, RoomError
 from asyncrl.placement.process import ChildProcess, bind_socket, group_members
-from asyncrl.placement.staging import clear_stale_staging, new_staging_dir, shared_memory_root
+from asyncrl.placement.staging import clear_stale_staging, new_staging_dir, remove_staging_dir
 
 WARDED = """
 import os, select, signal, time
@@ -84,6 +88,21 @@ def test_a_child_that_refuses_to_start_is_quoted_with_its_way_out(module: str, t
         await child.aclose()
 
     asyncio.run(story())
+
+
+def test_a_child_inherits_none_of_the_keys_that_a_run_may_be_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, str] = {}
+
+    async def note(*_: object, env: dict[str, str], **__: object) -> None:
+        given.update(env)
+        raise OSError("enough")
+
+    monkeypatch.setattr("asyncio.create_subprocess_exec", note)
+    for name in ("ASYNCRL_WORKER_KEY", "ASYNCRL_VLLM_KEY", "JUST_A_VARIABLE"):
+        monkeypatch.setenv(name, "x")
+    with pytest.raises(OSError, match="enough"):
+        asyncio.run(make_child("m", tmp_path).start())
+    assert {name for name in given if given[name] == "x"} == {"JUST_A_VARIABLE"}
 
 
 def test_a_child_that_crashes_is_reported_with_the_end_of_its_log(module: str, tmp_path: Path) -> None:
@@ -179,21 +198,116 @@ def test_a_port_in_use_is_named_with_its_owner_and_the_way_out() -> None:
         assert "any free one" in caught.value.way_out
 
 
-def test_staging_of_a_killed_run_is_cleared_and_that_of_a_living_one_is_not() -> None:
-    mine = new_staging_dir()
-    dead = shared_memory_root() / "asyncrl-999999999-12345-deadbeef"
-    other = shared_memory_root() / "asyncrl-notes-of-somebody-else"
-    try:
-        for folder in (mine, dead, other):
-            folder.mkdir()
-        assert dead in clear_stale_staging()
-        assert mine.is_dir()
-        assert other.is_dir()
-        assert not dead.exists()
-    finally:
-        for folder in (mine, dead, other):
-            if folder.exists():
-                folder.rmdir()
+class NoneFree(socket.socket):
+    """A socket where the kernel has no port, or no descriptor, left."""
+
+    number = errno.EADDRINUSE
+
+    def bind(self, *_: object) -> None:
+        raise OSError(self.number, os.strerror(self.number))
+
+
+@pytest.mark.parametrize(
+    ("number", "says"), [(errno.EADDRINUSE, "ip_local_port_range"), (errno.EMFILE, "RLIMIT_NOFILE")], ids=["ports", "descriptors"]
+)
+def test_a_child_that_this_machine_has_nothing_left_for_is_not_blamed_and_no_port_is(
+    monkeypatch: pytest.MonkeyPatch, module: str, tmp_path: Path, number: int, says: str
+) -> None:
+    monkeypatch.setattr(NoneFree, "number", number)
+    monkeypatch.setattr("asyncrl.placement.process.socket.socket", NoneFree)
+    with pytest.raises(ConnectionShortage, match=f"cannot start child.*{says}"):
+        asyncio.run(make_child(module, tmp_path).start())
+
+
+HOLD_STAGING = """
+import os, subprocess, sys
+from pathlib import Path
+from asyncrl.placement.staging import new_staging_dir
+folder = new_staging_dir(Path(sys.argv[1]))
+(folder / "v7.safetensors").write_bytes(b"weights")
+child = subprocess.Popen(["sleep", "600"], close_fds=False)
+print(folder, child.pid, flush=True)
+input()
+"""
+
+
+@contextlib.contextmanager
+def staging_of_a_run(root: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+    """Another process that has a staging folder, with weights in it, and a child that outlives it."""
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD_STAGING, str(root)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as owner:
+        assert owner.stdout is not None
+        folder, child = owner.stdout.readline().split()
+        try:
+            yield owner, Path(folder)
+        finally:
+            owner.kill()
+            os.kill(int(child), signal.SIGKILL)
+
+
+def test_staging_of_a_killed_run_is_cleared_and_that_of_a_living_one_is_not_whatever_its_pid_and_the_clock_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, other = new_staging_dir(tmp_path), tmp_path / "asyncrl-notes-of-somebody-else"
+    other.mkdir()
+    with staging_of_a_run(tmp_path) as (owner, folder):
+        with monkeypatch.context() as patch:
+            patch.setattr(psutil, "pid_exists", lambda pid: False)  # in the PID namespace of another container
+            patch.setattr("psutil._pslinux.boot_time", lambda: 0.0)  # the clock was set
+            assert clear_stale_staging(tmp_path) == []
+        assert (folder / "v7.safetensors").exists()
+        owner.kill()
+        owner.wait()
+        assert clear_stale_staging(tmp_path) == [folder], "although a child of it lives"
+    assert sorted(tmp_path.iterdir()) == sorted([mine, other])
+    remove_staging_dir(mine)
+    assert list(tmp_path.iterdir()) == [other]
+
+
+def test_a_file_that_comes_while_a_folder_is_removed_does_not_keep_it_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, unlink = new_staging_dir(tmp_path), Path.unlink
+    (folder / "v7").touch()
+
+    def comes_late(path: Path, **named: bool) -> None:
+        if path.name == "lock":
+            with contextlib.suppress(FileNotFoundError):
+                (folder / "late").touch()  # by its name, which is gone by then
+        unlink(path, **named)
+
+    monkeypatch.setattr(Path, "unlink", comes_late)
+    remove_staging_dir(folder)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_whose_removal_was_cut_short_is_cleared_by_the_next_run(tmp_path: Path) -> None:
+    folder = new_staging_dir(tmp_path)
+    left = tmp_path / f"{folder.name[:-1]}x.gone"
+    left.mkdir()
+    (left / "lock").touch()
+    (left / "v7").touch()
+    assert clear_stale_staging(tmp_path) == [left]
+    remove_staging_dir(folder)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_folder_is_cleared_while_it_is_made_and_who_makes_one_takes_another_if_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[Path] = []
+    real = fcntl.flock
+
+    def flock(descriptor: int, flags: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", real)
+        taken.extend(clear_stale_staging(tmp_path))  # its lock file is there, and nobody holds it yet
+        real(descriptor, flags)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    folder = new_staging_dir(tmp_path)
+    assert len(taken) == 1
+    assert clear_stale_staging(tmp_path) == []
+    assert list(tmp_path.iterdir()) == [folder]
+    remove_staging_dir(folder)
 
 
 @pytest.mark.parametrize("is_frozen", [False, True])
@@ -215,5 +329,27 @@ def test_a_warden_has_time_to_clear_up_after_its_leader_was_killed(
         assert (tmp_path / "cleaned").exists()
         assert group_members(child.pid) == []
         assert child.renewed()._has_warden
+
+    asyncio.run(story())
+
+
+def test_a_process_that_the_kernel_does_not_let_die_is_named_and_left(
+    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In state D no signal ends it; here none reaches it."""
+
+    async def story() -> None:
+        child = make_child(module, tmp_path)
+        await child.start()
+        pid = child.pid
+        assert pid is not None
+        with monkeypatch.context() as patch:
+            patch.setattr("asyncrl.placement.process._signal_group", lambda *_: None)
+            patch.setattr("asyncrl.placement.process.KILL_TIMEOUT_S", 0.01)
+            await child.aclose(0.01)
+        assert f"process {pid} of child-0 is still there 0.01 s after SIGKILL (state: " in child.left
+        assert child.left in caplog.text
+        await child.aclose()
+        assert gone(pid)
 
     asyncio.run(story())

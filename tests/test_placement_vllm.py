@@ -191,7 +191,7 @@ def test_auto_takes_the_one_beside_the_checkout_or_the_folder_of_the_setup(
     auto = RolloutConfig(engine="vllm")
     with pytest.raises(ConfigError, match="neither .* nor .*can import vllm") as caught:
         find_vllm_python(auto, checkout=tmp_path)
-    assert "pip install 'asyncrl[vllm]' (CUDA), or `make setup-vllm` (CPU)" in caught.value.way_out
+    assert "pip install -e '.[vllm]' in the folder of asyncrl's checkout (CUDA), or `make setup-vllm` there (CPU)" in caught.value.way_out
     (tmp_path / ".venv-vllm").symlink_to(python.parent.parent)
     assert find_vllm_python(auto, checkout=tmp_path) == tmp_path / ".venv-vllm" / "bin" / "python"
     monkeypatch.setenv("VENV_VLLM", str(python.parent.parent))
@@ -216,12 +216,13 @@ def test_weights_on_a_disk_lie_in_a_folder_that_carries_host_and_owner_and_goes_
     root = disk_root(config.publisher)
     assert root == tmp_path / "weights"
     assert disk_root(load().publisher) is None
-    mine, other = new_staging_dir(root), root / "asyncrl-another_host-1-1-abcdef01"
+    mine, other = new_staging_dir(root), root / "asyncrl-another_host-1-abcdef01"
     dead = root / mine.name.replace(str(os.getpid()), "999999999")
-    for folder in (mine, other, dead):
+    for folder in (other, dead):
         folder.mkdir()
+        (folder / "lock").touch()
     assert clear_stale_staging(root) == [dead], "what another machine's run has is not ours to judge"
-    clear_own_staging(root)
+    clear_own_staging()
     assert list(root.iterdir()) == [other]
 
 

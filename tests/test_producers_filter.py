@@ -39,7 +39,15 @@ def make_producers(buffer: Buffer, tasks: asyncio.TaskGroup, *, latency_seed: in
     generator = SingleTurn(engine, FakeTokenizer(), scorer, run_seed=0, max_tokens=50, max_prompt_tokens=16, temperature=1.0)
     runner = RolloutRunner(generator, timeout_s=100.0, retries=0)
     producers = Producers(
-        buffer, FakeSource(), runner, spawn=tasks.create_task, group_size=2, capacity=8, max_failed_groups=1, journal=MemoryJournal()
+        buffer,
+        FakeSource(),
+        runner,
+        spawn=tasks.create_task,
+        group_size=2,
+        capacity=8,
+        max_failed_groups=1,
+        max_hand_backs=3,
+        journal=MemoryJournal(),
     )  # one failed group would end the run: a filtered one is none
     return producers, engine
 

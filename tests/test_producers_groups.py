@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from itertools import cycle
 
 import pytest
 from hypothesis import given
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 
 from asyncrl.config import TaskConfig
 from asyncrl.engines import EnginePool, EngineServer
-from asyncrl.errors import EngineError, TaskError
+from asyncrl.errors import EngineError, RequestRefused, TaskError
 from asyncrl.producers import Generator, Producers, RolloutAttempt, RolloutRunner, SingleTurn
 from asyncrl.producers.single_turn import make_trajectory
 from asyncrl.tasks import TaskScorer
@@ -38,6 +40,7 @@ class House:
         timeout_s: float | None = 100.0,
         retries: int = 1,
         max_failed_groups: int = 3,
+        max_hand_backs: int = 3,
     ) -> None:
         self.engine = engine or FakeEngine()
         self.source, self.sink = FakeSource(), FakeSink(num_tickets)
@@ -53,6 +56,7 @@ class House:
             group_size=group_size,
             capacity=capacity,
             max_failed_groups=max_failed_groups,
+            max_hand_backs=max_hand_backs,
             journal=self.journal,
         )
         self.running = tasks.create_task(self.producers.run(), name="producers")
@@ -84,26 +88,82 @@ def test_groups_start_as_long_as_the_engines_have_free_slots() -> None:
     async def story(tasks: asyncio.TaskGroup) -> House:
         house = House(tasks, capacity=5)
         await all_blocked()
-        assert house.admitted == [0, 1], "a third group of 2 would need 6 slots of 5"
-        assert (house.producers.stats().inflight, house.producers.stats().sampling) == (4, 4)
-        assert repr(house.producers) == "<Producers 2 groups, 4/5 sampling, 0 failed>"
+        assert house.admitted == [0, 1, 2], "no slot is left idle for want of a second one"
+        stats = house.producers.stats()
+        assert (stats.inflight, stats.sampling, stats.waiting) == (5, 5, 1)
+        assert repr(house.producers) == "<Producers 3 groups, 5/5 sampling, 0 failed>"
         await asyncio.sleep(1.0)
         await all_blocked()
-        assert house.admitted == [0, 1, 2, 3]
+        assert house.admitted == [0, 1, 2, 3, 4], "the waiting rollout of group 2 first, then two groups in the four slots left"
         assert [group.group_id for group in house.sink.finished] == [0, 1]
         return house
 
     play(story)
 
 
-def test_one_group_runs_even_if_it_is_larger_than_all_slots() -> None:
+def test_a_group_that_is_larger_than_all_slots_runs_piece_by_piece() -> None:
     async def story(tasks: asyncio.TaskGroup) -> House:
-        house = House(tasks, group_size=8, capacity=3)
+        house = House(tasks, engine=(engine := FakeEngine()), group_size=8, capacity=3)
+        await asyncio.sleep(1.0)
         await all_blocked()
         assert house.admitted == [0]
         await asyncio.sleep(1.0)
         await all_blocked()
+        assert house.admitted == [0, 1], "its last two rollouts leave a slot"
+        assert engine.peak_running == 3
+        return house
+
+    play(story)
+
+
+def test_a_rollout_that_is_tried_again_waits_for_a_slot_like_any_other() -> None:
+    async def story(tasks: asyncio.TaskGroup) -> House:
+        rewards: list[float | str] = ["the judge is down"] * 4
+        scorer = FakeScorer(lambda *_: rewards.pop() if rewards else 1.0, latency_s=5.0)
+        engine = FakeEngine(latency_s=lambda _: 10.0)
+        house = House(tasks, engine=engine, scorer=scorer, num_tickets=1, group_size=4, capacity=4, retries=2)
+        await asyncio.sleep(16.0)  # all four were sampled, scored and failed; they are sampled again
+        house.sink.allow(1)
+        await asyncio.sleep(1.0)
+        assert (house.admitted, house.producers.stats().sampling) == ([0], 4)
+        await asyncio.sleep(20.0)
+        assert [group.group_id for group in house.sink.finished] == [0]
         assert house.admitted == [0, 1]
+        assert engine.peak_running == 4
+        return house
+
+    play(story)
+
+
+def test_leave_that_comes_while_a_retry_takes_the_last_slot_is_not_used_yet() -> None:
+    async def story(tasks: asyncio.TaskGroup) -> House:
+        rewards: list[float | str] = ["no"]
+        scorer = FakeScorer(lambda *_: rewards.pop() if rewards else 1.0, latency_s=5.0)
+        house = House(tasks, scorer=scorer, num_tickets=1, group_size=1, capacity=1)
+        await asyncio.sleep(3.0)
+        await all_blocked()
+        assert (house.admitted, house.producers.stats().sampling) == ([0], 0), "scored at 6 s; a slot is free, and no leave is given"
+        await asyncio.sleep(3.0)  # the retry has begun
+        house.sink.allow(1)
+        await asyncio.sleep(0.5)
+        assert house.admitted == [0], "its ticket would be stamped before its tokens can start"
+        await asyncio.sleep(1.0)
+        assert house.admitted == [0, 1]
+        return house
+
+    play(story)
+
+
+def test_a_free_slot_goes_to_the_group_of_the_earliest_deadline() -> None:
+    async def story(tasks: asyncio.TaskGroup) -> House:
+        rewards: list[float | str] = ["no"]
+        scorer = FakeScorer(lambda prompt, _: rewards.pop() if rewards and prompt.prompt_id == "p0" else 1.0, latency_s=0.5)
+        engine = FakeEngine(latency_s=by_id({"g0/r0/t0/a0": 1.0}, default=2.0))
+        house = House(tasks, engine=engine, scorer=scorer, group_size=2, capacity=2)
+        await asyncio.sleep(2.0)
+        await all_blocked()
+        # g0/r0 was sampled until 1.0 and failed at 1.5; g1/r0 has its slot since 1.0; at 2.0 g0/r1 leaves, and g1/r1 has waited longest
+        assert [request.request_id for request in engine.requests] == ["g0/r0/t0/a0", "g0/r1/t0/a0", "g1/r0/t0/a0", "g0/r0/t0/a1"]
         return house
 
     play(story)
@@ -114,7 +174,8 @@ def test_a_stragglers_finished_siblings_make_room_for_the_next_group() -> None:
         house = House(tasks, engine=FakeEngine(latency_s=by_id({"g0/r0": 100.0})), group_size=2, capacity=4)
         await asyncio.sleep(1.0)
         await all_blocked()
-        assert house.admitted == [0, 1, 2], "g0 holds one slot, so one group of 2 fits into the 3 others"
+        assert house.admitted == [0, 1, 2, 3], "g0 holds one slot, the three others are full"
+        assert house.producers.stats().sampling == 4
         return house
 
     play(story)
@@ -194,18 +255,37 @@ def test_a_group_holds_all_branches_by_sample_and_number_and_counts_rollouts() -
 
 
 def test_a_failed_rollout_is_retried_with_another_seed_and_its_siblings_are_kept() -> None:
+    def refuses_one(request: SamplingRequest) -> float:
+        if request.request_id.startswith("g0/r1/"):
+            raise RequestRefused("too long")
+        return 1.0
+
     async def story(tasks: asyncio.TaskGroup) -> House:
-        engine = FakeEngine(latency_s=by_id({"g0/r1": 1000.0}))
+        engine = FakeEngine(latency_s=refuses_one)
         house = House(tasks, engine=engine, num_tickets=1, group_size=3, timeout_s=10.0, retries=2)
-        await asyncio.sleep(31.0)
+        await asyncio.sleep(2.0)
         (group,) = house.sink.finished
         assert [trajectory.sample_index for trajectory in group.trajectories] == [0, 2]
         stats = house.producers.stats()
-        assert (stats.failed, stats.retried, stats.timeouts, stats.finished, stats.failed_groups) == (1, 2, 3, 2, 0)
-        assert "g0/r1 (prompt p0) is not finished after 10.0 s" in stats.last_failure
+        assert (stats.failed, stats.retried, stats.timeouts, stats.finished, stats.failed_groups) == (1, 2, 0, 2, 0)
+        assert "too long" in stats.last_failure
         tried = [request for request in engine.requests if request.request_id.startswith("g0/r1")]
         assert [request.request_id for request in tried] == ["g0/r1/t0/a0", "g0/r1/t0/a1", "g0/r1/t0/a2"]
         assert len({request.seed for request in tried}) == 3
+        return house
+
+    play(story)
+
+
+def test_a_group_goes_on_without_the_rollout_whose_time_is_up() -> None:
+    async def story(tasks: asyncio.TaskGroup) -> House:
+        house = House(tasks, engine=FakeEngine(latency_s=by_id({"g0/r1": 1000.0})), num_tickets=1, group_size=3, timeout_s=10.0, retries=2)
+        await asyncio.sleep(10.5)
+        (group,) = house.sink.finished
+        assert [trajectory.sample_index for trajectory in group.trajectories] == [0, 2]
+        stats = house.producers.stats()
+        assert (stats.failed, stats.retried, stats.timeouts, stats.finished, stats.failed_groups) == (1, 0, 1, 2, 0)
+        assert "g0/r1 (prompt p0) is not finished after 10.0 s" in stats.last_failure
         return house
 
     play(story)
@@ -252,7 +332,59 @@ def test_a_group_with_one_usable_rollout_fails_and_hands_its_admission_back() ->
         assert [group.group_id for group in house.sink.finished] == [1]
         assert "g0 (prompt p0) has 1 usable rollouts of 2 and needs 2" in house.sink.failed[GroupId(0)]
         assert house.producers.stats().failed_groups == 1
-        assert not house.source.handed_back, "a prompt that failed is not tried for ever"
+        return house
+
+    play(story)
+
+
+def test_a_failed_groups_prompt_comes_again_with_other_seeds_once_another_has_not_failed_and_a_later_version_is_served() -> None:
+    async def story(tasks: asyncio.TaskGroup) -> House:
+        fails = {"p0", "p1"}
+        scorer = FakeScorer(lambda prompt, _: "the judge is down" if prompt.prompt_id in fails else 1.0)
+        engine = FakeEngine()
+        house = House(tasks, engine=engine, scorer=scorer, num_tickets=3, group_size=1, capacity=1, retries=0)
+        await asyncio.sleep(1.5)
+        assert list(house.sink.failed) == [0]
+        assert not house.source.handed_back, "while all fail, trying the same prompts again would use up their tries"
+        assert [prompt.prompt_id for prompt in house.producers.prompts_out()] == ["p1", "p0"], "a checkpoint knows of both"
+        await asyncio.sleep(2.0)
+        assert [group.prompt.prompt_id for group in house.sink.finished] == ["p2"]
+        fails.clear()
+        house.sink.allow(1)
+        await asyncio.sleep(1.5)
+        assert [group.prompt.prompt_id for group in house.sink.finished] == ["p2", "p3"]
+        assert not house.source.handed_back, "a group of the same version gets a new prompt, however soon the first ones failed"
+        assert [prompt.prompt_id for prompt in house.producers.prompts_out()] == ["p0", "p1"]
+        house.sink.start_version = engine.policy_version = 1
+        house.sink.allow(2)
+        await asyncio.sleep(2.5)
+        assert [(prompt.prompt_id, prompt.num_handed_back) for prompt in house.source.handed_back] == [("p0", 1), ("p1", 1)]
+        assert {group.prompt.prompt_id for group in house.sink.finished} == {"p0", "p1", "p2", "p3"}
+        assert len({request.seed for request in engine.requests}) == 6
+        assert [event[4] for event in house.journal.named("group_ended") if event[2] == "failed"] == [1, 1], "each is requeued once"
+        assert house.producers.stats().given_up == 0
+        return house
+
+    play(story)
+
+
+def test_a_prompt_that_always_fails_is_given_up_and_its_tries_are_no_row_of_failed_groups() -> None:
+    async def story(tasks: asyncio.TaskGroup) -> House:
+        scorer = FakeScorer(lambda prompt, _: "no" if prompt.prompt_id in ("p1", "p2") else 1.0)
+        house = House(
+            tasks, engine=(engine := FakeEngine()), scorer=scorer, num_tickets=0, group_size=1, capacity=1, retries=0, max_hand_backs=3,
+            max_failed_groups=3,
+        )  # fmt: skip
+        for version in range(10):
+            house.sink.start_version = engine.policy_version = version
+            house.sink.allow(4)
+            await asyncio.sleep(5.0)
+        assert (len(house.sink.finished), len(house.sink.failed), house.producers.stats().given_up) == (32, 8, 2)
+        tried = [prompt.num_handed_back for _, _, prompt in house.journal.named("admitted") if prompt.prompt_id == "p1"]
+        assert tried == [0, 1, 2, 3]
+        requeued = [event[4] for event in house.journal.named("group_ended") if event[2] == "failed"]
+        assert sorted(requeued, key=str) == [1, 1, 2, 2, 3, 3, None, None]
+        assert house.producers.prompts_out() == []
         return house
 
     play(story)
@@ -275,13 +407,15 @@ def test_too_many_failed_groups_in_a_row_end_the_run_with_the_last_failure() -> 
 
         with pytest.raises(ExceptionGroup) as caught:
             async with asyncio.TaskGroup() as tasks:
-                House(tasks, scorer=FakeScorer(always_broken), group_size=2, capacity=2, max_failed_groups=3)
+                house = House(tasks, scorer=FakeScorer(always_broken), group_size=2, capacity=2, max_failed_groups=3)
         (error,) = caught.value.exceptions
         assert isinstance(error, TaskError)
         assert error.room == "producers"
         assert "3 groups in a row had too few usable rollouts" in str(error)
         assert "division by zero at p2" in str(error)
         assert "rollout.max_failed_groups=3" in str(error)
+        ended = [event[1:3] + event[4:] for event in house.journal.named("group_ended")]
+        assert ended == [(0, "failed", 1), (1, "failed", 1), (2, "failed", 1)], "an outage costs no prompt: a resume has all three"
 
     run_virtual(story())
 
@@ -291,9 +425,14 @@ def test_a_good_group_ends_the_row_of_failed_ones() -> None:
         def broken_but_every_third(prompt: Prompt, _: str) -> float | str:
             return 1.0 if int(prompt.prompt_id[1:]) % 3 == 2 else "no"
 
-        house = House(tasks, scorer=FakeScorer(broken_but_every_third), num_tickets=30, capacity=2, max_failed_groups=3)
-        await asyncio.sleep(200.0)
-        assert (len(house.sink.finished), len(house.sink.failed)) == (10, 20)
+        engine, scorer = FakeEngine(), FakeScorer(broken_but_every_third)
+        house = House(tasks, engine=engine, scorer=scorer, num_tickets=0, capacity=2, max_failed_groups=5)
+        for version in range(10):
+            house.sink.start_version = engine.policy_version = version
+            house.sink.allow(3)
+            await asyncio.sleep(20.0)
+        assert len(house.sink.finished) + len(house.sink.failed) == 30
+        assert house.producers.stats().given_up > 0
         return house
 
     play(story)
@@ -325,7 +464,7 @@ def test_a_finished_group_that_is_handed_back_gives_its_prompt_back() -> None:
         await asyncio.sleep(2.0)
         (group,) = house.sink.finished
         house.producers.handed_back(group.group_id, group, "all masked")
-        assert house.source.handed_back == [group.prompt]
+        assert house.source.handed_back == [replace(group.prompt, num_handed_back=1)]
         return house
 
     play(story)
@@ -372,13 +511,16 @@ def test_the_oldest_rollouts_are_named_with_their_age() -> None:
 @given(
     latencies=st.lists(st.floats(0.1, 30.0), min_size=8, max_size=8),
     is_bad=st.lists(st.booleans(), min_size=8, max_size=8),
+    is_unscored=st.lists(st.booleans(), min_size=1, max_size=8),
     drops=st.lists(st.floats(0.5, 60.0), max_size=4),
     group_size=st.integers(1, 3),
     capacity=st.integers(1, 7),
 )
-def test_every_ticket_is_answered_exactly_once(
-    latencies: list[float], is_bad: list[bool], drops: list[float], group_size: int, capacity: int
+def test_every_ticket_is_answered_exactly_once_and_no_more_than_the_capacity_ever_sample(
+    latencies: list[float], is_bad: list[bool], is_unscored: list[bool], drops: list[float], group_size: int, capacity: int
 ) -> None:
+    scores = cycle(is_unscored)
+
     def number(request_id: str) -> int:
         group, rollout, *_ = request_id.split("/")
         return (int(group[1:]) * 3 + int(rollout[1:])) % 8
@@ -387,7 +529,11 @@ def test_every_ticket_is_answered_exactly_once(
         engine = FakeEngine(
             latency_s=lambda request: 1000.0 if is_bad[number(request.request_id)] else latencies[number(request.request_id)]
         )
-        house = House(tasks, engine=engine, num_tickets=10, group_size=group_size, capacity=capacity, timeout_s=20.0, max_failed_groups=99)
+        scorer = FakeScorer(lambda *_: "the judge is down" if next(scores) else 1.0, latency_s=3.0)
+        house = House(
+            tasks, engine=engine, scorer=scorer, num_tickets=10, group_size=group_size, capacity=capacity, timeout_s=20.0,
+            max_failed_groups=99,
+        )  # fmt: skip
         dropped = []
         for at_s in sorted(drops):
             await asyncio.sleep(max(0.0, at_s - asyncio.get_running_loop().time()))
@@ -400,9 +546,15 @@ def test_every_ticket_is_answered_exactly_once(
         await asyncio.sleep(2000.0)
         answers = [*(group.group_id for group in house.sink.finished), *house.sink.failed, *dropped]
         assert sorted(answers) == house.admitted == list(range(10 + len(dropped)))
-        assert engine.peak_running <= max(capacity, group_size)
+        assert engine.peak_running <= capacity
         finished = [group.prompt.prompt_id for group in house.sink.finished]
         assert len(set(finished)) == len(finished), "no prompt is trained on twice"
+        tried = Counter(prompt.prompt_id for _, _, prompt in house.journal.named("admitted"))
+        assert max(tried.values()) <= 4
+        waiting = {prompt.prompt_id for prompt in (*house.producers.prompts_out(), *house.source.front)}
+        assert len(tried) == len(finished) + len(waiting) + house.producers.stats().given_up, (
+            "each is trained on, comes again or is given up"
+        )
         return house
 
     play(story)

@@ -100,12 +100,15 @@ def run(host: FakeHost, queue: FakeQueue, *, timeout_s: float | None = 10.0, ret
     """What RolloutRunner makes of it: a Rollout, or a FailedRollout."""
 
     async def story() -> Any:
-        generator = HarnessGenerator(host, queue, LoggingScorer(host.log), timeout_s=timeout_s)
+        generator = HarnessGenerator(host, queue, LoggingScorer(host.log))
         runner = RolloutRunner(generator, timeout_s=timeout_s, retries=retries)
+
+        async def wait_slot() -> None:
+            host.log.append("started")
+
         return await runner.run(
-            GroupId(4), PROMPT, 2, started_sampling=lambda: host.log.append("started"),
-            stopped_sampling=lambda: host.log.append("stopped"), journal=MemoryJournal(),
-        )  # fmt: skip
+            GroupId(4), PROMPT, 2, wait_slot=wait_slot, stopped_sampling=lambda: host.log.append("stopped"), journal=MemoryJournal()
+        )
 
     return run_virtual(story())
 

@@ -180,20 +180,21 @@ def test_a_group_of_failures_fails_at_once_with_their_reason() -> None:
 
 def test_groups_of_failures_in_a_row_end_the_run_as_ever() -> None:
     async def check(house: House) -> None:
+        house.journal.admitted_nowait(TICKET, PROMPT)
         with pytest.raises(TaskError, match="1 groups in a row had too few usable rollouts"):
             house.producers.resume_nowait(UnfinishedGroup(TICKET, PROMPT, {}, dict.fromkeys(range(4), (3, "no"))))
 
     go_on(UnfinishedGroup(Ticket(GroupId(8), 2), PROMPT, {index: done(index) for index in range(4)}), check, max_failed_groups=1)
 
 
-def test_resumed_groups_hold_their_slots_before_any_new_one_starts() -> None:
+def test_rollouts_of_resumed_groups_have_slots_before_any_new_group_starts() -> None:
     async def story(tasks: asyncio.TaskGroup) -> House:
-        house = House(tasks, num_tickets=5, group_size=4, capacity=6, engine=engine_at(2))
+        house = House(tasks, num_tickets=5, group_size=4, capacity=2, engine=engine_at(2))
         house.sink.start_version = 2
         house.journal.admitted_nowait(TICKET, PROMPT)
         house.producers.resume_nowait(UnfinishedGroup(TICKET, PROMPT, {0: done(0)}))
         await all_blocked()
-        assert (house.admitted, house.producers.stats().sampling) == ([], 3)
+        assert (house.admitted, house.producers.stats().sampling, house.producers.stats().waiting) == ([], 2, 1)
         await asyncio.sleep(1.0)
         await all_blocked()
         assert house.admitted == [0]
@@ -207,7 +208,7 @@ def test_a_resumed_group_can_be_taken_back_and_its_prompt_comes_first() -> None:
         await all_blocked()
         house.producers.handed_back(GroupId(7), None, "dropped")
         await all_blocked()
-        assert house.source.handed_back == [PROMPT]
+        assert house.source.handed_back == [replace(PROMPT, num_handed_back=1)]
         assert house.producers.stats().inflight == 0
         assert house.journal.states[GroupId(7)] == "handed_back"
 
@@ -239,9 +240,10 @@ def test_whatever_was_known_each_rollout_ends_once(states: list[str], attempt: i
         if len(usable) >= 2:
             (group,) = house.sink.finished
             assert [trajectory.sample_index for trajectory in group.trajectories] == usable
+            assert house.producers.prompts_out() == []
         else:
             assert list(house.sink.failed) == [7]
-        assert house.producers.prompts_out() == []
+            assert house.producers.prompts_out() == [replace(PROMPT, num_handed_back=1)], "set aside until a group has not failed"
 
     unfinished = UnfinishedGroup(
         TICKET, PROMPT, {index: done(index) for index in indices["done"]}, dict.fromkeys(indices["failed"], (2, "no")),

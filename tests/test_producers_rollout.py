@@ -13,7 +13,7 @@ from asyncrl.errors import EngineError, RequestRefused, RewardFailure, RolloutFa
 from asyncrl.producers import FailedRollout, RolloutAttempt, RolloutRunner, SingleTurn, derive_seed
 from asyncrl.testing.fakes import FakeEngine, FakeScorer, FakeTokenizer
 from asyncrl.testing.memory_journal import MemoryJournal
-from asyncrl.testing.virtual_time import run_virtual
+from asyncrl.testing.virtual_time import run_virtual, stand_still
 from asyncrl.types import Credit, GroupId, Prompt, Rollout, VersionSpan
 
 PROMPT = Prompt("p7", ({"role": "user", "content": "hello"},))
@@ -34,9 +34,9 @@ class Waiting:
     async def run_attempt(self, attempt: RolloutAttempt) -> Rollout:
         attempt.hold_clock()
         await asyncio.sleep(self.taken_s)
-        attempt.restart_clock()
+        attempt.resume_clock()
         if self.late_s is not None:  # a worker that says so once more, when nobody waits for it
-            asyncio.get_running_loop().call_later(self.late_s, attempt.restart_clock)
+            asyncio.get_running_loop().call_later(self.late_s, attempt.resume_clock)
             asyncio.get_running_loop().call_later(self.late_s, attempt.hold_clock)
         await asyncio.sleep(self.run_s)
         return await good()
@@ -72,7 +72,10 @@ async def hanging() -> Rollout:
 
 
 async def run(runner: RolloutRunner) -> Rollout | FailedRollout:
-    return await runner.run(GroupId(4), PROMPT, 1, started_sampling=lambda: None, stopped_sampling=lambda: None, journal=MemoryJournal())
+    async def no_wait() -> None:
+        """As many slots as anybody wants."""
+
+    return await runner.run(GroupId(4), PROMPT, 1, wait_slot=no_wait, stopped_sampling=lambda: None, journal=MemoryJournal())
 
 
 def test_single_turn_records_every_token_of_prompt_and_completion() -> None:
@@ -116,15 +119,57 @@ def test_a_prompt_that_is_too_long_fails_with_the_numbers_and_is_never_cut() -> 
     run_virtual(story())
 
 
-def test_a_hung_attempt_times_out_and_the_next_one_counts() -> None:
+def test_a_rollout_that_ran_out_of_time_is_not_tried_again() -> None:
     async def story() -> None:
-        generator = Scripted(hanging, good)
-        runner = RolloutRunner(generator, timeout_s=10.0, retries=2)
+        runner = RolloutRunner(Scripted(hanging, good), timeout_s=10.0, retries=2)
         outcome = await run(runner)
-        assert not isinstance(outcome, FailedRollout)
-        assert asyncio.get_running_loop().time() == 11.0
-        assert (runner.num_retried, runner.num_timeouts) == (1, 1)
+        assert isinstance(outcome, FailedRollout)
+        assert asyncio.get_running_loop().time() == 10.0
+        assert (outcome.num_attempts, runner.num_retried, runner.num_timeouts) == (1, 0, 1)
+
+    run_virtual(story())
+
+
+def test_a_retry_has_what_the_attempts_before_have_left_of_the_one_budget() -> None:
+    async def fails_after_6_s() -> Rollout:
+        await asyncio.sleep(6.0)
+        raise RolloutFailure("bad")
+
+    async def story() -> None:
+        generator = Scripted(fails_after_6_s, hanging, good)
+        outcome = await run(RolloutRunner(generator, timeout_s=10.0, retries=2))
+        assert isinstance(outcome, FailedRollout)
+        assert asyncio.get_running_loop().time() == 10.0
         assert [attempt.attempt for attempt in generator.seen] == [0, 1]
+        assert "is not finished after 10.0 s; rollout.timeout_s=10.0 is the limit of all its attempts together; this was number 2" in str(
+            outcome.failure
+        )
+
+    run_virtual(story())
+
+
+def test_a_retry_waits_for_a_worker_off_the_clock_too() -> None:
+    class QueuedThenFails:
+        def __init__(self) -> None:
+            self.left_s: list[float | None] = []
+
+        async def run_attempt(self, attempt: RolloutAttempt) -> Rollout:
+            await asyncio.sleep(1.0)
+            attempt.hold_clock()
+            self.left_s.append(attempt.clock.left_s)
+            await asyncio.sleep(1000.0)
+            attempt.resume_clock()
+            attempt.resume_clock()  # its worker lost it on its way, and another one took it
+            await asyncio.sleep(3.0)
+            raise RolloutFailure("bad")
+
+    async def story() -> None:
+        generator = QueuedThenFails()
+        outcome = await run(RolloutRunner(generator, timeout_s=10.0, retries=5))
+        assert isinstance(outcome, FailedRollout)
+        assert isinstance(outcome.failure, RolloutTimeout)
+        assert generator.left_s == [9.0, 5.0, 1.0], "what a worker is given"
+        assert asyncio.get_running_loop().time() == 3010.0
 
     run_virtual(story())
 
@@ -190,7 +235,7 @@ def test_a_seed_depends_on_who_asks_and_on_nothing_else() -> None:
 
 
 @pytest.mark.parametrize(("taken_s", "run_s"), [(0.0, 8.5), (1000.0, 8.5), (9.9, 8.5)])
-def test_waiting_for_a_worker_is_not_on_the_clock_and_then_the_whole_timeout_begins(taken_s: float, run_s: float) -> None:
+def test_waiting_for_a_worker_is_not_on_the_clock(taken_s: float, run_s: float) -> None:
     async def story() -> None:
         runner = RolloutRunner(Waiting(taken_s, run_s), timeout_s=10.0, retries=0)
         assert not isinstance(await run(runner), FailedRollout)
@@ -232,7 +277,7 @@ def test_a_clock_whose_time_is_up_cannot_be_turned_back() -> None:
             try:
                 await asyncio.Event().wait()
             finally:
-                attempt.restart_clock()
+                attempt.resume_clock()
             raise AssertionError("unreachable")
 
     async def story() -> None:
@@ -264,5 +309,17 @@ def test_branches_that_do_not_make_one_rollout_are_a_failure_of_it(changes: tupl
         outcome = await run(RolloutRunner(Scripted(wrong), timeout_s=10.0, retries=0))
         assert isinstance(outcome, FailedRollout)
         assert f"g4/r1 (prompt p7) {why}" in str(outcome.failure) if why.startswith("has") else why in str(outcome.failure)
+
+    run_virtual(story())
+
+
+def test_a_controller_that_stood_still_takes_that_time_from_no_rollout() -> None:
+    async def slow() -> Rollout:
+        asyncio.get_running_loop().call_later(3.0, stand_still, 1000.0)
+        await asyncio.sleep(8.0)
+        return await good()
+
+    async def story() -> None:
+        assert not isinstance(await run(RolloutRunner(Scripted(slow), timeout_s=10.0, retries=0)), FailedRollout)
 
     run_virtual(story())

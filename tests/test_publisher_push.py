@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncrl.calling import shortage
 from asyncrl.engines import EngineServer
-from asyncrl.errors import PublishError
+from asyncrl.errors import ConnectionShortage, EngineLost, PublishError
 from asyncrl.publisher import Publisher
+from asyncrl.publisher.to_all import ToAll
 from asyncrl.testing.fakes import FakeEngineServer, FakeTrainer
 from asyncrl.testing.virtual_time import all_blocked, run_virtual
 from asyncrl.types import Batch, WeightManifest
@@ -166,6 +169,20 @@ def test_an_engine_that_dies_in_commit_is_named_with_the_versions_that_each_one_
         assert "engine-1 failed in commit of policy_version 1" in str(error)
         assert "engine-0: 1, engine-1: 0 or 1, it gave no answer, engine-2: 1" in str(error)
         assert house.served == []
+
+    run_virtual(story())
+
+
+def test_a_push_that_this_machine_has_no_connection_for_is_no_failure_of_the_engine() -> None:
+    async def prepare(target: EngineServer) -> str:
+        raise shortage(target.name, errno.EMFILE)
+
+    async def story() -> None:
+        lost: list[EngineLost] = []
+        push = ToAll(1, [EngineServer(fake) for fake in engines()], served=0, timeout_s=60.0, on_lost=lost.append)
+        with pytest.raises(ConnectionShortage, match="which may be well"):
+            await push.on_all("prepare", prepare)
+        assert not lost
 
     run_virtual(story())
 

@@ -192,7 +192,7 @@ def test_recorded_rollouts_are_taken_while_their_version_is_served_and_the_bound
             producers = Producers(
                 buffer, Feed(Numbers(9), seed=0, shuffle=True, first=REPLAY[:num_prompts]),
                 RolloutRunner(replay, timeout_s=99.0, retries=0), spawn=tasks.create_task, group_size=3, capacity=6,
-                max_failed_groups=1, journal=MemoryJournal(),
+                max_failed_groups=1, max_hand_backs=3, journal=MemoryJournal(),
             )  # fmt: skip
             running = tasks.create_task(producers.run(), name="producers")
             for version in range(num_batches):

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from journal_cases import make_group, open_journal, rollouts_of
-from resume_checker import Promise, changes, read_evidence, violations
+from resume_checker import Evidence, JournalGroup, Promise, changes, read_evidence, violations
 
 from asyncrl.types import Batch, Group, GroupId, Prompt, Ticket, Trajectory
 
@@ -58,7 +58,7 @@ async def tell_history(journal: Any) -> list[Batch]:
     batches = []
     groups = iter(
         [*[(group_id, group_id) for group_id in range(9)], (11, 10)]
-    )  # draw 9 fails as group 9, draw 10 is handed back as group 10
+    )  # draw 9 fails as group 9 and is to come again, draw 10 is handed back as group 10
 
     def admit(group_id: int, draw: int, version: int) -> None:
         journal.admitted_nowait(Ticket(GroupId(group_id), version), prompt_of(draw))
@@ -80,9 +80,9 @@ async def tell_history(journal: Any) -> list[Batch]:
     admit(8, 8, 3)
     make_ready(8, 8, 3)
     admit(9, 9, 3)
-    journal.group_ended_nowait(GroupId(9), "failed", "no reward")
+    journal.group_ended_nowait(GroupId(9), "failed", "no reward", requeued=1)
     admit(10, 10, 3)
-    journal.group_ended_nowait(GroupId(10), "handed_back", "dropped")
+    journal.group_ended_nowait(GroupId(10), "handed_back", "dropped", requeued=1)
     admit(11, 10, 3)
     return batches
 
@@ -121,7 +121,12 @@ def test_an_honest_history_has_no_violation(run_dir: Path) -> None:
 
 PLANTED_SQL = {
     "a prompt that was drawn is gone": ("DELETE FROM groups WHERE group_id = 9", "group 10 has draw 10, the one before was 8"),
-    "a prompt was drawn twice": ("UPDATE groups SET state = 'failed' WHERE group_id = 10", "group 11 was made though group 10 is failed"),
+    "a prompt was drawn twice": (
+        "UPDATE groups SET state = 'failed', requeued = NULL WHERE group_id = 10", "group 11 was made though group 10 is failed",
+    ),
+    "a failed prompt is lost": ("UPDATE groups SET requeued = NULL WHERE group_id = 9", "is lost: group 9 is failed"),
+    "a prompt came back too often": ("UPDATE groups SET requeued = 2 WHERE group_id = 9", "came back 2 times with group 9"),
+    "a prompt in training came back": ("UPDATE groups SET requeued = 1 WHERE group_id = 8", "came back 1 times with group 8"),
     "a prompt in use was drawn again": ("UPDATE groups SET prompt_id = '0/0', state = 'failed' WHERE group_id = 11", "was made though"),
     "a group is consumed and in no batch": ("UPDATE groups SET state = 'taken' WHERE group_id = 8", "group 8 is taken, and in batch None"),
     "a group is in a batch and free": ("UPDATE groups SET state = 'failed' WHERE group_id = 5", "group 5 is failed, and in batch 2"),
@@ -255,3 +260,19 @@ def test_what_a_resume_has_lost_or_altered_is_found(run_dir: Path) -> None:
     assert changes(before, replace(before, groups=(other, *groups[1:]))) == ["rollouts of group 0 have changed"]
     assert changes(before, replace(before, batches={})) == ["a batch has changed"]
     assert changes(before, replace(before, record=before.record[1:])) == ["lines of the trained record have changed"]
+
+
+def test_on_policy_failed_prompts_that_come_again_too_early_or_too_late_are_found() -> None:
+    def found(*places: tuple[int, int]) -> list[str]:
+        """Draw 0 fails at version 0; then groups of (draw, version)."""
+        failed, *others = [
+            JournalGroup(group_id, prompt_of(draw).prompt_id, version, "running", None, None, None, {})
+            for group_id, (draw, version) in enumerate([(0, 0), *places])
+        ]
+        groups = (replace(failed, state="failed", requeued=1), *others)
+        return [text for text in violations(Evidence(groups, {}, ()), replace(PROMISE, max_staleness=0)) if "came again" in text]
+
+    assert found((1, 0), (0, 1), (2, 1)) == found((1, 0)) == []
+    assert "came again at its version, as group 1" in found((0, 0))[0]
+    assert "came again after the new one of group 2" in found((1, 0), (2, 1), (0, 1))[0]
+    assert "came again after the new one of group 2" in found((1, 0), (2, 1))[0]

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,7 @@ def test_an_agent_is_tried_by_hand_with_what_the_gateway_says_and_each_outcome_i
     process = serve("gateway", config, "--record", file, "--run-dir", tmp_path / "served")
     said = lines_until(process, "Ctrl-C ends the gateway")
     children = children_of(process)
-    exports = "\n".join(line for line in said if "export" in line)
+    exports = "\n".join(line for line in said if "_KEY=" in line or "_URL=" in line)
     chat, outcome = (line.strip() for line in said if "curl" in line)
 
     client = openai.OpenAI(base_url=re.findall(r"URL=(\S+)", exports)[0], api_key=re.findall(r"KEY=(\S+)", exports)[0], max_retries=0)
@@ -116,6 +117,10 @@ def test_an_agent_is_tried_by_hand_with_what_the_gateway_says_and_each_outcome_i
     assert records[1].rollout[0].token_ids.tolist() != records[2].rollout[0].token_ids.tolist(), "drawn anew"
     assert "<|user|>b 2<|im_end|><|assistant|>" in file.read_text()
     assert (tmp_path / "served" / "logs" / "engine-0.log").is_file()
+    log = (tmp_path / "served" / "logs" / "controller.log").read_text()
+    assert "gateway ready" in log
+    assert not [key for key in re.findall(r"KEY=(\S+)", exports) if key in log], "keys are printed and never logged"
+    assert (tmp_path / "served").stat().st_mode & 0o777 == 0o700
 
 
 def test_the_configs_own_agent_is_run_on_some_prompts_and_recorded(tmp_path: Path, serve: Serve) -> None:
@@ -156,6 +161,7 @@ def test_whatever_ends_a_gateway_nothing_of_it_is_left(tmp_path: Path, serve: Se
     said = lines_until(process, "/generate")
     exports = next(line for line in said if "export" in line)
     health, generate = (shell(line, exports) for line in said if "curl" in line)
+    assert re.findall(r"KEY=(\S+)", exports)[0] not in (tmp_path / "served" / "logs" / "controller.log").read_text()
     assert (health["policy_version"], len(generate["token_ids"]), generate["finish_reason"]) == (0, 8, "length")
     (engine,) = children_of(process)
     engine.kill()
@@ -221,8 +227,7 @@ def whole(recorded: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def promise(config: Path, num_replayed: int) -> Promise:
-    plain = promise_of(config)
-    return Promise(plain.seed, plain.num_prompts, plain.num_groups, plain.group_size, plain.max_staleness, num_replayed)
+    return replace(promise_of(config), num_replayed=num_replayed)
 
 
 @pytest.mark.parametrize(("max_staleness", "num_steps"), [(0, 0), (2, 1)])

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from asyncrl.config import SupervisionConfig
 from asyncrl.engines import EnginePool, EngineServer
-from asyncrl.errors import EngineLost, PublishError, RoomError
+from asyncrl.errors import ConnectionShortage, EngineLost, PublishError, RoomError
 from asyncrl.publisher import Publisher
 from asyncrl.running.supervision import EngineSupervisor, until_lost
 from asyncrl.running.turns import SideBySide
 from asyncrl.testing.fake_process import FakeEngineProcess
 from asyncrl.testing.fakes import FakeEngineServer, FakeTrainer
-from asyncrl.testing.virtual_time import all_blocked, run_virtual
+from asyncrl.testing.virtual_time import all_blocked, run_virtual, stand_still
 from asyncrl.types import Completion, SamplingRequest, VersionSpan
 
 DECODE_S = 0.01
@@ -45,6 +45,7 @@ class House:
         *,
         trainer: FakeTrainer | None = None,
         max_restarts: int = 3,
+        restart_window_s: float = 3600.0,
         backoff_s: float = 1.0,
         prepare_s: float = 0.0,
         swap_s: float = 0.0,
@@ -65,7 +66,7 @@ class House:
         self.publisher = Publisher(
             self.trainer, self.targets, interrupt="abort", timeout_s=timeout_s, on_served=self._on_served, on_lost=on_lost
         )
-        config = SupervisionConfig(max_restarts=max_restarts, backoff_s=backoff_s)
+        config = SupervisionConfig(max_restarts=max_restarts, backoff_s=backoff_s, restart_window_s=restart_window_s)
         turns = SideBySide(self.publisher, num_steps=0, spawn=tasks.create_task)
         self.supervisors = {
             process.name: EngineSupervisor(
@@ -140,6 +141,29 @@ def test_a_request_whose_server_dies_goes_on_at_another_one_from_its_segments() 
         assert house.pool.stats().down == ("engine-0",)
 
     live(story)
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_an_engine_that_comes_back_takes_its_share_of_the_queue_at_once(is_streamed: bool) -> None:
+    async def story(house: House) -> None:
+        requests = [make_request(f"r{index}", max_tokens=3000, seed=index) for index in range(8)]
+        told = (lambda _: None) if is_streamed else None
+        running = [house.tasks.create_task(house.pool.generate(request, on_tokens=told)) for request in requests]
+        await asyncio.sleep(1.0)
+        house.fakes[1].die()
+        await asyncio.sleep(1.0 + START_S + 1.0)
+        assert house.pool.stats().load == {"engine-0": 4, "engine-1": 4}, "though nothing was published"
+        assert [fake.num_running for fake in house.fakes] == [4, 4]
+        for _ in range(3):
+            house.trainer.step()
+            await asyncio.sleep(1.0)
+            assert house.pool.stats().load == {"engine-0": 4, "engine-1": 4}, "and it stays so: nothing moves that does not have to"
+            assert [fake.num_running for fake in house.fakes] == [4, 4]
+        for task in running:
+            completion = await task
+            assert len(completion.token_ids) == 3000
+
+    live(story, trainer=FakeTrainer(is_frozen=False))
 
 
 def test_requests_sleep_while_no_server_lives_and_go_on_when_one_is_back() -> None:
@@ -405,6 +429,30 @@ def test_one_loss_more_than_max_restarts_ends_the_run_with_the_reason_and_the_lo
     assert error.way_out == "read its log."
 
 
+def test_a_restart_counts_until_the_engine_has_worked_for_the_window_after_it() -> None:
+    async def story(house: House) -> None:
+        for _ in range(5):
+            await asyncio.sleep(110.0)
+            house.fakes[1].die()
+        await asyncio.sleep(30.0)
+        assert house.supervisors["engine-1"].stats().restarts == 5
+        assert house.told[-1].endswith("starting it again, 1 of 2")
+        for _ in range(2):
+            house.fakes[1].die()
+            await asyncio.sleep(45.0)
+
+    assert "max_restarts=2 is used up within supervision.restart_window_s=100" in str(fails(story, max_restarts=2, restart_window_s=100.0))
+
+
+def test_starts_that_fail_use_the_restarts_up_however_long_each_of_them_takes() -> None:
+    async def story(house: House) -> None:
+        house.processes[1].start_s, house.processes[1].fails_to_start = 150.0, 100
+        house.fakes[1].die()
+        await asyncio.sleep(1e6)
+
+    assert "did not come up: no memory; supervision.max_restarts=3 is used up" in str(fails(story, restart_window_s=100.0))
+
+
 def test_the_limit_is_for_each_engine() -> None:
     async def story(house: House) -> None:
         for fake in house.fakes * 2:
@@ -555,3 +603,61 @@ def test_whatever_dies_no_token_is_lost_or_doubled_and_none_is_older_than_announ
         assert (stats.inflight, stats.down, stats.requests) == (0, (), len(asked))
 
     live(story, num_engines=num_engines, max_restarts=1000, backoff_s=0.5, prepare_s=prepare_s, swap_s=swap_s)
+
+
+# ---- a controller that stood still
+
+
+def test_a_controller_that_stood_still_gives_up_no_server_in_the_middle_of_a_push() -> None:
+    async def story(house: House) -> None:
+        for begins_s in (0.5, 3.5, 4.5):  # in prepare, near its end, in commit
+            house.trainer.step()
+            await asyncio.sleep(begins_s)
+            stand_still(1000.0)
+            await asyncio.sleep(10.0)
+
+    house = live(story, prepare_s=4.0, swap_s=1.0, timeout_s=5.0)
+    assert house.announced == [0, 1, 2, 3]
+    assert [supervisor.stats().restarts for supervisor in house.supervisors.values()] == [0, 0]
+
+
+def test_a_server_that_hangs_while_the_controller_stands_still_is_found_out_after_it() -> None:
+    async def story(house: House) -> None:
+        await asyncio.sleep(0.5)
+        house.fakes[0].freeze()
+        stand_still(1000.0)
+        await asyncio.sleep(2 * HEARTBEAT_S + 2.0)
+        assert house.pool.stats().down == ("engine-0",)
+
+    live(story)
+
+
+# ---- a machine without descriptors
+
+
+def test_a_heartbeat_that_cannot_be_sent_says_nothing_of_the_server() -> None:
+    async def story(house: House) -> None:
+        async def short(*_: Any, **__: Any) -> Any:
+            await asyncio.sleep(HEARTBEAT_S)
+            raise ConnectionShortage("engine-0", "cannot open a connection: Too many open files")
+
+        house.fakes[0].get = short  # type: ignore[method-assign]
+        await asyncio.sleep(20 * HEARTBEAT_S)
+        assert house.pool.stats().down == ()
+        house.fakes[0].die()
+        await asyncio.sleep(1.0)
+        assert house.pool.stats().down == ("engine-0",), "a death is still seen"
+
+    live(story)
+
+
+def test_a_call_that_cannot_be_made_ends_the_run_with_what_is_missing_and_no_engine_is_given_up() -> None:
+    async def story(house: House) -> None:
+        async def short(*_: Any, **__: Any) -> Any:
+            raise ConnectionShortage("engine-0", "cannot open a connection: Too many open files")
+
+        for fake in house.fakes:
+            fake.post = short  # type: ignore[method-assign]
+        await house.ask(make_request())
+
+    assert "controller: cannot open a connection" in str(fails(story))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.errors import TaskError
+from asyncrl.errors import ConfigError, TaskError
 from asyncrl.tasks import Feed, Item
 
 
@@ -65,6 +66,20 @@ def test_prompts_handed_back_come_first_and_in_their_old_order() -> None:
     assert ids(feed, 4) == ["0/0", "0/3", "1/1", "1/2"]
 
 
+def test_a_prompt_keeps_the_number_of_its_hand_backs_and_draws_another_seed_with_each() -> None:
+    feed = make_feed(4)
+    prompt = feed.next_nowait()
+    assert (prompt.num_handed_back, prompt.seed_id) == (0, prompt.prompt_id)
+    seed_ids = {prompt.seed_id}
+    for count in (1, 2, 3):
+        feed.hand_back_nowait(replace(prompt, num_handed_back=count))
+        again = feed.next_nowait()
+        assert again == replace(prompt, num_handed_back=count)
+        seed_ids.add(again.seed_id)
+    assert len(seed_ids) == 4
+    assert feed.next_nowait().num_handed_back == 0
+
+
 def test_a_prompt_that_is_not_out_cannot_be_handed_back() -> None:
     feed = make_feed(4)
     prompt = feed.next_nowait()
@@ -84,7 +99,8 @@ def test_a_feed_that_loads_a_saved_state_goes_on_with_the_same_prompts(size: int
         if move >= 0 or not out:
             out.append(feed.next_nowait())
         else:
-            feed.hand_back_nowait(out.pop(data.draw(st.integers(0, len(out) - 1))))
+            prompt = out.pop(data.draw(st.integers(0, len(out) - 1)))
+            feed.hand_back_nowait(replace(prompt, num_handed_back=prompt.num_handed_back + 1))
     assert len({prompt.prompt_id for prompt in out}) == len(out), "a prompt was out twice"
     resumed = make_feed(size, shuffle=shuffle)
     resumed.load_state(json.loads(json.dumps(feed.state())))
@@ -111,7 +127,7 @@ def test_two_system_messages_are_refused() -> None:
 
 
 def test_a_task_without_prompts_is_refused_at_the_start() -> None:
-    with pytest.raises(TaskError, match=r"<Numbers> has no prompts(.|\n)*Way out"):
+    with pytest.raises(ConfigError, match=r"<Numbers> has no prompts(.|\n)*Way out"):
         make_feed(0)
 
 
@@ -129,8 +145,8 @@ def test_a_cursor_told_in_prompts_goes_on_as_the_one_that_was_saved() -> None:
     feed = make_feed()
     drawn = [feed.next_nowait() for _ in range(8)]
     for number in (6, 2, 4):
-        feed.hand_back_nowait(drawn[number])
-    assert feed.prompts_back() == [drawn[number].prompt_id for number in (2, 4, 6)]
+        feed.hand_back_nowait(replace(drawn[number], num_handed_back=number))
+    assert list(feed.prompts_back()) == [drawn[number].prompt_id for number in (2, 4, 6)]
     other = make_feed()
     other.restore_nowait(feed.num_drawn, feed.prompts_back())
     assert other.state() == feed.state()
@@ -155,20 +171,20 @@ def test_a_feed_that_is_restored_goes_on_as_the_one_that_was_killed(size: int, s
     assert set(back) == seen - {prompt.prompt_id for prompt in out}
     assert feed.num_drawn == len(seen)
     restored = make_feed(size, shuffle=shuffle)
-    restored.restore_nowait(len(seen), reversed(back))
+    restored.restore_nowait(len(seen), dict(reversed(back.items())))
     assert restored.prompts_back() == back
     assert restored.state() == feed.state()
     assert ids(restored, 12) == ids(feed, 12)
 
 
 def test_a_restored_feed_refuses_prompts_that_this_task_cannot_have_given() -> None:
-    for prompt_ids in (["0/4"], ["0/1", "0/1"], ["1/0"], ["0/9"], ["seven"]):
+    for prompt_id in ("0/4", "1/0", "0/9", "seven"):
         with pytest.raises(TaskError, match="is not among the first 3 draws") as caught:
-            make_feed(5, shuffle=False).restore_nowait(3, prompt_ids)
+            make_feed(5, shuffle=False).restore_nowait(3, {prompt_id: 1})
         assert "resume with the data of the killed run" in caught.value.way_out
 
 
 def test_a_restored_feed_with_nothing_handed_back_begins_at_its_next_draw() -> None:
     feed = make_feed(4, shuffle=False)
-    feed.restore_nowait(6, [])
+    feed.restore_nowait(6, {})
     assert ids(feed, 3) == ["1/2", "1/3", "2/0"]

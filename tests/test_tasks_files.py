@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from asyncrl.config import TaskConfig
-from asyncrl.errors import ConfigError, TaskError
+from asyncrl.errors import ConfigError
 from asyncrl.tasks import Item, build_task
 from asyncrl.types import Prompt
 
@@ -65,28 +65,28 @@ def test_the_reward_gets_the_answer_of_its_row(tmp_path: Path) -> None:
 
 def test_a_missing_column_names_the_columns_that_exist(tmp_path: Path) -> None:
     file = write_jsonl(tmp_path / "a.jsonl", [{"question": "2+2?", "answer": "4"}])
-    with pytest.raises(TaskError, match="line 1 has no column prompt .task.prompt_column.; its columns are question, answer"):
+    with pytest.raises(ConfigError, match="line 1 has no column prompt .task.prompt_column.; its columns are question, answer"):
         task_of(file)
-    with pytest.raises(TaskError, match=r"no column gold(.|\n)*Way out: set task.answer_column to one of them, or to none"):
+    with pytest.raises(ConfigError, match=r"no column gold(.|\n)*Way out: set task.answer_column to one of them, or to none"):
         task_of(file, prompt_column="question", answer_column="gold")
 
 
 def test_an_empty_file_is_an_error_that_names_it(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n\n")
-    with pytest.raises(TaskError, match=r"empty.jsonl holds no rows(.|\n)*Way out"):
+    with pytest.raises(ConfigError, match=r"empty.jsonl holds no rows(.|\n)*Way out"):
         task_of(str(tmp_path / "empty.jsonl"))
 
 
 def test_a_broken_line_is_named_by_file_and_number(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"prompt": "x", "answer": "1"}\n\n{"prompt": "y", "ans\n')
-    with pytest.raises(TaskError, match=r"a.jsonl line 3 is not JSON(.|\n)*Way out"):
+    with pytest.raises(ConfigError, match=r"a.jsonl line 3 is not JSON(.|\n)*Way out"):
         task_of(str(tmp_path / "a.jsonl"))
 
 
 @pytest.mark.parametrize("line", [b"[1, 2]\n", b'"text"\n', b"\xff\xfe\n"], ids=["list", "text", "not utf-8"])
 def test_a_line_that_is_no_object_is_refused(tmp_path: Path, line: bytes) -> None:
     (tmp_path / "a.jsonl").write_bytes(line)
-    with pytest.raises(TaskError, match="a.jsonl line 1 is"):
+    with pytest.raises(ConfigError, match="a.jsonl line 1 is"):
         task_of(str(tmp_path / "a.jsonl"))
 
 
@@ -96,18 +96,18 @@ def test_a_line_that_is_no_object_is_refused(tmp_path: Path, line: bytes) -> Non
 )
 def test_a_prompt_that_is_no_text_is_named_by_its_place(tmp_path: Path, prompt: object) -> None:
     file = write_jsonl(tmp_path / "a.jsonl", [ROWS[0], {"prompt": prompt, "answer": "1"}])
-    with pytest.raises(TaskError, match=r"a.jsonl line 2, column prompt is no prompt(.|\n)*Way out"):
+    with pytest.raises(ConfigError, match=r"a.jsonl line 2, column prompt is no prompt(.|\n)*Way out"):
         task_of(file)
 
 
 def test_a_file_that_is_not_there_or_of_another_kind_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TaskError, match="nowhere.jsonl is not a file"):
+    with pytest.raises(ConfigError, match="nowhere.jsonl is not a file"):
         task_of(str(tmp_path / "nowhere.jsonl"))
     (tmp_path / "a.csv").write_text("prompt\nx\n")
-    with pytest.raises(TaskError, match=r"ends in .csv; files are .jsonl or .parquet"):
+    with pytest.raises(ConfigError, match=r"ends in .csv; files are .jsonl or .parquet"):
         task_of(str(tmp_path / "a.csv"))
     (tmp_path / "a.parquet").write_text("not at all")
-    with pytest.raises(TaskError, match="a.parquet is not a parquet file"):
+    with pytest.raises(ConfigError, match="a.parquet is not a parquet file"):
         task_of(str(tmp_path / "a.parquet"))
 
 
@@ -126,9 +126,9 @@ def test_a_folder_of_data_files_is_a_dataset(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "data" / "train.jsonl", ROWS)
     task = dataset_task(tmp_path / "data", tmp_path / "cache")
     assert [task.prompt(i).answer for i in range(len(task))] == ["4", "6"]
-    with pytest.raises(TaskError, match=r"row 0 has no column q (.|\n)*prompt, answer, level"):
+    with pytest.raises(ConfigError, match=r"row 0 has no column q (.|\n)*prompt, answer, level"):
         dataset_task(tmp_path / "data", tmp_path / "cache", prompt_column="q")
-    with pytest.raises(TaskError, match=r"split test cannot be loaded(.|\n)*task.split"):
+    with pytest.raises(ConfigError, match=r"split test cannot be loaded(.|\n)*task.split"):
         dataset_task(tmp_path / "data", tmp_path / "cache", split="test")
 
 
@@ -140,10 +140,10 @@ def test_a_saved_dataset_is_read_with_and_without_splits(tmp_path: Path) -> None
     datasets.DatasetDict({"easy": rows}).save_to_disk(tmp_path / "splits")
     assert len(dataset_task(tmp_path / "plain", tmp_path)) == 2
     assert len(dataset_task(tmp_path / "splits", tmp_path, split="easy")) == 2
-    with pytest.raises(TaskError, match="there is no such split; it has easy"):
+    with pytest.raises(ConfigError, match="there is no such split; it has easy"):
         dataset_task(tmp_path / "splits", tmp_path)
 
 
 def test_a_dataset_that_is_not_there_is_refused_with_the_way_out(tmp_path: Path) -> None:
-    with pytest.raises(TaskError, match=r"cannot be loaded(.|\n)*Way out"):
+    with pytest.raises(ConfigError, match=r"cannot be loaded(.|\n)*Way out"):
         dataset_task(tmp_path / "nowhere", tmp_path)

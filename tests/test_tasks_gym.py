@@ -35,7 +35,7 @@ def test_prompts_are_those_of_the_library_and_of_the_seed() -> None:
 def test_the_score_is_the_librarys_own() -> None:
     task = gym()
     prompt = first_prompt(task)
-    answer = prompt.answer
+    answer = prompt.answer["answer"]
     assert task.score(prompt, answer) == task.score(prompt, f" {answer}\n") == 1.0
     assert task.score(prompt, f"Two steps ... <answer>{answer}</answer>") == 1.0
     sentence = f"It is {answer}"
@@ -48,8 +48,15 @@ def test_reference_answers_score_1_and_others_are_scored_with_their_metadata(nam
     task = gym(name, args={}, size=2)
     prompt = first_prompt(task)
     assert 0.0 <= task.score(prompt, "I do not know") < 1.0
-    if prompt.answer is not None:
-        assert task.score(prompt, str(prompt.answer)) == 1.0
+    if (answer := prompt.answer["answer"]) is not None:
+        assert task.score(prompt, str(answer)) == 1.0
+
+
+@pytest.mark.parametrize("name", ["chain_sum", "products", "number_sorting"])
+def test_a_harness_that_is_not_given_the_answer_does_not_find_it_in_the_info(name: str) -> None:
+    item = gym(name, args={}, size=2).prompt(0)
+    assert item.answer["metadata"], "what the library scores with stays with the answer"
+    assert not item.info
 
 
 def test_an_unknown_name_suggests_the_closest_ones() -> None:
@@ -67,5 +74,5 @@ def test_settings_of_another_task_are_refused_with_those_that_exist() -> None:
 def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(ConfigError, match=r"Way out: pip install 'asyncrl\[harness\]'"):
+    with pytest.raises(ConfigError, match=r"Way out: pip install -e '\.\[harness\]'"):
         gym()

@@ -12,11 +12,11 @@ import pytest
 import yaml
 
 from asyncrl.config import RunConfig, TaskConfig, load_config
-from asyncrl.errors import ConfigError, RewardFailure, TaskError
+from asyncrl.errors import ConfigError, RewardFailure
 from asyncrl.harness.verifiers import INFO_KEY, load_taskset
 from asyncrl.tasks import Feed, TaskScorer, build_task
 from asyncrl.tasks import verifiers_env as of_tasks
-from asyncrl.tasks.build import build_score, check_task
+from asyncrl.tasks.build import build_score, look_at_task
 from asyncrl.tasks.task import Task
 from asyncrl.types import Prompt
 
@@ -66,7 +66,7 @@ def test_tasks_without_an_end_are_as_many_as_the_size_says() -> None:
 
 
 def test_a_task_that_cannot_be_made_ends_the_run_and_is_named() -> None:
-    with pytest.raises(TaskError, match="task 3 of GuessingTaskset: making it raised LookupError: no more rows"):
+    with pytest.raises(ConfigError, match="task 3 of GuessingTaskset: making it raised LookupError: no more rows"):
         task_of("guessing_env_for_test", {"taskset": {"fail_at": 3}})
 
 
@@ -92,7 +92,7 @@ def test_prompts_in_messages_are_shown_as_text_and_pictures_are_refused(monkeypa
     ]
     picture = vf.ImageUrlContentPart(image_url=vf.ImageUrlSource(url="https://example.org/a.png"))
     prompt[0] = vf.UserMessage(content=[picture])
-    with pytest.raises(TaskError, match="prompt of task 0 has a part of type image_url"):
+    with pytest.raises(ConfigError, match="prompt of task 0 has a part of type image_url"):
         task_of()
 
 
@@ -104,7 +104,7 @@ def test_data_that_do_not_reach_a_worker_whole_are_refused(monkeypatch: pytest.M
         key: str = Field("k", exclude=True)
 
     monkeypatch.setattr(calculator_env.CalculatorTask, "data_type", classmethod(lambda cls: Secret))
-    with pytest.raises(TaskError, match="its data leave out key"):
+    with pytest.raises(ConfigError, match="its data leave out key"):
         task_of()
 
 
@@ -116,17 +116,18 @@ def test_numbers_that_json_does_not_know_are_refused(monkeypatch: pytest.MonkeyP
         number: float = float("inf")
 
     monkeypatch.setattr(calculator_env.CalculatorTaskset, "load", lambda self: [vf.Task(Number(prompt="hi"))])
-    with pytest.raises(TaskError, match="task 0 holds what is no JSON"):
+    with pytest.raises(ConfigError, match="task 0 holds what is no JSON"):
         task_of()
 
 
 def test_checking_a_config_loads_the_environment_and_reads_no_tasks() -> None:
     config = TaskConfig(verifiers=True)
     args = {"taskset": {"fail_at": 0}}
-    words = check_task(config, 0, load_taskset=lambda: load_taskset("guessing_env_for_test", args))
+    task, words = look_at_task(config, 0, load_taskset=lambda: load_taskset("guessing_env_for_test", args))
+    assert task is None
     assert words == "verifiers GuessingTaskset (its tasks are read when the run starts)"
     with pytest.raises(ConfigError, match="No module named 'no_such_env'"):
-        check_task(config, 0, load_taskset=lambda: load_taskset("no_such_env", {}))
+        look_at_task(config, 0, load_taskset=lambda: load_taskset("no_such_env", {}))
     with pytest.raises(ConfigError, match="only a run has a generator"):
         build_task(config, 0)
 
@@ -186,6 +187,11 @@ def test_a_harness_may_give_the_rewards_of_any_prompts() -> None:
         ({"verifiers": True, "system_prompt": "Hi"}, {"verifiers": "wordle"}, "generator.args.taskset.system_prompt"),
         ({"verifiers": True, "args": {"a": 1}}, {"verifiers": "wordle"}, "its settings are generator.args"),
         ({}, {"verifiers": "wordle"}, "none of them"),
+        ({"files": ["r"]}, {"python": "a:b", "outcomes": "posted"}, "generator.outcomes=posted is for programs"),
+        ({"files": ["r"]}, {"python": "a:b", "pass_env": ["X"]}, "generator.pass_env is for generator.command"),
+        ({"files": ["r"]}, {"command": ["c"], "env": {"X": "1"}, "pass_env": ["X"]}, "both give X"),
+        ({"files": ["r"]}, {"python": "a:b", "outcomes": "none"}, "leaves the reward to the task, and task has none"),
+        ({"files": ["r"], "reward": "math"}, {"give_answer": True}, "are for a harness, and the generator has none"),
     ],
 )
 def test_sections_that_do_not_fit_together_are_refused(task: dict[str, Any], generator: dict[str, Any], said: str) -> None:

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from asyncrl.config import LoraConfig
 from asyncrl.errors import ConfigError
-from asyncrl.trainer.lora import find_targets
 from asyncrl.trainer.lora_layer import ADAPTER, MergedLinear, merge
+from asyncrl.trainer.lora_targets import find_targets
 from asyncrl.trainer.step import TrainStep
 
 LORA: dict[str, Any] = {"rank": 4, "alpha": 8.0}
@@ -161,6 +161,9 @@ def test_saved_merged_and_saved_alone_both_open_elsewhere_with_the_logprobs_of_t
     step = trained(make_step(tiny_model_dir, tmp_path))
     step.save(tmp_path / "final")
     step.save(tmp_path / "adapter", merged=False)
+    for folder in ("final", "adapter"):
+        modes = {path.stat().st_mode & 0o777 for path in (tmp_path / folder).iterdir()}
+        assert len(modes) == 1, "weights and config are read by the same people"
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "final", dtype=torch.float32)
     assert np.abs(plain_logprobs(merged) - logprobs(step)).max() < 1e-5
     saved_config, config = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "final", tiny_model_dir))
@@ -172,9 +175,6 @@ def test_saved_merged_and_saved_alone_both_open_elsewhere_with_the_logprobs_of_t
     written = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert written["base_model_name_or_path"] == str(tiny_model_dir)
     assert written["target_modules"] == ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
-    for folder, merged_too in (("final", True), ("adapter", False)):
-        with pytest.raises(FileExistsError, match="exists already"):
-            step.save(tmp_path / folder, merged=merged_too)
 
 
 def test_adapters_cannot_be_saved_where_all_weights_are_trained(tiny_model_dir: Path, tmp_path: Path) -> None:

@@ -71,7 +71,8 @@ def test_logprobs_that_are_nan_skip_the_step_whatever_else_is_made_of_them_and_t
         weight[10] = torch.nan
     metrics = step.train(*make_batch(version=0))
     assert metrics["trainer/skipped_steps"] == 1
-    assert all(np.isfinite(value) for value in metrics.values())
+    assert {"policy/loss", "policy/grad_norm"} <= {name for name, value in metrics.items() if np.isnan(value)}, "0.0 would be a lie"
+    assert all(np.isfinite(value) for name, value in metrics.items() if not name.startswith("policy/"))
     assert (step.spec.failed_dir / "step_0.safetensors").exists()
     with torch.no_grad():
         weight.copy_(before)

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.config import ScratchConfig
 from asyncrl.producers import HFChatTokenizer
-from asyncrl.trainer.scratch import ScratchSpec, main, make_character_tokenizer, make_random_model, make_scratch_model
+from asyncrl.trainer.scratch import ScratchSpec, main, make_random_model, make_scratch_model
+from asyncrl.trainer.scratch_tokenizer import make_character_tokenizer
 from asyncrl.wire import ErrorBody, find_fatal
 
 TOKENIZER = make_character_tokenizer(TINY_CHARACTERS)
@@ -94,8 +95,17 @@ def test_without_a_tool_role_a_chat_is_rendered_as_with_one_where_both_can(tmp_p
 def test_the_folder_has_the_tool_role_that_the_config_asks_for(tmp_path: Path) -> None:
     scratch = ScratchConfig(architecture=TINY_ARCHITECTURE, characters=TINY_CHARACTERS, has_tool_role=True)
     make_scratch_model(ScratchSpec(out=tmp_path / "model", seed=0, scratch=scratch))
+    assert len({path.stat().st_mode & 0o777 for path in (tmp_path / "model").iterdir()}) == 1, "safetensors' own 0600 is not kept"
     assert "<|tool|>" in AutoTokenizer.from_pretrained(tmp_path / "model").all_special_tokens
     assert json.loads((tmp_path / "model" / "config.json").read_text())["vocab_size"] == 7 + len(TINY_CHARACTERS)
+
+
+def test_the_folder_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[bool] = []
+    monkeypatch.setattr("asyncrl.durable.sync_tree", lambda _: synced.append((tmp_path / "model").exists()))
+    scratch = ScratchConfig(architecture=TINY_ARCHITECTURE, characters=TINY_CHARACTERS)
+    make_scratch_model(ScratchSpec(out=tmp_path / "model", seed=0, scratch=scratch))
+    assert (synced, [path.name for path in tmp_path.iterdir()]) == ([False], ["model"])
 
 
 def test_an_unknown_key_of_the_architecture_is_refused_by_name() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import pickle
 import resource
@@ -19,6 +20,10 @@ from torch import multiprocessing
 from trainer_cases import make_batch, make_spec, naive_logprobs
 from transformers import AutoModelForCausalLM
 
+from asyncrl import durable
+from asyncrl.checkpoint.checkpoints import Checkpoints
+from asyncrl.checkpoint.manifest import check_manifest
+from asyncrl.config import CheckpointConfig
 from asyncrl.trainer.state import Progress
 from asyncrl.trainer.state_folder import FileEntry, StateError, _entry, read_manifest
 from asyncrl.trainer.step import TrainStep
@@ -172,6 +177,52 @@ def test_a_folder_that_is_not_as_it_was_written_is_refused_and_changes_nothing(
     with pytest.raises(StateError, match=name):
         step.load_state(tmp_path / "state")
     assert (step.policy_version, step.weights_digest()) == (2, before)
+
+
+def test_every_byte_of_a_checkpoint_is_hashed_once_when_it_is_made_and_once_when_it_is_taken(
+    make_step: MakeStep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed: list[int] = []
+
+    class Counting:
+        def __init__(self) -> None:
+            self._hash = hashlib.sha256()
+
+        def update(self, data: bytes) -> None:
+            hashed.append(len(data))
+            self._hash.update(data)
+
+        def hexdigest(self) -> str:
+            return self._hash.hexdigest()
+
+    def bytes_since() -> int:
+        num_bytes = sum(hashed)
+        hashed.clear()
+        return num_bytes
+
+    monkeypatch.setattr(durable, "new_hash", Counting)
+    step, checkpoints = make_step(), Checkpoints(tmp_path, CheckpointConfig())
+    train(step, 0, 1)
+    pending = checkpoints.begin()
+    step.begin_save_state(pending.trainer_dir).wait()
+    folder = checkpoints.finish(pending, 1, {"feed": {}})
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != "manifest.json"]
+    num_bytes = sum(path.stat().st_size for path in files)
+    assert num_bytes > 10_000
+    assert bytes_since() == num_bytes
+    assert {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files} == {
+        Path(name).name: entry.sha256 for name, entry in check_manifest(folder).files.items()
+    }
+    assert bytes_since() == num_bytes
+
+    whole, told = checkpoints.newest_whole()
+    assert whole is not None, told
+    loaded = make_step()
+    loaded.load_state(whole.trainer_dir, is_checked=True)
+    assert bytes_since() == num_bytes
+    assert loaded.weights_digest() == step.weights_digest()
+    loaded.load_state(whole.trainer_dir)
+    assert bytes_since() > 0, "what nobody has compared is compared by the trainer"
 
 
 def test_an_index_that_would_run_something_is_refused_even_with_a_forged_manifest(make_step: MakeStep, tmp_path: Path) -> None:

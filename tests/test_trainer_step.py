@@ -180,7 +180,7 @@ def nan_statistic(current_M: torch.Tensor, *_: Any) -> tuple[torch.Tensor, dict[
 
 @pytest.mark.parametrize("loss", ["infinite_loss", "nan_gradient"])
 def test_a_step_without_a_finite_gradient_is_skipped_saved_and_counted_and_the_third_in_a_row_is_refused(
-    make_step: MakeStep, loss: str
+    make_step: MakeStep, loss: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     step = make_step(algorithm={"loss": f"test_trainer_step:{loss}"}, trainer={"max_skipped_steps": 3})
     before = weights(step)
@@ -188,13 +188,15 @@ def test_a_step_without_a_finite_gradient_is_skipped_saved_and_counted_and_the_t
         header, arrays = make_batch(version=version)
         metrics = step.train(header, arrays)
         assert metrics["trainer/skipped_steps"] == 1
-        assert all(np.isfinite(value) for value in metrics.values())
+        assert np.isnan(metrics["policy/loss"])
+        assert np.isnan(metrics["policy/grad_norm"])
+        assert f"batch {version} (groups 10, 11): step skipped, loss" in caplog.text
         saved_header, saved_arrays = unpack_batch((step.spec.failed_dir / f"step_{version}.safetensors").read_bytes())
         assert saved_header == header
         assert all(np.array_equal(value, getattr(saved_arrays, name)) for name, value in dict(arrays).items())
     assert all(torch.equal(before[name], weight) for name, weight in weights(step).items())
-    assert len(step.spec.record_path.read_text().splitlines()) == 2
-    with pytest.raises(Refused, match="policy_version stays 2") as caught:
+    assert [json.loads(line)["loss"] for line in step.spec.record_path.read_text().splitlines()] == [None, None]
+    with pytest.raises(Refused, match=r"batch 2 \(groups 10, 11\) gave .* policy_version stays 2") as caught:
         step.train(*make_batch(version=2))
     assert "trainer.max_skipped_steps=3" in caught.value.body.rule
     assert "step_2.safetensors" in caught.value.body.error
@@ -278,6 +280,7 @@ def test_the_record_says_which_tokens_carried_loss_at_which_version(make_step: M
     step.policy_version = 6
     metrics = step.train(header.model_copy(update={"version": 6, "min_version": 5, "mask_older": True}), changed(arrays, versions=versions))
     lines = [json.loads(line) for line in step.spec.record_path.read_text().splitlines()]
+    assert lines.pop(0)["lost"] == [0, 5], "of batches that this record has never seen"
     assert len(lines) == 1
     assert (lines[0]["version"], lines[0]["min_version"], lines[0]["loss"]) == (6, 5, metrics["policy/loss"])
     assert lines[0]["weights_digest"] == step.weights_digest()

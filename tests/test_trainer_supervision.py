@@ -28,7 +28,14 @@ class House:
     """A LivingTrainer over fake ranks, a journal that is a list, and at most one saved state."""
 
     def __init__(
-        self, tasks: asyncio.TaskGroup, num_ranks: int = 1, *, max_restarts: int = 3, backoff_s: float = 1.0, state_at: int = 0
+        self,
+        tasks: asyncio.TaskGroup,
+        num_ranks: int = 1,
+        *,
+        max_restarts: int = 3,
+        backoff_s: float = 1.0,
+        state_at: int = 0,
+        restart_window_s: float = 3600.0,
     ) -> None:
         self.tasks = tasks
         others = [FakeTrainerServer(f"trainer-{rank}") for rank in range(1, num_ranks)]
@@ -41,7 +48,8 @@ class House:
         self.events: list[tuple[str, Mapping[str, Any]]] = []
         self.cleared_at: list[float] = []
         self.trainer = LivingTrainer(
-            self.client, self.ranks, SupervisionConfig(max_restarts=max_restarts, backoff_s=backoff_s), heartbeat_s=HEARTBEAT_S,
+            self.client, self.ranks,
+            SupervisionConfig(max_restarts=max_restarts, backoff_s=backoff_s, restart_window_s=restart_window_s), heartbeat_s=HEARTBEAT_S,
             before_start=lambda: self.cleared_at.append(now_s()), recover=self.recover, warn=self.told.append,
             on_event=lambda what, detail: self.events.append((what, detail)),
         )  # fmt: skip
@@ -157,7 +165,7 @@ def test_an_export_is_asked_for_again_and_is_of_the_same_weights() -> None:
     live(story)
 
 
-def test_a_save_that_was_lost_is_made_again_and_one_that_was_made_is_not(tmp_path: Path) -> None:
+def test_a_save_that_was_lost_is_made_again_and_replaces_what_is_there(tmp_path: Path) -> None:
     async def story(house: House) -> None:
         await house.steps(1)
         house.server.dies_at = "/save"
@@ -165,7 +173,7 @@ def test_a_save_that_was_lost_is_made_again_and_one_that_was_made_is_not(tmp_pat
         assert list(house.server.saved) == [str(tmp_path / "final")]
         (tmp_path / "adapter").mkdir()
         await house.trainer.save(tmp_path / "adapter", merged=False)
-        assert list(house.server.saved) == [str(tmp_path / "final")]
+        assert list(house.server.saved) == [str(tmp_path / "final"), str(tmp_path / "adapter")]
 
     live(story)
 
@@ -288,6 +296,18 @@ def test_one_loss_more_than_max_restarts_ends_the_run_with_the_reason_and_the_li
     assert "supervision.max_restarts=2 is used up" in str(error)
     assert str(error).count("trainer-0: ") == 1
     assert error.way_out == "read its log."
+
+
+def test_a_restart_of_the_trainer_counts_until_it_has_worked_for_the_window_after_it() -> None:
+    async def story(house: House) -> None:
+        for _ in range(4):
+            await asyncio.sleep(110.0)
+            house.server.die()
+            await house.steps(1)
+        assert house.trainer.num_restarts == 4
+        assert house.told[-1].endswith("starting the trainer again, 1 of 1")
+
+    live(story, max_restarts=1, restart_window_s=100.0)
 
 
 def test_with_max_restarts_0_the_first_loss_ends_the_run_as_it_is() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -67,6 +69,33 @@ def test_a_saved_folder_opens_with_the_auto_classes_and_has_the_trained_weights(
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, step.policy.model.get_parameter(name).to(torch.bfloat16))
     assert AutoTokenizer.from_pretrained(tmp_path / "saved").chat_template == template.read_text()
-    with pytest.raises(FileExistsError, match="exists already"):
-        step.save(tmp_path / "saved")
     assert not list(tmp_path.glob(".saved*"))
+
+
+@pytest.mark.parametrize("merged", [True, False])
+def test_weights_that_were_saved_before_go_once_the_new_ones_are_whole(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, merged: bool
+) -> None:
+    step = TrainStep(make_spec(tiny_model_dir, tmp_path, trainer={"lora": {"rank": 4}}))
+    folder = tmp_path / "saved"
+
+    def content() -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+    step.save(folder, merged=merged)
+    before = content()
+    step.train(*make_batch())
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:  # in the middle: some files of the new folder are there
+        patch.setattr("asyncrl.trainer.step.load_tokenizer", lambda _: SimpleNamespace(save_pretrained=full))
+        patch.setattr("asyncrl.trainer.lora.save_file", full)
+        with pytest.raises(OSError, match="No space left"):
+            step.save(folder, merged=merged)
+    assert content() == before
+    assert not list(tmp_path.glob(".saved*"))
+    step.save(folder, merged=merged)
+    assert content().keys() == before.keys()
+    assert content() != before

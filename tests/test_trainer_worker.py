@@ -150,7 +150,7 @@ def test_a_body_that_is_no_batch_is_refused_and_the_worker_lives_on(worker: Work
     assert worker.train(pack_batch(header, arrays)).policy_version == version + 1
 
 
-def test_save_writes_a_folder_that_opens_and_refuses_one_that_exists(worker: Worker, tmp_path: Path) -> None:
+def test_save_writes_a_folder_that_opens_and_replaces_one_that_exists(worker: Worker, tmp_path: Path) -> None:
     def save() -> TrainerHealth:
         return worker.ask(lambda caller: caller.post("/save", SaveRequest(path=str(tmp_path / "hf")), TrainerHealth, timeout_s=TIMEOUT_S))
 
@@ -158,8 +158,9 @@ def test_save_writes_a_folder_that_opens_and_refuses_one_that_exists(worker: Wor
     assert len(AutoTokenizer.from_pretrained(tmp_path / "hf")) == 52
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     assert digest_of({name: parameter.detach() for name, parameter in model.named_parameters()}) == worker.export().digest
-    with pytest.raises(CallRefused, match="exists already"):
-        save()
+    before = (tmp_path / "hf").stat().st_ino
+    save()
+    assert ((tmp_path / "hf").stat().st_ino == before, [path.name for path in tmp_path.glob(".hf*")]) == (False, [])
 
 
 def test_a_caller_without_the_secret_is_turned_away(worker: Worker) -> None:

@@ -23,7 +23,7 @@ from asyncrl.errors import EngineLost
 from asyncrl.publisher import Broadcasts
 from asyncrl.publisher.push import Push
 from asyncrl.trainer.client import TrainerClient
-from asyncrl.trainer.scratch import make_character_tokenizer
+from asyncrl.trainer.scratch_tokenizer import make_character_tokenizer
 from asyncrl.types import WeightManifest
 from asyncrl.wire import ExportChunkRequest, ExportChunkResponse, GenerateRequest, TrainResponse, pack_batch
 

@@ -19,7 +19,7 @@ from vllm_process import SECRET, VllmProcess, vllm_process
 
 from asyncrl.calling import Caller
 from asyncrl.engines import VllmFacts, VllmServer
-from asyncrl.trainer.scratch import make_character_tokenizer
+from asyncrl.trainer.scratch_tokenizer import make_character_tokenizer
 from asyncrl.types import WeightManifest
 from asyncrl.wire import Canary, EngineHealth, GenerateRequest, weights_digest
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -105,8 +107,12 @@ def resolve_advantage(name: str) -> str:
     return BUILT_IN_ADVANTAGES.get(name) or _own(name, "algorithm.advantage", BUILT_IN_ADVANTAGES)
 
 
-def _own(name: str, key: str, known: dict[str, Recipe] | dict[str, str]) -> str:
+def _own(name: str, key: str, known: Mapping[str, object]) -> str:
     module, colon, function = name.partition(":")
     if not (module and colon and function):
-        raise ValueError(f"{key}={name} is not known; name one of {', '.join(known)}, or a function of your own as module:function")
+        close = difflib.get_close_matches(name, known, n=1)
+        raise ValueError(
+            f"{key}={name} is not known" + (f", did you mean {close[0]}?" if close else ";")
+            + f" name one of {', '.join(known)}, or a function of your own as module:function"
+        )  # fmt: skip
     return name

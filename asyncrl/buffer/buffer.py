@@ -14,7 +14,7 @@ from asyncrl.buffer.stats import BufferStats, Tally
 from asyncrl.buffer.waiting import WaitMeter
 from asyncrl.config import BufferConfig
 from asyncrl.errors import WouldWait
-from asyncrl.types import Batch, Finished, Group, GroupId, Ticket, WaitReport
+from asyncrl.types import Batch, Finished, Group, GroupId, Prompt, Ticket, WaitReport
 
 OnHandedBack = Callable[[GroupId, Group | None, str], None]
 """(group_id, the group if it was ready, None if it runs and must stop, "dropped" or "all_masked")."""
@@ -25,13 +25,13 @@ class Buffer:
 
     Life:       admitted -> running -> ready -> in a batch; or failed, filtered, or handed back through `on_handed_back`, and its place
                 is free.
-    Waits:      producers sleep in wait_admit, woken when a version is served, look_ahead grows, or a group fails, is filtered or
+    Waits:      producers sleep in wait_open, woken when a version is served, look_ahead grows, or a group fails, is filtered or
                 handed back; the trainer sleeps in wait_batch, woken by the finish_nowait that completes a batch. Both may be cancelled:
-                what is given is given in one step without a sleep, so nothing is lost. After the last batch wait_admit sleeps
+                what is given is given in one step without a sleep, so nothing is lost. After the last batch wait_open sleeps
                 until cancelled.
     Invariant:  no token with a loss weight in a taken batch is older than max_staleness. StalenessRule.take_nowait guarantees it
                 (`mask`: it guarantees the batch's min_version and mask_older, which the trainer honours).
-    Cost:       O(log n) an event. A waiter of wait_admit is woken at each opening, so let few wait: one loop that starts groups.
+    Cost:       O(log n) an event. A waiter of wait_open is woken at each opening, so let few wait: one loop that starts groups.
     """
 
     name = "buffer"
@@ -75,13 +75,10 @@ class Buffer:
 
     # ---- producers
 
-    async def wait_admit(self) -> Ticket:
-        """Return leave to start one group, as soon as the staleness rule gives it. Sleeps for ever once the run's groups are all out."""
-        while True:
-            try:
-                return self.admit_nowait()
-            except WouldWait:
-                await self._opened.wait()
+    async def wait_open(self) -> None:
+        """Return as soon as admit_nowait gives leave. Sleeps for ever once the run's groups are all out."""
+        while not self._rule.num_open:
+            await self._opened.wait()
 
     def admit_nowait(self) -> Ticket:
         """Leave to start one group. Raises WouldWait while the rule gives none."""
@@ -90,14 +87,12 @@ class Buffer:
         return ticket
 
     def finish_nowait(self, group: Group) -> Finished:
-        """The group has all its rollouts: it is ready, or buffer.filter replaces it; or it was dropped meanwhile and is forgotten.
+        """The group has all its rollouts: it is ready, or buffer.filter replaces it.
 
         Raises RoomError if it is not running, has a token older than its ticket allows or newer than any weights, or a trajectory
         without a sampled token; TaskError with the last of buffer.max_filtered_groups in a row. If `mask` leaves nothing of it, it
         goes straight to `on_handed_back`; a filtered group does not, for its prompt is not sampled again.
         """
-        if self._rule.was_stopped(group.group_id):
-            return "stopped"
         oldest, newest = _versions(group)
         self._rule.check_tokens(group.group_id, oldest=oldest, newest=newest)
         if self._filter.takes_nowait(group):
@@ -115,18 +110,12 @@ class Buffer:
             return "handed_back"
         return "ready"
 
-    def fail_nowait(self, group_id: GroupId, reason: str) -> bool:
-        """The group failed: its admission is handed back. Returns False if it was dropped meanwhile.
-
-        Raises RoomError if it is not running.
-        """
-        if self._rule.was_stopped(group_id):
-            return False
+    def fail_nowait(self, group_id: GroupId, reason: str) -> None:
+        """The group failed: its admission is handed back. Raises RoomError if it is not running."""
         self._rule.fail_nowait(group_id)
         self._tally.failed += 1
         self._tally.last_failure = reason
         self._changed()
-        return True
 
     # ---- publisher
 
@@ -190,9 +179,9 @@ class Buffer:
         """Number of the group that is admitted next."""
         return self._rule.num_issued
 
-    def prompts_ready(self) -> list[str]:
-        """Ids of the prompts whose groups are ready."""
-        return [group.prompt.prompt_id for group in self._ready.values()]
+    def prompts_ready(self) -> list[Prompt]:
+        """The prompts whose groups are ready."""
+        return [group.prompt for group in self._ready.values()]
 
     def num_open(self) -> int:
         """How many more groups could be admitted right now."""

@@ -72,7 +72,6 @@ class StalenessRule:
         self._running_due: Counter[int] = Counter()  # deadline -> how many
         self._ready_due: Counter[int] = Counter()
         self._useless_after: dict[int, set[GroupId]] = {}  # last batch that can use them -> groups (mask: ready ones, drop: all)
-        self._stopped: set[GroupId] = set()  # dropped while running: their producers may not know yet
 
     # ---- what is asked
 
@@ -216,10 +215,6 @@ class StalenessRule:
         self._deadline_of_running(group_id)
         self._forget_running(group_id)
 
-    def was_stopped(self, group_id: GroupId) -> bool:
-        """Whether the group was dropped while it ran, so that what its producer says of it is of no interest."""
-        return group_id in self._stopped
-
     def deadline_of(self, group_id: GroupId) -> int:
         """Last batch that may take a running group whole. Raises RoomError if it is not running."""
         return self._deadline_of_running(group_id)
@@ -282,7 +277,6 @@ class StalenessRule:
                 handed_back.append(HandedBack(group_id, reason, was_ready=True))
             elif group_id in self._running:
                 _count_down(self._running_due, self._running.pop(group_id))
-                self._stopped.add(group_id)
                 handed_back.append(HandedBack(group_id, reason, was_ready=False))
         return handed_back
 

@@ -1,7 +1,8 @@
 """Plays a whole run in virtual time: rollouts of random length, a trainer, a publisher, and a rule between them. No asyncio, no model.
 
-An event heap moves the time; the rule is the one that runs use, or the count-based one. Everything is drawn from the workload's seed,
-so two rules see rollouts of the same distribution, and the same rule the same run again.
+An event heap moves the time; the rule is the one that runs use, or the count-based one. Who starts when, and which prompt comes again, is
+as in the product: a test plays both. A rollout's length follows from the workload's seed, its prompt, how often that was handed back, and
+its number, so two rules see the same prompts, and the same rule the same run again.
 """
 
 from __future__ import annotations
@@ -45,21 +46,33 @@ class AnyRule(Protocol):
 class Workload:
     """What is simulated. A rollout's length is lognormal with mean `rollout_s` and shape `sigma`, and is proportional to its time.
 
-    `num_slots` rollouts run at once, others queue in order of admission. A group is done when its `group_size` rollouts are. A batch
-    trains for `train_s`; its version is served `publish_s` later, and while a publish is under way newer versions wait and are skipped
-    over. A finished group fails with `failure_probability`, and one that has not failed is filtered with `filter_probability`: both hand
-    their admission back. A dropped group is drawn anew (kinder than reality, where a prompt that made a long answer makes another).
+    `prompt_share` of the variance of its logarithm is the prompt's own: long for all rollouts of it, and as long when it comes again.
+    `num_slots` rollouts run at once, others wait in order of admission, and a group is admitted when a slot is free and nobody waits. A
+    group is done when its `group_size` rollouts are. A batch trains for `train_s`; its version is served `publish_s` later, and while a
+    publish is under way newer versions wait and are skipped over. A finished group fails with `failure_probability`, and one that has
+    not failed is filtered with `filter_probability`: both hand their admission back. The prompt of a dropped or failed group comes again
+    before any new one (of a failed one, once another has not failed and a later version is served), drawn anew, `max_hand_backs` times
+    at most.
     """
 
     num_slots: int
     sigma: float
     rollout_s: float = 1.0
+    prompt_share: float = 0.0
     group_size: int = 1
     train_s: float = 1.0
     publish_s: float = 0.0
     failure_probability: float = 0.0
     filter_probability: float = 0.0
+    max_hand_backs: int = 3
     seed: int = 0
+
+    def length_s(self, prompt: int, num_handed_back: int, sample_index: int) -> float:
+        """Of one rollout."""
+        of_prompt = random.Random(f"{self.seed}/{prompt}").gauss(0.0, 1.0) if self.prompt_share else 0.0
+        of_sample = random.Random(f"{self.seed}/{prompt}/{num_handed_back}/{sample_index}").gauss(0.0, 1.0)
+        normal = math.sqrt(self.prompt_share) * of_prompt + math.sqrt(1 - self.prompt_share) * of_sample
+        return self.rollout_s * math.exp(self.sigma * normal - self.sigma**2 / 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +87,7 @@ class Outcome:
     masked_fraction: float
     num_dropped: int
     num_all_masked: int
+    num_given_up: int
     num_failed: int
     num_filtered: int
     look_ahead_mean: float
@@ -89,6 +103,9 @@ class _Rollout:
 
 @dataclass(slots=True)
 class _Group:
+    prompt: int
+    num_handed_back: int
+    start_version: int
     rollouts: list[_Rollout]
     num_unfinished: int
     finished_s: float = 0.0
@@ -102,6 +119,7 @@ class _Tally:
     masked: float = 0.0
     dropped: int = 0
     all_masked: int = 0
+    given_up: int = 0
     failed: int = 0
     filtered: int = 0
     look_aheads: list[int] = field(default_factory=list)
@@ -114,9 +132,11 @@ class Simulation:
     def __init__(self, rule: AnyRule, workload: Workload, *, max_staleness: int, masks: bool, auto: LookAhead | None = None) -> None:
         self.rule, self.workload, self.max_staleness, self.masks, self.auto = rule, workload, max_staleness, masks, auto
         self.now_s = 0.0
-        self._lengths, self._failures = random.Random(workload.seed), random.Random(~workload.seed)  # two: group i is the same in each rule
-        self._filters = random.Random(f"filter/{workload.seed}")
-        self._mu = math.log(workload.rollout_s) - workload.sigma**2 / 2
+        self._failures, self._filters = random.Random(~workload.seed), random.Random(f"filter/{workload.seed}")
+        self._num_drawn = 0
+        self._back: list[tuple[int, int]] = []  # heap of (prompt, its num_handed_back)
+        self._failed_in_a_row: list[tuple[int, tuple[int, int]]] = []  # (start version, what will be in _back)
+        self._returning: list[tuple[int, tuple[int, int]]] = []  # of the rows before, until a later version is served
         self._events: list[tuple[float, int, str, int, int]] = []
         self._sequence = 0
         self._groups: dict[GroupId, _Group] = {}
@@ -144,6 +164,7 @@ class Simulation:
                     self._rollout_done(GroupId(first), second)
                 case "trained":
                     self._train_done()
+                    self._take_if_formed()  # the trainer asks at once, before anybody is admitted
                 case "published":
                     self._publish_done(first)
             self._settle()
@@ -154,27 +175,50 @@ class Simulation:
         heapq.heappush(self._events, (self.now_s + delay_s, self._sequence, kind, first, second))
 
     def _settle(self) -> None:
-        """Do all that can be done now: admit, start in free slots, take a batch."""
+        """Do all that can be done now: start in free slots, take a batch."""
         self._fill()
-        if self._meter is not None:
-            self._meter.change(self.now_s, self.rule.waits_for)
-            if self.rule.next_batch < self.rule.num_batches and self.rule.waits_for is None:
-                self._take()
-                self._fill()
+        self._take_if_formed()
+        self._fill()
 
     def _fill(self) -> None:
-        while self.rule.num_open:
-            group_id = self.rule.admit_nowait().group_id
-            draw, size = self._lengths.lognormvariate, self.workload.group_size
-            self._groups[group_id] = _Group([_Rollout(draw(self._mu, self.workload.sigma)) for _ in range(size)], size)
-            self._queue.extend((group_id, index) for index in range(size))
-        while self._free_slots and self._queue:
-            group_id, index = self._queue.popleft()
-            if group_id in self._groups:
-                rollout = self._groups[group_id].rollouts[index]
-                rollout.started_s, rollout.oldest = self.now_s, self.rule.served
-                self._free_slots -= 1
-                self._at(rollout.length_s, "rollout", group_id, index)
+        """A free slot goes to who waits for one, then to a new group."""
+        while self._free_slots:
+            if self._queue:
+                self._start(*self._queue.popleft())
+            elif self.rule.num_open:
+                self._admit()
+            else:
+                return
+
+    def _admit(self) -> None:
+        ticket = self.rule.admit_nowait()
+        for start_version, prompt_back in self._returning:
+            if start_version < ticket.start_version:
+                heapq.heappush(self._back, prompt_back)
+        self._returning = [(start_version, back) for start_version, back in self._returning if start_version >= ticket.start_version]
+        if self._back:
+            prompt, num_handed_back = heapq.heappop(self._back)
+        else:
+            prompt, num_handed_back = self._num_drawn, 0
+            self._num_drawn += 1
+        group_id, size = ticket.group_id, self.workload.group_size
+        rollouts = [_Rollout(self.workload.length_s(prompt, num_handed_back, index)) for index in range(size)]
+        self._groups[group_id] = _Group(prompt, num_handed_back, ticket.start_version, rollouts, size)
+        self._queue.extend((group_id, index) for index in range(size))
+
+    def _start(self, group_id: GroupId, index: int) -> None:
+        if group_id in self._groups:  # else it was dropped while it waited
+            rollout = self._groups[group_id].rollouts[index]
+            rollout.started_s, rollout.oldest = self.now_s, self.rule.served
+            self._free_slots -= 1
+            self._at(rollout.length_s, "rollout", group_id, index)
+
+    def _again(self, group: _Group) -> list[tuple[int, int]]:
+        """The prompt as it comes again; nothing if that was often enough."""
+        if group.num_handed_back < self.workload.max_hand_backs:
+            return [(group.prompt, group.num_handed_back + 1)]
+        self._tally.given_up += 1
+        return []
 
     def _rollout_done(self, group_id: GroupId, index: int) -> None:
         group = self._groups.get(group_id)
@@ -188,12 +232,15 @@ class Simulation:
         group.finished_s = self.now_s
         if self._failures.random() < self.workload.failure_probability:
             self._tally.failed += 1
-        elif self._filters.random() < self.workload.filter_probability:
-            self._tally.filtered += 1
+            self._failed_in_a_row += [(group.start_version, again) for again in self._again(group)]
         else:
-            oldest = min(rollout.oldest for rollout in group.rollouts)
-            self._hand_back(self.rule.finish_nowait(group_id, oldest=oldest, newest=self.rule.served))
-            return
+            self._returning += self._failed_in_a_row
+            self._failed_in_a_row.clear()
+            if self._filters.random() >= self.workload.filter_probability:
+                oldest = min(rollout.oldest for rollout in group.rollouts)
+                self._hand_back(self.rule.finish_nowait(group_id, oldest=oldest, newest=self.rule.served))
+                return
+            self._tally.filtered += 1
         self.rule.fail_nowait(group_id)
         del self._groups[group_id]
 
@@ -205,12 +252,18 @@ class Simulation:
             self._tally.dropped += 1
         else:
             self._tally.all_masked += 1
+        for prompt in self._again(group):
+            heapq.heappush(self._back, prompt)
         if not handed_back.was_ready:
             now_s = self.now_s
             self._free_slots += sum(r.started_s >= 0 and r.started_s + r.length_s > now_s for r in group.rollouts)
 
-    def _take(self) -> None:
-        assert self._meter is not None
+    def _take_if_formed(self) -> None:
+        if self._meter is None:
+            return
+        self._meter.change(self.now_s, self.rule.waits_for)
+        if self.rule.next_batch == self.rule.num_batches or self.rule.waits_for is not None:
+            return
         wait = self._meter.report()
         self._meter = None
         self._tally.waits.append(wait)
@@ -269,6 +322,7 @@ class Simulation:
             masked_fraction=tally.masked / tally.tokens,
             num_dropped=tally.dropped,
             num_all_masked=tally.all_masked,
+            num_given_up=tally.given_up,
             num_failed=tally.failed,
             num_filtered=tally.filtered,
             look_ahead_mean=sum(tally.look_aheads) / num_batches,

@@ -7,18 +7,28 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from asyncrl.checkpoint.manifest import MANIFEST, check_manifest, write_manifest
+from asyncrl.checkpoint.manifest import MANIFEST, check_manifest, damaged, unreadable, write_manifest
 from asyncrl.config import CheckpointConfig
-from asyncrl.durable import sync
-from asyncrl.errors import CheckpointError
+from asyncrl.durable import replace_folder, settle_folder, sync
+from asyncrl.errors import CheckpointDamaged, CheckpointError
 
 CONTROLLER = "controller.json"
 TRAINER = "trainer"
+RECORDS = ("trained.jsonl", "metrics.jsonl", "eval.jsonl")
+"""Files of the run directory that say what was done before the checkpoint: nothing after a resume writes that again."""
+
+
+def sync_records(run_dir: Path) -> None:
+    """Or a machine that stops would lose lines of steps which are never taken again. Raises OSError."""
+    for name in RECORDS:
+        with contextlib.suppress(FileNotFoundError):
+            sync(run_dir / name)
+    sync(run_dir)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +57,39 @@ class Whole:
         return self.folder / TRAINER
 
 
+@dataclass(frozen=True, slots=True)
+class Damaged:
+    """A checkpoint that is passed over: `why` in words."""
+
+    folder: Path
+    why: str
+
+
+def set_aside(passed_over: Iterable[Damaged]) -> list[str]:
+    """Rename them to damaged_step_N: they count no more for what stays, and are made again. Returns what became of each, in words.
+
+    To be done once a run goes on from an older one, so that a start that is refused changes nothing.
+    """
+    told = []
+    for folder in (found.folder for found in passed_over):
+        aside = folder.with_name(f"damaged_{folder.name}")
+        try:
+            shutil.rmtree(aside, ignore_errors=True)
+            folder.rename(aside)
+            told.append(f"checkpoint {folder} was passed over: it lies in {aside.name} now.")
+        except OSError as error:
+            told.append(f"checkpoint {folder} was passed over, and cannot be renamed: {error.strerror}.")
+    return told
+
+
 class Checkpoints:
     """The checkpoints of one run directory. All methods block on the disk: call them in a thread.
 
-    Life of one:  begin() -> the trainer writes -> finish() (synced, manifest, renamed: whole from then on), or abandon().
+    Life of one:  begin() -> the trainer writes -> finish() (records and files synced, manifest, renamed: whole from then on), or abandon().
     Waits:        `in_use` is held around finish(), which removes older ones, and from newest_whole() until nobody needs what it
                   returned, nor the journal's batches since. Never while waiting for a trainer to write: it may have to go back first.
-    Invariant:    a folder named step_N was whole when it got its name; newest_whole() looks again all the same.
+    Invariant:    a folder named step_N was whole when it got its name; newest_whole() looks again all the same, and set_aside()
+                  takes the name from one that is not.
     """
 
     def __init__(self, run_dir: Path, config: CheckpointConfig) -> None:
@@ -70,8 +106,7 @@ class Checkpoints:
 
     def versions(self) -> list[int]:
         """Versions that have a folder, oldest first; nothing is checked."""
-        names = (path.name.removeprefix("step_") for path in self.root.glob("step_*"))
-        return sorted(int(name) for name in names if name.isdigit())
+        return _versions_in(path.name for path in self.root.glob("step_*"))
 
     def begin(self) -> Pending:
         """A folder to write into. Raises CheckpointError if it cannot be made."""
@@ -89,10 +124,8 @@ class Checkpoints:
         try:
             (pending.folder / CONTROLLER).write_text(json.dumps(controller, indent=1) + "\n", encoding="utf-8")
             write_manifest(pending.folder, version)
-            if final.exists():  # made by a run that was killed before it got further, and is replayed now
-                shutil.rmtree(final)
-            pending.folder.rename(final)
-            sync(self.root)
+            sync_records(self.root.parent)
+            replace_folder(pending.folder, final)  # it may be there: made by a run that was killed, and is replayed now
         except OSError as error:
             self.abandon(pending)
             raise self._cannot_write(error) from error
@@ -103,27 +136,46 @@ class Checkpoints:
         """Remove what was begun; idempotent."""
         shutil.rmtree(pending.folder, ignore_errors=True)
 
-    def newest_whole(self, *, keep_unfinished: bool = False) -> tuple[Whole | None, list[str]]:
-        """(the newest checkpoint that is whole, what was wrong with newer ones). Removes what a killed run left half done.
+    def newest_whole(self, *, keep_unfinished: bool = False) -> tuple[Whole | None, list[Damaged]]:
+        """(the newest checkpoint that is whole, newer ones that are damaged). Removes what a killed run left half done.
 
-        `keep_unfinished`: one may be in the making right now.
+        `keep_unfinished`: one may be in the making right now. Raises CheckpointError if one cannot be read: it may be whole.
         """
-        for unfinished in () if keep_unfinished else self.root.glob(".step_*"):
-            shutil.rmtree(unfinished, ignore_errors=True)
-        told: list[str] = []
-        for version in reversed(self.versions()):
+        passed_over: list[Damaged] = []
+        for version in reversed(self._settled(keep_unfinished)):
             folder = self.root / f"step_{version}"
             try:
-                manifest = check_manifest(folder)
-                controller = json.loads((folder / CONTROLLER).read_text(encoding="utf-8"))
-            except (CheckpointError, OSError, ValueError) as error:
-                told.append(str(error))
-                continue
-            if manifest.version != version:
-                told.append(f"checkpoint {folder} is of version {manifest.version}: it was renamed by hand, and is passed over")
-                continue
-            return Whole(version, folder, controller), told
-        return None, told
+                return self._read(folder, version), passed_over
+            except CheckpointDamaged as error:
+                passed_over.append(Damaged(folder, str(error)))
+        return None, passed_over
+
+    def _settled(self, keep_unfinished: bool) -> list[int]:
+        """Versions, once nothing is half done. Unlike a glob it does not take a folder that may not be read for an empty one."""
+        try:
+            for left in () if keep_unfinished else [*self.root.glob(".step_*")]:
+                settle_folder(self.root / left.name.split(".")[1])
+            return _versions_in(path.name for path in self.root.iterdir())
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.root} cannot be read: {error.strerror or error}",
+                rule="a run goes on from its newest checkpoint",
+                way_out="see to its disk, its rights and the limit of open files, and start again.",
+            ) from error
+
+    def _read(self, folder: Path, version: int) -> Whole:
+        manifest = check_manifest(folder)
+        try:
+            controller = json.loads((folder / CONTROLLER).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise unreadable(folder, CONTROLLER, error) from error
+        except ValueError as error:
+            raise damaged(folder, f"{CONTROLLER} cannot be read: {error}") from error
+        if manifest.version != version:
+            raise damaged(folder, f"it is of version {manifest.version}, and was renamed by hand")
+        return Whole(version, folder, controller)
 
     def oldest_version(self) -> int:
         """Oldest of the keep_last newest, 0 until there are so many: from there on the journal is needed, for newer ones may be damaged."""
@@ -151,3 +203,8 @@ class Checkpoints:
             rule="the last whole checkpoint stays, and the run goes on",
             way_out="free space on the disk of the run directory; the next checkpoint is tried when it is due.",
         )
+
+
+def _versions_in(names: Iterable[str]) -> list[int]:
+    numbers = (name.removeprefix("step_") for name in names if name.startswith("step_"))
+    return sorted(int(number) for number in numbers if number.isdigit())

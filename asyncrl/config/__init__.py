@@ -8,8 +8,9 @@ from asyncrl.config.loop import (
     ObserveConfig,
     PublisherConfig,
     RolloutConfig,
+    SimulatedConfig,
 )
-from asyncrl.config.model import GatewayConfig, GeneratorConfig, ModelConfig, ScratchConfig, TaskConfig
+from asyncrl.config.model import GatewayConfig, GeneratorConfig, ModelConfig, Outcomes, ScratchConfig, TaskConfig
 from asyncrl.config.placement import PlacementConfig
 from asyncrl.config.run import RunConfig
 from asyncrl.config.safety import CheckpointConfig, JournalConfig, SupervisionConfig
@@ -25,11 +26,13 @@ __all__ = [
     "LoraConfig",
     "ModelConfig",
     "ObserveConfig",
+    "Outcomes",
     "PlacementConfig",
     "PublisherConfig",
     "RolloutConfig",
     "RunConfig",
     "ScratchConfig",
+    "SimulatedConfig",
     "SupervisionConfig",
     "TaskConfig",
     "TrainerConfig",

@@ -29,7 +29,7 @@ Device = Literal["auto", "cpu", "cuda"]
 """auto = CUDA where there is a device, else CPU."""
 
 DType = Literal["auto", "float32", "bfloat16"]
-"""auto = bfloat16 on CUDA, float32 on CPU."""
+"""What auto is in a run: placement/dtype.py. A process that is started alone takes bfloat16 on CUDA, float32 on CPU."""
 
 Port = Annotated[int, Field(ge=1, le=65535)]
 """A TCP port."""

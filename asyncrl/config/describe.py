@@ -17,7 +17,10 @@ from asyncrl.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One setting: its full name, its type in words, its default as it is written, and what it means."""
+    """One setting: its full name, its type in words, its default as it is written, and what it means.
+
+    The default of a section is '': its keys have their own.
+    """
 
     name: str
     type: str
@@ -50,7 +53,8 @@ def describe_keys(section: str | None = None) -> str:
     for name, about, keys in found:
         lines.append(f"{name or 'top level'}: {about}")
         for key in keys:
-            lines.append(f"  {key.name} ({key.type}, default {key.default})")
+            default = f", default {key.default}" if key.default else ""
+            lines.append(f"  {key.name} ({key.type}{default})")
             lines.append(f"      {key.meaning}")
         lines.append("")
     return "\n".join(lines).rstrip()
@@ -76,6 +80,8 @@ def _key(name: str, info: FieldInfo) -> Key:
 def _value_text(value: Any) -> str:
     if value is None:
         return "none"
+    if isinstance(value, BaseModel):
+        return ""
     if isinstance(value, bool):
         return str(value).lower()
     return str(list(value) if isinstance(value, tuple) else value)

@@ -29,7 +29,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         lines = [_explain(dict(problem), str(path)) for problem in error.errors()]
         raise ConfigError(
             "\n  ".join(lines),
-            way_out="correct the file or the key=value after it; `asyncrl check CONFIG` validates without starting anything.",
+            way_out="correct the file or the key=value after it; `asyncrl check CONFIG` validates without starting a run.",
         ) from error
 
 
@@ -62,8 +62,54 @@ class _KeysOnce(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
+OTHER_NAMES = {
+    "lr": "trainer.learning_rate",
+    "batch_size": "trainer.num_groups",
+    "train_batch_size": "trainer.num_groups",
+    "steps": "trainer.num_steps",
+    "max_steps": "trainer.num_steps",
+    "mini_batch_size": "trainer.mini_batches",
+    "lr_schedule": "trainer.schedule",
+    "lr_scheduler": "trainer.schedule",
+    "warmup": "trainer.warmup_steps",
+    "grad_clip": "trainer.max_grad_norm",
+    "num_generations": "rollout.group_size",
+    "rollouts_per_prompt": "rollout.group_size",
+    "max_new_tokens": "rollout.max_tokens",
+    "max_completion_length": "rollout.max_tokens",
+    "max_prompt_length": "rollout.max_prompt_tokens",
+    "tensor_parallel_size": "rollout.tensor_parallel",
+    "r": "trainer.lora.rank",
+    "staleness": "buffer.max_staleness",
+    "max_off_policy_steps": "buffer.max_staleness",
+    "staleness_threshold": "buffer.max_staleness",
+    "beta": "algorithm.kl_coefficient",
+    "kl_coef": "algorithm.kl_coefficient",
+    "kl_beta": "algorithm.kl_coefficient",
+    "clip_eps": "algorithm.clip_low",
+    "save_steps": "checkpoint.every",
+    "eval_steps": "eval.every",
+    "model_name_or_path": "model.path",
+    "dataset_name": "task.dataset",
+    "run_dir": "--run-dir",
+    "output_dir": "--run-dir",
+}
+"""What other frameworks call a setting of ours, by the last part of the key, where that stands in the section of ours or in none."""
+EXPLAINED = {"trainer.mini_batches": "how many parts a batch is cut into, and no size"}
+"""Settings that are proposed for a key of another meaning."""
+
 _NO_YAML = (yaml.YAMLError, ValueError, RecursionError)
 """What yaml raises: 2024-13-45 is a date to it, 0x_ a number, and both are a ValueError; [[[[... is a RecursionError."""
+
+
+def _parse(text: str, kind: type[yaml.SafeLoader], name: str) -> Any:
+    """What the text says; `name` is how errors call its place. Raises what _NO_YAML has."""
+    loader = kind(text)
+    loader.name = name
+    try:
+        return loader.get_single_data()
+    finally:
+        loader.dispose()
 
 
 def _unshared(value: Any, around: tuple[int, ...] = ()) -> Any:
@@ -86,7 +132,7 @@ def _read(path: Path) -> dict[str, Any]:
             f"cannot read the config {path}: {error}", way_out="give the path of a YAML file, e.g. configs/quickstart.yaml."
         ) from error
     try:
-        values = _unshared(yaml.load(text, _KeysOnce))
+        values = _unshared(_parse(text, _KeysOnce, str(path)))
     except _NO_YAML as error:
         raise ConfigError(f"{path} cannot be read as YAML: {error}", way_out="correct that line or value.") from error
     if not isinstance(values, dict):
@@ -114,7 +160,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
         )
     try:
         is_free = key not in all_keys()  # inside task.args, say: no model is there to know what none means
-        target[name] = None if text == "none" and is_free else _unshared(yaml.safe_load(text))
+        target[name] = None if text == "none" and is_free else _unshared(_parse(text, yaml.SafeLoader, key))
     except _NO_YAML as error:
         raise ConfigError(f"override {override[:80]!r}: the value is not YAML: {str(error)[:400]}", way_out="quote the value.") from error
 
@@ -123,23 +169,35 @@ def _explain(problem: Mapping[str, Any], path: str) -> str:
     where = ".".join(str(part) for part in problem["loc"]) or "config"
     if problem["type"] == "extra_forbidden":
         closest = _closest(problem["loc"])
-        return f"{where} in {path} is not a known key" + (f"; did you mean {closest}?" if closest else ".")
+        meaning = f" ({EXPLAINED[closest]})" if closest in EXPLAINED else ""
+        return f"{where} in {path} is not a known key" + (f"; did you mean {closest}{meaning}?" if closest else ".")
     if problem["type"] == "missing":
         return f"{where} is missing in {path}."
+    if problem["type"] in ("list_type", "tuple_type") and isinstance(problem["input"], str):
+        return f"{where}={problem['input']} in {path} is one text, and {where} is a list: write {where}=[{problem['input']}]."
     message = str(problem["msg"]).removeprefix("Value error, ")
     value = "" if isinstance(problem["input"], dict) else f"={problem['input']!r}"
     return f"{where}{value} in {path}: {message}."
 
 
 def _closest(location: Sequence[str | int]) -> str | None:
-    """The known key nearest to a wrong one: in its own section first, then anywhere."""
+    """The known key nearest to a wrong one: by another name that it goes by, by its name in another section, then by its letters in
+    its own section, then anywhere.
+    """
     known = all_keys()
     wrong = ".".join(map(str, location))
-    section = [key for key in known if key.rpartition(".")[0] == wrong.rpartition(".")[0]]
-    for candidates in (section, known):
-        if found := difflib.get_close_matches(wrong, candidates, n=1, cutoff=0.6):
-            return found[0]
-    name = wrong.rpartition(".")[2]
+    section, _, name = wrong.rpartition(".")
+    other = OTHER_NAMES.get(name, "")
+    if other and (not section or section == other.rpartition(".")[0] or other.startswith("--")):
+        return other
+    if len(same := [key for key in known if key.rpartition(".")[2] == name]) == 1:
+        return same[0]
+    by_name = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == section}
+    if found := difflib.get_close_matches(name, list(by_name), n=1, cutoff=0.65):
+        return by_name[found[0]]
+    elsewhere = [key for key in known if section not in (key, key.rpartition(".")[0])] if section in known else known
+    if found := difflib.get_close_matches(wrong, elsewhere, n=1, cutoff=0.75):
+        return found[0]
     by_name = {key.rpartition(".")[2]: key for key in known}
     if found := difflib.get_close_matches(name, list(by_name), n=1, cutoff=0.75):
         return by_name[found[0]]

@@ -11,6 +11,25 @@ from asyncrl.config.base import FrozenConfig, Port
 from asyncrl.config.model import TaskConfig
 
 
+class SimulatedConfig(FrozenConfig):
+    """The latency model of rollout.engine=simulated. With n running sequences a decode step takes decode_step_s + n * per_row_s, and
+    each of them gets one token, drawn at random from the model's vocabulary.
+    """
+
+    decode_step_s: float = Field(default=0.002, gt=0)
+    """Seconds of a decode step, however many sequences run."""
+    per_row_s: float = Field(default=0.0001, ge=0)
+    """Seconds that each running sequence adds to a decode step."""
+    prefill_s_per_token: float = Field(default=0.00002, ge=0)
+    """Seconds for each prompt token; decoding stands still meanwhile."""
+    swap_s: float = Field(default=0.001, ge=0)
+    """Seconds that a weight swap stops decoding."""
+    mean_tokens: float = Field(default=64.0, ge=1)
+    """Mean length of a completion, lognormal; rollout.max_tokens cuts it."""
+    sigma: float = Field(default=1.0, ge=0)
+    """Sigma of the lognormal length (0 = all completions have mean_tokens)."""
+
+
 class RolloutConfig(FrozenConfig):
     """How completions are sampled, and by how many engine servers."""
 
@@ -20,7 +39,9 @@ class RolloutConfig(FrozenConfig):
     """Engine servers."""
     engine: Literal["embedded", "vllm", "simulated"] = "embedded"
     """embedded: torch, any Hugging Face causal model. vllm: vLLM's own server (docs/engines.md). simulated: a latency model without a
-    model, for load tests."""
+    model, for load tests: its tokens are random, so nothing is learnt."""
+    simulated: SimulatedConfig = SimulatedConfig()
+    """How long the simulated engine takes, and how long its completions are."""
     vllm: dict[str, Any] = {}
     """Arguments of `vllm serve` by their names, passed as they are; those that the run sets itself are refused."""
     vllm_python: str = "auto"
@@ -39,11 +60,15 @@ class RolloutConfig(FrozenConfig):
     temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature; logprobs on both sides are those of the tempered distribution."""
     timeout_s: float | None = Field(default=600.0, gt=0)
-    """Fail a rollout after this many seconds (none = off)."""
+    """Fail a rollout that is not finished after this many seconds, all its attempts together (none = off). The wait of an agent's
+    rollout for a worker does not count; everything else does: queues at the engines, tools, the reward."""
     retries: int = Field(default=2, ge=0)
-    """Times a failed rollout is tried again before it counts as failed."""
+    """Times a failed rollout is tried again, in what is left of timeout_s, before it counts as failed."""
     max_failed_groups: int = Field(default=16, ge=1)
     """End the run when this many groups in a row had no usable rollout."""
+    max_hand_backs: int = Field(default=3, ge=0)
+    """Times that a prompt is sampled again, with other seeds, after its group failed, was dropped as too old, or had all its tokens masked.
+    After the next time it is given up (rollout/given_up)."""
     deterministic: bool = True
     """A request's tokens depend on its prompt, seed and weights alone, not on what runs beside it."""
     threads: PositiveInt | Literal["auto"] = "auto"
@@ -73,6 +98,15 @@ class RolloutConfig(FrozenConfig):
         if urls is not None and len({url.rstrip("/") for url in urls}) != len(urls):
             raise ValueError("a server is named twice, and each engine is one server; name each once")
         return urls
+
+    @model_validator(mode="after")
+    def _a_latency_model_is_for_the_simulated_engine(self) -> Self:
+        if self.engine != "simulated" and self.simulated != SimulatedConfig():
+            raise ValueError(
+                f"rollout.simulated is the latency model of the simulated engine, and rollout.engine={self.engine}; "
+                "set rollout.engine=simulated, or remove it"
+            )
+        return self
 
     @model_validator(mode="after")
     def _vllm_keys_are_for_vllm(self) -> Self:
@@ -198,6 +232,13 @@ class ObserveConfig(FrozenConfig):
     """live: a table that updates; plain: one line a step; auto = live on a terminal, else plain."""
     tensorboard: bool = True
     """Write TensorBoard events to RUN_DIR/tensorboard."""
+    readable_by: Literal["owner", "group", "all"] = "owner"
+    """Who may look into the run directory: the config, the logs and every conversation lie there."""
     heartbeat_s: float = Field(default=60.0, gt=0)
     """Seconds without an answer after which an engine, trainer or worker process counts as lost: it is started again, up to
     supervision.max_restarts times (the eval engine is not: the run goes on without evaluation)."""
+
+    @property
+    def dir_mode(self) -> int:
+        """Of the run directory."""
+        return {"owner": 0o700, "group": 0o750, "all": 0o755}[self.readable_by]

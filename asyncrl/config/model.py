@@ -28,7 +28,8 @@ class ModelConfig(FrozenConfig):
     scratch: ScratchConfig | None = None
     """Instead of `path`: architecture and alphabet of a model with random weights."""
     dtype: DType = "auto"
-    """Type of the weights in engines and trainer (auto = bfloat16 on CUDA, float32 on CPU)."""
+    """Type of the weights in engines and trainer (auto = bfloat16 on CUDA and on a CPU with avx512_bf16 or amx_bf16, else float32; the
+    run's config.yaml has what it was, and a run that goes on keeps it)."""
     chat_template: str | None = None
     """Jinja file that replaces the tokenizer's chat template (none = the tokenizer's own)."""
 
@@ -108,6 +109,9 @@ class TaskConfig(FrozenConfig):
         return self
 
 
+Outcomes = Literal["returned", "posted", "none"]
+
+
 class GeneratorConfig(FrozenConfig):
     """How a rollout is run. Give one of `python`, `command`, `verifiers`, `remote`; with none of them a rollout is one prompt and
     one completion.
@@ -117,7 +121,7 @@ class GeneratorConfig(FrozenConfig):
     """`module:function` of an agent: async (task, session) -> reward, Outcome, or None for the task's own reward."""
     command: list[str] | None = None
     """A program and its arguments: the task as JSON on its standard input, the gateway in OPENAI_BASE_URL and OPENAI_API_KEY,
-    the reward on its last line, or posted."""
+    the reward on its last line."""
     verifiers: str | None = None
     """Id of a verifiers environment, loaded with `args`; its dataset is the task (task.verifiers)."""
     remote: bool = False
@@ -126,6 +130,13 @@ class GeneratorConfig(FrozenConfig):
     """Settings of the verifiers environment, or keyword arguments of the python function, passed as they are."""
     env: dict[str, str] = {}
     """Environment variables of a command, beside PATH, HOME, LANG, TMPDIR and the OPENAI_ ones; it gets no others."""
+    pass_env: list[str] = []
+    """Names of environment variables of the run that a command gets, too: a judge's key, say. Their values stand in no file of the run."""
+    outcomes: Outcomes = "returned"
+    """Where rewards of a harness count. returned: what the function returns, the last line of the command. posted: what the program posts
+    to /v1/outcome, with a key that comes with its task and opens nothing else. none: nowhere, the task's own reward alone."""
+    give_answer: bool = False
+    """Give the harness the `answer` of each prompt, for a reward of its own. What a model's tools run may find it there."""
     max_output_bytes: int = Field(default=2**20, ge=1024)
     """Most that a command may print; more fails its rollout."""
     workers: PositiveInt = 1
@@ -151,8 +162,21 @@ class GeneratorConfig(FrozenConfig):
             raise ValueError(f"generator.stop is for single-turn rollouts; with generator.{given[0]} the harness sends its own `stop`")
         if self.env and not self.command:
             raise ValueError("generator.env is for generator.command; other harnesses have the environment that they were started in")
+        if self.pass_env and not self.command:
+            raise ValueError(
+                "generator.pass_env is for generator.command; other harnesses have the environment that they were started in, and "
+                "`asyncrl work` has --pass-env"
+            )
+        if both := sorted(set(self.env) & set(self.pass_env)):
+            raise ValueError(f"generator.env and generator.pass_env both give {', '.join(both)}; remove it from one of them")
         if self.args and not (self.python or self.verifiers):
             raise ValueError("generator.args are for generator.python and generator.verifiers")
+        if self.outcomes == "posted" and not (self.command or self.remote):
+            raise ValueError(
+                "generator.outcomes=posted is for programs, generator.command and generator.remote; others return their rewards"
+            )
+        if not given and (self.outcomes != "returned" or self.give_answer):
+            raise ValueError("generator.outcomes and generator.give_answer are for a harness, and the generator has none; remove them")
         return self
 
 
@@ -173,9 +197,9 @@ class GatewayConfig(FrozenConfig):
     """How the model writes tool calls: hermes, llama, none, or `module:function` of your own, parse(text) -> [(name, arguments), ...]
     or None (auto = from the chat template)."""
     max_calls: int = Field(default=256, ge=1)
-    """Calls that one rollout may make; the next one gets 429."""
+    """Calls that one rollout may make, 16 times as many with a key of `asyncrl serve gateway`; the next one gets 429."""
     max_concurrent_calls: int = Field(default=16, ge=1)
-    """Calls of one rollout in flight at once; one more gets 429."""
+    """Answers of one rollout that are sampled at once: a call with n counts n times. One more gets 429."""
     max_rollout_tokens: int | None = Field(default=2**18, ge=1)
     """Tokens of all branches of one rollout together, which the trainer reads whole: context that branches share counts in each.
     A rollout with more fails, and its calls get 410 (none = no limit)."""
@@ -184,6 +208,6 @@ class GatewayConfig(FrozenConfig):
     read_timeout_s: float = Field(default=30.0, gt=0)
     """Seconds in which a client must have sent its whole request."""
     max_connections: int = Field(default=8192, ge=1)
-    """Connections open at once; more are closed at once."""
+    """Connections open at once. One more takes the place of an idle one of whoever holds most, or gets 503."""
     lease_timeout_s: float = Field(default=60.0, gt=0)
     """Seconds without a sign of life until a worker is taken for gone and its rollouts fail."""

@@ -78,6 +78,11 @@ class RunConfig(FrozenConfig):
                 f"trainer.world_size={trainer.world_size} is above the {sequences // trainer.mini_batches} sequences of an optimizer step "
                 "(num_groups / mini_batches * rollout.group_size), so some processes would never have work; lower trainer.world_size"
             )
+        if self.rollout.engine == "simulated" and trainer.logprob_gap_limit is not None:
+            raise ValueError(
+                f"trainer.logprob_gap_limit={trainer.logprob_gap_limit} compares the logprobs of engines and trainer, and the tokens of "
+                "rollout.engine=simulated are no model's; remove trainer.logprob_gap_limit"
+            )
         if self.rollout.urls is not None and self.model.path is None:
             raise ValueError(
                 "model.scratch is made at the start of the run, so the servers of rollout.urls cannot have it; give model.path, or remove "
@@ -123,6 +128,13 @@ class RunConfig(FrozenConfig):
                 f"generator.verifiers={generator.verifiers} runs the tasks of its own environment and no others; "
                 "set task.verifiers=true instead of the other source of prompts"
             )
+        if generator.outcomes == "none":
+            scored = {"task": task.has_score, "eval.task": not self.evaluates_agent or self.eval is None or self.eval.task.has_score}
+            if missing := [name for name, has_score in scored.items() if not has_score]:
+                raise ValueError(
+                    f"generator.outcomes=none leaves the reward to the task, and {missing[0]} has none; give {missing[0]}.reward, or set "
+                    "generator.outcomes=returned"
+                )
         if not (generator.is_harness or task.has_score):
             raise ValueError("task.reward is missing: give module:function, or `math` for answers checked by math-verify")
         if self.eval is not None and self.eval.task.replay is not None:

@@ -42,8 +42,11 @@ class SupervisionConfig(FrozenConfig):
     """What happens when a process dies or nothing moves."""
 
     max_restarts: int = Field(default=3, ge=0)
-    """Times that each engine, the trainer and each worker of the run is started again after it died or stopped answering
-    (0 = the run ends at once)."""
+    """Times within restart_window_s that each engine, the trainer and each worker of the run is started again after it died or stopped
+    answering (0 = the run ends at once)."""
+    restart_window_s: float | None = Field(default=3600.0, gt=0)
+    """Seconds of work after which a restart counts towards max_restarts no more; the time in which the process is down or comes up is
+    no work. none: never."""
     backoff_s: float = Field(default=1.0, ge=0)
     """Seconds before the first restart of a process; doubled each time, 30 at most."""
     watchdog_s: float = Field(default=900.0, gt=0)

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from asyncrl.engines.joining import SegmentJoin
 from asyncrl.engines.routing import Router
-from asyncrl.errors import EngineError, EngineLost
+from asyncrl.errors import ConnectionShortage, EngineError, EngineLost
 from asyncrl.types import Completion, PartialCompletion, SamplingRequest
 from asyncrl.wire import GenerateChunk, GenerateRequest, GenerateResponse
 
@@ -58,7 +58,9 @@ class EnginePool:
 
     Life:       a logical request is routed to one server and stays there, segment after segment, until it stops,
                 its budget is used, or its caller is cancelled; then its place is free. If its server is lost, it keeps
-                its segments and chunks and goes on at another one; what had not come of them is sampled again.
+                its segments and chunks and goes on at another one; what had not come of them is sampled again. It
+                moves too if a segment is interrupted, by a publish or by balance() say, while its server has more
+                requests than slots and another one has a free slot: its cache is lost wherever it goes.
     Waits:      generate sleeps in the server's answer. A cancelled one tells the server within `abort_timeout_s`,
                 so that its slot is free at once; a server that it cannot tell sees the broken connection. With no
                 server up it sleeps until up_nowait; its caller's rollout.timeout_s is the limit.
@@ -84,6 +86,8 @@ class EnginePool:
         self.servers = tuple(servers)
         self.slots = slots
         self._router = Router(len(servers), slots)
+        self._sent: list[dict[str, None]] = [{} for _ in servers]
+        """Requests of which each server samples a segment, in the order in which they came to it: those beyond its slots queue."""
         self._max_empty_segments = max_empty_segments
         self._abort_timeout_s = abort_timeout_s
         self._on_lost = on_lost
@@ -115,6 +119,21 @@ class EnginePool:
         self._changed.set()
         self._changed = asyncio.Event()
 
+    async def balance(self) -> None:
+        """Have what only queues go on at servers with free slots, as far as there are any; to be called after up_nowait.
+
+        The newest ones of each queue: they would wait longest. Nothing that runs is ended. Waits abort_timeout_s at most.
+        """
+        num_free = self._router.num_free
+        asking = []
+        for index in sorted(self._router.up):
+            queued = list(self._sent[index])[self.slots :]
+            moving = queued[max(0, len(queued) - num_free) :]
+            num_free -= len(moving)
+            if moving:
+                asking.append(self._abort(self.servers[index], moving))
+        await asyncio.gather(*asking)
+
     async def generate(
         self,
         request: SamplingRequest,
@@ -133,7 +152,7 @@ class EnginePool:
         while not join.is_finished:
             while not self._router.up:
                 await self._changed.wait()
-            with self._router.take(request.route_key) as index:
+            with self._router.take(request.route_key, self._near(request)) as index:
                 try:
                     await self._sample_on(index, join, on_tokens)
                 except EngineLost as lost:
@@ -147,12 +166,14 @@ class EnginePool:
         return join.completion()
 
     async def _sample_on(self, index: int, join: SegmentJoin, on_tokens: Callable[[Sequence[int]], None] | None) -> None:
-        """Segments from one server until the request is finished. Raises EngineLost with `join` as far as it got."""
+        """Segments from one server until the request is finished, or has to move. Raises EngineLost with `join` as far as it got."""
         server = self.servers[index]
         num_empty, commits_seen = 0, server.num_commits
         while not join.is_finished:
             num_before = len(join.token_ids)
             await self._segment(index, join, on_tokens)
+            if self._router.has_to_move(index):
+                return
             if len(join.token_ids) > num_before or server.num_commits != commits_seen:
                 num_empty, commits_seen = 0, server.num_commits
             elif (num_empty := num_empty + 1) >= self._max_empty_segments:
@@ -171,14 +192,28 @@ class EnginePool:
             if on_tokens is not None and token_ids:
                 on_tokens(token_ids)
 
+        self._sent[index][request.request_id] = None
         try:
             rest = await server.generate_segment(request, on_chunk=None if on_tokens is None else on_chunk)
         except asyncio.CancelledError:  # a rollout that timed out or was dropped must not keep its slot
-            with contextlib.suppress(EngineError):
-                await server.abort([request.request_id], timeout_s=self._abort_timeout_s)
+            await self._abort(server, [request.request_id])
             raise
+        finally:
+            del self._sent[index][request.request_id]
         join.add(rest, index)
         tell(rest.token_ids)
+
+    async def _abort(self, server: SegmentServer, request_ids: list[str]) -> None:
+        """As far as the server can be told: one that gives no answer is lost, and that is seen by the calls that wait for it."""
+        with contextlib.suppress(EngineError, ConnectionShortage):
+            await server.abort(request_ids, timeout_s=self._abort_timeout_s)
+
+    def _near(self, request: SamplingRequest) -> int:
+        """The server that has the conversation before this turn in its cache, which new weights empty; -1 if none has."""
+        after = request.after
+        if after is None or not 0 <= after.engine < len(self.servers):
+            return -1
+        return after.engine if self.servers[after.engine].policy_version == after.version else -1
 
     def _index(self, name: str) -> int:
         return next(index for index, server in enumerate(self.servers) if server.name == name)

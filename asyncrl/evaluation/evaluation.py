@@ -8,9 +8,10 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
-from asyncrl.errors import PublishError, RoomError
+from asyncrl.errors import ConnectionShortage, PublishError, RoomError
 from asyncrl.evaluation.result import EvalResult
 from asyncrl.evaluation.schedule import Schedule
+from asyncrl.limits import TimeLimit
 from asyncrl.types import WeightManifest, WeightTarget
 
 log = logging.getLogger(__name__)
@@ -77,9 +78,9 @@ class Evaluation:
         self._on_result, self._on_trouble = on_result, on_trouble
         self._pending: WeightManifest | None = None
         self._is_busy = schedule.at_start
-        self._has_ended = False
+        self._has_ended = schedule.is_over
         self._changed = asyncio.Event()
-        self._limit: asyncio.Timeout | None = None
+        self._limit: TimeLimit | None = None
         self._lost: RoomError | None = None
         self._stats = EvaluationStats("idle", 0, 0, 0, 0)
 
@@ -170,8 +171,9 @@ class Evaluation:
         clock = asyncio.get_running_loop().time
         started_s = clock()
         self._count(state="loading", version=version)
-        self._limit = asyncio.timeout(self.timeout_s)
+        self._limit = TimeLimit(self.timeout_s)
         result: EvalResult | None = None
+        why = f"did not end within eval.timeout_s={self.timeout_s} and is given up; raise it, or lower eval.num_prompts"
         try:
             async with self._limit:
                 if manifest is not None:
@@ -181,13 +183,15 @@ class Evaluation:
         except TimeoutError:
             if not self._limit.expired():
                 raise
+        except ConnectionShortage as error:  # for this once: the engine may be well
+            why = f"is given up: {error}"
         except RoomError as error:  # the one place where a broken room does not end the run: training does not need it
             self._limit = None
             self.give_up(error)
         finally:
             self._limit, self._is_busy = None, False
         if result is None:
-            self._abandoned(version)
+            self._abandoned(version, why)
             return
         self._count(finished=self._stats.finished + 1)
         stats = self._stats
@@ -207,14 +211,11 @@ class Evaluation:
                 rule="only weights that arrived as they were sent are evaluated", way_out=f"read {self._target.name}'s log.",
             )  # fmt: skip
 
-    def _abandoned(self, version: int) -> None:
+    def _abandoned(self, version: int, why: str) -> None:
         self._count(abandoned=self._stats.abandoned + 1)
         if self._lost is None:
             self._count(state="idle")
-            self._on_trouble(
-                f"the evaluation of policy_version {version} did not end within eval.timeout_s={self.timeout_s} and is given up; "
-                "raise it, or lower eval.num_prompts"
-            )
+            self._on_trouble(f"the evaluation of policy_version {version} {why}")
 
     def _drop_pending(self) -> None:
         if self._pending is not None:

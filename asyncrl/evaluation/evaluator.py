@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from asyncrl.errors import EngineError, RolloutFailure, RolloutTimeout, RoomError
 from asyncrl.evaluation.result import EvalResult, Sample
+from asyncrl.limits import TimeLimit
 from asyncrl.types import ChatTokenizer, Completion, Prompt, Rollout, SamplingEngine, SamplingRequest, Scorer, VersionSpan
 
 log = logging.getLogger(__name__)
@@ -115,7 +116,7 @@ class Evaluator:
             request_id=request_id, prompt_ids=prompt_ids, max_tokens=self.max_tokens, temperature=self.temperature,
             stop=self.stop, seed=self._seed_of(prompt.prompt_id, index), route_key=prompt.prompt_id,
         )  # fmt: skip
-        limit = asyncio.timeout(self.sample_timeout_s)
+        limit = TimeLimit(self.sample_timeout_s)
         try:
             async with limit:
                 return await self._engine.generate(request)

@@ -13,6 +13,8 @@ class Schedule:
     def __init__(self, *, every: int, last: int, at_start: bool, evaluated: int | None = None) -> None:
         """`evaluated`: the newest version that was evaluated before the run was resumed."""
         self.every, self.last, self.at_start = every, last, at_start and evaluated is None
+        self.is_over = evaluated is not None and evaluated >= last
+        """The last version was evaluated before."""
         self._next = every if evaluated is None else (evaluated // every + 1) * every
 
     def __repr__(self) -> str:
@@ -27,4 +29,4 @@ class Schedule:
 
     def is_next(self, version: int) -> bool:
         """What is_due_nowait would say of this version; nothing changes."""
-        return version >= min(self._next, self.last)
+        return not self.is_over and version >= min(self._next, self.last)

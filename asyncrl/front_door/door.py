@@ -36,7 +36,7 @@ def open_folder(run_dir: Path | None, name: str, config: RunConfig) -> Iterator[
             f"{folder} holds what no `asyncrl serve` has written", rule="a model and logs are written there",
             way_out="choose another --run-dir, or leave it out.",
         )  # fmt: skip
-    make_run_dir(folder)
+    make_run_dir(folder, config.observe.dir_mode)
     lock = RunLock(folder / "run.lock").acquire()
     try:
         shutil.rmtree(folder / "model", ignore_errors=True)  # of the last time, and of another config perhaps
@@ -51,6 +51,11 @@ def open_folder(run_dir: Path | None, name: str, config: RunConfig) -> Iterator[
 def say(text: str) -> None:
     """A line for people, at once. That nobody reads any more (`| head`, a closed terminal) ends nothing."""
     log.info("%s", text)
+    say_secret(text)
+
+
+def say_secret(text: str) -> None:
+    """A line with a key in it: printed, and in no file of ours."""
     print(text, file=outliving(), flush=True)
 
 

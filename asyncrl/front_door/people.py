@@ -1,4 +1,4 @@
-"""One key for whoever tries an agent by hand: calls, then an outcome, then calls again. Knows no harness and no worker."""
+"""The keys of whoever tries an agent by hand: calls with one, an outcome with the other, then calls again. Knows no harness, no worker."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class PeoplesKey:
     def __init__(
         self, gateway: Gateway, leases: Leases, recorder: Recorder, *, say: Callable[[str], None], on_broken: Callable[[RoomError], None]
     ) -> None:
-        self.key = secrets.token_urlsafe(24)
+        self.key, self.outcome_key = secrets.token_urlsafe(24), secrets.token_urlsafe(24)
         self._gateway, self._recorder, self._say, self._on_broken = gateway, recorder, say, on_broken
         self._name = f"people/{secrets.token_hex(4)}"  # drawn, so that the next time does not draw the same tokens
         self._num_rollouts = 0
         self._session = self._open()
-        leases.on_outcome(self.key, self._take)
+        leases.on_outcome(self.outcome_key, self._take, sampling_key=self.key)
 
     def __repr__(self) -> str:
         return f"<PeoplesKey {self._num_rollouts} rollouts, {self._session!r}>"

@@ -19,13 +19,16 @@ from rich.console import Console
 
 from asyncrl.config import RunConfig
 from asyncrl.engines import EnginePool
-from asyncrl.front_door.door import Door, open_folder, say
+from asyncrl.front_door.door import Door, open_folder, say, say_secret
 from asyncrl.front_door.people import PeoplesKey
 from asyncrl.front_door.recorder import Recorder
 from asyncrl.front_door.trying import InOrder, Tried, result_table, try_rollouts, verdict
 from asyncrl.gateway.server import GatewayStats
+from asyncrl.harness.command import passed_env
+from asyncrl.harness.families import hide_memory
 from asyncrl.harness.verifiers import taskset_loader
 from asyncrl.observe.unread import outliving
+from asyncrl.placement.dtype import settle_dtype
 from asyncrl.placement.foreign import KEY_ENV
 from asyncrl.producers.harness import HarnessGenerator
 from asyncrl.producers.rollout import Generator
@@ -37,12 +40,14 @@ from asyncrl.running.engine_clients import connect
 from asyncrl.running.harnessing import Harnessing, make_gateway, make_harnessing, model_name, num_rollouts
 from asyncrl.running.model_folder import make_model_folder
 from asyncrl.running.off_loop import in_daemon_thread
+from asyncrl.running.preflight import look
 from asyncrl.running.replaying import sampled_by
 from asyncrl.running.wiring import tell_where
-from asyncrl.tasks.build import build_task
+from asyncrl.tasks.build import build_task, task_name
 from asyncrl.tasks.feed import Feed
 from asyncrl.tasks.scorer import TaskScorer
 from asyncrl.tasks.task import Task
+from asyncrl.user_calls import end_what_is_left
 
 
 def serve_gateway(config: RunConfig, run_dir: Path | None, *, name: str, record: Path | None = None, num_prompts: int | None = None) -> int:
@@ -50,14 +55,25 @@ def serve_gateway(config: RunConfig, run_dir: Path | None, *, name: str, record:
 
     Raises AsyncrlError; whatever happens, no process is left.
     """
+    hide_memory()  # keys of all rollouts: an agent that is tried runs as the same user
+    config = _settled(config)
+    passed_env(config.generator.pass_env)
     with open_folder(run_dir, name, config) as folder:
-        return asyncio.run(_gateway(config, folder, record, num_prompts))
+        return asyncio.run(end_what_is_left(_gateway(config, folder, record, num_prompts)))
 
 
 def serve_engine(config: RunConfig, run_dir: Path | None, *, name: str) -> int:
     """Serve one engine server until Ctrl-C. Returns the exit code; raises AsyncrlError."""
+    config = _settled(config)
     with open_folder(run_dir, name, config) as folder:
-        return asyncio.run(_engine(config, folder))
+        return asyncio.run(end_what_is_left(_engine(config, folder)))
+
+
+def _settled(config: RunConfig) -> RunConfig:
+    config, dtype_words = settle_dtype(config)
+    if dtype_words:
+        say(dtype_words)
+    return config
 
 
 async def _engine(config: RunConfig, folder: Path) -> int:
@@ -72,7 +88,7 @@ async def _engine(config: RunConfig, folder: Path) -> int:
             connect(config, engines[0], model_path, tokenizer, warn=door.warn)
         await door.start(engines)
         for line in _how_to_ask(config, engines[0], folder, secret):
-            say(line)
+            say_secret(line)
         await door.wait_told_to_end()
         return 0
 
@@ -86,12 +102,13 @@ def _how_to_ask(config: RunConfig, engine: startup.Server, folder: Path, secret:
     if config.rollout.engine == "vllm":
         sampling = {"max_tokens": 8, "temperature": temperature, "seed": 0, "logprobs": 0}
         body: dict[str, Any] = {"token_ids": [1, 2, 3], "sampling_params": sampling}
+        made_here = "" if config.model.path else f" model.scratch=none model.path={(folder / 'model').absolute()}"
         return [
             f"{engine.name} ready: vLLM's routes, all behind the key; logs in {folder / 'logs'}",
             *lines,
             f'  curl -sS "$ENGINE_URL/inference/v1/generate" {key} {_json_data(body)}',
             "  a run on this machine takes it with:",
-            f"  {KEY_ENV}=$ENGINE_KEY asyncrl run CONFIG rollout.engine=vllm rollout.urls=[{engine.child.url}]",
+            f"  {KEY_ENV}=$ENGINE_KEY asyncrl run CONFIG rollout.engine=vllm rollout.urls=[{engine.child.url}]{made_here}",
         ]
     request = {"request_id": "r1", "prompt_ids": [1, 2, 3], "max_tokens": 8, "temperature": temperature, "seed": 0}
     return [
@@ -105,8 +122,12 @@ async def _gateway(config: RunConfig, folder: Path, record: Path | None, num_pro
     door = Door(config, folder)
 
     async def live() -> int:
-        task = None
-        if num_prompts is not None or config.task.python is not None or config.task.files is not None:
+        door.tell("looking at what the config names")
+        found = await in_daemon_thread(lambda: look(config))
+        task = found.task
+        for note in found.notes:
+            say(f"note: {note}")
+        if task is None and num_prompts is not None:
             door.tell("reading the task")
             task = await in_daemon_thread(lambda: _read_task(config))
         model_path, secret = await _model(door), secrets.token_urlsafe(32)
@@ -142,8 +163,8 @@ async def _serve_people(door: Door, pool: EnginePool, tokenizer: HFChatTokenizer
     url = await gateway.start()
     people = PeoplesKey(gateway, leases, recorder, say=say, on_broken=door.on_broken)
     say(f"gateway ready: model {model_name(config)}, temperature {config.rollout.temperature}; logs in {door.folder / 'logs'}")
-    for line in _how_to_call(config, url, people.key, task):
-        say(f"  {line}")
+    for line in _how_to_call(config, url, people, task):
+        say_secret(f"  {line}")
     say("an outcome ends a rollout, and the key goes on with the next one; Ctrl-C ends the gateway")
     try:
         await door.wait_told_to_end()
@@ -153,27 +174,28 @@ async def _serve_people(door: Door, pool: EnginePool, tokenizer: HFChatTokenizer
     return 0
 
 
-def _how_to_call(config: RunConfig, url: str, key: str, task: Task | None) -> list[str]:
-    """Lines for a shell, to be pasted."""
+def _how_to_call(config: RunConfig, url: str, people: PeoplesKey, task: Task | None) -> list[str]:
+    """Lines for a shell, to be pasted. The outcome key is not exported: an agent that is started there does not inherit it."""
     messages: Any = [{"role": "user", "content": "Hello"}]
     if task is not None:
-        messages = Feed(task, seed=config.seed, shuffle=False, system_prompt=config.task.system_prompt).next_nowait().messages
-    headers = '-H "Authorization: Bearer $OPENAI_API_KEY"'
+        messages = _feed(config, task, shuffle=False).next_nowait().messages
+    headers, outcome_headers = ('-H "Authorization: Bearer $OPENAI_API_KEY"', '-H "Authorization: Bearer $OUTCOME_KEY"')
     body = {"model": model_name(config), "messages": [dict(message) for message in messages]}
     return [
         f"export OPENAI_BASE_URL={url}/v1",
-        f"export OPENAI_API_KEY={key}",
+        f"export OPENAI_API_KEY={people.key}",
+        f"OUTCOME_KEY={people.outcome_key}",
         f'curl -sS "$OPENAI_BASE_URL/chat/completions" {headers} {_json_data(body)}',
-        f'curl -sS "$OPENAI_BASE_URL/outcome" {headers} {_json_data({"reward": 1.0})}',
+        f'curl -sS "$OPENAI_BASE_URL/outcome" {outcome_headers} {_json_data({"reward": 1.0})}',
     ]
 
 
 async def _try(door: Door, pool: EnginePool, tokenizer: HFChatTokenizer, recorder: Recorder, task: Task, num_prompts: int) -> int:
     """The config's own generator, on the prompts that a run would begin with."""
     config, rollout = door.config, door.config.rollout
-    feed = Feed(task, seed=config.seed, shuffle=config.task.shuffle, system_prompt=config.task.system_prompt)
+    feed = _feed(config, task, shuffle=config.task.shuffle)
     prompts = [feed.next_nowait() for _ in range(num_prompts)]
-    scorer = TaskScorer(task, config.task, seed=config.seed)
+    scorer = TaskScorer(task, config.task, seed=config.seed, warn=door.warn)
     door.closes("rewards", scorer.aclose)
     generator: Generator = SingleTurn(
         pool, tokenizer, scorer, run_seed=config.seed, max_tokens=rollout.max_tokens,
@@ -182,7 +204,7 @@ async def _try(door: Door, pool: EnginePool, tokenizer: HFChatTokenizer, recorde
     harnessing = None
     if config.generator.is_harness:
         harnessing = await _harnessing(door, pool, tokenizer)
-        generator = HarnessGenerator(harnessing.gateway, harnessing.leases, scorer, timeout_s=rollout.timeout_s)
+        generator = HarnessGenerator(harnessing.gateway, harnessing.leases, scorer)
     num_tried, num_all = 0, num_prompts * rollout.group_size
     say(f"ready: {num_all} rollouts of {num_prompts} prompts; logs in {door.folder / 'logs'}")
 
@@ -222,7 +244,7 @@ async def _harnessing(door: Door, pool: EnginePool, tokenizer: HFChatTokenizer) 
     await harnessing.start()
     for supervisor in harnessing.supervisors:
         door.spawn(supervisor.run(), name=f"watch {supervisor.name}")
-    tell_where(door.config, harnessing, say)
+    tell_where(door.config, harnessing, say_secret)
     return harnessing
 
 
@@ -238,6 +260,10 @@ def _engine_servers(config: RunConfig, model_path: Path, folder: Path, secret: s
 
 def _read_task(config: RunConfig) -> Task:
     return build_task(config.task, config.seed, load_taskset=taskset_loader(config.generator))
+
+
+def _feed(config: RunConfig, task: Task, *, shuffle: bool) -> Feed:
+    return Feed(task, seed=config.seed, shuffle=shuffle, system_prompt=config.task.system_prompt, name=task_name(config.task))
 
 
 def _calls_text(stats: GatewayStats) -> str:

@@ -91,7 +91,7 @@ class _Counting:
 class _NoJournal:
     """A RolloutJournal of what is not gone on with."""
 
-    def admitted_nowait(self, *_: object) -> None:
+    def admitted_nowait(self, *_: object, **__: object) -> None:
         pass
 
     segment_nowait = rollout_finished_nowait = rollout_failed_nowait = group_ended_nowait = admitted_nowait
@@ -112,13 +112,13 @@ async def try_rollouts(
     counting, free, all_tried = _Counting(generator), asyncio.Semaphore(capacity), list[Tried]()
     runner, journal = RolloutRunner(counting, timeout_s=timeout_s, retries=retries), _NoJournal()
 
-    def nothing() -> None:
-        """No slots are counted here."""
+    async def no_wait() -> None:
+        """`free` is what is waited for, for all attempts together."""
 
     async def one(number: int, index: int) -> None:
         async with free:
             group_id, prompt = GroupId(number), prompts[number]
-            outcome = await runner.run(group_id, prompt, index, started_sampling=nothing, stopped_sampling=nothing, journal=journal)
+            outcome = await runner.run(group_id, prompt, index, wait_slot=no_wait, stopped_sampling=lambda: None, journal=journal)
         tried = Tried(number, prompt, index, counting.attempts[group_id, index], outcome)
         all_tried.append(tried)
         on_tried(tried)

@@ -14,7 +14,7 @@ from aiohttp import web
 from asyncrl.gateway import bodies
 from asyncrl.gateway.calls import AskedAs, Call, Kind
 from asyncrl.gateway.chat import Begun, Sampler
-from asyncrl.gateway.connections import Connection, answer_error
+from asyncrl.gateway.connections import Connection, answer_error, belongs_to
 from asyncrl.gateway.errors import ApiError, invalid, is_refusal, of_status, rate_limited, session_ended, unknown_key
 from asyncrl.gateway.sessions import GatewaySession, Sessions
 from asyncrl.gateway.shapes import CallShape
@@ -85,7 +85,7 @@ class Routes:
             async with session.in_hand():
                 with self._reading(session):
                     body = await self._body(request)
-                    shape = self._samplers[session.lane].read(kind, body)
+                    shape = await self._samplers[session.lane].read(kind, body)
                     asked_as = _asked_as(kind, body, request)
                     async with session.beginning:
                         call = session.calls.find(asked_as)
@@ -155,7 +155,9 @@ class Routes:
             scheme, _, key = request.headers.get("Authorization", "").partition(" ")
             if scheme.lower() != "bearer":
                 raise unknown_key()
-        return self._sessions.find(key.strip())
+        session = self._sessions.find(key.strip())
+        belongs_to(request, session.key)
+        return session
 
     @contextmanager
     def _reading(self, session: GatewaySession) -> Iterator[None]:

@@ -106,7 +106,7 @@ class Capture:
     def draft(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, *, prefill: str = ""
     ) -> Draft:  # fmt: skip
-        """The first half of plan(): all but the ids of what is new."""
+        """The first half of plan(): all but the ids of what is new. It changes nothing, and may run in a thread beside record()."""
         try:
             chain = Chain(messages, tools)
             found = self._longest(chain, len(messages))

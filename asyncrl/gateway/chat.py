@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 
 import numpy as np
@@ -15,7 +16,7 @@ from asyncrl.gateway.calls import AskedAs, Call, Kind
 from asyncrl.gateway.capture import Planned
 from asyncrl.gateway.choices import Choice, GatewayTokenizer, TokenNames
 from asyncrl.gateway.errors import broken, invalid, session_ended, too_long
-from asyncrl.gateway.long_texts import FarTooLong, encode_beside
+from asyncrl.gateway.long_texts import LONG_BODY, FarTooLong, OneThread
 from asyncrl.gateway.sessions import GatewaySession, check_limits
 from asyncrl.gateway.shapes import CallRules, CallShape, ShapeReader
 from asyncrl.gateway.tool_format import ToolFormat
@@ -62,19 +63,26 @@ class Sampler:
         *,
         seed_of: SeedOf,
         on_broken: Callable[[RoomError], None],
+        beside: OneThread,
     ) -> None:
+        """`beside`: where long calls are read, rendered and tokenised."""
+        self._beside = beside
         self._engine, self._tokenizer, self._tool_format, self._rules = engine, tokenizer, tool_format, rules
         self._seed_of, self._on_broken = seed_of, on_broken
         self._reader, self._token_names = ShapeReader(rules), TokenNames(tokenizer)
         self.counts = TokenCounts()
 
-    def read(self, kind: Kind, body: bytes) -> CallShape:
-        """The checked values of a body. Raises ApiError."""
-        return self._reader.chat(body) if kind == "chat" else self._reader.text(body)
+    async def read(self, kind: Kind, body: bytes) -> CallShape:
+        """The checked values of a body. Raises ApiError. Sleeps while a long one is read."""
+        read = self._reader.chat if kind == "chat" else self._reader.text
+        return read(body) if len(body) < LONG_BODY else await self._beside.run(read, body)
 
     async def begin(self, session: GatewaySession, kind: Kind, shape: CallShape, asked_as: AskedAs) -> Begun:
-        """A new call of the session. Raises ApiError. Sleeps while a long text is tokenised: one at a time for each session."""
-        check_limits(session)
+        """A new call of the session. Raises ApiError. Sleeps while a long one is rendered and tokenised: one at a time for each session.
+
+        From its return on the call's choices count as sampling, until sample() has ended.
+        """
+        check_limits(session, shape.n)
         session.num_calls += 1  # what is refused from here on was work, too
         prefill = self._prefill(shape)
         planned = await self._plan(session, shape, prefill)
@@ -107,23 +115,24 @@ class Sampler:
                 stop=shape.stop,
                 seed=self._seed_of(session.prompt_id, session.sample_index, session.attempt, key),
                 route_key=session.route_key,
+                after=session.last_span,
             )
             for index, key in enumerate(keys)
         )
         session.calls.add(call)
+        session.num_sampling += len(requests)
         return Begun(call, requests, shape.stream)
 
     async def sample(self, session: GatewaySession, begun: Begun) -> None:
         """Have it sampled; the call's choices, or its error, say what came of it. Only cancellation is raised."""
         call = begun.call
-        session.num_sampling += 1
         self.counts.in_flight += 1
         try:
             if len(begun.requests) == 1:
-                await self._sample_choice(call, call.choices[0], begun.requests[0], is_streamed=begun.is_streamed)
+                await self._sample_choice(session, call, call.choices[0], begun.requests[0], is_streamed=begun.is_streamed)
             else:
                 pairs = zip(call.choices, begun.requests, strict=True)
-                asked = (self._sample_choice(call, choice, request, is_streamed=begun.is_streamed) for choice, request in pairs)
+                asked = (self._sample_choice(session, call, *pair, is_streamed=begun.is_streamed) for pair in pairs)
                 failures = [each for each in await asyncio.gather(*asked, return_exceptions=True) if each is not None]
                 if failures:
                     raise failures[0]
@@ -145,15 +154,19 @@ class Sampler:
                 call.done_nowait(session_ended(session.ended or ""))
             if call.error is not None:
                 session.calls.drop(call)
-            session.num_sampling -= 1
+            session.num_sampling -= len(begun.requests)
             self.counts.in_flight -= 1
 
-    async def _sample_choice(self, call: Call, choice: Choice, request: SamplingRequest, *, is_streamed: bool) -> None:
+    async def _sample_choice(
+        self, session: GatewaySession, call: Call, choice: Choice, request: SamplingRequest, *, is_streamed: bool
+    ) -> None:
         def told(token_ids: Sequence[int]) -> None:
             choice.feed(token_ids)
             call.news_nowait()
 
-        choice.finish(await self._engine.generate(request, on_tokens=told if is_streamed else None))
+        completion = await self._engine.generate(request, on_tokens=told if is_streamed else None)
+        session.last_span = completion.version_spans[-1] if completion.version_spans else None
+        choice.finish(completion)
 
     def _prefill(self, shape: CallShape) -> str:
         """Beginning of the answer that makes it a tool call, where the call wants one."""
@@ -172,9 +185,12 @@ class Sampler:
         param, max_tokens = "messages" if shape.messages is not None else "prompt", self._rules.max_prompt_tokens
         try:
             if shape.messages is not None:
-                draft = session.capture.draft(shape.messages, shape.tools, prefill=prefill)
-                return session.capture.plan_draft(draft, await encode_beside(draft.text, self._tokenizer, max_tokens))
-            ids = shape.prompt_ids if shape.prompt_text is None else await encode_beside(shape.prompt_text, self._tokenizer, max_tokens)
+                draft_now = partial(session.capture.draft, shape.messages, shape.tools, prefill=prefill)
+                draft = await self._beside.run(draft_now) if shape.is_long else draft_now()
+                return session.capture.plan_draft(draft, await self._beside.encode(draft.text, self._tokenizer, max_tokens))
+            ids = (
+                shape.prompt_ids if shape.prompt_text is None else await self._beside.encode(shape.prompt_text, self._tokenizer, max_tokens)
+            )
             if not ids:
                 raise invalid("prompt has no token.", "prompt")
             return session.capture.plan_ids(ids)

@@ -62,6 +62,11 @@ def session_ended(reason: str) -> ApiError:
     return ApiError(410, f"This session has ended: {reason}", code="session_ended", headers=NO_RETRY)
 
 
+def outcome_refused(why: str) -> ApiError:
+    """403: whoever has this key sets no reward."""
+    return ApiError(403, f"No outcome is taken: {why}", code="outcome_refused", headers=NO_RETRY)
+
+
 def is_refusal(error: ApiError) -> bool:
     """Whether it is the client that did something wrong, or too much."""
     return 400 <= error.status < 500 and error.status != 410

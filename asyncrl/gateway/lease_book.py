@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
+from asyncrl.config import Outcomes
 from asyncrl.errors import RolloutFailure
 from asyncrl.types import Outcome, Work
 
@@ -23,15 +24,23 @@ class Gone(Exception):  # noqa: N818  an answer to whoever comes too late
     """That work is not, or no longer, there for who asks; the text says why."""
 
 
+class NotForOutcomes(Exception):  # noqa: N818  an answer, too
+    """The key is a session's: it samples, and sets no reward."""
+
+
 @dataclass(eq=False, slots=True)
 class Entry:
-    """One work. `body`: what the worker gets. `started` is called whenever a worker takes it, `ended` once, with what came of it."""
+    """One work. `body`: what the worker gets. `started` is called whenever a worker takes it, `ended` once, with what came of it.
+
+    `outcome_key` (None: there is none) is what its outcome is posted with.
+    """
 
     lease_id: str
     work: Work
     body: bytes
     started: Callable[[], None]
     ended: Callable[[Outcome | RolloutFailure], None]
+    outcome_key: str | None = None
     worker: WorkerId | None = None
     posted: Outcome | None = None
 
@@ -54,10 +63,12 @@ class LeaseBook:
     Life:       add -> queued -> lease -> leased -> ended, by a result, by silence of its worker, or withdrawn. A lease that never
                 reached its worker goes back to the queue's front.
     Waits:      none.
-    Invariant:  every work ends once, in _end; a leased work is in the `leases` of one worker, a queued one in none.
+    Invariant:  every work ends once, in _end; a leased work is in the `leases` of one worker, a queued one in none. Rewards come
+                from where `outcomes` says and from nowhere else (_counted).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, outcomes: Outcomes) -> None:
+        self.outcomes = outcomes
         self._entries: dict[str, Entry] = {}
         self._by_key: dict[str, Entry] = {}
         self._queue: OrderedDict[str, Entry] = OrderedDict()
@@ -79,7 +90,8 @@ class LeaseBook:
 
     def add(self, entry: Entry) -> None:
         """Put a new work at the queue's end."""
-        self._entries[entry.lease_id] = self._by_key[entry.work.key] = entry
+        self._entries[entry.lease_id] = entry
+        self._by_key |= dict.fromkeys(_keys(entry), entry)
         self._queue[entry.lease_id] = entry
 
     def seen(self, worker_id: WorkerId, now_s: float) -> WorkerRecord:
@@ -121,22 +133,21 @@ class LeaseBook:
         return {lease_id: self._why(lease_id) for lease_id in holding if lease_id not in leases}
 
     def result(self, worker_id: WorkerId, lease_id: str, result: Outcome | RolloutFailure) -> None:
-        """What a worker says of a lease; an outcome is completed by what was posted. Raises Gone if it is not this worker's."""
+        """What a worker says of a lease; of an outcome, what counts. Raises Gone if it is not this worker's."""
         entry = self._entries.get(lease_id)
         if entry is None or entry.worker != worker_id:
             raise Gone(self._why(lease_id))
-        if isinstance(result, Outcome) and entry.posted is not None:
-            result = _completed(result, entry.posted)
+        if isinstance(result, Outcome):
+            result = self._counted(entry, result)
         self._end(entry, result, "its result was accepted before")
 
+    def check_post(self, key: str) -> None:
+        """Raise Gone, NotForOutcomes, or KeyError (no such key) if nothing may be posted with it."""
+        self._postable(key)
+
     def post(self, key: str, outcome: Outcome) -> None:
-        """What a harness says itself, with its session's key; the last one before the end stands. Raises Gone, or KeyError: no such key."""
-        entry = self._by_key.get(key)
-        if entry is None:
-            if key in self._ended:
-                raise Gone(self._ended[key])
-            raise KeyError("unknown session key")
-        entry.posted = outcome
+        """What a harness says itself, with its outcome key; the last one before the end stands. Raises as check_post()."""
+        self._postable(key).posted = outcome
 
     def withdraw(self, lease_id: str, why: str) -> None:
         """Nobody waits for this work any more; nothing happens if it has ended."""
@@ -157,17 +168,45 @@ class LeaseBook:
         return ((worker_id, lease_id) for worker_id, worker in self.workers.items() for lease_id in worker.leases)
 
     def _end(self, entry: Entry, result: Outcome | RolloutFailure | None, why: str) -> None:
-        del self._entries[entry.lease_id], self._by_key[entry.work.key]
+        del self._entries[entry.lease_id]
         if entry.worker is None:
             del self._queue[entry.lease_id]
         elif entry.worker in self.workers:
             self.workers[entry.worker].leases.pop(entry.lease_id)
-        for name in (entry.lease_id, entry.work.key):
+        for key in _keys(entry):
+            del self._by_key[key]
+        for name in (entry.lease_id, *_keys(entry)):
             self._ended[name] = why
-        while len(self._ended) > 2 * MAX_REMEMBERED:
+        while len(self._ended) > 3 * MAX_REMEMBERED:
             self._ended.popitem(last=False)
         if result is not None:
             entry.ended(result)
+
+    def _postable(self, key: str) -> Entry:
+        entry = self._by_key.get(key)
+        if entry is None:
+            if key in self._ended:
+                raise Gone(self._ended[key])
+            raise KeyError("unknown key")
+        if key != entry.outcome_key:
+            raise NotForOutcomes
+        return entry
+
+    def _counted(self, entry: Entry, said: Outcome) -> Outcome | RolloutFailure:
+        """Metrics of what was said at the end and of what was posted; rewards of one of them, or of neither."""
+        posted = entry.posted or Outcome()
+        metrics = {**posted.metrics, **said.metrics}
+        if self.outcomes == "none":
+            return Outcome(metrics=metrics)
+        if self.outcomes == "returned":
+            return said
+        if said.reward is not None or said.turn_rewards or said.branch_rewards:
+            return RolloutFailure(
+                f"{entry.work.rollout_id}: the harness returned a reward",
+                rule="generator.outcomes=posted takes rewards that are posted, and no others",
+                way_out="set generator.outcomes=returned, or return nothing.",
+            )
+        return Outcome(posted.reward, metrics, posted.turn_rewards, posted.branch_rewards)
 
     def _why(self, lease_id: str) -> str:
         if lease_id in self._entries:
@@ -175,8 +214,5 @@ class LeaseBook:
         return self._ended.get(lease_id, "this run has not given it out (was it started again?), or it ended long ago")
 
 
-def _completed(said: Outcome, posted: Outcome) -> Outcome:
-    """Metrics of both; the rewards of what was said at the end, or else those that were posted."""
-    has_reward = said.reward is not None or said.turn_rewards or said.branch_rewards
-    rewards = said if has_reward else posted
-    return Outcome(rewards.reward, {**posted.metrics, **said.metrics}, rewards.turn_rewards, rewards.branch_rewards)
+def _keys(entry: Entry) -> list[str]:
+    return [entry.work.key] if entry.outcome_key is None else [entry.work.key, entry.outcome_key]

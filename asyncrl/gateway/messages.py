@@ -10,6 +10,7 @@ from typing import Any
 from pydantic_core import from_json, to_json
 
 from asyncrl.gateway.errors import invalid, shown, too_long
+from asyncrl.types import ChatRenderer
 
 MAX_TOOLS = 128
 MAX_DEPTH = 32
@@ -41,13 +42,15 @@ class TextBudget:
         return text
 
 
-def check_messages(value: Any, budget: TextBudget, max_messages: int) -> list[dict[str, Any]]:
-    """The messages, with nothing in them but what a template may see. Raises ApiError."""
+def check_messages(value: Any, budget: TextBudget, max_prompt_tokens: int, message_tokens: int) -> list[dict[str, Any]]:
+    """The messages, with nothing in them but what a template may see. Raises ApiError; for too many of them before any is looked at."""
     if not isinstance(value, list) or not value:
         raise invalid(f"messages must be a list with at least one message, not {shown(value)}.", "messages")
-    if len(value) > max_messages:
+    if len(value) * message_tokens > max_prompt_tokens:
         raise too_long(
-            f"{len(value)} messages are more than the {max_messages} tokens of the longest prompt (rollout.max_prompt_tokens).", "messages"
+            f"{len(value)} messages are more than the {max_prompt_tokens} tokens of the longest prompt (rollout.max_prompt_tokens) hold: "
+            f"with this chat template a message is {message_tokens} at least.",
+            "messages",
         )
     return [_check_message(message, f"messages[{index}]", budget) for index, message in enumerate(value)]
 
@@ -161,6 +164,25 @@ def check_tools(value: Any, budget: TextBudget) -> list[dict[str, Any]]:
     check_bounded(value, "tools")
     budget.spend(to_json(value).decode(), "tools")
     return value
+
+
+def fewest_message_tokens(renderer: ChatRenderer) -> int:
+    """Tokens by which one more empty message makes a chat longer in this template, the least of the kinds that it takes; 1 at least."""
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {}}}
+    user, answer = {"role": "user", "content": ""}, {"role": "assistant", "content": ""}
+    asked, result = [user, {**answer, "tool_calls": [call]}], {"role": "tool", "tool_call_id": "c", "content": ""}
+    kinds: tuple[tuple[list[Any], list[Any]], ...] = (
+        ([user], [answer, user]), ([user], [user]), ([user, answer], [answer]), (asked, [result]),
+        ([{"role": "system", "content": ""}], [{"role": "system", "content": ""}]), (asked[:1], [asked[1], result]),
+    )  # fmt: skip
+    found = []
+    for begin, more in kinds:
+        try:
+            lengths = [len(renderer.encode(renderer.render([*begin, *more * times]))) for times in (2, 6)]
+        except ValueError:  # not taken by this template
+            continue
+        found.append((lengths[1] - lengths[0]) // (4 * len(more)))
+    return max(1, min(found, default=1))
 
 
 def check_bounded(value: Any, at: str) -> None:

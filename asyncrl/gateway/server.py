@@ -16,7 +16,8 @@ from asyncrl.errors import ConfigError, RoomError
 from asyncrl.gateway.app import Routes
 from asyncrl.gateway.chat import Sampler, SeedOf
 from asyncrl.gateway.choices import GatewayTokenizer
-from asyncrl.gateway.connections import Connection, TooMany
+from asyncrl.gateway.connections import Connection, Crowd, TooMany
+from asyncrl.gateway.long_texts import OneThread
 from asyncrl.gateway.sessions import GatewaySession, Lane, SessionLimits, Sessions
 from asyncrl.gateway.shapes import CallRules
 from asyncrl.gateway.tool_format import ToolFormat
@@ -70,7 +71,8 @@ class Gateway:
         self._config = config
         limits = SessionLimits(config.max_calls, config.max_concurrent_calls, config.max_rollout_tokens)
         self._sessions = Sessions(tokenizer, limits)
-        self._rules, self._make_sampler = rules, partial(Sampler, tokenizer=tokenizer, tool_format=tool_format)
+        self._beside = OneThread()
+        self._rules, self._make_sampler = rules, partial(Sampler, tokenizer=tokenizer, tool_format=tool_format, beside=self._beside)
         self._sampler = self._make_sampler(engine, rules=rules, seed_of=seed_of, on_broken=on_broken)
         self._samplers = {"": self._sampler}
         self._routes = Routes(
@@ -121,12 +123,13 @@ class Gateway:
         assert self._socket is not None
         runner = self._runner = web.AppRunner(self._routes.app(self._extra_routes), handle_signals=False, shutdown_timeout=_CLOSE_S)
         await runner.setup()
+        crowd = Crowd(self._config.max_connections)
 
         def connect() -> asyncio.Protocol:
             server = runner.server
-            if server is None or len(server.connections) >= self._config.max_connections:
+            if server is None:
                 return TooMany()
-            return Connection(server, loop=loop, slow_s=self._config.read_timeout_s)
+            return Connection(server, loop=loop, slow_s=self._config.read_timeout_s, crowd=crowd)
 
         self._listener = await loop.create_server(connect, sock=self._socket, backlog=_BACKLOG)
         return url
@@ -141,6 +144,7 @@ class Gateway:
         if self._runner is not None:
             await self._runner.cleanup()
         self._socket = self._listener = self._runner = None
+        self._beside.close_nowait()
 
     def stats(self) -> GatewayStats:
         """Counts so far."""

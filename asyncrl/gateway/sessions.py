@@ -13,11 +13,14 @@ from typing import Any
 from asyncrl.errors import RolloutFailure
 from asyncrl.gateway.calls import Call, CallTable
 from asyncrl.gateway.capture import Capture, CaptureCounts
-from asyncrl.gateway.errors import rate_limited, session_ended, unknown_key
-from asyncrl.types import ChatRenderer, Outcome, Rollout
+from asyncrl.gateway.errors import invalid, rate_limited, session_ended, unknown_key
+from asyncrl.types import ChatRenderer, Outcome, Rollout, VersionSpan
 
 MAX_TOMBSTONES = 10_000
 """Ended sessions whose reason can still be told to a call that comes too late."""
+
+PEOPLES_SHARE = 16
+"""A person's key may make so many times the calls of a rollout, and hold so many times its tokens, until an outcome is posted."""
 
 REFUSALS_PER_CALL = 10
 """Calls of one rollout that may be refused, for each that it may make."""
@@ -58,17 +61,20 @@ class GatewaySession:
         lane: str = "",
         peoples_key: str | None = None,
     ) -> None:
-        """`lane`: who answers its calls. `peoples_key`: a person tries an agent with it, with as many calls as it likes."""
+        """`lane`: who answers its calls. `peoples_key`: a person tries an agent with it, with PEOPLES_SHARE times the limits."""
         self.key = peoples_key or secrets.token_urlsafe(24)
         self.lane, self.is_peoples = lane, peoples_key is not None
         self.opening: Sequence[Mapping[str, Any]] | None = None
         """Messages of the first call, kept of a person's session alone."""
         self.rollout_id, self.prompt_id, self.sample_index, self.attempt = rollout_id, prompt_id, sample_index, attempt
         self.route_key, self.capture = route_key, capture
+        self.last_span: VersionSpan | None = None
+        """The end of the newest completion: its engine has the conversation in its cache."""
         self.ended: str | None = None
         """Why it has ended; None while it is open."""
         self.limits = limits
         self.num_calls = self.num_refused = self.num_sampling = self.num_reading = 0
+        """Sampling: choices, each of which is a request to the engine. Reading: calls that are being sent."""
         self.calls = CallTable()
         self.beginning = asyncio.Lock()
         """Held from the look for a call that is asked again until a new one is in `calls`."""
@@ -256,15 +262,35 @@ class Lane:
         )
 
 
-def check_limits(session: GatewaySession) -> None:
-    """Raise ApiError 429 if the session may not sample one call more."""
-    max_calls, max_concurrent_calls = session.limits.max_calls, session.limits.max_concurrent_calls
-    if session.num_calls >= max_calls and not session.is_peoples:
+def check_limits(session: GatewaySession, num_choices: int) -> None:
+    """Raise ApiError if the session may not sample one call more, with so many choices: 429, or 400 if it never may."""
+    limits, most = session.limits, session.limits.max_concurrent_calls
+    if num_choices > most:
+        raise invalid(f"n={num_choices} is refused: each choice counts, and gateway.max_concurrent_calls={most} is the most at once.", "n")
+    if session.is_peoples:
+        _check_peoples(session)
+    elif session.num_calls >= limits.max_calls:
         raise rate_limited(
-            f"This rollout has made {session.num_calls} calls; gateway.max_calls={max_calls} is the limit.", retry_after_s=None
+            f"This rollout has made {session.num_calls} calls; gateway.max_calls={limits.max_calls} is the limit.", retry_after_s=None
         )
-    if session.num_sampling >= max_concurrent_calls:
+    if session.num_sampling + num_choices > most:
         raise rate_limited(
-            f"{session.num_sampling} calls of this rollout are in flight; gateway.max_concurrent_calls={max_concurrent_calls} is the most.",
+            f"{session.num_sampling} answers of this rollout are being sampled and {num_choices} more are asked for; "
+            f"gateway.max_concurrent_calls={most} is the most at once.",
             retry_after_s=1,
         )
+
+
+def _check_peoples(session: GatewaySession) -> None:
+    """What a person's key holds is freed by an outcome, and by nothing else."""
+    limits, num_tokens = session.limits, session.capture.num_branch_tokens
+    for number, what, name, most in (
+        (session.num_calls, "calls", "max_calls", limits.max_calls),
+        (num_tokens, "tokens in its branches", "max_rollout_tokens", limits.max_rollout_tokens),
+    ):
+        if most is not None and number >= PEOPLES_SHARE * most:
+            raise rate_limited(
+                f"This rollout has {number} {what} and no outcome yet; {PEOPLES_SHARE} times gateway.{name}={most} is the limit. Post an "
+                "outcome to /v1/outcome with the outcome key: it ends this rollout, and this key goes on with the next one.",
+                retry_after_s=None,
+            )

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from pydantic_core import from_json
 
 from asyncrl.gateway.errors import invalid, shown
+from asyncrl.gateway.long_texts import LONG_BODY
 from asyncrl.gateway.messages import TextBudget, check_messages, check_tools
 
 log = logging.getLogger(__name__)
@@ -69,6 +70,8 @@ class CallRules:
     vocab_size: int
     max_token_bytes: int
     """Text that one token can hold at most."""
+    message_tokens: int = 1
+    """Tokens that a message is at least, see fewest_message_tokens()."""
     on_sampling_override: Literal["use_config", "refuse"] = "use_config"
 
 
@@ -91,6 +94,8 @@ class CallShape:
     logprobs: bool = False
     stream: bool = False
     include_usage: bool = False
+    is_long: bool = False
+    """Its body has LONG_BODY bytes or more."""
 
 
 def parse_json(body: bytes) -> dict[str, Any]:
@@ -116,7 +121,7 @@ class ShapeReader:
         """A call of /v1/chat/completions. Raises ApiError."""
         given = self._given(parse_json(body), _CHAT)
         budget = TextBudget(self._max_bytes, self._rules.max_prompt_tokens)
-        messages = check_messages(given.get("messages"), budget, self._rules.max_prompt_tokens)
+        messages = check_messages(given.get("messages"), budget, self._rules.max_prompt_tokens, self._rules.message_tokens)
         tools = check_tools(given["tools"], budget) or None if "tools" in given else None
         choice = _tool_choice(given.get("tool_choice"), tools)
         asked = [_integer(given[name], name, 1, None) for name in ("max_completion_tokens", "max_tokens") if name in given]
@@ -127,6 +132,7 @@ class ShapeReader:
             tool_choice=choice,
             max_tokens=min(asked, default=None),
             logprobs=logprobs,
+            is_long=len(body) >= LONG_BODY,
             **self._shared(given),
         )
 

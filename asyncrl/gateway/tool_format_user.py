@@ -11,7 +11,7 @@ from typing import Any
 from asyncrl.errors import RolloutFailure
 from asyncrl.gateway.tool_format import ParsedAnswer, ToolCall
 from asyncrl.gateway.tool_format_json import MalformedCall, make_call
-from asyncrl.loading import check_call, load_object
+from asyncrl.loading import load_function
 
 USAGE = "parse(text) -> [(name, arguments), ...] or None"
 
@@ -28,8 +28,7 @@ class UserFormat:
     def __init__(self, spec: str) -> None:
         """Raises ConfigError if there is no such function, or it does not take one text."""
         self.name = spec
-        self._function: Callable[[str], Any] = load_object(spec, "gateway.tool_format")
-        check_call(self._function, ("",), {}, setting="gateway.tool_format", spec=spec, usage=USAGE)
+        self._function: Callable[[str], Any] = load_function(spec, "gateway.tool_format", usage=USAGE, arguments=("",))
 
     def parse(self, text: str) -> ParsedAnswer:
         """Calls or content. Raises RolloutFailure if the function returns or raises something else."""

@@ -26,6 +26,7 @@ class HarnessSpec(Message):
     verifiers: str | None = None
     args: dict[str, Any] = {}
     env: dict[str, str] = {}
+    pass_env: list[str] = []
     max_output_bytes: int = Field(default=2**20, ge=1024)
 
     @model_validator(mode="after")

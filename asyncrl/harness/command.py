@@ -1,8 +1,9 @@
 """The harness `command`: a program of any language, once a rollout. Knows processes and pipes; knows no lease, no run.
 
-It finds the task as JSON on standard input, and in its environment OPENAI_BASE_URL, OPENAI_API_KEY, OPENAI_MODEL and
-ASYNCRL_OUTCOME_URL, beside PATH, HOME, LANG, TMPDIR and generator.env. That keeps rollouts apart from each other and from the run's
-settings; it is no sandbox: a command may read and write what the worker's user may.
+It finds the task as JSON on standard input, and in its environment OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL, beside PATH, HOME,
+LANG, TMPDIR and generator.env. What it starts inherits the environment and finds no answer and no outcome key there: those come with the
+task, through a pipe that is read once. That keeps rollouts apart from each other and from the run's settings; it is no sandbox: a
+command may read and write what the worker's user may.
 """
 
 from __future__ import annotations
@@ -19,24 +20,34 @@ import secrets
 import shutil
 import signal
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from asyncrl.errors import ConfigError, RolloutFailure
 from asyncrl.harness.build import HarnessSpec
-from asyncrl.harness.families import MARK_ENV, adopt_orphans, end_family, find_family, kill_family_nowait, reap_orphans, start_keeper
-from asyncrl.harness.pipes import OutputPipe
-from asyncrl.harness.task import Session, Task
+from asyncrl.harness.families import (
+    MARK_ENV,
+    adopt_orphans,
+    end_family,
+    find_family,
+    kill_family_nowait,
+    reap_orphans,
+    start_keeper,
+)
+from asyncrl.harness.pipes import InputPipe, OutputPipe
+from asyncrl.harness.task import AnyTask, Session
 from asyncrl.types import Outcome
 from asyncrl.worker_wire import OutcomeMessage
 
 log = logging.getLogger(__name__)
 
 KEPT_ENV = ("PATH", "HOME", "LANG")
-OWN_ENV = ("TMPDIR", "OPENAI_BASE_URL", "OPENAI_API_KEY", "OPENAI_MODEL", "ASYNCRL_OUTCOME_URL", MARK_ENV)
+ROLLOUT_ENV = ("TMPDIR", "OPENAI_BASE_URL", "OPENAI_API_KEY", "OPENAI_MODEL")
+OWN_PREFIX = "ASYNCRL_"
+"""Variables of asyncrl's own begin so: MARK_ENV, and keys and secrets, which no command gets."""
 GRACE_S = 2.0
 """Between SIGTERM and SIGKILL; less than the worker itself is given."""
 STDERR_TAIL_BYTES = 2000
@@ -51,19 +62,24 @@ class CommandHarness:
     Invariant:  when run() is left, no process of the family lives (see families.py for what escapes), no pipe is open, no folder left.
     """
 
-    def __init__(self, command: Sequence[str], env: Mapping[str, str], max_output_bytes: int, *, is_worker: bool = False) -> None:
-        """`is_worker`: this process has no children but commands; it adopts what they leave behind, and has a keeper that kills what
-        is left of them if this process itself is killed.
+    def __init__(
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        max_output_bytes: int,
+        *,
+        pass_env: Sequence[str] = (),
+        is_worker: bool = False,
+    ) -> None:
+        """`pass_env`: names of variables of this process that the command gets, too. `is_worker`: this process has no children but
+        commands; it adopts what they leave behind, and has a keeper that kills what is left of them if this process itself is killed.
 
         Arguments that name files of the working directory are given as absolute paths: the command runs in another one.
 
-        Raises ConfigError if there is no such program, or `env` sets what is not its own.
+        Raises ConfigError if there is no such program, `env` sets what is not its own, or a variable of `pass_env` is not set.
         """
-        if taken := sorted(set(env) & set(OWN_ENV)):
-            raise ConfigError(
-                f"generator.env sets {', '.join(taken)}", rule="each rollout has its own value of these", way_out="leave them out."
-            )
-        self._env = {name: os.environ[name] for name in KEPT_ENV if name in os.environ} | dict(env)
+        _refuse_own("generator.env", env)
+        self._env = {name: os.environ[name] for name in KEPT_ENV if name in os.environ} | passed_env(pass_env) | dict(env)
         self.command = tuple(str(Path(part).absolute()) if Path(part).is_file() else part for part in command)
         if shutil.which(self.command[0], path=self._env.get("PATH")) is None:
             raise ConfigError(
@@ -86,16 +102,20 @@ class CommandHarness:
     def __repr__(self) -> str:
         return f"<CommandHarness {self.command[0]}>"
 
-    async def run(self, task: Task, session: Session) -> Outcome:
-        """What its last line says. Raises RolloutFailure for any exit code but 0, too much output, or a last line that is no outcome."""
+    async def run(self, task: AnyTask, session: Session) -> Outcome:
+        """What its last line says; nothing, where it posts. Raises RolloutFailure for any exit code but 0, too much output, or a last
+        line that is no outcome.
+        """
         mark = f"{self.token}.{next(self._numbers)}."
         folder = Path(tempfile.mkdtemp(prefix="asyncrl-command-", dir=self._folder))
         try:
             (folder / "work").mkdir()
             (folder / "tmp").mkdir()
-            with OutputPipe(self.max_output_bytes) as output, OutputPipe(self.max_output_bytes) as errors:
-                code = await self._run(task, self._environment(session, mark, folder), mark, folder / "work", output, errors)
-                return self._outcome(code, output, errors)
+            pipes = OutputPipe(self.max_output_bytes), OutputPipe(self.max_output_bytes)
+            with InputPipe(_standard_input(task, session)) as given, pipes[0] as output, pipes[1] as errors:
+                code = await self._run(given, self._environment(session, mark, folder), mark, folder / "work", output, errors)
+                text = self._output(code, output, errors)
+            return last_line_outcome(text) if session.outcome_key is None else Outcome()
         finally:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
@@ -104,12 +124,13 @@ class CommandHarness:
         kill_family_nowait(self.token)
 
     async def _run(
-        self, task: Task, env: dict[str, str], mark: str, cwd: Path, output: OutputPipe, errors: OutputPipe
+        self, given: InputPipe, env: dict[str, str], mark: str, cwd: Path, output: OutputPipe, errors: OutputPipe
     ) -> int:  # fmt: skip
         process: asyncio.subprocess.Process | None = None
         try:
-            process = await self._start(task, env, cwd, output, errors)
+            process = await self._start(given, env, cwd, output, errors)
             self._own_children.add(process.pid)
+            given.feed()
             for pipe in (output, errors):
                 pipe.read(on_overflow=functools.partial(kill_family_nowait, mark, process.pid))
             return await process.wait()
@@ -117,24 +138,21 @@ class CommandHarness:
             await self._end(process, mark)
 
     async def _start(
-        self, task: Task, env: dict[str, str], cwd: Path, output: OutputPipe, errors: OutputPipe
+        self, given: InputPipe, env: dict[str, str], cwd: Path, output: OutputPipe, errors: OutputPipe
     ) -> asyncio.subprocess.Process:
-        """Start it with a file as its standard input: nothing to feed, and no pipe to break if it reads nothing."""
         self._num_starting += 1
         try:
-            with tempfile.TemporaryFile() as standard_input:
-                standard_input.write(json.dumps(asdict(task)).encode())
-                standard_input.seek(0)
-                return await asyncio.create_subprocess_exec(
-                    *self.command, stdin=standard_input, stdout=output.writing_end, stderr=errors.writing_end,
-                    cwd=cwd, env=env, start_new_session=True,
-                )  # fmt: skip
+            return await asyncio.create_subprocess_exec(
+                *self.command, stdin=given.reading_end, stdout=output.writing_end, stderr=errors.writing_end,
+                cwd=cwd, env=env, start_new_session=True,
+            )  # fmt: skip
         except OSError as error:
             raise RolloutFailure(
                 f"command {self.command[0]} cannot be started: {error}", way_out="read the worker's log; check the machine's limits."
             ) from error
         finally:
             self._num_starting -= 1
+            given.close_reading_end()
             output.close_writing_end()
             errors.close_writing_end()
 
@@ -160,11 +178,11 @@ class CommandHarness:
             "OPENAI_BASE_URL": session.base_url,
             "OPENAI_API_KEY": session.api_key,
             "OPENAI_MODEL": session.model,
-            "ASYNCRL_OUTCOME_URL": f"{session.base_url}/outcome",
             MARK_ENV: mark,
         }
 
-    def _outcome(self, code: int, output: OutputPipe, errors: OutputPipe) -> Outcome:
+    def _output(self, code: int, output: OutputPipe, errors: OutputPipe) -> str:
+        """What it printed. Raises RolloutFailure if it did not end well."""
         output.drain()
         errors.drain()
         for name, pipe in (("standard output", output), ("standard error", errors)):
@@ -182,7 +200,40 @@ class CommandHarness:
                 rule="a rollout ends well with exit code 0",
                 way_out="mend the command, or let it exit with 0 where this is no failure.",
             )
-        return last_line_outcome(output.text())
+        return output.text()
+
+
+def passed_env(names: Sequence[str]) -> dict[str, str]:
+    """These variables of this process. Raises ConfigError for one that is not set, or no command's to have."""
+    _refuse_own("generator.pass_env", names)
+    if missing := [name for name in names if name not in os.environ]:
+        raise ConfigError(
+            f"generator.pass_env names {', '.join(missing)}, which this process does not have",
+            rule="a command gets the values of the environment that the run, or `asyncrl work`, was started in",
+            way_out=f"export {missing[0]}=... before, or remove the name.",
+        )
+    return {name: os.environ[name] for name in names}
+
+
+def _refuse_own(setting: str, names: Iterable[str]) -> None:
+    if taken := sorted(set(names) & set(ROLLOUT_ENV)):
+        raise ConfigError(
+            f"{setting} has {', '.join(taken)}", rule="each rollout has its own value of these",
+            way_out="leave them out, or give the command that value under another name.",
+        )  # fmt: skip
+    if ours := sorted(name for name in set(names) if name.startswith(OWN_PREFIX)):
+        raise ConfigError(
+            f"{setting} has {', '.join(ours)}", rule=f"{OWN_PREFIX}... are asyncrl's own: its keys and marks, which no command gets",
+            way_out="leave them out; a variable of yours needs another name.",
+        )  # fmt: skip
+
+
+def _standard_input(task: AnyTask, session: Session) -> bytes:
+    """The task, and what its outcome is posted with: here and nowhere else, so that what the program starts does not inherit it."""
+    values = {each.name: getattr(task, each.name) for each in fields(task)}
+    if session.outcome_key is not None:
+        values |= {"outcome_url": f"{session.base_url}/outcome", "outcome_key": session.outcome_key}
+    return json.dumps(values).encode()
 
 
 def last_line_outcome(text: str) -> Outcome:
@@ -208,11 +259,11 @@ def _not_an_outcome(line: str, why: str) -> RolloutFailure:
         f"the command's last line is no outcome: {line[:200]!r}: {why}",
         rule="it is a finite number, a JSON object of reward, metrics, turn_rewards and branch_rewards, or any other text that begins "
         "with neither",
-        way_out='print e.g. {"reward": 1.0, "metrics": {"turns": 3}} last, or some word if the reward is posted.',
+        way_out='print e.g. {"reward": 1.0, "metrics": {"turns": 3}} last, or some word if the task scores it.',
     )
 
 
 def make(spec: HarnessSpec) -> CommandHarness:
     """See build.py."""
     assert spec.command is not None
-    return CommandHarness(spec.command, spec.env, spec.max_output_bytes, is_worker=True)
+    return CommandHarness(spec.command, spec.env, spec.max_output_bytes, pass_env=spec.pass_env, is_worker=True)

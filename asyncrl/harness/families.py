@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MARK_ENV = "ASYNCRL_COMMAND"
+_PR_SET_DUMPABLE = 4
 _PR_SET_CHILD_SUBREAPER = 36
 _KILL_WAIT_S = 5.0
 _KILL_ROUNDS = 20
@@ -40,6 +41,16 @@ def adopt_orphans() -> None:
     """Make this process the parent of what its commands leave behind, so that it can be reaped. Linux alone; nothing elsewhere."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def hide_memory() -> None:
+    """Nobody else of this user reads this process's environment, memory and files in /proc: what a model runs is of the same user.
+
+    A worker and a run's controller have the worker key, and the answers and keys of their rollouts. It lasts until an exec, so that
+    children are as readable as ever. Linux alone; root reads them all the same.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
 def find_family(mark: str, group: int | None = None) -> list[int]:
@@ -156,6 +167,7 @@ def _signal_group(group: int, number: signal.Signals) -> None:
 
 
 if __name__ == "__main__":
+    hide_memory()  # it has the worker's environment
     while os.read(0, 4096):
         pass
     kill_family_nowait(sys.argv[1])

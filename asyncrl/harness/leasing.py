@@ -14,8 +14,9 @@ from typing import TypeVar
 from pydantic import BaseModel, ValidationError
 
 from asyncrl.calling import Caller, CallLost, CallRefused
-from asyncrl.errors import AsyncrlError, ConfigError, RolloutFailure, RolloutTimeout
-from asyncrl.harness.task import Harness, HttpClients, Session, Task
+from asyncrl.errors import AsyncrlError, ConfigError, ConnectionShortage, RolloutFailure, RolloutTimeout
+from asyncrl.harness.task import AnyTask, Harness, HttpClients, Session, Task, TaskWithoutAnswer
+from asyncrl.limits import TimeLimit
 from asyncrl.types import Outcome
 from asyncrl.worker_wire import (
     MAX_OUTCOME_BYTES,
@@ -91,6 +92,7 @@ class Worker:
             name=self.name, slots=self.slots, num_running=len(self._running),
             loop_lag_s=max(0.0, now_s - self._ticked_s - TICK_S),
             gateway_lost_s=None if lost_s is None else now_s - lost_s,
+            num_abandoned=getattr(self._harness, "num_abandoned", 0),
         )  # fmt: skip
 
     async def run(self) -> None:
@@ -104,7 +106,7 @@ class Worker:
             wrong = next((error for error in several.exceptions if isinstance(error, ConfigError)), None)
             raise wrong or several from None
         finally:
-            with contextlib.suppress(CallLost, CallRefused):
+            with contextlib.suppress(CallLost, CallRefused, ConnectionShortage):
                 await self._caller.post("/work/alive", self._sign(is_leaving=True), AliveAnswer, timeout_s=GOODBYE_TIMEOUT_S)
             await self._clients.aclose()
 
@@ -148,8 +150,8 @@ class Worker:
 
     async def _outcome_of(self, item: WorkItem, model: str) -> tuple[OutcomeMessage | None, FailureMessage | None]:
         """The boundary between the harness and the worker: whatever goes wrong in there is data. ConfigError passes."""
-        session = Session(f"{self._caller.url}/v1", item.key, model, http_client=self._clients.get)
-        limit = asyncio.timeout(item.timeout_s)
+        session = Session(f"{self._caller.url}/v1", item.key, model, outcome_key=item.outcome_key, http_client=self._clients.get)
+        limit = TimeLimit(item.timeout_s)
         try:
             async with limit:
                 outcome = await self._harness.run(_task(item), session)
@@ -164,7 +166,7 @@ class Worker:
             if isinstance(error, TimeoutError) and limit.expired():
                 error = RolloutTimeout(
                     f"{item.rollout_id} (prompt {item.prompt_id}) is not finished {item.timeout_s} s after worker {self.name} began it",
-                    rule=f"rollout.timeout_s={item.timeout_s} is the limit of an attempt",
+                    rule="that is what was left of rollout.timeout_s, the limit of all attempts together",
                 )
             elif not isinstance(error, RolloutFailure):
                 log.warning("%s attempt %d failed", item.rollout_id, item.attempt, exc_info=True)
@@ -224,7 +226,7 @@ class Worker:
                         rule=refused.body.rule, way_out=refused.body.way_out,
                     ) from refused  # fmt: skip
                 self._note_lost(refused)
-            except CallLost as lost:
+            except (CallLost, ConnectionShortage) as lost:
                 self._note_lost(lost)
             else:
                 self._note_answered()
@@ -232,7 +234,7 @@ class Worker:
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S, self._lease_timeout_s / 4)
             await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))  # so that many workers do not come back at once
 
-    def _note_lost(self, error: CallLost | CallRefused) -> None:
+    def _note_lost(self, error: CallLost | CallRefused | ConnectionShortage) -> None:
         if self._lost_since_s is None:
             self._lost_since_s = asyncio.get_running_loop().time()
             log.warning("worker %s: %s. It asks again until it is answered, for ever; Ctrl-C or SIGTERM ends it.", self.name, error)
@@ -245,8 +247,9 @@ class Worker:
             self._lost_since_s = None
 
 
-def _task(item: WorkItem) -> Task:
-    return Task(item.prompt_id, tuple(item.messages), item.answer, item.info, item.seed, item.sample_index, item.attempt)
+def _task(item: WorkItem) -> AnyTask:
+    given = (item.prompt_id, tuple(item.messages), item.info, item.seed, item.sample_index, item.attempt)
+    return Task(*given, answer=item.answer) if item.has_answer else TaskWithoutAnswer(*given)
 
 
 def _outcome_message(outcome: Outcome) -> OutcomeMessage:

@@ -1,4 +1,4 @@
-"""The output of a command, bounded, read without waiting for its end: whoever else holds the pipe cannot hold us. Knows no process."""
+"""What a command reads and writes, without waiting for its end: whoever else holds a pipe cannot hold us. Knows no process."""
 
 from __future__ import annotations
 
@@ -9,6 +9,56 @@ from collections.abc import Callable
 from types import TracebackType
 
 _CHUNK_BYTES = 2**16
+
+
+class InputPipe:
+    """A pipe whose writing end is ours, and what is to be read from it: once, and by one reader, for a pipe keeps nothing.
+
+    Life:       with block entered: both ends open -> given to a process, close_reading_end() -> feed() writes as it is read, and closes
+                -> block left: closed, whatever was not read.
+    """
+
+    def __init__(self, data: bytes) -> None:
+        self._data = memoryview(data)
+        self.reading_end = self._writing_end = -1
+        self._is_fed = False
+
+    def __enter__(self) -> InputPipe:
+        self.reading_end, self._writing_end = os.pipe()
+        os.set_blocking(self._writing_end, False)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close_reading_end()
+        self._close()
+
+    def close_reading_end(self) -> None:
+        """Ours; the process has its own. Idempotent."""
+        if self.reading_end >= 0:
+            os.close(self.reading_end)
+            self.reading_end = -1
+
+    def feed(self) -> None:
+        """Write what there is room for, now and whenever there is more; that nobody reads it is no error."""
+        try:
+            self._data = self._data[os.write(self._writing_end, self._data) :]
+        except BlockingIOError:
+            pass
+        except BrokenPipeError:
+            self._data = self._data[:0]
+        if not self._data:
+            self._close()
+        elif not self._is_fed:
+            asyncio.get_running_loop().add_writer(self._writing_end, self.feed)
+            self._is_fed = True
+
+    def _close(self) -> None:
+        if self._is_fed:
+            asyncio.get_running_loop().remove_writer(self._writing_end)
+            self._is_fed = False
+        if self._writing_end >= 0:
+            os.close(self._writing_end)
+            self._writing_end = -1
 
 
 class OutputPipe:

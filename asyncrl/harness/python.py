@@ -13,29 +13,30 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from asyncrl.errors import RolloutFailure
+from asyncrl.errors import ConfigError, RolloutFailure
 from asyncrl.harness.build import HarnessSpec
-from asyncrl.harness.task import Session, Task
-from asyncrl.loading import check_call, load_object
+from asyncrl.harness.task import GRACE_S, AnyTask, Session
+from asyncrl.loading import load_function
 from asyncrl.types import Outcome
+from asyncrl.user_calls import UserCalls
 
 
 class PythonHarness:
     """Calls `function(task, session, **args)`, with as many calls at once as the worker has slots.
 
     An async function runs on the worker's event loop: what blocks that loop stops all its rollouts, and for longer than
-    gateway.lease_timeout_s loses them. A plain one runs in a thread of its own, which nothing can end: after a timeout it goes on until
-    its next call of the model, which is refused.
+    gateway.lease_timeout_s loses them; one that does not end when it is cancelled is given up (user_calls.py). A plain one runs in a
+    thread of its own, which nothing can end: after a timeout it goes on until its next call of the model, which is refused.
     """
 
     def __init__(self, spec: str, args: dict[str, Any]) -> None:
         """Raises ConfigError if there is no such function, or it cannot be called so."""
         self.spec, self._args = spec, args
-        self._function: Callable[..., Any] = load_object(spec, "generator.python")
         usage = ", ".join(["(task, session", *(f"{name}=..." for name in args)]) + ")"
-        check_call(
-            self._function, (None, None), args, setting="generator.python", spec=spec, usage=usage, args="generator.args"
-        )  # fmt: skip
+        self._function: Callable[..., Any] = load_function(
+            spec, "generator.python", usage=usage, arguments=(None, None), keywords=args, args="generator.args"
+        )
+        self._calls = UserCalls(f"generator.python={spec}", error=ConfigError, grace_s=GRACE_S)
         self._is_async = inspect.iscoroutinefunction(self._function) or inspect.iscoroutinefunction(
             getattr(self._function, "__call__", None)  # noqa: B004  an object with `async def __call__` is as good
         )
@@ -43,12 +44,18 @@ class PythonHarness:
     def __repr__(self) -> str:
         return f"<PythonHarness {self.spec}>"
 
-    async def run(self, task: Task, session: Session) -> Outcome:
+    @property
+    def num_abandoned(self) -> int:
+        """Calls so far that were given up because they did not end when they were cancelled."""
+        return self._calls.num_abandoned
+
+    async def run(self, task: AnyTask, session: Session) -> Outcome:
         """What the function returns, as an Outcome. Raises RolloutFailure for a value that is none, and whatever the function raises."""
         call = functools.partial(self._function, task, session, **self._args)
-        value = await (call() if self._is_async else _in_thread(call))
-        if inspect.isawaitable(value):  # a plain function that returns a coroutine: a partial, a decorator
-            value = await value
+        self._calls.check()
+        value = call() if self._is_async else await _in_thread(call)
+        if inspect.isawaitable(value):  # of a plain function too: a partial, a decorator
+            value = await self._calls.run(value)
         return as_outcome(value, self.spec)
 
 

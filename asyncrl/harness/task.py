@@ -6,19 +6,25 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, install_extra
 from asyncrl.types import Outcome
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
+GRACE_S = 30.0
+"""What a harness that is cancelled has to clean up, before its rollout's slot is given to the next one."""
 MAX_RETRIES = 4
 """Of the client: the gateway samples a call once, however often it is asked for."""
 
 
+class MissingAnswerError(ConfigError, AttributeError):
+    """A harness reads the answer of a task that has none. As an AttributeError it leaves hasattr and getattr's default what they are."""
+
+
 @dataclass(frozen=True, slots=True)
-class Task:
-    """One attempt at one prompt. `answer` and `info` have come as JSON: tuples are lists, keys are texts.
+class AnyTask:
+    """One attempt at one prompt. `info` has come as JSON: tuples are lists, keys are texts.
 
     `seed`, in [0, 2**63), is for the harness's own draws: another one for each rollout and each attempt, the same in a run that is
     repeated. `attempt` counts from 0.
@@ -26,11 +32,31 @@ class Task:
 
     prompt_id: str
     messages: tuple[Mapping[str, str], ...]
-    answer: Any = None
     info: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
     sample_index: int = 0
     attempt: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Task(AnyTask):
+    """With the answer of its prompt, as it has come as JSON: generator.give_answer is true."""
+
+    answer: Any = field(default=None, repr=False, kw_only=True)
+
+
+@dataclass(frozen=True, slots=True)
+class TaskWithoutAnswer(AnyTask):
+    """Its answer stays with the run: generator.give_answer is false. Reading it says so, and gives no None."""
+
+    @property
+    def answer(self) -> Any:
+        """Raises MissingAnswerError."""
+        raise MissingAnswerError(
+            "the harness reads task.answer, which it is not given",
+            rule="generator.give_answer=false: what a model's tools run could find it",
+            way_out="set generator.give_answer=true, or leave the reward to the task (return nothing).",
+        )
 
 
 class Session:
@@ -39,9 +65,13 @@ class Session:
     Life: opened for one attempt; once that has ended, every call answers 410.
     """
 
-    def __init__(self, base_url: str, api_key: str, model: str, *, http_client: Callable[[], Any] | None = None) -> None:
-        """`http_client` makes the httpx client below `client`; several sessions may share one."""
-        self.base_url, self.api_key, self.model = base_url, api_key, model
+    def __init__(
+        self, base_url: str, api_key: str, model: str, *, outcome_key: str | None = None, http_client: Callable[[], Any] | None = None
+    ) -> None:
+        """`outcome_key`: what a program posts its outcome with (None: it posts none). `http_client` makes the httpx client below
+        `client`; several sessions may share one.
+        """
+        self.base_url, self.api_key, self.model, self.outcome_key = base_url, api_key, model, outcome_key
         self._http_client = http_client
         self._client: AsyncOpenAI | None = None
 
@@ -91,7 +121,7 @@ class HttpClients:
 class Harness(Protocol):
     """A way to run a rollout. Whatever it raises fails this rollout, but ConfigError ends the worker."""
 
-    async def run(self, task: Task, session: Session) -> Outcome:
+    async def run(self, task: AnyTask, session: Session) -> Outcome:
         """What the rollout came to; Outcome() if there is nothing to say: the task's own reward function scores it, then.
 
         When it returns, raises or is cancelled, nothing of the rollout runs any more.
@@ -106,6 +136,6 @@ def _openai() -> Any:
         raise ConfigError(
             f"session.client needs the package openai: {error}",
             rule="it comes with the extra `harness`",
-            way_out="pip install 'asyncrl[harness]' where the worker runs, or call session.base_url with a client of your own.",
+            way_out=f"{install_extra('harness')}, where the worker runs; or call session.base_url with a client of your own.",
         ) from error
     return openai

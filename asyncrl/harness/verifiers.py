@@ -20,10 +20,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from asyncrl.config import GeneratorConfig
-from asyncrl.errors import ConfigError, RewardFailure, RolloutFailure
+from asyncrl.errors import ConfigError, RewardFailure, RolloutFailure, install_extra
 from asyncrl.harness.build import HarnessSpec
-from asyncrl.harness.task import Session, Task
+from asyncrl.harness.task import GRACE_S, AnyTask, Session
 from asyncrl.types import Outcome
+from asyncrl.user_calls import UserCalls
 
 INFO_KEY = "verifiers"
 """Task.info has the task's own data under this key (asyncrl/tasks/verifiers_env.py)."""
@@ -47,6 +48,7 @@ class VerifiersHarness:
         self._name, self._seat = identifier, _trained_seat(identifier, self._env.config)
         self._shared = _SharedServers(self._env)
         self._vf = _library(identifier)
+        self._calls = UserCalls(f"generator.verifiers={identifier}", error=ConfigError, grace_s=GRACE_S)
         for name in _CHATTY:
             if logging.getLogger(name).level == logging.NOTSET:
                 logging.getLogger(name).setLevel(logging.WARNING)
@@ -54,14 +56,20 @@ class VerifiersHarness:
     def __repr__(self) -> str:
         return f"<VerifiersHarness {self._name}, {self._shared.num_users} running>"
 
-    async def run(self, task: Task, session: Session) -> Outcome:
+    async def run(self, task: AnyTask, session: Session) -> Outcome:
         """The environment's reward and metrics. Raises RolloutFailure for whatever fails in it, ConfigError for what can never be."""
         played = self._task(task)
         root = session.base_url.removesuffix("/v1")
         client = self._vf.EvalClientConfig(base_url=f"{root}/s/{session.api_key}/v1", api_key_var=_NO_KEY_VARIABLE)
         async with self._shared:
-            episode = await self._env.run_episode(played, self._vf.ModelContext(model=session.model, client=client))
+            self._calls.check()
+            episode = await self._calls.run(self._env.run_episode(played, self._vf.ModelContext(model=session.model, client=client)))
         return self._outcome(episode, session)
+
+    @property
+    def num_abandoned(self) -> int:
+        """Episodes so far that were given up because they did not end when they were cancelled."""
+        return self._calls.num_abandoned
 
     def kill_all_nowait(self) -> None:
         """Free the runtimes that still live: their servers, sandboxes and folders."""
@@ -69,7 +77,7 @@ class VerifiersHarness:
 
         cleanup_at_exit()
 
-    def _task(self, task: Task) -> Any:
+    def _task(self, task: AnyTask) -> Any:
         """The environment's own task again, built as the library's own servers build it from their clients' data."""
         data = task.info.get(INFO_KEY)
         if data is None:
@@ -261,7 +269,7 @@ def _library(identifier: str) -> Any:
         raise ConfigError(
             f"generator.verifiers={identifier} needs the package verifiers, of version 0.4: {error}",
             rule="it comes with the extra `verifiers`",
-            way_out="pip install 'asyncrl[verifiers]' where the run is started and where its workers run.",
+            way_out=f"{install_extra('verifiers')}, where the run is started and where its workers run.",
         ) from error
     return verifiers.v1
 

@@ -21,8 +21,10 @@ from pydantic import Field, ValidationError
 from asyncrl.calling import Caller
 from asyncrl.errors import ConfigError
 from asyncrl.harness.build import HarnessSpec, build_harness
+from asyncrl.harness.families import hide_memory
 from asyncrl.harness.leasing import Worker
 from asyncrl.harness.task import Harness
+from asyncrl.user_calls import end_what_is_left
 from asyncrl.wire import ErrorBody, Message, fatal_line
 from asyncrl.worker_wire import WORKER_KEY_ENV, WorkerHealth
 
@@ -37,12 +39,17 @@ class WorkerSpec(Message):
 
 
 async def work(harness: Harness, *, url: str, key: str, name: str, slots: int, begun: Callable[[Worker], None] = lambda _: None) -> int:
-    """Work until SIGTERM or SIGINT comes, and return the number of the signal. Raises ConfigError; see Worker.run."""
-    caller, caught = Caller("gateway", url, key), []
+    """Work until SIGTERM or SIGINT comes, and return the number of the signal; the second one ends the process at once.
+
+    Raises ConfigError; see Worker.run.
+    """
+    caller, caught = Caller("gateway", url, key), list[int]()
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
 
     def end(number: int) -> None:
+        if caught:  # the second one: what a harness cleans up, or refuses to, is not waited for; a keeper ends its commands
+            end_process(128 + number)
         caught.append(number)
         task.cancel()
 
@@ -72,6 +79,7 @@ def main() -> None:
     harnesses: list[Harness] = []
     die_with_parent(lambda: kill_commands(harnesses))
     log_to_stderr()
+    hide_memory()
     key = secret_of(WORKER_KEY_ENV)
     try:
         harnesses.append(build_harness(spec.harness))
@@ -87,7 +95,7 @@ def main() -> None:
             print(fatal_line(body), file=sys.stderr)
         end_process(code)
 
-    asyncio.run(work_and_end())
+    asyncio.run(end_what_is_left(work_and_end()))
 
 
 def log_to_stderr() -> None:

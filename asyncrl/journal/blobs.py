@@ -103,6 +103,7 @@ def encode_prompt(ticket: Ticket, prompt: Prompt) -> bytes:
         "format": FORMAT,
         "place": [int(ticket.group_id), prompt.prompt_id, int(ticket.start_version)],
         "messages": [dict(message) for message in prompt.messages],
+        "num_handed_back": int(prompt.num_handed_back),
     }
     try:
         return _pack({**head, "answer": _tagged(prompt.answer), "info": _tagged(dict(prompt.info))})
@@ -115,9 +116,10 @@ def decode_prompt(blob: bytes, ticket: Ticket, prompt_id: str, path: Path) -> tu
     try:
         head, _ = _unpack(blob, [ticket.group_id, prompt_id, ticket.start_version])
         messages = tuple(head["messages"])
+        num_handed_back = head.get("num_handed_back", 0)
         if head.get("is_cut"):
-            return Prompt(prompt_id, messages), False
-        return Prompt(prompt_id, messages, _untagged(head["answer"]), _untagged(head["info"])), True
+            return Prompt(prompt_id, messages, num_handed_back=num_handed_back), False
+        return Prompt(prompt_id, messages, _untagged(head["answer"]), _untagged(head["info"]), num_handed_back), True
     except _BROKEN as error:
         raise damaged(path, f"the prompt of group {ticket.group_id} does not unpack ({error})") from error
 

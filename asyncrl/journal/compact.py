@@ -41,7 +41,6 @@ def compact_some(connection: sqlite3.Connection, before_version: int) -> int:
             "UPDATE meta SET value = ?1 WHERE key = 'compacted_before' AND CAST(value AS INTEGER) < CAST(?1 AS INTEGER)",
             (str(before_version),),
         )
-        connection.execute("UPDATE checkpoints SET state = 'removed' WHERE version < ?", (before_version,))
     return len(taken) + len(wasted)
 
 

@@ -55,9 +55,10 @@ def admitted(connection: sqlite3.Connection, ticket: Ticket, prompt: Prompt, now
     connection.execute("INSERT INTO prompts VALUES (?, ?)", (ticket.group_id, blob))
 
 
-def began_at(connection: sqlite3.Connection, version: int, num_drawn: int, out: Sequence[str], next_group_id: int) -> None:
+def began_at(connection: sqlite3.Connection, version: int, num_drawn: int, out: Mapping[str, int], next_group_id: int) -> None:
     """What was before this journal, whose run goes on from a checkpoint without the one that it had."""
-    before = {"version": version, "num_drawn": num_drawn, "out": [text(prompt_id) for prompt_id in out], "next_group_id": next_group_id}
+    counts = {text(prompt_id): num_handed_back for prompt_id, num_handed_back in out.items()}
+    before = {"version": version, "num_drawn": num_drawn, "out": counts, "next_group_id": next_group_id}
     connection.execute("INSERT OR REPLACE INTO meta VALUES ('began_at', ?)", (json.dumps(before),))
 
 
@@ -118,12 +119,15 @@ def rollout_failed(connection: sqlite3.Connection, group_id: GroupId, sample_ind
     _lose(connection, "group_id = ? AND sample_index = ?", group_id, sample_index)
 
 
-def group_ended(connection: sqlite3.Connection, group_id: GroupId, state: str, reason: str, now_s: float) -> None:
+def group_ended(connection: sqlite3.Connection, group_id: GroupId, state: str, reason: str, requeued: int | None, now_s: float) -> None:
     """From running to any end, or from ready to handed_back."""
     found = _state(connection, group_id, "the end")
     if found != "running" and (found, state) != ("ready", "handed_back"):
         raise cannot_end(group_id, state, found)
-    connection.execute("UPDATE groups SET state = ?, reason = ?, ended_s = ? WHERE group_id = ?", (state, text(reason), now_s, group_id))
+    connection.execute(
+        "UPDATE groups SET state = ?, reason = ?, requeued = ?, ended_s = ? WHERE group_id = ?",
+        (state, text(reason), requeued, now_s, group_id),
+    )
     _lose(connection, "group_id = ?", group_id)
 
 
@@ -168,14 +172,19 @@ def published(connection: sqlite3.Connection, version: int, digest: str, now_s: 
     connection.execute("INSERT OR REPLACE INTO publishes VALUES (?, ?, ?)", (version, digest, now_s))
 
 
-def checkpointed(connection: sqlite3.Connection, version: int, path: str, now_s: float) -> None:
-    """It is whole on disk."""
+def checkpointed(connection: sqlite3.Connection, version: int, path: str, beside: Sequence[int], now_s: float) -> None:
+    """It is whole on disk, and of the others those in `beside` are still there."""
     connection.execute("INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?, 'whole')", (version, text(path), now_s))
+    kept = json.dumps([version, *beside])
+    connection.execute("UPDATE checkpoints SET state = 'removed' WHERE version NOT IN (SELECT value FROM json_each(?))", (kept,))
 
 
-def event(connection: sqlite3.Connection, what: str, detail: Mapping[str, Any], now_s: float) -> None:
-    """Something worth telling later: a restart, a resume, what a watchdog saw."""
+def event(connection: sqlite3.Connection, what: str, detail: Mapping[str, Any], keep: int | None, now_s: float) -> None:
+    """Something worth telling later: a restart, a resume, what a watchdog saw. `keep`: the newest so many of that name stay."""
     connection.execute("INSERT INTO events (s, what, detail) VALUES (?, ?, ?)", (now_s, text(what), json.dumps(detail, default=str)))
+    if keep is not None:
+        older = "SELECT id FROM events WHERE what = ? ORDER BY id DESC LIMIT -1 OFFSET ?"
+        connection.execute(f"DELETE FROM events WHERE id IN ({older})", (text(what), keep))
 
 
 def _lose(connection: sqlite3.Connection, where: str, group_id: GroupId, *rest: int) -> None:

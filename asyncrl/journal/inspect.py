@@ -16,6 +16,7 @@ from asyncrl.journal.blobs import decode_partial, decode_prompt, decode_trajecto
 from asyncrl.journal.read import reading, rollouts_of
 from asyncrl.types import GroupId, PartialCompletion, Prompt, Rollout, Ticket
 
+MAX_EVENTS = 1000
 _GROUP_NUMBERS = (
     " coalesce(g.num_rollouts, (SELECT count(*) FROM trajectories t WHERE t.group_id = g.group_id AND branch = 0)),"
     " coalesce(g.num_failed, (SELECT count(*) FROM failures f WHERE f.group_id = g.group_id)),"
@@ -205,11 +206,11 @@ def totals(path: Path) -> Totals:
         )
 
 
-def events(path: Path) -> tuple[Event, ...]:
-    """Restarts, resumes and the like, in the order in which they happened."""
+def events(path: Path, *, newest: int = MAX_EVENTS) -> tuple[Event, ...]:
+    """Restarts, resumes and the like, in the order in which they happened: the newest so many."""
     with reading(path) as connection:
-        rows = connection.execute("SELECT s, what, detail FROM events ORDER BY id").fetchall()
-        return tuple(Event(at_s, what, json.loads(detail)) for at_s, what, detail in rows)
+        rows = connection.execute("SELECT s, what, detail FROM events ORDER BY id DESC LIMIT ?", (newest,)).fetchall()
+        return tuple(Event(at_s, what, json.loads(detail)) for at_s, what, detail in reversed(rows))
 
 
 def _line(row: Sequence[Any]) -> GroupLine:

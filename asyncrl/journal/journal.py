@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -39,7 +40,7 @@ class Journal:
     """A run's life in journal.sqlite. All `_nowait` methods queue and return at once; the awaited ones return when it is durable.
 
     Life of a group:  admitted -> segments, rollouts finished or failed -> ready -> taken by one batch; or failed, filtered, handed back.
-                      A ready one may still be handed back.
+                      A ready one may still be handed back. The prompt of one that failed or was handed back may be requeued.
     Waits:            batch_taken, flush, compact and read_resume sleep until the writer has committed; wait_failed until it fails.
     Invariant:        a group is in one state, and in one batch at most; a prompt has one group that runs, is ready or taken. Unique keys
                       of the tables guarantee both, and batch_taken is one transaction. What is told first is durable first.
@@ -91,9 +92,9 @@ class Journal:
         """One rollout of the group failed at each of its attempts."""
         self._writer.put(decisions.rollout_failed, group_id, sample_index, num_attempts, why)
 
-    def group_ended_nowait(self, group_id: GroupId, state: Ended, reason: str) -> None:
-        """The group runs no more, or (handed_back) is ready no more."""
-        self._writer.put(decisions.group_ended, group_id, state, reason, time.time())
+    def group_ended_nowait(self, group_id: GroupId, state: Ended, reason: str, *, requeued: int | None = None) -> None:
+        """The group runs no more, or (handed_back) is ready no more. `requeued`: its prompt comes again, with that num_handed_back."""
+        self._writer.put(decisions.group_ended, group_id, state, reason, requeued, time.time())
 
     # ---- trainer, publisher, checkpoints
 
@@ -114,28 +115,31 @@ class Journal:
         """Every engine serves policy_version `version`. Told again after a resume, it replaces."""
         self._writer.put(decisions.published, version, digest, time.time())
 
-    def checkpointed_nowait(self, version: int, path: Path | str) -> None:
-        """The checkpoint at policy_version `version` is whole on disk."""
-        self._writer.put(decisions.checkpointed, version, str(path), time.time())
+    def checkpointed_nowait(self, version: int, path: Path | str, beside: Collection[int] = ()) -> None:
+        """The checkpoint at policy_version `version` is whole on disk. Of those before it the ones in `beside` are still there."""
+        self._writer.put(decisions.checkpointed, version, str(path), tuple(beside), time.time())
 
     def restored_nowait(self, version: int) -> None:
         """The run goes on from weights `version`; the batches from there on are trained again."""
         self.event_nowait("restored", {"version": version})
 
-    def began_at_nowait(self, version: int, num_drawn: int, out: Sequence[str], next_group_id: int) -> None:
+    def began_at_nowait(self, version: int, num_drawn: int, out: Mapping[str, int], next_group_id: int) -> None:
         """A new journal of an old run, which goes on from a checkpoint alone. To be told before any group is admitted.
 
-        `num_drawn` prompts were drawn by then; those in `out` are to come again, all others are consumed.
+        `num_drawn` prompts were drawn by then; those in `out` are to come again, with that num_handed_back, all others are consumed.
         """
-        self._writer.put(decisions.began_at, version, num_drawn, tuple(out), next_group_id)
+        self._writer.put(decisions.began_at, version, num_drawn, dict(out), next_group_id)
 
     def order_nowait(self, what: Mapping[str, Any]) -> None:
         """What the order of the run's prompts follows from, at its first start: whoever goes on has to have the same."""
         self._writer.put(decisions.order, dict(what))
 
-    def event_nowait(self, what: str, detail: Mapping[str, Any]) -> None:
-        """Something that `inspect` should tell: a restart, a resume, what the watchdog saw."""
-        self._writer.put(decisions.event, what, dict(detail), time.time())
+    def event_nowait(self, what: str, detail: Mapping[str, Any], *, keep: int | None = None) -> None:
+        """Something that `inspect` should tell: a restart, a resume, what the watchdog saw.
+
+        `keep`: of what happens in every step, only the newest so many of that name stay.
+        """
+        self._writer.put(decisions.event, what, dict(detail), keep, time.time())
 
     # ---- what is awaited
 
@@ -193,14 +197,15 @@ def _connect(path: Path, run_id: str) -> sqlite3.Connection:
     schema.check_file(path)
     commits = commits_in(path.with_name(f"{path.name}-wal"))
     try:
-        connection = schema.connect(path, is_read_only=False)
-        try:
-            schema.check(connection, path, run_id)
-            check_wal(connection, path, commits)
-            schema.migrate(connection)
-        except BaseException:
-            connection.close()
-            raise
+        with closing(schema.connect(path, is_read_only=True)) as beside:  # closed last: a refused journal keeps its log, as it is
+            schema.check(beside, path, run_id)
+            connection = schema.connect(path, is_read_only=False)
+            try:
+                check_wal(connection, path, commits)
+                schema.migrate(connection)
+            except BaseException:
+                connection.close()
+                raise
     except SQLITE_ERRORS as error:
         raise cannot_open(path, error) from error
     return connection

@@ -5,12 +5,15 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import time
 from pathlib import Path
 
 from asyncrl.errors import JournalError
 
+TRIES, PAUSE_S = 3, 0.02
+"""`asyncrl status` has the lock for an instant when it looks whether a run lives."""
 _held: set[Path] = set()
-"""Files locked by this process. The kernel's lock is per process: it would give a second one here, and lose it with either."""
+"""Files locked by this process. Over NFS the lock is the process's: it would be given a second one here, and lose it with either."""
 
 
 class RunLock:
@@ -41,7 +44,7 @@ class RunLock:
         except OSError as error:
             raise self._cannot(error) from error
         try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._take(file)
             os.ftruncate(file, 0)
             os.pwrite(file, f"{os.getpid()}\n".encode(), 0)
         except OSError as error:
@@ -53,6 +56,16 @@ class RunLock:
         self._file = file
         _held.add(key)
         return self
+
+    def _take(self, file: int) -> None:
+        for tries_left in reversed(range(TRIES)):
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if not tries_left:
+                    raise
+                time.sleep(PAUSE_S)
 
     def release(self) -> None:
         """Give it back; idempotent. The file stays: removing it could take it from under a waiting run."""

@@ -8,13 +8,13 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from asyncrl.errors import JournalError
 from asyncrl.journal.blobs import decode_partial, decode_prompt, decode_trajectory
-from asyncrl.journal.refusals import SQLITE_ERRORS, begins_later, cannot_open, damaged
+from asyncrl.journal.counted import Counted, read_counted
+from asyncrl.journal.refusals import SQLITE_ERRORS, begins_later, cannot_open, damaged, deleted
 from asyncrl.journal.schema import check_file, connect, show_as_newest
 from asyncrl.types import Batch, Group, GroupId, PartialCompletion, Prompt, Rollout, Ticket, Trajectory
 
@@ -41,8 +41,9 @@ class ResumeState:
     """Where a run stands that goes on from weights `checkpoint_version`.
 
     Batches checkpoint_version .. next_version - 1 are trained again as they are; `ready` and `running` go on, oldest first;
-    `requeued` prompts were handed back and not admitted again, in their old order; `num_drawn` different prompts were ever admitted,
-    those of a run included whose journal was lost, so that this one begins with a checkpoint.
+    `requeued` prompts come again (id -> num_handed_back) and were not admitted yet, in their old order, those of them in `returning`
+    only after version next_version, at which their groups failed; `num_drawn` different prompts were ever admitted, those of a run
+    included whose journal was lost, so that this one begins with a checkpoint.
     """
 
     path: Path
@@ -50,11 +51,14 @@ class ResumeState:
     next_version: int
     ready: tuple[tuple[Ticket, Group], ...]
     running: tuple[RunningRecord, ...]
-    requeued: tuple[str, ...]
+    requeued: Mapping[str, int]
+    returning: frozenset[str]
     num_drawn: int
     next_group_id: GroupId
     order: Mapping[str, Any] | None
     """What the order of the prompts followed from; None if nobody told."""
+    counted: tuple[Counted, ...] = (Counted(),)
+    """After each batch that is trained again, and last of all now."""
 
     def batches(self) -> Iterator[Batch]:
         """The batches to train again, one at a time from the file. Blocks at each. Raises JournalError."""
@@ -97,8 +101,10 @@ def read_resume(path: Path, checkpoint_version: int) -> ResumeState:
     with reading(path) as connection:
         before = _before(connection)
         next_version = _next_version(connection, path, checkpoint_version, before.version)
+        _refuse_deleted(connection, path, checkpoint_version)
         _check_states(connection, path)
         admitted = {row[0] for row in connection.execute("SELECT DISTINCT prompt_id FROM groups")}
+        requeued = _requeued(connection)
         alive, rollouts = _groups_alive(connection, path), _rollouts_alive(connection, path)
         return ResumeState(
             path=path,
@@ -121,10 +127,13 @@ def read_resume(path: Path, checkpoint_version: int) -> ResumeState:
                 for group in alive
                 if group.state == "running"
             ),
-            requeued=(*(prompt_id for prompt_id in before.out if prompt_id not in admitted), *_requeued(connection)),
+            requeued={prompt_id: count for prompt_id, count in before.out.items() if prompt_id not in admitted}
+            | {prompt_id: count for prompt_id, (count, _) in requeued.items()},
+            returning=frozenset(prompt_id for prompt_id, (_, failed_at) in requeued.items() if failed_at == next_version),
             num_drawn=before.num_drawn + len(admitted.difference(before.out)),
             next_group_id=GroupId(max(before.next_group_id, _num_issued(connection))),
             order=_order(connection),
+            counted=read_counted(connection, checkpoint_version, next_version),
         )
 
 
@@ -144,11 +153,7 @@ def read_batch(connection: sqlite3.Connection, path: Path, version: int) -> Batc
     groups = []
     for group_id, start_version, prompt_id, prompt in found:
         if prompt is None:
-            raise JournalError(
-                f"the tokens of batch {version} were deleted from {path}",
-                rule="with journal.keep=checkpoint they stay as long as a checkpoint before them",
-                way_out="resume from a newer checkpoint; with journal.keep=all tokens stay for ever.",
-            )
+            raise deleted(path, version)
         rollouts = rollouts_of(connection, group_id, path)
         groups.append(_group(path, group_id, decode_prompt(prompt, Ticket(group_id, start_version), prompt_id, path)[0], rollouts))
     return Batch(version, tuple(groups), row[0], mask_older=bool(row[1]))
@@ -160,7 +165,7 @@ class _Before:
 
     version: int = 0
     num_drawn: int = 0
-    out: tuple[str, ...] = ()
+    out: Mapping[str, int] = field(default_factory=dict)
     next_group_id: int = 0
 
 
@@ -169,7 +174,7 @@ def _before(connection: sqlite3.Connection) -> _Before:
     if row is None:
         return _Before()
     told = json.loads(row[0])
-    return _Before(told["version"], told["num_drawn"], tuple(told["out"]), told["next_group_id"])
+    return _Before(told["version"], told["num_drawn"], told["out"], told["next_group_id"])
 
 
 def _order(connection: sqlite3.Connection) -> Mapping[str, Any] | None:
@@ -190,6 +195,16 @@ def _next_version(connection: sqlite3.Connection, path: Path, checkpoint_version
     if newest + 1 < checkpoint_version:
         raise damaged(path, f"its newest batch is {newest}, but there is a checkpoint at version {checkpoint_version}")
     return int(newest) + 1
+
+
+def _refuse_deleted(connection: sqlite3.Connection, path: Path, checkpoint_version: int) -> None:
+    """Before anything is done: a batch that cannot be trained again would end a resume in its middle."""
+    row = connection.execute(
+        "SELECT min(version) FROM batch_groups LEFT JOIN prompts p USING (group_id) WHERE version >= ? AND p.blob IS NULL",
+        (checkpoint_version,),
+    ).fetchone()
+    if row[0] is not None:
+        raise deleted(path, row[0])
 
 
 def _check_states(connection: sqlite3.Connection, path: Path) -> None:
@@ -273,11 +288,12 @@ def _partials(connection: sqlite3.Connection, path: Path, group_id: int) -> dict
     return {index: (attempt, turn, decode_partial(blob, group_id, index, path)) for index, attempt, turn, blob in rows}
 
 
-def _requeued(connection: sqlite3.Connection) -> tuple[str, ...]:
-    """By their first admission: the order in which they were drawn."""
+def _requeued(connection: sqlite3.Connection) -> dict[str, tuple[int, int | None]]:
+    """By prompt id (num_handed_back, version at which its group failed, if it did), in the order of first admission: as they were drawn."""
     rows = connection.execute(
-        "SELECT h.prompt_id, (SELECT min(group_id) FROM groups f WHERE f.prompt_id = h.prompt_id) AS first FROM groups h"
-        " WHERE h.state = 'handed_back' AND NOT EXISTS"
+        "SELECT h.prompt_id, h.requeued, CASE h.state WHEN 'failed' THEN h.start_version END,"
+        " (SELECT min(group_id) FROM groups f WHERE f.prompt_id = h.prompt_id) AS first FROM groups h"
+        " WHERE h.requeued IS NOT NULL AND NOT EXISTS"
         " (SELECT 1 FROM groups later WHERE later.prompt_id = h.prompt_id AND later.group_id > h.group_id) ORDER BY first"
     )
-    return tuple(row[0] for row in rows)
+    return {prompt_id: (requeued, failed_at) for prompt_id, requeued, failed_at, _ in rows}

@@ -24,6 +24,16 @@ def damaged(where: object, why: str) -> JournalError:
     return JournalError(f"{where} is damaged: {why}", rule="a run goes on from a whole journal alone", way_out=_ASIDE)
 
 
+def log_left(log: Path) -> JournalError:
+    """The journal was moved away, and its log was not."""
+    journal = log.name.removesuffix("-wal")
+    return JournalError(
+        f"there is {log} without the journal that it belongs to",
+        rule=f"{journal} and its -wal file are one journal: the log holds what was written last, and would be replayed onto a new one",
+        way_out=f"put {journal} back; or, if it was moved elsewhere, move {log} there too.",
+    )
+
+
 def begins_later(path: Path, version: int, checkpoint_version: int) -> JournalError:
     """The journal of a run that has lost its first one, with an older checkpoint than the one it went on from."""
     return JournalError(
@@ -33,12 +43,22 @@ def begins_later(path: Path, version: int, checkpoint_version: int) -> JournalEr
     )
 
 
+def deleted(path: Path, version: int) -> JournalError:
+    """A batch that is to be trained again is older than what is kept."""
+    return JournalError(
+        f"the tokens of batch {version} were deleted from {path}",
+        rule="with journal.keep=checkpoint they stay as long as a checkpoint before them",
+        way_out="put a whole copy of a newer checkpoint back (damaged_step_N as step_N), or move journal.sqlite* out of the run "
+        "directory: the run then goes on from its newest whole checkpoint alone.",
+    )
+
+
 def foreign(path: Path, why: str) -> JournalError:
     """The file is whole, but it is none of this run's."""
     return JournalError(
         f"{path} {why}",
         rule="a journal belongs to one run",
-        way_out="move it elsewhere, or give this run another directory (run.dir).",
+        way_out="move it elsewhere, or give this run another --run-dir.",
     )
 
 

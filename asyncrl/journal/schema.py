@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from asyncrl.durable import sync
-from asyncrl.journal.refusals import SQLITE_ERRORS, cannot_open, damaged, foreign, too_new
+from asyncrl.journal.refusals import SQLITE_ERRORS, cannot_open, damaged, foreign, log_left, too_new
 
 APPLICATION_ID = 0x6172_6C6A  # "arlj"
 BUSY_S = 10.0
@@ -75,18 +75,32 @@ ALTER TABLE branches RENAME TO trajectories;
 """
 """A rollout has a row for each of its branches. The number of its rollouts is that of the rows with branch 0."""
 
-MIGRATIONS: tuple[str, ...] = (_FIRST, _BRANCHES)
+_REQUEUED = """
+ALTER TABLE groups ADD COLUMN requeued INTEGER;
+UPDATE groups SET requeued = 0 WHERE state = 'handed_back';
+DROP INDEX groups_handed_back;
+CREATE INDEX groups_requeued ON groups (group_id) WHERE requeued IS NOT NULL;
+"""
+"""requeued: with this num_handed_back the prompt of a group that has ended is sampled again. NULL: it is not."""
+
+MIGRATIONS: tuple[str, ...] = (_FIRST, _BRANCHES, _REQUEUED)
 """MIGRATIONS[n] takes schema version n to n + 1. One that has been released never changes: write the next one."""
 
-VIEWS: tuple[str, ...] = ("CREATE TEMP VIEW trajectories AS SELECT *, 0 AS branch FROM main.trajectories",)
+VIEWS: tuple[str, ...] = (
+    "CREATE TEMP VIEW trajectories AS SELECT *, 0 AS branch FROM main.trajectories",
+    "CREATE TEMP VIEW groups AS SELECT *, CASE state WHEN 'handed_back' THEN 0 END AS requeued FROM main.groups",
+)
 """VIEWS[n]: what shows a reader, who changes nothing, the tables of schema version n + 1 as those of version n + 2."""
 
 
 def create(path: Path, run_id: str) -> None:
     """Make an empty journal: written beside, synced, renamed, so that a file of that name is always a whole journal.
 
-    Raises JournalError if the disk refuses.
+    Raises JournalError if the disk refuses, or if the log of another journal lies there: SQLite would replay it onto this one.
     """
+    log = path.with_name(f"{path.name}-wal")
+    if log.exists() and log.stat().st_size:
+        raise log_left(log)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         beside.unlink(missing_ok=True)
@@ -109,8 +123,14 @@ def create(path: Path, run_id: str) -> None:
 
 
 def connect(path: Path, *, is_read_only: bool) -> sqlite3.Connection:
-    """A connection to a journal that exists; nothing is checked. Raises sqlite3.Error. Any one thread at a time may use it."""
+    """A connection to a journal that exists; nothing is checked. Raises sqlite3.Error. Any one thread at a time may use it.
+
+    A reader has to make files beside the journal, unless nobody writes it: an ended run can be read where nothing may be written.
+    """
     mode = "ro" if is_read_only else "rw"
+    is_ended = not path.with_name(f"{path.name}-wal").exists()
+    if is_read_only and is_ended and not os.access(path.parent, os.W_OK, effective_ids=True):
+        mode += "&immutable=1"
     connection = sqlite3.connect(
         f"{path.resolve().as_uri()}?mode={mode}", uri=True, timeout=BUSY_S, isolation_level=None, check_same_thread=False
     )
@@ -122,16 +142,17 @@ def connect(path: Path, *, is_read_only: bool) -> sqlite3.Connection:
 
 
 def check_file(path: Path) -> None:
-    """Raises JournalError if the file is so short, or begins so, that SQLite would not even look at it."""
+    """Raises JournalError if there is no file, or if it is empty: SQLite would take it for a new database, and delete the log beside it.
+
+    It is not opened: when a process closes a file, by whatever descriptor, it loses all its locks on it, SQLite's too
+    (https://www.sqlite.org/howtocorrupt.html section 2.2). Another program that then opens the journal of a living run removes its
+    log when it closes. So nothing but SQLite ever opens the journal in the process that writes it.
+    """
     try:
-        with path.open("rb") as file:
-            start = file.read(16)
+        if path.stat().st_size == 0:
+            raise damaged(path, "it is empty")
     except OSError as error:
         raise cannot_open(path, error) from error
-    if not start:
-        raise damaged(path, "it is empty")
-    if start != b"SQLite format 3\0":
-        raise damaged(path, f"it begins with {start!r}, so it is no SQLite database")
 
 
 def check(connection: sqlite3.Connection, path: Path, run_id: str | None) -> None:

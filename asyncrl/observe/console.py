@@ -12,7 +12,8 @@ from rich.live import Live
 from rich.markup import escape
 
 from asyncrl.observe.live_panel import PanelState, live_panel, steps_done
-from asyncrl.observe.text import time_parts
+from asyncrl.observe.run_numbers import Steps
+from asyncrl.observe.text import skipped_text, time_parts
 from asyncrl.observe.unread import outliving
 
 Kind = Literal["auto", "live", "plain", "none"]
@@ -50,6 +51,11 @@ class Console:
         if self.kind == "live" and self._live is None:
             self._live = Live(get_renderable=self._render, console=self._rich, refresh_per_second=4)
             self._live.start()
+
+    def goes_on(self, steps: Steps) -> None:
+        """Steps that were taken before this process began: the panel counts on from them."""
+        for metrics in steps.rows():
+            self._state.add_step(metrics)
 
     def show_step(self, metrics: Mapping[str, float]) -> None:
         """The metrics of one optimizer step."""
@@ -97,6 +103,8 @@ def plain_line(metrics: Mapping[str, float], *, num_steps: int, max_staleness: i
         parts.append(f"staleness {age:.1f} (max {metrics.get('sample/staleness_max', age):.0f} of {max_staleness})")
     if (masked := metrics.get("sample/masked_fraction", 0.0)) > 0:
         parts.append(f"masked {masked:.1%}")
+    if skipped := skipped_text(metrics):
+        parts.append(skipped)
     if (step_s := metrics.get("perf/step_s")) is not None:
         parts.append(f"{step_s:.2f} s/step")
         parts.append(_time_words(dict(time_parts(metrics))))

@@ -12,15 +12,20 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from asyncrl.observe.text import duration, sparkline, time_parts
+from asyncrl.observe.text import duration, skipped_text, sparkline, time_parts
 
 _RECENT = 20
+_MOST_REWARDS = 1024
 _COLOURS = {"train": "green", "wait gen": "yellow", "wait stragglers": "red", "wait publish": "magenta", "other": "bright_black"}
 
 
 @dataclass(slots=True)
 class PanelState:
-    """What the panel shows: the last metrics, all rewards, and the last steps for means. Times in seconds of one clock."""
+    """What the panel shows: the last metrics, rewards of all the run, and the last steps for means. Times in seconds of one clock.
+
+    `rewards` has each `reward_every`-th of `num_rewards`, so that it stays short however long the run is.
+    `num_skipped`: optimizer steps skipped so far, `last_skipped` the newest of them in words.
+    """
 
     run_name: str
     num_steps: int
@@ -29,7 +34,11 @@ class PanelState:
     steps_done: int = 0
     activity: str = "starting"
     last: Mapping[str, float] = field(default_factory=dict)
+    num_skipped: int = 0
+    last_skipped: str = ""
     rewards: list[float] = field(default_factory=list)
+    num_rewards: int = 0
+    reward_every: int = 1
     recent: deque[Mapping[str, float]] = field(default_factory=lambda: deque(maxlen=_RECENT))
 
     def add_step(self, metrics: Mapping[str, float]) -> None:
@@ -37,8 +46,14 @@ class PanelState:
         self.steps_done = steps_done(metrics)
         self.last = metrics
         self.recent.append(metrics)
+        self.num_skipped += int(metrics.get("trainer/skipped_steps", 0))
+        self.last_skipped = skipped_text(metrics) or self.last_skipped
         if "reward/mean" in metrics:
-            self.rewards.append(metrics["reward/mean"])
+            if self.num_rewards % self.reward_every == 0:
+                self.rewards.append(metrics["reward/mean"])
+            self.num_rewards += 1
+            if len(self.rewards) == _MOST_REWARDS:
+                self.rewards, self.reward_every = self.rewards[::2], 2 * self.reward_every  # one list for another: it may be being shown
 
     def recent_total(self, name: str) -> float:
         """Sum of a metric over the last steps."""
@@ -63,6 +78,8 @@ def live_panel(state: PanelState, *, now_s: float) -> RenderableType:
         rows.add_row("speed", _speed(state))
         rows.add_row("time", _time(state))
         rows.add_row("rollouts", _rollouts(state.last))
+        if state.num_skipped:
+            rows.add_row("skipped", Text(f"{state.last_skipped}, {state.num_skipped} in all", style="red"))
     return Panel(rows, title=Text.assemble(("asyncrl ", "bold"), state.run_name), title_align="left", border_style="blue")
 
 
@@ -83,7 +100,9 @@ def _reward(state: PanelState) -> RenderableType:
     if not state.rewards:
         return Text("-")
     line = sparkline(state.rewards, width=32)
-    return Text.assemble((f"{state.rewards[-1]:.3f}  ", "bold"), (line, "cyan"), f"  from {state.rewards[0]:.3f}")
+    return Text.assemble(
+        (f"{state.last.get('reward/mean', state.rewards[-1]):.3f}  ", "bold"), (line, "cyan"), f"  from {state.rewards[0]:.3f}"
+    )
 
 
 def _staleness(state: PanelState) -> RenderableType:

@@ -2,39 +2,45 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from asyncrl.observe.run_numbers import Steps, thinned
+
 PLOT_FILE = "reward.png"
+MAX_POINTS = 2000
 
 _RAW, _SMOOTH, _EVAL = "#9ecae1", "#08519c", "#d94801"
 
 
-def write_reward_plot(
-    run_dir: Path, steps: Sequence[Mapping[str, float]], *, title: str, evaluations: Sequence[Mapping[str, Any]] = ()
-) -> Path:
+def write_reward_plot(run_dir: Path, steps: Steps, *, title: str, evaluations: Sequence[Mapping[str, Any]] = ()) -> Path:
     """Write RUN_DIR/reward.png: reward/mean of each step, its running mean, and evaluations as points with their standard error.
 
-    An evaluation stands where its version was published. Returns the path.
+    An evaluation stands where its version was published. Of very long runs each point is the mean of a stretch. Returns the path.
 
     Raises ValueError if no step has a reward.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    shown = [step for step in steps if "reward/mean" in step]
+    columns = (steps.column(name) for name in ("reward/mean", "step", "time_s"))
+    shown = [row for row in zip(*columns, strict=True) if not math.isnan(row[0])]
     if not shown:
         raise ValueError(f"no step with reward/mean among {len(steps)} steps")
-    rewards = [step["reward/mean"] for step in shown]
-    smooth = running_mean(rewards, window=smoothing_window(len(rewards)))
+    rewards, *axes = map(list, zip(*shown, strict=True))
+    window = smoothing_window(len(rewards))
+    smooth = thinned(running_mean(rewards, window=window), MAX_POINTS)
+    rewards = thinned(rewards, MAX_POINTS)
     figure = Figure(figsize=(10, 4), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, 2, sharey=True)
-    for panel, axis, label in zip(panels, ("step", "time_s"), ("optimizer step", "wall time in s"), strict=True):
-        across = [step.get(axis, float("nan")) for step in shown]
+    labels = ("optimizer step", "wall time in s")
+    for panel, axis, label, places in zip(panels, ("step", "time_s"), labels, axes, strict=True):
+        across = thinned(places, MAX_POINTS)
         panel.plot(across, rewards, color=_RAW, linewidth=1, label="each step")
-        panel.plot(across, smooth, color=_SMOOTH, linewidth=2, label=f"mean of the last {smoothing_window(len(rewards))} steps")
+        panel.plot(across, smooth, color=_SMOOTH, linewidth=2, label=f"mean of the last {window} steps")
         _draw_evaluations(panel, axis, evaluations)
         panel.set_xlabel(label)
         panel.grid(alpha=0.25)

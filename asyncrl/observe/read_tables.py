@@ -16,7 +16,8 @@ from asyncrl.observe.verdict import Verdict
 from asyncrl.observe.waits import Wait
 
 _STATE_COLOURS = {"done": "green", "running": "blue", "starting": "blue", "interrupted": "yellow", "failed": "red", "crashed": "red"}
-_LEFT_OUT = ("state", "step", "num_steps", "pid", "pid_started_s", "updated_s", "why")
+_MAX_ROWS = 100
+_LEFT_OUT = ("state", "step", "num_steps", "pid", "host", "boot_id", "updated_s", "why")
 
 
 def status_table(summary: Mapping[str, Any]) -> RenderableType:
@@ -65,7 +66,10 @@ def inspect_tables(summary: Mapping[str, Any]) -> Iterator[RenderableType]:
     """The bound, the batches, their trajectories where asked for, what broke a promise, the verdict."""
     yield _bound(summary)
     if summary["steps"]:
-        yield _batches(summary)
+        shown = summary["steps"][-_MAX_ROWS:]
+        if "trajectories" not in shown[0] and len(shown) < summary["num_steps"]:
+            yield Text(f"the last {len(shown)} of {summary['num_steps']} steps; --step N shows any of them:")
+        yield _batches(shown)
     for batch in summary["steps"]:
         if "trajectories" in batch:
             yield _trajectories(batch)
@@ -82,18 +86,21 @@ def _bound(summary: Mapping[str, Any]) -> Text:
     if summary["bound_kept"] is None:
         return Text(f"nothing was trained yet ({allowed}).")
     counted = f"{summary['num_loss_tokens']} tokens of {summary['num_trajectories']} trajectories in {summary['num_steps']} steps"
+    if summary["bound_kept"] and summary["lost"]:
+        missing = "; ".join(summary["lost"])
+        return Text(f"bound kept in all that is recorded: {counted} ({allowed}); {missing}.", style="yellow")
     if summary["bound_kept"]:
         oldest = summary["staleness_max"]
         return Text(f"bound kept: {counted}, the oldest {oldest} versions behind its batch ({allowed}).", style="green")
     return Text(f"BOUND OR RECORD BROKEN in {len(summary['violations'])} places: {counted} ({allowed}).", style="bold red")
 
 
-def _batches(summary: Mapping[str, Any]) -> Table:
+def _batches(steps: Sequence[Mapping[str, Any]]) -> Table:
     table = Table(box=None, padding=(0, 1))
     for name in ("step", "groups", "tokens", "reward", "staleness", "max"):
         table.add_column(name, justify="right")
     table.add_column("loss tokens by version", overflow="fold")
-    for batch in summary["steps"]:
+    for batch in steps:
         versions = " ".join(f"v{version}:{num}" for version, num in batch["tokens_by_version"].items())
         cells = (len(batch["group_ids"]), batch["num_loss_tokens"], batch["reward_mean"], batch["staleness_mean"], batch["staleness_max"])
         table.add_row(str(batch["step"]), *(_plain(cell) for cell in cells), versions)

@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import math
 import os
+import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import psutil
+from asyncrl.durable import LOST, cut_at, lines_from_end
 
 METRICS_FILE = "metrics.jsonl"
 STATUS_FILE = "status.json"
 EVAL_FILE = "eval.jsonl"
 EVAL_PREFIX = "eval/"
+LOST_KEY = "lost"
+"""Key of a metrics line that is of no step: [first, last] of steps whose lines are missing, with `why`."""
 NOT_FINITE = "not_finite"
 """Key of a metrics line that lists the metrics left out of it because they were NaN or infinite."""
 
@@ -32,31 +35,40 @@ class Recorder:
     def __init__(self, run_dir: str | Path, *, tensorboard: bool = True) -> None:
         self.run_dir = Path(run_dir)
         self._tensorboard = TensorBoardWriter(self.run_dir / "tensorboard") if tensorboard else None
-        self._file = _open_for_lines(self.run_dir / METRICS_FILE)
+        (self.run_dir / METRICS_FILE).touch()  # not opened yet: a half line is mended once the run is known to go on
+        self._file: Any = None
         self._eval_file: Any = None
-        process = psutil.Process()
-        self._owner = {"pid": process.pid, "pid_started_s": process.create_time()}
+        self._owner = {"pid": os.getpid(), "host": socket.gethostname(), "boot_id": boot_id()}
 
     def __repr__(self) -> str:
         return f"<Recorder {self.run_dir}>"
 
-    def keep_steps_below(self, step: int) -> list[Mapping[str, float]]:
-        """Remove the lines of steps from `step` on, which are about to be taken again, and torn ones; returns the rest."""
+    def keep_steps_below(self, step: int) -> Mapping[str, Any]:
+        """Cut off the lines of steps from `step` on, which are about to be taken again, and what is no line of a step behind the others.
+
+        Returns the line of the last step that stays, {} if there is none. If steps before `step` are missing, a line says which and
+        why: {"lost": [first, last], "why": ...}.
+        """
         path = self.run_dir / METRICS_FILE
-        self._file.close()
-        kept = []
-        for text in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
-            try:
-                line = json.loads(text)
-            except ValueError:
-                continue
-            if isinstance(line, dict) and isinstance(line.get("step"), int | float) and line["step"] < step:
-                kept.append((text, line))
-        unfinished = path.with_name(f".{METRICS_FILE}.new")
-        unfinished.write_text("".join(text for text, _ in kept), encoding="utf-8")
-        os.replace(unfinished, path)  # noqa: PTH105  the atomic one, by its known name
+        if self._file is not None:
+            self._file.close()
+        end, newest, last = path.stat().st_size, None, dict[str, Any]()
+        for start, text in lines_from_end(path):
+            line = _line_of_step(text)
+            if newest is None:
+                if not line or _newest_step(line) >= step:
+                    end = start
+                    continue
+                newest = _newest_step(line)
+            if "step" in line:
+                last = line
+                break
+        cut_at(path, end)
         self._file = _open_for_lines(path)
-        return [line for _, line in kept]
+        if (first := 0 if newest is None else int(newest) + 1) < step:
+            self._file.write(json.dumps({LOST_KEY: [first, step - 1], "why": LOST}) + "\n")
+            self._file.flush()
+        return last
 
     def record_step(self, metrics: Mapping[str, float]) -> None:
         """Append the metrics of one optimizer step; `step` must be among them. Raises ValueError if it is not."""
@@ -66,6 +78,8 @@ class Recorder:
         line: dict[str, Any] = dict(finite)
         if left_out := [name for name in metrics if name not in finite]:
             line[NOT_FINITE] = left_out
+        if self._file is None:
+            self._file = _open_for_lines(self.run_dir / METRICS_FILE)
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
         self._file.flush()
         if self._tensorboard is not None:
@@ -84,7 +98,8 @@ class Recorder:
     def write_status(self, status: Mapping[str, Any]) -> None:
         """Replace status.json. `status["state"]` is starting, running, done, failed or interrupted, and `why` says why; the rest is free.
 
-        Adds the process (pid and its start time, for a pid is used again) and `updated_s` (seconds since the epoch).
+        Adds the process (pid, host, and boot_id of its kernel, which all containers of a machine share) and `updated_s` (seconds since
+        the epoch).
         """
         body = {**status, **self._owner, "updated_s": time.time()}
         path = self.run_dir / STATUS_FILE
@@ -94,9 +109,9 @@ class Recorder:
 
     def close(self) -> None:
         """Close the files; idempotent."""
-        self._file.close()
-        if self._eval_file is not None:
-            self._eval_file.close()
+        for file in (self._file, self._eval_file):
+            if file is not None:
+                file.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
             self._tensorboard = None
@@ -128,13 +143,39 @@ class TensorBoardWriter:
             self._writer = None
 
 
+def boot_id() -> str:
+    """Names the kernel that runs, from one start of the machine to the next; empty where there is none to ask."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
+
+
 def _open_for_lines(path: Path) -> Any:
     """Open for appending. A half line of a process that was killed gets its line end first, so that it spoils no other."""
-    text = path.read_bytes() if path.exists() else b""
+    is_torn = False
+    if path.exists() and path.stat().st_size:
+        with path.open("rb") as before:
+            before.seek(-1, os.SEEK_END)
+            is_torn = before.read(1) != b"\n"
     file = path.open("a", encoding="utf-8")
-    if text and not text.endswith(b"\n"):
+    if is_torn:
         file.write("\n")
     return file
+
+
+def _line_of_step(text: bytes) -> dict[str, Any]:
+    """{} for what is no line of a step, nor of steps that were lost."""
+    try:
+        line = json.loads(text)
+        _newest_step(line)
+    except (ValueError, KeyError, TypeError, IndexError, RecursionError):
+        return {}
+    return dict(line)
+
+
+def _newest_step(line: Mapping[str, Any]) -> float:
+    return float(line[LOST_KEY][1] if LOST_KEY in line else line["step"])
 
 
 def _plain(value: float) -> float:

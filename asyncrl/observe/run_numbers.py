@@ -2,14 +2,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean
+from typing import Any
 
 from asyncrl.config import RunConfig
 
-Steps = Sequence[Mapping[str, float]]
+COLUMNS = (
+    *("step", "time_s", "reward/mean", "tokens/sampled", "tokens/trained", "perf/step_s", "perf/train_s", "perf/publish_s"),
+    *("perf/wait_generation_s", "perf/wait_stragglers_s", "perf/wait_publishing_s", "perf/handover_s", "sample/staleness_mean"),
+    *("rollout/inflight", "rollout/dropped", "rollout/filtered", "rollout/filtered_tokens", "rollout/given_up"),
+    "trainer/skipped_steps",
+)
+"""Metrics that are asked of all steps."""
+
+
+class Steps:
+    """The metrics of all steps of a run, as far as they are asked of all: 8 bytes each a step. `last`: the last line whole.
+
+    A line of a step that is there already, or of one before it, takes the place of all from there on.
+    """
+
+    def __init__(self, lines: Iterable[Mapping[str, Any]] = (), *, names: Sequence[str] = COLUMNS) -> None:
+        self._names, self._rows = tuple(names), array("d")
+        self._newest = -math.inf
+        self.last: Mapping[str, Any] = {}
+        for line in lines:
+            self.add(line)
+
+    def __len__(self) -> int:
+        return len(self._rows) // len(self._names)
+
+    def __repr__(self) -> str:
+        return f"<Steps {len(self)}, the last is {self.last.get('step')}>"
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        """One more step."""
+        get = line.get
+        if (step := get("step")) is not None:
+            if step <= self._newest:
+                self._keep_below(step)
+            self._newest = step
+        self.last = line
+        self._rows.extend([get(name, math.nan) for name in self._names])
+
+    def column(self, name: str) -> array[float]:
+        """One number a step, NaN where its line has none."""
+        return self._rows[self._names.index(name) :: len(self._names)]
+
+    def values(self, name: str) -> list[float]:
+        """Of the steps that have the metric."""
+        return [value for value in self.column(name) if value == value]
+
+    def rows(self) -> Iterator[dict[str, float]]:
+        """What the columns have of each step, one at a time."""
+        width = len(self._names)
+        for start in range(0, len(self._rows), width):
+            row = zip(self._names, self._rows[start : start + width], strict=True)
+            yield {name: value for name, value in row if value == value}
+
+    def _keep_below(self, step: float) -> None:
+        stay = len(self)
+        for before in reversed(self.column("step")):
+            if before < step:
+                break
+            stay -= 1
+        del self._rows[stay * len(self._names) :]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,31 +135,40 @@ def overdue_from_steps(steps: Steps, config: RunConfig) -> OverdueNumbers:
     sampled, trained = total(steps, "tokens/sampled"), total(steps, "tokens/trained")
     return OverdueNumbers(
         straggler_s=total(steps, "perf/wait_stragglers_s"),
-        num_straggler_waits=sum(step.get("perf/wait_stragglers_s", 0.0) > 0 for step in steps),
+        num_straggler_waits=sum(seconds > 0 for seconds in steps.column("perf/wait_stragglers_s")),
         masked_fraction=1 - trained / sampled if sampled else 0.0,
         num_handed_back=int(counted(steps, "rollout/dropped")),
         num_groups=len(steps) * config.trainer.num_groups,
     )
 
 
+def masked_tokens(steps: Steps) -> int:
+    """Sampled tokens that batches trained on without a loss weight."""
+    both = zip(steps.column("tokens/sampled"), steps.column("tokens/trained"), strict=True)
+    return int(sum(max(0.0, sampled - (0.0 if math.isnan(trained) else trained)) for sampled, trained in both if sampled == sampled))
+
+
 def total(steps: Steps, name: str) -> float:
     """Sum over the steps that have the metric."""
-    return float(sum(step.get(name, 0.0) for step in steps))
+    return float(sum(steps.values(name)))
 
 
 def counted(steps: Steps, name: str, *, last: int | None = None) -> float:
-    """What a counter has counted over the steps, or over the `last` ones of them.
-
-    The counters of a run that was resumed begin at 0 again: where one falls, all that it says was counted since.
-    """
-    values = [0.0, *(step[name] for step in steps if name in step)]
-    grown = [now - before if now >= before else max(0.0, now) for before, now in pairwise(values)]
-    if last is not None:
-        grown = grown[len(grown) - sum(name in step for step in steps[-last:]) :]
-    return float(sum(grown))
+    """What a counter of the whole run has counted over the steps, or over the `last` ones of them."""
+    values = [0.0, *steps.values(name)]
+    num = len(values) - 1 if last is None else sum(value == value for value in steps.column(name)[-last:])
+    return float(values[-1] - values[len(values) - 1 - num])
 
 
-def mean(steps: Steps, name: str) -> float | None:
-    """Mean over the steps that have the metric; None if none has."""
-    values = [step[name] for step in steps if name in step]
+def mean(steps: Steps, name: str, part: slice = slice(None)) -> float | None:
+    """Mean over the steps, or a part of them, that have the metric; None if none has."""
+    values = [value for value in steps.column(name)[part] if value == value]
     return fmean(values) if values else None
+
+
+def thinned(values: Sequence[float], num: int) -> list[float]:
+    """The values as at most `num` numbers, each the mean of its stretch."""
+    if len(values) <= num:
+        return list(values)
+    edges = [round(index * len(values) / num) for index in range(num + 1)]
+    return [fmean(values[start:end]) for start, end in pairwise(edges)]

@@ -37,6 +37,11 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
+def several(num: float, noun: str) -> str:
+    """`1 group`, `3 groups`."""
+    return f"{num:.0f} {noun if num == 1 else f'{noun}s'}"
+
+
 def time_parts(seconds: Mapping[str, float]) -> list[tuple[str, float]]:
     """(name, share 0..1) of where a step's time went; `other` is the rest. Empty without perf/step_s."""
     known = [(name, seconds.get(key, 0.0)) for name, key in _PARTS]
@@ -45,6 +50,16 @@ def time_parts(seconds: Mapping[str, float]) -> list[tuple[str, float]]:
         return []
     shares = [(name, value / whole) for name, value in known]
     return [*shares, ("other", max(0.0, 1 - sum(share for _, share in shares)))]
+
+
+def skipped_text(metrics: Mapping[str, float]) -> str:
+    """`step skipped: not finite (batch 11, counted from 0)`; '' where no optimizer step of the batch was.
+
+    Whoever reads it beside `step 12/300` learns that both are the same: files and logs name the batch.
+    """
+    num = metrics.get("trainer/skipped_steps", 0.0)
+    what = "step" if num == 1 else several(num, "step")
+    return f"{what} skipped: not finite (batch {metrics['step']:.0f}, counted from 0)" if num else ""
 
 
 def evaluation_text(metrics: Mapping[str, float]) -> str:

@@ -8,7 +8,15 @@ from typing import Any
 
 from asyncrl.config import RunConfig
 from asyncrl.observe.run_numbers import OverdueNumbers, Steps, TimeShares, mean, overdue_from_steps, time_shares, total
-from asyncrl.observe.verdict_words import Bottleneck, filtered_groups, knob, other_choices, what_held_it_back
+from asyncrl.observe.verdict_words import (
+    Bottleneck,
+    filtered_groups,
+    given_up_prompts,
+    knob,
+    other_choices,
+    skipped_steps,
+    what_held_it_back,
+)
 
 __all__ = ["OverdueNumbers", "TimeShares", "Verdict", "judge"]
 
@@ -31,6 +39,8 @@ class Verdict:
     shares: TimeShares
     bottleneck: Bottleneck
     sentences: tuple[str, ...]
+    num_skipped_steps: int = 0
+    """Optimizer steps that were not taken, because loss or gradient was not finite."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -56,16 +66,19 @@ def judge(steps: Steps, config: RunConfig, overdue: OverdueNumbers | None = None
     num_last = max(1, len(steps) // 10)
     return Verdict(
         num_steps=len(steps),
-        wall_s=float(steps[-1].get("time_s", total(steps, "perf/step_s"))),
-        reward_first=mean(steps[:num_first], "reward/mean"),
-        reward_last=mean(steps[-num_last:], "reward/mean"),
+        wall_s=float(steps.last.get("time_s", total(steps, "perf/step_s"))),
+        reward_first=mean(steps, "reward/mean", slice(num_first)),
+        reward_last=mean(steps, "reward/mean", slice(-num_last, None)),
         shares=shares,
         bottleneck=bottleneck,
+        num_skipped_steps=int(total(steps, "trainer/skipped_steps")),
         sentences=(
             what_held_it_back(bottleneck, shares),
             knob(bottleneck, steps, config),
             *other_choices(overdue, steps, config),
             *filtered_groups(steps, config),
+            *given_up_prompts(steps, config),
+            *skipped_steps(steps),
         ),
     )
 

@@ -6,9 +6,12 @@ from typing import Literal
 
 from asyncrl.config import RunConfig
 from asyncrl.observe.run_numbers import OverdueNumbers, Steps, TimeShares, counted, mean, total
+from asyncrl.observe.text import several
 
 Bottleneck = Literal["training", "generation", "stragglers", "publishing", "turns", "other", "balanced"]
 
+NUM_NAMED = 5
+"""So many batches are named of those with a skipped step."""
 FILTERED_SHARE = 0.03
 """From this share of filtered groups on it is said what the filter cost."""
 
@@ -97,12 +100,15 @@ def other_choices(overdue: OverdueNumbers, steps: Steps, config: RunConfig) -> t
     """What wait, mask and drop would have changed; nothing is said where nothing was overdue."""
     wall_s = total(steps, "perf/step_s")
     share = overdue.straggler_s / wall_s if wall_s else 0.0
-    again = f"{overdue.num_handed_back} groups were generated again"
+    again = f"{several(overdue.num_handed_back, 'group')} {_were(overdue.num_handed_back)} generated again"
     match config.buffer.on_overdue:
         case "wait" if overdue.straggler_s > 0:
             tokens, groups = "some old tokens", "those groups"
             if overdue.num_waited_groups:
-                tokens, groups = f"about {overdue.waited_fraction:.1%} of the tokens", f"about {overdue.num_waited_groups} groups"
+                tokens, groups = (
+                    f"about {overdue.waited_fraction:.1%} of the tokens",
+                    f"about {several(overdue.num_waited_groups, 'group')}",
+                )
             return (
                 f"on_overdue=wait cost {overdue.straggler_s:.1f} s ({share:.1%}) in {overdue.num_straggler_waits} of {len(steps)} batches "
                 f"and threw nothing away. mask would have saved at most that and taken the gradient of {tokens}; drop would have generated "
@@ -124,6 +130,33 @@ def other_choices(overdue: OverdueNumbers, steps: Steps, config: RunConfig) -> t
             return ()
 
 
+def given_up_prompts(steps: Steps, config: RunConfig) -> tuple[str, ...]:
+    """Prompts that the run has gone without."""
+    num_given_up = counted(steps, "rollout/given_up")
+    if not num_given_up:
+        return ()
+    max_hand_backs, whose = config.rollout.max_hand_backs, "its" if num_given_up == 1 else "their"
+    return (
+        f"{several(num_given_up, 'prompt')} {_were(num_given_up)} given up, because {whose} groups failed or became too old "
+        f"{several(max_hand_backs + 1, 'time')} (rollout.max_hand_backs={max_hand_backs}); "
+        "logs/controller.log names them.",
+    )
+
+
+def skipped_steps(steps: Steps) -> tuple[str, ...]:
+    """Optimizer steps that were not taken, with their batches; nothing is said where all were."""
+    found = zip(steps.column("step"), steps.column("trainer/skipped_steps"), strict=True)
+    batches = [f"{step:.0f}" for step, num_skipped in found if num_skipped > 0]
+    if not batches:
+        return ()
+    named = ", ".join([*batches[:NUM_NAMED], *(["..."] if len(batches) > NUM_NAMED else [])])
+    named = f"{'batch' if len(batches) == 1 else 'batches'} {named}"
+    return (
+        f"Skipped: loss or gradient was not finite in {several(total(steps, 'trainer/skipped_steps'), 'optimizer step')} (of {named}, "
+        "counted from 0), so the weights stayed as they were. logs/trainer-0.log has the values, failed_batches/ the batches.",
+    )
+
+
 def filtered_groups(steps: Steps, config: RunConfig) -> tuple[str, ...]:
     """What buffer.filter cost, and where it was going at the end; nothing is said of a few groups."""
     num_filtered, num_trained = counted(steps, "rollout/filtered"), len(steps) * config.trainer.num_groups
@@ -132,13 +165,18 @@ def filtered_groups(steps: Steps, config: RunConfig) -> tuple[str, ...]:
         return ()
     num_last = max(1, len(steps) // 10)
     share_at_last = _share(counted(steps, "rollout/filtered", last=num_last), num_last * config.trainer.num_groups)
+    tokens = several(counted(steps, "rollout/filtered_tokens"), "token")
     sentence = (
-        f"buffer.filter={config.buffer.filter} replaced {num_filtered:.0f} groups ({share:.1%} of those that finished, {share_at_last:.1%} "
-        f"in the last {num_last} steps; {counted(steps, 'rollout/filtered_tokens'):.0f} tokens) because all their rewards were the same."
+        f"buffer.filter={config.buffer.filter} replaced {several(num_filtered, 'group')} ({share:.1%} of those that finished, "
+        f"{share_at_last:.1%} in the last {several(num_last, 'step')}; {tokens}) because all their rewards were the same."
     )
     if share_at_last < 0.5:
         return (sentence,)
     return (f"{sentence} Most of what is sampled teaches nothing: prompts of another difficulty would use the engines better.",)
+
+
+def _were(num: float) -> str:
+    return "was" if num == 1 else "were"
 
 
 def _share(num_filtered: float, num_trained: int) -> float:

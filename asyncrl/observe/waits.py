@@ -70,10 +70,11 @@ class Kind:
 
 
 KNOWN: Mapping[str, Kind] = {
-    "Producers.wait_free_slots": Kind(
-        "producers", "free sequences in the engines ({sampling} of {capacity} sample)", "a rollout that ends", "groups_admitted"
+    "Slots.wait_spare": Kind(
+        "producers", "a free sequence in the engines ({sampling} of {capacity} sample)", "a rollout that ends", "groups_admitted"
     ),
-    "Buffer.wait_admit": Kind(
+    "Slots.wait": Kind("rollouts", "a free sequence in the engines ({sampling} of {capacity} sample)", "a rollout that ends"),
+    "Buffer.wait_open": Kind(
         "producers",
         "leave to start a group ({ready} ready, {running} run, batch {next_batch} is next, version {served} is served)",
         "a version served, or a group failed or handed back",

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 from asyncrl.config import LoraConfig, RunConfig
 from asyncrl.errors import ConfigError
+from asyncrl.placement.connections import refuse_too_many_connections
 from asyncrl.placement.devices import Mode, place
 from asyncrl.placement.memory import Phase, ProcessPlan, peak_bytes, size_text
 from asyncrl.placement.plan import Plan, lay_out
@@ -14,10 +15,15 @@ LORA = LoraConfig(rank=16)
 
 
 def refuse_what_cannot_fit(plan: Plan, config: RunConfig) -> None:
-    """Raise ConfigError if a device needs more memory in some phase than it has free. What is not known is not refused.
+    """Raise ConfigError if a device needs more memory in some phase than it has free, or the run more connections than it can have.
 
-    A CUDA device whose free memory nobody tells is checked by trainer and engines at their start.
+    What is not known is not refused: a CUDA device whose free memory nobody tells is checked by trainer and engines at their start.
     """
+    _refuse_memory(plan, config)
+    refuse_too_many_connections(config)
+
+
+def _refuse_memory(plan: Plan, config: RunConfig) -> None:
     excess = _worst(plan.processes, plan.free_bytes, plan.placement.mode)
     if plan.shape is None or excess is None:
         return

@@ -16,6 +16,7 @@ class ForeignProcess:
     pid: int | None = None
     returncode: int | None = None
     died: RoomError | None = None
+    left = ""
 
     def __init__(self, name: str, url: str) -> None:
         self.name, self.url = name, url.rstrip("/")

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from asyncrl.errors import AsyncrlError, RoomError
+from asyncrl.limits import TimeLimit
 from asyncrl.placement.lease import Call, EngineCall, HandoverReport, Lease, Side, TrainerCall, Undo
 from asyncrl.types import OffloadingTrainer, SleepingEngine
 from asyncrl.uncut import uncut
@@ -15,6 +16,9 @@ from asyncrl.wire import Moved
 Push = Callable[[], Awaitable[Moved | None]]
 """Brings the trainer's weights to all engines; may say what moved."""
 Tell = Callable[[str, Mapping[str, Any]], None]
+
+ROUTINE = frozenset({"handover", "handover phase", "handed over"})
+"""Events of every step. All others tell of something that went wrong."""
 
 
 class HandOver:
@@ -88,7 +92,7 @@ class HandOver:
         return sum(outcome for outcome in outcomes if isinstance(outcome, int)), errors[0] if errors else None
 
     async def _one(self, room: str, verb: str, work: Awaitable[Any]) -> int:
-        limit = asyncio.timeout(self._timeout_s)
+        limit = TimeLimit(self._timeout_s)
         try:
             async with limit:
                 moved = await work

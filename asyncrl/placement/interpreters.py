@@ -13,7 +13,7 @@ from pathlib import Path
 
 import asyncrl
 from asyncrl.config import RolloutConfig
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, install_extra
 
 CHECKOUT = Path(asyncrl.__file__).resolve().parent.parent
 VENV_ENV = "VENV_VLLM"
@@ -22,7 +22,7 @@ VENV_NAME = ".venv-vllm"
 ASK = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
 ASK_TIMEOUT_S = 30.0
 PACKAGES = ("asyncrl", "asyncrl_servers")
-INSTALL = "pip install 'asyncrl[vllm]' (CUDA), or `make setup-vllm` (CPU)"
+INSTALL = f"{install_extra('vllm')} (CUDA), or `make setup-vllm` there (CPU)"
 
 
 def find_vllm_python(rollout: RolloutConfig, *, checkout: Path = CHECKOUT, has_vllm: Callable[[Path], bool] | None = None) -> Path:

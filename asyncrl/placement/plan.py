@@ -111,7 +111,12 @@ def _engine(
     """One engine, a line for each device that it is split over."""
     side: Side = "eval" if name == EVAL_ENGINE else "engine"
     if devices[0] == NO_DEVICE:
-        return [ProcessPlan(name, side, NO_DEVICE, 1, Memory(), "simulated: a latency model without a model")]
+        model = config.rollout.simulated
+        note = (
+            f"simulated: {1000 * model.decode_step_s:g} ms a decode step and {1000 * model.per_row_s:g} ms for each of {slots} sequences, "
+            f"about {model.mean_tokens:g} tokens each (sigma {model.sigma:g})"
+        )
+        return [ProcessPlan(name, side, NO_DEVICE, 1, Memory(), note)]
     is_vllm, is_staging = config.rollout.engine == "vllm", placement.mode == "apart" or side == "eval"
     whole = None if shape is None else engine_memory(config, shape, devices[0], slots, is_staging=is_staging)
     part = (

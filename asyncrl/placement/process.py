@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
+import logging
 import os
 import signal
 import socket
@@ -14,24 +16,37 @@ from pathlib import Path
 
 import psutil
 
+from asyncrl.calling import OURS, out_of
 from asyncrl.errors import ConfigError, RoomError
+from asyncrl.limits import TimeLimit
 from asyncrl.placement.foreign import KEY_ENV
 from asyncrl.wire import SECRET_ENV, find_fatal
+from asyncrl.worker_wire import WORKER_KEY_ENV
+
+logger = logging.getLogger("asyncrl.placement.process")
 
 LOG_TAIL_LINES = 12
+KILL_TIMEOUT_S = 5.0
+"""SIGKILL ends a process at once, unless the kernel holds it (a driver, a network file system)."""
+_NEVER_INHERITED = (KEY_ENV, WORKER_KEY_ENV)
+"""Keys that the run itself may be given: an environment in /proc is open to whatever runs as this user."""
 WARDEN_TIMEOUT_S = 12.0
 """Longer than a warden gives the rest of its group to end."""
 
 
 def bind_socket(owner: str, port: int | None) -> socket.socket:
-    """A listening socket on 127.0.0.1, at `port` or any free one. Raises ConfigError if the port is taken."""
+    """A listening socket on 127.0.0.1, at `port` or any free one. Raises ConfigError if the port is taken, else OSError."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", port or 0))
         listener.listen(2048)
     except OSError as error:
         listener.close()
+        if port is None and error.errno == errno.EADDRINUSE:  # none of them is free
+            raise OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL)) from error
+        if port is None or error.errno in OURS:
+            raise
         raise ConfigError(
             f"port {port} for {owner} cannot be used: {error.strerror}",
             rule="each internal server needs a port of its own on 127.0.0.1",
@@ -78,6 +93,8 @@ class ChildProcess:
         self.url = ""
         self.died: RoomError | None = None
         """Why it ended before we ended it, once note_death() was called."""
+        self.left = ""
+        """That aclose() could not end it, in words."""
 
     def __repr__(self) -> str:
         return f"<ChildProcess {self.name} {self.url or 'not started'} exit={self.returncode}>"
@@ -93,7 +110,18 @@ class ChildProcess:
         return self._process.returncode if self._process else None
 
     async def start(self) -> None:
-        """Bind the socket and start the process; returns at once (ask its /health to know when it is ready)."""
+        """Bind the socket and start the process; returns at once (ask its /health to know when it is ready).
+
+        Raises ConnectionShortage where this machine has no descriptor, port or memory left for that.
+        """
+        try:
+            await self._start()
+        except OSError as error:
+            if error.errno not in OURS:
+                raise
+            raise out_of(f"cannot start {self.name}", error.errno, self.name) from error
+
+    async def _start(self) -> None:
         self._spec_path.parent.mkdir(parents=True, exist_ok=True)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         self._spec_path.write_text(self._spec, encoding="utf-8")
@@ -104,7 +132,7 @@ class ChildProcess:
             self._process = await asyncio.create_subprocess_exec(
                 str(self._python or sys.executable), "-m", self.module, "--spec", str(self._spec_path), "--fd", str(listener.fileno()),
                 stdin=asyncio.subprocess.PIPE, stdout=log, stderr=log, pass_fds=[listener.fileno()],
-                env={name: value for name, value in env.items() if name not in (*self._secrets, KEY_ENV)},
+                env={name: value for name, value in env.items() if name not in (*self._secrets, *_NEVER_INHERITED)},
                 start_new_session=True,
             )  # fmt: skip
         assert self._process.stdin is not None
@@ -161,21 +189,36 @@ class ChildProcess:
             return ""
 
     async def aclose(self, timeout_s: float = 5.0) -> None:
-        """End the process and all that it started: SIGTERM, and after `timeout_s` SIGKILL. Idempotent."""
+        """End the process and all that it started: SIGTERM, and after `timeout_s` SIGKILL. Idempotent.
+
+        One that does not die of that is left, and named in `left`.
+        """
         process = self._process
         if process is None:
             return
         if process.returncode is None:
             _signal_group(process.pid, signal.SIGTERM)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(process.wait(), timeout_s)
+            await self._ends_within(timeout_s)
         if self._has_warden:
             self.kill_nowait()
             await asyncio.to_thread(psutil.wait_procs, group_members(process.pid), timeout=WARDEN_TIMEOUT_S)
         _signal_group(process.pid, signal.SIGKILL)
-        await process.wait()
+        if not await self._ends_within(KILL_TIMEOUT_S):
+            self.left = (
+                f"process {process.pid} of {self.name} is still there {KILL_TIMEOUT_S:g} s after SIGKILL (state: {_state(process.pid)}) "
+                "and is left: the kernel ends it when what it waits for (a driver, a network file system) lets go; until then its "
+                "devices and memory are taken"
+            )
+            logger.warning("%s", self.left)
         if process.stdin is not None:
             process.stdin.close()
+
+    async def _ends_within(self, timeout_s: float) -> bool:
+        assert self._process is not None
+        with contextlib.suppress(TimeoutError):
+            async with TimeLimit(timeout_s):
+                await self._process.wait()
+        return self._process.returncode is not None
 
     def kill_nowait(self) -> None:
         """SIGKILL to the process and all that it started, without waiting. Where there is a warden, the others are left to it."""
@@ -198,6 +241,12 @@ def group_members(leader: int) -> list[psutil.Process]:
             if member.pid != leader and os.getpgid(member.pid) == leader and member.status() != psutil.STATUS_ZOMBIE:
                 found.append(member)
     return found
+
+
+def _state(pid: int) -> str:
+    with contextlib.suppress(psutil.Error):
+        return str(psutil.Process(pid).status())
+    return "unknown"
 
 
 def _signal_group(pid: int, number: signal.Signals) -> None:

@@ -1,10 +1,15 @@
-"""The run's folder in shared memory, or on a disk: named after its owner, so that a later run can clear what a killed one left.
+"""The run's folder in shared memory, or on a disk: held by a lock of its owner, so that a later run can clear what a killed one left.
 
-A disk may be that of several machines, each of which knows of its own processes alone: there the owner's name begins with its host's.
+The kernel gives the lock back when its owner ends, and knows it from any container: a pid means nothing in another one, and a start
+time nothing once the clock was set. A folder without a lock is left alone, so it is never too early to look: what is made gets its
+folder first, then the file, then the lock, and whoever made it looks whether it is still there.
+A disk may be that of several machines, whose locks need not know of each other: there the name begins with the host's.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import re
 import shutil
@@ -13,12 +18,15 @@ import tempfile
 import uuid
 from pathlib import Path
 
-import psutil
-
 from asyncrl.config import PublisherConfig
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, RoomError
 
 PREFIX = "asyncrl-"
+LOCK = "lock"
+_GONE = ".gone"
+"""End of the name of one that is being removed: the pattern of the names finds it still."""
+_held: dict[Path, int] = {}
+"""The folders of this process, and the descriptors that hold them."""
 
 
 def shared_memory_root() -> Path:
@@ -48,25 +56,48 @@ def disk_root(publisher: PublisherConfig) -> Path | None:
 
 
 def new_staging_dir(disk_dir: Path | None = None) -> Path:
-    """Path (not created: the trainer does) of a staging folder that carries our pid and start time in its name."""
-    started = int(psutil.Process().create_time() * 1000)
-    return _root(disk_dir) / f"{_prefix(disk_dir)}{os.getpid()}-{started}-{uuid.uuid4().hex[:8]}"
+    """Make a staging folder, which is ours until remove_staging_dir or the end of this process. Raises RoomError. Blocks."""
+    root = _root(disk_dir)
+    while True:
+        folder = root / f"{_prefix(disk_dir)}{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        try:
+            folder.mkdir(mode=0o700)
+            lock = _lock(folder / LOCK, os.O_CREAT | os.O_EXCL)
+        except OSError as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise RoomError(
+                "placement", f"cannot make a folder for weights in {root}: {error.strerror}", rule="a run makes one there, and locks it",
+                way_out="free space there, or check its rights." if disk_dir is None else "name another publisher.disk_dir.",
+            ) from error  # fmt: skip
+        if lock is not None:
+            _held[folder] = lock
+            return folder
+        shutil.rmtree(folder, ignore_errors=True)  # taken for an old one before it was locked, and removed or about to be
+
+
+def remove_staging_dir(folder: Path) -> None:
+    """Remove a folder of ours. Blocks."""
+    if (lock := _held.pop(folder, None)) is not None:
+        _remove(folder, lock)
 
 
 def clear_stale_staging(disk_dir: Path | None = None) -> list[Path]:
-    """Remove the folders of runs whose controller is gone; returns them. Never touches a living run's."""
-    removed, prefix = [], _prefix(disk_dir)
-    for folder in _root(disk_dir).glob(f"{prefix}*-*-*"):
-        if folder.is_dir() and not _owner_lives(folder.name.removeprefix(prefix)):
-            shutil.rmtree(folder, ignore_errors=True)
-            removed.append(folder)
+    """Remove the folders that no process holds any more; returns them. Blocks."""
+    removed = []
+    for path in _root(disk_dir).glob(f"{_prefix(disk_dir)}*/{LOCK}"):
+        if path.parent in _held:
+            continue
+        with contextlib.suppress(OSError):  # another user's, or it is being removed
+            if (lock := _lock(path)) is not None:
+                _remove(path.parent, lock)
+                removed.append(path.parent)
     return removed
 
 
-def clear_own_staging(disk_dir: Path | None = None) -> None:
+def clear_own_staging() -> None:
     """Remove this process's own folders: for an end so abrupt that nothing else gets to it."""
-    for folder in _root(disk_dir).glob(f"{_prefix(disk_dir)}{os.getpid()}-*"):
-        shutil.rmtree(folder, ignore_errors=True)
+    for folder in list(_held):
+        remove_staging_dir(folder)
 
 
 def _root(disk_dir: Path | None) -> Path:
@@ -78,14 +109,37 @@ def _prefix(disk_dir: Path | None) -> str:
     return PREFIX if disk_dir is None else f"{PREFIX}{host}-"
 
 
-def _owner_lives(owner: str) -> bool:
+def _lock(path: Path, flags: int = 0) -> int | None:
+    """The descriptor that holds the file until it is closed, which no child inherits; None if somebody else has it or removed it.
+
+    Raises OSError, above all where the file system knows no locks.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
     try:
-        pid, started = (int(part) for part in owner.split("-")[:2])
-    except ValueError:
-        return True  # not one of ours: leave it alone
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(descriptor), path.stat()):
+            return descriptor
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    except OSError:
+        os.close(descriptor)
+        raise
+    os.close(descriptor)
+    return None
+
+
+def _remove(folder: Path, lock: int) -> None:
+    """The lock goes last: who is killed in the middle leaves a folder that the next one removes.
+
+    It is renamed first: a process that ends late finds it no more, and writes nothing into it while it is removed.
+    """
     try:
-        return abs(int(psutil.Process(pid).create_time() * 1000) - started) < 1000
-    except psutil.NoSuchProcess:
-        return False
-    except psutil.AccessDenied:
-        return True
+        with contextlib.suppress(OSError):  # it is gone already, or what is left is for the next one
+            if not folder.name.endswith(_GONE):
+                folder = folder.rename(folder.with_name(folder.name + _GONE))
+            for path in [path for path in folder.iterdir() if path.name != LOCK]:
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
+            (folder / LOCK).unlink(missing_ok=True)
+            folder.rmdir()
+    finally:
+        os.close(lock)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from asyncrl.errors import RolloutFailure, RolloutTimeout, RoomError
-from asyncrl.producers.rollout import AttemptClock, Generator, RolloutAttempt
+from asyncrl.producers.rollout import Generator, RolloutAttempt, RolloutClock
 from asyncrl.types import GroupId, Prompt, Rollout
 
 NO_GROUP = GroupId(-1)
@@ -42,7 +42,7 @@ class AttemptsApart:
 
     async def run(self, name: str, prompt: Prompt, sample_index: int) -> Rollout:
         """The rollout, all its branches. Raises RolloutFailure, or RoomError if what samples is broken."""
-        clock = AttemptClock(self.timeout_s)
+        clock = RolloutClock(self.timeout_s)
         attempt = AttemptApart(NO_GROUP, prompt, sample_index, 0, lambda: None, clock=clock, name=name)
         limit = clock.start()
         try:
@@ -57,4 +57,4 @@ class AttemptsApart:
                 raise
             raise RolloutTimeout(f"{name} is not finished after {self.timeout_s} s") from None
         finally:
-            clock.is_over = True
+            clock.end()

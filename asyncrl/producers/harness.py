@@ -13,28 +13,27 @@ from asyncrl.types import Outcome, Rollout, Scorer, Session, SessionHost, Work, 
 class HarnessGenerator:
     """Session opened -> work run by a worker -> session ended -> reward -> branches. No state of its own.
 
-    The clock of rollout.timeout_s is held while the work is queued, and starts in full once a worker has taken it.
+    The clock of rollout.timeout_s is held while the work is queued, and runs on once a worker has taken it.
     """
 
-    def __init__(self, host: SessionHost, queue: WorkQueue, scorer: Scorer, *, timeout_s: float | None) -> None:
+    def __init__(self, host: SessionHost, queue: WorkQueue, scorer: Scorer) -> None:
         self._host, self._queue, self._scorer = host, queue, scorer
-        self.timeout_s = timeout_s
 
     def __repr__(self) -> str:
-        return f"<HarnessGenerator timeout {self.timeout_s} s>"
+        return f"<HarnessGenerator over {self._queue!r}>"
 
     async def run_attempt(self, attempt: RolloutAttempt) -> Rollout:
         """All branches of the rollout. Raises RolloutFailure if the harness or its worker fails, or there is nothing to train on."""
         prompt = attempt.prompt
         session = self._host.open_nowait(
-            attempt.rollout_id, prompt_id=prompt.prompt_id, sample_index=attempt.sample_index, attempt=attempt.attempt,
+            attempt.rollout_id, prompt_id=prompt.seed_id, sample_index=attempt.sample_index, attempt=attempt.attempt,
             route_key=attempt.rollout_id,
         )  # fmt: skip
         try:
             attempt.hold_clock()
-            work = Work(attempt.rollout_id, prompt, attempt.sample_index, attempt.attempt, session.key, self.timeout_s)
+            work = Work(attempt.rollout_id, prompt, attempt.sample_index, attempt.attempt, session.key, attempt.clock.left_s)
             async with session.while_open():
-                outcome = await self._queue.run(work, started=attempt.restart_clock)
+                outcome = await self._queue.run(work, started=attempt.resume_clock)
             session.end_nowait("its harness has finished")  # before the reward: what it left behind would sample on
             attempt.stopped_sampling()
             reward = await self._reward(attempt, session, outcome)

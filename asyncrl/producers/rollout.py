@@ -5,50 +5,62 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from asyncrl.errors import RolloutFailure, RolloutTimeout, RoomError
+from asyncrl.limits import TimeLimit
 from asyncrl.types import GroupId, PartialCompletion, Prompt, Rollout, RolloutJournal
 
 log = logging.getLogger(__name__)
 
 
-class AttemptClock:
-    """Seconds that one attempt has left, None for no limit.
+class RolloutClock:
+    """The one budget of seconds that a rollout has for all its attempts, None for no limit.
 
-    Life:       start() and entering what it returns -> hold() -> restart(): runs again, from its beginning; as often as it
-                pleases. Before, once the attempt has ended, and once its time is up, hold and restart mean nothing.
+    Life:       for each attempt: start() and entering what it returns -> hold() -> resume(): runs on with what is left; as often as
+                it pleases -> end(). Outside of an attempt, and once the time is up, hold and resume mean nothing.
     Waits:      whoever holds it may wait for ever: nothing here ends that wait. The watchdog owns it, which tells of a run in
                 which nothing moves and names its oldest rollouts.
     """
 
     def __init__(self, timeout_s: float | None) -> None:
-        self.timeout_s = timeout_s
-        self.is_over = False
-        self._limit: asyncio.Timeout | None = None
+        self._left_s = timeout_s
+        self._limit: TimeLimit | None = None
 
     def __repr__(self) -> str:
-        until = None if self._limit is None else self._limit.when()
-        return f"<AttemptClock {self.timeout_s} s, until {until}{', over' if self.is_over else ''}>"
+        return f"<RolloutClock {self._left_s} s left{'' if self._limit is None else f' until {self._limit.when()}'}>"
 
-    def start(self) -> asyncio.Timeout:
-        """The limit, to be entered at once."""
-        self._limit = asyncio.timeout(self.timeout_s)
+    @property
+    def left_s(self) -> float | None:
+        """What the attempts to come have, or this one if it holds the clock; None for no limit."""
+        return self._left_s
+
+    def start(self) -> TimeLimit:
+        """The limit of one attempt, to be entered at once."""
+        self._limit = TimeLimit(self._left_s)
         return self._limit
 
     def hold(self) -> None:
         """Stand still."""
-        self._set(None)
+        if self._limit is not None and not self._limit.expired():
+            self._count()
+            self._limit.reschedule(None)
 
-    def restart(self) -> None:
-        """Run out in timeout_s from this moment."""
-        self._set(None if self.timeout_s is None else asyncio.get_running_loop().time() + self.timeout_s)
+    def resume(self) -> None:
+        """Run on, if it was held."""
+        if self._limit is not None and not self._limit.expired() and self._limit.when() is None and self._left_s is not None:
+            self._limit.reschedule(asyncio.get_running_loop().time() + self._left_s)
 
-    def _set(self, when: float | None) -> None:
-        if self._limit is not None and not self.is_over and not self._limit.expired():
-            self._limit.reschedule(when)
+    def end(self) -> None:
+        """The attempt has ended."""
+        self._count()
+        self._limit = None
+
+    def _count(self) -> None:
+        if self._limit is not None and self._limit.left_s is not None:
+            self._left_s = 0.0 if self._limit.expired() else self._limit.left_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +77,7 @@ class RolloutAttempt:
     stopped_sampling: Callable[[], None]
     partial: PartialCompletion | None = None
     on_segment: Callable[[int, PartialCompletion], None] = lambda turn, partial: None
-    clock: AttemptClock = field(default_factory=lambda: AttemptClock(None))
+    clock: RolloutClock = field(default_factory=lambda: RolloutClock(None))
 
     @property
     def rollout_id(self) -> str:
@@ -80,9 +92,9 @@ class RolloutAttempt:
         """What follows does not count towards rollout.timeout_s: the attempt waits for somebody who runs it."""
         self.clock.hold()
 
-    def restart_clock(self) -> None:
-        """Somebody runs it: rollout.timeout_s begins, in full. May come from another task, and late."""
-        self.clock.restart()
+    def resume_clock(self) -> None:
+        """Somebody runs it: what is left of rollout.timeout_s runs on. May come from another task, twice, and late."""
+        self.clock.resume()
 
 
 class Generator(Protocol):
@@ -103,10 +115,10 @@ class FailedRollout:
 
 
 class RolloutRunner:
-    """Runs rollouts within rollout.timeout_s each, and tries failed ones again.
+    """Runs rollouts within rollout.timeout_s each, and tries failed ones again in what is left of it.
 
-    Waits:      run sleeps in the generator, at most timeout_s an attempt (None = no limit). While the generator holds the
-                attempt's clock, it has no limit of its own: see AttemptClock.
+    Waits:      run sleeps in wait_slot, then in the generator, at most timeout_s for all attempts together (None = no limit). While
+                the generator holds the clock, it has no limit of its own: see RolloutClock.
     Invariant:  run returns data for whatever goes wrong in a rollout; RoomError and CancelledError alone pass.
     """
 
@@ -116,7 +128,7 @@ class RolloutRunner:
         self.num_retried = 0
         """Attempts after a failed one, so far."""
         self.num_timeouts = 0
-        """Attempts that ran past timeout_s, so far."""
+        """Rollouts that ran past timeout_s, so far."""
 
     def __repr__(self) -> str:
         return f"<RolloutRunner timeout {self.timeout_s} s, {self.retries} retries, {self.num_retried} retried>"
@@ -127,30 +139,30 @@ class RolloutRunner:
         prompt: Prompt,
         sample_index: int,
         *,
-        started_sampling: Callable[[], None],
+        wait_slot: Callable[[], Awaitable[None]],
         stopped_sampling: Callable[[], None],
         journal: RolloutJournal,
         resumed: tuple[int, PartialCompletion] | None = None,
     ) -> Rollout | FailedRollout:
-        """One rollout, retries included. `started_sampling` is called before each attempt.
+        """One rollout, retries included. Each attempt begins once `wait_slot` returns.
 
-        `resumed`: the attempt that a killed run was in, counted from 0, and what it had sampled.
+        `resumed`: the attempt that a killed run was in, counted from 0, and what it had sampled; the budget begins in full.
         """
         number, partial = resumed or (0, None)
+        clock = RolloutClock(self.timeout_s)
         while True:
             tell = functools.partial(journal.segment_nowait, group_id, sample_index, number)
-            clock = AttemptClock(self.timeout_s)
             attempt = RolloutAttempt(group_id, prompt, sample_index, number, stopped_sampling, partial, tell, clock)
             partial = None
-            started_sampling()
             try:
+                await wait_slot()
                 outcome = await self._run_attempt(attempt)
             finally:
                 stopped_sampling()
             if not isinstance(outcome, RolloutFailure):
                 return outcome
             log.warning("%s attempt %d of %d failed: %s", attempt.rollout_id, number + 1, self.retries + 1, outcome)
-            if number >= self.retries:  # above it, if a killed run had more
+            if number >= self.retries or clock.left_s == 0.0:  # above it, if a killed run had more
                 return FailedRollout(sample_index, number + 1, outcome)
             number += 1
             self.num_retried += 1
@@ -178,13 +190,13 @@ class RolloutRunner:
             broken.__cause__ = error
             return broken
         finally:
-            attempt.clock.is_over = True
+            attempt.clock.end()
 
     def _timed_out(self, attempt: RolloutAttempt) -> RolloutTimeout:
         self.num_timeouts += 1
         return RolloutTimeout(
             f"{attempt.rollout_id} (prompt {attempt.prompt.prompt_id}) is not finished after {self.timeout_s} s",
-            rule=f"rollout.timeout_s={self.timeout_s} is the limit of an attempt, of which a rollout has {self.retries + 1}",
+            rule=f"rollout.timeout_s={self.timeout_s} is the limit of all its attempts together; this was number {attempt.attempt + 1}",
             way_out="none needed for one; if rollout/failed keeps rising, raise rollout.timeout_s or lower rollout.max_tokens.",
         )
 

@@ -46,7 +46,7 @@ class SingleTurn:
                 max_tokens=self.max_tokens,
                 temperature=self.temperature,
                 stop=self.stop,
-                seed=derive_seed(self.run_seed, attempt.prompt.prompt_id, attempt.sample_index, 0, attempt.attempt),
+                seed=derive_seed(self.run_seed, attempt.prompt.seed_id, attempt.sample_index, 0, attempt.attempt),
                 route_key=f"g{attempt.group_id}",
             ),
             partial=attempt.partial,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, TemplateSyntaxError
 
 from asyncrl.errors import ConfigError
 
@@ -53,7 +53,7 @@ class HFChatTokenizer:
         self.model_path = str(model_path)
         self._tokenizer = _load(self.model_path)
         if chat_template is not None:
-            self._tokenizer.chat_template = _read_template(Path(chat_template))
+            self._tokenizer.chat_template = read_template(Path(chat_template))
         if not self._tokenizer.chat_template:
             raise ConfigError(
                 f"the tokenizer of {self.model_path} has no chat template",
@@ -61,6 +61,8 @@ class HFChatTokenizer:
                 way_out="set model.chat_template to a Jinja file, or choose an instruct model.",
             )
         self.template = _template_text(self._tokenizer.chat_template)
+        if chat_template is None:
+            _compile(self.template, f"the chat template of {self.model_path}")
         self._slow = threading.Lock()
         """For a tokenizer in Python alone: nobody says what its calls change."""
         self._backend = getattr(self._tokenizer, "backend_tokenizer", None)
@@ -150,11 +152,27 @@ def _load(model_path: str) -> Any:
         ) from error
 
 
-def _read_template(path: Path) -> str:
+def read_template(path: Path) -> str:
+    """The text of model.chat_template. Raises ConfigError if it cannot be read, or is no template."""
     try:
-        return path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read model.chat_template={path}: {error}", way_out="give the path of a Jinja file.") from error
+    _compile(text, f"model.chat_template={path}")
+    return text
+
+
+def _compile(template: str, name: str) -> None:
+    """As apply_chat_template does, which keeps what it has compiled; it alone knows all tags of chat templates."""
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    try:
+        _compile_jinja_template(template)
+    except TemplateSyntaxError as error:
+        raise ConfigError(
+            f"{name} line {error.lineno}: {error.message}", rule="it must be a Jinja template",
+            way_out="correct that line, or set model.chat_template to another file.",
+        ) from error  # fmt: skip
 
 
 def _with_arguments(chat: list[dict[str, Any]], convert: Callable[[Any], Any]) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from asyncrl.errors import EngineLost, PublishError
+from asyncrl.limits import TimeLimit
 from asyncrl.publisher.push import Push
 from asyncrl.types import Interrupt, WeightManifest, WeightSource, WeightTarget
 
@@ -207,7 +208,7 @@ class Publisher:
         manifest = None
         while manifest is None:
             await self._source.wait_up()  # a trainer that is started again may train for long on what it had trained on before
-            num_restarts, limit = self._source.num_restarts, asyncio.timeout(self.timeout_s)
+            num_restarts, limit = self._source.num_restarts, TimeLimit(self.timeout_s)
             try:
                 async with limit:
                     manifest = await self._source.export()

@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
-from asyncrl.errors import EngineLost, PublishError, RoomError
+from asyncrl.errors import ConnectionShortage, EngineLost, PublishError, RoomError
+from asyncrl.limits import TimeLimit
 from asyncrl.types import CommitReport, Interrupt
 
 Result = TypeVar("Result")
@@ -53,7 +54,7 @@ class ToAll(Generic[Target]):
         silent: list[str] = []
 
         async def one(target: Target) -> None:
-            limit = asyncio.timeout(self._timeout_s)
+            limit = TimeLimit(self._timeout_s)
             try:
                 async with limit:
                     answers[target.name] = await call(target)
@@ -73,6 +74,8 @@ class ToAll(Generic[Target]):
             what, rule = self._too_slow(phase)
             raise self.error(f"{', '.join(silent)} {what}", rule, "raise publisher.timeout_s if the machine is slow, else " + RESTART)
         for target, outcome in zip(targets, outcomes, strict=True):
+            if isinstance(outcome, ConnectionShortage):  # of ours: nothing is known of the engine
+                raise outcome
             if isinstance(outcome, RoomError):
                 raise self.error(
                     f"{target.name} failed in {phase} of policy_version {self.version}: {outcome.what}",

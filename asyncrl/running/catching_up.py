@@ -1,8 +1,8 @@
 """Brings trainer, buffer, feed and producers of a resumed run to where the killed one stood. Generates nothing.
 
 The checkpoint says what the weights were, the journal everything since: its batches are trained on again as they are, its ready
-groups are ready again, what ran goes on from its partial turns, what had been handed back comes first. So does, if settings were
-changed (--allow-change), what is too old for them.
+groups are ready again, what ran goes on from its partial turns, what had been handed back comes first (what failed at the version
+that goes on comes after it, as it would have). So does, if settings were changed (--allow-change), what is too old for them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from asyncrl.buffer.buffer import Buffer
-from asyncrl.checkpoint.checkpoints import Checkpoints
+from asyncrl.checkpoint.checkpoints import Checkpoints, set_aside
 from asyncrl.errors import CheckpointError
 from asyncrl.journal.journal import Journal
 from asyncrl.journal.read import ResumeState
@@ -39,16 +39,20 @@ class Recovers(Protocol):
 async def recover_trainer(client: TrainerClient, journal: Journal, checkpoints: Checkpoints, version: int, num_batches: int) -> None:
     """A trainer that was started again, in the middle of a run, goes to `version`: newest whole checkpoint, then the journal's batches.
 
-    Raises JournalError if batches in between are not there any more, TrainerError.
+    Raises JournalError if batches in between are not there any more, CheckpointError if a checkpoint cannot be read, TrainerError.
     """
     async with checkpoints.in_use:  # to the end: one that is finished meanwhile would take away this one, and the batches since
-        whole, _ = await asyncio.to_thread(checkpoints.newest_whole, keep_unfinished=True)
+        whole, damaged = await asyncio.to_thread(checkpoints.newest_whole, keep_unfinished=True)
+        for found in damaged:
+            logger.warning("%s", found.why)
         start = 0 if whole is None else whole.version
         state = await journal.read_resume(start)
         journal.restored_nowait(start)
         stop = min(max(version, start), num_batches)
         folder = None if whole is None else whole.trainer_dir
         await client.recover(folder, load_batches(state, start, stop), lambda _batch, _report: None)
+        for text in await asyncio.to_thread(set_aside, damaged):
+            logger.warning("%s", text)
 
 
 async def restore(
@@ -59,26 +63,50 @@ async def restore(
     journal: Journal,
     buffer: Buffer,
     feed: Feed,
+    returns: Callable[[int, Prompt], None],
+    on_restored: Callable[[], None],
     on_step: Callable[[Batch, StepReport], None],
 ) -> tuple[UnfinishedGroup, ...]:
     """Everything but the engines; returns what goes on once they have the current weights.
 
-    `on_step` is told of each batch that is trained on again. Raises what the rooms raise.
+    What can refuse goes first: data, buffer, and the trainer that loads the state. Then `on_restored` is called and the journal is
+    told, and nothing but a broken part can end it: `on_step` hears of each batch that is trained on again. `returns` is
+    Producers.returns_nowait. Raises what the rooms raise.
     """
     if state.order is not None:
         feed.check_order(state.order)
-    journal.order_nowait(feed.order)
-    folder = None if point.checkpoint is None else point.checkpoint.trainer_dir
-    journal.restored_nowait(point.version)
+    unfinished, tell = (
+        _from_checkpoint_alone(point, journal, buffer, feed)
+        if state.num_drawn == 0 and point.checkpoint is not None
+        else _from_journal(state, journal, buffer, feed, returns)
+    )
+    is_restored = False
+
+    def restored() -> None:
+        nonlocal is_restored
+        if not is_restored:
+            is_restored = True
+            journal.order_nowait(feed.order)
+            journal.restored_nowait(point.version)
+            on_restored()
 
     def trained_again(batch: Batch, report: StepReport) -> None:
+        restored()
         journal.trained_nowait(batch.version, report.metrics)
         on_step(batch, report)
 
+    folder = None if point.checkpoint is None else point.checkpoint.trainer_dir
     await trainer.recover(folder, lambda: load_batches(state, point.version, state.next_version), trained_again)
-    if state.num_drawn == 0 and point.checkpoint is not None:
-        _from_checkpoint_alone(point, journal, buffer, feed)
-        return ()
+    restored()
+    tell()
+    return unfinished
+
+
+Restored = tuple[tuple[UnfinishedGroup, ...], Callable[[], None]]
+"""(what goes on, what the journal is told once nothing can refuse any more)."""
+
+
+def _from_journal(state: ResumeState, journal: Journal, buffer: Buffer, feed: Feed, returns: Callable[[int, Prompt], None]) -> Restored:
     whole = [record for record in state.running if record.prompt_is_whole]
     broken = [record for record in state.running if not record.prompt_is_whole]  # only the task can make these prompts again
     ended = [(record.ticket.group_id, record.prompt, "its prompt cannot be written down") for record in broken]
@@ -89,10 +117,16 @@ async def restore(
         logger.warning("handed back, because no batch may take them under the settings that have changed: groups %s", list(late))
         prompts = {record.ticket.group_id: record.prompt for record in whole} | {group.group_id: group.prompt for _, group in state.ready}
         ended += [(group_id, prompts[group_id], "too old under the settings that it was resumed with") for group_id in late]
-    feed.restore_nowait(state.num_drawn, [*state.requeued, *(prompt.prompt_id for _, prompt, _ in ended)])
-    for group_id, _, why in ended:  # after the feed, which may refuse to go on: then they are as they were
-        journal.group_ended_nowait(group_id, "handed_back", why)
-    return tuple(
+    first = {prompt_id: count for prompt_id, count in state.requeued.items() if prompt_id not in state.returning}
+    feed.restore_nowait(state.num_drawn, first | {prompt.prompt_id: prompt.num_handed_back for _, prompt, _ in ended})
+    for prompt_id in state.returning:
+        returns(state.next_version, Prompt(prompt_id, (), num_handed_back=state.requeued[prompt_id]))
+
+    def tell() -> None:
+        for group_id, prompt, why in ended:
+            journal.group_ended_nowait(group_id, "handed_back", why, requeued=prompt.num_handed_back)  # no fault of its own: the same seeds
+
+    unfinished = tuple(
         UnfinishedGroup(
             record.ticket,
             record.prompt,
@@ -103,25 +137,27 @@ async def restore(
         for record in whole
         if record.ticket.group_id not in late
     )
+    return unfinished, tell
 
 
-def _from_checkpoint_alone(point: ResumePoint, journal: Journal, buffer: Buffer, feed: Feed) -> None:
+def _from_checkpoint_alone(point: ResumePoint, journal: Journal, buffer: Buffer, feed: Feed) -> Restored:
     """The journal is gone: what was in flight when the checkpoint was made is generated again. The new one is told what was before it."""
     assert point.checkpoint is not None
     controller = point.checkpoint.controller
     try:
         feed.load_state(controller["feed"])
-        for prompt_id in controller["out"]:
-            feed.hand_back_nowait(Prompt(str(prompt_id), ()))
+        for prompt_id, num_handed_back in controller["out"].items():
+            feed.hand_back_nowait(Prompt(prompt_id, (), num_handed_back=int(num_handed_back)))
         next_group_id = int(controller["next_group_id"])
         buffer.restore_nowait(point.version, next_group_id, [], [])
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{point.checkpoint.folder} does not say where the run stood: {type(error).__name__} {error}",
             rule="without its journal a run goes on from what the checkpoint says",
             way_out="put journal.sqlite back, or start a new run.",
         ) from error
-    journal.began_at_nowait(point.version, feed.num_drawn, feed.prompts_back(), next_group_id)
+    version, num_drawn, back = point.version, feed.num_drawn, feed.prompts_back()
+    return (), lambda: journal.began_at_nowait(version, num_drawn, back, next_group_id)
 
 
 async def load_batches(state: ResumeState, start: int, stop: int) -> AsyncIterator[Batch]:

@@ -98,7 +98,7 @@ class Checkpointer:
             async with self._checkpoints.in_use:  # only now: had the trainer died meanwhile, it would have to go back first
                 folder = await asyncio.to_thread(self._checkpoints.finish, pending, version, controller)
                 self.num_made += 1
-                self._journal.checkpointed_nowait(version, folder)
+                self._journal.checkpointed_nowait(version, folder, self._checkpoints.versions())
                 if self._keep == "checkpoint":
                     await self._journal.compact(self._checkpoints.oldest_version())
         except (CheckpointError, TrainerLost) as error:

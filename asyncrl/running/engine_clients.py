@@ -13,7 +13,7 @@ from asyncrl.placement.cuda import find_cuda_devices
 from asyncrl.placement.devices import NO_DEVICE, place
 from asyncrl.placement.plan import EVAL_ENGINE
 from asyncrl.producers.tokenizer import HFChatTokenizer
-from asyncrl.running.specs import engine_dtype, max_length
+from asyncrl.running.specs import max_length
 from asyncrl.running.startup import Server
 
 CANARY_LIMITS = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.25}
@@ -41,11 +41,11 @@ def vllm_facts(config: RunConfig, name: str, model_path: Path, tokenizer: HFChat
     placement = place(config, len(find_cuda_devices()))
     is_eval = name == EVAL_ENGINE and config.eval is not None
     device = placement.evaluation if is_eval else placement.rollout[0]
-    if device is None or device == NO_DEVICE:  # somebody else's: with `dtype: auto` it is to be as the trainer is
+    if device is None or device == NO_DEVICE:  # somebody else's, so nobody told
         device = placement.trainer[0]
     return VllmFacts(
         model_path=str(model_path),
-        dtype=engine_dtype(config, device),
+        dtype=config.model.dtype,
         slots=config.eval.slots if is_eval and config.eval is not None else config.rollout.slots,
         max_length=max_length(config),
         end_ids=tuple(sorted(tokenizer.end_ids)),

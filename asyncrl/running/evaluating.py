@@ -71,6 +71,6 @@ def _eval_agent(config: RunConfig, settings: EvalConfig, harnessing: Harnessing,
         attempts.on_broken(error)
 
     host = harnessing.gateway.lane("eval", engine, temperature=settings.temperature, seed_of=seed_of, on_broken=on_broken)
-    generator = HarnessGenerator(host, harnessing.leases, scorer, timeout_s=config.rollout.timeout_s)
+    generator = HarnessGenerator(host, harnessing.leases, scorer)
     attempts = AttemptsApart(generator, timeout_s=config.rollout.timeout_s)
     return attempts.run

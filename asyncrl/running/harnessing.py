@@ -16,6 +16,7 @@ from asyncrl.durable import write_whole
 from asyncrl.errors import RoomError
 from asyncrl.gateway.collecting import collect_less
 from asyncrl.gateway.leases import Leases
+from asyncrl.gateway.messages import fewest_message_tokens
 from asyncrl.gateway.server import Gateway
 from asyncrl.gateway.shapes import CallRules
 from asyncrl.gateway.tool_formats import find_tool_format
@@ -36,7 +37,7 @@ TASK_SEED_TURN = -1
 
 @dataclass(frozen=True, slots=True)
 class Harnessing:
-    """The gateway and those who work through it. `workers` are our own; others may come from anywhere with the worker key."""
+    """The gateway and those who work through it: `workers` of our own, or with generator.remote whoever has the worker key."""
 
     gateway: Gateway
     leases: Leases
@@ -58,9 +59,12 @@ class Harnessing:
         work = self.leases.stats()
         if work.workers or not work.queued or work.unseen_s < NO_WORKER_S:
             return None
+        missing = f"{work.queued} rollouts wait and no worker has been seen for {work.unseen_s:.0f} s; "
+        if self.workers:
+            return missing + "the run starts its own again; logs/worker-0.log of the run directory says what they do"
         return (
-            f"{work.queued} rollouts wait and no worker has been seen for {work.unseen_s:.0f} s; start one with: "
-            f"{WORKER_KEY_ENV}=KEY asyncrl work {self.url} --python MODULE:FUNCTION (the key is in gateway.json of the run directory)"
+            f"{missing}start one with: {WORKER_KEY_ENV}=KEY asyncrl work {self.url} --python MODULE:FUNCTION "
+            "(the key is in gateway.json of the run directory)"
         )
 
     async def aclose(self) -> None:
@@ -77,7 +81,7 @@ def call_rules(config: RunConfig, tokenizer: HFChatTokenizer) -> CallRules:
     return CallRules(
         model_name=model_name(config), temperature=rollout.temperature, top_p=1.0, max_tokens=rollout.max_tokens,
         max_prompt_tokens=rollout.max_prompt_tokens, max_length=rollout.max_prompt_tokens + rollout.max_tokens,
-        vocab_size=tokenizer.vocab_size, max_token_bytes=tokenizer.max_token_bytes,
+        vocab_size=tokenizer.vocab_size, max_token_bytes=tokenizer.max_token_bytes, message_tokens=fewest_message_tokens(tokenizer),
         on_sampling_override=config.gateway.on_sampling_override,
     )  # fmt: skip
 
@@ -93,12 +97,15 @@ def make_gateway(
     """The gateway with the queue of work on the same port; not open yet. Raises ConfigError for a tool format that is not known."""
 
     def task_seed(work: Work) -> int:
-        return derive_seed(config.seed, work.prompt.prompt_id, work.sample_index, TASK_SEED_TURN, work.attempt)
+        return derive_seed(config.seed, work.prompt.seed_id, work.sample_index, TASK_SEED_TURN, work.attempt)
 
     def seed_of(prompt_id: str, sample_index: int, attempt: int, call_key: int) -> int:
         return derive_seed(config.seed, prompt_id, sample_index, call_key, attempt)
 
-    leases = Leases(worker_key=worker_key, model=model_name(config), lease_timeout_s=config.gateway.lease_timeout_s, task_seed=task_seed)
+    leases = Leases(
+        worker_key=worker_key, model=model_name(config), lease_timeout_s=config.gateway.lease_timeout_s, task_seed=task_seed,
+        outcomes=config.generator.outcomes, give_answer=config.generator.give_answer,
+    )  # fmt: skip
     gateway = Gateway(
         engines, tokenizer, find_tool_format(config.gateway.tool_format, tokenizer.template), call_rules(config, tokenizer),
         config.gateway, seed_of=seed_of, on_broken=on_broken, extra_routes=leases.routes(),
@@ -116,12 +123,17 @@ def make_harnessing(
     warn: Callable[[str], None],
     on_event: Callable[[str, Mapping[str, Any]], None],
 ) -> Harnessing:
-    """Everything, with the port taken and nothing started. RUN_DIR/gateway.json says where it is, to whoever may read that file."""
-    worker_key = _worker_key(run_dir)
+    """Everything, with the port taken and nothing started. RUN_DIR/gateway.json says where it is, and to workers elsewhere their key.
+
+    The key of our own workers stands nowhere: what a model runs under our user could take it, lease rollouts, and reward them.
+    """
+    is_remote = config.generator.remote
+    worker_key = _worker_key(run_dir) if is_remote else secrets.token_urlsafe(24)
     gateway, leases = make_gateway(config, engines, tokenizer, worker_key=worker_key, on_broken=on_broken)
     url = gateway.bind()
-    write_whole(run_dir / "gateway.json", json.dumps({"url": url, "worker_key": worker_key}) + "\n", is_private=True)
-    workers = [] if config.generator.remote else _workers(config, url, worker_key, run_dir)
+    where = {"url": url, "worker_key": worker_key} if is_remote else {"url": url}
+    write_whole(run_dir / "gateway.json", json.dumps(where) + "\n", is_private=True)
+    workers = [] if is_remote else _workers(config, url, worker_key, run_dir)
     supervisors = [
         WorkerSupervisor(
             worker, config.supervision, heartbeat_s=config.observe.heartbeat_s,
@@ -141,7 +153,7 @@ def num_rollouts(config: RunConfig) -> int:
 def _workers(config: RunConfig, url: str, worker_key: str, run_dir: Path) -> list[startup.Server]:
     """Each has a secret of its own: the run's opens engines and trainer, and what a harness runs is not to find it."""
     generator = config.generator
-    names = ("python", "command", "verifiers", "args", "env", "max_output_bytes")
+    names = ("python", "command", "verifiers", "args", "env", "pass_env", "max_output_bytes")
     harness = {name: getattr(generator, name) for name in names}
     num_slots = num_rollouts(config) + (config.eval.slots if config.eval is not None and config.evaluates_agent else 0)
     workers = []
@@ -162,6 +174,5 @@ def _worker_key(run_dir: Path) -> str:
     if given:
         return given
     path = run_dir / "gateway.json"
-    if path.exists():
-        return str(json.loads(path.read_text(encoding="utf-8"))["worker_key"])
-    return secrets.token_urlsafe(24)
+    written = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return str(written.get("worker_key") or secrets.token_urlsafe(24))

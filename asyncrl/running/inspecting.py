@@ -9,11 +9,12 @@ from typing import Any
 
 from rich.console import Group as Rendered
 
-from asyncrl.errors import ConfigError, JournalError
+from asyncrl.errors import JournalError
 from asyncrl.journal.inspect import BatchStory, GroupLine, GroupStory, batch_story, events, group_story, totals
 from asyncrl.observe.read import inspect_summary, to_json, to_text
 from asyncrl.observe.read_tables import inspect_tables
 from asyncrl.observe.run_files import RunFiles, read_run
+from asyncrl.observe.run_numbers import masked_tokens
 from asyncrl.observe.story_tables import story_tables
 from asyncrl.running.conversation import Decoder, pieces
 from asyncrl.types import PartialCompletion, Rollout, Trajectory
@@ -26,7 +27,7 @@ def render_inspect(run_dir: str | Path, *, as_json: bool = False, step: int | No
 
     Raises ConfigError if `run_dir` is no run directory, or has no such step or group.
     """
-    summary = summarise(read_run(run_dir), step=step, group=group)
+    summary = summarise(read_run(run_dir, step=step), step=step, group=group)
     return to_json(summary) if as_json else to_text(Rendered(*story_tables(summary), *inspect_tables(summary)))
 
 
@@ -47,25 +48,19 @@ def summarise(files: RunFiles, *, step: int | None = None, group: int | None = N
                 told["journal"] = _run(path, files)
         except JournalError as error:
             problems.append(str(error))
-    try:
-        summary = inspect_summary(files, step=step, group=group)
-    except ConfigError:
-        if not told:
-            raise
-        summary = {**inspect_summary(files), "steps": []}  # not trained on (yet): the journal alone knows it
+    summary = inspect_summary(files, step=step, group=group, is_required=not told)  # what is not trained on yet, the journal alone knows
     return {**summary, **told, "problems": [*summary["problems"], *problems]}
 
 
 def _run(path: Path, files: RunFiles) -> dict[str, Any]:
     run = totals(path)
-    masked = sum(max(0, line.get("tokens/sampled", 0) - line.get("tokens/trained", 0)) for line in files.steps)
     tokens = run.sampled_tokens
     wasted = {
         "retried": run.lost_tokens,
         "failed": tokens.get("failed", 0),
         "filtered": tokens.get("filtered", 0),
         "handed_back": tokens.get("handed_back", 0),
-        "masked": int(masked),
+        "masked": masked_tokens(files.steps),
     }
     return {
         "run_id": run.run_id,

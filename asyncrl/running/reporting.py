@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -11,47 +12,66 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.buffer.stats import BufferStats
+from asyncrl.checkpoint.checkpoints import sync_records
 from asyncrl.config import RunConfig
+from asyncrl.durable import LOST, write_whole
 from asyncrl.engines import EnginePool
 from asyncrl.evaluation import EvalResult
+from asyncrl.journal.counted import Counted
 from asyncrl.observe.console import Console
 from asyncrl.observe.plot import write_reward_plot
-from asyncrl.observe.recorder import Recorder
-from asyncrl.observe.run_files import read_evaluations
-from asyncrl.observe.run_numbers import OverdueNumbers
+from asyncrl.observe.recorder import METRICS_FILE, Recorder
+from asyncrl.observe.run_files import lines_of, read_evaluations, read_steps, steps_are_missing
+from asyncrl.observe.run_numbers import OverdueNumbers, total
 from asyncrl.observe.step_metrics import batch_metrics
 from asyncrl.observe.summary import summary_panel
-from asyncrl.observe.text import duration, evaluation_text
+from asyncrl.observe.text import duration, evaluation_text, several, skipped_text
+from asyncrl.observe.totals import Totals
 from asyncrl.observe.verdict import judge
 from asyncrl.observe.waits import Wait
 from asyncrl.running.harnessing import Harnessing
-from asyncrl.running.turns import TurnStats
+from asyncrl.running.run_folder import run_again
+from asyncrl.running.step_numbers import EVAL_TOTALS, counters, gateway_metrics, journal_totals, totals_in, turn_metrics
 from asyncrl.running.wiring import Rooms
 from asyncrl.trainer.gap import GAP_WARNING
 from asyncrl.types import Batch, StepReport
-from asyncrl.wire import EngineHealth
 
 logger = logging.getLogger("asyncrl.running.reporting")
 
+MOST_WARNINGS = 100
+"""That status.json and the summary name."""
+
 
 class Reporter:
-    """All that a run shows and writes of itself. Life: start() -> step() and status() -> finish() and close(), in any order."""
+    """All that a run shows and writes of itself. Life: start() -> step() and status() -> finish() and close(), in any order.
 
-    def __init__(self, config: RunConfig, run_dir: Path, name: str) -> None:
+    A run that `goes_on` leaves what the killed one wrote as it is until resumes(): its start may be refused.
+    """
+
+    def __init__(self, config: RunConfig, run_dir: Path, name: str, *, goes_on: bool = False) -> None:
         self.config, self.run_dir, self.name = config, run_dir, name
         self._recorder = Recorder(run_dir, tensorboard=config.observe.tensorboard)
         self._console = Console(
             config.observe.console, run_name=name, num_steps=config.trainer.num_steps, max_staleness=config.buffer.max_staleness
         )
-        self._steps: list[Mapping[str, float]] = []
+        self._last: Mapping[str, Any] = {}
+        """Metrics of the last step; those of all steps are in metrics.jsonl alone."""
         self._overdue: OverdueNumbers | None = None
         self._opened_s = self._trained_since_s = time.monotonic()
         self._activity = ""
         self._evaluations: list[Mapping[str, Any]] = []
         self._new_evaluation: dict[str, float] = {}
+        self._totals = Totals()
+        self._before: dict[int, dict[str, float]] = {}
+        """Totals by step, of steps that were reported and are about to be taken again."""
         self._warnings: list[str] = []
+        self._num_warnings = 0
         self._is_without_workers = False
         self._is_gap_told = False
+        self._is_to_resume = goes_on
+        self._is_given_up_told = False
+        self._is_skip_told = False
+        self._num_skipped = 0
         self._is_resumed = False
         """The buffer has counted since then alone: the verdict of all steps takes what their metrics say."""
 
@@ -71,36 +91,61 @@ class Reporter:
         logger.info("%s", text)
         self._console.say(text)
 
-    def resumes(self, version: int, told: Sequence[str]) -> None:
-        """The run goes on from the weights of `version`: the steps before stay, those after are about to be reported again."""
-        self._is_resumed = True
-        self._steps = self._recorder.keep_steps_below(version)
+    def say_secret(self, text: str) -> None:
+        """One line with a key in it: on the console, and in no file of ours."""
+        self._console.say(text)
+
+    def resumes(self, version: int, counted: Sequence[Counted] = (Counted(),)) -> None:
+        """The run goes on from the weights of `version`: the steps before stay, those after are about to be reported again.
+
+        `counted`: what the journal says that was counted by the end of each step from `version` on, and last of all now.
+        """
+        self._is_to_resume, self._is_resumed = False, True
+        replayed = range(version, version + len(counted) - 1)
+        lines = (line for _, line, _ in lines_of(self.run_dir / METRICS_FILE, []) if line.get("step") in replayed)
+        self._before = {int(line["step"]): totals_in(line) for line in lines}
+        self._last = self._recorder.keep_steps_below(version)
+        if (first := int(self._last.get("step", -1)) + 1) < version:
+            self.warn(f"{steps_are_missing(first, version - 1)} in metrics.jsonl ({LOST})")
+        steps, _ = read_steps(self.run_dir, [])
+        self._console.goes_on(steps)
+        self._num_skipped = int(total(steps, "trainer/skipped_steps"))
         self._evaluations = [*read_evaluations(self.run_dir, [])]
+        for line in (self._last, *self._evaluations[-1:]):
+            self._totals.starts_from(totals_in(line))
+        is_sampled = self.config.task.replay is None  # recorded rollouts are in the journal, and no engine has generated them
+        journaled = {step: journal_totals(found, is_sampled=is_sampled) for step, found in enumerate(counted, start=version)}
+        self._before = journaled | self._before
         self._count_on()
-        for text in told:
-            self.warn(text)
         self._console.say(f"goes on from policy_version {version}")
 
     def training_starts(self) -> None:
         """All processes answer: time_s counts from here, set-up is said beside it."""
         self._count_on()
+        for totals in self._before.values():
+            self._totals.starts_from(totals)
         self._console.say(f"ready after {duration(time.monotonic() - self._opened_s)}; training")
         self.tell("training")
 
     def step(self, rooms: Rooms, batch: Batch, report: StepReport, *, step_s: float) -> None:
         """One optimizer step is done: its metrics go to metrics.jsonl, TensorBoard and the console."""
+        self._totals.starts_from(self._before.get(batch.version, {}))
         metrics = self._step_metrics(rooms, batch, report, step_s) | self._new_evaluation
         self._new_evaluation = {}
         if not self._is_resumed:
             self._overdue = _overdue_numbers(rooms.buffer.stats())
-        self._steps.append(metrics)
-        self._recorder.record_step(metrics)
+        self._last = metrics
+        self._num_skipped += int(metrics.get("trainer/skipped_steps", 0))
+        self._recorder.record_step(metrics | dict.fromkeys(report.not_finite, math.nan))
         self._console.show_step(metrics)
         self._warn_of_gap(metrics)
+        self._warn_of_given_up(metrics)
+        self._warn_of_skipped(metrics, batch)
 
     def evaluated(self, result: EvalResult) -> None:
         """An evaluation is done: a line of eval.jsonl, TensorBoard and the console, and part of the next step's metrics."""
         metrics = result.metrics()
+        metrics |= self._totals.add({name: metrics[name] for name in EVAL_TOTALS})
         line: dict[str, Any] = {"policy_version": result.version, "time_s": time.monotonic() - self._trained_since_s, **metrics}
         if result.last_failure:
             line["last_failure"] = result.last_failure
@@ -123,15 +168,46 @@ class Reporter:
                 f"(policy/logprob_gap_mean, {GAP_WARNING} is much): {self.run_dir / 'logs' / 'trainer-0.log'} says what it may be"
             )
 
+    def _warn_of_given_up(self, metrics: Mapping[str, float]) -> None:
+        """Of the first one alone: the summary has their number, the controller's log each of them."""
+        if metrics.get("rollout/given_up") and not self._is_given_up_told:
+            self._is_given_up_told = True
+            self.warn(
+                f"a prompt failed or became too old {several(self.config.rollout.max_hand_backs + 1, 'time')} and is given up "
+                "(rollout.max_hand_backs); logs/controller.log names it and says why, rollout/given_up counts them"
+            )
+
+    def _warn_of_skipped(self, metrics: Mapping[str, float], batch: Batch) -> None:
+        """Each in the log, with its groups; the first one on the console and in the summary too, whose verdict counts them all."""
+        if not (skipped := skipped_text(metrics)):
+            return
+        groups = ("group " if len(batch.groups) == 1 else "groups ") + ", ".join(str(group.group_id) for group in batch.groups)
+        text = (
+            f"{skipped}, {groups}: loss or gradient was NaN or infinite, so the "
+            f"weights stay as they were; {self.run_dir / 'logs' / 'trainer-0.log'} has the values, the batch is saved in "
+            f"{self.run_dir / 'failed_batches' / f'step_{batch.version}.safetensors'}; "
+            f"trainer.max_skipped_steps={self.config.trainer.max_skipped_steps} in a row end the run"
+        )
+        if self._is_skip_told:
+            logger.warning("%s", text)
+        else:
+            self._is_skip_told = True
+            self.warn(text)
+
     def warn(self, text: str) -> None:
         """What went wrong and does not end the run: it stays on the console, in the log and in the summary."""
-        self._warnings.append(text)
+        self._num_warnings += 1
+        if self._num_warnings <= MOST_WARNINGS:
+            self._warnings.append(text)
+        else:
+            self._warnings[MOST_WARNINGS:] = [f"and {self._num_warnings - MOST_WARNINGS} more; logs/controller.log has all of them"]
         logger.warning("%s", text)
         self._console.say(f"WARNING: {text}")
 
     def status(self, rooms: Rooms, waits: Sequence[Wait]) -> None:
         """Replace status.json, for `asyncrl status` from another terminal. `waits`: who waits for whom right now."""
         producers, buffer, publisher = rooms.producers.stats(), rooms.buffer.stats(), rooms.publisher.stats()
+        totals = self._totals.add(counters(rooms))
         self._warn_without_workers(rooms.harnessing)
         self._recorder.write_status(
             {
@@ -142,11 +218,13 @@ class Reporter:
                 "buffer": {"ready": buffer.ready, "running": buffer.running, "look_ahead": buffer.look_ahead, "served": buffer.served},
                 "rollouts": {
                     "inflight": producers.inflight,
-                    "failed": producers.failed,
-                    "retried": producers.retried,
-                    "filtered_groups": buffer.filtered,
+                    "failed": totals["rollout/failed"],
+                    "retried": totals["rollout/retried"],
+                    "given_up_prompts": totals["rollout/given_up"],
+                    "filtered_groups": totals["rollout/filtered"],
                 },
-                "publisher": {"version": publisher.version, "skipped": publisher.skipped},
+                **({"skipped_steps": self._num_skipped} if self._num_skipped else {}),
+                "publisher": {"version": publisher.version, "skipped": totals["publish/skipped"]},
                 "engines": _engine_states(rooms.engines),
                 **({"turns": asdict(turns)} if (turns := rooms.turns.stats()) is not None else {}),
                 **({"evaluation": asdict(rooms.evaluation.stats())} if rooms.evaluation is not None else {}),
@@ -157,26 +235,32 @@ class Reporter:
             }
         )
 
-    def finish(self, state: str, why: str = "") -> None:
-        """Say how the run ended: verdict, plot and summary.json, as far as there are steps to speak of."""
+    def finish(self, state: str, why: str = "", *, can_go_on: bool = True) -> None:
+        """Say how the run ended: verdict, plot and summary.json, as far as there are steps to speak of.
+
+        Not `can_go_on`: the same command would end in the same way, so it is not offered.
+        """
         self.close_console()
-        self._recorder.write_status({"state": state, "step": len(self._steps), "num_steps": self.config.trainer.num_steps, "why": why})
+        status = {"state": state, "num_steps": self.config.trainer.num_steps, "why": why}
+        self._recorder.write_status(status if self._is_to_resume else {**status, "step": int(self._last.get("step", -1)) + 1})
         summary: dict[str, Any] = {"state": state, "why": why, "warnings": self._warnings}
         if self._evaluations:
             summary["evaluation"] = self._evaluations[-1]
-        if self._steps:
-            verdict = judge(self._steps, self.config, self._overdue)
+        if not self._is_to_resume and (steps := read_steps(self.run_dir, [])[0]).values("reward/mean"):
+            verdict = judge(steps, self.config, self._overdue)
             summary |= verdict.as_dict()
-            plot = write_reward_plot(self.run_dir, self._steps, title=self.name, evaluations=self._evaluations)
+            plot = write_reward_plot(self.run_dir, steps, title=self.name, evaluations=self._evaluations)
             self._console.show(summary_panel(verdict, title=f"{self.name}: {state}"))
             for line in self._evaluations[-1:]:
                 self._console.say(f"last evaluation: {evaluation_text(line)}")
             self._console.say(f"reward plot: {plot}")
-            if (final := self.run_dir / "final").is_dir():
+            if state == "done" and (final := self.run_dir / "final").is_dir():
                 self._console.say(f"weights: {final}")
-        if state != "done":
-            self._console.say(f"go on with: asyncrl run {self.run_dir / 'config.yaml'} --run-dir {self.run_dir}")
-        (self.run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        if state != "done" and can_go_on:
+            self._console.say(f"go on with: {run_again(self.run_dir)}")
+        if not self._is_to_resume:
+            sync_records(self.run_dir)
+            write_whole(self.run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
         self._recorder.close()
 
     def _warn_without_workers(self, harnessing: Harnessing | None) -> None:
@@ -192,11 +276,10 @@ class Reporter:
 
     def _count_on(self) -> None:
         """time_s goes on from the last step: a resumed run's time does not go back, and set-up is no part of it."""
-        self._trained_since_s = time.monotonic() - (self._steps[-1]["time_s"] if self._steps else 0.0)
+        self._trained_since_s = time.monotonic() - self._last.get("time_s", 0.0)
 
     def _step_metrics(self, rooms: Rooms, batch: Batch, report: StepReport, step_s: float) -> dict[str, float]:
-        wait, buffer, producers = rooms.buffer.last_wait, rooms.buffer.stats(), rooms.producers.stats()
-        engines, publisher = rooms.engines.stats(), rooms.publisher.stats()
+        wait, buffer, producers, publisher = rooms.buffer.last_wait, rooms.buffer.stats(), rooms.producers.stats(), rooms.publisher.stats()
         sampled = sum(trajectory.num_sampled for group in batch.groups for trajectory in group.trajectories)
         metrics: dict[str, float] = {
             "step": batch.version,
@@ -207,7 +290,6 @@ class Reporter:
         metrics |= report.metrics
         metrics |= {
             "tokens/sampled": sampled,
-            "tokens/generated": engines.tokens,
             "perf/step_s": step_s,
             "perf/wait_s": wait.total_s,
             "perf/wait_generation_s": wait.generation_s,
@@ -216,54 +298,19 @@ class Reporter:
             "perf/publish_s": publisher.publish_s,
             "perf/publish_pause_s": publisher.pause_s,
             "perf/tokens_per_s": metrics["tokens/trained"] / step_s if step_s > 0 else 0.0,
-            "publish/skipped": publisher.skipped,
-            "engine/decode_s": sum(server.health.decode_s for server in rooms.servers if isinstance(server.health, EngineHealth)),
-            "engine/restarts": sum(supervisor.stats().restarts for supervisor in rooms.supervisors),
             "buffer/ready": buffer.ready,
             "buffer/running": buffer.running,
             "buffer/look_ahead": buffer.look_ahead,
             "rollout/inflight": producers.inflight,
-            "rollout/failed": producers.failed,
-            "rollout/retried": producers.retried,
-            "rollout/interrupted": engines.interrupted,
-            "rollout/dropped": producers.dropped,
-            "rollout/filtered": buffer.filtered,
-            "rollout/filtered_tokens": buffer.filtered_tokens,
         }
+        metrics |= self._totals.add(counters(rooms))
         if len(rooms.engines.servers) > 1:
             metrics |= {f"engine/policy_version/{server.name}": server.policy_version for server in rooms.engines.servers}
         if rooms.harnessing is not None:
-            metrics |= _gateway_metrics(rooms.harnessing)
+            metrics |= gateway_metrics(rooms.harnessing)
         if (turns := rooms.turns.stats()) is not None:
-            metrics |= _turn_metrics(turns)
+            metrics |= turn_metrics(turns)
         return metrics
-
-
-def _turn_metrics(turns: TurnStats) -> dict[str, float]:
-    """Of the two handovers around a step; after the last step the trainer keeps the devices. Bytes freed, taken and moved in all phases."""
-    return {
-        "perf/handover_s": turns.to_trainer_s + turns.to_engines_s,
-        "perf/to_trainer_s": turns.to_trainer_s,
-        "perf/to_engines_s": turns.to_engines_s,
-        "perf/handover_bytes": turns.num_bytes,
-    }
-
-
-def _gateway_metrics(harnessing: Harnessing) -> dict[str, float]:
-    """Totals so far of the gateway's calls and of the work that harnesses were given; queued, leased and workers of now."""
-    calls, work = harnessing.gateway.stats(), harnessing.leases.stats()
-    return {
-        "gateway/calls": calls.calls,
-        "gateway/extended": calls.extended,
-        "gateway/realigned": calls.realigned,
-        "gateway/forked": calls.forked,
-        "gateway/refused": sum(calls.refused.values()),
-        "harness/queued": work.queued,
-        "harness/leased": work.leased,
-        "harness/workers": work.workers,
-        "harness/lost": work.num_lost,
-        "harness/restarts": sum(supervisor.num_restarts for supervisor in harnessing.supervisors),
-    }
 
 
 def _engine_states(engines: EnginePool) -> dict[str, str]:

@@ -39,6 +39,7 @@ def trainer_spec(
             "chunk_bytes": config.publisher.chunk_bytes,
             "chunks": chunks,
             "canary_tokens": canary_tokens(config),
+            "measures_gap": config.rollout.engine != "simulated",
             "staging_dir": str(staging_dir),
             "record_path": str(run_dir / "trained.jsonl"),
             "failed_dir": str(run_dir / "failed_batches"),
@@ -77,11 +78,10 @@ def max_length(config: RunConfig) -> int:
     return config.rollout.max_prompt_tokens + config.rollout.max_tokens
 
 
-def engine_dtype(config: RunConfig, device: str) -> str:
-    """The type of the weights in an engine on this device."""
-    if config.model.dtype != "auto":
-        return config.model.dtype
-    return "bfloat16" if device.startswith("cuda") else "float32"
+def _vocab_size(model_path: Path) -> int:
+    """Ids that the model knows: what a simulated engine draws is trained on, and read as text."""
+    architecture = json.loads((model_path / "config.json").read_text(encoding="utf-8"))
+    return int(architecture.get("vocab_size") or architecture["text_config"]["vocab_size"])
 
 
 def engine_spec(
@@ -91,23 +91,23 @@ def engine_spec(
     rollout = config.rollout
     common = {"name": name, "slots": slots or rollout.slots, "max_length": max_length(config)}
     if rollout.engine == "simulated":
-        return json.dumps(common | {"vocab_size": 1000})
+        return json.dumps(common | {"vocab_size": _vocab_size(model_path)} | rollout.simulated.model_dump(mode="json"))
     common |= {
         "model_path": str(model_path),
+        "dtype": config.model.dtype,
         "device": device.partition(":")[0],
         "threads": engine_threads(config),
         "deterministic": rollout.deterministic,
         "has_adapters": config.publisher.transport == "lora",
     }
     if rollout.engine == "embedded":
-        return json.dumps(common | {"dtype": config.model.dtype})
+        return json.dumps(common)
     args = dict(rollout.vllm)
     if takes_turns and not {"enable-sleep-mode", "enable_sleep_mode"} & args.keys():
         args["enable_sleep_mode"] = True
     return json.dumps(
         common
         | {
-            "dtype": engine_dtype(config, device),
             "tensor_parallel": 1 if slots is not None else rollout.tensor_parallel,
             "transport": config.publisher.transport,
             "lora_rank": config.trainer.lora.rank if config.trainer.lora is not None else 1,

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
-from asyncrl.calling import Caller, CallLost, CallRefused
+from asyncrl.calling import SHORT_S, Caller, CallLost, CallRefused
 from asyncrl.config import RunConfig
 from asyncrl.errors import EngineError, RoomError
+from asyncrl.limits import TimeLimit
 from asyncrl.placement.chunk_way import chunk_way
 from asyncrl.placement.cuda import CudaDevice, child_environ, find_cuda_devices
 from asyncrl.placement.devices import Placement, place
@@ -106,12 +107,17 @@ class Server:
         """Sleep as long as the process lives; raises RoomError, with why it ended, when it does."""
         await self.child.watch()
 
-    async def end(self) -> None:
-        """Kill the process, frozen or not, and close the connections; another one can be started in its place."""
+    async def end(self) -> str:
+        """Kill the process, frozen or not, and close the connections; another one can be started in its place.
+
+        Returns what is left of it, in words, if it does not die.
+        """
         self.child.kill_nowait()
         await self.caller.aclose()
         await self.child.aclose()
+        left = self.child.left
         self.child, self.health = self.child.renewed(), None
+        return left
 
     async def start_again(self) -> None:
         """Start the process anew; returns when it answers. Raises RoomError if it does not come up."""
@@ -138,7 +144,7 @@ def make_servers(config: RunConfig, model_path: Path, run_dir: Path, staging_dir
         )
         for rank, device in enumerate(placement.trainer)
     ]  # fmt: skip
-    return [_server(child, secret) for child in trainers], _engine_servers(config, placement, cuda, model_path, run_dir, secret)
+    return [_server(child, secret, config) for child in trainers], _engine_servers(config, placement, cuda, model_path, run_dir, secret)
 
 
 def _engine_servers(
@@ -146,13 +152,16 @@ def _engine_servers(
 ) -> list[Server]:
     if config.rollout.urls is not None:
         key = os.environ.get(KEY_ENV, "")
-        return [Server(ForeignProcess(f"engine-{i}", url), Caller(f"engine-{i}", "", key)) for i, url in enumerate(config.rollout.urls)]
+        return [
+            Server(ForeignProcess(f"engine-{i}", url), Caller(f"engine-{i}", "", key, short_s=short_s(config)))
+            for i, url in enumerate(config.rollout.urls)
+        ]
     engines = []
     for index, device in enumerate(placement.rollout):
         spec = engine_spec(config, model_path, f"engine-{index}", device=device, takes_turns=placement.mode == "colocated")
         port = config.rollout.ports[index] if config.rollout.ports else None
         devices = child_environ(placement.devices_of(index), cuda)
-        engines.append(_server(_engine_process(config, f"engine-{index}", spec, devices, run_dir, secret, port), secret))
+        engines.append(_server(_engine_process(config, f"engine-{index}", spec, devices, run_dir, secret, port), secret, config))
     return engines
 
 
@@ -162,7 +171,7 @@ def make_eval_server(config: RunConfig, slots: int, model_path: Path, run_dir: P
     device = place(config, len(cuda)).evaluation
     assert device is not None, "asked for where config.eval is given"
     spec = engine_spec(config, model_path, EVAL_ENGINE, slots=slots, device=device)
-    return _server(_engine_process(config, EVAL_ENGINE, spec, child_environ([device], cuda), run_dir, secret, None), secret)
+    return _server(_engine_process(config, EVAL_ENGINE, spec, child_environ([device], cuda), run_dir, secret, None), secret, config)
 
 
 def _engine_process(
@@ -183,15 +192,21 @@ def is_shared(config: RunConfig) -> bool:
     return place(config, len(find_cuda_devices())).mode == "colocated"
 
 
-def _server(child: ChildProcess, secret: str) -> Server:
-    return Server(child, Caller(child.name, "", secret))
+def _server(child: ChildProcess, secret: str, config: RunConfig) -> Server:
+    return Server(child, Caller(child.name, "", secret, short_s=short_s(config)))
 
 
-def failure_text(error: CallLost | CallRefused | EngineError | TimeoutError) -> str:
+def short_s(config: RunConfig) -> float:
+    """How long a call waits for a connection of this machine: half of the limits around it, which would blame a rollout or an engine."""
+    limits = (config.rollout.timeout_s, config.publisher.timeout_s, None if config.eval is None else config.eval.timeout_s)
+    return min([SHORT_S, *(limit / 2 for limit in limits if limit is not None)])
+
+
+def failure_text(error: CallLost | CallRefused | RoomError | TimeoutError) -> str:
     """What failed, without the name of the server."""
     if isinstance(error, TimeoutError):
         return f"no answer within {START_TIMEOUT_S} s"
-    return error.what.removeprefix(f"{error.room}: ") if isinstance(error, EngineError) else str(error)
+    return error.fault if isinstance(error, RoomError) else str(error)
 
 
 def health_type(name: str) -> type[TrainerHealth] | type[EngineHealth] | type[WorkerHealth]:
@@ -227,7 +242,8 @@ async def bring_up(trainers: Sequence[Server], engines: Sequence[Server], beside
 async def _put_to_sleep(server: Server) -> None:
     try:
         if server.asked is not None:
-            await asyncio.wait_for(server.asked.sleep(["kv", "weights"]), START_TIMEOUT_S)
+            async with TimeLimit(START_TIMEOUT_S):
+                await server.asked.sleep(["kv", "weights"])
         else:
             await server.caller.post("/sleep", SleepRequest(), Moved, timeout_s=START_TIMEOUT_S)
     except (CallLost, CallRefused, EngineError, TimeoutError) as error:
@@ -277,3 +293,22 @@ async def wait_ready(server: Server) -> Health:
         for task in (asking, watching):
             task.cancel()
         await asyncio.gather(asking, watching, return_exceptions=True)
+
+
+async def note_deaths(servers: Sequence[Server], *, timeout_s: float) -> None:
+    """Have each of them note that its process has died, if it has; waits up to `timeout_s` for the first that does."""
+    running = [server.child for server in servers if server.child.pid is not None and server.child.returncode is None]
+    waits = [asyncio.ensure_future(child.wait()) for child in running] if timeout_s else []
+    if waits:
+        await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    for wait in waits:
+        wait.cancel()
+    for server in servers:
+        server.child.note_death()
+
+
+async def end_server(server: Server, warn: Callable[[str], None]) -> None:
+    """At the run's end. A process that does not die holds memory, and perhaps a GPU: whoever started the run has to know."""
+    await server.aclose()
+    if server.child.left:
+        warn(server.child.left)

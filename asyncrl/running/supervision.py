@@ -6,14 +6,16 @@ Stands between wiring, which makes one supervisor for each engine server, and th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from asyncrl.config import SupervisionConfig
-from asyncrl.errors import EngineLost, PublishError, RoomError
+from asyncrl.errors import ConnectionShortage, EngineLost, PublishError, RoomError
 
 logger = logging.getLogger("asyncrl.running.supervision")
 
@@ -39,8 +41,8 @@ class Restartable(Protocol):
         """Raises RoomError if it does not answer in time."""
         ...
 
-    async def end(self) -> None:
-        """Kill it, frozen or not."""
+    async def end(self) -> str:
+        """Kill it, frozen or not. Returns what is left of it, in words, if it does not die."""
         ...
 
     async def start_again(self) -> None:
@@ -69,6 +71,10 @@ class Pool(Protocol):
 
     def up_nowait(self, name: str) -> None:
         """Requests for this server."""
+        ...
+
+    async def balance(self) -> None:
+        """And those that queue elsewhere."""
         ...
 
 
@@ -106,7 +112,7 @@ class EngineSupervisor:
     Waits:      run sleeps until the server is lost; then in backoff_s (doubled each time, 30 s at most), for room on a device that is
                 shared, the start, and bring_up, in which it still watches. Requests and pushes do not wait for it.
     Invariant:  the pool has work for it only while its process serves the announced version, or a newer one. More than
-                max_restarts in one run end the run with the reason of the last loss; 0 is: the first loss does.
+                max_restarts (see Restarts) end the run with the reason of the last loss; 0 is: the first loss does.
     """
 
     def __init__(
@@ -125,12 +131,14 @@ class EngineSupervisor:
         self.config, self.heartbeat_s = config, heartbeat_s
         self._warn, self._on_event = warn, on_event
         self._state: Literal["up", "down"] = "up"
-        self._restarts = 0
+        self._restarts = Restarts(config)
+        self.is_starting = False
+        """The old process is ended, or a new one on its way, which has limits of its own. Not while it waits for room or for weights."""
         self._report: EngineLost | None = None
         self._reported = asyncio.Event()
 
     def __repr__(self) -> str:
-        return f"<EngineSupervisor {self.name} {self._state}, {self._restarts}/{self.config.max_restarts} restarts>"
+        return f"<EngineSupervisor {self.name} {self._state}, {self._restarts.num}/{self.config.max_restarts} restarts>"
 
     @property
     def name(self) -> str:
@@ -139,7 +147,7 @@ class EngineSupervisor:
 
     def stats(self) -> SupervisorStats:
         """How it is, and how often it was started again."""
-        return SupervisorStats(self.name, self._state, self._restarts)
+        return SupervisorStats(self.name, self._state, self._restarts.num)
 
     def lost_nowait(self, error: EngineLost) -> None:
         """Pool or publisher got no answer. The server is down when this returns; run starts it again."""
@@ -152,9 +160,13 @@ class EngineSupervisor:
     async def run(self) -> None:
         """Watch, and start again, until cancelled. Raises the RoomError that ends the run."""
         while True:
+            self._restarts.works_nowait()
             lost = await self._until_lost(asyncio.Event().wait())
             while lost is not None:
-                lost = await self._replace(lost)
+                try:
+                    lost = await self._replace(lost)
+                finally:
+                    self.is_starting = False
 
     async def _replace(self, lost: RoomError) -> RoomError | None:
         """One restart: why the new process was lost too, or None once it has work."""
@@ -162,21 +174,26 @@ class EngineSupervisor:
             raise used_up(self.config, lost)
         self._give_up()
         logger.warning("%s is lost: %s", self.name, lost)
-        await self._process.end()
-        if self._restarts == self.config.max_restarts:
-            raise used_up(self.config, lost)
-        self._restarts += 1
-        self._warn(f"{in_short(lost)}; starting it again, {self._restarts} of {self.config.max_restarts}")
-        self._on_event("engine lost", {"name": self.name, "why": str(lost), "restart": self._restarts})
+        self.is_starting = True
+        if left := await self._process.end():
+            self._warn(left)
+        number = self._restarts.again_nowait(lost)
+        self._warn(f"{in_short(lost)}; starting it again, {number} of {self.config.max_restarts}")
+        self._on_event("engine lost", {"name": self.name, "why": str(lost), "restart": self._restarts.num})
         since_s = asyncio.get_running_loop().time()
-        await asyncio.sleep(backoff_s(self.config, self._restarts))
+        await asyncio.sleep(backoff_s(self.config, number))
         self._report, self._reported = None, asyncio.Event()
+        self.is_starting = False
         async with self._publisher.room_for_engine(self.name):
+            self.is_starting = True
             self._line.renew_nowait()
             try:
                 await self._process.start_again()
+            except ConnectionShortage:
+                raise
             except RoomError as error:
                 return error
+            self.is_starting = False
             again = await self._until_lost(self._publisher.bring_up(self.name)) or self._report
             if again is not None:
                 return again
@@ -184,7 +201,8 @@ class EngineSupervisor:
         self._pool.up_nowait(self.name)
         down_s = asyncio.get_running_loop().time() - since_s
         logger.info("%s is up again after %.1f s", self.name, down_s)
-        self._on_event("engine up", {"name": self.name, "restart": self._restarts, "down_s": down_s})
+        self._on_event("engine up", {"name": self.name, "restart": self._restarts.num, "down_s": down_s})
+        await self._pool.balance()
         return None
 
     async def _until_lost(self, work: Coroutine[Any, Any, Any]) -> RoomError | None:
@@ -222,14 +240,54 @@ async def until_lost(process: Restartable, heartbeat_s: float, *work: Coroutine[
 
 
 async def heartbeat(process: Restartable, limit_s: float) -> None:
-    """Ask a process for its health now and then, for ever. Raises RoomError once it does not answer within `limit_s`."""
+    """Ask a process for its health now and then, for ever. Raises RoomError once it does not answer within `limit_s`.
+
+    Where it cannot be asked, nothing is known; calls that cannot be made end the run by themselves.
+    """
     while True:
-        await process.check_alive(limit_s)
+        with contextlib.suppress(ConnectionShortage):
+            await process.check_alive(limit_s)
         await asyncio.sleep(HEARTBEAT_PERIOD_S)
 
 
+class Restarts:
+    """How often a process was started again, and whether it may be once more.
+
+    Life:       works_nowait() whenever it works -> again_nowait() when it is lost, and for each start that fails -> works_nowait() ...
+    Invariant:  a restart counts until the process has worked for restart_window_s after it: one that dies once a day never uses up
+                max_restarts, one that does not come up, or dies of the same thing after each long recovery, always does.
+    """
+
+    def __init__(self, config: SupervisionConfig) -> None:
+        self._config = config
+        self.num = 0
+        """In all."""
+        self._worked_s = 0.0
+        self._works_since_s: float | None = None
+        self._counting: deque[float] = deque()
+        """What `_worked_s` was at those that count."""
+
+    def works_nowait(self) -> None:
+        """It is up, and does its work."""
+        self._works_since_s = asyncio.get_running_loop().time()
+
+    def again_nowait(self, lost: RoomError) -> int:
+        """Count one more restart; returns how many count. Raises the RoomError that ends the run if that is one too many."""
+        if self._works_since_s is not None:
+            self._worked_s += asyncio.get_running_loop().time() - self._works_since_s
+            self._works_since_s = None
+        window_s = self._config.restart_window_s
+        while self._counting and window_s is not None and self._worked_s - self._counting[0] >= window_s:
+            self._counting.popleft()
+        if len(self._counting) >= self._config.max_restarts:
+            raise used_up(self._config, lost)
+        self.num += 1
+        self._counting.append(self._worked_s)
+        return len(self._counting)
+
+
 def backoff_s(config: SupervisionConfig, restart: int) -> float:
-    """Seconds before restart number `restart`, from 1."""
+    """Seconds before restart number `restart` of those that count, from 1."""
     return min(config.backoff_s * 2.0 ** (restart - 1), MAX_BACKOFF_S)
 
 
@@ -242,10 +300,11 @@ def used_up(config: SupervisionConfig, lost: RoomError) -> RoomError:
     """The error that ends the run: the loss, and that it was one too many."""
     if not config.max_restarts:
         return lost
-    limit = f"supervision.max_restarts={config.max_restarts} is used up"
+    within = "" if config.restart_window_s is None else f" within supervision.restart_window_s={config.restart_window_s:g}"
+    limit = f"supervision.max_restarts={config.max_restarts} is used up{within}"
     return RoomError(
         lost.room, lost.what.removeprefix(f"{lost.room}: "), rule=f"{lost.rule}; {limit}" if lost.rule else limit,
-        way_out=lost.way_out or f"read the log of {lost.room}; the run goes on from its journal with --resume.",
+        way_out=lost.way_out or f"read the log of {lost.room}; the run goes on when it is started again with its --run-dir.",
     )  # fmt: skip
 
 
@@ -253,7 +312,7 @@ def _loss(task: asyncio.Future[Any]) -> RoomError | None:
     """The RoomError that a task ended with. What is no loss of the server (wrong weights, an internal error) is raised."""
     try:
         task.result()
-    except PublishError:
+    except (PublishError, ConnectionShortage):
         raise
     except RoomError as error:
         return error

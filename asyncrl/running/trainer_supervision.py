@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from asyncrl.config import SupervisionConfig
-from asyncrl.errors import RoomError, TrainerError, TrainerLost
-from asyncrl.running.supervision import GRACE_S, Restartable, backoff_s, heartbeat, in_short, used_up
+from asyncrl.errors import ConnectionShortage, RoomError, TrainerError, TrainerLost
+from asyncrl.running.supervision import GRACE_S, Restartable, Restarts, backoff_s, heartbeat, in_short
 from asyncrl.trainer.client import TrainerClient
 from asyncrl.types import Batch, StepReport, WeightManifest
 from asyncrl.wire import BroadcastRequest, BroadcastResponse, ExportChunkResponse, Moved, TrainerPart
@@ -35,7 +35,8 @@ class LivingTrainer:
     Waits:      run sleeps until a process is lost; calls sleep while the trainer is not up, at most as long as restarts take: once run
                 has given up, they raise what it raised.
     Invariant:  a batch is trained once on the way to each version: what was trained and lost with its process is trained again
-                by recover, and a call goes on from the version that was answered last. More than max_restarts end the run.
+                by recover, and a call goes on from the version that was answered last. More than max_restarts (see
+                Restarts) end the run.
     """
 
     def __init__(
@@ -53,9 +54,10 @@ class LivingTrainer:
     ) -> None:
         self.client, self._ranks, self.config, self.heartbeat_s = client, tuple(ranks), config, heartbeat_s
         self._before_start, self._wait_room, self._recover, self._warn, self._on_event = before_start, wait_room, recover, warn, on_event
-        self.is_up, self.num_restarts = True, 0
+        self.is_up, self._restarts = True, Restarts(config)
         self.is_starting = False
-        """New processes are on their way, which has limits of its own; while batches are trained again they show their progress."""
+        """The old processes are ended, or new ones on their way, which has limits of its own. While
+        batches are trained again they show their progress."""
         self._over: RoomError | None = None
         """Why there will be no trainer any more."""
         self._changed = asyncio.Event()
@@ -65,6 +67,11 @@ class LivingTrainer:
 
     def __repr__(self) -> str:
         return f"<LivingTrainer {'up' if self.is_up else 'down'}, {self.num_restarts}/{self.config.max_restarts} restarts, {self.client!r}>"
+
+    @property
+    def num_restarts(self) -> int:
+        """So far, those that failed included."""
+        return self._restarts.num
 
     @property
     def policy_version(self) -> int:
@@ -126,13 +133,8 @@ class LivingTrainer:
         return await self._when_up(lambda: self.client.export_chunk(version, index))
 
     async def save(self, path: Path, *, merged: bool = True) -> None:
-        """Have the newest weights written as a folder, unless it is there already."""
-
-        async def save() -> None:
-            if not path.exists():  # noqa: ASYNC240  one look; it may be written by the process that then died
-                await self.client.save(path, merged=merged)
-
-        await self._when_up(save)
+        """Have the newest weights written as a folder, which replaces one that is there."""
+        await self._when_up(lambda: self.client.save(path, merged=merged))
 
     async def begin_save_state(self, path: Path) -> int:
         """Not tried again: who makes checkpoints hears TrainerLost."""
@@ -148,6 +150,7 @@ class LivingTrainer:
         """Watch, and start again, until cancelled. Raises the RoomError that ends the run."""
         try:
             while True:
+                self._restarts.works_nowait()
                 lost = await self._until_lost(asyncio.Event().wait())
                 while lost is not None:
                     lost = await self._replace(lost)
@@ -195,16 +198,15 @@ class LivingTrainer:
     async def _replace(self, lost: RoomError) -> RoomError | None:
         """One restart of all ranks: why it was lost again, or None once it is where it was."""
         self.is_up = False
-        if self.num_restarts >= self.config.max_restarts:
-            raise used_up(self.config, lost)
+        number = self._restarts.again_nowait(lost)
         logger.warning("the trainer is lost: %s", lost)
         self.is_starting = True
         for rank in self._ranks:
-            await rank.end()
-        self.num_restarts += 1
-        self._warn(f"{in_short(lost)}; starting the trainer again, {self.num_restarts} of {self.config.max_restarts}")
+            if left := await rank.end():
+                self._warn(left)
+        self._warn(f"{in_short(lost)}; starting the trainer again, {number} of {self.config.max_restarts}")
         self._on_event("trainer lost", {"why": str(lost), "restart": self.num_restarts})
-        await asyncio.sleep(backoff_s(self.config, self.num_restarts))
+        await asyncio.sleep(backoff_s(self.config, number))
         self.is_starting = False  # it is not, while the devices are somebody else's
         await self._wait_room()
         self.is_starting = True
@@ -212,6 +214,8 @@ class LivingTrainer:
         self._before_start()
         try:
             await self._start_all()
+        except ConnectionShortage:
+            raise
         except RoomError as error:
             return error
         self.is_starting = False

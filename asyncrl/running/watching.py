@@ -13,11 +13,12 @@ import psutil
 
 from asyncrl.calling import CallLost, CallRefused
 from asyncrl.config import RunConfig
-from asyncrl.errors import EngineError, EngineLost
+from asyncrl.errors import ConnectionShortage, EngineError, EngineLost
 from asyncrl.observe.stacks import places
 from asyncrl.observe.waits import ChildState, Reported
 from asyncrl.observe.watchdog import Watchdog
 from asyncrl.placement.foreign import ForeignProcess
+from asyncrl.running.run_folder import run_again
 from asyncrl.running.startup import Server, failure_text
 from asyncrl.running.wiring import Rooms
 from asyncrl.wire import EngineHealth, TrainerHealth
@@ -47,7 +48,7 @@ def make_watchdog(config: RunConfig, run_dir: Path, rooms: Rooms, *, tell: Calla
         log_path=log_path,
         tell=tell,
         way_out=f"{log_path} and the logs beside it have all stacks; the run goes on from its journal with "
-        f"`asyncrl run {run_dir / 'config.yaml'} --run-dir {run_dir} --resume must`.",
+        f"`{run_again(run_dir, '--resume', 'must')}`.",
         ask_children=lambda: ask_children(_all_servers(rooms)),
         restart=restart_engines,
         note=rooms.journal.event_nowait,
@@ -68,7 +69,7 @@ def reported(rooms: Rooms, num_groups: int, *, with_rollouts: bool) -> Reported:
         "batches_taken": buffer.next_batch,
         "published": publisher.version,
         "restarts": sum(supervisor.stats().restarts for supervisor in rooms.supervisors),
-        "engines_down": len(down := rooms.engines.stats().down),
+        "engines_down": len(rooms.engines.stats().down),
         "trainer_restarts": rooms.trainer.num_restarts,
         "trainer_down": not rooms.trainer.is_up,
         "checkpoints": rooms.checkpointer.num_made + rooms.checkpointer.num_failed,
@@ -98,8 +99,9 @@ def reported(rooms: Rooms, num_groups: int, *, with_rollouts: bool) -> Reported:
         calls, work = rooms.harnessing.gateway.stats(), rooms.harnessing.leases.stats()
         marks |= {"calls": calls.calls, "leased": work.num_leased, "workers": work.workers}
         facts |= {"queued": work.queued, "leased": work.leased, "workers": work.workers}
+    is_mending = rooms.trainer.is_starting or any(supervisor.is_starting for supervisor in rooms.supervisors)
     found = tuple(places(all_but=() if with_rollouts else ("rollout ",)))
-    return Reported(marks, facts, found, producers.oldest, is_mending=bool(down) or rooms.trainer.is_starting)
+    return Reported(marks, facts, found, producers.oldest, is_mending=is_mending)
 
 
 async def ask_children(servers: tuple[Server, ...]) -> tuple[ChildState, ...]:
@@ -127,7 +129,7 @@ async def _ask(server: Server) -> ChildState:
         return ChildState(child.name, process, "asked nothing", is_well=False)
     try:
         health = await server.ask(HEALTH_TIMEOUT_S)
-    except (CallLost, CallRefused, EngineError) as error:
+    except (CallLost, CallRefused, EngineError, ConnectionShortage) as error:
         return ChildState(child.name, process, failure_text(error), is_well=False)
     if isinstance(health, WorkerHealth):
         answer = f"{health.num_running} of {health.slots} rollouts run, its event loop has stood still for {health.loop_lag_s:.0f} s"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import shutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,7 +22,8 @@ from asyncrl.evaluation import EvalResult, Evaluation
 from asyncrl.harness.verifiers import taskset_loader
 from asyncrl.journal.journal import Journal
 from asyncrl.journal.lock import RunLock
-from asyncrl.placement.staging import clear_stale_staging, disk_root, new_staging_dir
+from asyncrl.placement.handover import ROUTINE
+from asyncrl.placement.staging import clear_stale_staging, disk_root, new_staging_dir, remove_staging_dir
 from asyncrl.producers.harness import HarnessGenerator
 from asyncrl.producers.producers import Producers, Spawn
 from asyncrl.producers.replay import Replay
@@ -37,12 +38,14 @@ from asyncrl.running.engine_clients import connect
 from asyncrl.running.evaluating import wire_evaluation
 from asyncrl.running.harnessing import Harnessing, make_harnessing, num_rollouts
 from asyncrl.running.model_folder import make_model_folder
+from asyncrl.running.model_pin import ModelPin
 from asyncrl.running.off_loop import in_daemon_thread
+from asyncrl.running.preflight import look
 from asyncrl.running.replaying import Replayed, open_replay, refuse_other_policy, told
 from asyncrl.running.supervision import EngineSupervisor
 from asyncrl.running.trainer_supervision import LivingTrainer
 from asyncrl.running.turns import SideBySide, TakingTurns, Turns
-from asyncrl.tasks.build import build_task
+from asyncrl.tasks.build import build_task, task_name
 from asyncrl.tasks.feed import Feed
 from asyncrl.tasks.held_out import read_eval_task
 from asyncrl.tasks.scorer import TaskScorer
@@ -53,6 +56,8 @@ from asyncrl.worker_wire import WORKER_KEY_ENV
 logger = logging.getLogger("asyncrl.running.wiring")
 
 CLOSE_TIMEOUT_S = 15.0
+KEPT_TURNS = 100
+"""Events of each kind that the journal keeps of handovers."""
 RENDEZVOUS = "rendezvous"
 """In the staging folder: where the ranks of a trainer find each other. New ranks need a new one."""
 
@@ -67,6 +72,7 @@ class Rooms:
     engines: EnginePool
     trainer: LivingTrainer
     publisher: Publisher | ChunkPublisher
+    scorer: TaskScorer
     turns: Turns
     journal: Journal
     feed: Feed
@@ -80,6 +86,8 @@ class Rooms:
     """Where rollouts are run by harnesses."""
     replay: Replay | None = None
     """Where rollouts are recorded ones at first."""
+    pin: ModelPin | None = None
+    """Of the model, to be written once the run begins or goes on."""
     broken: asyncio.Future[RoomError] | None = None
     """Of a room that no task of ours waits for (the gateway answers its clients): why the run must end."""
 
@@ -118,15 +126,28 @@ class Listener(Protocol):
         """Something that whoever started the run has to know."""
         ...
 
+    def say_secret(self, text: str) -> None:
+        """The same, with a key in it: it is printed and never logged."""
+        ...
+
     def warn(self, text: str) -> None:
         """Something went wrong that does not end the run."""
         ...
 
 
 async def open_rooms(
-    config: RunConfig, run_dir: Path, stack: AsyncExitStack, *, spawn: Spawn, listener: Listener, lock: RunLock | None = None
+    config: RunConfig,
+    run_dir: Path,
+    stack: AsyncExitStack,
+    *,
+    spawn: Spawn,
+    listener: Listener,
+    lock: RunLock | None = None,
+    may_change_model: bool = False,
 ) -> Rooms:
     """Start the processes and build the rooms; `stack` closes them. `lock` is the run directory's, held by the caller.
+
+    `may_change_model`: the model need not be the one that the run began with.
 
     Raises AsyncrlError with nothing left behind once `stack` is closed.
     """
@@ -136,40 +157,50 @@ async def open_rooms(
 
     tell = listener.tell
     disk_dir = await asyncio.to_thread(disk_root, config.publisher)
-    for folder in (*clear_stale_staging(), *(clear_stale_staging(disk_dir) if disk_dir is not None else ())):
+    for folder in await asyncio.to_thread(lambda: [*clear_stale_staging(), *(clear_stale_staging(disk_dir) if disk_dir else ())]):
         logger.info("removed %s, which a run that was killed had left", folder)
     journal = await asyncio.to_thread(Journal.open, run_dir / "journal.sqlite", run_id=run_id(run_dir), lock=lock)
     closes("journal", journal.aclose)
-    tell("reading the task")
-    task = await in_daemon_thread(lambda: build_task(config.task, config.seed, load_taskset=taskset_loader(config.generator)))
+    tell("looking at what the config names")
+    found = await in_daemon_thread(lambda: look(config))
+    for note in found.notes:
+        listener.say(note)
+    task = found.task
+    if task is None:
+        tell("reading the task")
+        task = await in_daemon_thread(lambda: build_task(config.task, config.seed, load_taskset=taskset_loader(config.generator)))
     replayed = await in_daemon_thread(lambda: open_replay(config, run_dir))
     feed = Feed(
         task, seed=config.seed, shuffle=config.task.shuffle, system_prompt=config.task.system_prompt,
-        first=() if replayed is None else replayed.prompts,
+        first=() if replayed is None else replayed.prompts, name=task_name(config.task),
     )  # fmt: skip
-    scorer = TaskScorer(task, config.task, seed=config.seed)
+    scorer = TaskScorer(task, config.task, seed=config.seed, warn=listener.warn)
     closes("rewards", scorer.aclose)
     if config.eval is not None:
-        tell("reading the eval task")
-        eval_config = config.eval
-        eval_task, eval_prompts = await in_daemon_thread(lambda: read_eval_task(eval_config))
-        eval_scorer = TaskScorer(eval_task, eval_config.task, seed=eval_config.seed)
+        eval_config, held_out = config.eval, found.eval_task
+        if held_out is None:
+            tell("reading the eval task")
+            held_out = await in_daemon_thread(lambda: read_eval_task(eval_config))
+        eval_task, eval_prompts = held_out
+        eval_scorer = TaskScorer(eval_task, eval_config.task, seed=eval_config.seed, warn=listener.warn)
         closes("eval rewards", eval_scorer.aclose)
     tell("making the model" if config.model.scratch else "finding the model")
-    model_path = await make_model_folder(config, run_dir)
+    pin = await asyncio.to_thread(ModelPin, run_dir, config.model.path, is_free=may_change_model)
+    model_path = await make_model_folder(config, run_dir, revision=pin.revision)
+    await in_daemon_thread(lambda: pin.check(model_path))
     if replayed is not None:
         known = replayed
         await in_daemon_thread(lambda: refuse_other_policy(known, config, model_path))
         listener.say(f"task.replay: {told(replayed, config)}")
     staging_dir = new_staging_dir(disk_dir)
-    stack.callback(shutil.rmtree, staging_dir, ignore_errors=True)
+    stack.callback(remove_staging_dir, staging_dir)
     secret = secrets.token_urlsafe(32)
     trainer_servers, engine_servers = startup.make_servers(config, model_path, run_dir, staging_dir, secret)
     servers = (*trainer_servers, *engine_servers)
     eval_server = startup.make_eval_server(config, config.eval.slots, model_path, run_dir, secret) if config.eval is not None else None
     started = (*servers, eval_server) if eval_server is not None else servers
     for server in started:
-        closes(server.child.name, server.aclose)
+        closes(server.child.name, partial(startup.end_server, server, listener.warn))
     tell(f"loading the model in {', '.join(server.child.name for server in started)}")
     clients: dict[str, EngineClient] = {}
 
@@ -180,15 +211,18 @@ async def open_rooms(
         )
         return read
 
+    async def read_model() -> None:
+        await in_daemon_thread(lambda: pin.read(model_path))  # beside those who load the same files
+
     async def bring_up() -> None:
         beside = started[len(servers) :]
         await startup.bring_up(trainer_servers, engine_servers, beside, is_shared=startup.is_shared(config))
 
     if config.rollout.engine == "vllm":  # whether it is ready is asked through its client, which needs the tokenizer
         tokenizer = await read_tokenizer()
-        await bring_up()
+        await asyncio.gather(bring_up(), read_model())
     else:
-        tokenizer, _ = await asyncio.gather(read_tokenizer(), bring_up())
+        tokenizer, *_ = await asyncio.gather(read_tokenizer(), bring_up(), read_model())
     checkpoints = Checkpoints(run_dir, config.checkpoint)
 
     def make_evaluation(harnessing: Harnessing | None) -> Evaluation | None:
@@ -210,14 +244,14 @@ async def open_rooms(
         tell("starting the gateway and its workers")
         closes("gateway", rooms.harnessing.aclose)
         await rooms.harnessing.start()
-        tell_where(config, rooms.harnessing, listener.say)
-    return replace(rooms, eval_server=eval_server)
+        tell_where(config, rooms.harnessing, listener.say_secret)
+    return replace(rooms, eval_server=eval_server, pin=pin)
 
 
-def tell_where(config: RunConfig, harnessing: Harnessing, say: Callable[[str], None]) -> None:
+def tell_where(config: RunConfig, harnessing: Harnessing, say_secret: Callable[[str], None]) -> None:
     """Workers elsewhere must be started by somebody, who needs to know how."""
     if config.generator.remote:
-        say(
+        say_secret(
             f"gateway at {harnessing.url}; start workers with: {WORKER_KEY_ENV}={harnessing.worker_key} asyncrl work {harnessing.url} "
             "--python my_agent:run"
         )
@@ -295,14 +329,14 @@ def _wire(
         harnessing = make_harnessing(
             config, engines, tokenizer, run_dir, on_broken=on_broken, warn=listener.warn, on_event=journal.event_nowait
         )
-        generator = HarnessGenerator(harnessing.gateway, harnessing.leases, scorer, timeout_s=rollout.timeout_s)
+        generator = HarnessGenerator(harnessing.gateway, harnessing.leases, scorer)
     replay = None
     if replayed is not None:
         replay = Replay(generator, replayed.rollouts, start_version=lambda group_id: producers.start_version(group_id))
     producers = Producers(
         buffer, feed, RolloutRunner(replay or generator, timeout_s=rollout.timeout_s, retries=rollout.retries), spawn=spawn,
         group_size=rollout.group_size, capacity=num_rollouts(config), max_failed_groups=rollout.max_failed_groups,
-        journal=journal,
+        max_hand_backs=rollout.max_hand_backs, journal=journal,
     )  # fmt: skip
 
     evaluation = make_evaluation(harnessing)
@@ -317,14 +351,14 @@ def _wire(
     }  # fmt: skip
 
     def controller_state() -> Mapping[str, Any]:
-        out = [*producers.prompts_out(), *buffer.prompts_ready()]
+        out = {prompt.prompt_id: prompt.num_handed_back for prompt in (*producers.prompts_out(), *buffer.prompts_ready())}
         return {"feed": feed.state(), "out": out, "next_group_id": buffer.next_group_id}
 
     checkpointer = Checkpointer(
         checkpoints, trainer, journal, controller_state=controller_state, spawn=spawn, warn=listener.warn, keep=config.journal.keep
     )
     return Rooms(
-        servers, buffer, producers, engines, trainer, publisher, turns, journal, feed, checkpointer, evaluation,
+        servers, buffer, producers, engines, trainer, publisher, scorer, turns, journal, feed, checkpointer, evaluation,
         supervisors=tuple(supervisors.values()), harnessing=harnessing, replay=replay, broken=broken,
     )  # fmt: skip
 
@@ -359,6 +393,8 @@ def _wire_publishing(
         is_whole_wanted=lambda version: evaluation is not None and evaluation.wants(version),
         on_whole=lambda manifest: evaluation.published_nowait(manifest) if evaluation is not None else None, on_lost=on_lost,
     )  # fmt: skip
-    return chunks, TakingTurns(
-        targets, trainer, chunks, num_steps=num_steps, timeout_s=timeout_s, on_event=journal.event_nowait, on_lost=on_lost
-    )
+
+    def tell(what: str, detail: Mapping[str, Any]) -> None:
+        journal.event_nowait(what, detail, keep=KEPT_TURNS if what in ROUTINE else None)
+
+    return chunks, TakingTurns(targets, trainer, chunks, num_steps=num_steps, timeout_s=timeout_s, on_event=tell, on_lost=on_lost)

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from asyncrl.config import SupervisionConfig
-from asyncrl.errors import RoomError
-from asyncrl.running.supervision import HEARTBEAT_PERIOD_S, Restartable, backoff_s, in_short, until_lost, used_up
+from asyncrl.errors import ConnectionShortage, RoomError
+from asyncrl.running.supervision import HEARTBEAT_PERIOD_S, Restartable, Restarts, backoff_s, in_short, until_lost
 from asyncrl.worker_wire import WorkerHealth
 
 logger = logging.getLogger("asyncrl.running.worker_supervision")
@@ -22,7 +22,7 @@ class WorkerSupervisor:
                 rollouts have failed already -> `gone` is told, so that its rollouts fail now -> backoff
                 -> a new process, which leases by itself -> up.
     Waits:      run sleeps until the worker is lost, then in backoff_s and in the start of the new one.
-    Invariant:  more than max_restarts in one run end the run with the reason of the last loss; 0 is: the first loss does.
+    Invariant:  more than max_restarts (see Restarts) end the run with the reason of the last loss; 0 is: the first loss does.
     """
 
     def __init__(
@@ -40,10 +40,15 @@ class WorkerSupervisor:
         self._process, self.config, self.heartbeat_s = process, config, heartbeat_s
         self._gone, self._warn, self._on_event = gone, warn, on_event
         self._lease_timeout_s = lease_timeout_s
-        self.num_restarts = 0
+        self._restarts = Restarts(config)
 
     def __repr__(self) -> str:
         return f"<WorkerSupervisor {self._process.name} {self.num_restarts}/{self.config.max_restarts} restarts>"
+
+    @property
+    def num_restarts(self) -> int:
+        """So far, those that failed included."""
+        return self._restarts.num
 
     @property
     def name(self) -> str:
@@ -53,16 +58,25 @@ class WorkerSupervisor:
     async def run(self) -> None:
         """Watch, and start again, until cancelled. Raises the RoomError that ends the run."""
         while True:
+            self._restarts.works_nowait()
             lost = await until_lost(self._process, self.heartbeat_s, self._until_blocked())
             while lost is not None:
                 lost = await self._replace(lost)
 
     async def _until_blocked(self) -> None:
-        """Raise RoomError once its event loop stands still for too long. Its /health is answered from another thread."""
+        """Raise RoomError once its event loop stands still for too long. Its /health is answered from another thread.
+
+        Two answers must say so: when the machine stood still, the first one may come before the worker's loop has gone on.
+        """
+        before: WorkerHealth | None = None
         while True:
             await asyncio.sleep(HEARTBEAT_PERIOD_S)
             health = getattr(self._process, "health", None)
-            if isinstance(health, WorkerHealth) and health.loop_lag_s > self._lease_timeout_s:
+            if not isinstance(health, WorkerHealth) or health.loop_lag_s <= self._lease_timeout_s:
+                before = None
+            elif before is None or health is before:
+                before = health
+            else:
                 raise RoomError(
                     self._process.name,
                     f"a harness has blocked its event loop for {health.loop_lag_s:.0f} s",
@@ -75,15 +89,16 @@ class WorkerSupervisor:
         name = self.name
         logger.warning("%s is lost: %s", name, lost)
         self._gone(name, in_short(lost))
-        if self.num_restarts >= self.config.max_restarts:
-            raise used_up(self.config, lost)
-        await self._process.end()
-        self.num_restarts += 1
-        self._warn(f"{in_short(lost)}; starting it again, {self.num_restarts} of {self.config.max_restarts}")
+        number = self._restarts.again_nowait(lost)
+        if left := await self._process.end():
+            self._warn(left)
+        self._warn(f"{in_short(lost)}; starting it again, {number} of {self.config.max_restarts}")
         self._on_event("worker lost", {"name": name, "why": str(lost), "restart": self.num_restarts})
-        await asyncio.sleep(backoff_s(self.config, self.num_restarts))
+        await asyncio.sleep(backoff_s(self.config, number))
         try:
             await self._process.start_again()
+        except ConnectionShortage:
+            raise
         except RoomError as error:
             return error
         self._on_event("worker up", {"name": name, "restart": self.num_restarts})

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from asyncrl.config import TaskConfig
 from asyncrl.errors import ConfigError
-from asyncrl.loading import check_call, load_object
+from asyncrl.loading import check_call, load_function, load_object
 from asyncrl.tasks.feed import Feed
 from asyncrl.tasks.files import read_files
-from asyncrl.tasks.gym import GymTask, not_installed
+from asyncrl.tasks.gym import GymTask
 from asyncrl.tasks.hub import read_dataset
 from asyncrl.tasks.math_reward import math_reward
 from asyncrl.tasks.outcome import caught
@@ -27,7 +27,7 @@ LoadTaskset = Callable[[], Any]
 def build_task(config: TaskConfig, seed: int, *, load_taskset: LoadTaskset | None = None) -> Task:
     """The task that `config` names; `seed` is the run's. `load_taskset` is asked if task.verifiers is set.
 
-    Raises ConfigError if a name or setting is wrong, TaskError if the prompts cannot be read.
+    Raises ConfigError if a name or setting is wrong, or the prompts cannot be read.
     """
     if config.verifiers:
         return VerifiersTask(_taskset(load_taskset), size=config.size)
@@ -46,23 +46,30 @@ def build_task(config: TaskConfig, seed: int, *, load_taskset: LoadTaskset | Non
     return RowTask(rows, score, prompt_column=config.prompt_column, answer_column=config.answer_column)
 
 
-def check_task(config: TaskConfig, seed: int, *, load_taskset: LoadTaskset | None = None) -> str:
-    """What the task is, in words, for `asyncrl check`. Python tasks and files are read; what needs seconds or the network is not.
+def look_at_task(config: TaskConfig, seed: int, *, load_taskset: LoadTaskset | None = None) -> tuple[Task | None, str]:
+    """The task before anything starts, and what it is, in words. None where only the start of the run may read it: tasks of a verifiers
+    environment, which is loaded all the same, and a dataset that may have to come from the hub.
 
     Raises as build_task does.
     """
     if config.verifiers:
-        return f"verifiers {type(_taskset(load_taskset)).__name__} (its tasks are read when the run starts)"
-    if config.dataset is not None:
+        return None, f"verifiers {type(_taskset(load_taskset)).__name__} (its tasks are read when the run starts)"
+    if config.dataset is not None and not Path(config.dataset).exists():
         _reward_function(config)
-        return f"dataset {config.dataset}, split {config.split} (read when the run starts)"
-    if config.reasoning_gym is not None:
-        if importlib.util.find_spec("reasoning_gym") is None:
-            raise not_installed(config.reasoning_gym, "reasoning_gym")
-        return f"reasoning-gym {config.reasoning_gym}, {config.size} prompts (made when the run starts)"
+        return None, f"dataset {config.dataset}, split {config.split}; not looked at: it is no folder here, and the hub needs the network"
     task = build_task(config, seed)
-    Feed(task, seed=seed, shuffle=config.shuffle)  # refuses an empty task
-    return f"{config.python or ', '.join(config.files or [])}, {len(task)} prompts"
+    Feed(task, seed=seed, shuffle=config.shuffle, name=task_name(config))  # refuses an empty task
+    return task, f"{_source(config)}, {len(task)} prompts"
+
+
+def task_name(config: TaskConfig) -> str | None:
+    """What errors call a task of the user's, by its setting; None for the others, which tell what they are."""
+    return f"task.python={config.python}" if config.python is not None else None
+
+
+def _source(config: TaskConfig) -> str:
+    gym = config.reasoning_gym and f"reasoning-gym {config.reasoning_gym}"
+    return config.python or gym or config.dataset or ", ".join(config.files or [])
 
 
 def build_score(config: TaskConfig, seed: int) -> Score:
@@ -115,9 +122,7 @@ def _reward_function(config: TaskConfig) -> Score:
         return _unscored
     function: Any = math_reward
     if config.reward != "math":
-        function = load_object(config.reward, "task.reward")
-        usage = "reward(prompt, completion, answer)"
-        check_call(function, (None, "", None), {}, setting="task.reward", spec=config.reward, usage=usage)
+        function = load_function(config.reward, "task.reward", usage="reward(prompt, completion, answer)", arguments=(None, "", None))
 
     def score(prompt: Prompt, completion: str) -> Any:
         return function(prompt, completion, prompt.answer)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from asyncrl.errors import TaskError
+from asyncrl.errors import ConfigError, TaskError
 from asyncrl.tasks.outcome import caught
 from asyncrl.tasks.task import Item, Task, as_messages
 from asyncrl.types import Prompt
@@ -21,22 +22,33 @@ class Feed:
 
     The first draws are the prompts of `first`, if there are any. Draw number k after them, of a task with n prompts, is place k mod n
     of epoch k div n. Life of a prompt: drawn, then consumed (the feed hears nothing of it) or handed back, and drawn again before any
-    new one, in the old order.
+    new one, in the old order, with the num_handed_back that it came back with.
     Invariant: state() and the config say all there is; a feed that has loaded it goes on with the same prompts.
     """
 
-    def __init__(self, task: Task, *, seed: int, shuffle: bool, system_prompt: str | None = None, first: Sequence[Prompt] = ()) -> None:
-        """`first`: whole prompts, whose ids are none of the task's (epoch/index)."""
+    def __init__(
+        self,
+        task: Task,
+        *,
+        seed: int,
+        shuffle: bool,
+        system_prompt: str | None = None,
+        first: Sequence[Prompt] = (),
+        name: str | None = None,
+    ) -> None:
+        """`first`: whole prompts, whose ids are none of the task's (epoch/index). `name`: what errors call the task."""
+        self._name = name or repr(task)
         if len(task) == 0:
-            raise TaskError(
-                "tasks", f"the task {task!r} has no prompts", rule="a run needs at least one", way_out="give it data, or task.size >= 1."
+            raise ConfigError(
+                f"the task {self._name} has no prompts", rule="a run needs at least one", way_out="give it data, or task.size >= 1."
             )
         self._task, self._seed, self._shuffle, self._system_prompt = task, seed, shuffle, system_prompt
         self._num_prompts = len(task)
         self._first = tuple(first)
         self._first_draws = {prompt.prompt_id: draw for draw, prompt in enumerate(self._first)}
         self._num_drawn = 0
-        self._handed_back: list[int] = []
+        self._handed_back: list[int] = []  # heap of draws
+        self._counts: dict[int, int] = {}  # num_handed_back of each of them
         self._epoch = lru_cache(maxsize=4)(self._make_epoch)
 
     def __repr__(self) -> str:
@@ -49,22 +61,22 @@ class Feed:
         else:
             draw = self._num_drawn
             self._num_drawn += 1
-        if draw < len(self._first):
-            return self._first[draw]
-        return self._make_prompt(*self._place(draw))
+        prompt = self._first[draw] if draw < len(self._first) else self._make_prompt(*self._place(draw))
+        return replace(prompt, num_handed_back=self._counts.pop(draw, 0))
 
     def hand_back_nowait(self, prompt: Prompt) -> None:
         """Put a drawn prompt at the front again. Raises ValueError if it was not drawn, or was handed back already."""
-        self._hand_back(prompt.prompt_id)
+        self._hand_back(prompt.prompt_id, prompt.num_handed_back)
 
-    def _hand_back(self, prompt_id: str) -> None:
+    def _hand_back(self, prompt_id: str, num_handed_back: int) -> None:
         draw = self._first_draws.get(prompt_id)
         if draw is None:
             epoch, index = (int(part) for part in prompt_id.split("/"))
             draw = len(self._first) + epoch * self._num_prompts + int(self._epoch(epoch)[1][index])
-        if draw >= self._num_drawn or draw in self._handed_back:
+        if draw >= self._num_drawn or draw in self._counts:
             raise ValueError(f"prompt {prompt_id} is not out: it cannot be handed back")
         heapq.heappush(self._handed_back, draw)
+        self._counts[draw] = num_handed_back
 
     @property
     def order(self) -> dict[str, Any]:
@@ -82,15 +94,15 @@ class Feed:
                     way_out="resume with the data and config of the saved run, or start a new one.",
                 )
 
-    def restore_nowait(self, num_drawn: int, handed_back: Iterable[str]) -> None:
-        """Go on after `num_drawn` draws, these prompt ids being handed back; every other drawn prompt is out or consumed.
+    def restore_nowait(self, num_drawn: int, handed_back: Mapping[str, int]) -> None:
+        """Go on after `num_drawn` draws; `handed_back`: id -> num_handed_back. Every other drawn prompt is out or consumed.
 
         Raises TaskError if the task cannot have given these prompts.
         """
         self._num_drawn = num_drawn
         try:
-            for prompt_id in handed_back:
-                self._hand_back(prompt_id)
+            for prompt_id, num_handed_back in handed_back.items():
+                self._hand_back(prompt_id, num_handed_back)
         except (ValueError, IndexError) as error:
             raise TaskError(
                 "tasks",
@@ -104,19 +116,20 @@ class Feed:
         """Draws so far, repeated ones not counted."""
         return self._num_drawn
 
-    def prompts_back(self) -> list[str]:
-        """Ids of the prompts that come again before any new one, in that order."""
-        return [self._prompt_id(draw) for draw in sorted(self._handed_back)]
+    def prompts_back(self) -> dict[str, int]:
+        """Ids of the prompts that come again before any new one, in that order -> their num_handed_back."""
+        return {self._prompt_id(draw): count for draw, count in sorted(self._counts.items())}
 
     def state(self) -> dict[str, Any]:
         """The cursor, fit for JSON. Prompts that are out (drawn, neither consumed nor handed back) are the caller's to remember."""
-        return {**self.order, "num_drawn": self._num_drawn, "handed_back": sorted(self._handed_back)}
+        return {**self.order, "num_drawn": self._num_drawn, "handed_back": sorted(self._counts.items())}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on where `state` was taken. Raises TaskError if it belongs to another task, seed or order."""
         self.check_order(state)
         self._num_drawn = int(state["num_drawn"])
-        self._handed_back = sorted(int(draw) for draw in state["handed_back"])
+        self._counts = {int(draw): int(count) for draw, count in state["handed_back"]}
+        self._handed_back = sorted(self._counts)
 
     def _place(self, draw: int) -> tuple[int, int]:
         """(epoch, index) of a draw of the task."""
@@ -134,13 +147,16 @@ class Feed:
         return order, np.argsort(order)
 
     def _make_prompt(self, epoch: int, index: int) -> Prompt:
-        place = f"prompt {index} of {self._task!r}"
+        place = f"prompt {index} of {self._name}"
         with caught() as boundary:
             found = self._task.prompt(index)
         if boundary.error is not None:
             raise TaskError("tasks", f"{place}: making it {boundary.failure}", way_out="mend the task's prompt().") from boundary.error
         item = found if isinstance(found, Item) else Item(found)
-        messages = as_messages(item.content, place)
+        try:
+            messages = as_messages(item.content, place)
+        except ConfigError as error:  # rows are looked at when they are read; a task of the user's is asked in the middle of a run
+            raise TaskError("tasks", error.what, rule=error.rule, way_out=error.way_out) from error
         if self._system_prompt is not None:
             if messages[0]["role"] == "system":
                 raise TaskError(

@@ -9,7 +9,7 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, install_extra
 from asyncrl.tasks.task import Item
 from asyncrl.types import Prompt
 
@@ -52,17 +52,17 @@ class GymTask:
         return len(self._dataset)
 
     def prompt(self, index: int) -> Item:
-        """Question, reference answer and the library's metadata of entry `index`."""
+        """Question of entry `index`; its answer is {"answer", "metadata"}, for the metadata of many tasks hold the answer too."""
         entry = self._dataset[index]
-        return Item(entry["question"], answer=entry["answer"], info=entry["metadata"])
+        return Item(entry["question"], answer={"answer": entry["answer"], "metadata": entry["metadata"]})
 
     def score(self, prompt: Prompt, completion: str) -> float:
         """The library's own score of the answer, 0 to 1."""
         answer = self._extract(completion)
-        entry = {"question": prompt.messages[-1]["content"], "answer": prompt.answer, "metadata": prompt.info}
+        entry = {"question": prompt.messages[-1]["content"], **prompt.answer}
         return float(self._dataset.score_answer(completion.strip() if answer is None else answer, entry=entry))
 
 
 def not_installed(name: str, package: str) -> ConfigError:
     """The error of a missing extra, which it names."""
-    return ConfigError(f"task.reasoning_gym={name}: the package {package} is not installed", way_out="pip install 'asyncrl[harness]'")
+    return ConfigError(f"task.reasoning_gym={name}: the package {package} is not installed", way_out=install_extra("harness"))

@@ -12,6 +12,7 @@ from concurrent.futures.process import BrokenProcessPool
 
 from asyncrl.config import TaskConfig
 from asyncrl.errors import TaskError
+from asyncrl.limits import TimeLimit
 from asyncrl.tasks.build import build_score
 from asyncrl.tasks.outcome import Outcome, call, call_async, caught
 from asyncrl.tasks.task import Score
@@ -44,7 +45,7 @@ class ProcessPool:
         """Outcome of one call. Raises TaskError if the processes cannot start or cannot build the score function."""
         async with self._free:
             try:
-                async with asyncio.timeout(self._timeout_s + START_LIMIT_S):
+                async with TimeLimit(self._timeout_s + START_LIMIT_S):
                     return await self._run(prompt, completion)
             except TimeoutError:
                 raise self._broken(

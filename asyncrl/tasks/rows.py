@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from asyncrl.errors import TaskError
+from asyncrl.errors import ConfigError
 from asyncrl.tasks.task import Item, Score, as_messages
 from asyncrl.types import Prompt
 
@@ -59,8 +59,7 @@ class RowTask:
         row, place = self.rows[index], self.rows.place(index)
         for setting, column in (("prompt_column", self.prompt_column), ("answer_column", self.answer_column)):
             if column is not None and column not in row:
-                raise TaskError(
-                    "tasks",
+                raise ConfigError(
                     f"{place} has no column {column} (task.{setting})",
                     rule=f"its columns are {', '.join(map(str, row)) or 'none'}",
                     way_out=f"set task.{setting} to one of them" + (", or to none." if setting == "answer_column" else "."),

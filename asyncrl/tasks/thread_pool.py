@@ -9,6 +9,7 @@ from collections.abc import Awaitable
 from typing import Any
 
 from asyncrl.errors import TaskError
+from asyncrl.limits import Alarm, TimeLimit
 from asyncrl.tasks.outcome import Outcome, call
 from asyncrl.tasks.task import Score
 from asyncrl.types import Prompt
@@ -27,8 +28,8 @@ class ThreadPool:
     def __init__(self, score: Score, *, workers: int, timeout_s: float) -> None:
         self._score, self._workers, self._timeout_s = score, workers, timeout_s
         self._free = asyncio.Semaphore(workers)
-        self._running: dict[asyncio.Future[Any], float] = {}
-        self._watchdogs: dict[asyncio.Future[Any], asyncio.TimerHandle] = {}
+        self._running: dict[asyncio.Future[Any], Alarm] = {}
+        self._overdue: set[asyncio.Future[Any]] = set()
         self._is_stuck = False
 
     def __repr__(self) -> str:
@@ -42,18 +43,17 @@ class ThreadPool:
             raise self._stuck()
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Outcome | Awaitable[Any]] = loop.create_future()
-        self._running[done] = loop.time()
-        self._watchdogs[done] = loop.call_later(2 * self._timeout_s, self._watch)
+        self._running[done] = Alarm(2 * self._timeout_s, lambda: self._is_overdue(done))
         threading.Thread(target=self._work, args=(loop, done, prompt, completion), name="reward", daemon=True).start()
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with TimeLimit(self._timeout_s):
                 return await done
         except TimeoutError:
             return Outcome(failure=f"did not return within {self._timeout_s} s (task.reward_timeout_s)")
 
     def close_nowait(self) -> None:
         """Forget the calls that still run; their daemon threads end with the process."""
-        for watchdog in self._watchdogs.values():
+        for watchdog in self._running.values():
             watchdog.cancel()
 
     def _work(self, loop: asyncio.AbstractEventLoop, done: asyncio.Future[Any], prompt: Prompt, completion: str) -> None:
@@ -66,17 +66,17 @@ class ThreadPool:
             loop.call_soon_threadsafe(self._finish, done, outcome)
 
     def _finish(self, done: asyncio.Future[Any], outcome: Outcome | Awaitable[Any]) -> None:
-        del self._running[done]
-        self._watchdogs.pop(done).cancel()
+        self._running.pop(done).cancel()
+        self._overdue.discard(done)
         self._free.release()
         if not done.done():
             done.set_result(outcome)
         elif asyncio.iscoroutine(outcome):
             outcome.close()
 
-    def _watch(self) -> None:
-        overdue = asyncio.get_running_loop().time() - 2 * self._timeout_s
-        if len(self._running) == self._workers and all(started <= overdue for started in self._running.values()):
+    def _is_overdue(self, done: asyncio.Future[Any]) -> None:
+        self._overdue.add(done)
+        if len(self._overdue) == self._workers:
             self._is_stuck = True
             self._free.release()
 

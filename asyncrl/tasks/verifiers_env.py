@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from asyncrl.errors import RewardFailure, TaskError
+from asyncrl.errors import ConfigError, RewardFailure
 from asyncrl.tasks.outcome import caught
 from asyncrl.tasks.task import Item
 from asyncrl.types import Prompt
@@ -27,7 +27,7 @@ class VerifiersTask:
     """
 
     def __init__(self, taskset: Any, *, size: int) -> None:
-        """Raises TaskError if a task cannot be made, or cannot be sent to a worker and built again there."""
+        """Raises ConfigError if a task cannot be made, or cannot be sent to a worker and built again there."""
         self._name = type(taskset).__name__
         hidden = [name for name, field in type(taskset).task_type().data_type().model_fields.items() if field.exclude]
         if hidden:
@@ -36,11 +36,10 @@ class VerifiersTask:
         with caught() as boundary:
             for task in itertools.islice(taskset, None if taskset.bounded else size):
                 self._items.append(self._item(task.data, len(self._items)))
-        if isinstance(boundary.error, TaskError):
+        if isinstance(boundary.error, ConfigError):
             raise boundary.error
         if boundary.error is not None:
-            raise TaskError(
-                "tasks",
+            raise ConfigError(
                 f"task {len(self._items)} of {self._name}: making it {boundary.failure}",
                 rule="the tasks of a verifiers environment are read when the run starts",
                 way_out="mend its taskset, or its settings in generator.args.taskset.",
@@ -82,9 +81,8 @@ class VerifiersTask:
             raise self._unfit(f"the prompt of task {index} has a part of type {others[0]}, and models are trained on text")
         return "\n".join(part.text for part in content)
 
-    def _unfit(self, what: str) -> TaskError:
-        return TaskError(
-            "tasks",
+    def _unfit(self, what: str) -> ConfigError:
+        return ConfigError(
             f"{self._name}: {what}",
             rule="the data of a task are text that goes to a worker as JSON, whole",
             way_out="mend the environment's task data.",

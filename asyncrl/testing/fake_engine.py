@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from asyncrl.calling import Answer, Caller, CallLost, CallRefused, Part
+from asyncrl.limits import TimeLimit
 from asyncrl.testing.fake_run import END_TOKEN, FakeRun, fake_token
 from asyncrl.testing.fake_sleep import FakeParts
 from asyncrl.wire import (
@@ -116,7 +117,7 @@ class FakeEngineServer(Caller):
     async def get(self, path: str, answer: type[Answer], *, timeout_s: float | None) -> Answer:
         """GET /health."""
         try:
-            async with asyncio.timeout(timeout_s):
+            async with TimeLimit(timeout_s):
                 await self._alive(self.has_ended, path)
         except TimeoutError:
             raise CallLost(self.name, path, f"no answer within {timeout_s} s") from None
@@ -148,7 +149,7 @@ class FakeEngineServer(Caller):
             "/load_chunk": self._load_chunk,
         }
         try:
-            async with asyncio.timeout(timeout_s):
+            async with TimeLimit(timeout_s):
                 await self._alive(process, path)
                 result: BaseModel = await calls[path](body)
                 await self._alive(process, path)

@@ -73,10 +73,11 @@ class FakeEngineProcess(FakeProcess[FakeEngineServer]):
 
     health, end_s = EngineHealth, 0.0
 
-    async def end(self) -> None:
+    async def end(self) -> str:
         """SIGKILL."""
         await asyncio.sleep(self.end_s)
         self.server.die()
+        return ""
 
     async def start_again(self) -> None:
         """A new process, with the weights of the start."""

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from asyncrl.calling import Answer, Caller, CallLost, CallRefused
+from asyncrl.limits import TimeLimit
 from asyncrl.testing.fake_process import FakeProcess
 from asyncrl.wire import (
     ErrorBody,
@@ -71,7 +72,7 @@ class FakeTrainerServer(Caller):
     async def get(self, path: str, answer: type[Answer], *, timeout_s: float | None) -> Answer:
         """GET /health, during a step too."""
         try:
-            async with asyncio.timeout(timeout_s):
+            async with TimeLimit(timeout_s):
                 await self._unless_dead(path, self._thaw())
         except TimeoutError:
             raise CallLost(self.name, path, f"no answer within {timeout_s} s") from None
@@ -167,9 +168,10 @@ class FakeTrainerProcess(FakeProcess[FakeTrainerServer]):
     health, num_cancelled = TrainerHealth, 0
     """num_cancelled: starts that were given up."""
 
-    async def end(self) -> None:
+    async def end(self) -> str:
         """SIGKILL."""
         self.server.die()
+        return ""
 
     async def start_again(self) -> None:
         """A new process, with the weights of the start."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from typing import Literal
 
-from asyncrl.errors import RewardFailure
+from asyncrl.errors import RewardFailure, WouldWait
 from asyncrl.testing.fake_engine import END_TOKEN, FakeEngineServer
 from asyncrl.types import (
     Batch,
@@ -94,20 +94,20 @@ class FakeSource:
 
     def __init__(self) -> None:
         self.handed_back: list[Prompt] = []
-        self._front: deque[Prompt] = deque()
+        self.front: deque[Prompt] = deque()
         self._numbers = count()
 
     def next_nowait(self) -> Prompt:
         """The front, or a new one."""
-        if self._front:
-            return self._front.popleft()
+        if self.front:
+            return self.front.popleft()
         name = f"p{next(self._numbers)}"
         return Prompt(name, ({"role": "user", "content": name},))
 
     def hand_back_nowait(self, prompt: Prompt) -> None:
         """To the front."""
         self.handed_back.append(prompt)
-        self._front.appendleft(prompt)
+        self.front.appendleft(prompt)
 
 
 class FakeSink:
@@ -126,11 +126,16 @@ class FakeSink:
         self._num_tickets += num_tickets
         self._changed.set()
 
-    async def wait_admit(self) -> Ticket:
-        """The next ticket."""
+    async def wait_open(self) -> None:
+        """Return once there is a ticket."""
         while not self._num_tickets:
             self._changed.clear()
             await self._changed.wait()
+
+    def admit_nowait(self) -> Ticket:
+        """The next ticket, or WouldWait."""
+        if not self._num_tickets:
+            raise WouldWait("no ticket is left")
         self._num_tickets -= 1
         self.admitted.append(Ticket(GroupId(len(self.admitted)), self.start_version))
         return self.admitted[-1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 from asyncrl.errors import JournalError
@@ -73,12 +73,14 @@ class MemoryJournal:
         self._known(group_id)
         self._note("rollout_failed", group_id, sample_index, num_attempts, why)
 
-    def group_ended_nowait(self, group_id: GroupId, state: Literal["ready", "failed", "filtered", "handed_back"], reason: str) -> None:
+    def group_ended_nowait(
+        self, group_id: GroupId, state: Literal["ready", "failed", "filtered", "handed_back"], reason: str, *, requeued: int | None = None
+    ) -> None:
         """The group's new state."""
         found = self._known(group_id)
         if found != "running" and (found, state) != ("ready", "handed_back"):
             raise JournalError(f"group {group_id} cannot become {state}: it is {found}")
-        self._note("group_ended", group_id, state, reason)
+        self._note("group_ended", group_id, state, reason, requeued)
         self.states[group_id] = state
 
     async def batch_taken(self, batch: Batch) -> Literal["taken", "replayed"]:
@@ -109,7 +111,7 @@ class MemoryJournal:
         """Noted."""
         self._note("published", version, digest)
 
-    def checkpointed_nowait(self, version: int, path: object) -> None:
+    def checkpointed_nowait(self, version: int, path: object, beside: Collection[int] = ()) -> None:
         """Noted."""
         self._note("checkpointed", version, str(path))
 
@@ -121,7 +123,7 @@ class MemoryJournal:
         """What the order of prompts follows from."""
         self._note("order", dict(what))
 
-    def event_nowait(self, what: str, detail: Mapping[str, Any]) -> None:
+    def event_nowait(self, what: str, detail: Mapping[str, Any], *, keep: int | None = None) -> None:
         """Noted."""
         self._note("event", what, dict(detail))
 

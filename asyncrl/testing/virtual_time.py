@@ -2,6 +2,7 @@
 
 run_virtual(story())     runs a coroutine; `asyncio.sleep(3600)` takes no time, and the same story always plays the same way
 await all_blocked()      lets everybody else go on until nobody can; no virtual time passes
+stand_still(10.0)        the loop does nothing for 10 s, as a process that was stopped: timers of that time all come due at its end
 DeadlockError            nobody can move and no timer is left: says which task waits in which function
 BusyLoopError            somebody runs for ever without letting the clock go on
 """
@@ -68,10 +69,19 @@ async def all_blocked() -> None:
 
     If several tasks wait here, they all go on at once. Raises RuntimeError outside run_virtual.
     """
+    await _virtual_loop("all_blocked").wait_blocked()
+
+
+def stand_still(seconds: float) -> None:
+    """Let virtual time pass in which nobody runs, not even who has a timer. Raises RuntimeError outside run_virtual."""
+    _virtual_loop("stand_still").stand_still(seconds)
+
+
+def _virtual_loop(asked: str) -> VirtualTimeLoop:
     loop = asyncio.get_running_loop()
     if not isinstance(loop, VirtualTimeLoop):
-        raise RuntimeError("all_blocked() works on the virtual clock alone; run the test's coroutine with run_virtual(...)")
-    await loop.wait_blocked()
+        raise RuntimeError(f"{asked}() works on the virtual clock alone; run the test's coroutine with run_virtual(...)")
+    return loop
 
 
 class VirtualTimeLoop(asyncio.BaseEventLoop):
@@ -79,7 +89,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
 
     Waits:      tasks sleep in futures and timers as ever. select(), called whenever the loop has run its ready
                 callbacks, wakes those in all_blocked first, else jumps to the next timer, else raises DeadlockError.
-    Invariant:  the clock moves only while nothing is ready, and only to the time of the next timer.
+    Invariant:  the clock moves only while nothing is ready, and only to the time of the next timer; stand_still() aside.
     """
 
     def __init__(self, start_s: float, max_rounds: int) -> None:
@@ -103,6 +113,10 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         waiting = self.create_future()
         self._in_all_blocked.append(waiting)
         await waiting
+
+    def stand_still(self, seconds: float) -> None:
+        """What the function of this name asks for."""
+        self._set_clock(self._now_s + seconds)
 
     def select(self, timeout: float | None) -> list[Any]:
         """Called by the loop once a round; `timeout` is 0 if callbacks are ready or due, None if there is no timer."""

@@ -74,7 +74,7 @@ class TrainerClient:
                 rule="batch v turns v into v + 1",
                 way_out="start the run again; if it repeats, please report it.",
             )
-        return StepReport(policy_version=answer.policy_version, metrics=answer.metrics)
+        return StepReport(policy_version=answer.policy_version, metrics=answer.metrics, not_finite=tuple(answer.not_finite))
 
     def _reached(self, version: int) -> None:
         self.policy_version = version
@@ -131,10 +131,11 @@ class TrainerClient:
     async def recover(self, state: Path | None, batches: AsyncIterator[Batch], on_step: Callable[[Batch, StepReport], None]) -> None:
         """Go on from a saved folder (None: from the start), and train on these batches again; on_step is told of each.
 
+        `state` is of a checkpoint that was found whole: its files are not hashed a second time.
         policy_version follows only where it is above what it was: a version that was announced stays announced. Raises TrainerError.
         """
         if state is not None:
-            await self._post("/load_state", StateRequest(path=str(state)), TrainerHealth)
+            await self._post("/load_state", StateRequest(path=str(state), is_checked=True), TrainerHealth)
         async for batch in batches:
             on_step(batch, await self._train(batch))
         health = await self.health(timeout_s=RECOVERED_TIMEOUT_S)

@@ -33,7 +33,7 @@ COMMANDS: dict[str, Callable[[MovableStep, Command], object]] = {
     "offload": lambda step, command: step.offload(command.arguments["parts"]),
     "onload": lambda step, command: step.onload(command.arguments["parts"]),
     "export_chunk": lambda step, command: step.join_chunk(**command.arguments),
-    "load_state": lambda step, command: step.load_state(Path(command.arguments["path"])),
+    "load_state": lambda step, command: step.load_state(Path(command.arguments["path"]), is_checked=command.arguments["is_checked"]),
 }
 """Each request to rank 0, by name: the part of the other ranks."""
 

@@ -5,8 +5,7 @@ Every failure here is a ConfigError with the way out: it happens before the firs
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -33,21 +32,6 @@ def resolve_device(spec: TrainerSpec) -> tuple[torch.device, torch.dtype]:
     is_cuda = spec.device == "cuda" or (spec.device == "auto" and torch.cuda.is_available())
     dtype = ("bfloat16" if is_cuda else "float32") if spec.dtype == "auto" else spec.dtype
     return torch.device("cuda" if is_cuda else "cpu"), getattr(torch, dtype)
-
-
-def resolve_function(name: str, key: str) -> Callable[..., Any]:
-    """The function that `module:function` names. `key` is the config key that it came from."""
-    module_name, _, function_name = name.partition(":")
-    try:
-        function = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            f"{key}={name} cannot be found: {error}",
-            way_out=f"give {key} as a built-in name or module:function, the module importable from where asyncrl was started.",
-        ) from error
-    if not callable(function):
-        raise ConfigError(f"{key}={name} is {type(function).__name__}", rule="it must be a function", way_out=f"name a function in {key}.")
-    return function  # type: ignore[no-any-return]
 
 
 def load_model(spec: TrainerSpec, device: torch.device, *, is_sharded: bool = False) -> Any:

@@ -101,10 +101,10 @@ class MovableStep(TrainStep):
             self._canary()
         gather_along(self._lazy_weights(), self.dtype)
 
-    def check_save(self, path: Path, *, merged: bool) -> None:
+    def check_save(self, *, merged: bool) -> None:
         """As TrainStep's. Raises Refused too."""
         self._offload.need("save", "weights")
-        super().check_save(path, merged=merged)
+        super().check_save(merged=merged)
 
     def begin_save_state(self, path: Path) -> PendingSave:
         """As TrainStep's, wherever the state lies. Raises StateError."""
@@ -112,11 +112,11 @@ class MovableStep(TrainStep):
         self._pending = self._state.begin_save(progress, path, self._offload.content_of)
         return self._pending
 
-    def load_state(self, path: Path) -> None:
+    def load_state(self, path: Path, *, is_checked: bool = False) -> None:
         """As TrainStep's. Raises Refused."""
         self._offload.need("load a state", "weights", "optimizer")
         self._chunks.forget()
-        super().load_state(path)
+        super().load_state(path, is_checked=is_checked)
 
     def chunk_names(self, version: int, index: int) -> list[str]:
         """On rank 0: the tensors that all ranks gather for this chunk. Raises Refused."""

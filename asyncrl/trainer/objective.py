@@ -15,8 +15,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from asyncrl.loading import load_object
 from asyncrl.serving import Refused
-from asyncrl.trainer.loading import resolve_function
+from asyncrl.trainer.own_functions import load_advantage, load_loss
 from asyncrl.trainer.packing import MicroBatch
 from asyncrl.trainer.spec import TrainerSpec
 from asyncrl.trainer.units import find_units
@@ -54,17 +55,16 @@ class Objective:
     """The functions of one run. Stateless beside them; `needs_proximal` says whether a pass before the first step must be made."""
 
     def __init__(self, spec: TrainerSpec) -> None:
-        """Raises ConfigError if a function cannot be found."""
+        """Raises ConfigError if a function cannot be found, or not be called as it will be."""
         self.spec, self._objective, self.settings = spec, spec.objective, spec.objective.settings
-        self._advantage = resolve_function(spec.objective.advantage, "algorithm.advantage")
-        self._surrogate = resolve_function(spec.objective.surrogate, "algorithm.loss")
+        self._advantage, self._surrogate = load_advantage(spec.objective.advantage), load_loss(spec.objective.surrogate)
         correction = spec.objective.correction
-        self._correction = None if correction is None else resolve_function(correction, "algorithm.correction")
-        self._token_weights = resolve_function(spec.objective.token_weights, "algorithm.aggregate")
-        self._kl = resolve_function(spec.objective.kl, "algorithm.kl_estimator")
-        self._kl_penalty = resolve_function(spec.objective.kl_penalty, "algorithm.kl_in")
-        self._interpolate = resolve_function(spec.objective.interpolate, "algorithm.proximal")
-        self._overlong = resolve_function(spec.objective.overlong_penalty, "algorithm.overlong_tokens")
+        self._correction = None if correction is None else load_object(correction, "algorithm.correction")
+        self._token_weights = load_object(spec.objective.token_weights, "algorithm.aggregate")
+        self._kl = load_object(spec.objective.kl, "algorithm.kl_estimator")
+        self._kl_penalty = load_object(spec.objective.kl_penalty, "algorithm.kl_in")
+        self._interpolate = load_object(spec.objective.interpolate, "algorithm.proximal")
+        self._overlong = load_object(spec.objective.overlong_penalty, "algorithm.overlong_tokens")
 
     @property
     def needs_reference(self) -> bool:

@@ -1,12 +1,14 @@
 """The trained record: one JSON line a step, enough to check the staleness bound with nothing else. Knows no torch.
 
-A line holds `version` (the batch turned it into version + 1), `min_version`, `loss`, `num_loss_tokens`, and for each
+A line holds `version` (the batch turned it into version + 1), `min_version`, `loss` (null where all of its steps were skipped),
+`num_loss_tokens`, and for each
 trajectory (a branch of a rollout) its ids, the rollout's reward, `num_tokens`, `num_loss_tokens`, `tokens_sha` (first 16 hex
 digits of the sha256 of its int32 token ids) and `spans`: [start, end, version] of the tokens that carried loss, positions
 counted from the first prompt token.
 
 A line {"restored": v} says that the trainer went on from the weights of version v: later lines of v and above count, earlier
-ones do not.
+ones do not. Does it hold "lost": [first, last], then the lines of these versions are missing, for the reason that "why" gives: they
+cannot come back, because the weights hold what was trained on.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import math
 import os
 import time
 from pathlib import Path
@@ -22,6 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from asyncrl.durable import LOST, cut_at, lines_from_end
 from asyncrl.wire import BatchArrays, BatchHeader
 
 
@@ -48,7 +52,7 @@ def trained_line(
     line = {
         "version": header.version,
         "min_version": header.min_version,
-        "loss": loss,
+        "loss": loss if math.isfinite(loss) else None,
         "num_loss_tokens": int(has_loss.sum()),
         "trajectories": trajectories,
     }
@@ -85,13 +89,31 @@ def hold_record(path: Path, timeout_s: float = 60.0) -> int:
 
 
 def note_restored(path: Path, version: int) -> None:
-    """Say that the batches from `version` on are about to be trained again; a line that a kill has torn is cut off first."""
-    if not path.is_file() or not path.stat().st_size:
-        return
-    with path.open("rb+") as file:
-        content = file.read()
-        file.truncate(content.rfind(b"\n") + 1)
-    append_line(path, {"restored": version})
+    """Say that the batches from `version` on are about to be trained again, and which of those before are missing.
+
+    A line that a kill has torn is cut off first. What a machine loses that stops is the end of a file: its last lines are read, no more.
+    """
+    reached = -1
+    if path.is_file():
+        for start, line in lines_from_end(path):
+            if not line.endswith(b"\n"):
+                cut_at(path, start)
+            elif (found := _reached(line)) is not None:
+                reached = found
+                break
+    if reached < version - 1:
+        append_line(path, {"restored": version, "lost": [reached + 1, version - 1], "why": LOST})
+    elif path.is_file() and path.stat().st_size:
+        append_line(path, {"restored": version})
+
+
+def _reached(line: bytes) -> int | None:
+    """The newest version that the record has up to here; None if the line does not say."""
+    try:
+        told = json.loads(line)
+        return int(told["restored"]) - 1 if "restored" in told else int(told["version"])
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 def append_line(path: Path, line: dict[str, Any]) -> None:

@@ -1,15 +1,12 @@
 """Makes a Hugging Face folder from model.scratch: random weights and a character-level tokenizer. Knows no run.
 
 `python -m asyncrl.trainer.scratch --spec FILE`, so that the controller need not import torch. The same spec
-gives the same bytes. A character outside the alphabet becomes the one token <unk> when it is encoded, which
-decodes to nothing when special tokens are left out: choose an alphabet that holds every prompt.
+gives the same bytes.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -17,32 +14,16 @@ from typing import Any, Literal
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from asyncrl.config import ScratchConfig
+from asyncrl.durable import open_as, whole_folder
 from asyncrl.serving import fail
-
-PAD, UNK, END = "<pad>", "<unk>", "<|im_end|>"
-ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
-SPECIAL_TOKENS = (PAD, UNK, END, *ROLES)
-TOOL = "<|tool|>"
-"""One more special token, of models with model.scratch.has_tool_role."""
+from asyncrl.trainer.scratch_tokenizer import make_character_tokenizer
 
 OLD_KEYS = {"rope_theta", "rope_scaling"}
 """Keys that transformers still takes and turns into rope_parameters."""
-
-CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|im_end|>' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
-)
-
-CHAT_TEMPLATE_WITH_TOOLS = CHAT_TEMPLATE.replace("message['content']", "(message['content'] or '')")
-"""A message of tool calls may have no content. Neither the calls nor the tools themselves are written: what a model from nothing
-makes of them is the task's to teach, in its own words."""
 
 
 class ScratchSpec(BaseModel):
@@ -56,33 +37,8 @@ class ScratchSpec(BaseModel):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
 
 
-def make_character_tokenizer(characters: str, *, has_tool_role: bool = False) -> Any:
-    """A fast tokenizer with one token a character, after the special tokens, in the order given.
-
-    Decoding gives the exact text back: no spaces are added or cleaned up. Raises ValueError if a character is
-    there twice.
-    """
-    twice = sorted({character for character in characters if characters.count(character) > 1})
-    if twice:
-        raise ValueError(f"model.scratch.characters holds {twice} more than once; name each character once")
-    tools = (TOOL,) if has_tool_role else ()
-    vocabulary = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *tools, *characters))}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNK))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token=PAD,
-        unk_token=UNK,
-        eos_token=END,
-        additional_special_tokens=[*ROLES, *tools],
-        chat_template=CHAT_TEMPLATE_WITH_TOOLS if has_tool_role else CHAT_TEMPLATE,
-        clean_up_tokenization_spaces=False,
-    )
-
-
-def make_random_model(architecture: Mapping[str, Any], tokenizer: Any, seed: int, dtype: str = "float32") -> Any:
-    """A causal language model with weights drawn from `seed`; vocab_size and token ids come from the tokenizer.
+def scratch_config(architecture: Mapping[str, Any], tokenizer: Any) -> Any:
+    """The transformers config of a model from scratch; vocab_size and token ids come from the tokenizer.
 
     Raises ValueError if `architecture` has no model_type, or names a key that its transformers config does not know.
     """
@@ -99,7 +55,12 @@ def make_random_model(architecture: Mapping[str, Any], tokenizer: Any, seed: int
     unknown = sorted(set(known) - set(AutoConfig.for_model(model_type).to_dict()) - OLD_KEYS)
     if unknown:
         raise ValueError(f"model.scratch.architecture has keys that a {model_type} config does not know: {', '.join(unknown)}")
-    config = AutoConfig.for_model(model_type, **{**known, **filled})
+    return AutoConfig.for_model(model_type, **{**known, **filled})
+
+
+def make_random_model(architecture: Mapping[str, Any], tokenizer: Any, seed: int, dtype: str = "float32") -> Any:
+    """A causal language model with weights drawn from `seed`. Raises ValueError as scratch_config does."""
+    config = scratch_config(architecture, tokenizer)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config).to(getattr(torch, dtype))
     model.generation_config.eos_token_id = tokenizer.eos_token_id
@@ -117,14 +78,10 @@ def make_scratch_model(spec: ScratchSpec) -> None:
     tokenizer = make_character_tokenizer(spec.scratch.characters, has_tool_role=spec.scratch.has_tool_role)
     dtype = "float32" if spec.dtype == "auto" else spec.dtype
     model = make_random_model(spec.scratch.architecture, tokenizer, spec.seed, dtype)
-    spec.out.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = spec.out.with_name(f".{spec.out.name}.{os.getpid()}")
-    try:
+    with whole_folder(spec.out) as unfinished:
         model.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
-        unfinished.rename(spec.out)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        open_as(unfinished, unfinished / "config.json")
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -111,7 +112,10 @@ class TrainerService:
                 422, str(error), rule="the body is asyncrl.wire.pack_batch", way_out="send it with asyncrl's own client."
             ) from error
         metrics = self.together(Command("train", body=body), lambda: self.step.train(header, arrays))
-        return TrainResponse(policy_version=self.step.policy_version, metrics=metrics)
+        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        return TrainResponse(
+            policy_version=self.step.policy_version, metrics=finite, not_finite=[name for name in metrics if name not in finite]
+        )
 
     def export(self) -> ExportResponse:
         """On the torch thread: write the newest weights, then delete exports that nobody can be asked to read any more."""
@@ -133,11 +137,14 @@ class TrainerService:
     def save(self, path: Path, *, merged: bool) -> TrainerHealth:
         """On the torch thread: write a Hugging Face folder, or the adapters alone. Raises Refused if it cannot be written."""
         try:
-            self.step.check_save(path, merged=merged)  # before it is sent: the other ranks would gather for what is refused
+            self.step.check_save(merged=merged)  # before it is sent: the other ranks would gather for what is refused
             self.together(Command("save", {"merged": merged}), lambda: self.step.save(path, merged=merged))
         except (OSError, ValueError) as error:
             raise Refused(
-                409, f"cannot save to {path}: {error}", rule="the folder is new, and writable", way_out="give another path."
+                409,
+                f"cannot save to {path}: {error}",
+                rule="the new folder is whole before it replaces one that is there",
+                way_out="see to the room and the rights on its disk, and start the run again.",
             ) from error
         return self.health()
 
@@ -190,9 +197,10 @@ class TrainerService:
             await self.run(self.export)
         return await asyncio.get_running_loop().run_in_executor(self._sending_thread, held.send, request)
 
-    def load_state(self, path: Path) -> TrainerHealth:
+    def load_state(self, path: Path, *, is_checked: bool) -> TrainerHealth:
         """On the torch thread: go on from there. Raises Refused, with all as it was."""
-        self.together(Command("load_state", {"path": str(path)}), lambda: self.step.load_state(path))
+        command = Command("load_state", {"path": str(path), "is_checked": is_checked})
+        self.together(command, lambda: self.step.load_state(path, is_checked=is_checked))
         return self.health()
 
 
@@ -259,7 +267,7 @@ def make_service(spec: TrainerSpec) -> FastAPI:
 
     @app.post("/load_state")
     async def load_state(message: StateRequest) -> TrainerHealth:
-        return await service.run(lambda: service.load_state(Path(message.path)))
+        return await service.run(lambda: service.load_state(Path(message.path), is_checked=message.is_checked))
 
     return app
 

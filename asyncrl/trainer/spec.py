@@ -83,6 +83,8 @@ class TrainerSpec(FrozenConfig):
     embedded engines do, and vLLM with transport=ipc, on the device of rank 0."""
     canary_tokens: int = Field(default=0, ge=0)
     """Tokens of the text whose logprobs go with each export, 2 or more (0 = none); the engines must have room for one more."""
+    measures_gap: bool = True
+    """Compare the engines' logprobs of fresh tokens with the trainer's; false where the engines have no model."""
     staging_dir: Path
     """Folder of the exports, in shared memory; made with mode 0700, and removed at the worker's end."""
     record_path: Path

@@ -132,14 +132,16 @@ class TrainerState:
         if self._pending is None or self._pending.is_done:
             self._host.clear()  # and not another dict: DCP may keep this one in a cycle
 
-    def load(self, path: Path) -> Progress:
+    def load(self, path: Path, *, is_checked: bool = False) -> Progress:
         """Overwrite weights, optimizer and random generators with those of a saved folder; returns its counts.
 
+        `is_checked`: the caller has just compared every file with its manifest; it is not read for that a second time.
         Raises StateError if the folder is not complete and undamaged, or is of another model. `path` must lie in a run
         directory that the user named: see state_folder.py on what is and is not checked.
         """
         manifest = self._ranks.together(lambda: self._check_fits(read_manifest(path), path))[self._ranks.rank]
-        check_files(path, manifest, self._ranks)
+        if not is_checked:
+            check_files(path, manifest, self._ranks)
         rng = self._own_rng() if self._ranks.rank < manifest.world_size else {}
         if not manifest.has_cuda_rng:
             rng.pop("cuda", None)

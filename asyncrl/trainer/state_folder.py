@@ -2,7 +2,7 @@
 
     __R_N.distcp    the shards that rank R wrote, by torch.distributed.checkpoint (DCP)
     .metadata       where each shard of each tensor lies: DCP's index, a pickle
-    state.json      the manifest: what the tensors belong to, size and SHA-256 of the other files
+    state.json      the manifest: what the tensors belong to, size and SHA-256 of the other files, which are hashed while they are written
 
 DCP does not check what it reads, so every file is compared with the manifest first. That is against damage, not against
 malice: a manifest can be forged like a file. The index is unpickled with DCP's own classes alone and tensors are read with
@@ -12,26 +12,28 @@ weights_only; still, open only folders in run directories that the user named.
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import pickle
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem, WriteItem
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from asyncrl.durable import sha256_of, sync
+from asyncrl.durable import HashingFile, sha256_of, sync
 from asyncrl.serving import Refused
 
 T = TypeVar("T")
@@ -150,10 +152,6 @@ def write_folder(path: Path, live: dict[str, Tensor], host: dict[str, Tensor], m
             shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
             unfinished.mkdir(parents=True)
 
-    def own_files() -> dict[str, FileEntry]:
-        files = [*unfinished.glob(f"__{ranks.rank}_*"), *([unfinished / INDEX] if ranks.rank == 0 else [])]
-        return {file.name: _entry(file) for file in files}
-
     def end() -> None:
         if ranks.rank == 0:
             whole = manifest.model_copy(update={"files": {name: entry for own in files for name, entry in own.items()}})
@@ -166,19 +164,21 @@ def write_folder(path: Path, live: dict[str, Tensor], host: dict[str, Tensor], m
             unfinished.rename(path)
             sync(path.parent)
 
+    writer = FileSystemWriter(unfinished, sync_files=True, per_thread_copy_ahead=0)
+    writer.fs = hashed = _HashedFiles()
     try:
         ranks.together(begin)
         _call_dcp(
             path,
             lambda: dcp_save(
                 live,
-                storage_writer=FileSystemWriter(unfinished, sync_files=True, per_thread_copy_ahead=0),
+                storage_writer=writer,
                 planner=_HostPlanner(host),
                 process_group=ranks.group,
                 no_dist=ranks.group is None,
             ),
         )
-        files = ranks.together(own_files)
+        files = ranks.together(lambda: hashed.entries)
         ranks.together(end)
     finally:
         if ranks.rank == 0:
@@ -220,6 +220,24 @@ def read_tensors(path: Path, live: dict[str, Tensor], manifest: Manifest, ranks:
     ignore_single_process_warning()
     reader, planner = _Reader(path, frozenset(manifest.files)), _TensorPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     _call_dcp(path, lambda: dcp_load(live, storage_reader=reader, planner=planner, process_group=ranks.group, no_dist=ranks.group is None))
+
+
+class _HashedFiles(FileSystem):
+    """The files of this rank, hashed while DCP writes them, from start to end."""
+
+    def __init__(self) -> None:
+        self.entries: dict[str, FileEntry] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        assert mode == "wb", mode
+        with HashingFile(Path(path)) as file:
+            yield cast(io.IOBase, file)
+        self.entries[Path(path).name] = FileEntry(num_bytes=file.num_bytes, sha256=file.sha256)
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        super().rename(path, new_path)
+        self.entries[Path(new_path).name] = self.entries.pop(Path(path).name)
 
 
 class _HostPlanner(DefaultSavePlanner):

@@ -80,7 +80,10 @@ class TrainStep:
         return f"<TrainStep {self.spec.model_path} v{self.policy_version} on {self.device.type}>"
 
     def train(self, header: BatchHeader, arrays: BatchArrays) -> dict[str, float]:
-        """Take the optimizer steps of one batch; returns its metrics by full name. Raises Refused."""
+        """Take the optimizer steps of one batch; returns its metrics by full name. Raises Refused.
+
+        What a skipped step has spoilt is NaN: the loss and the gradient norm of a batch all of whose steps were skipped, say.
+        """
         started = time.perf_counter()
         check_batch(header, arrays, self.policy_version, self.policy.model.get_input_embeddings().num_embeddings)
         has_loss = loss_tokens(header, arrays)
@@ -99,12 +102,12 @@ class TrainStep:
             "policy/clip_fraction": 0.0,  # of a loss that clips nothing
             **{f"policy/{name}": value / taken.num_tokens for name, value in taken.stats.items()},  # a user's name hides none below
             "policy/loss": taken.loss,
-            "policy/grad_norm": float(np.mean(taken.grad_norms)) if taken.grad_norms else 0.0,
+            "policy/grad_norm": taken.grad_norm,
             **policy_metrics(taken.logprobs_N[has_loss], arrays.behaviour_logprobs[has_loss], taken.entropies_N[has_loss]),
             **taken.gap,
         }
         return {
-            **{name: value for name, value in policy.items() if math.isfinite(value)},  # what a skipped step has spoilt is left out
+            **policy,
             "sample/masked_fraction": 1.0 - num_loss_tokens / int(arrays.loss_mask.sum()),
             "tokens/trained": float(num_loss_tokens),
             "trainer/learning_rate": self._optimizer.param_groups[0]["lr"],
@@ -133,19 +136,17 @@ class TrainStep:
     def save(self, path: Path, *, merged: bool = True) -> None:
         """Write the current weights and the tokenizer as a Hugging Face folder, or the adapters alone as a peft folder.
 
-        Raises FileExistsError, OSError, or ValueError if there are no adapters.
+        One that is there is replaced by the whole new one. Raises OSError, or ValueError if there are no adapters.
         """
-        self.check_save(path, merged=merged)
+        self.check_save(merged=merged)
         if merged:
             weights = in_export_dtype(self._merged_weights(), self.dtype)  # first of all: other ranks are in join_save
             save_folder(self.policy.model, weights, load_tokenizer(self.spec), self.dtype, path)
         elif self._adapters is not None:
             self._adapters.save(path, self.spec.model_path)
 
-    def check_save(self, path: Path, *, merged: bool) -> None:
-        """Raises what save would before it gathers a shard: FileExistsError, or ValueError if there are no adapters."""
-        if path.exists():
-            raise FileExistsError(f"{path} exists already")
+    def check_save(self, *, merged: bool) -> None:
+        """Raises what save would before it gathers a shard: ValueError if there are no adapters."""
         if not merged and self._adapters is None:
             raise ValueError("adapters were asked for, and trainer.lora is none: all weights are trained")
 
@@ -166,12 +167,16 @@ class TrainStep:
         if self._pending is not None:
             self._pending.wait()
 
-    def load_state(self, path: Path) -> None:
-        """Go on from a saved folder; it must be from a run directory that the user named. Raises StateError."""
-        progress = self._state.load(path)
+    def load_state(self, path: Path, *, is_checked: bool = False) -> None:
+        """Go on from a saved folder; it must be from a run directory that the user named. Raises StateError.
+
+        `is_checked`: each file of it was compared with its manifest already.
+        """
+        progress = self._state.load(path, is_checked=is_checked)
         self.policy_version, self.num_optimizer_steps = progress.policy_version, progress.num_optimizer_steps
         self._schedule_ahead = self.policy_version * self.spec.steps_per_batch - self.num_optimizer_steps
-        self.num_skipped_in_a_row, self._has_recorded = progress.num_skipped_in_a_row, False
+        self.num_skipped_in_a_row = progress.num_skipped_in_a_row
+        self._note_restored(self.policy_version)  # now: there may be no batch left to train on
 
     def weights_digest(self) -> str:
         """Digest of the float32 master weights: of what is trained, so of the adapters alone with trainer.lora."""
@@ -272,10 +277,12 @@ class TrainStep:
             rule = f"trainer.max_skipped_steps={self.spec.trainer.max_skipped_steps} steps in a row may be skipped before the run ends"
             self._refuse_saved(batch, what, rule)
         path = self._save_failed(batch)
-        log.warning("batch %d: step skipped, %s; the batch is saved in %s", batch.header.version, what, path)
+        log.warning("batch %d (%s): step skipped, %s; the batch is saved in %s", batch.header.version, _groups(batch), what, path)
 
     def _check_gap(self, batch: BatchNumbers, chosen: BoolN, sums: StepSums) -> dict[str, float]:
         """Metrics of |current - behaviour| on fresh tokens, where both come from the same weights. Refuses past the limit."""
+        if not self.spec.measures_gap:
+            return {}
         arrays, limit = batch.arrays, self.spec.trainer.logprob_gap_limit
         is_fresh = chosen & (arrays.versions == batch.header.version)
         gaps = measure_gaps(sums.logprobs_N[is_fresh], arrays.behaviour_logprobs[is_fresh], arrays.engines[is_fresh])
@@ -307,7 +314,8 @@ class TrainStep:
         path = self._save_failed(batch)
         raise Refused(
             422,
-            f"batch {batch.header.version} gave {error}; policy_version stays {self.policy_version}, the batch is saved in {path}",
+            f"batch {batch.header.version} ({_groups(batch)}) gave {error}; policy_version stays {self.policy_version}, "
+            f"the batch is saved in {path}",
             rule=rule,
             way_out=way_out or "look at the batch with asyncrl.wire.unpack_batch; lower trainer.learning_rate or trainer.max_grad_norm.",
         )
@@ -317,6 +325,16 @@ class TrainStep:
         if not self.ranks.is_first:
             return
         if not self._has_recorded:  # the first batch of this process: what an earlier one has written from here on is done again
-            note_restored(self.spec.record_path, header.version)
-            self._has_recorded = True
+            self._note_restored(header.version)
         append_line(self.spec.record_path, trained_line(header, arrays, has_loss, taken.loss, digest))
+
+    def _note_restored(self, version: int) -> None:
+        if self.ranks.is_first:
+            note_restored(self.spec.record_path, version)
+            self._has_recorded = True
+
+
+def _groups(batch: BatchNumbers) -> str:
+    """`groups 40, 41`: the prompts in question, for `asyncrl inspect --group`."""
+    ids = dict.fromkeys(entry.group_id for entry in batch.header.trajectories)
+    return f"{'group' if len(ids) == 1 else 'groups'} {', '.join(map(str, ids))}"

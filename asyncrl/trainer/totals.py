@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -58,8 +59,16 @@ class BatchTotals:
 
     @property
     def loss(self) -> float:
-        """Mean over the steps that were taken; 0 if all were skipped."""
-        return float(np.mean(self.losses)) if self.losses else 0.0
+        """Mean over the steps that were taken; NaN if all were skipped."""
+        return self._mean(self.losses)
+
+    @property
+    def grad_norm(self) -> float:
+        """As `loss`, of the gradient norms before they were clipped."""
+        return self._mean(self.grad_norms)
+
+    def _mean(self, values: list[float]) -> float:
+        return float(np.mean(values)) if values else math.nan if self.num_skipped else 0.0
 
     def add(self, sums: StepSums, chosen: BoolN) -> None:
         """The statistics of one optimizer step on the tokens of `chosen`."""

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from asyncrl.durable import open_as, whole_folder
 from asyncrl.trainer.stores import host_bytes
 from asyncrl.wire import ExportResponse, joint_digest, tensor_digest
 
@@ -128,12 +127,8 @@ def in_file_order(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def save_folder(model: Any, weights: dict[str, Tensor], tokenizer: Any, dtype: torch.dtype, path: Path) -> None:
-    """Write a Hugging Face folder of `model` with these weights as `dtype`, complete or not at all. Raises FileExistsError, OSError."""
-    if path.exists():
-        raise FileExistsError(f"{path} exists already")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+    """Write a Hugging Face folder of `model` with these weights as `dtype`, complete or not at all; replaces one. Raises OSError."""
+    with whole_folder(path) as unfinished:
         model.save_pretrained(unfinished, state_dict=in_export_dtype(weights, dtype))
         config_file = unfinished / "config.json"
         config = json.loads(config_file.read_text(encoding="utf-8"))
@@ -141,9 +136,7 @@ def save_folder(model: Any, weights: dict[str, Tensor], tokenizer: Any, dtype: t
         config["dtype"] = str(dtype).removeprefix("torch.")
         config_file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         tokenizer.save_pretrained(unfinished)
-        unfinished.rename(path)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        open_as(unfinished, config_file)
 
 
 def _export_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:

@@ -104,24 +104,33 @@ class RolloutJournal(Protocol):
         """One rollout of the group failed at each of its attempts."""
         ...
 
-    def group_ended_nowait(self, group_id: GroupId, state: Literal["ready", "failed", "filtered", "handed_back"], reason: str) -> None:
-        """The group runs no more. Only a ready one can be in a batch later."""
+    def group_ended_nowait(
+        self, group_id: GroupId, state: Literal["ready", "failed", "filtered", "handed_back"], reason: str, *, requeued: int | None = None
+    ) -> None:
+        """The group runs no more. Only a ready one can be in a batch later.
+
+        `requeued`: its prompt is sampled again, with that num_handed_back; None: it is not.
+        """
         ...
 
 
 class GroupSink(Protocol):
     """What producers need of the buffer."""
 
-    async def wait_admit(self) -> Ticket:
-        """Return leave to start one group, as soon as the staleness rule gives it."""
+    def admit_nowait(self) -> Ticket:
+        """Leave to start one group. Raises WouldWait while the staleness rule gives none."""
+        ...
+
+    async def wait_open(self) -> None:
+        """Return as soon as it gives leave."""
         ...
 
     def finish_nowait(self, group: Group) -> Finished:
         """The group has all its rollouts; returns what became of it."""
         ...
 
-    def fail_nowait(self, group_id: GroupId, reason: str) -> object:
-        """The group failed: its admission is handed back. What is returned is of no interest."""
+    def fail_nowait(self, group_id: GroupId, reason: str) -> None:
+        """The group failed: its admission is handed back."""
         ...
 
 
@@ -133,7 +142,7 @@ class PromptSource(Protocol):
         ...
 
     def hand_back_nowait(self, prompt: Prompt) -> None:
-        """Put a prompt at the queue's front, to be generated again."""
+        """Put a prompt at the queue's front, to be generated again; its num_handed_back is kept."""
         ...
 
 
@@ -172,7 +181,7 @@ class SessionHost(Protocol):
     """What producers need of the gateway."""
 
     def open_nowait(self, rollout_id: str, *, prompt_id: str, sample_index: int, attempt: int, route_key: str) -> Session:
-        """A new session, to be ended by whoever opened it."""
+        """A new session, to be ended by whoever opened it. Seeds derive from `prompt_id` (Prompt.seed_id), sample, attempt and call."""
         ...
 
 

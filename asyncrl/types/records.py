@@ -25,7 +25,7 @@ WeightKind = Literal["weights", "lora"]
 """What a publish carries: all weights, or adapters for the weights that the engines started with."""
 
 
-Finished = Literal["ready", "filtered", "stopped", "handed_back"]
+Finished = Literal["ready", "filtered", "handed_back"]
 """What became of a finished group: it is ready; it teaches nothing and gave its place away (buffer.filter); it had been dropped
 before; or nothing of it is young enough and its prompt went back to the queue."""
 
@@ -49,21 +49,28 @@ class VersionSpan:
 class Prompt:
     """One task item as it goes into a group.
 
-    `prompt_id` is unique within a run (epoch and index), so seeds derive from it. `messages` are chat
-    messages (role and content). `answer` and `info` are for the reward function alone: no model sees them.
+    `prompt_id` is unique within a run (epoch and index). `messages` are chat messages (role and content). `answer` and `info` are
+    for the reward function alone: no model sees them. `num_handed_back`: times that its group failed or became too old.
     """
 
     prompt_id: str
     messages: tuple[Mapping[str, str], ...]
     answer: Any = None
     info: Mapping[str, Any] = field(default_factory=dict)
+    num_handed_back: int = 0
+
+    @property
+    def seed_id(self) -> str:
+        """Stands for the prompt where seeds are derived: another one after each hand-back, or what was too long would be as long again."""
+        return f"{self.prompt_id} handed back {self.num_handed_back}" if self.num_handed_back else self.prompt_id
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingRequest:
     """One logical request to the model: prompt token ids in, at most `max_tokens` sampled tokens out.
 
-    `route_key` keeps requests together that share a prompt (the samples of a group).
+    `route_key` keeps requests together that share a prompt (the samples of a group) while they are in flight. `after`: the last span
+    of the turn before, whose engine has the conversation so far in its cache.
     """
 
     request_id: str
@@ -74,6 +81,7 @@ class SamplingRequest:
     stop: tuple[str, ...] = ()
     seed: int = 0
     route_key: str = ""
+    after: VersionSpan | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,10 +232,14 @@ class WaitReport:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What the trainer says of one optimizer step; `policy_version` is the new one. `metrics` by full name."""
+    """What the trainer says of one optimizer step; `policy_version` is the new one. `metrics` by full name.
+
+    `not_finite`: metrics that have no number, because the step was skipped.
+    """
 
     policy_version: int
     metrics: Mapping[str, float]
+    not_finite: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,10 +63,14 @@ class TrainerHealth(Message):
 
 
 class TrainResponse(Message):
-    """One optimizer step was taken: the new version and its metrics by full name (`policy/loss`, ...)."""
+    """One optimizer step was taken: the new version and its metrics by full name (`policy/loss`, ...).
+
+    `not_finite`: metrics that a skipped step has left without a number.
+    """
 
     policy_version: int
     metrics: dict[str, float]
+    not_finite: list[str] = []
 
 
 class ExportResponse(Message):
@@ -93,9 +97,13 @@ class SaveRequest(Message):
 
 
 class StateRequest(Message):
-    """Save what is needed to go on into the new folder `path` (/begin_save_state), or go on from there (/load_state)."""
+    """Save what is needed to go on into the new folder `path` (/begin_save_state), or go on from there (/load_state).
+
+    `is_checked`: of a folder to load, every file was compared with its manifest by whoever asks; DCP itself checks nothing.
+    """
 
     path: str
+    is_checked: bool = False
 
 
 class StateSaved(Message):

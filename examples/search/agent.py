@@ -1,6 +1,6 @@
 """A search agent in the style of Search-R1: the model asks a search tool until it can answer; the reward is an exact match.
 
-    pip install 'asyncrl[harness]'
+    pip install -e '.[harness]'
     asyncrl run examples/search/search.yaml
 
 The corpus lies beside this file; another one is a JSON-lines file of `title` and `text` (generator.args.corpus).

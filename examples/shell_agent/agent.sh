@@ -35,8 +35,7 @@ total=$((${#first} + ${#second}))
 away=$((${#first} - count))
 reward=$(awk "BEGIN { away = $away < 0 ? -($away) : $away; print 0.7 * $right / ($total + ($total == 0)) + 0.3 / (1 + away) }")
 
-# What is printed before the last line is the agent's own; the last line is the outcome. It could be the bare number, or
-#   curl --data "$outcome" --header "Authorization: Bearer $OPENAI_API_KEY" "$ASYNCRL_OUTCOME_URL"
-# for a program whose output is not its own.
+# What is printed before the last line is the agent's own; the last line is the outcome. It could be the bare number. A program whose
+# output is not its own posts it instead, with generator.outcomes=posted (docs/generators.md).
 echo "asked for $question, got '$first', then '$second'"
 echo "{\"reward\": $reward, \"metrics\": {\"first_length\": ${#first}, \"right_letters\": $right}}"

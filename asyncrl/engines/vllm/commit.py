@@ -152,7 +152,7 @@ class Commit:
             f"{what} ({attempt} of {self._num_attempts} attempts)",
             rule=f"a version is announced only when the canary agrees to publisher.canary_limit={self._limit} nats",
             way_out=f"if the numbers are as far apart as rounding of model.dtype makes them, set publisher.canary_limit above them; else "
-            f"start {process.name} again, and the run with --resume auto; if it repeats, report it with {process.name}'s log.",
+            f"start {process.name} again, and the run with its --run-dir; if it repeats, report it with {process.name}'s log.",
         )
 
     @contextmanager

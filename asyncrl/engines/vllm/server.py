@@ -18,6 +18,7 @@ from asyncrl.engines.vllm.readiness import make_ready
 from asyncrl.engines.vllm.routes import Routes
 from asyncrl.engines.vllm.segments import Segment, check_request
 from asyncrl.errors import EngineError, EngineLost
+from asyncrl.limits import TimeLimit
 from asyncrl.types import CommitReport, Interrupt, WeightManifest
 from asyncrl.wire import EngineHealth, EnginePart, ExportChunkResponse, GenerateRequest, GenerateResponse, Moved
 
@@ -89,7 +90,7 @@ class VllmServer:
 
         Raises ConfigError with the flag to give, EngineError, or EngineLost after `timeout_s`.
         """
-        process, limit = self._process, asyncio.timeout(timeout_s)
+        process, limit = self._process, TimeLimit(timeout_s)
         try:
             async with limit:
                 is_first = self.facts.starts_fresh and not self._was_ready
@@ -122,7 +123,7 @@ class VllmServer:
 
     async def abort(self, request_ids: list[str] | None, *, timeout_s: float | None = 10.0) -> list[str]:
         """End these requests (None = all) with what they have; returns those that were here, once they have ended. Raises EngineError."""
-        process, limit = self._process, asyncio.timeout(timeout_s)
+        process, limit = self._process, TimeLimit(timeout_s)
         found, left = process.abort_nowait(request_ids)
         sent = [segment for segment in found if segment.is_sent]
         try:

@@ -17,7 +17,7 @@ class EmbeddedSpec(BaseModel):
     model_path: str
     """Hugging Face folder with config, weights and (for stop strings) tokenizer."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Type of the weights (auto = bfloat16 on CUDA, float32 on CPU)."""
+    """Type of the weights. A run writes that of its trainer; auto (bfloat16 on CUDA, float32 on a CPU) is for a server alone."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto = CUDA where there is a device, else CPU."""
     slots: int = Field(ge=1)

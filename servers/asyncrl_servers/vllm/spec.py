@@ -19,7 +19,7 @@ class VllmSpec(BaseModel):
     model_path: str
     """Hugging Face folder with config, weights and tokenizer. Without a tokenizer there are no stop strings."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type of the weights (auto = bfloat16 on CUDA, float32 on CPU)."""
+    """Type of the weights. A run writes that of its trainer; auto (bfloat16 on CUDA, float32 on a CPU) is for a server alone."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """What vLLM must be built for (auto = whatever it is built for)."""
     max_length: int = Field(ge=2)

@@ -1,0 +1,180 @@
+"""Time limits that count only the time in which the event loop ran: what it missed itself is nobody else's lateness. Knows no room.
+
+A loop stands still while its process is stopped (Ctrl-Z, SIGSTOP), its machine sleeps, or one step of it is long. Answers that came
+meanwhile are read after it, and a plain asyncio.timeout that came due meanwhile would be told first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+
+TICK_S = 1.0
+"""How finely it is seen whether a loop runs."""
+LATE_S = 0.1
+"""An alarm that comes so late was due while the loop stood still."""
+GRACE_S = 1.0
+"""After that: time to read what came meanwhile."""
+ROUNDING_S = 1e-6
+"""An alarm comes no earlier than so long before its time."""
+
+
+class LoopClock:
+    """Seconds in which an event loop has run: its own time, less what it stood still.
+
+    Life:       of(loop), one for each loop -> hold_nowait() and release_nowait() in pairs: it ticks while somebody holds it, and what is
+                missed while nobody does counts as run.
+    Invariant:  never goes back, and gets on by TICK_S with each tick: a loop that is always late delays a limit, and never for ever.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = weakref.proxy(loop)  # the table below would keep it alive
+        self._missed_s = 0.0
+        self._num_holders = 0
+        self._tick: asyncio.TimerHandle | None = None
+
+    def __repr__(self) -> str:
+        return f"<LoopClock {self.time():.1f} s, missed {self._missed_s:.1f} s, held by {self._num_holders}>"
+
+    @classmethod
+    def of(cls, loop: asyncio.AbstractEventLoop) -> LoopClock:
+        """The clock of this loop."""
+        clock = _CLOCKS.get(loop)
+        if clock is None:
+            clock = _CLOCKS[loop] = cls(loop)
+        return clock
+
+    def time(self) -> float:
+        """Seconds. The next tick stops it, until the loop gets to that."""
+        now_s: float = self._loop.time()
+        return (now_s if self._tick is None else min(now_s, self._tick.when())) - self._missed_s
+
+    def hold_nowait(self) -> None:
+        """See from here on whether the loop runs."""
+        self._num_holders += 1
+        if self._tick is None:
+            self._tick = self._loop.call_later(TICK_S, self._on_tick)
+
+    def release_nowait(self) -> None:
+        """What follows need not be seen."""
+        self._num_holders -= 1
+        if self._num_holders == 0 and self._tick is not None:
+            self._count_missed(self._tick)
+            self._tick.cancel()
+            self._tick = None
+
+    def _on_tick(self) -> None:
+        assert self._tick is not None
+        self._count_missed(self._tick)
+        self._tick = self._loop.call_later(TICK_S, self._on_tick)
+
+    def _count_missed(self, tick: asyncio.TimerHandle) -> None:
+        self._missed_s += max(0.0, self._loop.time() - tick.when())
+
+
+_CLOCKS: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopClock] = weakref.WeakKeyDictionary()
+
+
+class Alarm:
+    """Calls `callback` once the loop has run for `delay_s`; if it stood still at the end of that, GRACE_S later.
+
+    Life:       made, inside the loop -> called back, or cancel(). No later than after twice `delay_s` in which the loop ran.
+    """
+
+    def __init__(self, delay_s: float, callback: Callable[[], None]) -> None:
+        self._loop, self._callback = asyncio.get_running_loop(), callback
+        self._clock = LoopClock.of(self._loop)
+        self._clock.hold_nowait()
+        self._until_s, self._grace_left_s = self._clock.time() + delay_s, delay_s
+        self._timer: asyncio.TimerHandle | None = self._loop.call_later(delay_s, self._due)
+
+    def __repr__(self) -> str:
+        return f"<Alarm {'over' if self._timer is None else f'in {self.left_s:.1f} s'}>"
+
+    @property
+    def left_s(self) -> float:
+        """Seconds in which the loop has still to run."""
+        return max(0.0, self._until_s - self._clock.time())
+
+    def cancel(self) -> None:
+        """Do not call; idempotent."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+            self._clock.release_nowait()
+
+    def _due(self) -> None:
+        assert self._timer is not None
+        grace_s = min(GRACE_S, self._grace_left_s)
+        if self._loop.time() - self._timer.when() > LATE_S and self.left_s < grace_s:
+            self._grace_left_s -= grace_s
+            self._until_s = self._clock.time() + grace_s
+        if self.left_s > ROUNDING_S:
+            self._timer = self._loop.call_later(self.left_s, self._due)
+            return
+        self.cancel()
+        self._callback()
+
+
+class TimeLimit:
+    """In place of asyncio.timeout(timeout_s), for whatever is to be blamed when its time is over: `async with TimeLimit(60.0) as limit`.
+
+    Raises TimeoutError, and is expired() then, once the loop has run for timeout_s; None is no limit.
+    """
+
+    def __init__(self, timeout_s: float | None) -> None:
+        self._delay_s = timeout_s
+        self._alarm: Alarm | None = None
+        self._left_s: float | None = None
+        self._inner = asyncio.timeout(None)
+
+    def __repr__(self) -> str:
+        return f"<TimeLimit {'expired' if self.expired() else self._alarm or 'not running'}>"
+
+    def expired(self) -> bool:
+        """Whether the time is over."""
+        return self._inner.expired()
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds in which the loop has still to run, or had at the end of the block; None for no limit."""
+        return self._left_s if self._alarm is None else self._alarm.left_s
+
+    def when(self) -> float | None:
+        """The loop's time at which it would be over if the loop stood still no more; None for never."""
+        return None if self._alarm is None else asyncio.get_running_loop().time() + self._alarm.left_s
+
+    def reschedule(self, when: float | None) -> None:
+        """Over at this time of the loop (None: never), from now on; only inside the block."""
+        self._inner.reschedule(None)
+        self._stop()
+        self._left_s = None
+        if when is not None:
+            self._start(when - asyncio.get_running_loop().time())
+
+    async def __aenter__(self) -> TimeLimit:
+        await self._inner.__aenter__()
+        if self._delay_s is not None:
+            self._start(self._delay_s)
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._stop()
+        await self._inner.__aexit__(kind, error, traceback)  # suppresses nothing
+
+    def _start(self, delay_s: float) -> None:
+        if delay_s > 0:
+            self._alarm = Alarm(delay_s, self._expire)
+        else:
+            self._expire()
+
+    def _stop(self) -> None:
+        if self._alarm is not None:
+            self._left_s = self._alarm.left_s
+            self._alarm.cancel()
+            self._alarm = None
+
+    def _expire(self) -> None:
+        self._inner.reschedule(asyncio.get_running_loop().time())

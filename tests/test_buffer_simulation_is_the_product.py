@@ -1,0 +1,163 @@
+"""The simulation's figures are the product's: the real buffer, producers and feed play the same run in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass, replace
+
+import pytest
+
+from asyncrl.buffer.buffer import Buffer
+from asyncrl.buffer.rule import OnOverdue, StalenessRule
+from asyncrl.buffer.simulation import Outcome, Simulation, Workload
+from asyncrl.config import BufferConfig
+from asyncrl.errors import RewardFailure
+from asyncrl.producers import Producers, RolloutRunner, SingleTurn
+from asyncrl.producers.producers import ProducersStats
+from asyncrl.tasks import Feed
+from asyncrl.testing.fakes import FakeEngine, FakeTokenizer
+from asyncrl.testing.memory_journal import MemoryJournal
+from asyncrl.testing.virtual_time import run_virtual
+from asyncrl.types import Group, Prompt, SamplingRequest
+
+NUM_BATCHES = 40
+
+
+class Endless:
+    """More prompts than any run draws: number i has the text "i"."""
+
+    def __len__(self) -> int:
+        return 10_000
+
+    def prompt(self, index: int) -> str:
+        return str(index)
+
+
+class Fails:
+    """A Scorer that fails when the simulation draws a failure, in the instant in which the sampling ends."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._draws, self._probability = random.Random(~workload.seed), workload.failure_probability
+
+    async def score(self, prompt: Prompt, completion: str) -> float:
+        if self._draws.random() < self._probability:
+            raise RewardFailure(f"no reward for {prompt.prompt_id}")
+        return 1.0
+
+
+@dataclass(frozen=True)
+class Case:
+    workload: Workload
+    num_groups: int
+    max_staleness: int
+    look_ahead: int
+    on_overdue: OnOverdue
+
+
+@dataclass(frozen=True)
+class Played:
+    """`batches`: (group id, oldest version) of each group, `at_s`: when taken; `started`: (prompt, hand-backs) of each admission."""
+
+    batches: list[list[tuple[int, int]]]
+    at_s: list[float]
+    started: list[tuple[int, int]]
+    stats: ProducersStats
+
+
+def play_product(case: Case) -> Played:
+    journal, batches, at_s = MemoryJournal(), list[list[tuple[int, int]]](), list[float]()
+
+    def started() -> list[tuple[int, int]]:
+        return [(int(prompt.prompt_id.removeprefix("0/")), prompt.num_handed_back) for _, _, prompt in journal.named("admitted")]
+
+    def latency_s(request: SamplingRequest) -> float:
+        group, rollout, *_ = request.request_id.split("/")
+        prompt, num_handed_back = started()[int(group[1:])]
+        return case.workload.length_s(prompt, num_handed_back, int(rollout[1:]))
+
+    async def story() -> ProducersStats:
+        engine, scorer = FakeEngine(latency_s=latency_s), Fails(case.workload)
+        config = BufferConfig(max_staleness=case.max_staleness, look_ahead=case.look_ahead, on_overdue=case.on_overdue)
+
+        def handed_back(group_id: int, group: Group | None, reason: str) -> None:
+            producers.handed_back(group_id, group, reason)  # type: ignore[arg-type]
+
+        buffer = Buffer(config, num_groups=case.num_groups, num_batches=NUM_BATCHES, on_handed_back=handed_back)
+        generator = SingleTurn(engine, FakeTokenizer(), scorer, run_seed=0, max_tokens=8, max_prompt_tokens=8, temperature=1.0)
+        async with asyncio.TaskGroup() as tasks:
+            producers = Producers(
+                buffer, Feed(Endless(), seed=0, shuffle=False), RolloutRunner(generator, timeout_s=None, retries=0),
+                spawn=tasks.create_task, group_size=case.workload.group_size, capacity=case.workload.num_slots, max_failed_groups=10**6,
+                max_hand_backs=case.workload.max_hand_backs, journal=journal,
+            )  # fmt: skip
+            running = tasks.create_task(producers.run(), name="producers")
+            for version in range(NUM_BATCHES):
+                batch = await buffer.wait_batch()
+                batches.append([(group.group_id, group.oldest_version) for group in batch.groups])
+                at_s.append(asyncio.get_running_loop().time())
+                await asyncio.sleep(case.workload.train_s)
+                engine.policy_version = version + 1
+                buffer.set_served_nowait(version + 1)
+            running.cancel()
+            await producers.aclose()
+        return producers.stats()
+
+    stats = run_virtual(story())
+    return Played(batches, at_s, started(), stats)
+
+
+def play_simulation(case: Case) -> tuple[Simulation, Outcome]:
+    rule = StalenessRule(
+        num_groups=case.num_groups, num_batches=NUM_BATCHES, max_staleness=case.max_staleness, on_overdue=case.on_overdue,
+        look_ahead=case.look_ahead,
+    )  # fmt: skip
+    simulation = Simulation(rule, case.workload, max_staleness=case.max_staleness, masks=False)
+    return simulation, simulation.run()
+
+
+FREE = Workload(num_slots=10**6, sigma=1.0, group_size=2, train_s=0.6, seed=3)
+CASES = {
+    "slots for all": Case(FREE, 4, 2, 2, "drop"),
+    "few slots": Case(replace(FREE, num_slots=7, group_size=3), 4, 2, 2, "drop"),
+    "prompts that are always long": Case(replace(FREE, prompt_share=0.7, max_hand_backs=1), 4, 1, 1, "drop"),
+    "never given up": Case(replace(FREE, max_hand_backs=10**9, prompt_share=0.5), 4, 2, 1, "drop"),
+    "nothing is dropped": Case(replace(FREE, num_slots=7, group_size=3), 4, 2, 2, "wait"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_simulation_plays_the_run_that_the_product_plays(name: str) -> None:
+    case = CASES[name]
+    product, (simulation, outcome) = play_product(case), play_simulation(case)
+    assert [list(groups) for _, groups in simulation.batches] == product.batches
+    assert outcome.num_dropped == product.stats.dropped
+    assert outcome.num_given_up == product.stats.given_up
+    assert outcome.num_failed == product.stats.failed_groups
+    assert outcome.batches_per_s == pytest.approx(NUM_BATCHES / (product.at_s[-1] + case.workload.train_s))
+    assert (outcome.num_dropped > 10) == (case.on_overdue == "drop"), "it was to be about that"
+
+
+@pytest.mark.parametrize("max_staleness", [0, 2])
+@pytest.mark.parametrize("max_hand_backs", [0, 2])
+@pytest.mark.parametrize("num_slots", [10**6, 5])
+def test_the_simulation_plays_failures_as_the_product_does(num_slots: int, max_hand_backs: int, max_staleness: int) -> None:
+    # Groups of one rollout, for a draw decides whether a rollout of the product fails, and whether a group of the simulation does.
+    workload = replace(FREE, num_slots=num_slots, group_size=1, failure_probability=0.3, prompt_share=0.5, max_hand_backs=max_hand_backs)
+    case = Case(workload, 4, max_staleness, min(1, max_staleness), "drop")
+    product, (simulation, outcome) = play_product(case), play_simulation(case)
+    assert [list(groups) for _, groups in simulation.batches] == product.batches
+    assert (outcome.num_failed, outcome.num_given_up) == (product.stats.failed_groups, product.stats.given_up)
+    assert outcome.num_dropped == product.stats.dropped
+    assert outcome.num_failed > 10
+    assert (max(count for _, count in product.started) == 2) == (max_hand_backs == 2), "it was to be about prompts that come again"
+
+
+def test_a_prompt_that_is_dropped_is_drawn_anew_and_given_up_after_max_hand_backs() -> None:
+    workload = replace(FREE, prompt_share=0.9, max_hand_backs=2)
+    assert len({workload.length_s(7, count, 0) for count in range(3)}) == 3
+    product = play_product(Case(workload, 4, 1, 1, "drop"))
+    tries = [count for _, count in product.started]
+    assert len(set(product.started)) == len(product.started), "no prompt is sampled twice with the same seeds"
+    assert max(tries) == 2
+    assert 0 < product.stats.given_up <= tries.count(2)

@@ -1,0 +1,126 @@
+"""Calls to a server over real connections: whose fault it is that one fails."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import http.server
+import os
+import re
+import resource
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+import pytest_asyncio
+
+from asyncrl.calling import Caller, CallLost
+from asyncrl.errors import ConnectionShortage
+from asyncrl.wire import ErrorBody
+
+HEALTH = ErrorBody(error="none")
+
+
+class Well(http.server.BaseHTTPRequestHandler):
+    """A server that is well, in a thread of its own; /silent does not answer."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        if self.path == "/silent":
+            self.server.is_over.wait()  # type: ignore[attr-defined]
+        body = HEALTH.model_dump_json().encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Well)
+    server.is_over = threading.Event()  # type: ignore[attr-defined]
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.is_over.set()  # type: ignore[attr-defined]
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest_asyncio.fixture
+async def caller(url: str) -> AsyncIterator[Caller]:
+    caller = Caller("engine-0", url, "s3cret")
+    yield caller
+    await caller.aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_server_that_answers_while_our_own_loop_is_blocked_is_not_lost(caller: Caller) -> None:
+    asking = asyncio.ensure_future(caller.get("/health", ErrorBody, timeout_s=0.1))
+    await asyncio.sleep(0)
+    time.sleep(0.25)  # noqa: ASYNC251  this is the fault
+    assert await asking == HEALTH
+    with pytest.raises(CallLost, match=r"no answer within 0\.1 s"):
+        await caller.get("/silent", ErrorBody, timeout_s=0.1)
+
+
+@contextlib.contextmanager
+def no_descriptor_left() -> Iterator[None]:
+    """As many descriptors as are open, and no more."""
+    gc.collect()  # what other tests have left behind would give its descriptors back meanwhile
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with open("/dev/null", "rb") as highest:  # noqa: PTH123
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest.fileno() + 1, hard))
+    holders = []
+    with contextlib.suppress(OSError):
+        while True:
+            holders.append(os.dup(0))
+    try:
+        yield
+    finally:
+        for holder in holders:
+            os.close(holder)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.asyncio
+async def test_a_call_waits_for_a_descriptor_of_our_own_and_its_server_is_not_lost(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl.calling.RETRY_S", 0.01)
+    noted = asyncio.Event()
+    monkeypatch.setattr(caller, "_note_short", lambda _: noted.set())
+    with no_descriptor_left():
+        asking = asyncio.ensure_future(caller.get("/health", ErrorBody, timeout_s=None))
+        await noted.wait()
+        assert not asking.done()
+    assert await asking == HEALTH
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("short_s", "timeout_s"), [(0.05, None), (60.0, 0.05)], ids=["for long", "past its time"])
+async def test_a_call_that_finds_no_descriptor_names_this_process_and_its_limit(
+    caller: Caller, monkeypatch: pytest.MonkeyPatch, short_s: float, timeout_s: float | None
+) -> None:
+    monkeypatch.setattr("asyncrl.calling.RETRY_S", 0.01)
+    caller.short_s = short_s
+    with no_descriptor_left(), pytest.raises(ConnectionShortage) as caught:
+        await caller.get("/health", ErrorBody, timeout_s=timeout_s)
+    assert "cannot open a connection to engine-0, which may be well: Too many open files" in caught.value.what
+    assert re.search(r"all of its \d+ descriptors open \(RLIMIT_NOFILE; \d+ is the hard limit\)", caught.value.rule)
+    assert "rollout.slots" in caught.value.way_out
+
+
+@pytest.mark.asyncio
+async def test_a_server_that_refuses_connections_is_lost_as_before() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        caller = Caller("engine-0", f"http://127.0.0.1:{free.getsockname()[1]}", "s3cret")
+    with pytest.raises(CallLost, match="ClientConnectorError"):
+        await caller.get("/health", ErrorBody, timeout_s=5.0)
+    await caller.aclose()
