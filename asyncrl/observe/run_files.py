@@ -164,7 +164,7 @@ def lines_of(path: Path, problems: list[str], quick: Parser | None = None) -> It
 
 
 def _parse(line: bytes) -> Any:
-    return from_json(line, cache_strings="keys")
+    return from_json(line, cache_strings=False)  # to look each string up costs more than to make it: no line is kept
 
 
 def parse_line(line: bytes) -> Any:

@@ -143,7 +143,7 @@ class TrainedRecord:
             return
         version, entries = int(line["version"]), line["trajectories"]
         int(line["min_version"])
-        faults: list[str] = []
+        faults: Sequence[str] = ()
         try:
             row, groups = _count(version, entries, version - self.max_staleness)
         except (_Suspect, KeyError, TypeError, ValueError, AttributeError):
@@ -151,14 +151,15 @@ class TrainedRecord:
             row, groups = _row_of(batch), {trajectory.group_id for trajectory in batch.trajectories}
             faults = _faults_of_batch(batch, self.max_staleness)
         numbers = array("q", (start, version, *row))  # OverflowError before anything is changed
-        self._faults += [(start, fault) for fault in faults[: max(0, _MAX_FAULTS - len(self._faults))]]
+        if faults:
+            self._faults += [(start, fault) for fault in faults[: max(0, _MAX_FAULTS - len(self._faults))]]
         for group in groups:
             earlier = self._places.put(group, start)
             if earlier is not None and (at := self._index(earlier)) is not None:
                 self._places.put(group, earlier)
                 self._find_twice(start, line, earlier, self._rows[at * len(_ROW) + 1], group)
-        is_full, dropped = len(self.replay_faults) >= _MAX_FAULTS, self._before.get(version)
-        if not is_full and dropped is not None and _data(self._read(dropped)) != _data(_parse(line)):
+        dropped = self._before.get(version)
+        if dropped is not None and len(self.replay_faults) < _MAX_FAULTS and _data(self._read(dropped)) != _data(_parse(line)):
             self.replay_faults.append(f"step {version} was trained again on other data than before it was restored")
         self._rows.extend(numbers)
 
@@ -327,13 +328,17 @@ class _Places:
 
     def put(self, group_id: int, start: int) -> int | None:
         """It is trained on in the line that begins there; returns the line that said so before."""
+        dense = self._dense
+        if group_id == len(dense) and not self._others:  # nearly always
+            dense.append(start)
+            return None
         before = self.get(group_id)
-        if not 0 <= group_id < len(self._dense) + _DENSE:
+        if not 0 <= group_id < len(dense) + _DENSE:
             self._others[group_id] = start
             return before
-        if group_id >= len(self._dense):
-            self._dense.extend([-1] * (group_id + 1 - len(self._dense)))
-        self._dense[group_id] = start
+        if group_id >= len(dense):
+            dense.extend([-1] * (group_id + 1 - len(dense)))
+        dense[group_id] = start
         return before
 
 
