@@ -14,6 +14,7 @@ AsyncrlError                what failed with its values, the rule, the way out
 ├── CheckpointError         a checkpoint cannot be written (the run goes on), or is damaged (it is passed over)
 └── RolloutFailure          one bad rollout: data, not a crash; caught once, in producers/
     ├── RolloutTimeout      it ran past rollout.timeout_s
+    ├── PromptUnusable      the prompt can never be sampled, whoever tries it
     ├── RewardFailure       the reward function raised, ran out of time or returned no finite number
     └── RequestRefused      an engine server refused this one request (too long, say)
 WouldWait                   an x_nowait call that can only be answered by waiting (no failure)
@@ -121,6 +122,10 @@ class RolloutFailure(AsyncrlError):  # noqa: N818  it is data, and not named an 
 
 class RolloutTimeout(RolloutFailure):
     """A rollout ran past `rollout.timeout_s`."""
+
+
+class PromptUnusable(RolloutFailure):
+    """The prompt is too long, or cannot be handed to whom it is for: no try of it could end otherwise, so none is made."""
 
 
 class RewardFailure(RolloutFailure):

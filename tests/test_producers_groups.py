@@ -390,6 +390,25 @@ def test_a_prompt_that_always_fails_is_given_up_and_its_tries_are_no_row_of_fail
     play(story)
 
 
+def test_a_prompt_that_can_never_be_sampled_is_given_up_at_once_and_no_try_is_made() -> None:
+    async def story(tasks: asyncio.TaskGroup) -> House:
+        house = House(tasks, engine=(engine := FakeEngine()), num_tickets=0, group_size=2, capacity=4, retries=2, max_hand_backs=3)
+        house.source.front.append(Prompt("long", ({"role": "user", "content": "a prompt of more tokens than sixteen"},)))
+        for version in range(4):
+            house.sink.start_version = engine.policy_version = version
+            house.sink.allow(2)
+            await asyncio.sleep(5.0)
+        assert [prompt.prompt_id for _, _, prompt in house.journal.named("admitted")] == ["long", *(f"p{number}" for number in range(7))]
+        assert [event[2:4] for event in house.journal.named("rollout_failed")] == [(0, 0), (1, 0)], "no attempt was made"
+        assert "r1 cannot be sampled: prompt long has" in house.sink.failed[GroupId(0)]
+        stats = house.producers.stats()
+        assert (len(house.sink.finished), stats.failed_groups, stats.given_up, stats.retried) == (7, 1, 1, 0)
+        assert house.producers.prompts_out() == []
+        return house
+
+    play(story)
+
+
 def test_a_group_of_one_needs_one_rollout() -> None:
     async def story(tasks: asyncio.TaskGroup) -> House:
         house = House(tasks, num_tickets=3, group_size=1)

@@ -178,6 +178,15 @@ def test_a_group_of_failures_fails_at_once_with_their_reason() -> None:
     go_on(UnfinishedGroup(TICKET, PROMPT, {1: done(1)}, dict.fromkeys((0, 2, 3), (3, "it timed out"))), check)
 
 
+def test_a_prompt_that_can_never_be_sampled_is_given_up_after_a_kill_too() -> None:
+    async def check(house: House) -> None:
+        assert house.producers.stats().given_up == 1
+        assert house.producers.prompts_out() == []
+        assert [event[4] for event in house.journal.named("group_ended")] == [None]
+
+    go_on(UnfinishedGroup(TICKET, PROMPT, {}, dict.fromkeys(range(4), (0, "prompt p7 has 50 tokens"))), check)
+
+
 def test_groups_of_failures_in_a_row_end_the_run_as_ever() -> None:
     async def check(house: House) -> None:
         house.journal.admitted_nowait(TICKET, PROMPT)

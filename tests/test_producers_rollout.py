@@ -111,8 +111,10 @@ def test_a_completion_that_used_its_budget_is_truncated() -> None:
 def test_a_prompt_that_is_too_long_fails_with_the_numbers_and_is_never_cut() -> None:
     async def story() -> None:
         engine = FakeEngine()
-        outcome = await run(RolloutRunner(single_turn(engine, max_prompt_tokens=4), timeout_s=1.0, retries=0))
+        runner = RolloutRunner(single_turn(engine, max_prompt_tokens=4), timeout_s=1.0, retries=2)
+        outcome = await run(runner)
         assert isinstance(outcome, FailedRollout)
+        assert (outcome.num_attempts, runner.num_retried) == (0, 0), "no other try would end otherwise"
         assert "p7 has 5 tokens; a prompt has 1 to rollout.max_prompt_tokens=4" in str(outcome.failure)
         assert not engine.requests
 

@@ -68,7 +68,7 @@ class RolloutConfig(FrozenConfig):
     """End the run when this many groups in a row had no usable rollout."""
     max_hand_backs: int = Field(default=3, ge=0)
     """Times that a prompt is sampled again, with other seeds, after its group failed, was dropped as too old, or had all its tokens masked.
-    After the next time it is given up (rollout/given_up)."""
+    After the next time it is given up (rollout/given_up), and at once if it can never be sampled, being too long."""
     deterministic: bool = True
     """A request's tokens depend on its prompt, seed and weights alone, not on what runs beside it."""
     threads: PositiveInt | Literal["auto"] = "auto"

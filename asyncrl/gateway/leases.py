@@ -17,7 +17,7 @@ from typing import TypeVar
 from aiohttp import web
 
 from asyncrl.config import Outcomes
-from asyncrl.errors import RolloutFailure
+from asyncrl.errors import PromptUnusable, RolloutFailure
 from asyncrl.gateway.connections import answer_error, belongs_to
 from asyncrl.gateway.errors import invalid, outcome_refused, session_ended, unknown_key
 from asyncrl.gateway.lease_book import Entry, Gone, LeaseBook, NotForOutcomes, WorkerId
@@ -298,7 +298,7 @@ class Leases:
             )  # fmt: skip
             return item.model_dump_json().encode()
         except (ValueError, TypeError, RecursionError) as error:  # pydantic's own are ValueErrors
-            raise RolloutFailure(
+            raise PromptUnusable(
                 f"{work.rollout_id}: prompt {prompt.prompt_id} cannot be sent to a worker: {str(error)[:300]}",
                 rule="`answer` and `info` of a prompt travel as JSON",
                 way_out="have the task give numbers, texts, lists and dicts.",

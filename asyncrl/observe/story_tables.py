@@ -98,7 +98,11 @@ def _rollout(rollout: Mapping[str, Any]) -> Text:
             f"reward {_plain(rollout['reward'])}, {rollout['num_sampled']} tokens, {rollout['num_interruptions']} interruptions"
             + (", cut at rollout.max_tokens" if rollout["is_truncated"] else "")
         ),
-        "failed": lambda: f"failed at each of {rollout['attempts']} attempts, the last: {rollout['why']}",
+        "failed": lambda: (
+            f"failed at each of {rollout['attempts']} attempts, the last: {rollout['why']}"
+            if rollout["attempts"]
+            else f"cannot be sampled: {rollout['why']}"
+        ),
         "running": lambda: (
             f"runs, attempt {rollout['attempt'] + 1}, turn {rollout['turn']}, {rollout['num_sampled']} tokens so far"
             if "pieces" in rollout

@@ -138,7 +138,7 @@ def given_up_prompts(steps: Steps, config: RunConfig) -> tuple[str, ...]:
     max_hand_backs, whose = config.rollout.max_hand_backs, "its" if num_given_up == 1 else "their"
     return (
         f"{several(num_given_up, 'prompt')} {_were(num_given_up)} given up, because {whose} groups failed or became too old "
-        f"{several(max_hand_backs + 1, 'time')} (rollout.max_hand_backs={max_hand_backs}); "
+        f"{several(max_hand_backs + 1, 'time')} (rollout.max_hand_backs={max_hand_backs}), or can never be sampled; "
         "logs/controller.log names them.",
     )
 

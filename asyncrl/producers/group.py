@@ -64,12 +64,18 @@ class RunningGroup:
         by_index = sorted(self._rollouts.items())
         return Group(self.ticket.group_id, self.prompt, tuple(branch for _, rollout in by_index for branch in rollout))
 
+    @property
+    def can_be_tried_again(self) -> bool:
+        """False once a rollout found that the prompt can never be sampled."""
+        return all(failed.num_attempts for failed in self._failures.values())
+
     def why_failed(self) -> str:
         """Why group() is None, with the last failure."""
         last = list(self._failures.values())[-1]
+        how = f"failed {last.num_attempts} times, last" if last.num_attempts else "cannot be sampled"
         return (
             f"g{self.ticket.group_id} (prompt {self.prompt.prompt_id}) has {len(self._rollouts)} usable rollouts of "
-            f"{self.group_size} and needs {self.num_needed}; r{last.sample_index} failed {last.num_attempts} times, last: {last.failure}"
+            f"{self.group_size} and needs {self.num_needed}; r{last.sample_index} {how}: {last.failure}"
         )
 
     def cancel(self) -> None:

@@ -37,8 +37,8 @@ class ProducersStats:
     `failed`: rollouts whose every attempt failed; `failed_groups`: with too few usable ones; `retried`: attempts after a failed one;
     `timeouts`: rollouts past rollout.timeout_s; `interrupted`: interruptions that finished rollouts survived, all branches together;
     `truncated`: finished rollouts with a branch that was cut; `dropped`: groups taken back by the buffer; `given_up`: prompts whose
-    groups failed or were taken back once too often; `oldest`: (rollout, seconds since it had its first slot), oldest first, at most
-    NUM_OLDEST.
+    groups failed or were taken back once too often, or that can never be sampled; `oldest`: (rollout, seconds since it
+    had its first slot), oldest first, at most NUM_OLDEST.
     """
 
     inflight: int
@@ -66,8 +66,8 @@ class Producers:
                 front of the source at once, one whose group failed when another group has not failed (while all fail it is no fault
                 of the prompts, and trying them again would use up their tries) and a later version is served (so that at
                 max_staleness 0 the prompts of a batch do not depend on when a group fails); max_hand_backs times, then it is
-                given up. A finished group that the buffer filters is no failure: its admission comes again as a ticket, for the
-                next prompt.
+                given up, as one that can never be sampled is at once. A finished group that the buffer filters is no failure: its
+                admission comes again as a ticket, for the next prompt.
     Waits:      run sleeps for a free slot, woken by a rollout that stops sampling, then for leave of the buffer; a ticket is asked for
                 when both are there, so that it is stamped with the version served when its first tokens can start. A rollout sleeps
                 for a slot before each attempt. Free slots go to the rollouts of admitted groups, earliest deadline first,
@@ -235,7 +235,7 @@ class Producers:
         self._failed_groups += 1
         self._failed_in_a_row += running.prompt.prompt_id not in self._known_to_fail
         reason = running.why_failed()
-        again = self._again(running.prompt, reason)
+        again = self._again(running.prompt, reason, can_be_tried=running.can_be_tried_again)
         self._journal.group_ended_nowait(group_id, "failed", reason, requeued=None if again is None else again.num_handed_back)
         if again is not None:
             self._set_aside.append((running.ticket.start_version, again))
@@ -261,12 +261,12 @@ class Producers:
         for prompt in due:
             self._source.hand_back_nowait(prompt)
 
-    def _again(self, prompt: Prompt, reason: str) -> Prompt | None:
-        """The prompt with one hand-back more; None if it has had them all and is given up."""
-        if prompt.num_handed_back >= self.max_hand_backs:
+    def _again(self, prompt: Prompt, reason: str, *, can_be_tried: bool = True) -> Prompt | None:
+        """The prompt with one hand-back more; None if it has had them all, or can never be sampled, and is given up."""
+        if prompt.num_handed_back >= self.max_hand_backs or not can_be_tried:
             self._given_up += 1
             self._known_to_fail.discard(prompt.prompt_id)
-            log.warning("prompt %s is given up after %d tries, the last: %s", prompt.prompt_id, prompt.num_handed_back + 1, reason)
+            log.warning("prompt %s is given up with group number %d of it: %s", prompt.prompt_id, prompt.num_handed_back + 1, reason)
             return None
         return replace(prompt, num_handed_back=prompt.num_handed_back + 1)
 

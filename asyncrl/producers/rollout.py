@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from asyncrl.errors import RolloutFailure, RolloutTimeout, RoomError
+from asyncrl.errors import PromptUnusable, RolloutFailure, RolloutTimeout, RoomError
 from asyncrl.limits import TimeLimit
 from asyncrl.types import GroupId, PartialCompletion, Prompt, Rollout, RolloutJournal
 
@@ -107,7 +107,7 @@ class Generator(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FailedRollout:
-    """A rollout that failed at each of its `num_attempts`; `failure` is the last one."""
+    """A rollout that failed at each of its `num_attempts`; `failure` is the last one. 0: its prompt can never be sampled."""
 
     sample_index: int
     num_attempts: int
@@ -162,6 +162,8 @@ class RolloutRunner:
             if not isinstance(outcome, RolloutFailure):
                 return outcome
             log.warning("%s attempt %d of %d failed: %s", attempt.rollout_id, number + 1, self.retries + 1, outcome)
+            if isinstance(outcome, PromptUnusable):
+                return FailedRollout(sample_index, 0, outcome)
             if number >= self.retries or clock.left_s == 0.0:  # above it, if a killed run had more
                 return FailedRollout(sample_index, number + 1, outcome)
             number += 1

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from asyncrl.errors import RolloutFailure
+from asyncrl.errors import PromptUnusable
 from asyncrl.producers.rollout import RolloutAttempt
 from asyncrl.producers.seeds import derive_seed
 from asyncrl.types import ChatTokenizer, Completion, Rollout, SamplingEngine, SamplingRequest, Scorer, Trajectory
@@ -37,7 +37,7 @@ class SingleTurn:
         return f"<SingleTurn max_tokens {self.max_tokens}, temperature {self.temperature}>"
 
     async def run_attempt(self, attempt: RolloutAttempt) -> Rollout:
-        """One trajectory, the only branch. Raises RolloutFailure if the prompt is too long, is refused, or cannot be scored."""
+        """One trajectory, the only branch. Raises RolloutFailure if the prompt is too long, refused, or cannot be scored."""
         prompt_ids = self._prompt_ids(attempt)
         completion = await self._engine.generate(
             SamplingRequest(
@@ -59,7 +59,7 @@ class SingleTurn:
     def _prompt_ids(self, attempt: RolloutAttempt) -> tuple[int, ...]:
         prompt_ids = self._tokenizer.encode_chat(attempt.prompt.messages)
         if not 0 < len(prompt_ids) <= self.max_prompt_tokens:
-            raise RolloutFailure(
+            raise PromptUnusable(
                 f"prompt {attempt.prompt.prompt_id} has {len(prompt_ids)} tokens",
                 rule=f"a prompt has 1 to rollout.max_prompt_tokens={self.max_prompt_tokens}, and is never cut",
                 way_out=f"raise rollout.max_prompt_tokens to {len(prompt_ids)} or more, or leave long prompts out of the task.",

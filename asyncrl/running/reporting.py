@@ -173,8 +173,8 @@ class Reporter:
         if metrics.get("rollout/given_up") and not self._is_given_up_told:
             self._is_given_up_told = True
             self.warn(
-                f"a prompt failed or became too old {several(self.config.rollout.max_hand_backs + 1, 'time')} and is given up "
-                "(rollout.max_hand_backs); logs/controller.log names it and says why, rollout/given_up counts them"
+                f"a prompt failed or became too old {several(self.config.rollout.max_hand_backs + 1, 'time')} (rollout.max_hand_backs), "
+                "or can never be sampled, and is given up; logs/controller.log names it and says why, rollout/given_up counts them"
             )
 
     def _warn_of_skipped(self, metrics: Mapping[str, float], batch: Batch) -> None:

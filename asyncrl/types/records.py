@@ -265,8 +265,9 @@ class WeightManifest:
 class UnfinishedGroup:
     """A group that ran when its run was killed: what is known of its rollouts, by sample_index.
 
-    `failures`: (attempts, why) of those that failed for good; `partials`: (number of the attempt, what it had sampled) of
-    those that ran. A rollout that is in none of the three starts from its prompt.
+    `failures`: (attempts, why) of those that failed for good, attempts 0 where the prompt can never be sampled;
+    `partials`: (number of the attempt, what it had sampled) of those that ran. A rollout that is in none of the three starts from its
+    prompt.
     """
 
     ticket: Ticket
