@@ -69,7 +69,7 @@ def journal_totals(counted: Counted, *, is_sampled: bool) -> dict[str, float]:
     totals: dict[str, float] = {
         "rollout/failed": counted.failed,
         "rollout/failed_groups": counted.failed_groups,
-        "rollout/dropped": counted.handed_back,
+        "rollout/dropped": counted.dropped,
         "rollout/given_up": counted.given_up,
         "rollout/filtered": counted.filtered,
         "rollout/filtered_tokens": counted.filtered_tokens,
