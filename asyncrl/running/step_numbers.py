@@ -19,7 +19,7 @@ TOTALS = (
     "harness/restarts",
 )  # fmt: skip
 """Metrics that count over the whole run: a resumed one goes on with them."""
-EVAL_TOTALS = ("eval/skipped", "eval/abandoned")
+EVAL_TOTALS = ("eval/skipped", "eval/abandoned", "eval/abandoned_calls")
 
 
 def counters(rooms: Rooms) -> dict[str, float | Mapping[str, float]]:
