@@ -268,6 +268,7 @@ def test_groups_that_are_too_old_for_changed_settings_are_given_up_and_their_pro
         life.buffer = make_buffer(0)
         assert await life.restore() == ()
         assert life.client.policy_version == 3, "what was given up stands in nobody's way"
+        assert (await life.journal.read_resume(0)).counted[-1].dropped == 0, "the settings took them, and no batch left them too old"
         assert [life.feed.next_nowait().prompt_id for _ in range(2)] == ["0/5", "0/7"]
 
     lives(tmp_path / "journal.sqlite", first, second, third)

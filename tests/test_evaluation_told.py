@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ from typer.testing import CliRunner
 
 from asyncrl.cli import app
 from asyncrl.config import EvalConfig, load_config
+from asyncrl.engines import EngineServer
 from asyncrl.errors import ConfigError
 from asyncrl.evaluation import EvalResult
 from asyncrl.evaluation.result import Sample
@@ -21,9 +25,15 @@ from asyncrl.observe.read import render_status
 from asyncrl.observe.run_numbers import Steps
 from asyncrl.observe.text import evaluation_text
 from asyncrl.placement.plan import make_plan, trainer_threads
+from asyncrl.running.evaluating import wire_evaluation
 from asyncrl.running.reporting import Reporter
 from asyncrl.tasks.build import build_task
 from asyncrl.tasks.held_out import look_at_eval_task, read_eval_task
+from asyncrl.tasks.letters import Letters
+from asyncrl.tasks.scorer import TaskScorer
+from asyncrl.testing.fakes import FakeEngineServer, FakeTokenizer
+from asyncrl.testing.virtual_time import run_virtual
+from asyncrl.types import Prompt
 
 LETTERS = {"python": "asyncrl.tasks.letters:Letters", "size": 20}
 
@@ -66,6 +76,41 @@ def test_an_evaluation_without_rewards_is_told_on_one_line_too() -> None:
     assert (
         evaluation_text(EvalResult(3, [], num_failed=2, num_abandoned=1).metrics()) == "v3  0.0 s  samples failed: 2  abandoned so far: 1"
     )
+
+
+class JudgeThatHoldsOn(Letters):
+    """Is asked again for ever, whatever happens."""
+
+    async def score(self, prompt: Prompt, completion: str) -> float:  # type: ignore[override]
+        while True:
+            with contextlib.suppress(BaseException):
+                await asyncio.sleep(3600.0)
+
+
+def test_calls_of_the_eval_reward_that_do_not_end_are_a_number_of_the_evaluation(tmp_path: Path) -> None:
+    task = LETTERS | {"reward_pool": "inline", "reward_timeout_s": 10.0}
+    config = load_config(write_config(tmp_path, eval={"task": task, "num_prompts": 3}))
+    assert config.eval is not None
+    settings, told, results = config.eval, list[str](), list[EvalResult]()
+    prompts = tuple(Prompt(f"0/{number}", ({"role": "user", "content": "hi"},)) for number in range(3))
+    scorer = TaskScorer(JudgeThatHoldsOn(size=3, seed=0), settings.task, seed=0, warn=told.append)
+    tokenizer: Any = FakeTokenizer()
+    checkpoints: Any = SimpleNamespace(evaluated=lambda *_: None)
+
+    async def story() -> None:
+        evaluation = wire_evaluation(
+            config, settings, EngineServer(FakeEngineServer("engine-eval")), prompts, scorer, tokenizer, tmp_path, tmp_path, checkpoints,
+            harnessing=None, on_result=results.append, warn=told.append,
+        )  # fmt: skip
+        running = asyncio.ensure_future(evaluation.run())
+        await asyncio.sleep(100.0)
+        running.cancel()
+
+    run_virtual(story())
+    (metrics,) = (result.metrics() for result in results)
+    assert (metrics["eval/failed"], metrics["eval/abandoned_calls"], metrics["eval/abandoned"]) == (3, 3, 0)
+    assert evaluation_text(metrics).endswith("samples failed: 3  reward calls abandoned so far: 3")
+    assert len(told) == 1
 
 
 def test_the_eval_prompts_are_the_first_ones_in_order_and_not_those_of_training() -> None:

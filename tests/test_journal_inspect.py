@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 from journal_cases import (
@@ -20,6 +21,7 @@ from journal_cases import (
     tell_ready,
 )
 
+from asyncrl.buffer.rule import HandBackReason
 from asyncrl.errors import JournalError
 from asyncrl.journal.counted import Counted
 from asyncrl.journal.inspect import batch_story, events, group_story, totals
@@ -114,13 +116,27 @@ def test_what_was_counted_by_each_batch_and_by_now_is_in_the_journal(tmp_path: P
         by_batch_0, by_batch_1, now = (await journal.read_resume(0)).counted
         assert (by_batch_0, by_batch_1) == (Counted(generated=40), Counted(generated=80))
         lost = 7 + 5 + 3  # by group 4 and 5, whose attempts came to nothing
-        assert now == Counted(generated=80 + 10 + 4 + lost, failed=1, handed_back=1, failed_groups=1, given_up=1)
+        assert now == Counted(generated=80 + 10 + 4 + lost, failed=1, dropped=1, failed_groups=1, given_up=1)
         assert (await journal.read_resume(2)).counted == (now,)
         admit(journal, 7)
         journal.rollout_finished_nowait(GroupId(7), (make_trajectory(7, 0),))
         journal.group_ended_nowait(GroupId(7), "filtered", "")
         (later,) = (await journal.read_resume(2)).counted
         assert (later.filtered, later.filtered_tokens, later.generated) == (1, 10, now.generated + 10)
+        await journal.aclose()
+
+    asyncio.run(story())
+
+
+def test_dropped_are_those_that_the_staleness_rule_handed_back_and_not_those_of_a_resume(tmp_path: Path) -> None:
+    async def story() -> None:
+        journal = open_journal(tmp_path / "journal.sqlite")
+        reasons = (*get_args(HandBackReason), "too old under the settings that it was resumed with", "its prompt cannot be written down")
+        for group_id, reason in enumerate(reasons):
+            admit(journal, group_id)
+            journal.group_ended_nowait(GroupId(group_id), "handed_back", reason, requeued=1)
+        (counted,) = (await journal.read_resume(0)).counted
+        assert counted == Counted(dropped=len(get_args(HandBackReason)))
         await journal.aclose()
 
     asyncio.run(story())

@@ -71,13 +71,13 @@ def test_a_resumed_run_counts_on_from_its_lines_and_from_its_journal_where_a_lin
 
 
 def test_evaluations_that_were_skipped_are_counted_over_a_resume(tmp_path: Path) -> None:
-    first = {"policy_version": 2, "eval/version": 2, "eval/seconds": 1.0, "eval/skipped": 3, "eval/abandoned": 1}
+    first = {"policy_version": 2, "eval/version": 2, "eval/seconds": 1.0, "eval/skipped": 3, "eval/abandoned": 1, "eval/abandoned_calls": 7}
     (tmp_path / "eval.jsonl").write_text(json.dumps(first) + "\n")
     with reporting_to(tmp_path) as reporter:
         reporter.resumes(2, [])
-        reporter.evaluated(EvalResult(4, [], num_failed=3, last_failure="no", num_skipped=2))
+        reporter.evaluated(EvalResult(4, [], num_failed=3, last_failure="no", num_skipped=2, num_abandoned_calls=1))
     last = read_lines(tmp_path / "eval.jsonl")[-1]
-    assert (last["eval/skipped"], last["eval/abandoned"]) == (5, 1)
+    assert (last["eval/skipped"], last["eval/abandoned"], last["eval/abandoned_calls"]) == (5, 1, 8)
 
 
 def test_a_skipped_step_has_no_loss_and_is_told_with_its_groups(

@@ -13,9 +13,10 @@ from asyncrl.cli import app
 from asyncrl.config import RunConfig, load_config
 from asyncrl.errors import ConfigError
 from asyncrl.placement import connections
-from asyncrl.placement.connections import refuse_too_many_connections
+from asyncrl.placement.connections import refuse_too_many_connections, scarce_connections
 
 CONFIGS = Path(__file__).parent.parent / "configs"
+EVAL = "eval={task: {python: 'asyncrl.tasks.letters:Letters'}, slots: 10, num_prompts: 5}"
 
 
 @pytest.fixture
@@ -71,6 +72,64 @@ def test_ports_are_counted_for_each_address(machine: Callable[[int, int], None])
     with pytest.raises(ConfigError, match="30000 connections to the gateway") as caught:
         refuse_too_many_connections(load("agent", "generator.concurrency=30000"))
     assert caught.value.way_out.endswith("or write generator.concurrency=28232.")
+    with pytest.raises(ConfigError, match="28240 rollouts in flight need 28240 connections to the gateway") as caught:
+        refuse_too_many_connections(load("agent", EVAL, "generator.concurrency=28230"))
+    assert caught.value.way_out.endswith("or write generator.concurrency=28222.")
+    refuse_too_many_connections(load("agent", EVAL, "generator.concurrency=28222"))
+
+
+def test_calls_of_an_agent_at_once_may_need_more_descriptors_and_that_is_told_and_not_refused(machine: Callable[[int, int], None]) -> None:
+    config = load("agent", EVAL)
+    usual, worst = 64 + 10 + 8192 + 256, (64 + 10) * 16 + 8192 + 256
+    machine(usual, 28232)
+    refuse_too_many_connections(config)
+    (note,) = scarce_connections(config)
+    assert f"has {worst} descriptors open if each of its 74 rollouts makes gateway.max_concurrent_calls=16 calls at once" in note
+    assert f"this process may have {usual}" in note
+    assert note.endswith("write gateway.max_concurrent_calls=1.")
+    machine(worst - 1, 28232)
+    (note,) = scarce_connections(config)
+    assert note.endswith("write gateway.max_concurrent_calls=15.")
+    assert scarce_connections(load("agent", EVAL, "gateway.max_concurrent_calls=15")) == []
+    for enough in (worst, resource.RLIM_INFINITY):
+        machine(enough, 28232)
+        assert scarce_connections(config) == []
+    machine(usual - 1, 28232)
+    assert scarce_connections(config) == [], "it is refused"
+    machine(usual, 28232)
+    assert scarce_connections(load("quickstart")) == [], "a single completion is one request"
+
+
+def test_calls_of_an_agent_at_once_may_need_more_ports_to_the_gateway_and_to_each_engine(machine: Callable[[int, int], None]) -> None:
+    machine(resource.RLIM_INFINITY, 1024)
+    config = load("agent", "gateway.max_connections=200")
+    assert scarce_connections(config) == [], "64 rollouts of 16 calls each"
+    config = load("agent", EVAL, "gateway.max_connections=2000")
+    (note,) = scarce_connections(config)
+    assert "has 1184 connections to the gateway if each of its 74 rollouts" in note, "those of evaluations go there, too"
+    assert "this machine has 1024 ports for them" in note
+    assert note.endswith("write gateway.max_concurrent_calls=13.")
+    assert scarce_connections(load("agent", EVAL, "gateway.max_connections=2000", "gateway.max_concurrent_calls=13")) == []
+    machine(resource.RLIM_INFINITY, 1000)
+    (note,) = scarce_connections(load("agent", "gateway.max_connections=200"))
+    assert "has 1024 connections to each engine if each of its 64 rollouts" in note
+    assert note.endswith("write gateway.max_concurrent_calls=15.")
+    assert scarce_connections(load("agent", "gateway.max_connections=200", "rollout.num_engines=2", "generator.concurrency=65")) == []
+
+
+@pytest.mark.parametrize("name", ["agent", "quickstart", "smollm2"])
+def test_the_shipped_configs_are_neither_refused_nor_noted_where_the_hard_limit_is_large(
+    machine: Callable[[int, int], None], name: str
+) -> None:
+    machine(65536, 28232)
+    refuse_too_many_connections(load(name))
+    assert scarce_connections(load(name)) == []
+
+
+def test_check_notes_what_may_not_suffice(machine: Callable[[int, int], None]) -> None:
+    machine(9000, 28232)
+    said = CliRunner().invoke(app, ["check", str(CONFIGS / "agent.yaml")]).stdout.splitlines()
+    assert [line for line in said if line.startswith("note: the run has 9472 descriptors open if ")]
 
 
 def test_check_says_so(machine: Callable[[int, int], None]) -> None:

@@ -24,7 +24,8 @@ class EvalResult:
     """All scored samples of one evaluation at `version`; `num_failed` others have no reward, the last for `last_failure`.
 
     `seconds` from the time the version was published until all was scored. `num_skipped` and `num_abandoned`: evaluations
-    so far that were due and did not begin, or did not end.
+    so far that were due and did not begin, or did not end. `num_abandoned_calls`: of the eval task's reward function, so far,
+    that did not end when they were cancelled.
     """
 
     version: int
@@ -34,6 +35,7 @@ class EvalResult:
     seconds: float = 0.0
     num_skipped: int = 0
     num_abandoned: int = 0
+    num_abandoned_calls: int = 0
 
     def metrics(self) -> dict[str, float]:
         """By metric name. What needs a sample, or two prompts, is left out where there are none.
@@ -43,7 +45,7 @@ class EvalResult:
         eval/length_mean                    sampled tokens of a completion
         eval/truncated_fraction             completions that ran into rollout.max_tokens
         eval/failed                         samples without a reward; they are in none of the means
-        eval/version, eval/seconds, eval/skipped, eval/abandoned
+        eval/version, eval/seconds, eval/skipped, eval/abandoned, eval/abandoned_calls
         """
         metrics: dict[str, float] = {
             "eval/version": self.version,
@@ -51,6 +53,7 @@ class EvalResult:
             "eval/seconds": self.seconds,
             "eval/skipped": self.num_skipped,
             "eval/abandoned": self.num_abandoned,
+            "eval/abandoned_calls": self.num_abandoned_calls,
         }
         if self.samples:
             means = self._prompt_means()

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 _SUMS = """
 SELECT total(sampled + lost_tokens), total(failed), total(state = 'filtered'), total(iif(state = 'filtered', sampled, 0)),
-    total(state = 'handed_back'), total(state = 'failed'), total(state IN ('handed_back', 'failed') AND requeued IS NULL)
-FROM (SELECT state, requeued, lost_tokens,
+    total(state = 'handed_back' AND reason IN ('dropped', 'all_masked')), total(state = 'failed'),
+    total(state IN ('handed_back', 'failed') AND requeued IS NULL)
+FROM (SELECT state, reason, requeued, lost_tokens,
     coalesce(num_sampled, (SELECT sum(num_sampled) FROM trajectories t WHERE t.group_id = g.group_id), 0)
         + coalesce((SELECT sum(num_tokens) FROM segments s WHERE s.group_id = g.group_id), 0) AS sampled,
     coalesce(num_failed, (SELECT count(*) FROM failures f WHERE f.group_id = g.group_id)) AS failed
@@ -21,14 +22,15 @@ _ALL = 2**63 - 1
 class Counted:
     """`generated`: tokens that the journal was told of; `failed`: rollouts; `filtered`, with their tokens, and the rest: groups.
 
-    `given_up`: those of `handed_back` and `failed_groups` whose prompt does not come again.
+    `dropped`: handed back by the staleness rule while the run went on, for one of its two reasons; what a resume hands back has others.
+    `given_up`: those of `dropped` and `failed_groups` whose prompt does not come again.
     """
 
     generated: int = 0
     failed: int = 0
     filtered: int = 0
     filtered_tokens: int = 0
-    handed_back: int = 0
+    dropped: int = 0
     failed_groups: int = 0
     given_up: int = 0
 

@@ -70,6 +70,11 @@ def evaluation_text(metrics: Mapping[str, float]) -> str:
         parts[0] += f" reward {metrics['eval/reward_mean']:.3f}{error}"
         parts.append(f"{metrics['eval/length_mean']:.1f} tokens, {metrics['eval/truncated_fraction']:.1%} truncated")
     parts.append(f"{metrics['eval/seconds']:.1f} s")
-    words = [("eval/failed", "samples failed"), ("eval/skipped", "skipped so far"), ("eval/abandoned", "abandoned so far")]
+    words = [
+        ("eval/failed", "samples failed"),
+        ("eval/skipped", "skipped so far"),
+        ("eval/abandoned", "abandoned so far"),
+        ("eval/abandoned_calls", "reward calls abandoned so far"),
+    ]
     parts += [f"{what}: {metrics[name]:.0f}" for name, what in words if metrics.get(name)]
     return "  ".join(parts)

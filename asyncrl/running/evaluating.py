@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from asyncrl.checkpoint.checkpoints import Checkpoints
@@ -53,7 +54,7 @@ def wire_evaluation(
 
     def evaluated(result: EvalResult) -> None:
         checkpoints.evaluated(result.version, result.metrics().get("eval/reward_mean", -math.inf))
-        on_result(result)
+        on_result(replace(result, num_abandoned_calls=scorer.num_abandoned))
 
     schedule = Schedule(every=settings.every, last=config.trainer.num_steps, at_start=settings.at_start, evaluated=newest)
     return Evaluation(

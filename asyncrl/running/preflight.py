@@ -21,6 +21,7 @@ from asyncrl.errors import ConfigError, TaskError
 from asyncrl.gateway.tool_formats import find_tool_format
 from asyncrl.harness.command import CommandHarness
 from asyncrl.harness.verifiers import taskset_loader
+from asyncrl.placement.connections import scarce_connections
 from asyncrl.producers.tokenizer import HFChatTokenizer, read_template
 from asyncrl.running.model_folder import check_model_type, find_on_disk, is_hub_id
 from asyncrl.running.specs import objective_spec
@@ -61,6 +62,7 @@ def look(config: RunConfig) -> Found:
     objective_spec(config.algorithm)
     task, words = look_at_task(config.task, config.seed, load_taskset=taskset_loader(config.generator))
     lines, notes = [f"task: {words}"], [SIMULATED] if config.rollout.engine == "simulated" else []
+    notes += scarce_connections(config)
     eval_task = None
     if config.eval is not None:
         eval_task, words = look_at_eval_task(config.eval)

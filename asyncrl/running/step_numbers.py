@@ -19,7 +19,7 @@ TOTALS = (
     "harness/restarts",
 )  # fmt: skip
 """Metrics that count over the whole run: a resumed one goes on with them."""
-EVAL_TOTALS = ("eval/skipped", "eval/abandoned")
+EVAL_TOTALS = ("eval/skipped", "eval/abandoned", "eval/abandoned_calls")
 
 
 def counters(rooms: Rooms) -> dict[str, float | Mapping[str, float]]:
@@ -69,7 +69,7 @@ def journal_totals(counted: Counted, *, is_sampled: bool) -> dict[str, float]:
     totals: dict[str, float] = {
         "rollout/failed": counted.failed,
         "rollout/failed_groups": counted.failed_groups,
-        "rollout/dropped": counted.handed_back,
+        "rollout/dropped": counted.dropped,
         "rollout/given_up": counted.given_up,
         "rollout/filtered": counted.filtered,
         "rollout/filtered_tokens": counted.filtered_tokens,
