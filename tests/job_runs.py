@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -64,7 +65,12 @@ def run(config: Path, run_dir: Path, *overrides: str, timeout_s: float = 120) ->
 def start(config: Path, run_dir: Path, *overrides: str) -> subprocess.Popen[str]:
     """Start, and return at once."""
     command = [*RUN, str(config), *overrides, "--run-dir", str(run_dir)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(), start_new_session=True)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(), start_new_session=True
+    )
+    for pipe in (process.stdout, process.stderr):  # read at the end alone: in 64 KiB a fast machine's lines of steps find no room
+        fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, 1 << 20)  # type: ignore[arg-type]
+    return process
 
 
 def wait_for_steps(run_dir: Path, num_steps: int, process: subprocess.Popen[str], timeout_s: float = 90) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import signal
 import socket
@@ -21,6 +22,17 @@ def assert_failed(answer: subprocess.CompletedProcess[str], code: int, *words: s
         assert word in answer.stderr, (word, answer.stderr)
     assert "Way out:" in answer.stderr
     assert "Traceback" not in answer.stderr.replace("the traceback", "")
+
+
+def test_a_run_whose_output_nobody_reads_goes_to_its_end(tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    process = start(config, tmp_path / "run", "trainer.num_steps=60")
+    fcntl.fcntl(process.stdout, fcntl.F_SETPIPE_SZ, 4096)  # type: ignore[arg-type]
+    assert process.wait(timeout=200) == 0
+    stdout, _ = process.communicate()
+    assert len(stdout) <= 4096
+    assert len(read_lines(tmp_path / "run" / "metrics.jsonl")) == 60
+    assert "standard output is not read" in (tmp_path / "run" / "logs" / "controller.log").read_text()
 
 
 @pytest.mark.parametrize(("victim", "name"), [("asyncrl_servers.embedded", "engine-0"), ("asyncrl.trainer.worker", "trainer-0")])

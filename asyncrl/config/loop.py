@@ -229,7 +229,8 @@ class ObserveConfig(FrozenConfig):
     """What is shown and written."""
 
     console: Literal["auto", "live", "plain", "none"] = "auto"
-    """live: a table that updates; plain: one line a step; auto = live on a terminal, else plain."""
+    """live: a table that updates; plain: one line a step; auto = live on a terminal, else plain. Lines for
+    which a pipe has no room, because nobody reads it, are left out; the run goes on."""
     tensorboard: bool = True
     """Write TensorBoard events to RUN_DIR/tensorboard."""
     readable_by: Literal["owner", "group", "all"] = "owner"

@@ -56,7 +56,7 @@ def say(text: str) -> None:
 
 def say_secret(text: str) -> None:
     """A line with a key in it: printed, and in no file of ours."""
-    print(text, file=outliving(), flush=True)
+    outliving().write(f"{text}\n")
 
 
 class Door:
