@@ -130,6 +130,8 @@ def test_the_last_words_are_the_cause_and_not_what_points_to_it() -> None:
         "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}\n"
     )
     assert last_error(log).startswith("ValueError: Available memory on node 0")
+    ended = "(EngineCore pid=7) ERROR multiproc_executor.py:315] Worker proc VllmWorker-0 died unexpectedly (exit code: 0).\n"
+    assert last_error(log + ended) == last_error(log), "a worker that was ended after the error is no cause"
     killed = (
         "(MainProcess pid=1) WARNING base.py:380] ValueError: Tokenizer not available\n"
         "(EngineCore pid=7) ERROR multiproc_executor.py:315] Worker proc VllmWorker-0 died unexpectedly (exit code: -9), shutting down.\n"

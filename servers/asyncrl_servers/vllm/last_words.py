@@ -19,6 +19,7 @@ _POINTERS = (
     "EngineDeadError",
     "EngineCore encountered",
     "Executor failed",
+    "died unexpectedly (exit code: 0)",  # it was ended, after it had said why
 )
 
 
