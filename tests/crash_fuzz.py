@@ -135,10 +135,15 @@ class Crashes:
         process.communicate(timeout=20)
 
     def _kill_child(self, process: subprocess.Popen[str], victim: str) -> None:
-        with contextlib.suppress(psutil.NoSuchProcess):  # it may be down already, or the run just ends
-            if found := children_of(process, CHILDREN[victim]):
-                self.random.choice(found).kill()
-                self.kills[victim] += 1
+        with contextlib.suppress(psutil.NoSuchProcess):  # the run just ends
+            deadline = time.monotonic() + PATIENCE_S
+            while not (found := children_of(process, CHILDREN[victim])):  # it is down, or not started yet
+                if process.poll() is not None:
+                    return
+                assert time.monotonic() < deadline, f"no {victim} within {PATIENCE_S} s"
+                time.sleep(0.02)
+            self.random.choice(found).kill()
+            self.kills[victim] += 1
 
     def _look(self, *, is_done: bool = False) -> None:
         """Have the checker judge, alone and against the look before. A run killed before its journal was made has nothing to show."""
