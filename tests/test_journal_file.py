@@ -131,20 +131,25 @@ def test_flipped_bytes_anywhere_are_an_error_or_change_nothing_that_a_run_goes_o
     assert found >= 20, f"{found} found, {harmless} harmless"
 
 
-@pytest.mark.parametrize("at", [2, 9, 17, 30, 32 + 5, 32 + 9, 32 + 24 + 100])
-def test_a_damaged_write_ahead_log_is_found_though_sqlite_would_drop_it_in_silence(tmp_path: Path, at: int) -> None:
-    (tmp_path / "a").mkdir()
+def killed_copies(tmp_path: Path, *names: str) -> None:
+    """Folders with what a process leaves that is killed after three commits, each of a ready group."""
 
     async def live() -> None:
         journal = open_journal(tmp_path / "a" / "journal.sqlite")
         for group_id in range(3):
             tell_ready(journal, group_id)
             await journal.flush()
-        shutil.copytree(tmp_path / "a", tmp_path / "b")  # what a killed process leaves
-        shutil.copytree(tmp_path / "a", tmp_path / "c")
+        for name in names:
+            shutil.copytree(tmp_path / "a", tmp_path / name)
         await journal.aclose()
 
+    (tmp_path / "a").mkdir()
     asyncio.run(live())
+
+
+@pytest.mark.parametrize("at", [2, 9, 17, 30, 32 + 5, 32 + 9, 32 + 24 + 100])
+def test_a_damaged_write_ahead_log_is_found_though_sqlite_would_drop_it_in_silence(tmp_path: Path, at: int) -> None:
+    killed_copies(tmp_path, "b", "c")
     asyncio.run(open_journal(tmp_path / "b" / "journal.sqlite").aclose())
     log = tmp_path / "c" / "journal.sqlite-wal"
     content = bytearray(log.read_bytes())
@@ -159,17 +164,7 @@ def test_a_damaged_write_ahead_log_is_found_though_sqlite_would_drop_it_in_silen
 
 @pytest.mark.parametrize("damage", ["header", "text", "half"])
 def test_a_refused_file_leaves_the_log_beside_it_as_it_is(tmp_path: Path, damage: str) -> None:
-    (tmp_path / "a").mkdir()
-
-    async def live() -> None:
-        journal = open_journal(tmp_path / "a" / "journal.sqlite")
-        for group_id in range(3):
-            tell_ready(journal, group_id)
-            await journal.flush()
-        shutil.copytree(tmp_path / "a", tmp_path / "b")
-        await journal.aclose()
-
-    asyncio.run(live())
+    killed_copies(tmp_path, "b")
     path, log = tmp_path / "b" / "journal.sqlite", tmp_path / "b" / "journal.sqlite-wal"
     content, before = path.read_bytes(), log.read_bytes()
     if damage == "header":
@@ -183,15 +178,9 @@ def test_a_refused_file_leaves_the_log_beside_it_as_it_is(tmp_path: Path, damage
 
 
 def test_a_commit_that_a_power_cut_tore_is_no_damage(tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
+    killed_copies(tmp_path, "b")
 
     async def live() -> None:
-        journal = open_journal(tmp_path / "a" / "journal.sqlite")
-        for group_id in range(3):
-            tell_ready(journal, group_id)
-            await journal.flush()
-        shutil.copytree(tmp_path / "a", tmp_path / "b")
-        await journal.aclose()
         log = tmp_path / "b" / "journal.sqlite-wal"
         log.write_bytes(log.read_bytes()[:-3000])
         journal = open_journal(tmp_path / "b" / "journal.sqlite")

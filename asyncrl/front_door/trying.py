@@ -45,8 +45,7 @@ class Tried:
         """In words, for people who wait."""
         name = f"{self.prompt.prompt_id} sample {self.sample_index}"
         if isinstance(self.outcome, FailedRollout):
-            how = f"failed {self.outcome.num_attempts} times, last" if self.outcome.num_attempts else "cannot be sampled"
-            return f"{name} {how}: {self.outcome.failure.what}"
+            return f"{name} {self.outcome.how}: {self.outcome.failure.what}"
         return f"{name}: reward {self.reward:.4g}, {shape_text(self.outcome)}"
 
 

@@ -65,8 +65,7 @@ def _refuse_descriptors(config: RunConfig) -> None:
     hard, needed, (rollouts, key) = _hard_limit(), _descriptors(config), _rollouts(config)
     if hard is None or needed <= hard:
         return
-    evaluating = 0 if config.eval is None else config.eval.slots
-    gateway = _gateway(config)
+    evaluating, gateway = _evaluating(config), _gateway(config)
     parts = [f"{rollouts} for rollouts in flight", f"{OTHERS} for everything else"]
     parts += [f"eval.slots={evaluating}"] if evaluating else []
     parts += [f"gateway.max_connections={gateway}"] if gateway else []
@@ -88,8 +87,12 @@ def _hard_limit() -> int | None:
 
 def _descriptors(config: RunConfig) -> int:
     """Most that the controller, the process with the most of them, has open while each rollout asks one thing at a time."""
-    evaluating = 0 if config.eval is None else config.eval.slots
-    return _rollouts(config)[0] + evaluating + _gateway(config) + OTHERS
+    return _rollouts(config)[0] + _evaluating(config) + _gateway(config) + OTHERS
+
+
+def _evaluating(config: RunConfig) -> int:
+    """Rollouts of an evaluation at once."""
+    return 0 if config.eval is None else config.eval.slots
 
 
 def _gateway(config: RunConfig) -> int:
@@ -99,7 +102,7 @@ def _gateway(config: RunConfig) -> int:
 
 def _agents(config: RunConfig) -> int:
     """Rollouts at once that call the gateway, those of evaluations too."""
-    return _rollouts(config)[0] + (config.eval.slots if config.eval is not None and config.evaluates_agent else 0)
+    return _rollouts(config)[0] + (_evaluating(config) if config.evaluates_agent else 0)
 
 
 def _refuse_ports(config: RunConfig) -> None:

@@ -72,10 +72,9 @@ class RunningGroup:
     def why_failed(self) -> str:
         """Why group() is None, with the last failure."""
         last = list(self._failures.values())[-1]
-        how = f"failed {last.num_attempts} times, last" if last.num_attempts else "cannot be sampled"
         return (
             f"g{self.ticket.group_id} (prompt {self.prompt.prompt_id}) has {len(self._rollouts)} usable rollouts of "
-            f"{self.group_size} and needs {self.num_needed}; r{last.sample_index} {how}: {last.failure}"
+            f"{self.group_size} and needs {self.num_needed}; r{last.sample_index} {last.how}: {last.failure}"
         )
 
     def cancel(self) -> None:

@@ -113,6 +113,11 @@ class FailedRollout:
     num_attempts: int
     failure: RolloutFailure
 
+    @property
+    def how(self) -> str:
+        """In words that its failure follows."""
+        return f"failed {self.num_attempts} times, last" if self.num_attempts else "cannot be sampled"
+
 
 class RolloutRunner:
     """Runs rollouts within rollout.timeout_s each, and tries failed ones again in what is left of it.
