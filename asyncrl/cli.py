@@ -22,11 +22,16 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file, e.g. configs/quickstart.yaml.", show_default=False)]
+ConfigPath = Annotated[
+    Path,
+    typer.Argument(metavar="CONFIG", help="YAML file, e.g. configs/quickstart.yaml.", show_default=False),
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[KEY=VALUE]...", help="Settings that replace those of the file, e.g. buffer.max_staleness=4.", show_default=False
+        metavar="[KEY=VALUE]...",
+        help="Settings that replace those of the file, e.g. buffer.max_staleness=4.",
+        show_default=False,
     ),
 ]
 RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Directory of a run.", show_default=False)]
@@ -40,7 +45,10 @@ def _print_version(is_wanted: bool) -> None:
 
 @app.callback()
 def _root(
-    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")] = False,
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
+    ] = False,
 ) -> None:
     pass
 
@@ -50,13 +58,22 @@ def run(
     config: ConfigPath,
     overrides: Overrides = None,
     run_dir: Annotated[
-        Path | None, typer.Option(help="Directory for everything the run writes (default: runs/NAME-DATE-TIME).", show_default=False)
+        Path | None,
+        typer.Option(
+            help="Directory for everything the run writes (default: runs/NAME-DATE-TIME).", show_default=False
+        ),
     ] = None,
     resume: Annotated[
-        str, typer.Option(help="auto: go on with the run in --run-dir if one is there; never: refuse; must: refuse a new one.")
+        str,
+        typer.Option(
+            help="auto: go on with the run in --run-dir if one is there; never: refuse; must: refuse a new one."
+        ),
     ] = "auto",
     allow_change: Annotated[
-        list[str] | None, typer.Option(help="Key or section that may differ from the run that is gone on with.", show_default=False)
+        list[str] | None,
+        typer.Option(
+            help="Key or section that may differ from the run that is gone on with.", show_default=False
+        ),
     ] = None,
 ) -> None:
     """Train. Three settings matter at first: trainer.num_groups, buffer.max_staleness and placement.
@@ -66,25 +83,30 @@ def run(
     however, goes on where it stood when it is started again with its --run-dir.
     """
     from asyncrl.config import load_config
-    from asyncrl.job import run_job
-    from asyncrl.running.resume import as_resume_mode
+    from asyncrl.run.loop import run_job
+    from asyncrl.run.resume import as_resume_mode
 
     mode = as_resume_mode(resume)
-    exit_code = run_job(load_config(config, overrides or []), run_dir, name=config.stem, resume=mode, allow_change=allow_change or [])
+    exit_code = run_job(
+        load_config(config, overrides or []),
+        run_dir,
+        name=config.stem,
+        resume=mode,
+        allow_change=allow_change or [],
+    )
     _exit(exit_code)
 
 
 @app.command()
 def check(config: ConfigPath, overrides: Overrides = None) -> None:
     """Validate a config, load all that it names but weights, and print the plan: processes, devices, threads, memory."""
+    from asyncrl.agents.command import passed_env
     from asyncrl.config import load_config
-    from asyncrl.harness.command import passed_env
-    from asyncrl.placement.dtype import settle_dtype
+    from asyncrl.placement.choices import settle_dtype
     from asyncrl.placement.fit import refuse_what_cannot_fit
-    from asyncrl.placement.plan import make_plan
-    from asyncrl.placement.table import plan_text
-    from asyncrl.running.preflight import look
-    from asyncrl.running.replaying import check_replay
+    from asyncrl.placement.plan import make_plan, plan_text
+    from asyncrl.run.check import look
+    from asyncrl.run.replay import check_replay
 
     loaded = load_config(config, overrides or [])
     loaded, dtype_words = settle_dtype(loaded)
@@ -102,7 +124,11 @@ def check(config: ConfigPath, overrides: Overrides = None) -> None:
 
 
 @app.command()
-def keys(section: Annotated[str | None, typer.Argument(help="Only this section, e.g. buffer.", show_default=False)] = None) -> None:
+def keys(
+    section: Annotated[
+        str | None, typer.Argument(help="Only this section, e.g. buffer.", show_default=False)
+    ] = None,
+) -> None:
     """List every setting with its type, default and meaning."""
     from asyncrl.config.describe import describe_keys
 
@@ -110,9 +136,11 @@ def keys(section: Annotated[str | None, typer.Argument(help="Only this section, 
 
 
 @app.command()
-def status(run_dir: RunDir, as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False) -> None:
+def status(
+    run_dir: RunDir, as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False
+) -> None:
     """How a run stands, live or afterwards: steps, staleness, where the time goes, what is stuck."""
-    from asyncrl.observe.read import render_status
+    from asyncrl.observe.status import render_status
 
     typer.echo(render_status(run_dir, as_json=as_json))
 
@@ -122,10 +150,12 @@ def inspect(
     run_dir: RunDir,
     as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
     step: Annotated[int | None, typer.Option(help="Only the batch of this step.", show_default=False)] = None,
-    group: Annotated[int | None, typer.Option(help="This group's whole story, with its conversation.", show_default=False)] = None,
+    group: Annotated[
+        int | None, typer.Option(help="This group's whole story, with its conversation.", show_default=False)
+    ] = None,
 ) -> None:
     """What was trained on, from the trainer's own record, and what became of everything else, from the journal."""
-    from asyncrl.running.inspecting import render_inspect
+    from asyncrl.observe.inspect import render_inspect
 
     typer.echo(render_inspect(run_dir, as_json=as_json, step=step, group=group))
 
@@ -135,13 +165,17 @@ def simulate(
     config: ConfigPath,
     overrides: Overrides = None,
     devices: Annotated[int, typer.Option(help="Devices in all.")] = 8,
-    ratio: Annotated[float, typer.Option(help="Seconds to generate a batch over seconds to train on it, on all devices.")] = 1.0,
-    sigma: Annotated[float, typer.Option(help="Spread of the lengths (lognormal): 0 = equal, 1 = a long tail.")] = 1.0,
+    ratio: Annotated[
+        float, typer.Option(help="Seconds to generate a batch over seconds to train on it, on all devices.")
+    ] = 1.0,
+    sigma: Annotated[
+        float, typer.Option(help="Spread of the lengths (lognormal): 0 = equal, 1 = a long tail.")
+    ] = 1.0,
     handover_s: Annotated[float, typer.Option(help="Cost of a turn, in units of a mean rollout.")] = 0.2,
 ) -> None:
     """What taking turns on all devices would give against splitting them, at several bounds, in virtual time. Starts nothing."""
     from asyncrl.config import load_config
-    from asyncrl.running.simulating import simulation_text
+    from asyncrl.run.simulate import simulation_text
 
     loaded = load_config(config, overrides or [])
     typer.echo(simulation_text(loaded, num_devices=devices, ratio=ratio, sigma=sigma, handover_s=handover_s))
@@ -149,38 +183,68 @@ def simulate(
 
 @app.command()
 def work(
-    url: Annotated[str, typer.Argument(metavar="URL", help="Address of the gateway, as the run prints it.", show_default=False)],
+    url: Annotated[
+        str,
+        typer.Argument(
+            metavar="URL", help="Address of the gateway, as the run prints it.", show_default=False
+        ),
+    ],
     key: Annotated[
         str | None,
         typer.Option(
-            help="The run's worker key (default: that of ASYNCRL_WORKER_KEY; arguments are read by everybody here).", show_default=False
+            help="The run's worker key (default: that of ASYNCRL_WORKER_KEY; arguments are read by everybody here).",
+            show_default=False,
         ),
     ] = None,
     key_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A file with the worker key, or the run's gateway.json.", show_default=False)
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="A file with the worker key, or the run's gateway.json.", show_default=False
+        ),
     ] = None,
     python: Annotated[
-        str | None, typer.Option(metavar="MODULE:FUNCTION", help="Agent: async (task, session) -> reward.", show_default=False)
+        str | None,
+        typer.Option(
+            metavar="MODULE:FUNCTION", help="Agent: async (task, session) -> reward.", show_default=False
+        ),
     ] = None,
     command: Annotated[
-        str | None, typer.Option(metavar="'PROGRAM ARG...'", help="Agent: a program, its task on standard input.", show_default=False)
+        str | None,
+        typer.Option(
+            metavar="'PROGRAM ARG...'",
+            help="Agent: a program, its task on standard input.",
+            show_default=False,
+        ),
     ] = None,
-    verifiers: Annotated[str | None, typer.Option(metavar="ID", help="Agent: a verifiers environment.", show_default=False)] = None,
+    verifiers: Annotated[
+        str | None, typer.Option(metavar="ID", help="Agent: a verifiers environment.", show_default=False)
+    ] = None,
     slots: Annotated[int, typer.Option(help="Rollouts that this worker runs at once.")] = 8,
-    name: Annotated[str | None, typer.Option(help="Its name in the run's messages (default: HOST/PID).", show_default=False)] = None,
-    args: Annotated[str | None, typer.Option(metavar="JSON", help="Settings of the agent, an object.", show_default=False)] = None,
+    name: Annotated[
+        str | None,
+        typer.Option(help="Its name in the run's messages (default: HOST/PID).", show_default=False),
+    ] = None,
+    args: Annotated[
+        str | None, typer.Option(metavar="JSON", help="Settings of the agent, an object.", show_default=False)
+    ] = None,
     env: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=VALUE", help="Environment variable of the command.", show_default=False)
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="Environment variable of the command.", show_default=False),
     ] = None,
     pass_env: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Variable of this environment that the command gets, too.", show_default=False)
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Variable of this environment that the command gets, too.",
+            show_default=False,
+        ),
     ] = None,
 ) -> None:
     """Run rollouts for a run elsewhere that has generator.remote: true. Any number of workers, on any hosts, come and go as they like.
 
     Goes on until Ctrl-C; when the run ends or is started again, it waits for it.
     """
-    from asyncrl.harness.cli_work import run_worker
+    from asyncrl.agents.worker import run_worker
 
     run_worker(
         url, key=key, key_file=key_file, python=python, command=command, verifiers=verifiers, slots=slots, name=name, args=args,
@@ -188,10 +252,16 @@ def work(
     )  # fmt: skip
 
 
-serve_app = typer.Typer(help="One part alone: a gateway, to try an agent before it is trained, or an engine.", no_args_is_help=True)
+serve_app = typer.Typer(
+    help="One part alone: a gateway, to try an agent before it is trained, or an engine.",
+    no_args_is_help=True,
+)
 app.add_typer(serve_app, name="serve")
 ServeDir = Annotated[
-    Path | None, typer.Option("--run-dir", help="Directory for logs (default: runs/serve-NAME-DATE-TIME).", show_default=False)
+    Path | None,
+    typer.Option(
+        "--run-dir", help="Directory for logs (default: runs/serve-NAME-DATE-TIME).", show_default=False
+    ),
 ]
 
 
@@ -200,11 +270,19 @@ def serve_gateway(
     config: ConfigPath,
     overrides: Overrides = None,
     record: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write each rollout to this file, for task.replay.", show_default=False)
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Write each rollout to this file, for task.replay.", show_default=False
+        ),
     ] = None,
     rollouts: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, help="Run the config's generator on N prompts, show the rewards, and end.", show_default=False),
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Run the config's generator on N prompts, show the rewards, and end.",
+            show_default=False,
+        ),
     ] = None,
     run_dir: ServeDir = None,
 ) -> None:
@@ -214,7 +292,7 @@ def serve_gateway(
     1 if all of them fail.
     """
     from asyncrl.config import load_config
-    from asyncrl.front_door import serve
+    from asyncrl.run import serve
 
     loaded = load_config(config, overrides or [])
     _exit(serve.serve_gateway(loaded, run_dir, name=config.stem, record=record, num_prompts=rollouts))
@@ -224,13 +302,15 @@ def serve_gateway(
 def serve_engine(config: ConfigPath, overrides: Overrides = None, run_dir: ServeDir = None) -> None:
     """One engine server with the initial weights, by its own protocol (asyncrl/wire; vLLM's routes for a vLLM), until Ctrl-C."""
     from asyncrl.config import load_config
-    from asyncrl.front_door import serve
+    from asyncrl.run import serve
 
     _exit(serve.serve_engine(load_config(config, overrides or []), run_dir, name=config.stem))
 
 
 def _exit(exit_code: int) -> None:
-    if exit_code > 128:  # interrupted, everything closed: a thread that a library left in a download must not hold the end up
+    if (
+        exit_code > 128
+    ):  # interrupted, everything closed: a thread that a library left in a download must not hold the end up
         for file in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError):  # nobody reads it any more
                 file.flush()

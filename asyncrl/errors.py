@@ -80,7 +80,9 @@ class EngineLost(EngineError):  # noqa: N818  a state of the server, which a sup
     `is_told`: whoever watches over it knows already.
     """
 
-    def __init__(self, room: str, what: str, *, rule: str = "", way_out: str = "", is_told: bool = False) -> None:
+    def __init__(
+        self, room: str, what: str, *, rule: str = "", way_out: str = "", is_told: bool = False
+    ) -> None:
         self.is_told = is_told
         super().__init__(room, what, rule=rule, way_out=way_out)
 

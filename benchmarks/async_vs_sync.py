@@ -121,9 +121,23 @@ def main() -> None:
 
 def run_all(seconds: float) -> None:
     """Run the rows one after the other, each for its share of `seconds`, and print the table."""
-    print(f"{NUM_GROUPS} groups of {GROUP_SIZE}; a tool takes 0.2 s in the median, lognormal sigma 1; times in seconds a step")
-    columns = (("step", 8), ("generate", 8), ("train", 8), ("of bound", 8), ("idle", 6), ("age", 6), ("max", 5), ("masked", 7))
-    print(f"{'max_staleness':<17}", *(f"{title:>{width}}" for title, width in (*columns, ("dropped", 8), ("ahead", 6))))
+    print(
+        f"{NUM_GROUPS} groups of {GROUP_SIZE}; a tool takes 0.2 s in the median, lognormal sigma 1; times in seconds a step"
+    )
+    columns = (
+        ("step", 8),
+        ("generate", 8),
+        ("train", 8),
+        ("of bound", 8),
+        ("idle", 6),
+        ("age", 6),
+        ("max", 5),
+        ("masked", 7),
+    )
+    print(
+        f"{'max_staleness':<17}",
+        *(f"{title:>{width}}" for title, width in (*columns, ("dropped", 8), ("ahead", 6))),
+    )
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for name, overrides in ROWS:
@@ -131,7 +145,9 @@ def run_all(seconds: float) -> None:
             num_steps = max(10, int(seconds / len(ROWS) / (3.0 if is_sync else 0.7)))
             rows.append(run_row(name, overrides, num_steps, Path(folder)))
             print(rows[-1].line(), flush=True)
-    print("idle: share of wall time in which the trainer waited; age: mean staleness of what was trained on; ahead: mean look_ahead")
+    print(
+        "idle: share of wall time in which the trainer waited; age: mean staleness of what was trained on; ahead: mean look_ahead"
+    )
     print(f"ratio: {rows[0].step_s / rows[1].step_s:.2f}")
 
 

@@ -17,7 +17,7 @@ from itertools import product
 
 from report import options, reported
 
-from asyncrl.running.simulating import BOUNDS, Case, Split, break_even, with_mask
+from asyncrl.run.simulate import BOUNDS, Case, Split, break_even, with_mask
 
 NUM_DEVICES, NUM_GROUPS, GROUP_SIZE = 8, 16, 8
 RATIOS, SIGMAS, WAVES = (1.0, 4.0), (0.0, 0.5, 1.0), (1, 8)
@@ -38,7 +38,12 @@ def cell(split: Split) -> str:
 def main() -> None:
     """Print the table."""
     parser = options(__doc__, seconds=60.0)
-    parser.add_argument("--handover", type=float, default=0.2, help="seconds of both handovers of a turn (default: %(default)s)")
+    parser.add_argument(
+        "--handover",
+        type=float,
+        default=0.2,
+        help="seconds of both handovers of a turn (default: %(default)s)",
+    )
     arguments = parser.parse_args()
     with reported("break_even", is_kept=arguments.write):
         num_batches = max(20, int(2 * arguments.seconds))
@@ -47,7 +52,9 @@ def main() -> None:
 
 def run_all(handover_s: float, num_batches: int) -> None:
     """All cases, `wait` and `mask`."""
-    print(f"{NUM_DEVICES} devices, {num_batches} batches of {NUM_GROUPS} groups of {GROUP_SIZE}; turns pay {handover_s:g} s; simulated")
+    print(
+        f"{NUM_DEVICES} devices, {num_batches} batches of {NUM_GROUPS} groups of {GROUP_SIZE}; turns pay {handover_s:g} s; simulated"
+    )
     titles = (*(f"wait, {bound}" for bound in BOUNDS), *(f"mask, {bound}" for bound in BOUNDS[1:]))
     print(f"{'a slot':>6} {'ratio':>5} {'sigma':>5} {'turns/s':>8}", *(f"{title:>12}" for title in titles))
     figure = 0.0
@@ -57,7 +64,10 @@ def run_all(handover_s: float, num_batches: int) -> None:
         _, masked = break_even(with_mask(case), BOUNDS[1:])
         if (waves, ratio, sigma) == (1, 1.0, 1.0):
             figure = splits[1].gain
-        print(f"{waves:>6} {ratio:>5g} {sigma:>5g} {turns.batches_per_s:>8.3f}", *(f"{cell(split):>12}" for split in [*splits, *masked]))
+        print(
+            f"{waves:>6} {ratio:>5g} {sigma:>5g} {turns.batches_per_s:>8.3f}",
+            *(f"{cell(split):>12}" for split in [*splits, *masked]),
+        )
     print(f"ratio: {figure:.2f}")
 
 

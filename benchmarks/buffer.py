@@ -27,11 +27,11 @@ from report import options, reported
 from asyncrl.buffer.buffer import Buffer
 from asyncrl.buffer.count_rule import CountRule
 from asyncrl.buffer.look_ahead import LookAhead
-from asyncrl.buffer.rule import OnOverdue, StalenessRule
 from asyncrl.buffer.simulation import Outcome, Simulation, Workload
+from asyncrl.buffer.staleness import OnOverdue, StalenessRule
 from asyncrl.config import BufferConfig
 from asyncrl.errors import WouldWait
-from asyncrl.types import Group, GroupId, Prompt, Trajectory, VersionSpan
+from asyncrl.messages.records import Group, GroupId, Prompt, Trajectory, VersionSpan
 
 MAX_STALENESS, NUM_GROUPS = 8, 16
 SIZES = (1_000, 3_000, 10_000, 30_000, 100_000)
@@ -62,7 +62,9 @@ def cost_us(num_total: int, num_groups: int) -> tuple[float, int]:
             pool[index], pool[-1] = pool[-1], pool[index]
             group_id, oldest = pool.pop()
             span = VersionSpan(0, 1, oldest)
-            buffer.finish_nowait(Group(group_id, prompt, (Trajectory(0, NO_TOKENS, NO_TOKENS, NO_TOKENS, (span,), 0.0),)))  # type: ignore[arg-type]
+            buffer.finish_nowait(
+                Group(group_id, prompt, (Trajectory(0, NO_TOKENS, NO_TOKENS, NO_TOKENS, (span,), 0.0),))
+            )  # type: ignore[arg-type]
             continue
         version += 1
         buffer.set_served_nowait(version)
@@ -76,7 +78,9 @@ def scaling(seconds: float) -> float:
     """Print the first two tables, return the ratio."""
     costs: dict[tuple[int, int], list[float]] = {}
     peaks: dict[tuple[int, int], int] = {}
-    cases = [(size, NUM_GROUPS) for size in SIZES] + [(SIZES[-1], batch_size) for batch_size in BATCH_SIZES[1:]]
+    cases = [(size, NUM_GROUPS) for size in SIZES] + [
+        (SIZES[-1], batch_size) for batch_size in BATCH_SIZES[1:]
+    ]
     until_s = time.perf_counter() + seconds
     while len(next(iter(costs.values()), [])) < 3 or time.perf_counter() < until_s:
         for case in cases:
@@ -90,7 +94,13 @@ def scaling(seconds: float) -> float:
 
 
 def play(
-    max_staleness: int, sigma: float, num_batches: int, on_overdue: OnOverdue, look_ahead: int | None, *, prompt_share: float = 0.0
+    max_staleness: int,
+    sigma: float,
+    num_batches: int,
+    on_overdue: OnOverdue,
+    look_ahead: int | None,
+    *,
+    prompt_share: float = 0.0,
 ) -> Outcome:
     """One simulated run under our rule; look_ahead None is auto."""
     auto = LookAhead(max_staleness) if look_ahead is None else None
@@ -102,27 +112,40 @@ def play(
         look_ahead=auto.current if auto is not None else look_ahead or 0,
     )
     workload = Workload(num_slots=10**6, sigma=sigma, prompt_share=prompt_share, train_s=0.6)
-    return Simulation(rule, workload, max_staleness=max_staleness, masks=on_overdue == "mask", auto=auto).run()
+    return Simulation(
+        rule, workload, max_staleness=max_staleness, masks=on_overdue == "mask", auto=auto
+    ).run()
 
 
 def play_counted(max_staleness: int, sigma: float, num_batches: int, *, is_oldest_first: bool) -> Outcome:
     """One simulated run under the count-based rule."""
     order = "oldest_first" if is_oldest_first else "completion"
     rule = CountRule(num_groups=NUM_GROUPS, num_batches=num_batches, max_staleness=max_staleness, order=order)  # type: ignore[arg-type]
-    return Simulation(rule, Workload(num_slots=10**6, sigma=sigma, train_s=0.6), max_staleness=max_staleness, masks=False).run()
+    return Simulation(
+        rule, Workload(num_slots=10**6, sigma=sigma, train_s=0.6), max_staleness=max_staleness, masks=False
+    ).run()
 
 
 def show(name: str, outcome: Outcome, fastest: float) -> None:
     """One row."""
     speed, idle, ahead = outcome.batches_per_s / fastest, outcome.idle_fraction, outcome.look_ahead_mean
     ages = f"{outcome.age_mean:>6.2f} {outcome.age_max:>5}"
-    late, masked, dropped, given_up = outcome.late_fraction, outcome.masked_fraction, outcome.num_dropped, outcome.num_given_up
-    print(f"    {name:<22} {speed:>6.2f} {idle:>6.0%} {ahead:>6.1f} {ages} {late:>7.1%} {masked:>7.1%} {dropped:>8} {given_up:>9}")
+    late, masked, dropped, given_up = (
+        outcome.late_fraction,
+        outcome.masked_fraction,
+        outcome.num_dropped,
+        outcome.num_given_up,
+    )
+    print(
+        f"    {name:<22} {speed:>6.2f} {idle:>6.0%} {ahead:>6.1f} {ages} {late:>7.1%} {masked:>7.1%} {dropped:>8} {given_up:>9}"
+    )
 
 
 def compare(num_batches: int) -> None:
     """Print the third table."""
-    print(f"\n{num_batches} batches of {NUM_GROUPS}, simulated; speed is against a trainer that never waits; ages in versions")
+    print(
+        f"\n{num_batches} batches of {NUM_GROUPS}, simulated; speed is against a trainer that never waits; ages in versions"
+    )
     ages = f"{'age':>6} {'max':>5}"
     counts = f"{'late':>7} {'masked':>7} {'dropped':>8} {'given up':>9}"
     print(f"    {'rule, look_ahead':<22} {'speed':>6} {'idle':>6} {'ahead':>6} {ages} {counts}")
@@ -130,16 +153,29 @@ def compare(num_batches: int) -> None:
         for max_staleness in (1, 2, 4, 8):
             print(f"  sigma {sigma}, max_staleness {max_staleness}")
             for on_overdue in ("wait", "mask", "drop"):
-                fixed = [play(max_staleness, sigma, num_batches, on_overdue, look_ahead) for look_ahead in range(max_staleness + 1)]
+                fixed = [
+                    play(max_staleness, sigma, num_batches, on_overdue, look_ahead)
+                    for look_ahead in range(max_staleness + 1)
+                ]
                 best = max(range(len(fixed)), key=lambda index: fixed[index].batches_per_s)
-                show(f"{on_overdue}, auto", play(max_staleness, sigma, num_batches, on_overdue, None), 1 / 0.6)
+                show(
+                    f"{on_overdue}, auto", play(max_staleness, sigma, num_batches, on_overdue, None), 1 / 0.6
+                )
                 show(f"{on_overdue}, {best} (best)", fixed[best], 1 / 0.6)
                 if best != max_staleness:
                     show(f"{on_overdue}, {max_staleness}", fixed[-1], 1 / 0.6)
             by_prompt = play(max_staleness, sigma, num_batches, "drop", None, prompt_share=0.5)
             show("drop, auto, by prompt", by_prompt, 1 / 0.6)
-            show("count, completion", play_counted(max_staleness, sigma, num_batches, is_oldest_first=False), 1 / 0.6)
-            show("count, oldest first", play_counted(max_staleness, sigma, num_batches, is_oldest_first=True), 1 / 0.6)
+            show(
+                "count, completion",
+                play_counted(max_staleness, sigma, num_batches, is_oldest_first=False),
+                1 / 0.6,
+            )
+            show(
+                "count, oldest first",
+                play_counted(max_staleness, sigma, num_batches, is_oldest_first=True),
+                1 / 0.6,
+            )
 
 
 def main() -> None:

@@ -28,10 +28,10 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from transformers.utils.logging import disable_progress_bar
 
 from asyncrl.config import AlgorithmConfig, TrainerConfig
-from asyncrl.running.specs import objective_spec
+from asyncrl.messages.trainer_calls import BatchArrays, BatchHeader, TrajectoryHeader
+from asyncrl.run.specs import objective_spec
 from asyncrl.trainer.spec import TrainerSpec
 from asyncrl.trainer.step import TrainStep
-from asyncrl.wire import BatchArrays, BatchHeader, TrajectoryHeader
 
 VOCAB_SIZE, NUM_TOKENS, NUM_SEQUENCES = 16_384, 16, 4
 MIN_REPETITIONS = 3

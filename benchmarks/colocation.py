@@ -42,14 +42,16 @@ from report import RESULTS, options, reported
 from transformers.utils.logging import disable_progress_bar
 
 from asyncrl.config import RunConfig, SupervisionConfig
-from asyncrl.engines import EnginePool, EngineServer
+from asyncrl.engines.own_server import EngineServer
+from asyncrl.engines.pool import EnginePool
+from asyncrl.messages.records import Batch, Completion, Group, GroupId, Prompt, SamplingRequest, Trajectory
 from asyncrl.placement.staging import clear_stale_staging, new_staging_dir, remove_staging_dir
-from asyncrl.publisher import ChunkPublisher, Publisher, PublisherStats
-from asyncrl.running import startup
-from asyncrl.running.trainer_supervision import LivingTrainer
-from asyncrl.running.turns import SideBySide, TakingTurns, Turns
-from asyncrl.trainer.client import TrainerClient
-from asyncrl.types import Batch, Completion, Group, GroupId, Prompt, SamplingRequest, Trajectory
+from asyncrl.run import start as startup
+from asyncrl.run.colocate import SideBySide, TakingTurns, Turns
+from asyncrl.run.supervise_trainer import LivingTrainer
+from asyncrl.sync.chunk_push import ChunkPublisher
+from asyncrl.sync.publisher import Publisher, PublisherStats
+from asyncrl.trainer.trainer_client import TrainerClient
 
 MIB = 2**20
 SLOTS, MAX_TOKENS, MAX_PROMPT_TOKENS = 16, 480, 32
@@ -95,10 +97,15 @@ class Memory:
 
     def _run(self) -> None:
         while not self._ended.wait(SAMPLE_S):
-            trainer, engine = ([server for server in self.servers if server.name.startswith(side)] for side in ("trainer", "engine"))
+            trainer, engine = (
+                [server for server in self.servers if server.name.startswith(side)]
+                for side in ("trainer", "engine")
+            )
             if self.device == "cuda":
                 held = _cuda_bytes()
-                sizes = [sum(held.get(server.child.pid or 0, 0) for server in side) for side in (trainer, engine)]
+                sizes = [
+                    sum(held.get(server.child.pid or 0, 0) for server in side) for side in (trainer, engine)
+                ]
             else:
                 sizes = [sum(_pss_bytes(server.child.pid) for server in side) for side in (trainer, engine)]
             self.samples.append((time.perf_counter(), *sizes))  # type: ignore[arg-type]
@@ -150,7 +157,12 @@ def make_config(model: Path, device: str, chunk_bytes: int, *, is_shared: bool) 
         {
             "model": {"path": str(model), "dtype": "float32"},
             "task": {"python": "asyncrl.tasks.letters:Letters"},
-            "rollout": {"slots": SLOTS, "max_tokens": MAX_TOKENS, "max_prompt_tokens": MAX_PROMPT_TOKENS, "threads": 1},
+            "rollout": {
+                "slots": SLOTS,
+                "max_tokens": MAX_TOKENS,
+                "max_prompt_tokens": MAX_PROMPT_TOKENS,
+                "threads": 1,
+            },
             "buffer": {"max_staleness": 0},
             "trainer": {"threads": 1, "num_groups": 1, "num_steps": 100_000},
             "publisher": {"chunk_bytes": chunk_bytes},
@@ -218,7 +230,9 @@ async def _never(version: int) -> None:
 async def generate(pool: EnginePool, version: int) -> list[Completion]:
     """A few completions of made-up prompts."""
     requests = [
-        SamplingRequest(f"v{version}s{index}", tuple(range(10, 26)), NUM_TOKENS, 1.0, seed=1000 * version + index)
+        SamplingRequest(
+            f"v{version}s{index}", tuple(range(10, 26)), NUM_TOKENS, 1.0, seed=1000 * version + index
+        )
         for index in range(NUM_SAMPLES)
     ]
     return list(await asyncio.gather(*(pool.generate(request) for request in requests)))
@@ -234,18 +248,27 @@ def make_batch(version: int, completions: Sequence[Completion]) -> Batch:
                 sample_index=index,
                 token_ids=np.array([*range(10, 26), *completion.token_ids], np.int32),
                 loss_mask=np.array([False] * num_prompt + [True] * num_sampled),
-                behaviour_logprobs=np.array([0.0] * num_prompt + list(completion.behaviour_logprobs), np.float32),
+                behaviour_logprobs=np.array(
+                    [0.0] * num_prompt + list(completion.behaviour_logprobs), np.float32
+                ),
                 version_spans=tuple(
-                    type(span)(span.start + num_prompt, span.end + num_prompt, span.version) for span in completion.version_spans
+                    type(span)(span.start + num_prompt, span.end + num_prompt, span.version)
+                    for span in completion.version_spans
                 ),
                 reward=float(index % 2),
                 is_truncated=True,
             )
         )
-    return Batch(version=version, groups=(Group(GroupId(version), Prompt("p", ()), tuple(trajectories)),), min_version=version)
+    return Batch(
+        version=version,
+        groups=(Group(GroupId(version), Prompt("p", ()), tuple(trajectories)),),
+        min_version=version,
+    )
 
 
-async def measure(config: RunConfig, model: Path, name: str, device: str, seconds: float, folder: Path) -> Case:
+async def measure(
+    config: RunConfig, model: Path, name: str, device: str, seconds: float, folder: Path
+) -> Case:
     """Turns until the time is over."""
     async with house(config, model, folder, device) as rooms:
         case = Case(name, rooms.memory, ready_s=time.perf_counter())
@@ -281,17 +304,40 @@ def note(case: Case, turns: TakingTurns, push: PublisherStats) -> None:
     phases = {phase.name: phase for report in turns.last.values() for phase in report.phases}
     case.phases.append(
         {name: phase.seconds for name, phase in phases.items()}
-        | {"push: trainer writes": push.export_s, "push: engine loads": push.prepare_s, "push: commit": push.commit_s}
+        | {
+            "push: trainer writes": push.export_s,
+            "push: engine loads": push.prepare_s,
+            "push: commit": push.commit_s,
+        }
     )
     onloaded, weights = phases["trainer onloads"].num_bytes, phases["trainer offloads weights"].num_bytes
     case.moved.append(onloaded + (onloaded - weights) + weights + phases["push weights"].num_bytes)
 
 
-def show(apart: Case, cases: Sequence[Case], copy_s_per_byte: float, new_pages_s_per_byte: float, copy_cpu_s_per_byte: float) -> None:
+def show(
+    apart: Case,
+    cases: Sequence[Case],
+    copy_s_per_byte: float,
+    new_pages_s_per_byte: float,
+    copy_cpu_s_per_byte: float,
+) -> None:
     """The tables and the last line."""
     num_turns = min(len(case.moved) for case in cases)
-    print(f"{num_turns} turns or more of {NUM_SAMPLES} completions of {NUM_TOKENS} tokens, medians; before them one to warm up")
-    names = ("chunk", "to trainer s", "to engines s", "moved MB", "copy s", "new pages s", "ratio", "cpu ratio", "peak MB", "with start")
+    print(
+        f"{num_turns} turns or more of {NUM_SAMPLES} completions of {NUM_TOKENS} tokens, medians; before them one to warm up"
+    )
+    names = (
+        "chunk",
+        "to trainer s",
+        "to engines s",
+        "moved MB",
+        "copy s",
+        "new pages s",
+        "ratio",
+        "cpu ratio",
+        "peak MB",
+        "with start",
+    )
     print("".join(f"{name:>14}" for name in names))
     for case in cases:
         moved, peaks = median(case.moved), (case.memory.peak(case.ready_s) / 1e6, case.memory.peak() / 1e6)
@@ -308,7 +354,10 @@ def show(apart: Case, cases: Sequence[Case], copy_s_per_byte: float, new_pages_s
     print(f"\nphases of chunk size {last.name}, seconds:")
     for name in last.phases[0]:
         print(f"  {name:44}{median(phase[name] for phase in last.phases):8.3f}")
-    sides = [max(sample[index] for sample in last.memory.samples if sample[0] >= last.ready_s) / 1e6 for index in (1, 2)]
+    sides = [
+        max(sample[index] for sample in last.memory.samples if sample[0] >= last.ready_s) / 1e6
+        for index in (1, 2)
+    ]
     print(f"most of one side alone, in turns: trainer {sides[0]:.0f} MB, engine {sides[1]:.0f} MB")
     print(f"both handovers of the first turn, which is in no median: {last.first_s:.3f} s")
     print(f"ratio: {last.handover_s / (median(last.moved) * copy_s_per_byte):.2f}")
@@ -343,7 +392,9 @@ def main() -> None:
     """Parse, measure, print."""
     parser = options(__doc__, seconds=60.0)
     parser.add_argument("--chunk-mib", type=int, nargs="+", default=[16, 64, 256])
-    parser.add_argument("--plot", action="store_true", help="draw the memory timeline into benchmarks/results/colocation.png")
+    parser.add_argument(
+        "--plot", action="store_true", help="draw the memory timeline into benchmarks/results/colocation.png"
+    )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     arguments: argparse.Namespace = parser.parse_args()
     torch.set_num_threads(1)
@@ -360,7 +411,13 @@ def main() -> None:
             warm, new_pages = copy_costs(COPY_BYTES, torch.device(arguments.device))
             copies.append((warm[0] / COPY_BYTES, new_pages[0] / COPY_BYTES, warm[1] / COPY_BYTES))
             config = make_config(model, arguments.device, chunk * MIB, is_shared=True)
-            cases.append(asyncio.run(measure(config, model, f"{chunk} MiB", arguments.device, seconds, folder / f"turns-{chunk}")))
+            cases.append(
+                asyncio.run(
+                    measure(
+                        config, model, f"{chunk} MiB", arguments.device, seconds, folder / f"turns-{chunk}"
+                    )
+                )
+            )
         with reported("colocation", is_kept=arguments.write):
             show(apart, cases, *(median(kind) for kind in zip(*copies, strict=True)))
         if arguments.plot:

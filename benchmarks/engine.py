@@ -32,12 +32,12 @@ from engine_servers import engine_server, has_vllm
 from report import options, reported
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from asyncrl.engines import EnginePool
-from asyncrl.types import SamplingRequest
-from asyncrl.wire import GenerateRequest
+from asyncrl.engines.pool import EnginePool
+from asyncrl.messages.engine_calls import GenerateRequest
+from asyncrl.messages.records import SamplingRequest
 from asyncrl_servers.embedded.build import build_engine
-from asyncrl_servers.embedded.engine import Engine
-from asyncrl_servers.embedded.spec import EmbeddedSpec
+from asyncrl_servers.embedded.decode_loop import Engine
+from asyncrl_servers.embedded.kv_memory import EmbeddedSpec
 
 VOCAB, PROMPT_LENGTH, MAX_NEW = 64, 16, 496
 
@@ -72,7 +72,9 @@ def run_ours(engine: Engine, prompts: list[list[int]], lengths: list[int]) -> fl
     """Seconds for all requests; all are queued at once, the slots bound the concurrency."""
     started = time.perf_counter()
     answers = [
-        engine.submit(GenerateRequest(request_id=str(index), prompt_ids=prompt, max_tokens=length, seed=index))
+        engine.submit(
+            GenerateRequest(request_id=str(index), prompt_ids=prompt, max_tokens=length, seed=index)
+        )
         for index, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
     ]
     produced = [len(answer.result().token_ids) for answer in answers]
@@ -82,14 +84,22 @@ def run_ours(engine: Engine, prompts: list[list[int]], lengths: list[int]) -> fl
     return seconds
 
 
-def run_generate(model: Qwen3ForCausalLM, prompts: list[list[int]], lengths: list[int], concurrency: int) -> float:
+def run_generate(
+    model: Qwen3ForCausalLM, prompts: list[list[int]], lengths: list[int], concurrency: int
+) -> float:
     """Seconds for all requests in static batches."""
     started = time.perf_counter()
     for first in range(0, len(prompts), concurrency):
         batch = torch.tensor(prompts[first : first + concurrency], device=model.device)
         longest = max(lengths[first : first + concurrency])
         output = model.generate(
-            batch, attention_mask=torch.ones_like(batch), max_new_tokens=longest, do_sample=True, temperature=1.0, top_k=0, top_p=1.0
+            batch,
+            attention_mask=torch.ones_like(batch),
+            max_new_tokens=longest,
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
         )
         if output.shape[1] != PROMPT_LENGTH + longest:
             raise SystemExit("generate did not produce the lengths that were asked for")
@@ -104,7 +114,12 @@ def run_case(
     prompts = [generator.integers(1, VOCAB, PROMPT_LENGTH).tolist() for _ in lengths]
     short = [min(length, 32) for length in lengths[:concurrency]]
     run_ours(engine, prompts[:concurrency], short)
-    peer = min(peers, key=lambda model: min(run_generate(model, prompts[:concurrency], short, concurrency) for _ in range(2)))
+    peer = min(
+        peers,
+        key=lambda model: min(
+            run_generate(model, prompts[:concurrency], short, concurrency) for _ in range(2)
+        ),
+    )
     times: tuple[list[float], list[float]] = ([], [])
     deadline = time.perf_counter() + seconds
     while len(times[0]) < 3 or time.perf_counter() < deadline:
@@ -120,7 +135,11 @@ async def time_pool(pool: EnginePool, lengths: list[int], concurrency: int, seed
     async def one(index: int, length: int) -> int:
         prompt = tuple(generator.integers(1, VOCAB, PROMPT_LENGTH).tolist())
         async with limit:
-            return len((await pool.generate(SamplingRequest(f"{seed}-{index}", prompt, length, 1.0, seed=index))).token_ids)
+            return len(
+                (
+                    await pool.generate(SamplingRequest(f"{seed}-{index}", prompt, length, 1.0, seed=index))
+                ).token_ids
+            )
 
     started = time.perf_counter()
     if await asyncio.gather(*(one(index, length) for index, length in enumerate(lengths))) != lengths:
@@ -128,10 +147,14 @@ async def time_pool(pool: EnginePool, lengths: list[int], concurrency: int, seed
     return time.perf_counter() - started
 
 
-async def time_server(kind: str, folder: Path, cases: dict[str, tuple[int, list[int]]], seconds: float) -> dict[str, float]:
+async def time_server(
+    kind: str, folder: Path, cases: dict[str, tuple[int, list[int]]], seconds: float
+) -> dict[str, float]:
     """Median seconds of each case on a server of this kind. A case is (sequences at a time, lengths)."""
     slots, times = max(concurrency for concurrency, _ in cases.values()), {}
-    async with engine_server(kind, folder, folder / kind, slots=slots, max_length=PROMPT_LENGTH + MAX_NEW) as (client, _):
+    async with engine_server(
+        kind, folder, folder / kind, slots=slots, max_length=PROMPT_LENGTH + MAX_NEW
+    ) as (client, _):
         pool = EnginePool([client], slots=slots)
         for name, (concurrency, lengths) in cases.items():
             found, deadline = list[float](), time.perf_counter() + seconds / len(cases)
@@ -146,7 +169,10 @@ def run_servers(seconds: float, concurrency: int) -> None:
     cases = {
         "1 at a time, 128 new tokens": (1, [128] * 4),
         f"{concurrency} at a time, 64 new tokens": (concurrency, [64] * (4 * concurrency)),
-        f"{concurrency} at a time, lognormal, mean 64": (concurrency, long_tailed_lengths(8 * concurrency, 64.0, 1.0)),
+        f"{concurrency} at a time, lognormal, mean 64": (
+            concurrency,
+            long_tailed_lengths(8 * concurrency, 64.0, 1.0),
+        ),
     }
     rows: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -161,15 +187,25 @@ def run_servers(seconds: float, concurrency: int) -> None:
     for name, (_, lengths) in cases.items():
         rates = {kind: sum(lengths) / times[name] for kind, times in rows.items()}
         best, second = sorted(rates, key=lambda kind: rates[kind], reverse=True)[:2]
-        print(f"{name:<42}{''.join(f'{rate:>10.0f}' for rate in rates.values())}  {best}, {rates[best] / rates[second]:.2f} x {second}")
+        print(
+            f"{name:<42}{''.join(f'{rate:>10.0f}' for rate in rates.values())}  {best}, {rates[best] / rates[second]:.2f} x {second}"
+        )
 
 
 def time_generate(folder: Path, cases: dict[str, tuple[int, list[int]]]) -> dict[str, float]:
     """Median seconds of each case with `generate` in static batches, which holds up nobody but itself."""
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa", dtype=torch.float32).eval()
-    prompts = np.random.default_rng(0).integers(1, VOCAB, (max(len(lengths) for _, lengths in cases.values()), PROMPT_LENGTH)).tolist()
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="sdpa", dtype=torch.float32
+    ).eval()
+    prompts = (
+        np.random.default_rng(0)
+        .integers(1, VOCAB, (max(len(lengths) for _, lengths in cases.values()), PROMPT_LENGTH))
+        .tolist()
+    )
     return {
-        name: statistics.median(run_generate(model, prompts[: len(lengths)], lengths, concurrency) for _ in range(2))
+        name: statistics.median(
+            run_generate(model, prompts[: len(lengths)], lengths, concurrency) for _ in range(2)
+        )
         for name, (concurrency, lengths) in cases.items()
     }
 
@@ -193,8 +229,12 @@ def main() -> None:
 def run_cases(seconds: float, concurrency: int, device: str) -> float:
     """Measure both cases for `seconds` each and print the table; returns the last ratio."""
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    print(f"embedded engine against transformers generate: Qwen3, 4 layers, hidden 128, vocabulary {VOCAB}, {dtype}, 1 thread,")
-    print(f"{concurrency} sequences at a time, prompts of {PROMPT_LENGTH} tokens, engine loop in process (no HTTP)")
+    print(
+        f"embedded engine against transformers generate: Qwen3, 4 layers, hidden 128, vocabulary {VOCAB}, {dtype}, 1 thread,"
+    )
+    print(
+        f"{concurrency} sequences at a time, prompts of {PROMPT_LENGTH} tokens, engine loop in process (no HTTP)"
+    )
     print(f"{'lengths':<42}{'tokens':>8}{'ours tok/s':>12}{'generate tok/s':>16}{'ratio':>8}{'runs':>6}")
     cases = {
         "equal, 64 new tokens": [64] * (4 * concurrency),
@@ -204,10 +244,18 @@ def run_cases(seconds: float, concurrency: int, device: str) -> float:
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder))
         engine = build_engine(
-            EmbeddedSpec(name="engine", model_path=folder, device=device, slots=concurrency, max_length=PROMPT_LENGTH + MAX_NEW)
+            EmbeddedSpec(
+                name="engine",
+                model_path=folder,
+                device=device,
+                slots=concurrency,
+                max_length=PROMPT_LENGTH + MAX_NEW,
+            )
         )
         peers = [
-            AutoModelForCausalLM.from_pretrained(folder, attn_implementation=kind, dtype=dtype).eval().to(device)
+            AutoModelForCausalLM.from_pretrained(folder, attn_implementation=kind, dtype=dtype)
+            .eval()
+            .to(device)
             for kind in ("sdpa", "eager")
         ]
         engine.start()

@@ -9,13 +9,16 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from asyncrl.calling import Caller
 from asyncrl.config import RolloutConfig
-from asyncrl.engines import EngineClient, EngineServer, VllmFacts, VllmServer
+from asyncrl.engines.engine import EngineClient
+from asyncrl.engines.own_server import EngineServer
+from asyncrl.engines.vllm.facts import VllmFacts
+from asyncrl.engines.vllm.vllm_server import VllmServer
 from asyncrl.errors import ConfigError
-from asyncrl.placement.interpreters import find_vllm_python, import_folder
-from asyncrl.placement.process import ChildProcess
-from asyncrl.wire import EngineHealth
+from asyncrl.http import Caller
+from asyncrl.messages.engine_calls import EngineHealth
+from asyncrl.placement.choices import find_vllm_python, import_folder
+from asyncrl.placement.processes import ChildProcess
 
 START_S = 600.0
 
@@ -30,10 +33,18 @@ def has_vllm() -> bool:
 
 
 @asynccontextmanager
-async def engine_server(kind: str, model: Path, folder: Path, *, slots: int, max_length: int) -> AsyncIterator[tuple[EngineClient, Caller]]:
+async def engine_server(
+    kind: str, model: Path, folder: Path, *, slots: int, max_length: int
+) -> AsyncIterator[tuple[EngineClient, Caller]]:
     """A running server of `kind` (embedded, vllm) on the CPU in float32, its client, and the caller below that. No end token."""
     secret = secrets.token_hex(16)
-    spec = {"name": "engine-0", "model_path": str(model), "slots": slots, "max_length": max_length, "device": "cpu"}
+    spec = {
+        "name": "engine-0",
+        "model_path": str(model),
+        "slots": slots,
+        "max_length": max_length,
+        "device": "cpu",
+    }
     if kind == "vllm":
         spec |= {"dtype": "float32"}
         child = ChildProcess(
@@ -41,7 +52,9 @@ async def engine_server(kind: str, model: Path, folder: Path, *, slots: int, max
             python=find_vllm_python(RolloutConfig(engine="vllm")), env={"PYTHONPATH": str(import_folder(folder / "imports"))},
         )  # fmt: skip
     else:
-        child = ChildProcess("engine-0", "asyncrl_servers.embedded", json.dumps(spec), run_dir=folder, secret=secret)
+        child = ChildProcess(
+            "engine-0", "asyncrl_servers.embedded", json.dumps(spec), run_dir=folder, secret=secret
+        )
     await child.start()
     caller = Caller("engine-0", child.url, secret)
     try:
@@ -56,7 +69,13 @@ async def _client(kind: str, caller: Caller, model: Path, slots: int, max_length
         await caller.get("/health", EngineHealth, timeout_s=START_S)
         return EngineServer(caller)
     facts = VllmFacts(
-        model_path=str(model), dtype="float32", slots=slots, max_length=max_length, end_ids=(), has_adapters=False, device="cpu"
+        model_path=str(model),
+        dtype="float32",
+        slots=slots,
+        max_length=max_length,
+        end_ids=(),
+        has_adapters=False,
+        device="cpu",
     )
     client = VllmServer(caller, facts=facts, decode=None, canary_limit=math.inf, retries=0, chunk_bytes=2**28)
     await client.ready(START_S)

@@ -73,7 +73,9 @@ def growth_per_thousand(samples: Sequence[tuple[int, int]]) -> float:
     return 1000 * linear_regression(ended, resident).slope
 
 
-async def measure(side: EngineAlone | Ours | LiteLLM, sessions: int, seconds: float, *, think_s: float = 0.0) -> Measured:
+async def measure(
+    side: EngineAlone | Ours | LiteLLM, sessions: int, seconds: float, *, think_s: float = 0.0
+) -> Measured:
     """One round of load."""
     load = Load(side, sessions, think_s=think_s)
     measured = await load.run(asyncio.sleep(WARM_UP_S), asyncio.sleep(seconds), lambda: sides.cpu_s(side.pid))
@@ -85,12 +87,17 @@ async def measure_added(alone: EngineAlone, ours: Ours, seconds: float) -> list[
     """Rounds of both, in turns."""
     part_s = seconds / (2 * ROUNDS)
     return [
-        Added(await measure(alone, SESSIONS, part_s, think_s=THINK_S), await measure(ours, SESSIONS, part_s, think_s=THINK_S))
+        Added(
+            await measure(alone, SESSIONS, part_s, think_s=THINK_S),
+            await measure(ours, SESSIONS, part_s, think_s=THINK_S),
+        )
         for _ in range(ROUNDS)
     ]
 
 
-async def measure_rates(proxies: Sequence[Ours | LiteLLM], seconds: float) -> dict[tuple[str, int], list[Measured]]:
+async def measure_rates(
+    proxies: Sequence[Ours | LiteLLM], seconds: float
+) -> dict[tuple[str, int], list[Measured]]:
     """Rounds of all proxies, in turns, at one session and at SESSIONS; most of the time goes to the latter."""
     found: dict[tuple[str, int], list[Measured]] = {}
     for _ in range(ROUNDS):
@@ -125,7 +132,9 @@ async def measure_memory(ours: Ours, seconds: float) -> Held:
             await asyncio.sleep(0.25)
 
     load = Load(ours, MANY_SESSIONS)
-    measured = await load.run(ours.wait_ended(first + SETTLING * MANY_SESSIONS), window(), lambda: sides.cpu_s(ours.pid))
+    measured = await load.run(
+        ours.wait_ended(first + SETTLING * MANY_SESSIONS), window(), lambda: sides.cpu_s(ours.pid)
+    )
     await ours.finish()
     return Held(before, await ours.held(), samples, measured)
 
@@ -134,7 +143,10 @@ def show_added(rounds: Sequence[Added]) -> None:
     """The first table."""
     print(f"\nadded latency: {SESSIONS} sessions, mean pause {THINK_S} s, medians of {len(rounds)} rounds")
     print(f"{'':<22}{'calls/s':>9}{'p50 ms':>9}{'p99 ms':>9}")
-    for name, side in (("engine alone", [one.direct for one in rounds]), ("through the gateway", [one.through for one in rounds])):
+    for name, side in (
+        ("engine alone", [one.direct for one in rounds]),
+        ("through the gateway", [one.through for one in rounds]),
+    ):
         p50, p99 = (1e3 * median(one.percentile(percent) for one in side) for percent in (50, 99))
         print(f"{name:<22}{median(one.rate for one in side):>9.0f}{p50:>9.2f}{p99:>9.2f}")
     p50, p99 = (1e3 * median(one.added_s(percent) for one in rounds) for percent in (50, 99))
@@ -144,12 +156,17 @@ def show_added(rounds: Sequence[Added]) -> None:
 def show_rates(found: dict[tuple[str, int], list[Measured]]) -> None:
     """The second table."""
     print(f"\nrequests, medians of {ROUNDS} rounds")
-    print(f"{'sessions':<10}{'proxy':<9}{'requests/s':>11}{'of a core':>11}{'busy':>7}{'ms of core':>12}{'p50 ms':>9}{'p99 ms':>9}")
+    print(
+        f"{'sessions':<10}{'proxy':<9}{'requests/s':>11}{'of a core':>11}{'busy':>7}{'ms of core':>12}{'p50 ms':>9}{'p99 ms':>9}"
+    )
     for (name, sessions), rounds in sorted(found.items(), key=lambda item: item[0][1]):
         rate, of_core = median(one.rate for one in rounds), median(one.core_rate for one in rounds)
         busy = median(one.cpu_s / one.seconds for one in rounds)
         p50, p99 = (1e3 * median(one.percentile(percent) for one in rounds) for percent in (50, 99))
-        print(f"{sessions:<10}{name:<9}{rate:>11.0f}{of_core:>11.0f}{busy:>7.0%}{1e3 / of_core:>12.2f}{p50:>9.1f}{p99:>9.1f}", flush=True)
+        print(
+            f"{sessions:<10}{name:<9}{rate:>11.0f}{of_core:>11.0f}{busy:>7.0%}{1e3 / of_core:>12.2f}{p50:>9.1f}{p99:>9.1f}",
+            flush=True,
+        )
 
 
 def show_memory(held: Held) -> None:
@@ -159,9 +176,14 @@ def show_memory(held: Held) -> None:
     print(
         f"\nmemory: {MANY_SESSIONS} sessions, a call of each in flight, {measured.rate:.0f} requests/s ({measured.core_rate:.0f} of a core)"
     )
-    print(f"resident {resident[0]:.1f} MiB, {last - first} ended sessions later {resident[-1]:.1f} MiB, at most {max(resident):.1f} MiB")
+    print(
+        f"resident {resident[0]:.1f} MiB, {last - first} ended sessions later {resident[-1]:.1f} MiB, at most {max(resident):.1f} MiB"
+    )
     print(f"growth for each 1,000 ended sessions: {growth_per_thousand(held.samples) / 2**10:.0f} KiB")
-    before, after = (f"{resident / 2**20:.1f} MiB and {objects:,} Python objects" for resident, objects in (held.before, held.after))
+    before, after = (
+        f"{resident / 2**20:.1f} MiB and {objects:,} Python objects"
+        for resident, objects in (held.before, held.after)
+    )
     print(f"with no session open: {before} before, {after} after")
 
 
@@ -169,21 +191,29 @@ async def run(arguments: argparse.Namespace, folder: Path) -> None:
     """All three parts."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
-        raise SystemExit("this benchmark needs two cores: the proxy has one for itself.\n  Way out: let it use two (taskset).")
+        raise SystemExit(
+            "this benchmark needs two cores: the proxy has one for itself.\n  Way out: let it use two (taskset)."
+        )
     proxy_core, other_core = cores[sides.PROXY_CORE], cores[sides.OTHER_CORE]
     os.sched_setaffinity(0, {other_core})
     secret, tokenizer = secrets.token_hex(16), find_tokenizer(folder)
     python, why_none = find_peer(arguments)
     print(f"load average at the start: {' '.join(f'{each:.1f}' for each in os.getloadavg())}")
     async with contextlib.AsyncExitStack() as stack:
-        engine = await stack.enter_async_context(sides.engine(folder, secret, other_core, vocab_size_of(tokenizer)))
-        ours = await stack.enter_async_context(sides.gateway(folder, secret, proxy_core, engine, tokenizer, arguments.profile))
+        engine = await stack.enter_async_context(
+            sides.engine(folder, secret, other_core, vocab_size_of(tokenizer))
+        )
+        ours = await stack.enter_async_context(
+            sides.gateway(folder, secret, proxy_core, engine, tokenizer, arguments.profile)
+        )
         show_added(await measure_added(EngineAlone(engine, secret), ours, 0.3 * arguments.seconds))
         found: dict[tuple[str, int], list[Measured]] = {}
         async with contextlib.AsyncExitStack() as peers:
             proxies: list[Ours | LiteLLM] = [ours]
             if python is not None:
-                pid, port = await peers.enter_async_context(gateway_litellm.running(python, engine.url, secret, proxy_core, folder))
+                pid, port = await peers.enter_async_context(
+                    gateway_litellm.running(python, engine.url, secret, proxy_core, folder)
+                )
                 proxies.append(LiteLLM(pid, port))
                 print(f"\nLiteLLM {gateway_litellm.version_of(python)}")
                 await measure(proxies[1], SESSIONS, 2.0)
@@ -191,7 +221,9 @@ async def run(arguments: argparse.Namespace, folder: Path) -> None:
         show_rates(found)
         show_memory(await measure_memory(ours, 0.3 * arguments.seconds))
         stats = await ours.stats()
-        print(f"\nour calls: {stats['calls']}, extended {stats['extended']}, realigned {stats['realigned']}, forked {stats['forked']}")
+        print(
+            f"\nour calls: {stats['calls']}, extended {stats['extended']}, realigned {stats['realigned']}, forked {stats['forked']}"
+        )
         if stats["forked"] or stats["refused"] or stats["sessions"]:
             raise SystemExit(f"conversations did not go on from what was recorded, or were refused: {stats}")
     print(f"load average at the end: {' '.join(f'{each:.1f}' for each in os.getloadavg())}")
@@ -204,7 +236,9 @@ async def run(arguments: argparse.Namespace, folder: Path) -> None:
 def print_ratio(found: dict[tuple[str, int], list[Measured]]) -> None:
     """The last line."""
     ours, peer = (found[name, SESSIONS] for name in ("Ours", "LiteLLM"))
-    print(f"by the clock on the wall: {median(one.rate for one in ours) / median(one.rate for one in peer):.2f}")
+    print(
+        f"by the clock on the wall: {median(one.rate for one in ours) / median(one.rate for one in peer):.2f}"
+    )
     print(f"ratio: {median(one.core_rate for one in ours) / median(one.core_rate for one in peer):.2f}")
 
 
@@ -223,9 +257,11 @@ def find_tokenizer(folder: Path) -> Path:
     if SMOLLM2.is_dir():
         print("tokenizer and chat template: SmolLM2-135M-Instruct")
         return SMOLLM2
-    from asyncrl.trainer.scratch_tokenizer import make_character_tokenizer
+    from asyncrl.trainer.model.scratch_tokenizer import make_character_tokenizer
 
-    print(f"tokenizer: one token a character, since there is no {SMOLLM2}; `python examples/smollm2.py` makes it")
+    print(
+        f"tokenizer: one token a character, since there is no {SMOLLM2}; `python examples/smollm2.py` makes it"
+    )
     make_character_tokenizer("".join(map(chr, range(32, 127))) + "\n").save_pretrained(folder / "tokenizer")
     (folder / "tokenizer" / "config.json").write_text("{}")
     return folder / "tokenizer"
@@ -233,7 +269,7 @@ def find_tokenizer(folder: Path) -> Path:
 
 def vocab_size_of(tokenizer: Path) -> int:
     """Ids that the engine may draw."""
-    from asyncrl.producers.tokenizer import HFChatTokenizer
+    from asyncrl.rollouts.tokenizer import HFChatTokenizer
 
     return HFChatTokenizer(tokenizer).vocab_size
 
@@ -241,13 +277,24 @@ def vocab_size_of(tokenizer: Path) -> int:
 def main() -> None:
     """Parse, measure, print."""
     parser = options(__doc__, seconds=90.0)
-    parser.add_argument("--litellm-python", type=Path, help="python of an environment with litellm[proxy] (default: one made on demand)")
+    parser.add_argument(
+        "--litellm-python",
+        type=Path,
+        help="python of an environment with litellm[proxy] (default: one made on demand)",
+    )
     parser.add_argument("--no-litellm", action="store_true", help="measure ours alone, and print no ratio")
-    parser.add_argument("--profile", default="", help="file for cProfile's figures of the gateway, which is slower then")
+    parser.add_argument(
+        "--profile", default="", help="file for cProfile's figures of the gateway, which is slower then"
+    )
     arguments = parser.parse_args()
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection each for thousands of sessions, in the children too
-    with reported("gateway", is_kept=arguments.write), tempfile.TemporaryDirectory(prefix="asyncrl-gateway-") as folder:
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (most, most)
+    )  # a connection each for thousands of sessions, in the children too
+    with (
+        reported("gateway", is_kept=arguments.write),
+        tempfile.TemporaryDirectory(prefix="asyncrl-gateway-") as folder,
+    ):
         asyncio.run(run(arguments, Path(folder)))
 
 

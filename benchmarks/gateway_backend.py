@@ -16,11 +16,11 @@ from fastapi import Request
 from fastapi.responses import Response
 from pydantic_core import from_json, to_json
 
-from asyncrl.serving import child_arguments, die_with_parent, serve
-from asyncrl.wire import GenerateRequest
+from asyncrl.http import child_arguments, die_with_parent, serve
+from asyncrl.messages.engine_calls import GenerateRequest
 from asyncrl_servers.engine_app import engine_app
-from asyncrl_servers.simulated.engine import SimulatedEngine
-from asyncrl_servers.simulated.spec import SimulatedSpec
+from asyncrl_servers.simulated.latency_engine import SimulatedEngine
+from asyncrl_servers.simulated.simulated_state import SimulatedSpec
 
 PROMPT = [1] * 256
 """Stands for the prompt, which this route does not tokenise."""
@@ -42,20 +42,39 @@ def main() -> None:
         asked = from_json(await request.body())
         number = next(numbers)
         future = engine.submit(
-            GenerateRequest(request_id=f"chat-{number}", prompt_ids=PROMPT, max_tokens=spec.max_length // 2, seed=number)
+            GenerateRequest(
+                request_id=f"chat-{number}", prompt_ids=PROMPT, max_tokens=spec.max_length // 2, seed=number
+            )
         )
         await asyncio.wait((future,))
         return Response(
-            to_json(_completion(number, asked["model"], len(future.result().token_ids), answer_text)), media_type="application/json"
+            to_json(_completion(number, asked["model"], len(future.result().token_ids), answer_text)),
+            media_type="application/json",
         )
 
     serve(app, fd)
 
 
 def _completion(number: int, model: str, num_tokens: int, text: str) -> dict[str, Any]:
-    choice = {"index": 0, "message": {"role": "assistant", "content": text}, "logprobs": None, "finish_reason": "stop"}
-    usage = {"prompt_tokens": len(PROMPT), "completion_tokens": num_tokens, "total_tokens": len(PROMPT) + num_tokens}
-    return {"id": f"chatcmpl-{number}", "object": "chat.completion", "created": 0, "model": model, "choices": [choice], "usage": usage}
+    choice = {
+        "index": 0,
+        "message": {"role": "assistant", "content": text},
+        "logprobs": None,
+        "finish_reason": "stop",
+    }
+    usage = {
+        "prompt_tokens": len(PROMPT),
+        "completion_tokens": num_tokens,
+        "total_tokens": len(PROMPT) + num_tokens,
+    }
+    return {
+        "id": f"chatcmpl-{number}",
+        "object": "chat.completion",
+        "created": 0,
+        "model": model,
+        "choices": [choice],
+        "usage": usage,
+    }
 
 
 if __name__ == "__main__":

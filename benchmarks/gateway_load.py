@@ -17,9 +17,7 @@ from pydantic_core import from_json, to_json
 
 TURNS = 4
 """Calls of a conversation; each sends all that came before."""
-SYSTEM = (
-    "You are a careful assistant. You answer in a few words, you use the notes that you are given, and you say so when you do not know."
-)
+SYSTEM = "You are a careful assistant. You answer in a few words, you use the notes that you are given, and you say so when you do not know."
 _WORDS = "the cat sat on a warm roof while rain fell over green hills and seven boats went home slowly under grey light".split()
 
 
@@ -100,7 +98,9 @@ class _Connection(asyncio.Protocol):
         if self._answer is None or self._answer.done() or len(self._read) > end:
             self._fail("more than was asked for")
             return
-        self._answer.set_result((int(head[9:12]), bytes(self._read[head_end + 4 :]), time.perf_counter() - self._started_s))
+        self._answer.set_result(
+            (int(head[9:12]), bytes(self._read[head_end + 4 :]), time.perf_counter() - self._started_s)
+        )
         self._read.clear()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -153,8 +153,12 @@ class Chat:
     def request(self) -> bytes:
         """The next call."""
         text = " ".join(self._draw.choices(_WORDS, k=32))
-        self._messages.append({"role": "user", "content": f"Note {len(self._messages)}: {text}. What do you make of it?"})
-        return request_bytes("/v1/chat/completions", self.key, to_json({"model": self._model, "messages": self._messages}))
+        self._messages.append(
+            {"role": "user", "content": f"Note {len(self._messages)}: {text}. What do you make of it?"}
+        )
+        return request_bytes(
+            "/v1/chat/completions", self.key, to_json({"model": self._model, "messages": self._messages})
+        )
 
     def take(self, answer: bytes) -> None:
         """Keep the assistant's message, as a harness does."""
@@ -198,7 +202,9 @@ class Load:
         self._latencies: list[float] | None = None
         self._is_over = False
 
-    async def run(self, warm_up: Awaitable[object], window: Awaitable[object], cpu_s: Callable[[], float]) -> Measured:
+    async def run(
+        self, warm_up: Awaitable[object], window: Awaitable[object], cpu_s: Callable[[], float]
+    ) -> Measured:
         """Load until `warm_up` returns, then measure until `window` does; `cpu_s` tells the processor seconds of the target so far."""
         async with asyncio.TaskGroup() as group:
             for number in range(self._sessions):

@@ -17,20 +17,19 @@ from itertools import count
 
 from aiohttp import web
 
-from asyncrl.calling import Caller
+from asyncrl.agents.endpoint.gateway import Gateway, collect_less
+from asyncrl.agents.endpoint.requests import CallRules
+from asyncrl.agents.endpoint.sessions import GatewaySession
+from asyncrl.agents.endpoint.tool_calls import find_tool_format
 from asyncrl.config import GatewayConfig
-from asyncrl.engines import EnginePool, EngineServer
+from asyncrl.engines.own_server import EngineServer
+from asyncrl.engines.pool import EnginePool
 from asyncrl.errors import RoomError
-from asyncrl.gateway.collecting import collect_less
-from asyncrl.gateway.server import Gateway
-from asyncrl.gateway.sessions import GatewaySession
-from asyncrl.gateway.shapes import CallRules
-from asyncrl.gateway.tool_formats import find_tool_format
-from asyncrl.producers.seeds import derive_seed
-from asyncrl.producers.tokenizer import HFChatTokenizer
-from asyncrl.serving import child_arguments, die_with_parent, secret_of
-from asyncrl.types import Outcome
-from asyncrl.wire import SECRET_ENV
+from asyncrl.http import Caller, child_arguments, die_with_parent, secret_of
+from asyncrl.messages.base import SECRET_ENV
+from asyncrl.messages.records import Outcome
+from asyncrl.rollouts.rollout import derive_seed
+from asyncrl.rollouts.tokenizer import HFChatTokenizer
 
 MAX_TOKENS, MAX_PROMPT_TOKENS, SLOTS = 256, 3072, 4096
 
@@ -70,9 +69,13 @@ class Turnover:
         assert self.gateway is not None
         stats = asdict(self.gateway.stats())
         if not self._sessions:
-            await self._caller.aclose()  # its idle connections are as many as calls were in flight, for half a minute
+            await (
+                self._caller.aclose()
+            )  # its idle connections are as many as calls were in flight, for half a minute
         gc.collect()
-        return web.json_response(stats | {"trajectories": self.num_trajectories, "objects": len(gc.get_objects())})
+        return web.json_response(
+            stats | {"trajectories": self.num_trajectories, "objects": len(gc.get_objects())}
+        )
 
 
 def seed_of(prompt_id: str, sample_index: int, attempt: int, call_key: int) -> int:

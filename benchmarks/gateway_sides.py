@@ -16,9 +16,9 @@ from gateway_litellm import MODEL
 from gateway_load import Chat, Wire, request_bytes
 from pydantic_core import from_json, to_json
 
-from asyncrl.calling import Caller
-from asyncrl.placement.process import ChildProcess, bind_socket
-from asyncrl.wire import EngineHealth, GenerateRequest
+from asyncrl.http import Caller
+from asyncrl.messages.engine_calls import EngineHealth, GenerateRequest
+from asyncrl.placement.processes import ChildProcess, bind_socket
 
 HERE = Path(__file__).parent
 START_S = 120.0
@@ -47,7 +47,14 @@ async def engine(folder: Path, secret: str, core: int, vocab_size: int) -> Async
         "name": "engine-0", "slots": 4096, "max_length": 4096, "vocab_size": vocab_size, "decode_step_s": STEP_S, "per_row_s": 0.0,
         "prefill_s_per_token": 0.0, "mean_tokens": TOKENS, "sigma": 0.0, "core": core, "text": "lorem ipsum dolor sit amet " * 5,
     }  # fmt: skip
-    child = ChildProcess("engine-0", "gateway_backend", json.dumps(spec), run_dir=folder, secret=secret, env={"PYTHONPATH": str(HERE)})
+    child = ChildProcess(
+        "engine-0",
+        "gateway_backend",
+        json.dumps(spec),
+        run_dir=folder,
+        secret=secret,
+        env={"PYTHONPATH": str(HERE)},
+    )
     await child.start()
     caller = Caller("engine-0", child.url, secret)
     try:
@@ -82,7 +89,9 @@ class _Requests:
     def request(self) -> bytes:
         self._turn += 1
         prompt_ids = [1] * (60 + 90 * self._turn)  # as many as the chats have, about
-        request = GenerateRequest(request_id=f"alone-{self._number}-{self._turn}", prompt_ids=prompt_ids, max_tokens=4 * TOKENS)
+        request = GenerateRequest(
+            request_id=f"alone-{self._number}-{self._turn}", prompt_ids=prompt_ids, max_tokens=4 * TOKENS
+        )
         return request_bytes("/generate", self._secret, request.model_dump_json().encode())
 
     def take(self, answer: bytes) -> None:
@@ -133,7 +142,9 @@ class Ours:
         return resident_bytes(self.pid), num_objects
 
     async def _turn(self, wire: Wire, ended: list[str], num_open: int) -> list[str]:
-        body, _ = await wire.post(request_bytes("/bench/turn", "none", to_json({"end": ended, "open": num_open})))
+        body, _ = await wire.post(
+            request_bytes("/bench/turn", "none", to_json({"end": ended, "open": num_open}))
+        )
         keys: list[str] = from_json(body)
         self._keys.difference_update(ended)
         self._keys.update(keys)
@@ -160,12 +171,21 @@ class LiteLLM:
 
 
 @contextlib.asynccontextmanager
-async def gateway(folder: Path, secret: str, core: int, engine: ChildProcess, tokenizer: Path, profile: str) -> AsyncIterator[Ours]:
+async def gateway(
+    folder: Path, secret: str, core: int, engine: ChildProcess, tokenizer: Path, profile: str
+) -> AsyncIterator[Ours]:
     """Our gateway over the engine."""
     with bind_socket("the gateway", None) as listener:
         port = listener.getsockname()[1]
     spec = {"core": core, "model": str(tokenizer), "engine": engine.url, "port": port, "profile": profile}
-    child = ChildProcess("gateway", "gateway_ours", json.dumps(spec), run_dir=folder, secret=secret, env={"PYTHONPATH": str(HERE)})
+    child = ChildProcess(
+        "gateway",
+        "gateway_ours",
+        json.dumps(spec),
+        run_dir=folder,
+        secret=secret,
+        env={"PYTHONPATH": str(HERE)},
+    )
     await child.start()
     try:
         await wait_open(child, port)

@@ -30,14 +30,26 @@ from statistics import median
 import numpy as np
 from report import options, reported
 
-from asyncrl.journal.blobs import encode_partial, encode_prompt, encode_trajectory
 from asyncrl.journal.journal import Journal
-from asyncrl.types import Batch, Group, GroupId, PartialCompletion, Prompt, Ticket, Trajectory, VersionSpan
+from asyncrl.journal.tokens import encode_partial, encode_prompt, encode_trajectory
+from asyncrl.messages.records import (
+    Batch,
+    Group,
+    GroupId,
+    PartialCompletion,
+    Prompt,
+    Ticket,
+    Trajectory,
+    VersionSpan,
+)
 
 NUM_GROUPS, GROUP_SIZE, PROMPT_TOKENS, NUM_TOKENS = 16, 8, 64, 320
 ROLLOUTS = NUM_GROUPS * GROUP_SIZE
 PARTIAL = PartialCompletion(
-    tuple(range(128)), tuple(np.linspace(-2, 0, 128, dtype=np.float32).tolist()), (VersionSpan(0, 128, 0),), num_interruptions=1
+    tuple(range(128)),
+    tuple(np.linspace(-2, 0, 128, dtype=np.float32).tolist()),
+    (VersionSpan(0, 128, 0),),
+    num_interruptions=1,
 )
 
 
@@ -45,7 +57,11 @@ def make_batch(version: int, draw: np.random.Generator) -> Batch:
     """Token ids as a model's: mostly small ones; logprobs as a model's: mostly near 0."""
     groups = []
     for group_id in range(version * NUM_GROUPS, (version + 1) * NUM_GROUPS):
-        prompt = Prompt(f"0/{group_id}", ({"role": "user", "content": "What is the sum of all of these numbers? " * 6},), answer="42")
+        prompt = Prompt(
+            f"0/{group_id}",
+            ({"role": "user", "content": "What is the sum of all of these numbers? " * 6},),
+            answer="42",
+        )
         mask = np.arange(NUM_TOKENS) >= PROMPT_TOKENS
         trajectories = tuple(
             Trajectory(
@@ -144,22 +160,34 @@ async def measure(folder: Path, seconds: float) -> float:
             idle_delays.append(await delay_s(journal, None))
             busy_delays.append(await delay_s(journal, make_batch(version, draw)))
             version += 1
-    print(f"{len(rows['loop'])} batches of {ROLLOUTS} rollouts\n{'':>8} {'us a rollout':>13} {'ms a batch':>11}")
+    print(
+        f"{len(rows['loop'])} batches of {ROLLOUTS} rollouts\n{'':>8} {'us a rollout':>13} {'ms a batch':>11}"
+    )
     for name, found in rows.items():
         print(f"{name:>8} {1e6 * median(found) / ROLLOUTS:>13.1f} {1e3 * median(found):>11.2f}")
     print(f"commits a batch: {median(commits):.0f}; longest {1e3 * journal.stats().longest_commit_s:.0f} ms")
     for name, delays in (("a batch is", busy_delays), ("nothing is", idle_delays)):
-        print(f"latest timer of the loop while {name} written: {1e3 * median(delays):.1f} ms (median; worst {1e3 * max(delays):.1f})")
+        print(
+            f"latest timer of the loop while {name} written: {1e3 * median(delays):.1f} ms (median; worst {1e3 * max(delays):.1f})"
+        )
     raw, blob_bytes = 9 * NUM_TOKENS, num_blob_bytes / len(rows["loop"]) / ROLLOUTS
-    print(f"bytes a rollout: {raw} as arrays, {blob_bytes:.0f} as blobs (with a segment and its share of the prompt), ", end="")
+    print(
+        f"bytes a rollout: {raw} as arrays, {blob_bytes:.0f} as blobs (with a segment and its share of the prompt), ",
+        end="",
+    )
     await journal.flush()
     print(f"{(folder / 'journal.sqlite').stat().st_size / (version * ROLLOUTS):.0f} in the file")
     started_s = time.perf_counter()
     state = await journal.read_resume(version - 2)
-    print(f"resume with {version * NUM_GROUPS} groups: {1e3 * (time.perf_counter() - started_s):.0f} ms, ", end="")
+    print(
+        f"resume with {version * NUM_GROUPS} groups: {1e3 * (time.perf_counter() - started_s):.0f} ms, ",
+        end="",
+    )
     started_s = time.perf_counter()
     num_batches = len(list(state.batches()))
-    print(f"and {1e3 * (time.perf_counter() - started_s) / num_batches:.0f} ms for each batch that is trained again")
+    print(
+        f"and {1e3 * (time.perf_counter() - started_s) / num_batches:.0f} ms for each batch that is trained again"
+    )
     await journal.aclose()
     return median(rows["plain"]) / median(rows["whole"])
 

@@ -66,7 +66,13 @@ def make_run(folder: Path, num_steps: int, num_groups: int, size: int) -> None:
         "trainer": {"num_steps": num_steps + 1, "num_groups": num_groups},
     }
     (folder / "config.yaml").write_text(run_config_yaml(RunConfig.model_validate(config)), encoding="utf-8")
-    status = {"state": "interrupted", "step": num_steps, "num_steps": num_steps + 1, "why": "made up", "updated_s": time.time()}
+    status = {
+        "state": "interrupted",
+        "step": num_steps,
+        "num_steps": num_steps + 1,
+        "why": "made up",
+        "updated_s": time.time(),
+    }
     (folder / "status.json").write_text(json.dumps(status), encoding="utf-8")
     _write_lines(folder / "metrics.jsonl", _metrics_lines(num_steps))
     _write_lines(folder / "trained.jsonl", _record_lines(num_steps, num_groups, size))
@@ -108,14 +114,26 @@ def _write_journal(path: Path, num_steps: int, num_groups: int, size: int) -> No
     connection.execute("BEGIN")
     groups = ((step, step * num_groups + index) for step in range(num_steps) for index in range(num_groups))
     for step, group in groups:
-        row = (group, f"{group // 20_000}/{group % 20_000}", step, 1.0, 2.0, size, 256 * size, step, 0.123456789)
+        row = (
+            group,
+            f"{group // 20_000}/{group % 20_000}",
+            step,
+            1.0,
+            2.0,
+            size,
+            256 * size,
+            step,
+            0.123456789,
+        )
         connection.execute(INSERT_GROUP, row)
         connection.execute("INSERT INTO batch_groups VALUES (?, ?, ?)", (step, group % num_groups, group))
     connection.executemany(
         "INSERT INTO batches VALUES (?, ?, 0, ?, 1.0, 2.0, 0.1, NULL)",
         ((step, max(0, step - MAX_STALENESS), num_groups) for step in range(num_steps)),
     )
-    connection.executemany("INSERT INTO publishes VALUES (?, ?, 2.0)", ((step + 1, "0" * 64) for step in range(num_steps)))
+    connection.executemany(
+        "INSERT INTO publishes VALUES (?, ?, 2.0)", ((step + 1, "0" * 64) for step in range(num_steps))
+    )
     connection.execute("UPDATE meta SET value = ? WHERE key = 'compacted_before'", (str(num_steps),))
     connection.execute("COMMIT")
     connection.close()
@@ -135,8 +153,13 @@ def cost_of(code: str, *arguments: str | Path) -> Cost:
 
 def show(folder: Path, num_steps: int) -> None:
     """The table and the last line."""
-    metrics, record, journal = (folder / name for name in ("metrics.jsonl", "trained.jsonl", "journal.sqlite"))
-    print(f"{num_steps} steps: " + ", ".join(f"{path.name} {path.stat().st_size / 1e6:.0f} MB" for path in (metrics, record, journal)))
+    metrics, record, journal = (
+        folder / name for name in ("metrics.jsonl", "trained.jsonl", "journal.sqlite")
+    )
+    print(
+        f"{num_steps} steps: "
+        + ", ".join(f"{path.name} {path.stat().st_size / 1e6:.0f} MB" for path in (metrics, record, journal))
+    )
     status, inspect = (cost_of(COMMAND, command, folder) for command in ("status", "inspect"))
     parse_one, parse_both = cost_of(PARSE, metrics), cost_of(PARSE, metrics, record)
     rows = {

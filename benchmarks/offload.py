@@ -31,10 +31,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.utils.logging import disable_progress_bar
 
 from asyncrl.config import AlgorithmConfig, TrainerConfig
-from asyncrl.running.specs import objective_spec
+from asyncrl.messages.base import TrainerPart
+from asyncrl.run.specs import objective_spec
 from asyncrl.trainer.movable_step import MovableStep
 from asyncrl.trainer.spec import TrainerSpec
-from asyncrl.wire import TrainerPart
 
 ALL: tuple[TrainerPart, ...] = ("weights", "gradients", "optimizer")
 MIN_REPETITIONS = 3
@@ -107,13 +107,17 @@ def copy_costs(num_bytes: int, device: torch.device) -> tuple[Spent, Spent]:
             torch.cuda.synchronize()
 
     warm = sorted(spent(lambda: copy_to(target)) for _ in range(3))[1]
-    return warm, warm if device.type == "cuda" else spent(lambda: copy_to(torch.empty(num_bytes, dtype=torch.uint8)))
+    return warm, warm if device.type == "cuda" else spent(
+        lambda: copy_to(torch.empty(num_bytes, dtype=torch.uint8))
+    )
 
 
 def repeat(step: MovableStep) -> tuple[Repetition, int]:
     """One of each; also the bytes that moved."""
     process = psutil.Process()
-    num_bytes = sum(storage.nbytes() for part in ("weights", "optimizer") for storage in step._offload._storages(part))
+    num_bytes = sum(
+        storage.nbytes() for part in ("weights", "optimizer") for storage in step._offload._storages(part)
+    )
     copy, new_pages = copy_costs(num_bytes, step.device)
     resident, moved = [process.memory_info().rss], []
     costs = []
@@ -128,15 +132,29 @@ def show(first: Repetition, repetitions: list[Repetition], num_bytes: int, step:
     """The table and the last line."""
     num_parameters = sum(parameter.numel() for parameter in step.policy.parameters())
     load = psutil.getloadavg()[0]
-    print(f"{num_parameters / 1e6:.1f} M parameters, {step.dtype}, on {step.device.type}, through {step._offload!r}")
-    print(f"{num_bytes / 1e6:.0f} MB each way, {len(repetitions)} repetitions, medians; load average of the machine {load:.1f}")
+    print(
+        f"{num_parameters / 1e6:.1f} M parameters, {step.dtype}, on {step.device.type}, through {step._offload!r}"
+    )
+    print(
+        f"{num_bytes / 1e6:.0f} MB each way, {len(repetitions)} repetitions, medians; load average of the machine {load:.1f}"
+    )
     print(f"{'':28}{'seconds':>10}{'GB/s':>8}{'of copy':>10}{'CPU s':>9}{'of copy':>10}{'first time':>12}")
-    rows = {"memory copy": "copy", "memory copy to new pages": "new_pages", "offload": "offload", "onload": "onload"}
-    wall, cpu = ({name: median(getattr(one, key)[kind] for one in repetitions) for name, key in rows.items()} for kind in (0, 1))
+    rows = {
+        "memory copy": "copy",
+        "memory copy to new pages": "new_pages",
+        "offload": "offload",
+        "onload": "onload",
+    }
+    wall, cpu = (
+        {name: median(getattr(one, key)[kind] for one in repetitions) for name, key in rows.items()}
+        for kind in (0, 1)
+    )
     for name, key in rows.items():
         of_wall, of_cpu = wall[name] / wall["memory copy"], cpu[name] / cpu["memory copy"]
         first_s = getattr(first, key)[0]
-        print(f"{name:28}{wall[name]:10.4f}{num_bytes / wall[name] / 1e9:8.1f}{of_wall:10.2f}{cpu[name]:9.3f}{of_cpu:10.2f}{first_s:12.3f}")
+        print(
+            f"{name:28}{wall[name]:10.4f}{num_bytes / wall[name] / 1e9:8.1f}{of_wall:10.2f}{cpu[name]:9.3f}{of_cpu:10.2f}{first_s:12.3f}"
+        )
     here, away, back = (median(one.resident[place] for one in repetitions) / 1e6 for place in range(3))
     print(f"resident memory of the process: {here:.0f} MB, offloaded {away:.0f} MB, back {back:.0f} MB")
     print(f"ratio: {max(wall['offload'], wall['onload']) / wall['memory copy']:.2f}")
@@ -146,7 +164,9 @@ def main() -> None:
     """Parse, measure, print."""
     parser = options(__doc__, seconds=60.0)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--folder", default=None, help="where the file lies (default: the temporary directory)")
+    parser.add_argument(
+        "--folder", default=None, help="where the file lies (default: the temporary directory)"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     disable_progress_bar()

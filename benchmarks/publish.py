@@ -36,11 +36,12 @@ from report import options, reported
 from transformers import AutoModelForCausalLM, Qwen3Config
 from transformers.utils.logging import disable_progress_bar
 
-from asyncrl.calling import Caller
-from asyncrl.engines import EngineClient, EnginePool
+from asyncrl.engines.engine import EngineClient
+from asyncrl.engines.pool import EnginePool
+from asyncrl.http import Caller
+from asyncrl.messages.records import Interrupt, SamplingRequest, WeightManifest
 from asyncrl.placement.staging import clear_stale_staging, new_staging_dir, remove_staging_dir
-from asyncrl.trainer.weights import export_weights, named_weights
-from asyncrl.types import Interrupt, SamplingRequest, WeightManifest
+from asyncrl.weights.export import export_weights, named_weights
 
 SLOTS, MAX_LENGTH = 8, 256
 VOCAB_SIZE = 16_384
@@ -76,7 +77,9 @@ class TokenStream:
         last = time.perf_counter()
         number = 0
         while True:
-            await self._pool.generate(SamplingRequest(f"probe-{number}", tuple(range(16)), 1, 1.0, seed=number))
+            await self._pool.generate(
+                SamplingRequest(f"probe-{number}", tuple(range(16)), 1, 1.0, seed=number)
+            )
             now = time.perf_counter()
             self.gaps.append((last, now))
             last, number = now, number + 1
@@ -110,7 +113,9 @@ async def keep_generating(pool: EnginePool, number: int) -> None:
     """One long request after the other."""
     turn = 0
     while True:
-        await pool.generate(SamplingRequest(f"load-{number}-{turn}", tuple(range(number, number + 16)), 200, 1.0, seed=turn))
+        await pool.generate(
+            SamplingRequest(f"load-{number}-{turn}", tuple(range(number, number + 16)), 200, 1.0, seed=turn)
+        )
         turn += 1
 
 
@@ -122,7 +127,12 @@ def copy_once(source: np.ndarray, target: np.ndarray) -> float:
 
 
 async def repeat(
-    server: EngineClient, stream: TokenStream, weights: dict[str, torch.Tensor], staging: Path, version: int, interrupt: Interrupt
+    server: EngineClient,
+    stream: TokenStream,
+    weights: dict[str, torch.Tensor],
+    staging: Path,
+    version: int,
+    interrupt: Interrupt,
 ) -> tuple[Repetition, int]:
     """One memory copy and one publish; also the bytes of the weights."""
     size = sum(tensor.nbytes for tensor in weights.values())
@@ -140,7 +150,9 @@ async def repeat(
     assert report.digest == sent.digest, f"engine serves {report.digest}, sent was {sent.digest}"
     await stream.answered_after(committed)
     client_wait_s = stream.longest(prepared, committed)
-    times = Repetition(memcpy_s, exported - start, prepared - exported, committed - prepared, report.pause_s, client_wait_s)
+    times = Repetition(
+        memcpy_s, exported - start, prepared - exported, committed - prepared, report.pause_s, client_wait_s
+    )
     return times, sent.num_bytes
 
 
@@ -161,7 +173,9 @@ async def vllm_reload(caller: Caller, folder: Path, interrupt: Interrupt) -> flo
     start = time.perf_counter()
     await caller.post(f"/pause?mode={mode}&clear_cache={clear}", None, Anything, timeout_s=LIMIT_S)
     try:
-        await caller.post("/collective_rpc", Reload(kwargs={"weights_path": str(folder)}), Anything, timeout_s=LIMIT_S)
+        await caller.post(
+            "/collective_rpc", Reload(kwargs={"weights_path": str(folder)}), Anything, timeout_s=LIMIT_S
+        )
     finally:
         await caller.post("/resume", None, Anything, timeout_s=LIMIT_S)
     return time.perf_counter() - start
@@ -173,7 +187,10 @@ async def measure(
     """Repetitions until the time is over; the usual waits of the stream; bytes of the weights."""
     first = named_weights(await asyncio.to_thread(make_model, folder / "model"))
     second = {name: tensor * 1.01 for name, tensor in first.items()}
-    async with engine_server(kind, folder / "model", folder, slots=SLOTS, max_length=MAX_LENGTH) as (server, caller):
+    async with engine_server(kind, folder / "model", folder, slots=SLOTS, max_length=MAX_LENGTH) as (
+        server,
+        caller,
+    ):
         pool = EnginePool([server], slots=SLOTS)
         stream = TokenStream(pool)
         tasks = [asyncio.create_task(stream.run())]
@@ -189,7 +206,9 @@ async def measure(
                 usual += [after - before for before, after in stream.gaps[num_before:]]
                 version = len(repetitions) + 1
                 reload_s = await vllm_reload(caller, folder / "model", interrupt) if kind == "vllm" else None
-                done, num_bytes = await repeat(server, stream, second if version % 2 else first, staging, version, interrupt)
+                done, num_bytes = await repeat(
+                    server, stream, second if version % 2 else first, staging, version, interrupt
+                )
                 repetitions.append(replace(done, reload_s=reload_s))
                 for task in tasks:
                     if task.done():
@@ -202,10 +221,14 @@ async def measure(
     return repetitions, usual, num_bytes
 
 
-def show(kind: str, repetitions: list[Repetition], usual: list[float], num_bytes: int, interrupt: str) -> float:
+def show(
+    kind: str, repetitions: list[Repetition], usual: list[float], num_bytes: int, interrupt: str
+) -> float:
     """The table of one engine; returns pause over memory copy."""
     memcpy_s = median(one.memcpy_s for one in repetitions)
-    print(f"\n{kind}: {num_bytes / 1e6:.0f} MB of float32 weights, interrupt={interrupt}, {len(repetitions)} repetitions, medians")
+    print(
+        f"\n{kind}: {num_bytes / 1e6:.0f} MB of float32 weights, interrupt={interrupt}, {len(repetitions)} repetitions, medians"
+    )
     print(f"{'':36}{'seconds':>10}{'GB/s':>8}{'of memcpy':>12}")
     rows = {
         "memory copy": memcpy_s,
@@ -240,7 +263,12 @@ def main() -> None:
     """Parse, measure, print."""
     parser = options(__doc__, seconds=60.0)
     parser.add_argument("--interrupt", choices=["abort", "keep", "keep_kv", "wait"], default="abort")
-    parser.add_argument("--engine", choices=["embedded", "vllm"], default=None, help="one alone (default: both, vLLM if it is installed)")
+    parser.add_argument(
+        "--engine",
+        choices=["embedded", "vllm"],
+        default=None,
+        help="one alone (default: both, vLLM if it is installed)",
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     disable_progress_bar()
@@ -249,7 +277,14 @@ def main() -> None:
     with reported("publish", is_kept=arguments.write):
         if "vllm" not in kinds and arguments.engine is None:
             print("vllm: not installed (make setup-vllm), not measured")
-        ratios = [show(kind, *run_kind(kind, arguments.seconds / len(kinds), arguments.interrupt), arguments.interrupt) for kind in kinds]
+        ratios = [
+            show(
+                kind,
+                *run_kind(kind, arguments.seconds / len(kinds), arguments.interrupt),
+                arguments.interrupt,
+            )
+            for kind in kinds
+        ]
         print(f"ratio: {ratios[0]:.2f}")
 
 

@@ -18,8 +18,15 @@ RESULTS = Path(__file__).parent / "results"
 def options(doc: str | None, *, seconds: float) -> argparse.ArgumentParser:
     """A parser with --seconds and --write."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=seconds, help="about so long to measure, start-up aside (default: %(default)s)")
-    parser.add_argument("--write", action="store_true", help="also keep what is printed in benchmarks/results/")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=seconds,
+        help="about so long to measure, start-up aside (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="also keep what is printed in benchmarks/results/"
+    )
     return parser
 
 

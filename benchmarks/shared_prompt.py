@@ -21,9 +21,9 @@ from report import options, reported
 from trainer_case import EQUAL_LENGTH, long_tailed_lengths, make_batch, make_tiny
 from transformers import AutoModelForCausalLM
 
-from asyncrl.trainer import packing
-from asyncrl.trainer.policy import Policy
-from asyncrl.wire import unpack_batch
+from asyncrl.messages.trainer_calls import unpack_batch
+from asyncrl.trainer.model import packing
+from asyncrl.trainer.model.policy import Policy
 
 NEVER = 10**9
 

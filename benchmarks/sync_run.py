@@ -18,23 +18,23 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from asyncrl.config import RunConfig, load_config
+from asyncrl.messages.engine_calls import CommitRequest, GenerateRequest, PrepareRequest
+from asyncrl.messages.records import Batch, Completion, Prompt, StepReport, VersionSpan
 from asyncrl.observe.step_metrics import batch_metrics
 from asyncrl.placement.plan import engine_threads
-from asyncrl.producers.seeds import derive_seed
-from asyncrl.producers.tokenizer import HFChatTokenizer
-from asyncrl.running.model_folder import make_model_folder
-from asyncrl.running.specs import engine_spec, trainer_spec
-from asyncrl.tasks.build import build_task
+from asyncrl.rollouts.rollout import derive_seed
+from asyncrl.rollouts.tokenizer import HFChatTokenizer
+from asyncrl.run.model_folder import make_model_folder
+from asyncrl.run.specs import engine_spec, trainer_spec
 from asyncrl.tasks.feed import Feed
+from asyncrl.tasks.from_config import build_task
 from asyncrl.testing.sync_reference import SyncParts, SyncStep, sync_reference
-from asyncrl.trainer.client import pack_groups
 from asyncrl.trainer.spec import TrainerSpec
 from asyncrl.trainer.step import TrainStep
-from asyncrl.types import Batch, Completion, Prompt, StepReport, VersionSpan
-from asyncrl.wire import CommitRequest, GenerateRequest, PrepareRequest
+from asyncrl.trainer.trainer_client import pack_groups
 from asyncrl_servers.embedded.build import build_engine
-from asyncrl_servers.embedded.engine import Engine
-from asyncrl_servers.embedded.spec import EmbeddedSpec
+from asyncrl_servers.embedded.decode_loop import Engine
+from asyncrl_servers.embedded.kv_memory import EmbeddedSpec
 
 
 class SyncRun:
@@ -47,12 +47,16 @@ class SyncRun:
         self._staging = tempfile.TemporaryDirectory(prefix="sync-run-")
         spec = trainer_spec(config, model_path, run_dir, Path(self._staging.name))
         self.trainer = TrainStep(TrainerSpec.model_validate_json(spec))
-        self.engine: Engine = build_engine(EmbeddedSpec.model_validate_json(engine_spec(config, model_path, "engine-0")))
+        self.engine: Engine = build_engine(
+            EmbeddedSpec.model_validate_json(engine_spec(config, model_path, "engine-0"))
+        )
         self.engine.threads = engine_threads(config)
         self.engine.start()
         self.tokenizer = HFChatTokenizer(model_path, chat_template=config.model.chat_template)
         self.task = build_task(config.task, config.seed)
-        self.feed = Feed(self.task, seed=config.seed, shuffle=config.task.shuffle, system_prompt=config.task.system_prompt)
+        self.feed = Feed(
+            self.task, seed=config.seed, shuffle=config.task.shuffle, system_prompt=config.task.system_prompt
+        )
 
     def parts(self) -> SyncParts:
         """What sync_reference is made of."""
@@ -116,10 +120,18 @@ class SyncRun:
         started = time.monotonic()
         with (self.run_dir / "metrics.jsonl").open("w", encoding="utf-8") as file:
             loop = sync_reference(
-                self.parts(), num_groups=config.trainer.num_groups, group_size=config.rollout.group_size, num_steps=config.trainer.num_steps
+                self.parts(),
+                num_groups=config.trainer.num_groups,
+                group_size=config.rollout.group_size,
+                num_steps=config.trainer.num_steps,
             )
             for step in loop:
-                line = {"step": step.batch.version, "time_s": time.monotonic() - started, **batch_metrics(step.batch), **step.metrics}
+                line = {
+                    "step": step.batch.version,
+                    "time_s": time.monotonic() - started,
+                    **batch_metrics(step.batch),
+                    **step.metrics,
+                }
                 file.write(json.dumps(line) + "\n")
                 file.flush()
                 done.append(step)
@@ -134,7 +146,9 @@ class SyncRun:
 
 def main() -> None:
     """Run one config."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("config", type=Path)
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--run-dir", type=Path, required=True)
@@ -144,7 +158,9 @@ def main() -> None:
         steps = run.steps()
     finally:
         run.close()
-    print(f"{len(steps)} steps, last reward/mean {batch_metrics(steps[-1].batch)['reward/mean']:.3f}, in {arguments.run_dir}")
+    print(
+        f"{len(steps)} steps, last reward/mean {batch_metrics(steps[-1].batch)['reward/mean']:.3f}, in {arguments.run_dir}"
+    )
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import hashlib
 import math
 import random
 
-from asyncrl.types import Prompt
+from asyncrl.messages.records import Prompt
 
 
 class ToolTask:

@@ -65,8 +65,15 @@ class Side:
 def run_child(side: str, case: Case, folder: Path) -> dict[str, Any]:
     """One fresh process; what it wrote."""
     case.save(folder / "case.json")
-    command = [sys.executable, str(HERE / f"trainer_{side}.py"), str(folder / "case.json"), str(folder / "result.json")]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": str(THREADS)})
+    command = [
+        sys.executable,
+        str(HERE / f"trainer_{side}.py"),
+        str(folder / "case.json"),
+        str(folder / "result.json"),
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": str(THREADS)}
+    )
     if done.returncode != 0:
         raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
     result: dict[str, Any] = json.loads((folder / "result.json").read_text(encoding="utf-8"))
@@ -90,7 +97,10 @@ def summary(results: list[dict[str, Any]]) -> Side:
 def check_agreement(ours: Side, trl: Side, dtype: str) -> None:
     """End with an error if the two sides did not take the same step."""
     loss_limit, norm_limit = TOLERANCE[dtype]
-    if not abs(ours.loss - trl.loss) <= loss_limit or not abs(ours.grad_norm - trl.grad_norm) <= norm_limit * trl.grad_norm:
+    if (
+        not abs(ours.loss - trl.loss) <= loss_limit
+        or not abs(ours.grad_norm - trl.grad_norm) <= norm_limit * trl.grad_norm
+    ):
         raise SystemExit(
             f"the sides do not compute the same: loss {ours.loss:.6f} against {trl.loss:.6f} (at most {loss_limit} apart), "
             f"gradient norm {ours.grad_norm:.6f} against {trl.grad_norm:.6f} (at most {norm_limit:.1%} apart)"
@@ -102,7 +112,10 @@ def measure(model: str, case: Case, folder: Path) -> tuple[Side, Side, int]:
     num_sequences = len(case.batch()[0].trajectories)
     sizes = [size for size in MICRO_BATCHES[model] if size <= num_sequences]
     index = 0 if case.device == "cpu" else 1
-    costs = {size: run_child("trl", replace(case, seconds=0, micro_batch=size), folder)["steps"][0][index] for size in sizes}
+    costs = {
+        size: run_child("trl", replace(case, seconds=0, micro_batch=size), folder)["steps"][0][index]
+        for size in sizes
+    }
     best = min(costs, key=costs.__getitem__)
     ours, trl = [], []
     for _ in range(ROUNDS):
@@ -146,13 +159,20 @@ def print_rows(title: str, case: Case, pair: tuple[Side, Side], best: int, num_p
 
 def run_rows(arguments: argparse.Namespace, folder: Path) -> None:
     """Measure every row and print the table."""
-    print(f"one optimizer step, {THREADS} threads, gradient checkpointing {'on' if arguments.checkpointing else 'off'}, {arguments.device}")
-    print(f"{'batch':<34}{'':<19}{'CPU s':>8}{'wall s':>8}{'tok/s':>9}{'MiB':>8}{'loss':>11}{'grad norm':>11}")
+    print(
+        f"one optimizer step, {THREADS} threads, gradient checkpointing {'on' if arguments.checkpointing else 'off'}, {arguments.device}"
+    )
+    print(
+        f"{'batch':<34}{'':<19}{'CPU s':>8}{'wall s':>8}{'tok/s':>9}{'MiB':>8}{'loss':>11}{'grad norm':>11}"
+    )
     ratio = None
     for model, (path, dtype) in find_models(arguments.model, folder).items():
         is_slow = model != "tiny" and arguments.device == "cpu"
         num_groups = arguments.groups or (2 if is_slow else 8)
-        lengths = {"long-tailed": long_tailed_lengths(num_groups), "equal": [EQUAL_LENGTH] * (num_groups * GROUP_SIZE)}
+        lengths = {
+            "long-tailed": long_tailed_lengths(num_groups),
+            "equal": [EQUAL_LENGTH] * (num_groups * GROUP_SIZE),
+        }
         for name, each in lengths.items():
             batch = folder / f"{model}-{name}"
             blob, num_parameters = make_batch(str(path), each)
@@ -168,7 +188,9 @@ def run_rows(arguments: argparse.Namespace, folder: Path) -> None:
                 warm_up=0 if is_slow else 1,  # minutes a step: there is nothing to warm up beside them
             )
             ours, trl, best = measure(model, case, folder)
-            print_rows(f"{model}, {num_groups} x {GROUP_SIZE}, {name}", case, (ours, trl), best, num_parameters)
+            print_rows(
+                f"{model}, {num_groups} x {GROUP_SIZE}, {name}", case, (ours, trl), best, num_parameters
+            )
             check_agreement(ours, trl, dtype)
             if (model, name) == ("tiny", "long-tailed"):
                 ratio = trl.cpu_s / ours.cpu_s if arguments.device == "cpu" else trl.wall_s / ours.wall_s
@@ -179,13 +201,19 @@ def run_rows(arguments: argparse.Namespace, folder: Path) -> None:
 def main() -> None:
     """Read the options and run."""
     parser = options(__doc__, seconds=20.0)
-    parser.add_argument("--model", choices=["tiny", "smollm2", "all"], default="all", help="which models to measure")
-    parser.add_argument("--groups", type=int, help="groups of the batch (default: 8, and 2 for SmolLM2 on the CPU)")
+    parser.add_argument(
+        "--model", choices=["tiny", "smollm2", "all"], default="all", help="which models to measure"
+    )
+    parser.add_argument(
+        "--groups", type=int, help="groups of the batch (default: 8, and 2 for SmolLM2 on the CPU)"
+    )
     parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing on both sides")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where both sides run")
     arguments = parser.parse_args()
     if importlib.util.find_spec("trl") is None:
-        raise SystemExit("this benchmark needs TRL, which is not installed.\n  Way out: pip install 'trl==1.16.0'")
+        raise SystemExit(
+            "this benchmark needs TRL, which is not installed.\n  Way out: pip install 'trl==1.16.0'"
+        )
     torch.set_num_threads(THREADS)
     disable_progress_bar()
     name = "trainer" if arguments.device == "cpu" else "trainer-cuda"

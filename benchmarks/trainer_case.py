@@ -15,9 +15,15 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.config import ScratchConfig
-from asyncrl.trainer.scratch import ScratchSpec, make_scratch_model
-from asyncrl.trainer.scratch_tokenizer import SPECIAL_TOKENS
-from asyncrl.wire import BatchArrays, BatchHeader, TrajectoryHeader, pack_batch, unpack_batch
+from asyncrl.messages.trainer_calls import (
+    BatchArrays,
+    BatchHeader,
+    TrajectoryHeader,
+    pack_batch,
+    unpack_batch,
+)
+from asyncrl.trainer.model.scratch import ScratchSpec, make_scratch_model
+from asyncrl.trainer.model.scratch_tokenizer import SPECIAL_TOKENS
 
 GROUP_SIZE, PROMPT_LENGTH, MAX_COMPLETION = 8, 64, 512
 EQUAL_LENGTH = 132
@@ -95,7 +101,9 @@ class Meter:
             torch.cuda.reset_peak_memory_stats()
             self._loaded_bytes = torch.cuda.memory_allocated()
         else:
-            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # sets the peak back to what is resident
+            Path("/proc/self/clear_refs").write_text(
+                "5", encoding="ascii"
+            )  # sets the peak back to what is resident
             self._loaded_bytes = _status_bytes("VmRSS")
 
     def peak_bytes(self) -> int:
@@ -116,7 +124,13 @@ def _status_bytes(key: str) -> int:
 def write_result(path: str, meter: Meter, *, loss: float, grad_norm: float) -> None:
     """What a child hands back; loss and gradient norm are those of the first step."""
     steps = meter.steps[meter.case.warm_up :]
-    values = {"steps": steps, "peak_bytes": meter.peak_bytes(), "loss": loss, "grad_norm": grad_norm, "threads": torch.get_num_threads()}
+    values = {
+        "steps": steps,
+        "peak_bytes": meter.peak_bytes(),
+        "loss": loss,
+        "grad_norm": grad_norm,
+        "threads": torch.get_num_threads(),
+    }
     Path(path).write_text(json.dumps(values), encoding="utf-8")
 
 
@@ -142,7 +156,11 @@ def make_batch(model_path: str, lengths: list[int]) -> tuple[bytes, int]:
     """
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
     rng = np.random.default_rng(1)
-    text = _text(model_path) if model.config.vocab_size > 1000 else rng.integers(len(SPECIAL_TOKENS), model.config.vocab_size, 100_000)
+    text = (
+        _text(model_path)
+        if model.config.vocab_size > 1000
+        else rng.integers(len(SPECIAL_TOKENS), model.config.vocab_size, 100_000)
+    )
 
     def piece(length: int) -> npt.NDArray[np.int64]:
         first = rng.integers(0, len(text) - length)
@@ -157,7 +175,9 @@ def make_batch(model_path: str, lengths: list[int]) -> tuple[bytes, int]:
         tokens.append(ids.astype(np.int32))
         masks.append(np.arange(len(ids)) >= PROMPT_LENGTH)
         off = rng.normal(0.0, 0.1, len(ids))
-        logprobs.append(np.where(masks[-1], np.minimum(_logprobs(model, ids) + off, 0.0), 0.0).astype(np.float32))
+        logprobs.append(
+            np.where(masks[-1], np.minimum(_logprobs(model, ids) + off, 0.0), 0.0).astype(np.float32)
+        )
         headers.append(
             TrajectoryHeader(
                 group_index=group,
@@ -187,7 +207,9 @@ def _text(model_path: str) -> npt.NDArray[np.int64]:
     """The README and the documentation as tokens."""
     files = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
     tokenizer = AutoTokenizer.from_pretrained(model_path)
-    return np.concatenate([np.asarray(tokenizer(file.read_text(encoding="utf-8"))["input_ids"], np.int64) for file in files])
+    return np.concatenate(
+        [np.asarray(tokenizer(file.read_text(encoding="utf-8"))["input_ids"], np.int64) for file in files]
+    )
 
 
 @torch.no_grad()

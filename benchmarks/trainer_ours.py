@@ -16,15 +16,19 @@ from torch import Tensor
 from trainer_case import CLIP, LEARNING_RATE, MAX_GRAD_NORM, Case, Meter, write_result
 
 from asyncrl.config import AlgorithmConfig, TrainerConfig
-from asyncrl.running.specs import objective_spec
+from asyncrl.run.specs import objective_spec
 from asyncrl.trainer.spec import TrainerSpec
 from asyncrl.trainer.step import TrainStep
 
 
 def make_spec(case: Case, folder: Path) -> TrainerSpec:
     """The spec of this case: PPO's clip around the behaviour policy, mean over the batch's tokens."""
-    trainer = TrainerConfig(learning_rate=LEARNING_RATE, max_grad_norm=MAX_GRAD_NORM, gradient_checkpointing=case.checkpointing)
-    algorithm = AlgorithmConfig(loss="ppo_clip", advantage="trainer_ours:trl_advantage", clip_low=CLIP, clip_high=CLIP)
+    trainer = TrainerConfig(
+        learning_rate=LEARNING_RATE, max_grad_norm=MAX_GRAD_NORM, gradient_checkpointing=case.checkpointing
+    )
+    algorithm = AlgorithmConfig(
+        loss="ppo_clip", advantage="trainer_ours:trl_advantage", clip_low=CLIP, clip_high=CLIP
+    )
     return TrainerSpec.model_validate(
         {
             "model_path": case.model_path,
@@ -64,7 +68,9 @@ def main() -> None:
             metrics.append(step.train(header, arrays))
             meter.stop()
             meter.end_step()
-        write_result(sys.argv[2], meter, loss=metrics[0]["policy/loss"], grad_norm=metrics[0]["policy/grad_norm"])
+        write_result(
+            sys.argv[2], meter, loss=metrics[0]["policy/loss"], grad_norm=metrics[0]["policy/grad_norm"]
+        )
 
 
 if __name__ == "__main__":

@@ -21,7 +21,16 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import torch
 from datasets import Dataset
-from trainer_case import CLIP, GROUP_SIZE, LEARNING_RATE, MAX_COMPLETION, MAX_GRAD_NORM, Case, Meter, write_result
+from trainer_case import (
+    CLIP,
+    GROUP_SIZE,
+    LEARNING_RATE,
+    MAX_COMPLETION,
+    MAX_GRAD_NORM,
+    Case,
+    Meter,
+    write_result,
+)
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -53,7 +62,9 @@ class GivenRollouts(GRPOTrainer):
     def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
         given = self.rollouts
         if len(prompts) != len(given.prompt_ids):
-            raise SystemExit(f"TRL asked for {len(prompts)} completions, the batch has {len(given.prompt_ids)}")
+            raise SystemExit(
+                f"TRL asked for {len(prompts)} completions, the batch has {len(given.prompt_ids)}"
+            )
         texts = ["" for _ in prompts]
         return given.prompt_ids, given.completion_ids, None, texts, None, {}, None, []
 
@@ -144,7 +155,9 @@ def main() -> None:
             model=case.model_path,
             reward_funcs=lambda completions, **_: rollouts.rewards,
             args=make_config(case, num_sequences, folder),
-            train_dataset=Dataset.from_dict({"prompt": [str(index) for index in range(num_sequences // GROUP_SIZE)]}),
+            train_dataset=Dataset.from_dict(
+                {"prompt": [str(index) for index in range(num_sequences // GROUP_SIZE)]}
+            ),
             callbacks=[AroundOptimizer(meter)],
         )
         trainer.rollouts, trainer.meter = rollouts, meter

@@ -21,9 +21,9 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from asyncrl.harness import Outcome, Session, Task
+from asyncrl.agents import Outcome, Session, Task
+from asyncrl.messages.records import Prompt
 from asyncrl.tasks import Item
-from asyncrl.types import Prompt
 
 TOOLS: list[Any] = [
     {
@@ -31,7 +31,11 @@ TOOLS: list[Any] = [
         "function": {
             "name": "calculator",
             "description": "Evaluates an arithmetic expression.",
-            "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]},
+            "parameters": {
+                "type": "object",
+                "properties": {"expression": {"type": "string"}},
+                "required": ["expression"],
+            },
         },
     }
 ]
@@ -54,8 +58,12 @@ async def run(task: Task, session: Session, *, max_turns: int = 2, must_call: bo
     expression = result = answer = ""
     num_calls = 0
     for turn in range(max_turns):
-        choice: Any = {"type": "function", "function": {"name": "calculator"}} if must_call and turn == 0 else "auto"
-        completion = await session.client.chat.completions.create(model=session.model, messages=messages, tools=TOOLS, tool_choice=choice)
+        choice: Any = (
+            {"type": "function", "function": {"name": "calculator"}} if must_call and turn == 0 else "auto"
+        )
+        completion = await session.client.chat.completions.create(
+            model=session.model, messages=messages, tools=TOOLS, tool_choice=choice
+        )
         message = completion.choices[0].message
         messages.append(message)
         if not message.tool_calls:
@@ -125,10 +133,20 @@ def likeness(said: str, right: str) -> float:
 class Sums:
     """`size` calculations with two numbers up to `largest`; `question` is what the model is asked, with {} for the expression."""
 
-    def __init__(self, *, size: int, seed: int, largest: int = 9, operators: str = "+-*", question: str = "{}") -> None:
+    def __init__(
+        self, *, size: int, seed: int, largest: int = 9, operators: str = "+-*", question: str = "{}"
+    ) -> None:
         if question.count("{}") != 1 or not set(operators) <= set("+-*"):
-            raise ValueError(f"question={question!r}, operators={operators!r}: one {{}} in the question, operators of + - *")
-        self._size, self._seed, self._largest, self._operators, self._question = size, seed, largest, operators, question
+            raise ValueError(
+                f"question={question!r}, operators={operators!r}: one {{}} in the question, operators of + - *"
+            )
+        self._size, self._seed, self._largest, self._operators, self._question = (
+            size,
+            seed,
+            largest,
+            operators,
+            question,
+        )
 
     def __len__(self) -> int:
         return self._size
@@ -138,7 +156,10 @@ class Sums:
         draw = random.Random(f"sums/{self._seed}/{index}")
         left, right = draw.randint(1, self._largest), draw.randint(1, self._largest)
         expression = f"{left}{draw.choice(self._operators)}{right}"
-        return Item(self._question.format(expression), answer={"expression": expression, "value": calculate(expression)})
+        return Item(
+            self._question.format(expression),
+            answer={"expression": expression, "value": calculate(expression)},
+        )
 
     def score(self, prompt: Prompt, completion: str) -> float:
         """Without the agent, in an evaluation say: what the answer alone is worth."""

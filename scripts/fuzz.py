@@ -42,23 +42,34 @@ def main() -> None:
         never_killed(fuzz_config(folder), whole)
     kills: Counter[str] = Counter()
     num_runs, started_s = 0, time.monotonic()
-    for seed, (max_staleness, num_engines) in zip(itertools.count(options.seed), itertools.cycle(KINDS), strict=False):
+    for seed, (max_staleness, num_engines) in zip(
+        itertools.count(options.seed), itertools.cycle(KINDS), strict=False
+    ):
         if kills.total() >= options.kills:
             break
         place = folder / f"seed_{seed}"
         place.mkdir()
-        config = fuzz_config(place, buffer={"max_staleness": max_staleness}, rollout={"num_engines": num_engines})
+        config = fuzz_config(
+            place, buffer={"max_staleness": max_staleness}, rollout={"num_engines": num_engines}
+        )
         name = f"seed {seed}, max_staleness {max_staleness}, {num_engines} engines"
         try:
             kills += Crashes(config, place / "run", seed=seed, num_kills=options.kills_a_run).live()
             found = differences(whole, place / "run") if max_staleness == 0 else []
             assert found == [], found
         except AssertionError as broken:
-            sys.exit(f"{name}: a promise is broken after {kills.total()} kills that broke none: {broken}\nthe run lies in {place}")
+            sys.exit(
+                f"{name}: a promise is broken after {kills.total()} kills that broke none: {broken}\nthe run lies in {place}"
+            )
         shutil.rmtree(place)
         num_runs += 1
-        print(f"{name}: whole. {kills.total()} kills so far in {time.monotonic() - started_s:.0f} s: {dict(kills)}", flush=True)
-    print(f"{kills.total()} kills in {num_runs} runs, {dict(kills)}: no prompt lost, none trained twice, the order and the bound kept.")
+        print(
+            f"{name}: whole. {kills.total()} kills so far in {time.monotonic() - started_s:.0f} s: {dict(kills)}",
+            flush=True,
+        )
+    print(
+        f"{kills.total()} kills in {num_runs} runs, {dict(kills)}: no prompt lost, none trained twice, the order and the bound kept."
+    )
 
 
 if __name__ == "__main__":

@@ -51,7 +51,9 @@ def main() -> None:
 def start(command: list[str], run_dir: Path) -> subprocess.Popen[bytes]:
     """Start or go on, output into a log beside the directory."""
     with run_dir.with_suffix(".log").open("ab") as log:
-        return subprocess.Popen([*command, "--run-dir", str(run_dir)], stdout=log, stderr=log, start_new_session=True)
+        return subprocess.Popen(
+            [*command, "--run-dir", str(run_dir)], stdout=log, stderr=log, start_new_session=True
+        )
 
 
 def kill_and_measure(command: list[str], run_dir: Path, step: int) -> dict[str, float] | None:
@@ -72,17 +74,27 @@ def kill_and_measure(command: list[str], run_dir: Path, step: int) -> dict[str, 
 def resume_cost(run_dir: Path, before: int, process: subprocess.Popen[bytes]) -> dict[str, float]:
     """Seconds from the command to the first step beyond `before`, and what of them is start-up, replay, the rest."""
     began = time.monotonic()
-    restored = max((int(path.name.removeprefix("step_")) for path in (run_dir / "checkpoints").glob("step_*")), default=0)
+    restored = max(
+        (int(path.name.removeprefix("step_")) for path in (run_dir / "checkpoints").glob("step_*")), default=0
+    )
     ready = None
     while len(lines(run_dir)) <= before and process.poll() is None:
-        if ready is None and len(lines(run_dir)) < before:  # metrics.jsonl was cut back: the processes answer, the replay begins
+        if (
+            ready is None and len(lines(run_dir)) < before
+        ):  # metrics.jsonl was cut back: the processes answer, the replay begins
             ready = time.monotonic()
         time.sleep(0.02)
     total = time.monotonic() - began
     replayed = [line for line in lines(run_dir) if restored <= line["step"] < before]
     replay_s = sum(line["perf/train_s"] for line in replayed)
     startup_s = (ready or began) - began
-    return {"total_s": total, "startup_s": startup_s, "replay_s": replay_s, "batches": float(len(replayed)), "at": float(before)}
+    return {
+        "total_s": total,
+        "startup_s": startup_s,
+        "replay_s": replay_s,
+        "batches": float(len(replayed)),
+        "at": float(before),
+    }
 
 
 def lines(run_dir: Path) -> list[dict[str, Any]]:
@@ -98,7 +110,14 @@ def oldest(rows: list[dict[str, Any]]) -> int:
     return int(max(row["sample/staleness_max"] for row in rows))
 
 
-def write(out: Path, whole: Path, killed: Path, kills: list[int], costs: list[dict[str, float]], options: argparse.Namespace) -> None:
+def write(
+    out: Path,
+    whole: Path,
+    killed: Path,
+    kills: list[int],
+    costs: list[dict[str, float]],
+    options: argparse.Namespace,
+) -> None:
     """The three files."""
     import matplotlib
 
@@ -111,14 +130,24 @@ def write(out: Path, whole: Path, killed: Path, kills: list[int], costs: list[di
         table = csv.writer(file, lineterminator="\n")
         table.writerow(["run", "step", "reward_mean", "staleness_max"])
         for name, rows in runs.items():
-            table.writerows([name, row["step"], f"{row['reward/mean']:.4f}", int(row["sample/staleness_max"])] for row in rows)
+            table.writerows(
+                [name, row["step"], f"{row['reward/mean']:.4f}", int(row["sample/staleness_max"])]
+                for row in rows
+            )
     figure, axes = pyplot.subplots(figsize=(8, 4))
     for (name, rows), colour in zip(runs.items(), ("#0072B2", "#D55E00"), strict=True):
-        means = [sum(r["reward/mean"] for r in rows[max(0, i - 4) : i + 5]) / len(rows[max(0, i - 4) : i + 5]) for i in range(len(rows))]
+        means = [
+            sum(r["reward/mean"] for r in rows[max(0, i - 4) : i + 5]) / len(rows[max(0, i - 4) : i + 5])
+            for i in range(len(rows))
+        ]
         axes.plot([row["step"] for row in rows], means, color=colour, label=name)
     for kill in kills:
         axes.axvline(kill, color="#D55E00", linestyle=":", linewidth=1)
-    axes.set(xlabel="step", ylabel="reward/mean (9 steps)", title=f"kill -9 at the dotted lines, max_staleness {options.max_staleness}")
+    axes.set(
+        xlabel="step",
+        ylabel="reward/mean (9 steps)",
+        title=f"kill -9 at the dotted lines, max_staleness {options.max_staleness}",
+    )
     axes.legend(loc="lower right")
     figure.tight_layout()
     figure.savefig(out / "killed_run.png", dpi=110, metadata={"Software": None})

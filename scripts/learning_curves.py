@@ -62,7 +62,9 @@ def read_runs(root: Path) -> dict[str, dict[int, Curve]]:
         if match and folder.is_dir():
             found.setdefault(match["variant"], {})[int(match["seed"])] = read_curve(folder / "metrics.jsonl")
     if not found:
-        raise SystemExit(f"{root} holds no directory named VARIANT-seedN.\n  Way out: name run directories like max_staleness_4-seed0.")
+        raise SystemExit(
+            f"{root} holds no directory named VARIANT-seedN.\n  Way out: name run directories like max_staleness_4-seed0."
+        )
     order = [*VARIANTS, *sorted(found.keys() - VARIANTS.keys())]
     return {variant: found[variant] for variant in order if variant in found}
 
@@ -94,8 +96,13 @@ def band_over_steps(curves: list[Curve], window: int) -> Band:
 
 def band_over_time(curves: list[Curve], window: int, num_points: int = 400) -> Band:
     """The same on a common grid of wall time, between two steps by straight lines."""
-    places = np.linspace(max(curve.times_s[0] for curve in curves), min(curve.times_s[-1] for curve in curves), num_points)
-    rewards = [np.interp(places, curve.times_s, running_mean(curve.rewards.tolist(), window=window)) for curve in curves]
+    places = np.linspace(
+        max(curve.times_s[0] for curve in curves), min(curve.times_s[-1] for curve in curves), num_points
+    )
+    rewards = [
+        np.interp(places, curve.times_s, running_mean(curve.rewards.tolist(), window=window))
+        for curve in curves
+    ]
     return _band(places, np.array(rewards))
 
 
@@ -112,10 +119,23 @@ def draw(runs: dict[str, dict[int, Curve]], path: Path, *, window: int) -> None:
         label, colour = VARIANTS.get(variant) or (variant, next(others))
         curves = list(by_seed.values())
         # the plain loop is drawn dashed and on top: max_staleness 0 lies exactly under it
-        style = {"linestyle": (0, (4, 3)), "zorder": 5} if variant == "sync_reference" else {"linestyle": "-", "zorder": 3}
-        for panel, band in zip(panels, (band_over_steps(curves, window), band_over_time(curves, window)), strict=True):
+        style = (
+            {"linestyle": (0, (4, 3)), "zorder": 5}
+            if variant == "sync_reference"
+            else {"linestyle": "-", "zorder": 3}
+        )
+        for panel, band in zip(
+            panels, (band_over_steps(curves, window), band_over_time(curves, window)), strict=True
+        ):
             panel.fill_between(band.places, band.low, band.high, color=colour, alpha=0.15, linewidth=0)
-            panel.plot(band.places, band.mean, color=colour, linewidth=1.8, label=f"{label}, {len(curves)} seeds", **style)
+            panel.plot(
+                band.places,
+                band.mean,
+                color=colour,
+                linewidth=1.8,
+                label=f"{label}, {len(curves)} seeds",
+                **style,
+            )
     for panel, label in zip(panels, ("optimizer step", "wall time in s"), strict=True):
         panel.set_xlabel(label)
         panel.grid(alpha=0.25)
@@ -129,7 +149,9 @@ def write_csv(runs: dict[str, dict[int, Curve]], path: Path) -> None:
     """One row a variant and step: rewards not smoothed, times the mean over seeds."""
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["variant", "num_seeds", "step", "time_s_mean", "reward_mean", "reward_min", "reward_max"])
+        writer.writerow(
+            ["variant", "num_seeds", "step", "time_s_mean", "reward_mean", "reward_min", "reward_max"]
+        )
         for variant, by_seed in runs.items():
             curves = list(by_seed.values())
             band = band_over_steps(curves, window=1)
@@ -145,10 +167,19 @@ def _band(places: FloatArray, rewards: FloatArray) -> Band:
 
 def main(arguments: list[str] | None = None) -> int:
     """Read, draw, write."""
-    parser = argparse.ArgumentParser(description="Draw learning curves from run directories named VARIANT-seedN.")
+    parser = argparse.ArgumentParser(
+        description="Draw learning curves from run directories named VARIANT-seedN."
+    )
     parser.add_argument("runs_dir", type=Path)
-    parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent.parent / "docs" / "results")
-    parser.add_argument("--window", type=int, default=10, help="steps of the running mean in the picture (default 10; 1 = off)")
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).resolve().parent.parent / "docs" / "results"
+    )
+    parser.add_argument(
+        "--window",
+        type=int,
+        default=10,
+        help="steps of the running mean in the picture (default 10; 1 = off)",
+    )
     options = parser.parse_args(arguments)
     runs = read_runs(options.runs_dir)
     options.out.mkdir(parents=True, exist_ok=True)

@@ -27,9 +27,17 @@ CONFIG = ROOT / "configs" / "quickstart.yaml"
 BOUNDS = (0, 8)
 NUM_GROUPS = 8  # trainer.num_groups of the quickstart
 
-DAPO = ("algorithm.loss=dapo", "algorithm.clip_high=0.28", "buffer.filter=equal_rewards", "algorithm.overlong_tokens=8")
+DAPO = (
+    "algorithm.loss=dapo",
+    "algorithm.clip_high=0.28",
+    "buffer.filter=equal_rewards",
+    "algorithm.overlong_tokens=8",
+)
 VARIANTS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "naive": ("no correction", ("algorithm.loss=ppo_clip", "algorithm.ratio=proximal", "algorithm.correction=none")),
+    "naive": (
+        "no correction",
+        ("algorithm.loss=ppo_clip", "algorithm.ratio=proximal", "algorithm.correction=none"),
+    ),
     "grpo": ("GRPO", ("algorithm.loss=ppo_clip",)),
     "grpo_tis": ("GRPO + TIS", ("algorithm.loss=tis",)),
     "dapo": ("DAPO", DAPO),
@@ -87,13 +95,28 @@ class Planned:
 
 def plan(variants: list[str], seeds: list[int]) -> list[Planned]:
     """Seed after seed, so that what is there early is complete for the first of them."""
-    return [Planned(Setting(variant, bound), seed) for seed in seeds for bound in reversed(BOUNDS) for variant in variants]
+    return [
+        Planned(Setting(variant, bound), seed)
+        for seed in seeds
+        for bound in reversed(BOUNDS)
+        for variant in variants
+    ]
 
 
 def pairs() -> list[Pair]:
     """The questions at each bound, then what age costs each objective."""
-    asked = [Pair(Setting(a, bound), Setting(b, bound), question) for bound in BOUNDS for a, b, question in QUESTIONS]
-    return [*asked, *(Pair(Setting(name, BOUNDS[0]), Setting(name, BOUNDS[-1]), "what old data costs") for name in VARIANTS)]
+    asked = [
+        Pair(Setting(a, bound), Setting(b, bound), question)
+        for bound in BOUNDS
+        for a, b, question in QUESTIONS
+    ]
+    return [
+        *asked,
+        *(
+            Pair(Setting(name, BOUNDS[0]), Setting(name, BOUNDS[-1]), "what old data costs")
+            for name in VARIANTS
+        ),
+    ]
 
 
 def state_of(folder: Path) -> str:
@@ -110,8 +133,13 @@ def run_all(planned: list[Planned], root: Path, num_steps: int) -> None:
     root.mkdir(parents=True, exist_ok=True)
     missing = [run for run in planned if state_of(root / run.name) == "unfinished"]
     for run in planned:
-        if state_of(root / run.name) == "done" and (found := len(read_run(root / run.name, NUM_GROUPS).rewards)) != num_steps:
-            raise SystemExit(f"{root / run.name} has {found} steps, not {num_steps}.\n  Way out: another RUNS_DIR, or --num-steps {found}.")
+        if (
+            state_of(root / run.name) == "done"
+            and (found := len(read_run(root / run.name, NUM_GROUPS).rewards)) != num_steps
+        ):
+            raise SystemExit(
+                f"{root / run.name} has {found} steps, not {num_steps}.\n  Way out: another RUNS_DIR, or --num-steps {found}."
+            )
     say(f"{len(planned)} runs, {len(planned) - len(missing)} of them are there")
     began_s = time.monotonic()
     for number, run in enumerate(missing, start=1):
@@ -119,7 +147,16 @@ def run_all(planned: list[Planned], root: Path, num_steps: int) -> None:
         if (folder / "config.yaml").exists():
             shutil.rmtree(folder)  # interrupted: a run is never continued
         started_s = time.monotonic()
-        command = [sys.executable, "-m", "asyncrl.cli", "run", str(CONFIG), *run.overrides(num_steps), "--run-dir", str(folder)]
+        command = [
+            sys.executable,
+            "-m",
+            "asyncrl.cli",
+            "run",
+            str(CONFIG),
+            *run.overrides(num_steps),
+            "--run-dir",
+            str(folder),
+        ]
         code, errors = call(command)
         state = state_of(folder)
         if state == "unfinished":
@@ -127,8 +164,14 @@ def run_all(planned: list[Planned], root: Path, num_steps: int) -> None:
         now_s = time.monotonic()
         left_s = (now_s - began_s) / number * (len(missing) - number)
         ends = time.strftime("%H:%M", time.localtime(time.time() + left_s))
-        what = f"{state}, reward {read_run(folder, NUM_GROUPS).final_reward:.3f}" if state == "done" else f"failed: {errors}"
-        say(f"[{number}/{len(missing)}] {run.name}: {what}, {now_s - started_s:.0f} s; all done at about {ends}")
+        what = (
+            f"{state}, reward {read_run(folder, NUM_GROUPS).final_reward:.3f}"
+            if state == "done"
+            else f"failed: {errors}"
+        )
+        say(
+            f"[{number}/{len(missing)}] {run.name}: {what}, {now_s - started_s:.0f} s; all done at about {ends}"
+        )
 
 
 def call(command: list[str]) -> tuple[int, str]:
@@ -207,7 +250,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("runs_dir", type=Path, nargs="?", default=ROOT / "runs" / "objectives")
     parser.add_argument("--num-steps", type=int, default=160, help="batches of each run (default 160)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--only", nargs="+", choices=VARIANTS, default=list(VARIANTS), metavar="VARIANT", help=f"of {', '.join(VARIANTS)}")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=VARIANTS,
+        default=list(VARIANTS),
+        metavar="VARIANT",
+        help=f"of {', '.join(VARIANTS)}",
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results")
     parser.add_argument("--draw", action="store_true", help="run nothing, draw what is there")
     options = parser.parse_args(arguments)

@@ -15,7 +15,14 @@ from asyncrl.observe.plot import running_mean
 STYLES: Sequence[tuple[str, Any]] = (("#0072B2", "-"), ("#D55E00", (0, (5, 2))), ("#000000", (0, (1, 1.5))))
 
 
-def draw(runs: Runs, path: Path, *, columns: Mapping[str, Sequence[str]], labels: Mapping[str, str], bounds: Sequence[int]) -> None:
+def draw(
+    runs: Runs,
+    path: Path,
+    *,
+    columns: Mapping[str, Sequence[str]],
+    labels: Mapping[str, str],
+    bounds: Sequence[int],
+) -> None:
     """`columns`: title -> at most three variants. A row of rewards for each bound, and one of ess for the largest."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -31,7 +38,15 @@ def draw(runs: Runs, path: Path, *, columns: Mapping[str, Sequence[str]], labels
             for variant, (colour, dash) in zip(variants, STYLES, strict=False):
                 by_seed = runs.get(Setting(variant, bound))
                 if by_seed:
-                    _draw_line(panel, list(by_seed.values()), what, window, label=labels[variant], colour=colour, dash=dash)
+                    _draw_line(
+                        panel,
+                        list(by_seed.values()),
+                        what,
+                        window,
+                        label=labels[variant],
+                        colour=colour,
+                        dash=dash,
+                    )
             _dress(panel, has_legend=down == 0)
         panels[0][across].set_title(title, fontsize=10, loc="left", fontweight="bold")
         panels[-1][across].set_xlabel("batch")
@@ -45,7 +60,9 @@ def draw(runs: Runs, path: Path, *, columns: Mapping[str, Sequence[str]], labels
     figure.savefig(path)
 
 
-def _draw_line(panel: Any, every: list[Run], what: str, window: int, *, label: str, colour: str, dash: Any) -> None:
+def _draw_line(
+    panel: Any, every: list[Run], what: str, window: int, *, label: str, colour: str, dash: Any
+) -> None:
     """Mean over seeds of the running mean, and a band from the lowest to the highest seed."""
     series = [run.rewards if what == "reward" else run.ess for run in every]
     length = min(len(values) for values in series)

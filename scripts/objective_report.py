@@ -75,7 +75,9 @@ class Difference:
 def read_run(folder: Path, num_groups: int) -> Run:
     """A finished run's numbers. Raises SystemExit with the way out if it has no steps."""
     path = folder / "metrics.jsonl"
-    steps = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    steps = (
+        [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    )
     if not steps:
         raise SystemExit(f"{path} holds no steps.\n  Way out: remove {folder} and start again.")
     filtered = steps[-1].get("rollout/filtered", 0.0)
@@ -100,7 +102,9 @@ def difference(first: Sequence[float], second: Sequence[float]) -> Difference:
     value, freedom = fmean(second) - fmean(first), len(first) + len(second) - 2
     if min(len(first), len(second)) < 2:
         return Difference(value, None)
-    pooled = math.sqrt(sum((number - fmean(side)) ** 2 for side in (first, second) for number in side) / freedom)
+    pooled = math.sqrt(
+        sum((number - fmean(side)) ** 2 for side in (first, second) for number in side) / freedom
+    )
     error = pooled * math.sqrt(1 / len(first) + 1 / len(second))
     return Difference(value, _T95[min(freedom, len(_T95)) - 1] * error)
 
@@ -139,12 +143,17 @@ def settings_table(runs: Runs, labels: Mapping[str, str]) -> str:
     return "\n".join(lines)
 
 
-def comparisons(runs: Runs, pairs: Iterable[Pair], labels: Mapping[str, str], filtered: frozenset[str]) -> str:
+def comparisons(
+    runs: Runs, pairs: Iterable[Pair], labels: Mapping[str, str], filtered: frozenset[str]
+) -> str:
     """Markdown: a line a pair of settings that both were run, then in words which differences count.
 
     `filtered`: variants whose training reward is that of the groups that the filter left, and says nothing beside another's.
     """
-    lines = ["| second against first | question | held-out reward | training reward |", "| --- | --- | --- | --- |"]
+    lines = [
+        "| second against first | question | held-out reward | training reward |",
+        "| --- | --- | --- | --- |",
+    ]
     larger: list[str] = []
     num_judged = 0
     for pair in pairs:
@@ -159,18 +168,26 @@ def comparisons(runs: Runs, pairs: Iterable[Pair], labels: Mapping[str, str], fi
             cells.append(difference_text(found))
             if found.counts:
                 direction = "higher" if found.value > 0 else "lower"
-                larger.append(f"- {names}: {direction} by {abs(found.value):.3f} ({found.needed:.3f} needed).")
+                larger.append(
+                    f"- {names}: {direction} by {abs(found.value):.3f} ({found.needed:.3f} needed)."
+                )
         else:
             cells.append("-")
         is_comparable = (pair.first.variant in filtered) == (pair.second.variant in filtered)
-        cells.append(difference_text(difference(final_rewards(first), final_rewards(second))) if is_comparable else "not comparable")
+        cells.append(
+            difference_text(difference(final_rewards(first), final_rewards(second)))
+            if is_comparable
+            else "not comparable"
+        )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, "", *_in_words(larger, num_judged)])
 
 
 def _in_words(larger: list[str], num_judged: int) -> list[str]:
     if num_judged == 0:
-        return ["Nothing can be said of differences: that takes two seeds a side or more, with a held-out reward."]
+        return [
+            "Nothing can be said of differences: that takes two seeds a side or more, with a held-out reward."
+        ]
     by_chance = f"of {num_judged} comparisons {num_judged / 20:.1f} are expected to by chance alone"
     if not larger:
         return [
@@ -191,7 +208,19 @@ def write_csv(runs: Runs, path: Path) -> None:
     """A row a setting and step, as far as all its seeds got: reward over seeds, means of the rest."""
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["variant", "max_staleness", "num_seeds", "step", "reward_mean", "reward_min", "reward_max", "ess", "staleness"])
+        writer.writerow(
+            [
+                "variant",
+                "max_staleness",
+                "num_seeds",
+                "step",
+                "reward_mean",
+                "reward_min",
+                "reward_max",
+                "ess",
+                "staleness",
+            ]
+        )
         for setting, by_seed in runs.items():
             every = list(by_seed.values())
             for step in range(min(len(run.rewards) for run in every)):

@@ -27,7 +27,9 @@ SHELL = ("scripts/*.sh", "Makefile")
 
 START = r"(?:[A-Z][A-Z0-9_]*=\S* +)*(?:cd \S+ && )?(?:\.venv/bin/)?(?:asyncrl|python|bash|make|pip|uv) "
 """How a command begins."""
-INSIDE = r"(?<![\w./`\-\[])(?:\.venv/bin/)?(?:asyncrl [a-z]|python -m |python \S+\.py|pip install |bash \S+\.sh)"
+INSIDE = (
+    r"(?<![\w./`\-\[])(?:\.venv/bin/)?(?:asyncrl [a-z]|python -m |python \S+\.py|pip install |bash \S+\.sh)"
+)
 """The same in the middle of a sentence, where `make` and `python` are also words."""
 
 GO_ON = "asyncrl run configs/quickstart.yaml --run-dir runs/mine"
@@ -86,7 +88,9 @@ def commands() -> tuple[Command, ...]:
     for path in files(*CONFIGS):
         for number, line in enumerate(path.read_text().splitlines(), start=1):
             if match := re.match(rf"#\s{{3,}}({START}.*)", line):
-                found.append(Command(f"{path.relative_to(ROOT)}:{number}", _without_note(match[1]), is_whole=True))
+                found.append(
+                    Command(f"{path.relative_to(ROOT)}:{number}", _without_note(match[1]), is_whole=True)
+                )
     for text in (*strings(*PACKAGES, *SCRIPTS), *_shell_texts()):
         found += _in_text(text)
     return tuple(found)
@@ -98,12 +102,19 @@ def _in_page(path: Path) -> Iterator[Command]:
         if kind == "prose":
             prose.append(Text(path, first, "\n".join(lines)))
             continue
-        is_shell = kind in ("sh", "bash", "console") or (kind in ("indented", "plain") and any(re.match(START, line) for line in lines))
+        is_shell = kind in ("sh", "bash", "console") or (
+            kind in ("indented", "plain") and any(re.match(START, line) for line in lines)
+        )
         joined = re.sub(r"\\\n\s*", " ", "\n".join(lines)).splitlines()
         for number, line in enumerate(joined, start=first):
             if line.startswith("$ "):
                 yield Command(f"{path.relative_to(ROOT)}:{number}", _without_note(line[2:]), is_whole=True)
-            elif is_shell and line.strip() and not any(other.startswith("$ ") for other in lines) and not line.startswith("#"):
+            elif (
+                is_shell
+                and line.strip()
+                and not any(other.startswith("$ ") for other in lines)
+                and not line.startswith("#")
+            ):
                 yield Command(f"{path.relative_to(ROOT)}:{number}", _without_note(line), is_whole=True)
     for text in prose:
         yield from _in_backticks(text)
@@ -143,7 +154,9 @@ def _in_text(text: Text) -> Iterator[Command]:
     yield from _in_backticks(text)
     outside = re.sub(r"`[^`]*`", lambda span: "`" * len(span[0]), text.text)
     for match in re.finditer(rf"{INSIDE}[^\n`]*", outside):
-        command = re.split(r"; | \(|\)|, |: |\.$|\.\s|'\"|  | in (?=the |asyncrl)", text.text[match.start() : match.end()])[0]
+        command = re.split(
+            r"; | \(|\)|, |: |\.$|\.\s|'\"|  | in (?=the |asyncrl)", text.text[match.start() : match.end()]
+        )[0]
         yield Command(text.where(match.start()), command.strip(), is_whole=False)
 
 
@@ -174,11 +187,20 @@ def strings(*patterns: str) -> tuple[Text, ...]:
 
 def _has_docstring(node: ast.AST) -> bool:
     body = getattr(node, "body", None)
-    return isinstance(body, list) and bool(body) and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant)
+    return (
+        isinstance(body, list)
+        and bool(body)
+        and isinstance(body[0], ast.Expr)
+        and isinstance(body[0].value, ast.Constant)
+    )
 
 
 def _visit(node: ast.AST, path: Path, found: list[Text], docstrings: set[int]) -> None:
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("install_extra", "run_again"):
+    if (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id in ("install_extra", "run_again")
+    ):
         found.append(Text(path, node.lineno, filled(f"{{{ast.unparse(node)}}}"), is_message=True))
         return
     if isinstance(node, ast.JoinedStr):
@@ -230,7 +252,11 @@ class Setting:
 @cache
 def settings() -> tuple[Setting, ...]:
     """Of messages and help, and of what stands between backticks in pages."""
-    texts = [text for text in strings(*PACKAGES) if text.is_message and " " in text.text and not _SQL.search(text.text)]
+    texts = [
+        text
+        for text in strings(*PACKAGES)
+        if text.is_message and " " in text.text and not _SQL.search(text.text)
+    ]
     for path in files(*PAGES):
         for lines, first, kind in blocks(path):
             if kind == "prose":
@@ -242,10 +268,14 @@ def settings() -> tuple[Setting, ...]:
     found = []
     for text in texts:
         plain = text.text
-        while (shorter := re.sub(r"\{[^{}]*\}", "\0", plain)) != plain:  # an {expression}, and one inside of it first
+        while (
+            shorter := re.sub(r"\{[^{}]*\}", "\0", plain)
+        ) != plain:  # an {expression}, and one inside of it first
             plain = shorter
         for match in re.finditer(_DOTTED, plain):
             if not _FILE.search(match[0]):
                 value = re.match(r"=(\[?[\w./:-]+\]?)(?![\w\0\[])", plain[match.end() :])
-                found.append(Setting(text.where(match.start()), match[0], value[1].rstrip(".:") if value else None))
+                found.append(
+                    Setting(text.where(match.start()), match[0], value[1].rstrip(".:") if value else None)
+                )
     return tuple(found)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from harnesses_for_test import two_turns
 
-from asyncrl.harness import Outcome, Session, Task
+from asyncrl.agents import Outcome, Session, Task
 from examples.lookup import run
 
 _begun = itertools.count()

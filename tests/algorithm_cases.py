@@ -14,7 +14,9 @@ from torch import Tensor
 
 from asyncrl.config import AlgorithmConfig
 
-SETTINGS = AlgorithmConfig(clip_low=0.2, clip_high=0.3, importance_cap=2.0, importance_floor=0.5, m2_limit=0.04)
+SETTINGS = AlgorithmConfig(
+    clip_low=0.2, clip_high=0.3, importance_cap=2.0, importance_floor=0.5, m2_limit=0.04
+)
 
 
 def function(name: str) -> Callable[..., Any]:
@@ -68,7 +70,9 @@ def cases(draw: st.DrawFn, min_sequences: int = 1, spread: float = 3.0) -> Case:
     return Case(current_M, anchor_M, behaviour_M, column(-4.0, 4.0, len(lengths))[sequence_M], sequence_M)
 
 
-def for_any_case(min_sequences: int = 1, spread: float = 3.0) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def for_any_case(
+    min_sequences: int = 1, spread: float = 3.0
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run the test with an argument `case`, thirty times."""
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:

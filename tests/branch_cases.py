@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncrl.wire import BatchArrays, BatchHeader, CreditHeader, TrajectoryHeader
+from asyncrl.messages.trainer_calls import BatchArrays, BatchHeader, CreditHeader, TrajectoryHeader
 
 VOCAB = range(6, 52)
 
@@ -98,7 +98,9 @@ def make_branch_batch(
         behaviour_logprobs=np.where(sampled, rng.normal(-4.0, 0.3, len(ids)), 0).astype(np.float32),
         versions=np.where(sampled, version, -1).astype(np.int32),
     )
-    return BatchHeader(**{"version": version, "min_version": version, "mask_older": False, "trajectories": entries, **header}), arrays
+    return BatchHeader(
+        **{"version": version, "min_version": version, "mask_older": False, "trajectories": entries, **header}
+    ), arrays
 
 
 Key = tuple[int, int, int | None]
@@ -109,14 +111,20 @@ def plain_units(header: BatchHeader) -> dict[Key, tuple[float, list[int]]]:
     units: dict[Key, tuple[float, list[int]]] = {}
     for entry in header.trajectories:
         for credit in entry.credits:
-            places = units.setdefault((entry.group_id, entry.sample_index, credit.unit), (credit.reward, []))[1]
+            places = units.setdefault((entry.group_id, entry.sample_index, credit.unit), (credit.reward, []))[
+                1
+            ]
             places += range(entry.start + credit.start, entry.start + credit.end)
         if not entry.credits:
-            units.setdefault((entry.group_id, entry.sample_index, None), (entry.reward, []))[1].extend(range(entry.start, entry.end))
+            units.setdefault((entry.group_id, entry.sample_index, None), (entry.reward, []))[1].extend(
+                range(entry.start, entry.end)
+            )
     return units
 
 
-def plain_advantages(header: BatchHeader, num_tokens: int, penalty: Callable[[list[int]], float] = lambda places: 0.0) -> np.ndarray:
+def plain_advantages(
+    header: BatchHeader, num_tokens: int, penalty: Callable[[list[int]], float] = lambda places: 0.0
+) -> np.ndarray:
     """GRPO over the units of each group, float64 a token. `penalty` of a unit's places is taken from its reward."""
     units = {key: (reward - penalty(places), places) for key, (reward, places) in plain_units(header).items()}
     advantages = np.zeros(num_tokens)
@@ -128,13 +136,17 @@ def plain_advantages(header: BatchHeader, num_tokens: int, penalty: Callable[[li
     return advantages
 
 
-def plain_loss(model: Any, header: BatchHeader, arrays: BatchArrays, advantages: np.ndarray, *, aggregate: str) -> torch.Tensor:
+def plain_loss(
+    model: Any, header: BatchHeader, arrays: BatchArrays, advantages: np.ndarray, *, aggregate: str
+) -> torch.Tensor:
     """PPO's clipped loss, clip range 0.2, over one plain forward a branch: no packing, no shared prefix, the whole softmax."""
     losses = []
     for entry in header.trajectories:
         part = slice(entry.start + 1, entry.end)
         ids = torch.from_numpy(arrays.token_ids[entry.start : entry.end].astype(np.int64))
-        current = torch.log_softmax(model(input_ids=ids[None]).logits[0, :-1], -1).gather(-1, ids[1:, None])[:, 0]
+        current = torch.log_softmax(model(input_ids=ids[None]).logits[0, :-1], -1).gather(-1, ids[1:, None])[
+            :, 0
+        ]
         ratio = (current - torch.from_numpy(arrays.behaviour_logprobs[part])).exp()
         advantage = torch.from_numpy(advantages[part]).float()
         token_losses = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)

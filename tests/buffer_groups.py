@@ -9,25 +9,35 @@ import numpy as np
 from asyncrl.buffer.buffer import Buffer
 from asyncrl.config import BufferConfig
 from asyncrl.errors import WouldWait
-from asyncrl.types import Batch, Group, GroupId, Prompt, Ticket, Trajectory, VersionSpan
+from asyncrl.messages.records import Batch, Group, GroupId, Prompt, Ticket, Trajectory, VersionSpan
 
 
 def make_group(group_id: int, *rollouts: Sequence[int], rewards: Sequence[float] = ()) -> Group:
     """One trajectory for each sequence of versions: two prompt tokens, then one token sampled under each version. Rewards default to 0."""
     given = rewards or [0.0] * len(rollouts)
-    trajectories = (_trajectory(i, versions, reward) for i, (versions, reward) in enumerate(zip(rollouts, given, strict=True)))
+    trajectories = (
+        _trajectory(i, versions, reward)
+        for i, (versions, reward) in enumerate(zip(rollouts, given, strict=True))
+    )
     return Group(GroupId(group_id), Prompt(f"p{group_id}", ()), tuple(trajectories))
 
 
 def _trajectory(index: int, versions: Sequence[int], reward: float) -> Trajectory:
     spans = tuple(VersionSpan(2 + i, 3 + i, version) for i, version in enumerate(versions))
     mask = np.array([False, False] + [True] * len(versions))
-    return Trajectory(index, np.zeros(len(mask), np.int32), mask, np.zeros(len(mask), np.float32), spans, reward)
+    return Trajectory(
+        index, np.zeros(len(mask), np.int32), mask, np.zeros(len(mask), np.float32), spans, reward
+    )
 
 
 def versions_of(group: Group) -> list[int]:
     """The version of every sampled token."""
-    return [span.version for trajectory in group.trajectories for span in trajectory.version_spans for _ in range(span.start, span.end)]
+    return [
+        span.version
+        for trajectory in group.trajectories
+        for span in trajectory.version_spans
+        for _ in range(span.start, span.end)
+    ]
 
 
 def oldest_trained_age(batch: Batch) -> int:
@@ -73,4 +83,9 @@ def make_buffer(
             "max_filtered_groups": max_filtered_groups,
         }
     )
-    return Buffer(config, num_groups=num_groups, num_batches=num_batches, on_handed_back=HandedBackLog() if log is None else log)
+    return Buffer(
+        config,
+        num_groups=num_groups,
+        num_batches=num_batches,
+        on_handed_back=HandedBackLog() if log is None else log,
+    )

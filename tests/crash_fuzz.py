@@ -18,7 +18,7 @@ from job_runs import CONFIG, all_gone, children_of, read_lines, run, start
 from resume_checker import Evidence, Promise, changes, effective, read_evidence, violations
 from safetensors.numpy import load_file
 
-CHILDREN = {"trainer": "asyncrl.trainer.worker", "engine": "asyncrl_servers.embedded"}
+CHILDREN = {"trainer": "asyncrl.trainer.rank_process", "engine": "asyncrl_servers.embedded"}
 """What is started again by the run itself, and what its command line holds."""
 VICTIMS = {"tree": 0.45, "controller": 0.15, "trainer": 0.2, "engine": 0.2}
 """Who is killed how often. `controller`: it alone, and its children, which end by themselves, may say a last word."""
@@ -64,7 +64,9 @@ class Crashes:
         self.num_steps = yaml.safe_load(config.read_text())["trainer"]["num_steps"]
         self.random = random.Random(seed)
         steps = sorted(self.random.choices(range(self.num_steps - 2), k=num_kills))
-        self.plan = list(zip(steps, self.random.choices(list(VICTIMS), VICTIMS.values(), k=num_kills), strict=True))
+        self.plan = list(
+            zip(steps, self.random.choices(list(VICTIMS), VICTIMS.values(), k=num_kills), strict=True)
+        )
         self.kills: Counter[str] = Counter()
         self.num_starts = 0
         self._evidence: Evidence | None = None
@@ -113,9 +115,18 @@ class Crashes:
 
     def _has_ended(self, process: subprocess.Popen[str]) -> bool:
         stdout, stderr = process.communicate(timeout=PATIENCE_S)
-        if process.returncode == 2 and "is done; there is nothing to go on with" in stderr and self.num_starts > 1:
+        if (
+            process.returncode == 2
+            and "is done; there is nothing to go on with" in stderr
+            and self.num_starts > 1
+        ):
             return False  # the last kill came when all was said, and nothing but the end of the process was still to come
-        if process.returncode == 1 and "was killed by SIGKILL" in stderr and "ready after" not in stdout and "goes on from" not in stdout:
+        if (
+            process.returncode == 1
+            and "was killed by SIGKILL" in stderr
+            and "ready after" not in stdout
+            and "goes on from" not in stdout
+        ):
             self._look()
             return True  # a process that is lost while the run starts up ends the run by name: nobody watches over it yet
         what = f"start {self.num_starts} after {dict(self.kills)} ended with {process.returncode}"
@@ -173,16 +184,26 @@ def differences(one: Path, other: Path) -> list[str]:
     if records[0].keys() != records[1].keys():
         found.append(f"steps: {sorted(records[0])} and {sorted(records[1])}")
     for version in records[0].keys() & records[1].keys():
-        found += [f"step {version}: {key}" for key, value in records[0][version].items() if value != records[1][version][key]]
-    metrics = [{line["step"]: line for line in read_lines(folder / "metrics.jsonl")} for folder in (one, other)]
+        found += [
+            f"step {version}: {key}"
+            for key, value in records[0][version].items()
+            if value != records[1][version][key]
+        ]
+    metrics = [
+        {line["step"]: line for line in read_lines(folder / "metrics.jsonl")} for folder in (one, other)
+    ]
     if metrics[0].keys() != metrics[1].keys():
         found.append(f"metrics: {sorted(metrics[0])} and {sorted(metrics[1])}")
     for step in metrics[0].keys() & metrics[1].keys():
         names = [name for name in metrics[0][step] if not name.startswith(FREE_METRICS)]
-        found += [f"step {step}: {name}" for name in names if metrics[0][step][name] != metrics[1][step].get(name)]
+        found += [
+            f"step {step}: {name}" for name in names if metrics[0][step][name] != metrics[1][step].get(name)
+        ]
     weights, others = (load_file(folder / "final" / "model.safetensors") for folder in (one, other))
     assert weights.keys() == others.keys()
-    return found + [f"weights: {name}" for name in weights if weights[name].tobytes() != others[name].tobytes()]
+    return found + [
+        f"weights: {name}" for name in weights if weights[name].tobytes() != others[name].tobytes()
+    ]
 
 
 def clear(run_dir: Path) -> None:

@@ -15,21 +15,14 @@ import pytest
 from engine_kinds import Server, client_of
 from safetensors.numpy import save_file
 
-from asyncrl.calling import Caller
-from asyncrl.engines import EngineClient
+from asyncrl.engines.engine import EngineClient
 from asyncrl.errors import EngineError, EngineLost
+from asyncrl.http import Caller
+from asyncrl.messages.base import EnginePart, joint_digest, tensor_digest, weights_digest
+from asyncrl.messages.engine_calls import EngineHealth, GenerateRequest, GenerateResponse
+from asyncrl.messages.records import WeightManifest
+from asyncrl.messages.trainer_calls import ExportChunkResponse
 from asyncrl.testing.virtual_time import run_virtual
-from asyncrl.types import WeightManifest
-from asyncrl.wire import (
-    EngineHealth,
-    EnginePart,
-    ExportChunkResponse,
-    GenerateRequest,
-    GenerateResponse,
-    joint_digest,
-    tensor_digest,
-    weights_digest,
-)
 
 BOTH: list[EnginePart] = ["kv", "weights"]
 LIMIT_S = 120.0
@@ -71,7 +64,9 @@ async def until(engine: EngineClient, is_so: Callable[[EngineHealth], bool]) -> 
         answer = await health(engine)
         if is_so(answer):
             return answer
-        await asyncio.sleep(0.0005)  # half a step of the fake, whose virtual time would stand still; a breath for a real server
+        await asyncio.sleep(
+            0.0005
+        )  # half a step of the fake, whose virtual time would stand still; a breath for a real server
 
 
 async def until_decoding(engine: EngineClient, num_running: int) -> None:
@@ -93,14 +88,25 @@ def staged(server: Server, version: int, scale: float = 1.0) -> WeightManifest:
     weights = {name: (array * np.float32(scale)).astype(np.float32) for name, array in server.weights.items()}
     path = server.folder / f"staged-{version}.safetensors"
     save_file(weights, path)
-    digest = weights_digest((name, "float32", array.shape, array.tobytes()) for name, array in weights.items())
-    return WeightManifest(version, str(path), digest, len(weights), sum(array.nbytes for array in weights.values()))
+    digest = weights_digest(
+        (name, "float32", array.shape, array.tobytes()) for name, array in weights.items()
+    )
+    return WeightManifest(
+        version, str(path), digest, len(weights), sum(array.nbytes for array in weights.values())
+    )
 
 
-def chunks_of(server: Server, version: int, *, scale: float = 1.0, num_chunks: int = 2) -> tuple[list[ExportChunkResponse], str]:
+def chunks_of(
+    server: Server, version: int, *, scale: float = 1.0, num_chunks: int = 2
+) -> tuple[list[ExportChunkResponse], str]:
     """A push of the server's weights times `scale`, in files of their own, and the digest of all."""
-    weights = {name: np.ascontiguousarray((array * scale).astype(np.float32)) for name, array in server.weights.items()}
-    digests = {name: tensor_digest(name, "float32", array.shape, array.tobytes()) for name, array in weights.items()}
+    weights = {
+        name: np.ascontiguousarray((array * scale).astype(np.float32))
+        for name, array in server.weights.items()
+    }
+    digests = {
+        name: tensor_digest(name, "float32", array.shape, array.tobytes()) for name, array in weights.items()
+    }
     whole = joint_digest(digests.values())
     chunks = []
     for index in range(num_chunks):

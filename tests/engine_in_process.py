@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from asyncrl.wire import GenerateRequest, PrepareRequest
+from asyncrl.messages.engine_calls import GenerateRequest, PrepareRequest
 from asyncrl_servers.embedded.build import build_engine
-from asyncrl_servers.embedded.engine import Engine
-from asyncrl_servers.embedded.spec import EmbeddedSpec
-from asyncrl_servers.embedded.weights import digest_tensors
+from asyncrl_servers.embedded.decode_loop import Engine
+from asyncrl_servers.embedded.kv_memory import EmbeddedSpec
+from asyncrl_servers.embedded.loaded_weights import digest_tensors
 
 QWEN3: dict[str, Any] = {
     "vocab_size": 50,
@@ -42,7 +42,16 @@ def make_qwen3(folder: Path, seed: int = 0, **overrides: Any) -> Path:
 
 
 def make_spec(folder: Path, **overrides: Any) -> EmbeddedSpec:
-    return EmbeddedSpec(**{"name": "engine-0", "model_path": str(folder), "slots": 4, "max_length": 256, "device": "cpu", **overrides})
+    return EmbeddedSpec(
+        **{
+            "name": "engine-0",
+            "model_path": str(folder),
+            "slots": 4,
+            "max_length": 256,
+            "device": "cpu",
+            **overrides,
+        }
+    )
 
 
 @contextmanager
@@ -55,8 +64,12 @@ def running_engine(folder: Path, **overrides: Any) -> Iterator[Engine]:
         engine.stop()
 
 
-def make_request(request_id: str = "r", prompt_ids: tuple[int, ...] = (1, 2, 3), **fields: Any) -> GenerateRequest:
-    return GenerateRequest(**{"request_id": request_id, "prompt_ids": list(prompt_ids), "max_tokens": 20, "seed": 7, **fields})
+def make_request(
+    request_id: str = "r", prompt_ids: tuple[int, ...] = (1, 2, 3), **fields: Any
+) -> GenerateRequest:
+    return GenerateRequest(
+        **{"request_id": request_id, "prompt_ids": list(prompt_ids), "max_tokens": 20, "seed": 7, **fields}
+    )
 
 
 def staging_request(weights: dict[str, torch.Tensor], version: int, folder: Path) -> PrepareRequest:

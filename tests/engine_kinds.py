@@ -15,10 +15,13 @@ from engine_processes import SECRET, EngineProcess, engine_process
 from safetensors.numpy import load_file
 from vllm_process import VllmProcess, vllm_process
 
-from asyncrl.calling import Caller
-from asyncrl.engines import EngineClient, EngineServer, VllmFacts, VllmServer
-from asyncrl.testing.fakes import FakeEngineServer
-from asyncrl.wire import GenerateRequest
+from asyncrl.engines.engine import EngineClient
+from asyncrl.engines.own_server import EngineServer
+from asyncrl.engines.vllm.facts import VllmFacts
+from asyncrl.engines.vllm.vllm_server import VllmServer
+from asyncrl.http import Caller
+from asyncrl.messages.engine_calls import GenerateRequest
+from asyncrl.testing.fake_engine import FakeEngineServer
 
 SLOTS, MAX_LENGTH, VOCAB_SIZE = 4, 2600, 50
 LONG = 2500
@@ -64,7 +67,9 @@ TRAITS = {
     "fake": Traits(reads_files=False, knows_prompts=False, aborts_queued=False, ends_at_once=False),
     "simulated": Traits(has_weights=False),
     "embedded": Traits(),
-    "vllm": Traits(keeps_streams=False, keeps_queue=False, reads_again=False, frees_memory=False, resumes_draws=False),
+    "vllm": Traits(
+        keeps_streams=False, keeps_queue=False, reads_again=False, frees_memory=False, resumes_draws=False
+    ),
 }
 
 
@@ -102,7 +107,12 @@ class Server:
 
     def request(self, **fields: Any) -> GenerateRequest:
         self.num_requests += 1
-        given = {"request_id": f"request {self.num_requests}", "prompt_ids": [1, 2, 3], "max_tokens": 20, "seed": 5}
+        given = {
+            "request_id": f"request {self.num_requests}",
+            "prompt_ids": [1, 2, 3],
+            "max_tokens": 20,
+            "seed": 5,
+        }
         return GenerateRequest(**{**given, **fields})
 
 
@@ -142,7 +152,13 @@ def spec_of(kind: str, folder: Path, **overrides: Any) -> dict[str, Any]:
         return {"vocab_size": VOCAB_SIZE, **constant, **spec}
     from engine_in_process import make_qwen3
 
-    sizes = {"vocab_size": VOCAB_SIZE, "num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64, "head_dim": 8}
+    sizes = {
+        "vocab_size": VOCAB_SIZE,
+        "num_hidden_layers": 1,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "head_dim": 8,
+    }
     if kind == "vllm":
         spec |= {"dtype": "float32", "device": "cpu"}
         # Its attention on CPU has no smaller heads. With one layer 2,500 tokens are over before its front end has read the next call.
@@ -180,7 +196,11 @@ async def another_client(server: Server, engine: EngineClient) -> AsyncIterator[
     caller = caller_of(server)
     try:
         version = engine.policy_version
-        yield vllm_client(server, caller, version) if server.kind == "vllm" else EngineServer(caller, policy_version=version)
+        yield (
+            vllm_client(server, caller, version)
+            if server.kind == "vllm"
+            else EngineServer(caller, policy_version=version)
+        )
     finally:
         await caller.aclose()
 
@@ -195,7 +215,14 @@ def vllm_client(server: Server, caller: Caller, policy_version: int = 0) -> Vllm
         has_adapters=False,
         device="cpu",
     )
-    return VllmServer(caller, facts=facts, policy_version=policy_version, canary_limit=1e-3, chunk_bytes=16384, warn=_not_warned)
+    return VllmServer(
+        caller,
+        facts=facts,
+        policy_version=policy_version,
+        canary_limit=1e-3,
+        chunk_bytes=16384,
+        warn=_not_warned,
+    )
 
 
 def _not_warned(text: str) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from asyncrl.wire import SECRET_ENV
+from asyncrl.messages.base import SECRET_ENV
 
 SECRET = "a secret for tests"
 
@@ -41,7 +41,15 @@ def engine_process(kind: str, spec: dict[str, Any], folder: Path) -> Iterator[En
     spec_file.write_text(json.dumps(spec), encoding="utf-8")
     with socket.create_server(("127.0.0.1", 0), backlog=512) as listener, log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", f"asyncrl_servers.{kind}", "--spec", str(spec_file), "--fd", str(listener.fileno())],
+            [
+                sys.executable,
+                "-m",
+                f"asyncrl_servers.{kind}",
+                "--spec",
+                str(spec_file),
+                "--fd",
+                str(listener.fileno()),
+            ],
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=output,

@@ -14,7 +14,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from pydantic import BaseModel
 
-from asyncrl.calling import Answer, Caller, CallGarbled, CallLost
+from asyncrl.http import Answer, Caller, CallGarbled, CallLost
 
 DECODE_S, TRANSIT_S = 0.01, 0.004
 VOCABULARY = 50
@@ -60,7 +60,12 @@ class FakeVllm(Caller):
         self.ignores_salt = self.keeps_cache = self.gives_nan = False
         self.transit_s = TRANSIT_S
         self.settings: dict[str, Any] = {
-            "model_config": {"model": "/model", "dtype": "torch.float32", "max_model_len": 1000, "logprobs_mode": "processed_logprobs"},
+            "model_config": {
+                "model": "/model",
+                "dtype": "torch.float32",
+                "max_model_len": 1000,
+                "logprobs_mode": "processed_logprobs",
+            },
             "scheduler_config": {"max_num_seqs": slots},
             "lora_config": None,
         }
@@ -98,7 +103,9 @@ class FakeVllm(Caller):
     async def get(self, path: str, answer: type[Answer], *, timeout_s: float | None) -> Answer:
         return await self._call(path, None, answer, timeout_s)
 
-    async def post(self, path: str, body: BaseModel | bytes | None, answer: type[Answer], *, timeout_s: float | None) -> Answer:
+    async def post(
+        self, path: str, body: BaseModel | bytes | None, answer: type[Answer], *, timeout_s: float | None
+    ) -> Answer:
         assert not isinstance(body, bytes)
         return await self._call(path, body, answer, timeout_s)
 
@@ -114,10 +121,17 @@ class FakeVllm(Caller):
         self._record(path)
         async with contextlib.aclosing(self._sample(json.loads(body.model_dump_json()))) as steps:
             async for run in steps:
-                yield b"data: " + json.dumps({"choices": [self._choice(run, from_token=run.num_told)]}).encode()
+                yield (
+                    b"data: " + json.dumps({"choices": [self._choice(run, from_token=run.num_told)]}).encode()
+                )
                 yield b""
                 run.num_told = len(run.tokens)
-        yield b"data: " + json.dumps({"choices": [], "usage": {"prompt_tokens_details": {"cached_tokens": run.num_cached}}}).encode()
+        yield (
+            b"data: "
+            + json.dumps(
+                {"choices": [], "usage": {"prompt_tokens_details": {"cached_tokens": run.num_cached}}}
+            ).encode()
+        )
         yield b"data: [DONE]"
 
     async def _answer(self, path: str, body: BaseModel | None) -> str:
@@ -129,10 +143,16 @@ class FakeVllm(Caller):
         if route == "/inference/v1/generate":
             async with contextlib.aclosing(self._sample(sent)) as steps:
                 *_, run = [step async for step in steps]
-            answer: Any = {"choices": [self._choice(run)], "usage": {"prompt_tokens_details": {"cached_tokens": run.num_cached}}}
+            answer: Any = {
+                "choices": [self._choice(run)],
+                "usage": {"prompt_tokens_details": {"cached_tokens": run.num_cached}},
+            }
             if sent["sampling_params"]["prompt_logprobs"] is not None:
                 told = -(1 + self.weights) / 100  # a prompt that is scored is computed anew
-                answer["prompt_logprobs"] = [None, *({str(token): {"logprob": told}} for token in sent["token_ids"][1:])]
+                answer["prompt_logprobs"] = [
+                    None,
+                    *({str(token): {"logprob": told}} for token in sent["token_ids"][1:]),
+                ]
             return json.dumps(answer)
         await self._alive(route)
         result = None if route in self.ignored else await self._control(route, sent, query)
@@ -170,7 +190,15 @@ class FakeVllm(Caller):
                 assert self.pause is not None, "a load while something may run"
                 right = float(self.staged["version"])
                 self.weights = self.wrong_loads.pop(0) if self.wrong_loads else right
-                return {"results": [{"ok": True, "num_tensors": self.staged["num_tensors"], "num_bytes": self.staged["num_bytes"]}]}
+                return {
+                    "results": [
+                        {
+                            "ok": True,
+                            "num_tensors": self.staged["num_tensors"],
+                            "num_bytes": self.staged["num_bytes"],
+                        }
+                    ]
+                }
             case "asyncrl_load_chunk":
                 chunk = json.loads(sent["args"][0])
                 self.staged = {"version": chunk["version"]}
@@ -226,7 +254,11 @@ class FakeVllm(Caller):
         if self.is_dead:
             raise CallLost(self.name, "/inference/v1/generate", "the connection broke")
         is_new = run.kv is None
-        return self.is_frozen or self.pause == "keep" or (is_new and (self.pause is not None or self.num_running >= self.slots))
+        return (
+            self.is_frozen
+            or self.pause == "keep"
+            or (is_new and (self.pause is not None or self.num_running >= self.slots))
+        )
 
     def _start(self, run: Run) -> None:
         if run.kv is None:
@@ -254,7 +286,10 @@ class FakeVllm(Caller):
             {"version": label, "start": start, "end": end}
             for (label, start), end in zip(run.labels, [*starts[1:], len(run.tokens)], strict=bool(starts))
         ]
-        content = [{"token_id": token, "logprob": logprob} for token, logprob in zip(run.tokens, run.logprobs, strict=True)]
+        content = [
+            {"token_id": token, "logprob": logprob}
+            for token, logprob in zip(run.tokens, run.logprobs, strict=True)
+        ]
         return {
             "token_ids": run.tokens[from_token:], "logprobs": {"content": content[from_token:]},
             "finish_reason": run.finish, "weight_versions": spans if run.finish else None,

@@ -11,9 +11,8 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-from asyncrl_servers.vllm.files import Staged
-from asyncrl_servers.vllm.loader import Loader
-from asyncrl_servers.vllm.worker import WeightLoader
+from asyncrl_servers.vllm.loader import Loader, Staged
+from asyncrl_servers.vllm.worker_extension import WeightLoader
 
 FAULTS = ("stale_head", "skip_chunk", "skip_chunk_unseen", "swap_names", "")
 

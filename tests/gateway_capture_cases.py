@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from asyncrl.gateway.capture import Capture, CaptureCounts, Planned
-from asyncrl.types import Completion, VersionSpan
+from asyncrl.agents.endpoint.capture import Capture, CaptureCounts, Planned
+from asyncrl.messages.records import Completion, VersionSpan
 
 START, END = "\ue000", "\ue001"
 """The special tokens: every token is one character, its id the code point."""
@@ -28,7 +28,11 @@ class CharRenderer:
         self.num_renders = 0
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
     ) -> str:
         self.num_renders += 1
         text = f"{START}tools\n{len(tools)}{END}\n" if tools else ""
@@ -45,7 +49,13 @@ class CharRenderer:
             return str(content)
         if self.habit == "refuses" and len(content) > 20:
             raise ValueError("the answer is too long")
-        return str(content.upper() if self.habit == "shouts" else content.split("|")[-1] if self.habit == "strips" else content)
+        return str(
+            content.upper()
+            if self.habit == "shouts"
+            else content.split("|")[-1]
+            if self.habit == "strips"
+            else content
+        )
 
     def encode(self, text: str) -> tuple[int, ...]:
         return tuple(map(ord, text))
@@ -63,7 +73,9 @@ def assistant(text: str | None, **fields: Any) -> Message:
     return {"role": "assistant", "content": text, **fields}
 
 
-def completion(ids: Sequence[int], first_logprob: float = -1.0, *, version: int = 0, is_truncated: bool = False) -> Completion:
+def completion(
+    ids: Sequence[int], first_logprob: float = -1.0, *, version: int = 0, is_truncated: bool = False
+) -> Completion:
     """Logprobs fall by 1/1024 from token to token."""
     return Completion(
         token_ids=tuple(ids),
@@ -82,7 +94,15 @@ class Play:
         self.capture = Capture(self.renderer, self.counts)
         self.num_recorded = 0
 
-    def answer(self, planned: Planned, raw: str, message: Message | None = None, *, ids: Sequence[int] | None = None, **kwargs: Any) -> str:
+    def answer(
+        self,
+        planned: Planned,
+        raw: str,
+        message: Message | None = None,
+        *,
+        ids: Sequence[int] | None = None,
+        **kwargs: Any,
+    ) -> str:
         """Record that `raw` was sampled; the harness got `message`, or the text without special tokens."""
         ids = self.renderer.encode(raw) if ids is None else ids
         completion_id = f"chatcmpl-{self.num_recorded}"

@@ -11,13 +11,13 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
+from asyncrl.agents.endpoint.gateway import Gateway
+from asyncrl.agents.endpoint.requests import CallRules
+from asyncrl.agents.endpoint.sessions import GatewaySession
+from asyncrl.agents.endpoint.tool_calls import find_tool_format
 from asyncrl.config import GatewayConfig
 from asyncrl.errors import RoomError
-from asyncrl.gateway.server import Gateway
-from asyncrl.gateway.sessions import GatewaySession
-from asyncrl.gateway.shapes import CallRules
-from asyncrl.gateway.tool_formats import find_tool_format
-from asyncrl.types import Completion, PartialCompletion, SamplingRequest, VersionSpan
+from asyncrl.messages.records import Completion, PartialCompletion, SamplingRequest, VersionSpan
 
 START, END, NAMES = 256, 257, {256: "<|start|>", 257: "<|end|>"}
 
@@ -30,11 +30,17 @@ class ByteTokenizer:
     byte_ids: frozenset[int] = frozenset()
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
     ) -> str:
         parts = [f"<|start|>tools\n{[tool['function']['name'] for tool in tools]}<|end|>"] if tools else []
         for message in messages:
-            calls = "".join(f"<tool_call>\n{call['function']}\n</tool_call>" for call in message.get("tool_calls") or ())
+            calls = "".join(
+                f"<tool_call>\n{call['function']}\n</tool_call>" for call in message.get("tool_calls") or ()
+            )
             parts.append(f"<|start|>{message['role']}\n{message.get('content') or ''}{calls}<|end|>")
         return "".join(parts) + ("<|start|>assistant\n" if add_generation_prompt else "")
 
@@ -47,7 +53,10 @@ class ByteTokenizer:
         return tuple(ids)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        data = b"".join(bytes([token]) if token < 256 else b"" if skip_special_tokens else NAMES[token].encode() for token in token_ids)
+        data = b"".join(
+            bytes([token]) if token < 256 else b"" if skip_special_tokens else NAMES[token].encode()
+            for token in token_ids
+        )
         return data.decode(errors="replace")
 
 
@@ -57,7 +66,12 @@ class ScriptedEngine:
     With `gate`, an answer stands still in its middle until the gate is set.
     """
 
-    def __init__(self, answer: Callable[[SamplingRequest], str] = lambda _: "Hello there.", *, gate: asyncio.Event | None = None) -> None:
+    def __init__(
+        self,
+        answer: Callable[[SamplingRequest], str] = lambda _: "Hello there.",
+        *,
+        gate: asyncio.Event | None = None,
+    ) -> None:
         self.answer, self.gate = answer, gate
         self.tokenizer = ByteTokenizer()
         self.requests: list[SamplingRequest] = []
@@ -89,7 +103,11 @@ class ScriptedEngine:
         except asyncio.CancelledError:
             self.cancelled.append(request.request_id)
             raise
-        spans = (VersionSpan(0, half, 4), VersionSpan(half, len(ids), 5)) if half else (VersionSpan(0, len(ids), 5),)
+        spans = (
+            (VersionSpan(0, half, 4), VersionSpan(half, len(ids), 5))
+            if half
+            else (VersionSpan(0, len(ids), 5),)
+        )
         reason = "stop" if ids[-1] == END or len(ids) < request.max_tokens else "length"
         return Completion(ids, tuple(-0.5 - i / 1024 for i in range(len(ids))), spans, reason, 1)  # type: ignore[arg-type]
 
@@ -159,7 +177,12 @@ def seed_of(prompt_id: str, sample_index: int, attempt: int, call_key: int) -> i
 
 @asynccontextmanager
 async def gateway_world(
-    engine: Any = None, *, tokenizer: Any = None, tool_format: str = "hermes", extra_routes: Sequence[web.RouteDef] = (), **config: Any
+    engine: Any = None,
+    *,
+    tokenizer: Any = None,
+    tool_format: str = "hermes",
+    extra_routes: Sequence[web.RouteDef] = (),
+    **config: Any,
 ) -> AsyncIterator[World]:
     engine = engine or ScriptedEngine()
     rules = {name: config.pop(name) for name in list(config) if name in CallRules.__dataclass_fields__}
@@ -177,7 +200,9 @@ async def gateway_world(
     url = await gateway.start()
     async with aiohttp.ClientSession() as http:
         try:
-            session = gateway.open_nowait("g0/r0", prompt_id="p7", sample_index=0, attempt=0, route_key="g0/r0")
+            session = gateway.open_nowait(
+                "g0/r0", prompt_id="p7", sample_index=0, attempt=0, route_key="g0/r0"
+            )
             yield World(gateway, engine, session, url, http, broken)
         finally:
             await gateway.aclose()

@@ -52,7 +52,9 @@ class GuessingTaskset(vf.Taskset[GuessingTask, GuessingConfig]):
 
 class GuessingEnvConfig(vf.EnvConfig):
     agent: vf.AgentConfig = vf.AgentConfig(runtime=vf.SubprocessConfig())
-    judge: vf.AgentConfig = vf.AgentConfig(client=vf.EvalClientConfig(base_url="http://127.0.0.1:9/v1"), runtime=vf.SubprocessConfig())
+    judge: vf.AgentConfig = vf.AgentConfig(
+        client=vf.EvalClientConfig(base_url="http://127.0.0.1:9/v1"), runtime=vf.SubprocessConfig()
+    )
     twice: bool = False
     freeze: bool = False
 
@@ -84,7 +86,9 @@ class ChatHarness(vf.Harness[vf.HarnessConfig]):
     EXECUTES_CODE = False
     NEEDS_CONTAINER = False
 
-    async def launch(self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: Any, data: Any) -> vf.ProgramResult:
+    async def launch(
+        self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: Any, data: Any
+    ) -> vf.ProgramResult:
         system, prompt = self.resolve_prompt(data)
         messages = [{"role": "system", "content": system}] if system else []
         messages += [{"role": message.role, "content": message.content} for message in prompt or []]

@@ -10,10 +10,10 @@ from typing import Any
 
 from aiohttp import web
 
-from asyncrl.calling import Caller
+from asyncrl.agents.endpoint.work_routes import Leases
 from asyncrl.config import Outcomes
-from asyncrl.gateway.leases import Leases
-from asyncrl.types import Outcome, Prompt, Work
+from asyncrl.http import Caller
+from asyncrl.messages.records import Outcome, Prompt, Work
 
 WORKER_KEY = "worker-key"
 
@@ -32,11 +32,15 @@ class TestGateway:
     def worker(self, name: str = "w", key: str = WORKER_KEY) -> Caller:
         return Caller(name, self.url, key)
 
-    async def run(self, number: int = 0, *, started: Callable[[], None] = lambda: None, **changes: Any) -> Outcome:
+    async def run(
+        self, number: int = 0, *, started: Callable[[], None] = lambda: None, **changes: Any
+    ) -> Outcome:
         return await self.leases.run(make_work(number, **changes), started=started)
 
 
-def make_work(number: int, *, answer: Any = "42", info: dict[str, Any] | None = None, timeout_s: float | None = None) -> Work:
+def make_work(
+    number: int, *, answer: Any = "42", info: dict[str, Any] | None = None, timeout_s: float | None = None
+) -> Work:
     prompt = Prompt(f"p{number}", ({"role": "user", "content": f"What is {number}?"},), answer, info or {})
     return Work(f"g{number}/r0", prompt, 0, 0, f"key-{number}", timeout_s)
 
@@ -51,7 +55,9 @@ async def open_gateway(
     )  # fmt: skip
 
     @web.middleware
-    async def proxy(request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> web.StreamResponse:
+    async def proxy(
+        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
         if request.path == "/work/result" and gateway.results_refused is not None:
             gateway.results_refused += 1
             return web.Response(status=413, text="Request Entity Too Large")
@@ -67,7 +73,9 @@ async def open_gateway(
         message = {"role": "assistant", "content": f"answer {len(gateway.calls)}"}
         choice = {"index": 0, "message": message, "finish_reason": "stop"}
         number = f"chatcmpl-{len(gateway.calls) - 1}"
-        return web.json_response({"id": number, "object": "chat.completion", "created": 0, "model": "policy", "choices": [choice]})
+        return web.json_response(
+            {"id": number, "object": "chat.completion", "created": 0, "model": "policy", "choices": [choice]}
+        )
 
     app.add_routes([*leases.routes(), web.post("/v1/chat/completions", chat)])
     runner = web.AppRunner(app, shutdown_timeout=0.1)

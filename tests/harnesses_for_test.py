@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.harness import Outcome, Session, Task
+from asyncrl.agents import Outcome, Session, Task
 
 
 async def two_turns(task: Task, session: Session, *, bonus: float = 0.0) -> Outcome:
@@ -112,7 +112,9 @@ judge = Judge()
 
 
 async def environment(task: Task, session: Session) -> Outcome:
-    is_hidden = ctypes.CDLL(None).prctl(3, 0, 0, 0, 0) == 0  # PR_GET_DUMPABLE: others of this user do not read it in /proc
+    is_hidden = (
+        ctypes.CDLL(None).prctl(3, 0, 0, 0, 0) == 0
+    )  # PR_GET_DUMPABLE: others of this user do not read it in /proc
     return Outcome(1.0, {"has_worker_key": "ASYNCRL_WORKER_KEY" in os.environ, "is_hidden": is_hidden})
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from asyncrl.harness import Session, Task
+from asyncrl.agents import Session, Task
 
 Post = Callable[[bytes], Awaitable[int]]
 """A body as it is -> the status of its answer."""
@@ -79,7 +79,10 @@ async def _call_until_the_end(way: str, session: Session, log: Path) -> None:
 
 class _client:  # noqa: N801  reads like a function
     def __init__(self, session: Session) -> None:
-        self._url, headers = f"{session.base_url}/chat/completions", {"Authorization": f"Bearer {session.api_key}"}
+        self._url, headers = (
+            f"{session.base_url}/chat/completions",
+            {"Authorization": f"Bearer {session.api_key}"},
+        )
         self._http = httpx.AsyncClient(headers=headers, timeout=60.0)
 
     async def __aenter__(self) -> Post:

@@ -56,7 +56,9 @@ def environment(**more: str) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"} | more
 
 
-def run(config: Path, run_dir: Path, *overrides: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+def run(
+    config: Path, run_dir: Path, *overrides: str, timeout_s: float = 120
+) -> subprocess.CompletedProcess[str]:
     """Run to the end."""
     command = [*RUN, str(config), *overrides, "--run-dir", str(run_dir)]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=environment())
@@ -66,14 +68,24 @@ def start(config: Path, run_dir: Path, *overrides: str) -> subprocess.Popen[str]
     """Start, and return at once."""
     command = [*RUN, str(config), *overrides, "--run-dir", str(run_dir)]
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(), start_new_session=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+        start_new_session=True,
     )
-    for pipe in (process.stdout, process.stderr):  # read at the end alone: in 64 KiB a fast machine's lines of steps find no room
+    for pipe in (
+        process.stdout,
+        process.stderr,
+    ):  # read at the end alone: in 64 KiB a fast machine's lines of steps find no room
         fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, 1 << 20)  # type: ignore[arg-type]
     return process
 
 
-def wait_for_steps(run_dir: Path, num_steps: int, process: subprocess.Popen[str], timeout_s: float = 90) -> None:
+def wait_for_steps(
+    run_dir: Path, num_steps: int, process: subprocess.Popen[str], timeout_s: float = 90
+) -> None:
     """Return once `num_steps` steps are recorded; fails if the run ends before."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:

@@ -10,7 +10,18 @@ from typing import Any
 import numpy as np
 
 from asyncrl.journal.journal import Journal
-from asyncrl.types import Batch, Credit, Group, GroupId, PartialCompletion, Prompt, Rollout, Ticket, Trajectory, VersionSpan
+from asyncrl.messages.records import (
+    Batch,
+    Credit,
+    Group,
+    GroupId,
+    PartialCompletion,
+    Prompt,
+    Rollout,
+    Ticket,
+    Trajectory,
+    VersionSpan,
+)
 
 RUN_ID = "a run"
 
@@ -20,10 +31,17 @@ def open_journal(path: Path, **options: Any) -> Journal:
 
 
 def make_prompt(group_id: int) -> Prompt:
-    return Prompt(f"0/{group_id}", ({"role": "user", "content": f"Question {group_id}"},), answer=str(group_id), info={"level": 2})
+    return Prompt(
+        f"0/{group_id}",
+        ({"role": "user", "content": f"Question {group_id}"},),
+        answer=str(group_id),
+        info={"level": 2},
+    )
 
 
-def make_trajectory(group_id: int, sample_index: int, *, num_tokens: int = 12, version: int = 0) -> Trajectory:
+def make_trajectory(
+    group_id: int, sample_index: int, *, num_tokens: int = 12, version: int = 0
+) -> Trajectory:
     """Two prompt tokens, then sampled ones of `version`; all numbers follow from the ids."""
     draw = np.random.default_rng([group_id, sample_index])
     mask = np.arange(num_tokens) >= 2
@@ -39,13 +57,23 @@ def make_trajectory(group_id: int, sample_index: int, *, num_tokens: int = 12, v
     )
 
 
-def make_rollout(group_id: int, sample_index: int, *, num_branches: int = 2, has_credits: bool = False, **options: Any) -> Rollout:
+def make_rollout(
+    group_id: int, sample_index: int, *, num_branches: int = 2, has_credits: bool = False, **options: Any
+) -> Rollout:
     """Branches of different tokens and one reward."""
     branches = []
     for number in range(num_branches):
         branch = make_trajectory(group_id, 100 * number + sample_index, **options)
-        credits = tuple(Credit(start, start + 5, number + start / 10, 2 * number + start // 7) for start in (2, 7)) if has_credits else ()
-        branches.append(replace(branch, sample_index=sample_index, branch=number, reward=0.25 + sample_index, credits=credits))
+        credits = (
+            tuple(Credit(start, start + 5, number + start / 10, 2 * number + start // 7) for start in (2, 7))
+            if has_credits
+            else ()
+        )
+        branches.append(
+            replace(
+                branch, sample_index=sample_index, branch=number, reward=0.25 + sample_index, credits=credits
+            )
+        )
     return tuple(branches)
 
 
@@ -58,11 +86,17 @@ def make_group(group_id: int, *, size: int = 2, branches: int = 1, **options: An
 
 
 def rollouts_of(group: Group) -> list[Rollout]:
-    return [tuple(branches) for _, branches in groupby(group.trajectories, lambda branch: branch.sample_index)]
+    return [
+        tuple(branches) for _, branches in groupby(group.trajectories, lambda branch: branch.sample_index)
+    ]
 
 
 def make_batch(version: int, *group_ids: int, **options: Any) -> Batch:
-    return Batch(version, tuple(make_group(group_id, **options) for group_id in group_ids), min_version=max(0, version - 1))
+    return Batch(
+        version,
+        tuple(make_group(group_id, **options) for group_id in group_ids),
+        min_version=max(0, version - 1),
+    )
 
 
 def make_partial(num_tokens: int) -> PartialCompletion:
@@ -85,14 +119,29 @@ def tell_ready(journal: Journal, *group_ids: int, **options: Any) -> None:
 
 def same_trajectory(one: Trajectory, other: Trajectory) -> bool:
     """Equal to the last bit."""
-    arrays = ((one.token_ids, other.token_ids), (one.loss_mask, other.loss_mask), (one.behaviour_logprobs, other.behaviour_logprobs))
+    arrays = (
+        (one.token_ids, other.token_ids),
+        (one.loss_mask, other.loss_mask),
+        (one.behaviour_logprobs, other.behaviour_logprobs),
+    )
 
     def rest(trajectory: Trajectory) -> str:
         t = trajectory
-        plain = (t.sample_index, t.branch, t.credits, t.version_spans, t.reward, t.is_truncated, t.num_interruptions, dict(t.metrics))
+        plain = (
+            t.sample_index,
+            t.branch,
+            t.credits,
+            t.version_spans,
+            t.reward,
+            t.is_truncated,
+            t.num_interruptions,
+            dict(t.metrics),
+        )
         return repr(plain)
 
-    return all(a.dtype == b.dtype and a.tobytes() == b.tobytes() for a, b in arrays) and rest(one) == rest(other)
+    return all(a.dtype == b.dtype and a.tobytes() == b.tobytes() for a, b in arrays) and rest(one) == rest(
+        other
+    )
 
 
 def same_group(one: Group, other: Group) -> bool:

@@ -16,7 +16,7 @@ from journal_cases import admit, make_batch, make_group, make_partial, open_jour
 
 from asyncrl.errors import JournalError
 from asyncrl.journal.journal import Journal
-from asyncrl.types import GroupId
+from asyncrl.messages.records import GroupId
 
 NUM_BRANCHES = 2
 """Of the last rollout of each group."""

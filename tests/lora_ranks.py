@@ -32,7 +32,10 @@ def _train_and_write(spec: TrainerSpec, ranks: Ranks, folder: Path) -> None:
     step = TrainStep(spec, ranks)
     for version in range(3):
         step.train(*make_batch(version=version))
-    assert all(isinstance(master, DTensor) and master.dtype == torch.float32 for master in step._masters.named.values())
+    assert all(
+        isinstance(master, DTensor) and master.dtype == torch.float32
+        for master in step._masters.named.values()
+    )
     base = [parameter for parameter in step.policy.parameters() if not parameter.requires_grad]
     assert all(isinstance(parameter, DTensor) and parameter.dtype == step.dtype for parameter in base)
     header, arrays = make_batch(version=3)

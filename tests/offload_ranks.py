@@ -12,22 +12,23 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from trainer_cases import make_batch
 
-from asyncrl.trainer.memory import CudaMemory
+from asyncrl.messages.base import TrainerPart
+from asyncrl.trainer.host_memory import CudaMemory
 from asyncrl.trainer.movable_step import MovableStep
-from asyncrl.trainer.offload import local_of
-from asyncrl.trainer.parking import Parking
+from asyncrl.trainer.offload import Parking, local_of
 from asyncrl.trainer.ranks import Ranks, join_ranks
 from asyncrl.trainer.spec import TrainerSpec
 from asyncrl.trainer.step import TrainStep
-from asyncrl.trainer.stores import HostBuffers
-from asyncrl.wire import TrainerPart
+from asyncrl.weights.stores import HostBuffers
 
 ALL: tuple[TrainerPart, ...] = ("weights", "gradients", "optimizer")
 
 
 def as_on_cuda(step: MovableStep) -> MovableStep:
     cpu = torch.device("cpu")
-    step._offload._parking = {part: Parking(CudaMemory(), HostBuffers(cpu, slab_bytes=10_000)) for part in step._offload._parking}
+    step._offload._parking = {
+        part: Parking(CudaMemory(), HostBuffers(cpu, slab_bytes=10_000)) for part in step._offload._parking
+    }
     step._offload._memory = CudaMemory()
     return step
 
@@ -37,7 +38,11 @@ def steps_agree(spec: TrainerSpec, ranks: Ranks, folder: Path) -> None:
     plain, step = TrainStep(spec, ranks), as_on_cuda(MovableStep(spec, ranks))
     for version in range(3):
         step.offload(ALL)
-        assert all(local_of(tensor).untyped_storage().nbytes() == 0 for tensor in step._tensors_of("weights") if tensor.ndim)
+        assert all(
+            local_of(tensor).untyped_storage().nbytes() == 0
+            for tensor in step._tensors_of("weights")
+            if tensor.ndim
+        )
         if version == 2:
             step.begin_save_state(folder / f"{spec.dtype}-{ranks.size}").wait()
         step.onload(("weights",))

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from asyncrl.wire import BatchArrays, BatchHeader, TrajectoryHeader
+from asyncrl.messages.trainer_calls import BatchArrays, BatchHeader, TrajectoryHeader
 
 Rows = list[list[tuple[list[int], list[bool]]]]
 """Groups of sequences: (token ids, which of them carry loss). No first token does."""
@@ -23,7 +23,13 @@ def batch_of(groups: Rows) -> tuple[BatchHeader, BatchArrays]:
             mask += has_loss
             trajectories.append(
                 TrajectoryHeader(
-                    group_index=group, group_id=group, sample_index=sample, prompt_id=f"p{group}", start=start, end=len(ids), reward=0.0
+                    group_index=group,
+                    group_id=group,
+                    sample_index=sample,
+                    prompt_id=f"p{group}",
+                    start=start,
+                    end=len(ids),
+                    reward=0.0,
                 )
             )
     loss_mask = np.array(mask)
@@ -41,7 +47,9 @@ def random_groups(sizes: list[list[int]], *, prompt: int = 20, vocab: int = 52, 
     groups = []
     for lengths in sizes:
         head = rng.integers(0, vocab, prompt).tolist()
-        groups.append([(head + rng.integers(0, vocab, n).tolist(), [False] * prompt + [True] * n) for n in lengths])
+        groups.append(
+            [(head + rng.integers(0, vocab, n).tolist(), [False] * prompt + [True] * n) for n in lengths]
+        )
     return groups
 
 
@@ -51,7 +59,10 @@ def naive(model: Any, header: BatchHeader, arrays: BatchArrays, temperature: flo
     for entry in header.trajectories:
         ids = torch.from_numpy(arrays.token_ids[entry.start : entry.end].astype(np.int64))
         mask = torch.from_numpy(arrays.loss_mask[entry.start + 1 : entry.end])
-        logits = model(input_ids=ids[None], attention_mask=torch.ones_like(ids[None])).logits[0, :-1].float() / temperature
+        logits = (
+            model(input_ids=ids[None], attention_mask=torch.ones_like(ids[None])).logits[0, :-1].float()
+            / temperature
+        )
         parts.append(torch.log_softmax(logits, -1).gather(-1, ids[1:, None])[:, 0][mask])
     return torch.cat(parts)
 
@@ -68,7 +79,11 @@ def trees(draw: st.DrawFn, vocab: int = 52) -> Rows:
             stem, own = draw(st.integers(1, 40)), draw(st.integers(0, 30))
             ids = trunk[:stem] + rng.integers(0, vocab, own).tolist()
             start = draw(st.integers(1, len(ids)))
-            has_loss = (np.arange(len(ids)) >= start) & (rng.random(len(ids)) < draw(st.sampled_from([0.3, 1.0])))
+            has_loss = (np.arange(len(ids)) >= start) & (
+                rng.random(len(ids)) < draw(st.sampled_from([0.3, 1.0]))
+            )
             rows.append((ids, has_loss.tolist()))
-        groups.append([rows[0]] * len(rows) if draw(st.booleans()) else rows)  # a policy that has learnt its task says the same again
+        groups.append(
+            [rows[0]] * len(rows) if draw(st.booleans()) else rows
+        )  # a policy that has learnt its task says the same again
     return groups

@@ -15,8 +15,17 @@ from typing import Any, TypeVar
 
 from trainer_cases import make_spec
 
-from asyncrl.calling import Caller
-from asyncrl.wire import SECRET_ENV, BatchArrays, BatchHeader, ExportResponse, SaveRequest, TrainerHealth, TrainResponse, pack_batch
+from asyncrl.http import Caller
+from asyncrl.messages.base import SECRET_ENV
+from asyncrl.messages.trainer_calls import (
+    BatchArrays,
+    BatchHeader,
+    ExportResponse,
+    SaveRequest,
+    TrainerHealth,
+    TrainResponse,
+    pack_batch,
+)
 
 T = TypeVar("T")
 TIMEOUT_S = 120.0
@@ -41,7 +50,11 @@ class Group:
         return asyncio.run(story())
 
     def train(self, header: BatchHeader, arrays: BatchArrays) -> TrainResponse:
-        return self.ask(lambda caller: caller.post("/train", pack_batch(header, arrays), TrainResponse, timeout_s=TIMEOUT_S))
+        return self.ask(
+            lambda caller: caller.post(
+                "/train", pack_batch(header, arrays), TrainResponse, timeout_s=TIMEOUT_S
+            )
+        )
 
     def export(self) -> ExportResponse:
         return self.ask(lambda caller: caller.post("/export", b"", ExportResponse, timeout_s=TIMEOUT_S))
@@ -58,16 +71,37 @@ class Group:
 
 
 @contextlib.contextmanager
-def running(model_dir: Path, folder: Path, world_size: int = 2, *, trainer: dict[str, Any] | None = None, **values: Any) -> Iterator[Group]:
+def running(
+    model_dir: Path,
+    folder: Path,
+    world_size: int = 2,
+    *,
+    trainer: dict[str, Any] | None = None,
+    **values: Any,
+) -> Iterator[Group]:
     """The ranks of one trainer; killed at the end if they still run."""
     folder.mkdir(exist_ok=True)
     processes, urls = [], []
     for rank in range(world_size):
-        spec = make_spec(model_dir, folder, trainer={"world_size": world_size, **(trainer or {})}, rank=rank, **values)
+        spec = make_spec(
+            model_dir, folder, trainer={"world_size": world_size, **(trainer or {})}, rank=rank, **values
+        )
         (folder / f"spec-{rank}.json").write_text(spec.model_dump_json(), encoding="utf-8")
         with socket.create_server(("127.0.0.1", 0)) as listener, (folder / f"log-{rank}").open("wb") as log:
-            command = ["-m", "asyncrl.trainer.worker", "--spec", str(folder / f"spec-{rank}.json"), "--fd", str(listener.fileno())]
-            environment = {**os.environ, SECRET_ENV: "s3cret", "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+            command = [
+                "-m",
+                "asyncrl.trainer.rank_process",
+                "--spec",
+                str(folder / f"spec-{rank}.json"),
+                "--fd",
+                str(listener.fileno()),
+            ]
+            environment = {
+                **os.environ,
+                SECRET_ENV: "s3cret",
+                "PYTHONPATH": str(folder),
+                "OMP_NUM_THREADS": "1",
+            }
             processes.append(
                 subprocess.Popen(
                     [sys.executable, *command],

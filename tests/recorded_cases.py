@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.recorded import RecordedRollout, SampledBy
-from asyncrl.types import Credit, Prompt, Rollout, Trajectory, VersionSpan
+from asyncrl.messages.records import Credit, Prompt, Rollout, Trajectory, VersionSpan
+from asyncrl.rollouts.recording import RecordedRollout, SampledBy
 
 SAMPLED_BY = SampledBy("aaaa", "float32", "bbbb", 1.0)
 
@@ -17,7 +17,9 @@ def make_prompt(number: int, **values: Any) -> Prompt:
     return Prompt(f"0/{number}", ({"role": "user", "content": f"b {number}"},), **values)
 
 
-def make_branch(spans: Sequence[tuple[int, int]] = ((2, 4),), *, version: int = 0, num_tokens: int = 6, **values: Any) -> Trajectory:
+def make_branch(
+    spans: Sequence[tuple[int, int]] = ((2, 4),), *, version: int = 0, num_tokens: int = 6, **values: Any
+) -> Trajectory:
     """Tokens 0, 1, 2, ..., of which those in `spans` were sampled."""
     mask, logprobs = np.zeros(num_tokens, dtype=np.bool_), np.zeros(num_tokens, dtype=np.float32)
     for start, end in spans:
@@ -28,7 +30,9 @@ def make_branch(spans: Sequence[tuple[int, int]] = ((2, 4),), *, version: int = 
                       behaviour_logprobs=logprobs, version_spans=version_spans)  # fmt: skip
 
 
-def make_record(number: int = 0, index: int = 0, *, reward: float | None = 1.0, **values: Any) -> RecordedRollout:
+def make_record(
+    number: int = 0, index: int = 0, *, reward: float | None = 1.0, **values: Any
+) -> RecordedRollout:
     branch = make_branch(sample_index=index, reward=0.0 if reward is None else reward, **values)
     return RecordedRollout(make_prompt(number), 0, reward, (branch,))
 

@@ -96,7 +96,9 @@ def read_evidence(run_dir: Path) -> Evidence:
                 shutil.copy(run_dir / name, folder)
         connection = sqlite3.connect(Path(folder) / "journal.sqlite")
         try:
-            faults = [f"journal: {row[0]}" for row in connection.execute("PRAGMA integrity_check") if row[0] != "ok"]
+            faults = [
+                f"journal: {row[0]}" for row in connection.execute("PRAGMA integrity_check") if row[0] != "ok"
+            ]
             groups = _read_groups(connection)
             rows = connection.execute("SELECT version, min_version, mask_older, num_groups FROM batches")
             batches = {version: (oldest, bool(masks), count) for version, oldest, masks, count in rows}
@@ -123,14 +125,20 @@ def _tokens_sha(blob: bytes, count: int) -> str:
     body = zlib.decompress(blob)
     start = 4 + struct.unpack_from("<I", body)[0]
     planes = [body[start + plane * count : start + (plane + 1) * count] for plane in range(4)]
-    return hashlib.sha256(bytes(byte for token in zip(*planes, strict=True) for byte in token)).hexdigest()[:16]
+    return hashlib.sha256(bytes(byte for token in zip(*planes, strict=True) for byte in token)).hexdigest()[
+        :16
+    ]
 
 
 def _read_record(path: Path) -> tuple[dict[str, Any], ...]:
     """Whole lines; one at the end that a kill has torn is no line."""
     if not path.exists():
         return ()
-    return tuple(json.loads(line) for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n"))
+    return tuple(
+        json.loads(line)
+        for line in path.read_text(encoding="utf-8").splitlines(keepends=True)
+        if line.endswith("\n")
+    )
 
 
 def violations(evidence: Evidence, promise: Promise, *, num_steps: int | None = None) -> list[str]:
@@ -157,7 +165,9 @@ def effective(lines: Sequence[dict[str, Any]]) -> Record:
     for number, line in enumerate(lines, 1):
         if "restored" in line:
             if line["restored"] > newest + 1:
-                record.faults.append(f"line {number} goes on from version {line['restored']}, which was never reached")
+                record.faults.append(
+                    f"line {number} goes on from version {line['restored']}, which was never reached"
+                )
             for version in [version for version in record.lines if version >= line["restored"]]:
                 record.superseded.append(record.lines.pop(version))
             newest = line["restored"] - 1
@@ -185,10 +195,14 @@ def _lost_prompts(evidence: Evidence, promise: Promise) -> list[str]:
     for group in evidence.groups:
         earlier = lives.get(group.prompt_id)
         if earlier is not None and earlier.requeued is None:
-            found.append(f"prompt {group.prompt_id}: group {group.group_id} was made though group {earlier.group_id} is {earlier.state}")
+            found.append(
+                f"prompt {group.prompt_id}: group {group.group_id} was made though group {earlier.group_id} is {earlier.state}"
+            )
         if group.requeued is not None:
             before = num_back[group.prompt_id]
-            if group.state not in ("failed", "handed_back") or not before <= group.requeued <= min(before + 1, promise.max_hand_backs):
+            if group.state not in ("failed", "handed_back") or not before <= group.requeued <= min(
+                before + 1, promise.max_hand_backs
+            ):
                 found.append(
                     f"prompt {group.prompt_id} came back {group.requeued} times with group {group.group_id}, which is {group.state}"
                 )
@@ -198,7 +212,9 @@ def _lost_prompts(evidence: Evidence, promise: Promise) -> list[str]:
         if earlier is None:
             draw = draw_of(group.prompt_id, promise)
             if draw != newest + 1:
-                found.append(f"group {group.group_id} has draw {draw}, the one before was {newest}: some are lost, or repeated")
+                found.append(
+                    f"group {group.group_id} has draw {draw}, the one before was {newest}: some are lost, or repeated"
+                )
             newest = max(newest, draw)
         lives[group.prompt_id] = group
         if (group.state == "taken") != (group.version is not None):
@@ -213,13 +229,17 @@ def _batches(evidence: Evidence, promise: Promise) -> list[str]:
     for version, groups in evidence.taken.items():
         oldest, masks, count = evidence.batches.get(version, (0, False, 0))
         if not len(groups) == count == promise.num_groups:
-            found.append(f"batch {version} has {len(groups)} groups, was made of {count}, and {promise.num_groups} are asked for")
+            found.append(
+                f"batch {version} has {len(groups)} groups, was made of {count}, and {promise.num_groups} are asked for"
+            )
         if oldest != max(0, version - promise.max_staleness):
             found.append(f"batch {version} has min_version {oldest}")
         for group in groups:
             for (index, _), (_, _, version_of_oldest, _) in group.branches.items():
                 if version_of_oldest < oldest and not masks:
-                    found.append(f"batch {version}: g{group.group_id}/r{index} has tokens of version {version_of_oldest}")
+                    found.append(
+                        f"batch {version}: g{group.group_id}/r{index} has tokens of version {version_of_oldest}"
+                    )
             num_rollouts = len({index for index, _ in group.branches})
             if group.branches and not 2 <= num_rollouts <= promise.group_size:
                 found.append(f"batch {version}: group {group.group_id} has {num_rollouts} rollouts")
@@ -233,26 +253,47 @@ def _order(evidence: Evidence, promise: Promise) -> list[str]:
         if (ids := [group.group_id for group in groups]) != sorted(ids):
             found.append(f"batch {version} has its groups in the order {ids}")
     if promise.max_staleness == 0:
-        again = {group.prompt_id for group in evidence.groups if group.state == "failed" and group.requeued is not None}
+        again = {
+            group.prompt_id
+            for group in evidence.groups
+            if group.state == "failed" and group.requeued is not None
+        }
         taken = [group.prompt_id for version in sorted(evidence.taken) for group in evidence.taken[version]]
         found += _returned(evidence)
         draws = [draw_of(prompt_id, promise) for prompt_id in taken if prompt_id not in again]
-        gone = {draw_of(group.prompt_id, promise) for group in evidence.groups if group.state in ("failed", "filtered")}
+        gone = {
+            draw_of(group.prompt_id, promise)
+            for group in evidence.groups
+            if group.state in ("failed", "filtered")
+        }
         expected = [draw for draw in range(len(draws) + len(gone)) if draw not in gone][: len(draws)]
         if draws != expected:
-            first = next(number for number, (is_, due) in enumerate(zip(draws, expected, strict=True)) if is_ != due)
-            found.append(f"consumed out of order: number {first} is draw {draws[first]} instead of {expected[first]}")
+            first = next(
+                number for number, (is_, due) in enumerate(zip(draws, expected, strict=True)) if is_ != due
+            )
+            found.append(
+                f"consumed out of order: number {first} is draw {draws[first]} instead of {expected[first]}"
+            )
     return found
 
 
 def _returned(evidence: Evidence) -> list[str]:
     """On-policy, the prompt of a failed group comes again before any new one of the next version, never at its own."""
     found = []
-    for failed in (group for group in evidence.groups if group.state == "failed" and group.requeued is not None):
+    for failed in (
+        group for group in evidence.groups if group.state == "failed" and group.requeued is not None
+    ):
         later = [group for group in evidence.groups if group.group_id > failed.group_id]
         again = next((group for group in later if group.prompt_id == failed.prompt_id), None)
         seen = {group.prompt_id for group in evidence.groups if group.group_id <= failed.group_id}
-        newer = next((group for group in later if group.start_version > failed.start_version and group.prompt_id not in seen), None)
+        newer = next(
+            (
+                group
+                for group in later
+                if group.start_version > failed.start_version and group.prompt_id not in seen
+            ),
+            None,
+        )
         if again is not None and again.start_version <= failed.start_version:
             found.append(
                 f"prompt {failed.prompt_id} of failed group {failed.group_id} came again at its version, as group {again.group_id}"
@@ -281,7 +322,9 @@ def _trained_once(record: Record) -> list[str]:
         for entry in line["trajectories"]:
             key = (entry["group_id"], entry["sample_index"], entry.get("branch", 0))
             if key in seen:
-                found.append(f"batch {version}: g{key[0]}/r{key[1]} was trained on in batch {seen[key]} already")
+                found.append(
+                    f"batch {version}: g{key[0]}/r{key[1]} was trained on in batch {seen[key]} already"
+                )
             seen[key] = version
             if groups.setdefault(entry["prompt_id"], entry["group_id"]) != entry["group_id"]:
                 found.append(f"batch {version}: prompt {entry['prompt_id']} was trained on in two groups")
@@ -298,9 +341,13 @@ def _staleness(record: Record, promise: Promise) -> list[str]:
                 if not version - promise.max_staleness <= sampled <= version:
                     found.append(f"{name} has loss on tokens {start}..{end - 1} of version {sampled}")
             if sum(end - start for start, end, _ in entry["spans"]) != entry["num_loss_tokens"]:
-                found.append(f"{name} has {entry['num_loss_tokens']} loss tokens, and spans of another number")
+                found.append(
+                    f"{name} has {entry['num_loss_tokens']} loss tokens, and spans of another number"
+                )
         if sum(entry["num_loss_tokens"] for entry in line["trajectories"]) != line["num_loss_tokens"]:
-            found.append(f"batch {version} has {line['num_loss_tokens']} loss tokens, and trajectories of another number")
+            found.append(
+                f"batch {version} has {line['num_loss_tokens']} loss tokens, and trajectories of another number"
+            )
     return found
 
 
@@ -308,24 +355,36 @@ def _both_agree(evidence: Evidence, record: Record) -> list[str]:
     """What the journal gave out is what was trained on: groups, order, tokens, rewards; at most the newest batch is not trained yet."""
     found = []
     is_behind_by = len(evidence.batches) - len(record.lines)
-    if is_behind_by < 0 or is_behind_by > 1 and not record.superseded:  # a replay that was killed leaves more, all still to come
+    if (
+        is_behind_by < 0 or is_behind_by > 1 and not record.superseded
+    ):  # a replay that was killed leaves more, all still to come
         found.append(f"{len(evidence.batches)} batches were taken, {len(record.lines)} trained")
     for version, line in record.lines.items():
         groups = evidence.taken.get(version, [])
         trained: dict[int, list[dict[str, Any]]] = {}
         for entry in line["trajectories"]:
             trained.setdefault(entry["group_id"], []).append(entry)
-        if [(group.group_id, group.prompt_id) for group in groups] != [(key, found_[0]["prompt_id"]) for key, found_ in trained.items()]:
-            found.append(f"batch {version}: the journal has groups {[group.group_id for group in groups]}, trained were {list(trained)}")
+        if [(group.group_id, group.prompt_id) for group in groups] != [
+            (key, found_[0]["prompt_id"]) for key, found_ in trained.items()
+        ]:
+            found.append(
+                f"batch {version}: the journal has groups {[group.group_id for group in groups]}, trained were {list(trained)}"
+            )
             continue
         for group in groups:
             told = {
-                (entry["sample_index"], entry.get("branch", 0)): (entry["reward"], entry["num_tokens"], entry["tokens_sha"])
+                (entry["sample_index"], entry.get("branch", 0)): (
+                    entry["reward"],
+                    entry["num_tokens"],
+                    entry["tokens_sha"],
+                )
                 for entry in trained[group.group_id]
             }
             held = {place: (reward, count, sha) for place, (reward, count, _, sha) in group.branches.items()}
             if held and told != held:
-                found.append(f"batch {version}: group {group.group_id} was trained on other tokens or rewards than the journal has")
+                found.append(
+                    f"batch {version}: group {group.group_id} was trained on other tokens or rewards than the journal has"
+                )
     return found
 
 
@@ -337,11 +396,20 @@ def changes(before: Evidence, after: Evidence) -> list[str]:
         now = later.get(group.group_id)
         if now is None:
             found.append(f"group {group.group_id} (prompt {group.prompt_id}, {group.state}) is gone")
-        elif now.prompt_id != group.prompt_id or now.start_version != group.start_version or now.state not in ENDS[group.state]:
-            found.append(f"group {group.group_id} was {group.state} with prompt {group.prompt_id}, and is {now.state} with {now.prompt_id}")
+        elif (
+            now.prompt_id != group.prompt_id
+            or now.start_version != group.start_version
+            or now.state not in ENDS[group.state]
+        ):
+            found.append(
+                f"group {group.group_id} was {group.state} with prompt {group.prompt_id}, and is {now.state} with {now.prompt_id}"
+            )
         elif group.version is not None and (now.version, now.position) != (group.version, group.position):
             found.append(f"group {group.group_id} has moved from batch {group.version} to {now.version}")
-        elif any(now.branches.get(place) != branch for place, branch in group.branches.items()) and now.branches:
+        elif (
+            any(now.branches.get(place) != branch for place, branch in group.branches.items())
+            and now.branches
+        ):
             found.append(f"rollouts of group {group.group_id} have changed")
     if not before.batches.items() <= after.batches.items():
         found.append("a batch has changed")

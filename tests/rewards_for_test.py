@@ -8,8 +8,8 @@ import itertools
 import threading
 from typing import Any
 
+from asyncrl.messages.records import Prompt
 from asyncrl.tasks.letters import Letters
-from asyncrl.types import Prompt
 
 
 class Raises(Letters):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from asyncrl.harness import Outcome, Session, Task
+from asyncrl.agents import Outcome, Session, Task
 
 
 async def two_turns(task: Task, session: Session) -> Outcome:

@@ -47,7 +47,9 @@ class Run:
             fully_shard(self.model)
         self.masters = PlainMasters(self.model)
         self.optimizer = torch.optim.AdamW(self.masters.named.values(), lr=0.1, fused=True)
-        self.state = TrainerState(self.masters, self.optimizer, model_path="m", dtype=torch.float32, device=torch.device("cpu"))
+        self.state = TrainerState(
+            self.masters, self.optimizer, model_path="m", dtype=torch.float32, device=torch.device("cpu")
+        )
 
     def train(self, num_steps: int) -> None:
         for step in range(num_steps):
@@ -60,7 +62,10 @@ class Run:
         tensors = {name: master.detach() for name, master in self.masters.named.items()}
         for name, master in self.masters.named.items():
             tensors.update({f"{name}.{key}": value for key, value in self.optimizer.state[master].items()})
-        return {name: (value.full_tensor() if isinstance(value, DTensor) else value).clone() for name, value in tensors.items()}
+        return {
+            name: (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+            for name, value in tensors.items()
+        }
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
@@ -69,7 +74,10 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 def rank_main(rank: int, spec_texts: dict[str, str], folder: Path) -> None:
     """All that two ranks are to show; an assertion that fails ends the process, and with it the test."""
-    specs = {name: TrainerSpec.model_validate_json(text).model_copy(update={"rank": rank}) for name, text in spec_texts.items()}
+    specs = {
+        name: TrainerSpec.model_validate_json(text).model_copy(update={"rank": rank})
+        for name, text in spec_texts.items()
+    }
     ranks = join_ranks(next(iter(specs.values())), torch.device("cpu"))
     try:
         _two_ranks_go_on(rank, folder)
@@ -116,7 +124,12 @@ def _two_ranks_go_on(rank: int, folder: Path) -> None:
     pending.wait()
     if rank == 0:
         torch.save(saved, folder / "two.pt")
-        assert sorted(file.name for file in (folder / "two").iterdir()) == [".metadata", "__0_0.distcp", "__1_0.distcp", "state.json"]
+        assert sorted(file.name for file in (folder / "two").iterdir()) == [
+            ".metadata",
+            "__0_0.distcp",
+            "__1_0.distcp",
+            "state.json",
+        ]
 
     fresh = Run(1, is_sharded=True)
     assert fresh.state.load(folder / "two") == Progress(3, 3, 0)

@@ -11,22 +11,26 @@ from typing import Any
 from pydantic import BaseModel
 
 from asyncrl.buffer.buffer import Buffer
-from asyncrl.calling import Answer
 from asyncrl.config import BufferConfig, SupervisionConfig, TaskConfig
-from asyncrl.engines import EnginePool, EngineServer
-from asyncrl.observe.waits import ChildState
+from asyncrl.engines.own_server import EngineServer
+from asyncrl.engines.pool import EnginePool
+from asyncrl.http import Answer
+from asyncrl.messages.records import Batch, Prompt
+from asyncrl.observe.known_waits import ChildState
 from asyncrl.observe.watchdog import Watchdog
-from asyncrl.producers import Producers, RolloutRunner, SingleTurn
-from asyncrl.publisher import Publisher
-from asyncrl.running.trainer_supervision import LivingTrainer
-from asyncrl.running.watching import reported
+from asyncrl.rollouts.generators import SingleTurn
+from asyncrl.rollouts.producers import Producers
+from asyncrl.rollouts.rollout import RolloutRunner
+from asyncrl.run.supervise_trainer import LivingTrainer
+from asyncrl.run.watch import reported
+from asyncrl.sync.publisher import Publisher
 from asyncrl.tasks.scorer import TaskScorer
+from asyncrl.testing.fake_engine import FakeEngineServer
 from asyncrl.testing.fake_trainer import FakeTrainerProcess, FakeTrainerServer
-from asyncrl.testing.fakes import FakeEngineServer, FakeSource, FakeTokenizer
+from asyncrl.testing.fakes import FakeSource, FakeTokenizer
 from asyncrl.testing.memory_journal import MemoryJournal
 from asyncrl.testing.virtual_time import run_virtual
-from asyncrl.trainer.client import TrainerClient
-from asyncrl.types import Batch, Prompt
+from asyncrl.trainer.trainer_client import TrainerClient
 
 NUM_GROUPS = 2
 WATCHDOG_S = 60.0
@@ -59,7 +63,9 @@ class Worker(FakeTrainerServer):
 class House:
     """The rooms of a run, real ones over fake servers, and the watchdog over them. `told` is what it said."""
 
-    def __init__(self, tasks: asyncio.TaskGroup, log_path: Path, *, on_stuck: str = "warn", num_steps: int = 1000) -> None:
+    def __init__(
+        self, tasks: asyncio.TaskGroup, log_path: Path, *, on_stuck: str = "warn", num_steps: int = 1000
+    ) -> None:
         self.told: list[tuple[float, str]] = []
         self.notes: list[tuple[str, Mapping[str, Any]]] = []
         self.restarted_s: list[float] = []
@@ -73,7 +79,9 @@ class House:
         buffer = Buffer(config, num_groups=NUM_GROUPS, num_batches=num_steps, on_handed_back=lambda *_: None)
         task = TaskConfig(python="a:B", reward_pool="inline", reward_timeout_s=1e9)
         scorer = TaskScorer(SimpleNamespace(score=self._score), task, seed=0)
-        generator = SingleTurn(pool, FakeTokenizer(), scorer, run_seed=0, max_tokens=8, max_prompt_tokens=16, temperature=1.0)
+        generator = SingleTurn(
+            pool, FakeTokenizer(), scorer, run_seed=0, max_tokens=8, max_prompt_tokens=16, temperature=1.0
+        )
         runner = RolloutRunner(generator, timeout_s=None, retries=0)
         producers = Producers(
             buffer, FakeSource(), runner, spawn=tasks.create_task, group_size=2, capacity=8, max_failed_groups=3, max_hand_backs=3,
@@ -84,7 +92,9 @@ class House:
             TrainerClient(self.worker), [self.trainer_process], SupervisionConfig(max_restarts=1), heartbeat_s=3.0,
             before_start=lambda: None, recover=self._recover, warn=lambda _: None, on_event=lambda *_: None,
         )  # fmt: skip
-        publisher = Publisher(trainer, targets, interrupt="abort", timeout_s=1e9, on_served=buffer.set_served_nowait)
+        publisher = Publisher(
+            trainer, targets, interrupt="abort", timeout_s=1e9, on_served=buffer.set_served_nowait
+        )
         self.rooms: Any = SimpleNamespace(
             servers=(), eval_server=None, evaluation=None, buffer=buffer, producers=producers, engines=pool, trainer=trainer,
             publisher=publisher, turns=SimpleNamespace(stats=lambda: None), supervisors=(), harnessing=None,

@@ -33,12 +33,19 @@ from typer.testing import CliRunner
 from asyncrl.cli import app
 from asyncrl.config import RunConfig, load_config, run_config_yaml
 from asyncrl.errors import AsyncrlError
-from asyncrl.placement.dtype import settle_dtype
-from asyncrl.running.preflight import look
+from asyncrl.placement.choices import settle_dtype
+from asyncrl.run.check import look
 
-PROSE = frozenset("again and at cannot in into is knows logs needs raises reads runs sets that they was wrote".split())
+PROSE = frozenset(
+    "again and at cannot in into is knows logs needs raises reads runs sets that they was wrote".split()
+)
 """Words after `asyncrl` in a sentence that is no command."""
-STANDS_FOR = {"CONFIG": "configs/quickstart.yaml", "N": "1", "URL": "http://127.0.0.1:8700", "config.yaml": "configs/quickstart.yaml"}
+STANDS_FOR = {
+    "CONFIG": "configs/quickstart.yaml",
+    "N": "1",
+    "URL": "http://127.0.0.1:8700",
+    "config.yaml": "configs/quickstart.yaml",
+}
 """Words that people replace by something of their own."""
 EXTERNAL = ("cat", "curl", "export", "ln", "mkdir", "printf", "source", "vllm")
 """Programs of others, which a page may tell people to call."""
@@ -99,7 +106,9 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
     (folder / "config.yaml").write_text(run_config_yaml(load_config(ROOT / "configs/quickstart.yaml")))
     (folder / "status.json").write_text(json.dumps({"state": "done"}))
-    (folder / "metrics.jsonl").write_text(json.dumps({"step": 0, "time_s": 1.0, "perf/step_s": 1.0, "reward/mean": 0.5}) + "\n")
+    (folder / "metrics.jsonl").write_text(
+        json.dumps({"step": 0, "time_s": 1.0, "perf/step_s": 1.0, "reward/mean": 0.5}) + "\n"
+    )
     line = {"version": 0, "min_version": 0, "loss": 0.0, "num_loss_tokens": 0, "trajectories": []}
     (folder / "trained.jsonl").write_text(json.dumps(line) + "\n")
     return folder
@@ -114,7 +123,9 @@ def fault_of(command: Command, run_dir: Path) -> str | None:
         text = re.sub(r"(?<= )\[[^\]]*\]", "", text)  # what may be left out
         if match := re.match(r"cd (\S+) && (.*)", text):
             text, folder = match[2], ROOT / match[1]
-        if match := re.fullmatch(r"[a-z_]+=\$\((.*)\)", text):  # a variable of the shell that is set to what it prints
+        if match := re.fullmatch(
+            r"[a-z_]+=\$\((.*)\)", text
+        ):  # a variable of the shell that is set to what it prints
             text = match[1]
         words = shlex.split(text, comments=True)
     except ValueError as error:
@@ -168,7 +179,11 @@ NO_SETTINGS = {
 def test_every_setting_that_is_named_exists_and_takes_the_value_that_is_named_with_it() -> None:
     named = settings()
     assert len(named) > 300
-    faults = [f"{setting.where}: {fault}" for setting in named if (fault := fault_of_setting(setting.name, setting.value))]
+    faults = [
+        f"{setting.where}: {fault}"
+        for setting in named
+        if (fault := fault_of_setting(setting.name, setting.value))
+    ]
     assert not faults, "\n" + "\n".join(faults)
 
 
@@ -204,7 +219,9 @@ def fault_of_setting(name: str, value: str | None) -> str | None:
     if field is None:
         return f"{name} is no setting (`asyncrl keys`); if it is something else, say so in NO_SETTINGS"
     if value is not None and isinstance(field, FieldInfo) and not re.fullmatch(r"[A-Z_]+|.*\.\.\..*", value):
-        takes = TypeAdapter(Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation)
+        takes = TypeAdapter(
+            Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
+        )
         fault = ""
         for read in (None, value) if value == "none" else (yaml.safe_load(value),):
             try:
@@ -246,7 +263,9 @@ def _fault_of_asyncrl(arguments: Sequence[str], folder: Path, run_dir: Path, *, 
         name, found = _parse(given)
     except Exception as error:  # of typer's own copy of click, which has no public name
         message = str(error.format_message() if hasattr(error, "format_message") else error)
-        is_short = type(error).__name__ == "NoArgsIsHelpError" or re.search(r"Missing argument|requires an argument", message)
+        is_short = type(error).__name__ == "NoArgsIsHelpError" or re.search(
+            r"Missing argument|requires an argument", message
+        )
         is_mention = not is_whole and is_short and _options_exist(given)
         return None if is_mention else f"{type(error).__name__}: {message}"
     try:
@@ -320,11 +339,17 @@ VLLM_OPTIONS = frozenset(
 def test_every_option_that_a_message_names_exists_and_is_not_left_without_its_value() -> None:
     faults = []
     for text in strings(*PACKAGES):
-        for match in re.finditer(r"(?<![\w-])--[a-z][\w-]*", text.text if text.is_message and " " in text.text else ""):
+        for match in re.finditer(
+            r"(?<![\w-])--[a-z][\w-]*", text.text if text.is_message and " " in text.text else ""
+        ):
             if match[0] not in option_names() | VLLM_OPTIONS:
                 faults.append(f"{text.where(match.start())}: there is no option {match[0]}")
-            elif text.text[: match.start()].endswith("with ") and not re.match(r" [\w'{]", text.text[match.end() :]):
-                faults.append(f"{text.where(match.start())}: `with {match[0]}` is not what can be typed: it takes a value")
+            elif text.text[: match.start()].endswith("with ") and not re.match(
+                r" [\w'{]", text.text[match.end() :]
+            ):
+                faults.append(
+                    f"{text.where(match.start())}: `with {match[0]}` is not what can be typed: it takes a value"
+                )
     assert not faults, "\n" + "\n".join(faults)
 
 
@@ -352,18 +377,27 @@ def _fault_of_python(arguments: Sequence[str], folder: Path, options: Sequence[s
         return None if compile(arguments[1], "-c", "exec") else "-"
     if arguments[0] == "-m":
         module = "".join(arguments[1:2])
-        is_known = not module or module == "MODULE" or module.startswith("my_") or importlib.util.find_spec(module) is not None
+        is_known = (
+            not module
+            or module == "MODULE"
+            or module.startswith("my_")
+            or importlib.util.find_spec(module) is not None
+        )
         return None if is_known else f"there is no module {module}"
     path = folder / arguments[0]
     if not path.is_file():
         return "there is no such file"
     helper = path.parent / "report.py"
-    source = path.read_text() + (helper.read_text() if helper.is_file() and "from report import" in path.read_text() else "")
+    source = path.read_text() + (
+        helper.read_text() if helper.is_file() and "from report import" in path.read_text() else ""
+    )
     if missing := [option for option in options if f'"{option}"' not in source]:
         return f"it has no option {', '.join(missing)}"
     if "ArgumentParser" not in source:
         return "it takes no arguments" if arguments[1:] and "sys.argv" not in source else None
-    needs_one = "required=True" in source or any("nargs" not in rest for rest in re.findall(r'add_argument\(\s*"\w([^)]*)', source))
+    needs_one = "required=True" in source or any(
+        "nargs" not in rest for rest in re.findall(r'add_argument\(\s*"\w([^)]*)', source)
+    )
     return _fault_of_arguments(path, tuple(arguments[1:])) if arguments[1:] or needs_one else None
 
 
@@ -379,7 +413,9 @@ def _fault_of_arguments(path: Path, arguments: tuple[str, ...]) -> str | None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(argparse.ArgumentParser, "parse_args", parse_only)
-        patch.setattr(argparse.ArgumentParser, "error", lambda _, message: said.append(message) or sys.exit(2))
+        patch.setattr(
+            argparse.ArgumentParser, "error", lambda _, message: said.append(message) or sys.exit(2)
+        )
         patch.setattr(sys, "argv", [str(path), *arguments])
         patch.setattr(os, "environ", os.environ.copy())
         patch.syspath_prepend(str(path.parent))
@@ -397,7 +433,10 @@ def _fault_of_pip(arguments: Sequence[str]) -> str | None:
         return f"pip {arguments[0]} is not known here"
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    known = {Requirement(text).name for text in (*project["dependencies"], *(entry for extra in extras.values() for entry in extra))}
+    known = {
+        Requirement(text).name
+        for text in (*project["dependencies"], *(entry for extra in extras.values() for entry in extra))
+    }
     is_checkout = False
     for word in arguments[1:]:
         if word in ("-e", "--editable"):

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.algorithms.advantages import EPSILON, dr_grpo, grpo, reinforce_pp, reinforce_pp_baseline, rloo
-from asyncrl.algorithms.names import BUILT_IN_ADVANTAGES
+from asyncrl.algorithms.registry import BUILT_IN_ADVANTAGES
 
 ADVANTAGES = [dr_grpo, grpo, reinforce_pp, reinforce_pp_baseline, rloo]
 IN_GROUPS = [dr_grpo, grpo, reinforce_pp_baseline, rloo]
@@ -21,7 +21,10 @@ GROUP_B = numbered(4, 2)
 
 def test_grpo_is_the_reward_in_standard_deviations_of_its_own_group() -> None:
     std = 1.25**0.5 + EPSILON
-    torch.testing.assert_close(grpo(REWARD_B, GROUP_B), tokens(-1.5 / std, -0.5 / std, 0.5 / std, 1.5 / std, -10 / 10.0001, 10 / 10.0001))
+    torch.testing.assert_close(
+        grpo(REWARD_B, GROUP_B),
+        tokens(-1.5 / std, -0.5 / std, 0.5 / std, 1.5 / std, -10 / 10.0001, 10 / 10.0001),
+    )
 
 
 def test_dr_grpo_is_the_reward_less_the_mean_of_its_group() -> None:
@@ -29,24 +32,33 @@ def test_dr_grpo_is_the_reward_less_the_mean_of_its_group() -> None:
 
 
 def test_rloo_is_the_reward_less_the_mean_of_the_others() -> None:
-    torch.testing.assert_close(rloo(REWARD_B, GROUP_B), tokens(0 - 2, 1 - 5 / 3, 2 - 4 / 3, 3 - 1, 10 - 30, 30 - 10))
+    torch.testing.assert_close(
+        rloo(REWARD_B, GROUP_B), tokens(0 - 2, 1 - 5 / 3, 2 - 4 / 3, 3 - 1, 10 - 30, 30 - 10)
+    )
 
 
 def test_reinforce_pp_is_the_reward_in_standard_deviations_of_the_whole_batch() -> None:
     reward_B = tokens(0, 2, 4, 6)
     std = 5**0.5 + EPSILON
-    torch.testing.assert_close(reinforce_pp(reward_B, numbered(2, 2)), tokens(-3 / std, -1 / std, 1 / std, 3 / std))
+    torch.testing.assert_close(
+        reinforce_pp(reward_B, numbered(2, 2)), tokens(-3 / std, -1 / std, 1 / std, 3 / std)
+    )
 
 
 def test_reinforce_pp_baseline_takes_the_mean_of_the_group_and_the_deviation_of_the_batch() -> None:
     std = ((1 + 1 + 9 + 9) / 4) ** 0.5 + EPSILON
-    torch.testing.assert_close(reinforce_pp_baseline(tokens(0, 2, 4, 10), numbered(2, 2)), tokens(-1 / std, 1 / std, -3 / std, 3 / std))
+    torch.testing.assert_close(
+        reinforce_pp_baseline(tokens(0, 2, 4, 10), numbered(2, 2)),
+        tokens(-1 / std, 1 / std, -3 / std, 3 / std),
+    )
 
 
 @pytest.mark.parametrize("advantage", IN_GROUPS)
 def test_a_group_with_equal_rewards_gets_exactly_zero_even_where_the_mean_rounds(advantage: Any) -> None:
     reward_B = tokens(*[0.1] * 7, 0.0, 1.0)
-    assert (reward_B[:7].sum() / 7 != reward_B[0]).item(), "0.1 in float32 summed seven times over 7 is not 0.1: the trap is real"
+    assert (reward_B[:7].sum() / 7 != reward_B[0]).item(), (
+        "0.1 in float32 summed seven times over 7 is not 0.1: the trap is real"
+    )
     advantage_B = advantage(reward_B, numbered(7, 2))
     assert advantage_B[:7].tolist() == [0.0] * 7
     assert advantage_B[7] < 0 < advantage_B[8]
@@ -61,11 +73,15 @@ def test_a_batch_with_equal_rewards_a_group_of_one_and_an_empty_batch_teach_noth
 
 @pytest.mark.parametrize("advantage", ADVANTAGES)
 @settings(max_examples=30, deadline=None)
-@given(rewards=st.lists(st.floats(-10, 10, width=32), min_size=2, max_size=8), shift=st.floats(-5, 5, width=32))
+@given(
+    rewards=st.lists(st.floats(-10, 10, width=32), min_size=2, max_size=8), shift=st.floats(-5, 5, width=32)
+)
 def test_a_constant_added_to_all_rewards_changes_nothing_and_advantages_sum_to_zero(
     advantage: Any, rewards: list[float], shift: float
 ) -> None:
-    reward_B = (tokens(*rewards) * 16).round() / 16  # so that sums with the shift round alike, and EPSILON does not matter
+    reward_B = (
+        tokens(*rewards) * 16
+    ).round() / 16  # so that sums with the shift round alike, and EPSILON does not matter
     moved_B = reward_B + round(shift)
     group_B = numbered(len(rewards) - 1, 1)
     advantage_B = advantage(reward_B, group_B)
@@ -78,19 +94,31 @@ def test_other_groups_have_no_influence(advantage: Any) -> None:
     alone_B = advantage(REWARD_B[:4], GROUP_B[:4])
     assert torch.equal(advantage(REWARD_B, GROUP_B)[:4], alone_B)
     shuffled_B = torch.tensor([4, 0, 1, 5, 2, 3])
-    torch.testing.assert_close(advantage(REWARD_B[shuffled_B], GROUP_B[shuffled_B]), advantage(REWARD_B, GROUP_B)[shuffled_B])
+    torch.testing.assert_close(
+        advantage(REWARD_B[shuffled_B], GROUP_B[shuffled_B]), advantage(REWARD_B, GROUP_B)[shuffled_B]
+    )
 
 
 @pytest.mark.parametrize("name", BUILT_IN_ADVANTAGES)
 @pytest.mark.parametrize(
     ("reward_B", "group_B", "message"),
     [
-        (torch.zeros(2), torch.zeros(3, dtype=torch.int64), r"group_B is torch.int64 \(3,\), .* as long as reward_B \(2,\)"),
-        (torch.zeros(2, 2), torch.zeros(2, 2, dtype=torch.int64), r"reward_B is torch.float32 \(2, 2\), .* of one dimension"),
+        (
+            torch.zeros(2),
+            torch.zeros(3, dtype=torch.int64),
+            r"group_B is torch.int64 \(3,\), .* as long as reward_B \(2,\)",
+        ),
+        (
+            torch.zeros(2, 2),
+            torch.zeros(2, 2, dtype=torch.int64),
+            r"reward_B is torch.float32 \(2, 2\), .* of one dimension",
+        ),
         (torch.zeros(2, dtype=torch.float64), torch.zeros(2, dtype=torch.int64), "reward_B is torch.float64"),
         (torch.zeros(2), torch.zeros(2), "group_B is torch.float32"),
     ],
 )
-def test_other_shapes_and_dtypes_are_refused(name: str, reward_B: torch.Tensor, group_B: torch.Tensor, message: str) -> None:
+def test_other_shapes_and_dtypes_are_refused(
+    name: str, reward_B: torch.Tensor, group_B: torch.Tensor, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         function(BUILT_IN_ADVANTAGES[name])(reward_B, group_B)

@@ -12,11 +12,10 @@ from torch import Tensor
 from trl.rewards import get_soft_overlong_punishment
 from trl_trainers import GROUP_SIZE, MAX_TOKENS, RLOOTrainer, Sampled, trl_loss
 
-from asyncrl.algorithms.advantages import grpo, rloo
+from asyncrl.algorithms.advantages import grpo, overlong_penalty, rloo
 from asyncrl.algorithms.aggregate import token_weights
-from asyncrl.algorithms.kl import kl, kl_reward_penalty
-from asyncrl.algorithms.names import BUILT_IN_CORRECTIONS, resolve, resolve_advantage
-from asyncrl.algorithms.rewards import overlong_penalty
+from asyncrl.algorithms.losses import kl, kl_reward_penalty
+from asyncrl.algorithms.registry import BUILT_IN_CORRECTIONS, resolve, resolve_advantage
 from asyncrl.config import AlgorithmConfig
 
 VLLM = {"use_vllm": True}
@@ -36,10 +35,16 @@ SAME = {
     "PPO-clip around the behaviour policy": Same({}, {"loss_type": "bnpo"}, old_is_behaviour=True),
     "Dr. GRPO": Same({"ratio": "proximal", "aggregate": "constant"}, {"loss_type": "dr_grpo"}),
     "DAPO": Same({"loss": "dapo", "ratio": "proximal"}, {"loss_type": "dapo"}),
-    "DAPO with KL": Same({"loss": "dapo", "ratio": "proximal", "kl_coefficient": 0.3}, {"loss_type": "dapo", "beta": 0.3}),
-    "GRPO with KL": Same({"ratio": "proximal", "aggregate": "sequence", "kl_coefficient": 0.3}, {"beta": 0.3}),
+    "DAPO with KL": Same(
+        {"loss": "dapo", "ratio": "proximal", "kl_coefficient": 0.3}, {"loss_type": "dapo", "beta": 0.3}
+    ),
+    "GRPO with KL": Same(
+        {"ratio": "proximal", "aggregate": "sequence", "kl_coefficient": 0.3}, {"beta": 0.3}
+    ),
     "CISPO": Same({"loss": "cispo", "ratio": "proximal"}, {"loss_type": "cispo", "epsilon_high": 1.28}),
-    "CISPO around the behaviour policy": Same({"loss": "cispo"}, {"loss_type": "cispo", "epsilon_high": 1.28}, old_is_behaviour=True),
+    "CISPO around the behaviour policy": Same(
+        {"loss": "cispo"}, {"loss_type": "cispo", "epsilon_high": 1.28}, old_is_behaviour=True
+    ),
     "GSPO": Same(
         {"loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4},
         {"importance_sampling_level": "sequence", "epsilon_low": 3e-4, "epsilon_high": 4e-4},
@@ -47,12 +52,20 @@ SAME = {
     ),
     "GSPO over tokens": Same(
         {"loss": "gspo", "ratio": "proximal", "aggregate": "token", "clip_low": 3e-4, "clip_high": 4e-4},
-        {"importance_sampling_level": "sequence", "loss_type": "dapo", "epsilon_low": 3e-4, "epsilon_high": 4e-4},
+        {
+            "importance_sampling_level": "sequence",
+            "loss_type": "dapo",
+            "epsilon_low": 3e-4,
+            "epsilon_high": 4e-4,
+        },
     ),
     "decoupled PPO": Same({"loss": "decoupled_ppo"}, {"loss_type": "dapo", **VLLM}),
-    "decoupled PPO with KL": Same({"loss": "decoupled_ppo", "kl_coefficient": 0.3}, {"loss_type": "dapo", "beta": 0.3, **VLLM}),
+    "decoupled PPO with KL": Same(
+        {"loss": "decoupled_ppo", "kl_coefficient": 0.3}, {"loss_type": "dapo", "beta": 0.3, **VLLM}
+    ),
     "PPO-clip with masked weights": Same(
-        {"loss": "decoupled_ppo", "correction": "mis"}, {"loss_type": "dapo", "vllm_importance_sampling_mode": "token_mask", **VLLM}
+        {"loss": "decoupled_ppo", "correction": "mis"},
+        {"loss_type": "dapo", "vllm_importance_sampling_mode": "token_mask", **VLLM},
     ),
     "PPO-clip with truncated weights a sequence": Same(
         {"loss": "decoupled_ppo", "correction": "tis_sequence"},
@@ -64,7 +77,12 @@ SAME = {
     ),
     "IcePop": Same(
         {"loss": "icepop"},
-        {"loss_type": "dapo", "vllm_importance_sampling_mode": "token_mask", "vllm_importance_sampling_clip_min": 0.5, **VLLM},
+        {
+            "loss_type": "dapo",
+            "vllm_importance_sampling_mode": "token_mask",
+            "vllm_importance_sampling_clip_min": 0.5,
+            **VLLM,
+        },
     ),
     "GSPO with truncated weights": Same(
         {"loss": "gspo", "ratio": "proximal", "correction": "tis", "clip_low": 3e-4, "clip_high": 4e-4},
@@ -96,12 +114,16 @@ def our_loss(sampled: Sampled, config: AlgorithmConfig) -> tuple[Tensor, dict[st
     group_B = torch.arange(len(sampled.lengths)) // GROUP_SIZE
     advantage_M = function(resolve_advantage(config.advantage))(sampled.reward_B, group_B)[sequence_M]
     anchor_M = sampled.behaviour_M if recipe.ratio == "behaviour" else sampled.proximal_M
-    loss_M, stats = function(recipe.surrogate)(sampled.current_M, anchor_M, sampled.behaviour_M, advantage_M, sequence_M, config)
+    loss_M, stats = function(recipe.surrogate)(
+        sampled.current_M, anchor_M, sampled.behaviour_M, advantage_M, sequence_M, config
+    )
     if recipe.correction != "none":
         correction = function(BUILT_IN_CORRECTIONS[recipe.correction])
         loss_M = loss_M * correction(sampled.proximal_M, sampled.behaviour_M, advantage_M, sequence_M, config)
     if config.kl_coefficient:
-        loss_M = loss_M + config.kl_coefficient * kl(sampled.current_M, sampled.reference_M, config.kl_estimator)
+        loss_M = loss_M + config.kl_coefficient * kl(
+            sampled.current_M, sampled.reference_M, config.kl_estimator
+        )
     length_B = torch.tensor(sampled.lengths)
     weight_B = token_weights(recipe.aggregate, length_B, len(length_B), int(length_B.sum()), MAX_TOKENS)
     return (loss_M * weight_B[sequence_M]).sum(), stats
@@ -122,8 +144,13 @@ def test_loss_and_gradient_are_those_of_trl(name: str, seed: int) -> None:
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(gradient(ours, sampled), gradient(theirs, sampled), atol=1e-5, rtol=1e-5)
     assert stats["clip_fraction"] > 0, "no token is clipped: the comparison proves little"
-    if config.loss not in ("cispo", "gspo"):  # TRL counts cispo's clips of one sign alone, and gspo's by sequence
-        assert stats["clip_fraction"].item() / sum(sampled.lengths) == pytest.approx(metrics["clip_ratio/region_mean"])
+    if config.loss not in (
+        "cispo",
+        "gspo",
+    ):  # TRL counts cispo's clips of one sign alone, and gspo's by sequence
+        assert stats["clip_fraction"].item() / sum(sampled.lengths) == pytest.approx(
+            metrics["clip_ratio/region_mean"]
+        )
 
 
 @pytest.mark.parametrize("correction", ["tis", "tis_sequence", "mis", "mis_sequence", "icepop"])
@@ -152,14 +179,20 @@ def test_advantages_are_those_of_trl(seed: int) -> None:
 
 def test_a_kl_penalty_in_the_reward_is_that_of_trl() -> None:
     sampled = sample(0)
-    penalty_B = kl_reward_penalty(sampled.proximal_M, sampled.reference_M, numbered(*sampled.lengths), len(sampled.lengths))
+    penalty_B = kl_reward_penalty(
+        sampled.proximal_M, sampled.reference_M, numbered(*sampled.lengths), len(sampled.lengths)
+    )
     _, _, theirs_B = trl_loss(sampled, trainer=RLOOTrainer, beta=0.3)
     group_B = torch.arange(len(sampled.lengths)) // GROUP_SIZE
-    torch.testing.assert_close(rloo(sampled.reward_B - 0.3 * penalty_B, group_B), theirs_B, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        rloo(sampled.reward_B - 0.3 * penalty_B, group_B), theirs_B, atol=1e-5, rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize("overlong_tokens", [1, 20, 100])
 def test_the_length_penalty_is_that_of_trl(overlong_tokens: int) -> None:
     lengths = [0, 1, 79, 80, 81, 90, 99, 100, 101, 500]
     theirs = get_soft_overlong_punishment(100, overlong_tokens)([[0] * length for length in lengths])
-    torch.testing.assert_close(overlong_penalty(torch.tensor(lengths), 100, overlong_tokens), torch.tensor(theirs))
+    torch.testing.assert_close(
+        overlong_penalty(torch.tensor(lengths), 100, overlong_tokens), torch.tensor(theirs)
+    )

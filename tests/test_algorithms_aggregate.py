@@ -8,9 +8,9 @@ import pytest
 import torch
 from algorithm_cases import Case, for_any_case, numbered, tokens
 
+from asyncrl.algorithms.advantages import overlong_penalty
 from asyncrl.algorithms.aggregate import token_weights
-from asyncrl.algorithms.kl import kl, kl_reward_penalty
-from asyncrl.algorithms.rewards import overlong_penalty
+from asyncrl.algorithms.losses import kl, kl_reward_penalty
 
 AGGREGATES = ["token", "sequence", "constant"]
 
@@ -24,7 +24,9 @@ AGGREGATES = ["token", "sequence", "constant"]
     ],
 )
 def test_the_sum_of_weighted_losses_is_the_mean_that_the_name_says(aggregate: str, expected: float) -> None:
-    weight_S = token_weights(aggregate, torch.tensor([3, 1]), num_sequences=2, num_loss_tokens=4, max_tokens=8)
+    weight_S = token_weights(
+        aggregate, torch.tensor([3, 1]), num_sequences=2, num_loss_tokens=4, max_tokens=8
+    )
     assert weight_S.dtype == torch.float32
     assert (tokens(1, 2, 3, 10) * weight_S[numbered(3, 1)]).sum().item() == pytest.approx(expected)
 
@@ -44,14 +46,19 @@ def test_micro_batches_of_whole_sequences_add_up_to_the_loss_of_all(aggregate: s
 
 @pytest.mark.parametrize("aggregate", AGGREGATES)
 def test_a_sequence_without_loss_tokens_has_weight_zero(aggregate: str) -> None:
-    weight_S = token_weights(aggregate, torch.tensor([0, 4]), num_sequences=1, num_loss_tokens=4, max_tokens=8)
+    weight_S = token_weights(
+        aggregate, torch.tensor([0, 4]), num_sequences=1, num_loss_tokens=4, max_tokens=8
+    )
     assert weight_S[0] == 0 < weight_S[1]
     assert token_weights(aggregate, torch.tensor([0, 0]), 0, 0, 8).tolist() == [0, 0]
 
 
 def test_counts_that_cannot_be_and_other_words_are_refused() -> None:
     lengths_S = torch.tensor([3, 1])
-    with pytest.raises(ValueError, match="2 sequences with 4 loss tokens cannot be part of a step of num_sequences=2, num_loss_tokens=3"):
+    with pytest.raises(
+        ValueError,
+        match="2 sequences with 4 loss tokens cannot be part of a step of num_sequences=2, num_loss_tokens=3",
+    ):
         token_weights("token", lengths_S, 2, 3, 8)
     with pytest.raises(ValueError, match="num_sequences=1"):
         token_weights("token", lengths_S, 1, 4, 8)
@@ -74,7 +81,10 @@ def test_counts_that_cannot_be_and_other_words_are_refused() -> None:
 def test_the_kl_estimators_where_the_current_policy_is_twice_and_half_as_sure(
     estimator: str, values: list[float], gradients: list[float]
 ) -> None:
-    current_M, reference_M = tokens(-1, -1).requires_grad_(), tokens(-1 - math.log(2), -1 + math.log(2)).requires_grad_()
+    current_M, reference_M = (
+        tokens(-1, -1).requires_grad_(),
+        tokens(-1 - math.log(2), -1 + math.log(2)).requires_grad_(),
+    )
     kl_M = kl(current_M, reference_M, estimator)
     torch.testing.assert_close(kl_M.detach(), tokens(*values))
     kl_M.sum().backward()
@@ -93,11 +103,17 @@ def test_the_gradient_of_k2_is_that_of_the_kl() -> None:
     """Over all tokens of a vocabulary, each as often as it is sampled: the claim in the docstring."""
     logits_V, reference_V = tokens(1, 0.5, -1).requires_grad_(), tokens(0, 1, 0).log_softmax(0)
     logprob_V = logits_V.log_softmax(0)
-    (exact_V,) = torch.autograd.grad((logprob_V.exp() * (logprob_V - reference_V)).sum(), logits_V, retain_graph=True)
-    (gradient_V,) = torch.autograd.grad((logprob_V.exp().detach() * kl(logprob_V, reference_V, "k2")).sum(), logits_V)
+    (exact_V,) = torch.autograd.grad(
+        (logprob_V.exp() * (logprob_V - reference_V)).sum(), logits_V, retain_graph=True
+    )
+    (gradient_V,) = torch.autograd.grad(
+        (logprob_V.exp().detach() * kl(logprob_V, reference_V, "k2")).sum(), logits_V
+    )
     torch.testing.assert_close(gradient_V, exact_V)
     logprob_V = logits_V.log_softmax(0)
-    (nothing_V,) = torch.autograd.grad((logprob_V.exp().detach() * kl(logprob_V, reference_V, "k1")).sum(), logits_V)
+    (nothing_V,) = torch.autograd.grad(
+        (logprob_V.exp().detach() * kl(logprob_V, reference_V, "k1")).sum(), logits_V
+    )
     torch.testing.assert_close(nothing_V, torch.zeros(3))
 
 
@@ -109,7 +125,9 @@ def test_the_kl_penalty_of_a_reward_is_the_sum_over_the_sequence() -> None:
 def test_other_estimators_and_shapes_are_refused() -> None:
     with pytest.raises(ValueError, match="estimator='k4' must be k1, k2 or k3"):
         kl(tokens(-1), tokens(-1), "k4")
-    with pytest.raises(ValueError, match=r"reference_M is torch.float32 \(2,\), .* as long as current_M \(1,\)"):
+    with pytest.raises(
+        ValueError, match=r"reference_M is torch.float32 \(2,\), .* as long as current_M \(1,\)"
+    ):
         kl(tokens(-1), tokens(-1, -1), "k3")
     with pytest.raises(ValueError, match=r"reference_M is torch.float64"):
         kl_reward_penalty(tokens(-1), tokens(-1).double(), numbered(1), 1)

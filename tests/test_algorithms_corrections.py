@@ -11,8 +11,8 @@ from algorithm_cases import SETTINGS, Case, for_any_case, function, numbered, to
 from torch import Tensor
 
 from asyncrl.algorithms.corrections import icepop, m2po, mis, mis_sequence, tis, tis_sequence
-from asyncrl.algorithms.names import BUILT_IN_CORRECTIONS, WHOLE_BATCH
-from asyncrl.algorithms.proximal import interpolate
+from asyncrl.algorithms.losses import interpolate
+from asyncrl.algorithms.registry import BUILT_IN_CORRECTIONS, WHOLE_BATCH
 from asyncrl.config import AlgorithmConfig
 
 PER_SEQUENCE = [function(name) for key, name in BUILT_IN_CORRECTIONS.items() if key not in WHOLE_BATCH]
@@ -59,13 +59,21 @@ def test_m2po_masks_the_largest_log_ratios_until_the_mean_square_of_the_rest_is_
     weight_M = m2po(log_weight_M - 2, tokens(-2, -2, -2, -2), tokens(1, 1, 1, 1), numbered(2, 2), SETTINGS)
     assert weight_M.tolist() == [0, 1, 0, 1]
     settings = AlgorithmConfig(m2_limit=0.1)
-    assert m2po(log_weight_M - 2, tokens(-2, -2, -2, -2), tokens(1, 1, 1, 1), numbered(2, 2), settings).tolist() == [1, 1, 1, 1]
+    assert m2po(
+        log_weight_M - 2, tokens(-2, -2, -2, -2), tokens(1, 1, 1, 1), numbered(2, 2), settings
+    ).tolist() == [1, 1, 1, 1]
 
 
 def test_m2po_counts_and_masks_only_tokens_that_went_where_their_advantage_pushes() -> None:
     # The first two went too far; the next two are brought back by their step; no step is taken on the last.
     log_weight_M, advantage_M = tokens(3, -3, -3, 3, 3), tokens(1, -2, 1, -2, 0)
-    assert m2po(log_weight_M - 9, tokens(*[-9] * 5), advantage_M, numbered(5), SETTINGS).tolist() == [0, 0, 1, 1, 1]
+    assert m2po(log_weight_M - 9, tokens(*[-9] * 5), advantage_M, numbered(5), SETTINGS).tolist() == [
+        0,
+        0,
+        1,
+        1,
+        1,
+    ]
 
 
 @for_any_case()
@@ -73,7 +81,10 @@ def test_m2po_leaves_a_mean_square_within_the_limit_and_masks_no_token_that_coul
     weight_M = call(m2po, case)
     log_weight_M = (case.anchor_M - case.behaviour_M).double()
     counted_M = log_weight_M.sign() * case.advantage_M.sign() > 0
-    kept_M, masked_M = log_weight_M[counted_M & (weight_M == 1)].square(), log_weight_M[counted_M & (weight_M == 0)].square()
+    kept_M, masked_M = (
+        log_weight_M[counted_M & (weight_M == 1)].square(),
+        log_weight_M[counted_M & (weight_M == 0)].square(),
+    )
     assert len(kept_M) + len(masked_M) == counted_M.sum()
     assert (weight_M[~counted_M] == 1).all()
     assert len(kept_M) == 0 or kept_M.mean() <= SETTINGS.m2_limit + 1e-9
@@ -85,7 +96,9 @@ def test_m2po_leaves_a_mean_square_within_the_limit_and_masks_no_token_that_coul
 
 @pytest.mark.parametrize("correction", [tis, tis_sequence, mis, mis_sequence, icepop, m2po])
 @for_any_case()
-def test_where_proximal_and_behaviour_policy_are_equal_every_weight_is_one(correction: Any, case: Case) -> None:
+def test_where_proximal_and_behaviour_policy_are_equal_every_weight_is_one(
+    correction: Any, case: Case
+) -> None:
     weight_M = correction(case.behaviour_M, case.behaviour_M, case.advantage_M, case.sequence_M, SETTINGS)
     assert weight_M.tolist() == [1.0] * len(case.behaviour_M)
 
@@ -109,7 +122,9 @@ def test_m2po_of_a_part_is_another_one_which_is_why_it_needs_all_tokens_at_once(
 @pytest.mark.parametrize("correction", [tis, tis_sequence, mis, mis_sequence, icepop, m2po])
 def test_no_gradient_flows_through_a_weight_and_extreme_ratios_stay_finite(correction: Any) -> None:
     proximal_M = tokens(-0.1, -1000.0, -1.0).requires_grad_()
-    weight_M = correction(proximal_M, tokens(-1000.0, -0.1, -1.0), tokens(1, 1, 1), numbered(1, 1, 1), SETTINGS)
+    weight_M = correction(
+        proximal_M, tokens(-1000.0, -0.1, -1.0), tokens(1, 1, 1), numbered(1, 1, 1), SETTINGS
+    )
     assert not weight_M.requires_grad
     assert weight_M.dtype == torch.float32
     assert torch.isfinite(weight_M).all()
@@ -118,7 +133,9 @@ def test_no_gradient_flows_through_a_weight_and_extreme_ratios_stay_finite(corre
 @pytest.mark.parametrize("correction", [tis, tis_sequence, mis, mis_sequence, icepop, m2po])
 def test_other_shapes_and_dtypes_are_refused_with_the_name_of_the_tensor(correction: Any) -> None:
     good = tokens(-1, -1)
-    with pytest.raises(ValueError, match=r"behaviour_M is torch.float32 \(1,\), .* as long as proximal_M \(2,\)"):
+    with pytest.raises(
+        ValueError, match=r"behaviour_M is torch.float32 \(1,\), .* as long as proximal_M \(2,\)"
+    ):
         correction(good, good[:1], good, numbered(2), SETTINGS)
     with pytest.raises(ValueError, match=r"sequence_M is torch.int32"):
         correction(good, good, good, numbered(2).int(), SETTINGS)
@@ -134,7 +151,10 @@ def test_the_interpolated_proximal_policy_moves_from_behaviour_to_current_with_t
 @for_any_case()
 def test_the_interpolated_proximal_policy_lies_between_the_two(case: Case) -> None:
     proximal_M = interpolate(case.behaviour_M, case.current_M, case.sequence_M)
-    low_M, high_M = torch.minimum(case.behaviour_M, case.current_M), torch.maximum(case.behaviour_M, case.current_M)
+    low_M, high_M = (
+        torch.minimum(case.behaviour_M, case.current_M),
+        torch.maximum(case.behaviour_M, case.current_M),
+    )
     assert ((low_M - 1e-5 <= proximal_M) & (proximal_M <= high_M + 1e-5)).all()
 
 

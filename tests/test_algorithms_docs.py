@@ -13,7 +13,7 @@ from algorithm_cases import SETTINGS, numbered, tokens
 from trl_trainers import Sampled, trl_loss
 
 from asyncrl.algorithms.aggregate import token_weights
-from asyncrl.algorithms.names import RECIPES, resolve, resolve_advantage
+from asyncrl.algorithms.registry import RECIPES, resolve, resolve_advantage
 from asyncrl.config import RunConfig
 
 PAGE = (Path(__file__).parent.parent / "docs" / "algorithms.md").read_text(encoding="utf-8")
@@ -24,7 +24,9 @@ exec("\n".join(re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)), FUNCT
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_every_recipe_on_the_page_is_a_config(block: str) -> None:
-    config = RunConfig.model_validate({"model": {"path": "x"}, "task": {"reasoning_gym": "basic_arithmetic"}, **yaml.safe_load(block)})
+    config = RunConfig.model_validate(
+        {"model": {"path": "x"}, "task": {"reasoning_gym": "basic_arithmetic"}, **yaml.safe_load(block)}
+    )
     resolve(config.algorithm)
     resolve_advantage(config.algorithm.advantage)
 
@@ -32,7 +34,11 @@ def test_every_recipe_on_the_page_is_a_config(block: str) -> None:
 def test_every_loss_has_a_recipe_on_the_page_and_its_row_says_what_it_is() -> None:
     shown = {yaml.safe_load(block)["algorithm"].get("loss") for block in BLOCKS}
     assert set(RECIPES) - {"reinforce"} <= shown
-    rows = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in PAGE.splitlines() if line.startswith("| `")]
+    rows = [
+        [cell.strip(" `") for cell in line.split("|")[1:-1]]
+        for line in PAGE.splitlines()
+        if line.startswith("| `")
+    ]
     of_losses = {row[0]: row for row in rows if row[0] in RECIPES}
     assert list(of_losses) == list(RECIPES)
     for name, (_, _, ratio, correction, aggregate, _) in of_losses.items():
@@ -50,11 +56,19 @@ def test_the_loss_of_ones_own_on_the_page_is_sapo_as_trl_has_it() -> None:
     args = {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05}
     theirs, _, advantage_B = trl_loss(sampled, loss_type="sapo", more_args=args)
     sequence_M = numbered(*lengths)
-    loss_M, stats = FUNCTIONS["sapo"](current_M, proximal_M, proximal_M, advantage_B[sequence_M], sequence_M, SETTINGS)
+    loss_M, stats = FUNCTIONS["sapo"](
+        current_M, proximal_M, proximal_M, advantage_B[sequence_M], sequence_M, SETTINGS
+    )
     ours = (loss_M * token_weights("sequence", torch.tensor(lengths), 6, count, 8)[sequence_M]).sum()
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
     assert stats["ratio"].item() == pytest.approx((current_M - proximal_M).exp().sum().item())
 
 
 def test_the_advantage_of_ones_own_on_the_page_favours_the_best_of_each_group() -> None:
-    assert FUNCTIONS["best_of_group"](tokens(1, 3, 2, 0, 0), numbered(3, 2)).tolist() == [-0.5, 0.5, -0.5, 0.5, 0.5]
+    assert FUNCTIONS["best_of_group"](tokens(1, 3, 2, 0, 0), numbered(3, 2)).tolist() == [
+        -0.5,
+        0.5,
+        -0.5,
+        0.5,
+        0.5,
+    ]

@@ -9,7 +9,8 @@ import sys
 import pytest
 from algorithm_cases import function
 
-from asyncrl.algorithms.names import (
+from asyncrl.algorithms.losses import ppo_clip
+from asyncrl.algorithms.registry import (
     BUILT_IN_ADVANTAGES,
     BUILT_IN_CORRECTIONS,
     FUNCTIONS,
@@ -19,24 +20,34 @@ from asyncrl.algorithms.names import (
     resolve,
     resolve_advantage,
 )
-from asyncrl.algorithms.surrogates import ppo_clip
 from asyncrl.config import AlgorithmConfig
 
-SURROGATES = "asyncrl.algorithms.surrogates"
+SURROGATES = "asyncrl.algorithms.losses"
 
 
 def test_every_built_in_name_leads_to_a_function() -> None:
     surrogates = [recipe.surrogate for recipe in RECIPES.values()]
-    for name in (*BUILT_IN_ADVANTAGES.values(), *BUILT_IN_CORRECTIONS.values(), *FUNCTIONS.values(), *surrogates):
+    for name in (
+        *BUILT_IN_ADVANTAGES.values(),
+        *BUILT_IN_CORRECTIONS.values(),
+        *FUNCTIONS.values(),
+        *surrogates,
+    ):
         assert callable(function(name))
     assert set(BUILT_IN_CORRECTIONS) >= WHOLE_BATCH
 
 
 def test_all_surrogates_have_one_signature_and_all_corrections() -> None:
     for recipe in RECIPES.values():
-        assert list(inspect.signature(function(recipe.surrogate)).parameters) == list(inspect.signature(ppo_clip).parameters)
-    parameters = [list(inspect.signature(function(name)).parameters) for name in BUILT_IN_CORRECTIONS.values()]
-    assert parameters == [["proximal_M", "behaviour_M", "advantage_M", "sequence_M", "settings"]] * len(parameters)
+        assert list(inspect.signature(function(recipe.surrogate)).parameters) == list(
+            inspect.signature(ppo_clip).parameters
+        )
+    parameters = [
+        list(inspect.signature(function(name)).parameters) for name in BUILT_IN_CORRECTIONS.values()
+    ]
+    assert parameters == [["proximal_M", "behaviour_M", "advantage_M", "sequence_M", "settings"]] * len(
+        parameters
+    )
 
 
 def test_the_names_of_the_config_are_the_names_here() -> None:
@@ -56,15 +67,25 @@ def test_the_config_overrides_the_recipe_one_key_at_a_time() -> None:
     assert resolve(AlgorithmConfig(ratio="proximal", correction="mis_sequence")) == Recipe(
         f"{SURROGATES}:ppo_clip", "proximal", "mis_sequence"
     )
-    assert resolve(AlgorithmConfig(loss="decoupled_ppo", ratio="behaviour", correction="none")) == RECIPES["ppo_clip"]
+    assert (
+        resolve(AlgorithmConfig(loss="decoupled_ppo", ratio="behaviour", correction="none"))
+        == RECIPES["ppo_clip"]
+    )
 
 
 @pytest.mark.parametrize("loss", ["ppo_clip", "dapo", "cispo", "gspo", "m2po"])
 @pytest.mark.parametrize("correction", ["tis", "tis_sequence", "mis", "mis_sequence", "icepop"])
-def test_a_weight_beside_a_ratio_to_the_behaviour_policy_counts_twice_and_is_refused(loss: str, correction: str) -> None:
-    with pytest.raises(ValueError, match=rf"loss={loss} with ratio=behaviour and correction={correction} .* set algorithm.ratio=proximal"):
+def test_a_weight_beside_a_ratio_to_the_behaviour_policy_counts_twice_and_is_refused(
+    loss: str, correction: str
+) -> None:
+    with pytest.raises(
+        ValueError,
+        match=rf"loss={loss} with ratio=behaviour and correction={correction} .* set algorithm.ratio=proximal",
+    ):
         resolve(AlgorithmConfig(loss=loss, correction=correction))
-    assert resolve(AlgorithmConfig(loss=loss, correction=correction, ratio="proximal")).correction == correction
+    assert (
+        resolve(AlgorithmConfig(loss=loss, correction=correction, ratio="proximal")).correction == correction
+    )
 
 
 def test_the_ratio_alone_can_make_it_count_twice() -> None:
@@ -73,9 +94,13 @@ def test_the_ratio_alone_can_make_it_count_twice() -> None:
 
 
 def test_a_mask_of_the_whole_step_beside_interpolated_logprobs_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"proximal=interpolate beside correction=m2po: .* set algorithm.proximal=recompute"):
+    with pytest.raises(
+        ValueError, match=r"proximal=interpolate beside correction=m2po: .* set algorithm.proximal=recompute"
+    ):
         resolve(AlgorithmConfig(loss="m2po", proximal="interpolate"))
-    assert resolve(AlgorithmConfig(loss="m2po", correction="none", proximal="interpolate")).correction == "none"
+    assert (
+        resolve(AlgorithmConfig(loss="m2po", correction="none", proximal="interpolate")).correction == "none"
+    )
 
 
 def test_bounds_between_which_icepop_would_keep_no_weight_are_refused() -> None:
@@ -90,7 +115,9 @@ def test_a_mask_beside_any_ratio_and_a_weight_beside_no_ratio_count_once() -> No
 
 
 def test_a_loss_of_ones_own_is_taken_as_it_is_named() -> None:
-    assert resolve(AlgorithmConfig(loss="my.losses:mine")) == Recipe("my.losses:mine", "behaviour", "none", "token")
+    assert resolve(AlgorithmConfig(loss="my.losses:mine")) == Recipe(
+        "my.losses:mine", "behaviour", "none", "token"
+    )
     assert resolve(AlgorithmConfig(loss="my.losses:mine", correction="tis")).correction == "tis"
     assert resolve_advantage("my.losses:advantage") == "my.losses:advantage"
     assert resolve_advantage("leave_one_out") == resolve_advantage("rloo")
@@ -98,12 +125,19 @@ def test_a_loss_of_ones_own_is_taken_as_it_is_named() -> None:
 
 @pytest.mark.parametrize("name", ["ppo", "a.module:", ":function"])
 def test_a_name_that_is_not_known_is_refused_with_those_that_are(name: str) -> None:
-    with pytest.raises(ValueError, match=rf"algorithm.loss={name} is not known; name one of ppo_clip, dapo, .* as module:function"):
+    with pytest.raises(
+        ValueError,
+        match=rf"algorithm.loss={name} is not known; name one of ppo_clip, dapo, .* as module:function",
+    ):
         resolve(AlgorithmConfig(loss=name))
-    with pytest.raises(ValueError, match=rf"algorithm.advantage={name} is not known; name one of grpo, dr_grpo, "):
+    with pytest.raises(
+        ValueError, match=rf"algorithm.advantage={name} is not known; name one of grpo, dr_grpo, "
+    ):
         resolve_advantage(name)
 
 
 def test_the_names_are_there_without_torch() -> None:
-    code = "import sys, asyncrl.algorithms.names; assert 'torch' not in sys.modules, 'names.py imports torch'"
+    code = (
+        "import sys, asyncrl.algorithms.registry; assert 'torch' not in sys.modules, 'names.py imports torch'"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)

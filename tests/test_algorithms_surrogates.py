@@ -11,14 +11,16 @@ import torch
 from algorithm_cases import SETTINGS, Case, for_any_case, numbered, tokens
 from torch import Tensor
 
-from asyncrl.algorithms.surrogates import cispo, gspo, importance_ratio, ppo_clip, reinforce
+from asyncrl.algorithms.losses import cispo, gspo, importance_ratio, ppo_clip, reinforce
 from asyncrl.config import AlgorithmConfig
 
 SURROGATES = [ppo_clip, gspo, cispo, reinforce, importance_ratio]
 
 
 def call(surrogate: Any, current_M: Tensor, case: Case) -> tuple[Tensor, dict[str, Tensor]]:
-    loss_M, stats = surrogate(current_M, case.anchor_M, case.behaviour_M, case.advantage_M, case.sequence_M, SETTINGS)
+    loss_M, stats = surrogate(
+        current_M, case.anchor_M, case.behaviour_M, case.advantage_M, case.sequence_M, SETTINGS
+    )
     return loss_M, stats
 
 
@@ -26,7 +28,9 @@ def one_sequence(ratios: list[float], advantages: list[float]) -> tuple[Tensor, 
     """(current_M with gradient at these ratios to an anchor of -3, the rest)."""
     anchor_M = torch.full((len(ratios),), -3.0)
     current_M = (anchor_M + tokens(*(math.log(ratio) for ratio in ratios))).requires_grad_()
-    return current_M, Case(current_M, anchor_M, torch.full_like(anchor_M, -9.0), tokens(*advantages), numbered(len(ratios)))
+    return current_M, Case(
+        current_M, anchor_M, torch.full_like(anchor_M, -9.0), tokens(*advantages), numbered(len(ratios))
+    )
 
 
 def test_ppo_clip_takes_the_smaller_of_plain_and_clipped_surrogate_of_each_token() -> None:
@@ -77,7 +81,9 @@ def test_importance_ratio_never_clips() -> None:
 
 @pytest.mark.parametrize("surrogate", SURROGATES)
 @for_any_case()
-def test_with_equal_logprobs_the_gradient_is_the_plain_policy_gradient_and_nothing_is_clipped(surrogate: Any, case: Case) -> None:
+def test_with_equal_logprobs_the_gradient_is_the_plain_policy_gradient_and_nothing_is_clipped(
+    surrogate: Any, case: Case
+) -> None:
     current_M = case.behaviour_M.clone().requires_grad_()
     loss_M, stats = call(surrogate, current_M, replace(case, anchor_M=case.behaviour_M))
     (gradient_M,) = torch.autograd.grad(loss_M.sum(), current_M)
@@ -87,7 +93,9 @@ def test_with_equal_logprobs_the_gradient_is_the_plain_policy_gradient_and_nothi
 
 @pytest.mark.parametrize("surrogate", SURROGATES)
 @for_any_case(min_sequences=2)
-def test_a_batch_cut_between_sequences_has_the_same_losses_and_sums_of_statistics(surrogate: Any, case: Case) -> None:
+def test_a_batch_cut_between_sequences_has_the_same_losses_and_sums_of_statistics(
+    surrogate: Any, case: Case
+) -> None:
     whole_M, whole_stats = call(surrogate, case.current_M.clone().requires_grad_(), case)
     cut = case.num_sequences // 2
     parts = [case.part(0, cut), case.part(cut, case.num_sequences)]
@@ -106,7 +114,9 @@ def test_a_token_depends_on_its_own_sequence_alone(surrogate: Any, case: Case) -
     (gradient_M,) = torch.autograd.grad(loss_M[first_M].sum(), current_M)
     assert gradient_M[~first_M].abs().sum() == 0
     other_M = torch.where(first_M, case.current_M, -100.0).requires_grad_()
-    changed_M, _ = call(surrogate, other_M, replace(case, advantage_M=torch.where(first_M, case.advantage_M, 1e6)))
+    changed_M, _ = call(
+        surrogate, other_M, replace(case, advantage_M=torch.where(first_M, case.advantage_M, 1e6))
+    )
     assert torch.equal(changed_M[first_M], loss_M[first_M])
 
 
@@ -114,7 +124,9 @@ def test_a_token_depends_on_its_own_sequence_alone(surrogate: Any, case: Case) -
 def test_ratios_beyond_float32_give_finite_losses_and_gradients(surrogate: Any) -> None:
     current_M = tokens(-0.1, -1000.0, -0.1, -1000.0).requires_grad_()
     anchor_M = tokens(-1000.0, -0.1, -1000.0, -0.1)
-    loss_M, _ = call(surrogate, current_M, Case(current_M, anchor_M, anchor_M, tokens(1, 0, 0, -1), numbered(1, 1, 1, 1)))
+    loss_M, _ = call(
+        surrogate, current_M, Case(current_M, anchor_M, anchor_M, tokens(1, 0, 0, -1), numbered(1, 1, 1, 1))
+    )
     loss_M.sum().backward()
     assert current_M.grad is not None
     assert torch.isfinite(loss_M).all()
@@ -131,7 +143,9 @@ def test_ratios_beyond_float32_give_finite_losses_and_gradients(surrogate: Any) 
         ({"sequence_M": tokens(0, 0)}, r"sequence_M is torch.float32 \(2,\), but must be torch.int64"),
     ],
 )
-def test_other_shapes_and_dtypes_are_refused_with_the_name_of_the_tensor(surrogate: Any, wrong: dict[str, Tensor], message: str) -> None:
+def test_other_shapes_and_dtypes_are_refused_with_the_name_of_the_tensor(
+    surrogate: Any, wrong: dict[str, Tensor], message: str
+) -> None:
     good = Case(tokens(-1, -1), tokens(-1, -1), tokens(-1, -1), tokens(1, 1), numbered(2))
     with pytest.raises(ValueError, match=message):
         call(surrogate, good.current_M, replace(good, **wrong))
@@ -140,5 +154,7 @@ def test_other_shapes_and_dtypes_are_refused_with_the_name_of_the_tensor(surroga
 def test_the_clip_range_is_what_the_config_says() -> None:
     current_M, case = one_sequence([1.5, 0.5], [1, -1])
     settings = AlgorithmConfig(clip_low=0.4, clip_high=0.28)
-    loss_M, _ = ppo_clip(current_M, case.anchor_M, case.behaviour_M, case.advantage_M, case.sequence_M, settings)
+    loss_M, _ = ppo_clip(
+        current_M, case.anchor_M, case.behaviour_M, case.advantage_M, case.sequence_M, settings
+    )
     torch.testing.assert_close(loss_M.detach(), tokens(-1.28, 0.6))

@@ -11,7 +11,10 @@ from gateway_load import TURNS, CallFailed, Chat, Load, Measured, Wire, request_
 
 
 def test_growth_is_the_slope_of_memory_over_ended_sessions():
-    steady, growing = [(ended, 5000) for ended in (0, 700, 900)], [(ended, 5000 + 3 * ended) for ended in (0, 700, 900)]
+    steady, growing = (
+        [(ended, 5000) for ended in (0, 700, 900)],
+        [(ended, 5000 + 3 * ended) for ended in (0, 700, 900)],
+    )
     assert gateway.growth_per_thousand(steady) == 0
     assert gateway.growth_per_thousand(growing) == pytest.approx(3000)
 
@@ -28,7 +31,10 @@ def test_percentiles_are_of_the_nearest_rank():
 
 
 def test_added_latency_is_the_difference_of_the_same_percentile():
-    direct, through = Measured(1.0, latencies=[1.0] * 98 + [2.0] * 2), Measured(1.0, latencies=[1.5] * 98 + [5.0] * 2)
+    direct, through = (
+        Measured(1.0, latencies=[1.0] * 98 + [2.0] * 2),
+        Measured(1.0, latencies=[1.5] * 98 + [5.0] * 2),
+    )
     assert (Added(direct, through).added_s(50), Added(direct, through).added_s(99)) == (0.5, 3.0)
 
 
@@ -95,7 +101,10 @@ def test_a_wire_keeps_its_connection_and_reads_answers_that_come_in_pieces():
     async def story() -> None:
         async with Echo() as echo:
             wire = Wire(echo.host, echo.port)
-            assert [(await wire.post(request_bytes("/", "key", body)))[0] for body in (b"one", b"two")] == [b"one", b"two"]
+            assert [(await wire.post(request_bytes("/", "key", body)))[0] for body in (b"one", b"two")] == [
+                b"one",
+                b"two",
+            ]
             assert echo.num_connections == 1
             wire.close()
 
@@ -118,14 +127,18 @@ def test_a_load_measures_the_calls_of_its_window_and_leaves_none_under_way():
         async with Echo() as echo:
 
             async def more(num_calls: int) -> None:
-                end = echo.asked + num_calls  # from when it is waited for: a busy machine may notice the end of the warm-up late
+                end = (
+                    echo.asked + num_calls
+                )  # from when it is waited for: a busy machine may notice the end of the warm-up late
                 while echo.asked < end:  # noqa: ASYNC110  a socket gives no other sign
                     await asyncio.sleep(0.001)
 
             measured = await Load(echo, sessions=3).run(more(30), more(60), lambda: echo.asked / 1000)
             num_asked = measured.cpu_s * 1000  # of the window, by the server's own count
             assert num_asked > 50
-            assert len(measured.latencies) == pytest.approx(num_asked, abs=2 * 3), "but for those in flight at either end"
+            assert len(measured.latencies) == pytest.approx(num_asked, abs=2 * 3), (
+                "but for those in flight at either end"
+            )
             assert echo.num_connections == 3
             assert echo.num_talks > 30 / TURNS
 

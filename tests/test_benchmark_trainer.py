@@ -28,7 +28,10 @@ def make_case(folder: Path, lengths: list[int]) -> Case:
 def test_a_batch_has_equal_prompts_in_a_group_and_behaviour_logprobs_on_completions_alone(tmp_path):
     lengths = [1, 2, 3, 4, 5, 6, 7, 8] * 2
     header, arrays = make_case(tmp_path, lengths).batch()
-    prompts = [arrays.token_ids[entry.start : entry.start + trainer_case.PROMPT_LENGTH].tobytes() for entry in header.trajectories]
+    prompts = [
+        arrays.token_ids[entry.start : entry.start + trainer_case.PROMPT_LENGTH].tobytes()
+        for entry in header.trajectories
+    ]
     assert len(set(prompts[:8])) == len(set(prompts[8:])) == 1
     assert prompts[0] != prompts[8]
     assert [int(arrays.loss_mask[entry.start : entry.end].sum()) for entry in header.trajectories] == lengths
@@ -74,7 +77,11 @@ def test_memory_counts_from_the_loaded_model():
 def test_sides_that_take_different_steps_end_the_benchmark():
     side = trainer.Side(cpu_s=1.0, wall_s=1.0, peak_bytes=1, loss=0.5, grad_norm=1.0)
     trainer.check_agreement(side, side, "float32")
-    for other in (replace(side, loss=0.5002), replace(side, grad_norm=1.002), replace(side, loss=float("nan"))):
+    for other in (
+        replace(side, loss=0.5002),
+        replace(side, grad_norm=1.002),
+        replace(side, loss=float("nan")),
+    ):
         with pytest.raises(SystemExit, match="do not compute the same"):
             trainer.check_agreement(other, side, "float32")
 

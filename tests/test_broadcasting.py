@@ -13,13 +13,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 from trainer_cases import make_batch
 
-from asyncrl.broadcasting import GroupBroken, WeightGroup
-from asyncrl.calling import CallRefused
-from asyncrl.serving import Refused
-from asyncrl.sharing import word_digest
-from asyncrl.trainer.broadcast import HeldWeights
-from asyncrl.trainer.chunks import LazyWeights
-from asyncrl.wire import BroadcastRequest, BroadcastResponse, GroupSeat, joint_digest
+from asyncrl.http import CallRefused, Refused
+from asyncrl.messages.base import BroadcastRequest, BroadcastResponse, GroupSeat, joint_digest
+from asyncrl.weights.broadcasting import GroupBroken, WeightGroup
+from asyncrl.weights.chunk_export import LazyWeights
+from asyncrl.weights.send import HeldWeights
+from asyncrl.weights.shared_memory import word_digest
 
 CPU = torch.device("cpu")
 NAMES = itertools.count()
@@ -27,7 +26,9 @@ NAMES = itertools.count()
 
 def seats(folder: Path, size: int, *, timeout_s: float = 20.0) -> list[GroupSeat]:
     path = str(folder / f"group-{next(NAMES)}")
-    return [GroupSeat(path=path, size=size, rank=rank, is_new=True, timeout_s=timeout_s) for rank in range(size)]
+    return [
+        GroupSeat(path=path, size=size, rank=rank, is_new=True, timeout_s=timeout_s) for rank in range(size)
+    ]
 
 
 def some_weights(seed: int = 0) -> dict[str, Tensor]:
@@ -43,7 +44,9 @@ def take(seat: GroupSeat) -> tuple[int, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_receiver_gets_the_bits_that_were_held_whatever_training_does_meanwhile(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_every_receiver_gets_the_bits_that_were_held_whatever_training_does_meanwhile(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
     weights = some_weights()
     expected = {name: tensor.to(dtype, copy=True) for name, tensor in weights.items()}
     held = HeldWeights(CPU, dtype, chunk_bytes=4096)
@@ -58,8 +61,14 @@ def test_every_receiver_gets_the_bits_that_were_held_whatever_training_does_mean
     for version, tensors in received:
         assert version == 3
         assert tensors.keys() == expected.keys()
-        assert all(torch.equal(tensors[name], expected[name]) and tensors[name].dtype == dtype for name in expected)
-    assert answer.held_digest == sent.digest == joint_digest(word_digest(name, tensor) for name, tensor in expected.items())
+        assert all(
+            torch.equal(tensors[name], expected[name]) and tensors[name].dtype == dtype for name in expected
+        )
+    assert (
+        answer.held_digest
+        == sent.digest
+        == joint_digest(word_digest(name, tensor) for name, tensor in expected.items())
+    )
     assert (answer.num_tensors, answer.num_bytes) == (4, sum(tensor.nbytes for tensor in expected.values()))
 
 
@@ -105,7 +114,13 @@ def test_a_trainer_process_sends_what_it_would_write(
 ) -> None:
     """Shards are gathered, adapters are merged; a step after the export changes nothing of what is sent."""
     with running(
-        tiny_model_dir, tmp_path / "trainer", world_size, trainer={"lora": lora}, transport="nccl", is_file_wanted=True, chunk_bytes=8192
+        tiny_model_dir,
+        tmp_path / "trainer",
+        world_size,
+        trainer={"lora": lora},
+        transport="nccl",
+        is_file_wanted=True,
+        chunk_bytes=8192,
     ) as trainer:
         trainer.train(*make_batch(version=0))
         exported = trainer.export()
@@ -114,13 +129,19 @@ def test_a_trainer_process_sends_what_it_would_write(
         with ThreadPoolExecutor() as threads:
             receiving = threads.submit(take, second)
             request = BroadcastRequest(version=1, seat=first)
-            sent = trainer.ask(lambda caller: caller.post("/broadcast", request, BroadcastResponse, timeout_s=60.0))
+            sent = trainer.ask(
+                lambda caller: caller.post("/broadcast", request, BroadcastResponse, timeout_s=60.0)
+            )
             version, found = receiving.result()
         written = load_file(exported.path)
         assert version == 1
         assert found.keys() == written.keys()
         assert all(torch.equal(found[name], written[name]) for name in written)
-        assert sent.digest == exported.held_digest == joint_digest(word_digest(name, tensor) for name, tensor in found.items())
+        assert (
+            sent.digest
+            == exported.held_digest
+            == joint_digest(word_digest(name, tensor) for name, tensor in found.items())
+        )
         old = BroadcastRequest(version=0, seat=first)
         with pytest.raises(CallRefused, match="what is held is version 1"):
             trainer.ask(lambda caller: caller.post("/broadcast", old, BroadcastResponse, timeout_s=60.0))

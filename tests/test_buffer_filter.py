@@ -12,17 +12,19 @@ from hypothesis import strategies as st
 
 from asyncrl.buffer.filter import is_filtered
 from asyncrl.buffer.look_ahead import LookAhead
-from asyncrl.buffer.rule import OnOverdue, StalenessRule
 from asyncrl.buffer.simulation import Outcome, Simulation, Workload
+from asyncrl.buffer.staleness import OnOverdue, StalenessRule
 from asyncrl.errors import RoomError, TaskError
+from asyncrl.messages.records import Credit, Group
 from asyncrl.testing.virtual_time import all_blocked, run_virtual
-from asyncrl.types import Credit, Group
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
 
 
 @given(st.lists(FINITE, min_size=1, max_size=8))
-def test_a_group_is_filtered_if_all_its_rewards_are_equal_and_only_if_that_is_asked_for(rewards: list[float]) -> None:
+def test_a_group_is_filtered_if_all_its_rewards_are_equal_and_only_if_that_is_asked_for(
+    rewards: list[float],
+) -> None:
     group = make_group(0, *([0] for _ in rewards), rewards=rewards)
     assert is_filtered(group, "equal_rewards") == all(reward == rewards[0] for reward in rewards)
     assert not is_filtered(group, "none")
@@ -38,10 +40,14 @@ def test_where_parts_of_a_rollout_earn_rewards_of_their_own_those_are_compared_a
         return replace(group, trajectories=tuple(branches))
 
     assert is_filtered(with_credits((0.5, 0.5), (0.5, 0.5)), "equal_rewards")
-    assert not is_filtered(with_credits((0.0, 1.0), (0.0, 1.0)), "equal_rewards"), "one turn was better than the other"
+    assert not is_filtered(with_credits((0.0, 1.0), (0.0, 1.0)), "equal_rewards"), (
+        "one turn was better than the other"
+    )
     assert not is_filtered(with_credits((0.5, 0.5), (1.0, 1.0)), "equal_rewards")
     twice = make_group(0, [0], [0], rewards=[1.0, 1.0])
-    one_rollout_of_two = replace(twice, trajectories=(twice.trajectories[0], replace(twice.trajectories[1], sample_index=0, branch=1)))
+    one_rollout_of_two = replace(
+        twice, trajectories=(twice.trajectories[0], replace(twice.trajectories[1], sample_index=0, branch=1))
+    )
     assert is_filtered(one_rollout_of_two, "equal_rewards")
 
 
@@ -62,7 +68,9 @@ def test_a_filtered_group_gives_its_place_to_another_prompt_with_a_deadline_of_i
     assert log == [], "its prompt is not sampled again"
 
 
-def test_a_trainer_that_waited_for_a_filtered_straggler_goes_on_and_a_producer_starts_the_next_group() -> None:
+def test_a_trainer_that_waited_for_a_filtered_straggler_goes_on_and_a_producer_starts_the_next_group() -> (
+    None
+):
     async def story() -> None:
         buffer = make_buffer(num_groups=1, max_staleness=1, filter_kind="equal_rewards")
         for _ in range(2):
@@ -97,23 +105,40 @@ def test_a_group_that_breaks_a_promise_is_refused_even_if_it_would_be_filtered()
 def test_too_many_filtered_groups_in_a_row_end_the_run_with_their_rewards_and_the_way_out() -> None:
     buffer = make_buffer(num_groups=1, max_staleness=0, filter_kind="equal_rewards", max_filtered_groups=3)
     for rewards in ([0.0, 0.0], [0.0, 0.0]):
-        assert buffer.finish_nowait(make_group(buffer.admit_nowait().group_id, [0], [0], rewards=rewards)) == "filtered"
-    assert buffer.finish_nowait(make_group(buffer.admit_nowait().group_id, [0], [0], rewards=[0.0, 1.0])) == "ready", "not in a row"
+        assert (
+            buffer.finish_nowait(make_group(buffer.admit_nowait().group_id, [0], [0], rewards=rewards))
+            == "filtered"
+        )
+    assert (
+        buffer.finish_nowait(make_group(buffer.admit_nowait().group_id, [0], [0], rewards=[0.0, 1.0]))
+        == "ready"
+    ), "not in a row"
     buffer.take_nowait()
     buffer.set_served_nowait(1)
     for rewards in ([0.0, 0.0], [0.25, 0.25]):
-        assert buffer.finish_nowait(make_group(buffer.admit_nowait().group_id, [1], [1], rewards=rewards)) == "filtered"
+        assert (
+            buffer.finish_nowait(make_group(buffer.admit_nowait().group_id, [1], [1], rewards=rewards))
+            == "filtered"
+        )
     with pytest.raises(TaskError) as caught:
         buffer.finish_nowait(make_group(buffer.admit_nowait().group_id, [1], [1], rewards=[0.0, 0.0]))
     said = str(caught.value)
-    assert "3 groups in a row had the same reward for all their rollouts (0 in 2, 0.25 in 1; the last was group 5, prompt p5)" in said
+    assert (
+        "3 groups in a row had the same reward for all their rollouts (0 in 2, 0.25 in 1; the last was group 5, prompt p5)"
+        in said
+    )
     assert "buffer.max_filtered_groups=3 in a row end the run" in said
     assert "Way out: if that is the lowest reward, give easier prompts" in said
     assert "buffer.filter=none" in said
 
 
 def simulate(
-    *, filtered: float, max_staleness: int, look_ahead: int | None = None, on_overdue: OnOverdue = "wait", num_slots: int = 64
+    *,
+    filtered: float,
+    max_staleness: int,
+    look_ahead: int | None = None,
+    on_overdue: OnOverdue = "wait",
+    num_slots: int = 64,
 ) -> Outcome:
     auto = LookAhead(max_staleness) if look_ahead is None else None
     rule = StalenessRule(
@@ -124,7 +149,9 @@ def simulate(
         look_ahead=auto.current if look_ahead is None else look_ahead,  # type: ignore[union-attr]
     )
     workload = Workload(num_slots=num_slots, sigma=0.5, train_s=0.5, filter_probability=filtered, seed=1)
-    simulation = Simulation(rule, workload, max_staleness=max_staleness, masks=on_overdue == "mask", auto=auto)
+    simulation = Simulation(
+        rule, workload, max_staleness=max_staleness, masks=on_overdue == "mask", auto=auto
+    )
     outcome = simulation.run()  # RuntimeError if nothing can happen any more
     taken = [group_id for _, groups in simulation.batches for group_id, _ in groups]
     assert len(taken) == len(set(taken)) == 200 * 16
@@ -137,7 +164,9 @@ def simulate(
 
 @pytest.mark.parametrize("max_staleness", [0, 8])
 @pytest.mark.parametrize("on_overdue", ["wait", "mask", "drop"])
-def test_a_run_that_filters_four_of_five_groups_generates_five_times_as_many(max_staleness: int, on_overdue: OnOverdue) -> None:
+def test_a_run_that_filters_four_of_five_groups_generates_five_times_as_many(
+    max_staleness: int, on_overdue: OnOverdue
+) -> None:
     outcome = simulate(filtered=0.8, max_staleness=max_staleness, on_overdue=on_overdue)
     assert outcome.num_filtered == pytest.approx(4 * 200 * 16, rel=0.05)
     assert outcome.age_max <= max_staleness
@@ -150,7 +179,10 @@ def test_where_engines_set_the_pace_batches_come_slower_by_the_share_that_is_fil
 
 def test_where_slots_are_plenty_auto_starts_more_and_hides_what_is_filtered() -> None:
     plain, filtered = (simulate(filtered=share, max_staleness=8, num_slots=10_000) for share in (0.0, 0.5))
-    best = max((simulate(filtered=0.5, max_staleness=8, look_ahead=d, num_slots=10_000) for d in range(9)), key=lambda o: o.batches_per_s)
+    best = max(
+        (simulate(filtered=0.5, max_staleness=8, look_ahead=d, num_slots=10_000) for d in range(9)),
+        key=lambda o: o.batches_per_s,
+    )
     assert filtered.look_ahead_mean > plain.look_ahead_mean
     assert filtered.batches_per_s >= 0.93 * best.batches_per_s
     assert filtered.idle_fraction < 0.15

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from asyncrl.errors import WouldWait
-from asyncrl.types import Batch
+from asyncrl.messages.records import Batch
 
 REWARD = st.sampled_from([0.0, 1.0])
 
@@ -25,9 +25,22 @@ class BufferHistory(RuleBasedStateMachine):
         on_overdue=st.sampled_from(["wait", "mask", "drop"]),
         filter_kind=st.sampled_from(["none", "equal_rewards"]),
     )
-    def start(self, num_groups: int, num_batches: int, max_staleness: int, look_ahead: int, on_overdue: str, filter_kind: str) -> None:
+    def start(
+        self,
+        num_groups: int,
+        num_batches: int,
+        max_staleness: int,
+        look_ahead: int,
+        on_overdue: str,
+        filter_kind: str,
+    ) -> None:
         self.log, self.filter_kind = HandedBackLog(), filter_kind
-        self.num_groups, self.num_batches, self.max_staleness, self.on_overdue = num_groups, num_batches, max_staleness, on_overdue
+        self.num_groups, self.num_batches, self.max_staleness, self.on_overdue = (
+            num_groups,
+            num_batches,
+            max_staleness,
+            on_overdue,
+        )
         self.buffer = make_buffer(
             num_groups=num_groups,
             num_batches=num_batches,
@@ -60,8 +73,14 @@ class BufferHistory(RuleBasedStateMachine):
         for _ in range(min(count, len(self.running))):
             group_id = data.draw(st.sampled_from(sorted(self.running)))
             version = st.integers(self.running[group_id], len(self.batches))
-            rollouts = data.draw(st.lists(st.lists(version, min_size=1, max_size=3).map(sorted), min_size=1, max_size=2))
-            self._finish(group_id, *rollouts, rewards=data.draw(st.lists(REWARD, min_size=len(rollouts), max_size=len(rollouts))))
+            rollouts = data.draw(
+                st.lists(st.lists(version, min_size=1, max_size=3).map(sorted), min_size=1, max_size=2)
+            )
+            self._finish(
+                group_id,
+                *rollouts,
+                rewards=data.draw(st.lists(REWARD, min_size=len(rollouts), max_size=len(rollouts))),
+            )
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
@@ -89,7 +108,9 @@ class BufferHistory(RuleBasedStateMachine):
         self._check(batch)
 
     @precondition(lambda self: len(self.batches) < self.num_batches)
-    @rule(data=st.data(), youngest_first=st.booleans(), num_left=st.integers(1, 6), is_published=st.booleans())
+    @rule(
+        data=st.data(), youngest_first=st.booleans(), num_left=st.integers(1, 6), is_published=st.booleans()
+    )
     def go_on(self, data: st.DataObject, youngest_first: bool, num_left: int, is_published: bool) -> None:
         """As a run does: admit all there is room for, let all but a few finish, take a batch, publish. Youngest first makes stragglers."""
         self.admit(100)
@@ -123,7 +144,9 @@ class BufferHistory(RuleBasedStateMachine):
         while len(self.batches) < self.num_batches:
             self.drain()
         stats = self.buffer.stats()
-        assert (stats.admitted, stats.running, stats.ready) == (self.num_batches * self.num_groups, 0, 0), "nothing is left over"
+        assert (stats.admitted, stats.running, stats.ready) == (self.num_batches * self.num_groups, 0, 0), (
+            "nothing is left over"
+        )
 
     # ---- what must hold
 
@@ -134,7 +157,11 @@ class BufferHistory(RuleBasedStateMachine):
         stats = self.buffer.stats()
         consumed = len(self.batches) * self.num_groups
         assert (stats.running, stats.ready, stats.consumed) == (len(self.running), len(self.ready), consumed)
-        assert stats.admitted == consumed + len(self.running) + len(self.ready) <= self.num_batches * self.num_groups
+        assert (
+            stats.admitted
+            == consumed + len(self.running) + len(self.ready)
+            <= self.num_batches * self.num_groups
+        )
         assert stats.admitted <= (self.served + self.max_staleness + 1) * self.num_groups
         assert stats.failed == self.num_failed
         assert (stats.filtered, stats.filtered_tokens) == (self.num_filtered, self.num_filtered_tokens)
@@ -146,7 +173,9 @@ class BufferHistory(RuleBasedStateMachine):
             starts = [*self.running.values(), *(min(versions) for versions in self.ready.values())]
             assert all(start + self.max_staleness >= len(self.batches) for start in starts)
         if self.on_overdue == "mask":
-            assert all(max(versions) + self.max_staleness >= len(self.batches) for versions in self.ready.values())
+            assert all(
+                max(versions) + self.max_staleness >= len(self.batches) for versions in self.ready.values()
+            )
 
     def _finish(self, group_id: int, *rollouts: list[int], rewards: list[float]) -> None:
         versions = [version for rollout in rollouts for version in rollout]

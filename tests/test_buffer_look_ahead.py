@@ -5,19 +5,29 @@ from __future__ import annotations
 import pytest
 
 from asyncrl.buffer.look_ahead import LookAhead
-from asyncrl.buffer.rule import OnOverdue, StalenessRule
 from asyncrl.buffer.simulation import Outcome, Simulation, Workload
-from asyncrl.types import WaitReport
+from asyncrl.buffer.staleness import OnOverdue, StalenessRule
+from asyncrl.messages.records import WaitReport
 
 WORKLOADS = {
     "training takes as long as a rollout": {"num_slots": 10_000, "train_s": 1.0},
     "rollouts take twice as long, in as many slots as keep up": {"num_slots": 32, "train_s": 0.5},
-    "groups of three, much longer than a step": {"num_slots": 96, "train_s": 0.5, "group_size": 3, "publish_s": 0.1},
+    "groups of three, much longer than a step": {
+        "num_slots": 96,
+        "train_s": 0.5,
+        "group_size": 3,
+        "publish_s": 0.1,
+    },
 }
 
 
 def simulate(
-    workload: Workload, max_staleness: int, look_ahead: int | None, *, num_batches: int, on_overdue: OnOverdue = "wait"
+    workload: Workload,
+    max_staleness: int,
+    look_ahead: int | None,
+    *,
+    num_batches: int,
+    on_overdue: OnOverdue = "wait",
 ) -> Outcome:
     auto = LookAhead(max_staleness) if look_ahead is None else None
     rule = StalenessRule(
@@ -27,7 +37,9 @@ def simulate(
         on_overdue=on_overdue,
         look_ahead=auto.current if look_ahead is None else look_ahead,  # type: ignore[union-attr]
     )
-    return Simulation(rule, workload, max_staleness=max_staleness, masks=on_overdue == "mask", auto=auto).run()
+    return Simulation(
+        rule, workload, max_staleness=max_staleness, masks=on_overdue == "mask", auto=auto
+    ).run()
 
 
 @pytest.mark.slow
@@ -39,24 +51,40 @@ def test_auto_comes_within_5_percent_of_the_best_fixed_look_ahead_and_is_no_more
 ) -> None:
     for seed in range(2):
         workload = Workload(sigma=sigma, seed=seed, **WORKLOADS[name])  # type: ignore[arg-type]
-        fixed = [simulate(workload, max_staleness, look_ahead, num_batches=400) for look_ahead in range(max_staleness + 1)]
+        fixed = [
+            simulate(workload, max_staleness, look_ahead, num_batches=400)
+            for look_ahead in range(max_staleness + 1)
+        ]
         best = max(fixed, key=lambda outcome: outcome.batches_per_s)
         auto = simulate(workload, max_staleness, None, num_batches=400)
         rates = [round(outcome.batches_per_s / best.batches_per_s, 3) for outcome in fixed]
-        assert auto.batches_per_s >= 0.95 * best.batches_per_s, f"seed {seed}, fixed look-aheads reach {rates}"
+        assert auto.batches_per_s >= 0.95 * best.batches_per_s, (
+            f"seed {seed}, fixed look-aheads reach {rates}"
+        )
         assert auto.age_mean <= best.age_mean + 1, f"seed {seed}, fixed look-aheads reach {rates}"
 
 
 @pytest.mark.parametrize("on_overdue", ["wait", "mask", "drop"])
 def test_auto_does_well_in_a_run_of_100_steps(on_overdue: OnOverdue) -> None:
     workload = Workload(num_slots=32, sigma=0.5, train_s=0.5)
-    best = max((simulate(workload, 4, d, num_batches=100, on_overdue=on_overdue) for d in range(5)), key=lambda o: o.batches_per_s)
+    best = max(
+        (simulate(workload, 4, d, num_batches=100, on_overdue=on_overdue) for d in range(5)),
+        key=lambda o: o.batches_per_s,
+    )
     auto = simulate(workload, 4, None, num_batches=100, on_overdue=on_overdue)
     assert auto.batches_per_s >= 0.93 * best.batches_per_s
     assert auto.age_mean <= best.age_mean + 1
 
 
-def feed(auto: LookAhead, count: int, *, interval_s: float = 1.0, lack_s: float = 0.0, stragglers_s: float = 0.0, spare: int = 0) -> None:
+def feed(
+    auto: LookAhead,
+    count: int,
+    *,
+    interval_s: float = 1.0,
+    lack_s: float = 0.0,
+    stragglers_s: float = 0.0,
+    spare: int = 0,
+) -> None:
     for _ in range(count):
         auto.batch_taken(interval_s, WaitReport(generation_s=lack_s, stragglers_s=stragglers_s), spare)
 
@@ -107,7 +135,13 @@ def feed_by_littles_law(auto: LookAhead, count: int, *, rollout_s: float) -> Non
     """A step takes 1 s; look_ahead + 1 batches are made at once, each in `rollout_s`."""
     for _ in range(count):
         interval_s = max(1.0, rollout_s / (auto.current + 1))
-        feed(auto, 1, interval_s=interval_s, lack_s=interval_s - 1, spare=max(0, int(auto.current + 1 - rollout_s)))
+        feed(
+            auto,
+            1,
+            interval_s=interval_s,
+            lack_s=interval_s - 1,
+            spare=max(0, int(auto.current + 1 - rollout_s)),
+        )
 
 
 def test_it_follows_a_workload_that_gets_slower_and_faster_again() -> None:

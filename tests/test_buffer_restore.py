@@ -11,14 +11,16 @@ from buffer_groups import make_group, oldest_trained_age
 from asyncrl.buffer.buffer import Buffer
 from asyncrl.config import BufferConfig
 from asyncrl.errors import WouldWait
-from asyncrl.types import Group, GroupId, Ticket
+from asyncrl.messages.records import Group, GroupId, Ticket
 
 
 class Story:
     """A buffer and what its producers know of it; every event is drawn by `seed`, so that two stories can have the same one."""
 
     def __init__(self, max_staleness: int, on_overdue: str) -> None:
-        self.config = BufferConfig(max_staleness=max_staleness, on_overdue=on_overdue, look_ahead=max_staleness)
+        self.config = BufferConfig(
+            max_staleness=max_staleness, on_overdue=on_overdue, look_ahead=max_staleness
+        )
         self.tickets: dict[GroupId, Ticket] = {}
         self.ready: dict[GroupId, Group] = {}
         self.num_issued = self.version = self.served = 0
@@ -35,7 +37,9 @@ class Story:
 
     def kill_and_restore(self) -> None:
         self.buffer = self.new_buffer()
-        late = self.buffer.restore_nowait(self.version, self.num_issued, list(self.tickets.values()), list(self.ready.values()))
+        late = self.buffer.restore_nowait(
+            self.version, self.num_issued, list(self.tickets.values()), list(self.ready.values())
+        )
         assert late == (), "under the settings of the killed run everything is of use"
 
     def event(self, draw: random.Random) -> None:
@@ -61,7 +65,9 @@ class Story:
                     batch = self.buffer.take_nowait()
                 except WouldWait:
                     return
-                self.log.append((batch.version, [group.group_id for group in batch.groups], batch.min_version))
+                self.log.append(
+                    (batch.version, [group.group_id for group in batch.groups], batch.min_version)
+                )
                 for group in batch.groups:
                     del self.ready[group.group_id]
                 self.version = self.served = batch.version + 1
@@ -70,7 +76,9 @@ class Story:
 
 @pytest.mark.parametrize("on_overdue", ["wait", "mask", "drop"])
 @pytest.mark.parametrize("max_staleness", [0, 1, 4])
-def test_a_restored_buffer_decides_what_the_killed_one_would_have(max_staleness: int, on_overdue: str) -> None:
+def test_a_restored_buffer_decides_what_the_killed_one_would_have(
+    max_staleness: int, on_overdue: str
+) -> None:
     for seed in range(20):
         whole, killed = Story(max_staleness, on_overdue), Story(max_staleness, on_overdue)
         kills = random.Random(seed + 1000)
@@ -84,7 +92,9 @@ def test_a_restored_buffer_decides_what_the_killed_one_would_have(max_staleness:
         assert whole.version > 10
 
 
-def resume(story: Story, *, max_staleness: int, num_groups: int, on_overdue: str) -> tuple[set[GroupId], set[GroupId], set[GroupId]]:
+def resume(
+    story: Story, *, max_staleness: int, num_groups: int, on_overdue: str
+) -> tuple[set[GroupId], set[GroupId], set[GroupId]]:
     """Restore it under these settings and let all that ran finish, with no new group: (given up at once, handed back later, trained on).
 
     Fails if the buffer stands still while it has groups for a batch, or lets a token have weight that is too old.
@@ -94,7 +104,11 @@ def resume(story: Story, *, max_staleness: int, num_groups: int, on_overdue: str
         BufferConfig(max_staleness=max_staleness, on_overdue=on_overdue, look_ahead=max_staleness),
         num_groups=num_groups, num_batches=1000, on_handed_back=lambda group_id, *_: handed_back.add(group_id),
     )  # fmt: skip
-    late = set(buffer.restore_nowait(story.version, story.num_issued, list(story.tickets.values()), list(story.ready.values())))
+    late = set(
+        buffer.restore_nowait(
+            story.version, story.num_issued, list(story.tickets.values()), list(story.ready.values())
+        )
+    )
     for group_id, ticket in story.tickets.items():
         if group_id not in late:
             buffer.finish_nowait(make_group(group_id, [ticket.start_version, story.version]))
@@ -106,17 +120,24 @@ def resume(story: Story, *, max_staleness: int, num_groups: int, on_overdue: str
         assert oldest_trained_age(batch) <= max_staleness
         trained |= {group.group_id for group in batch.groups}
         buffer.set_served_nowait(batch.version + 1)
-    assert len(late) + len(handed_back) + len(trained) + buffer.stats().ready == len(story.tickets) + len(story.ready)
+    assert len(late) + len(handed_back) + len(trained) + buffer.stats().ready == len(story.tickets) + len(
+        story.ready
+    )
     assert len(late | handed_back | trained) == len(late) + len(handed_back) + len(trained)
     return late, handed_back, trained
 
 
-def killed_at_version_10(max_staleness: int, on_overdue: str, *, ready: Sequence[int], running: Sequence[int] = ()) -> Story:
+def killed_at_version_10(
+    max_staleness: int, on_overdue: str, *, ready: Sequence[int], running: Sequence[int] = ()
+) -> Story:
     """Groups 90, 91 ... of these versions, those that are ready first."""
     story = Story(max_staleness, on_overdue)
     story.version = story.served = 10
     story.ready = {GroupId(90 + i): make_group(90 + i, [version]) for i, version in enumerate(ready)}
-    story.tickets = {GroupId(90 + i): Ticket(GroupId(90 + i), version) for i, version in enumerate(running, start=len(ready))}
+    story.tickets = {
+        GroupId(90 + i): Ticket(GroupId(90 + i), version)
+        for i, version in enumerate(running, start=len(ready))
+    }
     story.num_issued = 90 + len(ready) + len(running)
     return story
 
@@ -128,27 +149,42 @@ def test_ready_groups_that_are_too_old_for_a_smaller_max_staleness_are_given_up(
 
 
 @pytest.mark.parametrize(("on_overdue", "expected"), [("wait", {91, 92}), ("drop", {91, 92}), ("mask", {91})])
-def test_a_running_group_is_given_up_unless_what_it_samples_from_now_on_can_be_trained_on(on_overdue: str, expected: set[int]) -> None:
+def test_a_running_group_is_given_up_unless_what_it_samples_from_now_on_can_be_trained_on(
+    on_overdue: str, expected: set[int]
+) -> None:
     story = killed_at_version_10(4, on_overdue, ready=[10, 7], running=[7, 9])
     late, handed_back, trained = resume(story, max_staleness=1, num_groups=2, on_overdue=on_overdue)
     assert (late, handed_back) == (expected, set())
     assert trained == ({90, 93} if on_overdue != "mask" else {92, 93})
 
 
-def test_with_fewer_groups_a_batch_only_what_fits_before_its_deadline_is_kept_and_ready_groups_first() -> None:
+def test_with_fewer_groups_a_batch_only_what_fits_before_its_deadline_is_kept_and_ready_groups_first() -> (
+    None
+):
     story = killed_at_version_10(1, "wait", ready=[9, 10], running=[9, 9, 9, 10, 10, 10])
-    assert resume(story, max_staleness=1, num_groups=1, on_overdue="wait") == ({92, 93, 94, 95, 96, 97}, set(), {90, 91})
+    assert resume(story, max_staleness=1, num_groups=1, on_overdue="wait") == (
+        {92, 93, 94, 95, 96, 97},
+        set(),
+        {90, 91},
+    )
 
 
 @pytest.mark.parametrize("on_overdue", ["wait", "mask", "drop"])
 @pytest.mark.parametrize("before", ["wait", "mask", "drop"])
-def test_whatever_was_changed_batches_form_with_no_token_that_is_too_old_and_no_group_is_lost(before: str, on_overdue: str) -> None:
+def test_whatever_was_changed_batches_form_with_no_token_that_is_too_old_and_no_group_is_lost(
+    before: str, on_overdue: str
+) -> None:
     num_late = 0
     for seed in range(60):
         draw = random.Random(seed)
         story = Story(draw.choice([0, 1, 4]), before)
         for _ in range(draw.randrange(50, 150)):
             story.event(draw)
-        late, _, _ = resume(story, max_staleness=draw.choice([0, 1, 2, 6]), num_groups=draw.choice([1, 2, 3]), on_overdue=on_overdue)
+        late, _, _ = resume(
+            story,
+            max_staleness=draw.choice([0, 1, 2, 6]),
+            num_groups=draw.choice([1, 2, 3]),
+            on_overdue=on_overdue,
+        )
         num_late += len(late)
     assert num_late > 0

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from asyncrl.buffer.rule import OnOverdue, StalenessRule
+from asyncrl.buffer.staleness import OnOverdue, StalenessRule
 from asyncrl.errors import RoomError, WouldWait
-from asyncrl.types import GroupId
+from asyncrl.messages.records import GroupId
 
 
-def make_rule(*, num_groups: int = 2, num_batches: int = 10, max_staleness: int = 2, on_overdue: OnOverdue = "wait") -> StalenessRule:
+def make_rule(
+    *, num_groups: int = 2, num_batches: int = 10, max_staleness: int = 2, on_overdue: OnOverdue = "wait"
+) -> StalenessRule:
     return StalenessRule(
-        num_groups=num_groups, num_batches=num_batches, max_staleness=max_staleness, on_overdue=on_overdue, look_ahead=max_staleness
+        num_groups=num_groups,
+        num_batches=num_batches,
+        max_staleness=max_staleness,
+        on_overdue=on_overdue,
+        look_ahead=max_staleness,
     )
 
 
@@ -126,7 +132,10 @@ def test_drop_hands_back_what_has_missed_its_batch() -> None:
     admit_all(rule)
     finish(rule, 4, 5, oldest=1)
     handed_back = rule.take_nowait().handed_back
-    assert [(back.group_id, back.reason, back.was_ready) for back in handed_back] == [(2, "dropped", False), (3, "dropped", False)]
+    assert [(back.group_id, back.reason, back.was_ready) for back in handed_back] == [
+        (2, "dropped", False),
+        (3, "dropped", False),
+    ]
     assert rule.num_running + rule.num_ready == 0
 
 
@@ -141,7 +150,9 @@ def test_drop_hands_back_ready_groups_for_which_their_last_batch_had_no_room() -
     finish(rule, 2, 1)
     choice = rule.take_nowait()
     assert choice.group_ids == (1,)
-    assert [(back.group_id, back.reason, back.was_ready) for back in choice.handed_back] == [(2, "dropped", True)]
+    assert [(back.group_id, back.reason, back.was_ready) for back in choice.handed_back] == [
+        (2, "dropped", True)
+    ]
 
 
 def test_the_earliest_deadline_goes_first_even_if_a_younger_id_has_it() -> None:
@@ -189,7 +200,9 @@ def test_mask_hands_back_a_ready_group_that_the_last_batch_with_a_use_for_it_lea
     finish(rule, 1, 2, oldest=0, newest=1)
     choice = rule.take_nowait()
     assert choice.group_ids == (1,)
-    assert [(back.group_id, back.reason, back.was_ready) for back in choice.handed_back] == [(2, "all_masked", True)]
+    assert [(back.group_id, back.reason, back.was_ready) for back in choice.handed_back] == [
+        (2, "all_masked", True)
+    ]
     assert rule.num_ready == 0
 
 
@@ -200,7 +213,10 @@ def test_mask_hands_back_a_ready_group_that_the_last_batch_with_a_use_for_it_lea
         (lambda rule: finish(rule, 0), "group 0 was consumed, failed or handed back already"),
         (lambda rule: rule.fail_nowait(GroupId(2)), "group 2 is ready already"),
         (lambda rule: finish(rule, 4, oldest=0), "group 4 has a token of version 0, its ticket says 1"),
-        (lambda rule: finish(rule, 4, oldest=1, newest=2), "group 4 has a token of version 2, but 1 batches have been taken"),
+        (
+            lambda rule: finish(rule, 4, oldest=1, newest=2),
+            "group 4 has a token of version 2, but 1 batches have been taken",
+        ),
         (lambda rule: rule.set_served_nowait(0), "served version 0 was reported after 1"),
         (lambda rule: rule.set_served_nowait(2), "served version 2, but 1 batches have been taken"),
         (lambda rule: rule.set_look_ahead(3), "look_ahead=3 with max_staleness=1"),

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import pytest
 
 from asyncrl.buffer.count_rule import CountRule
-from asyncrl.buffer.rule import OnOverdue, StalenessRule
 from asyncrl.buffer.simulation import Simulation, Workload
+from asyncrl.buffer.staleness import OnOverdue, StalenessRule
 
 
 class ShortSightedRule(StalenessRule):
@@ -63,7 +63,10 @@ def test_in_200_runs_nothing_is_late_nothing_is_lost_and_nothing_stands_still(on
         assert (rule.num_running, rule.num_ready, rule.admitted) == (0, 0, len(taken)), where
         if on_overdue != "mask":
             late = [
-                version - oldest for version, groups in simulation.batches for _, oldest in groups if version - oldest > rule.max_staleness
+                version - oldest
+                for version, groups in simulation.batches
+                for _, oldest in groups
+                if version - oldest > rule.max_staleness
             ]
             assert not late, where
         if rule.max_staleness == 0:
@@ -91,7 +94,9 @@ def test_a_rule_that_counts_groups_is_late_where_ours_never_is(order: str) -> No
     workload = Workload(num_slots=10_000, sigma=1.0, train_s=0.5)
     sizes = {"num_groups": 16, "num_batches": 200, "max_staleness": 2}
     counted = Simulation(CountRule(**sizes, order=order), workload, max_staleness=2, masks=False).run()  # type: ignore[arg-type]
-    ours = Simulation(StalenessRule(**sizes, on_overdue="wait", look_ahead=2), workload, max_staleness=2, masks=False).run()
+    ours = Simulation(
+        StalenessRule(**sizes, on_overdue="wait", look_ahead=2), workload, max_staleness=2, masks=False
+    ).run()
     assert counted.late_fraction > 0.1
     assert counted.age_max > 10
     assert (ours.late_fraction, ours.age_max) == (0, 2)
@@ -99,7 +104,9 @@ def test_a_rule_that_counts_groups_is_late_where_ours_never_is(order: str) -> No
 
 
 def run_at(on_overdue: OnOverdue, workload: Workload, look_ahead: int = 4) -> object:
-    rule = StalenessRule(num_groups=16, num_batches=200, max_staleness=4, on_overdue=on_overdue, look_ahead=look_ahead)
+    rule = StalenessRule(
+        num_groups=16, num_batches=200, max_staleness=4, on_overdue=on_overdue, look_ahead=look_ahead
+    )
     return Simulation(rule, workload, max_staleness=4, masks=on_overdue == "mask").run()
 
 

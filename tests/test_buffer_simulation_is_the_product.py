@@ -9,17 +9,18 @@ from dataclasses import dataclass, replace
 import pytest
 
 from asyncrl.buffer.buffer import Buffer
-from asyncrl.buffer.rule import OnOverdue, StalenessRule
 from asyncrl.buffer.simulation import Outcome, Simulation, Workload
+from asyncrl.buffer.staleness import OnOverdue, StalenessRule
 from asyncrl.config import BufferConfig
 from asyncrl.errors import RewardFailure
-from asyncrl.producers import Producers, RolloutRunner, SingleTurn
-from asyncrl.producers.producers import ProducersStats
+from asyncrl.messages.records import Group, Prompt, SamplingRequest
+from asyncrl.rollouts.generators import SingleTurn
+from asyncrl.rollouts.producers import Producers, ProducersStats
+from asyncrl.rollouts.rollout import RolloutRunner
 from asyncrl.tasks import Feed
 from asyncrl.testing.fakes import FakeEngine, FakeTokenizer
 from asyncrl.testing.memory_journal import MemoryJournal
 from asyncrl.testing.virtual_time import run_virtual
-from asyncrl.types import Group, Prompt, SamplingRequest
 
 NUM_BATCHES = 40
 
@@ -69,7 +70,10 @@ def play_product(case: Case) -> Played:
     journal, batches, at_s = MemoryJournal(), list[list[tuple[int, int]]](), list[float]()
 
     def started() -> list[tuple[int, int]]:
-        return [(int(prompt.prompt_id.removeprefix("0/")), prompt.num_handed_back) for _, _, prompt in journal.named("admitted")]
+        return [
+            (int(prompt.prompt_id.removeprefix("0/")), prompt.num_handed_back)
+            for _, _, prompt in journal.named("admitted")
+        ]
 
     def latency_s(request: SamplingRequest) -> float:
         group, rollout, *_ = request.request_id.split("/")
@@ -78,13 +82,19 @@ def play_product(case: Case) -> Played:
 
     async def story() -> ProducersStats:
         engine, scorer = FakeEngine(latency_s=latency_s), Fails(case.workload)
-        config = BufferConfig(max_staleness=case.max_staleness, look_ahead=case.look_ahead, on_overdue=case.on_overdue)
+        config = BufferConfig(
+            max_staleness=case.max_staleness, look_ahead=case.look_ahead, on_overdue=case.on_overdue
+        )
 
         def handed_back(group_id: int, group: Group | None, reason: str) -> None:
             producers.handed_back(group_id, group, reason)  # type: ignore[arg-type]
 
-        buffer = Buffer(config, num_groups=case.num_groups, num_batches=NUM_BATCHES, on_handed_back=handed_back)
-        generator = SingleTurn(engine, FakeTokenizer(), scorer, run_seed=0, max_tokens=8, max_prompt_tokens=8, temperature=1.0)
+        buffer = Buffer(
+            config, num_groups=case.num_groups, num_batches=NUM_BATCHES, on_handed_back=handed_back
+        )
+        generator = SingleTurn(
+            engine, FakeTokenizer(), scorer, run_seed=0, max_tokens=8, max_prompt_tokens=8, temperature=1.0
+        )
         async with asyncio.TaskGroup() as tasks:
             producers = Producers(
                 buffer, Feed(Endless(), seed=0, shuffle=False), RolloutRunner(generator, timeout_s=None, retries=0),
@@ -141,16 +151,27 @@ def test_the_simulation_plays_the_run_that_the_product_plays(name: str) -> None:
 @pytest.mark.parametrize("max_staleness", [0, 2])
 @pytest.mark.parametrize("max_hand_backs", [0, 2])
 @pytest.mark.parametrize("num_slots", [10**6, 5])
-def test_the_simulation_plays_failures_as_the_product_does(num_slots: int, max_hand_backs: int, max_staleness: int) -> None:
+def test_the_simulation_plays_failures_as_the_product_does(
+    num_slots: int, max_hand_backs: int, max_staleness: int
+) -> None:
     # Groups of one rollout, for a draw decides whether a rollout of the product fails, and whether a group of the simulation does.
-    workload = replace(FREE, num_slots=num_slots, group_size=1, failure_probability=0.3, prompt_share=0.5, max_hand_backs=max_hand_backs)
+    workload = replace(
+        FREE,
+        num_slots=num_slots,
+        group_size=1,
+        failure_probability=0.3,
+        prompt_share=0.5,
+        max_hand_backs=max_hand_backs,
+    )
     case = Case(workload, 4, max_staleness, min(1, max_staleness), "drop")
     product, (simulation, outcome) = play_product(case), play_simulation(case)
     assert [list(groups) for _, groups in simulation.batches] == product.batches
     assert (outcome.num_failed, outcome.num_given_up) == (product.stats.failed_groups, product.stats.given_up)
     assert outcome.num_dropped == product.stats.dropped
     assert outcome.num_failed > 10
-    assert (max(count for _, count in product.started) == 2) == (max_hand_backs == 2), "it was to be about prompts that come again"
+    assert (max(count for _, count in product.started) == 2) == (max_hand_backs == 2), (
+        "it was to be about prompts that come again"
+    )
 
 
 def test_a_prompt_that_is_dropped_is_drawn_anew_and_given_up_after_max_hand_backs() -> None:

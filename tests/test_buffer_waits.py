@@ -123,7 +123,12 @@ def test_a_wait_is_split_by_what_was_waited_for() -> None:
         wait = buffer.last_wait
         assert (wait.generation_s, wait.stragglers_s, wait.publishing_s) == (3, 5, 0)
         stats = buffer.stats()
-        assert (stats.straggler_s, stats.num_straggler_waits, stats.waited_groups, stats.waited_tokens) == (5, 1, 1, 1)
+        assert (stats.straggler_s, stats.num_straggler_waits, stats.waited_groups, stats.waited_tokens) == (
+            5,
+            1,
+            1,
+            1,
+        )
 
     run_virtual(story())
 
@@ -243,7 +248,9 @@ def test_look_ahead_auto_grows_when_the_trainer_lacks_groups() -> None:
         async def producer(tasks: asyncio.TaskGroup) -> None:
             while True:
                 ticket = await wait_admit(buffer)
-                tasks.create_task(group(ticket.group_id, ticket.start_version), name=f"group {ticket.group_id}")
+                tasks.create_task(
+                    group(ticket.group_id, ticket.start_version), name=f"group {ticket.group_id}"
+                )
 
         async with asyncio.TaskGroup() as tasks:
             producing = tasks.create_task(producer(tasks), name="producer")

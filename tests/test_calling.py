@@ -17,9 +17,9 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 import pytest_asyncio
 
-from asyncrl.calling import Caller, CallLost
 from asyncrl.errors import ConnectionShortage
-from asyncrl.wire import ErrorBody
+from asyncrl.http import Caller, CallLost
+from asyncrl.messages.base import ErrorBody
 
 HEALTH = ErrorBody(error="none")
 
@@ -92,8 +92,10 @@ def no_descriptor_left() -> Iterator[None]:
 
 
 @pytest.mark.asyncio
-async def test_a_call_waits_for_a_descriptor_of_our_own_and_its_server_is_not_lost(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.calling.RETRY_S", 0.01)
+async def test_a_call_waits_for_a_descriptor_of_our_own_and_its_server_is_not_lost(
+    caller: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncrl.http.RETRY_S", 0.01)
     noted = asyncio.Event()
     monkeypatch.setattr(caller, "_note_short", lambda _: noted.set())
     with no_descriptor_left():
@@ -104,16 +106,20 @@ async def test_a_call_waits_for_a_descriptor_of_our_own_and_its_server_is_not_lo
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize(("short_s", "timeout_s"), [(0.05, None), (60.0, 0.05)], ids=["for long", "past its time"])
+@pytest.mark.parametrize(
+    ("short_s", "timeout_s"), [(0.05, None), (60.0, 0.05)], ids=["for long", "past its time"]
+)
 async def test_a_call_that_finds_no_descriptor_names_this_process_and_its_limit(
     caller: Caller, monkeypatch: pytest.MonkeyPatch, short_s: float, timeout_s: float | None
 ) -> None:
-    monkeypatch.setattr("asyncrl.calling.RETRY_S", 0.01)
+    monkeypatch.setattr("asyncrl.http.RETRY_S", 0.01)
     caller.short_s = short_s
     with no_descriptor_left(), pytest.raises(ConnectionShortage) as caught:
         await caller.get("/health", ErrorBody, timeout_s=timeout_s)
     assert "cannot open a connection to engine-0, which may be well: Too many open files" in caught.value.what
-    assert re.search(r"all of its \d+ descriptors open \(RLIMIT_NOFILE; \d+ is the hard limit\)", caught.value.rule)
+    assert re.search(
+        r"all of its \d+ descriptors open \(RLIMIT_NOFILE; \d+ is the hard limit\)", caught.value.rule
+    )
     assert "rollout.slots" in caught.value.way_out
 
 

@@ -11,18 +11,18 @@ import pytest
 from journal_cases import make_batch, make_group, make_partial, make_rollout, open_journal, same_group
 
 from asyncrl.buffer.buffer import Buffer
-from asyncrl.checkpoint.checkpoints import Checkpoints, Whole
+from asyncrl.checkpoints.folder import Checkpoints, Whole
 from asyncrl.config import BufferConfig, CheckpointConfig, SupervisionConfig
 from asyncrl.errors import CheckpointError, JournalError, TaskError, TrainerError, WouldWait
-from asyncrl.journal.inspect import events
 from asyncrl.journal.journal import Journal
-from asyncrl.running.catching_up import recover_trainer, restore
-from asyncrl.running.resume import ResumePoint
-from asyncrl.running.trainer_supervision import LivingTrainer
+from asyncrl.journal.story import events
+from asyncrl.messages.records import Batch, GroupId, Prompt, StepReport, Ticket, UnfinishedGroup
+from asyncrl.run.restore import recover_trainer, restore
+from asyncrl.run.resume import ResumePoint
+from asyncrl.run.supervise_trainer import LivingTrainer
 from asyncrl.tasks import Feed, Item
 from asyncrl.testing.fake_trainer import FakeTrainerServer
-from asyncrl.trainer.client import TrainerClient
-from asyncrl.types import Batch, GroupId, Prompt, StepReport, Ticket, UnfinishedGroup
+from asyncrl.trainer.trainer_client import TrainerClient
 
 SIZE = 100
 
@@ -65,7 +65,10 @@ class Life:
             on_event=lambda *_: None,
         )  # fmt: skip
         self.buffer = Buffer(
-            BufferConfig(max_staleness=1, look_ahead=1), num_groups=2, num_batches=num_batches, on_handed_back=lambda *_: None
+            BufferConfig(max_staleness=1, look_ahead=1),
+            num_groups=2,
+            num_batches=num_batches,
+            on_handed_back=lambda *_: None,
         )
         self.steps: list[tuple[Batch, StepReport]] = []
         self.returned: list[tuple[int, str, int]] = []
@@ -160,7 +163,9 @@ async def leave_something_of_everything(life: Life) -> None:
 
 
 @pytest.mark.parametrize("version", [0, 2, 4])
-def test_batches_are_trained_again_as_they_are_and_everything_else_is_where_it_was(tmp_path: Path, version: int) -> None:
+def test_batches_are_trained_again_as_they_are_and_everything_else_is_where_it_was(
+    tmp_path: Path, version: int
+) -> None:
     async def resumed(life: Life) -> None:
         whole = make_whole(tmp_path / "step", version) if version else None
         if version == 4:  # no checkpoint can be ahead of the journal: its batch was trained
@@ -186,7 +191,11 @@ def test_batches_are_trained_again_as_they_are_and_everything_else_is_where_it_w
         assert (stats.next_batch, stats.ready, stats.running, stats.served) == (4, 1, 1, 4)
         assert life.buffer.next_group_id == 13
         prompts = [life.feed.next_nowait() for _ in range(3)]
-        assert [(prompt.prompt_id, prompt.num_handed_back) for prompt in prompts] == [("0/10", 1), ("0/11", 2), ("0/13", 0)]
+        assert [(prompt.prompt_id, prompt.num_handed_back) for prompt in prompts] == [
+            ("0/10", 1),
+            ("0/11", 2),
+            ("0/13", 0),
+        ]
         assert life.returned == [(4, "0/12", 2)], "it failed at version 4, which goes on"
         assert life.buffer.finish_nowait(make_group(9, version=3)) == "ready"
         (eight, _) = life.buffer.take_nowait().groups
@@ -216,7 +225,9 @@ def test_a_run_that_was_killed_before_anything_happened_begins(tmp_path: Path) -
     lives(tmp_path / "journal.sqlite", resumed)
 
 
-def test_a_prompt_that_could_not_be_written_down_is_made_again_by_the_task_and_comes_first(tmp_path: Path) -> None:
+def test_a_prompt_that_could_not_be_written_down_is_made_again_by_the_task_and_comes_first(
+    tmp_path: Path,
+) -> None:
     async def first(life: Life) -> None:
         life.feed.next_nowait()
         life.journal.admitted_nowait(life.buffer.admit_nowait(), Prompt("0/0", (), answer=object()))
@@ -230,14 +241,19 @@ def test_a_prompt_that_could_not_be_written_down_is_made_again_by_the_task_and_c
 
     async def third(life: Life) -> None:
         unfinished = await life.restore()
-        assert [(group.ticket.group_id, group.prompt.prompt_id) for group in unfinished] == [(1, "0/1"), (2, "0/0")]
+        assert [(group.ticket.group_id, group.prompt.prompt_id) for group in unfinished] == [
+            (1, "0/1"),
+            (2, "0/0"),
+        ]
         assert life.feed.next_nowait().prompt_id == "0/2"
 
     lives(tmp_path / "journal.sqlite", first, second, third)
 
 
 @pytest.mark.parametrize("on_overdue", ["wait", "drop"])
-def test_groups_that_are_too_old_for_changed_settings_are_given_up_and_their_prompts_come_first(tmp_path: Path, on_overdue: str) -> None:
+def test_groups_that_are_too_old_for_changed_settings_are_given_up_and_their_prompts_come_first(
+    tmp_path: Path, on_overdue: str
+) -> None:
     """Batches 0 and 1 were taken with max_staleness 2; then g4 is ready and g5 runs, of version 0, and g6 is ready, of version 2."""
 
     def make_buffer(max_staleness: int) -> Buffer:
@@ -260,7 +276,9 @@ def test_groups_that_are_too_old_for_changed_settings_are_given_up_and_their_pro
         stats = life.buffer.stats()
         assert (stats.next_batch, stats.ready, stats.running) == (2, 1, 0)
         assert [life.admit().group_id] == [7]
-        assert [life.feed.next_nowait().prompt_id, life.feed.next_nowait().prompt_id] == ["0/5", "0/7"], "g7 has the prompt of g4"
+        assert [life.feed.next_nowait().prompt_id, life.feed.next_nowait().prompt_id] == ["0/5", "0/7"], (
+            "g7 has the prompt of g4"
+        )
         life.finish(Ticket(GroupId(7), 2))
         await life.step()
 
@@ -268,7 +286,9 @@ def test_groups_that_are_too_old_for_changed_settings_are_given_up_and_their_pro
         life.buffer = make_buffer(0)
         assert await life.restore() == ()
         assert life.client.policy_version == 3, "what was given up stands in nobody's way"
-        assert (await life.journal.read_resume(0)).counted[-1].dropped == 0, "the settings took them, and no batch left them too old"
+        assert (await life.journal.read_resume(0)).counted[-1].dropped == 0, (
+            "the settings took them, and no batch left them too old"
+        )
         assert [life.feed.next_nowait().prompt_id for _ in range(2)] == ["0/5", "0/7"]
 
     lives(tmp_path / "journal.sqlite", first, second, third)
@@ -278,7 +298,9 @@ def test_the_journal_is_told_from_where_the_weights_went_on(tmp_path: Path) -> N
     async def resumed(life: Life) -> None:
         await life.restore(make_whole(tmp_path / "step", 2), 2)
         await life.journal.flush()
-        assert [event.detail for event in events(life.journal.path) if event.what == "restored"] == [{"version": 2}]
+        assert [event.detail for event in events(life.journal.path) if event.what == "restored"] == [
+            {"version": 2}
+        ]
 
     lives(tmp_path / "journal.sqlite", leave_something_of_everything, resumed)
 
@@ -289,7 +311,9 @@ class RefusesState:
 
 
 @pytest.mark.parametrize("refusal", ["order", "task", "state", "tokens"])
-def test_a_resume_that_is_refused_has_told_nobody_and_the_next_one_finds_all_as_it_was(tmp_path: Path, refusal: str) -> None:
+def test_a_resume_that_is_refused_has_told_nobody_and_the_next_one_finds_all_as_it_was(
+    tmp_path: Path, refusal: str
+) -> None:
     """What the killed run had reported (metrics.jsonl) is cut at on_restored, and the journal then knows of another start."""
     whole = make_whole(tmp_path / "step_2", 2)
 
@@ -334,7 +358,9 @@ def test_a_run_with_another_task_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("order", [{"size": 120}, {"seed": 1}, {"shuffle": True}])
-def test_another_order_of_prompts_is_refused_and_the_run_can_still_go_on_in_its_own(tmp_path: Path, order: dict[str, Any]) -> None:
+def test_another_order_of_prompts_is_refused_and_the_run_can_still_go_on_in_its_own(
+    tmp_path: Path, order: dict[str, Any]
+) -> None:
     async def begin(life: Life) -> None:
         life.journal.order_nowait(life.feed.order)
         await life.run_steps(3)
@@ -358,7 +384,10 @@ def test_from_a_checkpoint_alone_what_was_out_comes_first_and_nothing_comes_twic
         await life.run_steps(3)
         life.finish(life.admit())
         life.admit()
-        controller.update(feed=life.feed.state(), out={"0/7": 2, **{prompt.prompt_id: 0 for prompt in life.buffer.prompts_ready()}})
+        controller.update(
+            feed=life.feed.state(),
+            out={"0/7": 2, **{prompt.prompt_id: 0 for prompt in life.buffer.prompts_ready()}},
+        )
         controller["next_group_id"] = life.buffer.next_group_id
 
     whole = make_whole(tmp_path / "step_3", 3, **controller)
@@ -375,7 +404,9 @@ def test_from_a_checkpoint_alone_what_was_out_comes_first_and_nothing_comes_twic
     async def third(life: Life) -> None:
         unfinished = await life.restore(Whole(3, whole.folder, controller), 3)
         assert [group.prompt.prompt_id for group in unfinished] == ["0/6", "0/7", "0/8", "0/9"]
-        assert life.feed.next_nowait().prompt_id == "0/10", "prompts 0 to 5 are consumed, though this journal never saw them"
+        assert life.feed.next_nowait().prompt_id == "0/10", (
+            "prompts 0 to 5 are consumed, though this journal never saw them"
+        )
         assert life.buffer.next_group_id == 12
 
     lives(tmp_path / "lost.sqlite", first)
@@ -392,13 +423,19 @@ def test_killed_again_before_the_new_journal_saw_a_group_the_prompts_are_still_t
         await life.restore(whole, 3)
         assert life.buffer.next_group_id == 8
         prompts = [life.feed.next_nowait() for _ in range(3)]
-        assert [(prompt.prompt_id, prompt.num_handed_back) for prompt in prompts] == [("0/2", 0), ("0/7", 1), ("0/8", 0)]
+        assert [(prompt.prompt_id, prompt.num_handed_back) for prompt in prompts] == [
+            ("0/2", 0),
+            ("0/7", 1),
+            ("0/8", 0),
+        ]
 
     lives(tmp_path / "new.sqlite", resumed, resumed, resumed)
 
 
 @pytest.mark.parametrize("spoil", ["feed", "out", "next_group_id", "value"])
-def test_a_checkpoint_that_does_not_say_where_the_run_stood_is_refused_with_a_way_out(tmp_path: Path, spoil: str) -> None:
+def test_a_checkpoint_that_does_not_say_where_the_run_stood_is_refused_with_a_way_out(
+    tmp_path: Path, spoil: str
+) -> None:
     controller: dict[str, Any] = {"feed": make_feed().state(), "out": {}, "next_group_id": 0}
     if spoil == "value":
         controller["out"] = {"0/5": 0}  # which was never drawn
@@ -452,7 +489,9 @@ def test_a_new_trainer_cannot_get_batches_that_are_gone(tmp_path: Path) -> None:
         await life.journal.compact(2)
         life.worker.restart()
         with pytest.raises(JournalError, match="tokens of batch 0 were deleted"):
-            await recover_trainer(life.client, life.journal, Checkpoints(tmp_path, CheckpointConfig()), 3, num_batches=20)
+            await recover_trainer(
+                life.client, life.journal, Checkpoints(tmp_path, CheckpointConfig()), 3, num_batches=20
+            )
 
     lives(tmp_path / "journal.sqlite", story)
 
@@ -462,7 +501,9 @@ def test_the_journal_keeps_the_whole_way_of_a_step_that_was_taken_again(tmp_path
         await life.run_steps(2)
         life.worker.restart()
         journal: Journal = life.journal
-        await recover_trainer(life.client, journal, Checkpoints(tmp_path, CheckpointConfig()), 2, num_batches=20)
+        await recover_trainer(
+            life.client, journal, Checkpoints(tmp_path, CheckpointConfig()), 2, num_batches=20
+        )
         state = await journal.read_resume(0)
         assert (state.next_version, state.running, state.ready) == (2, (), ())
         with pytest.raises(WouldWait):

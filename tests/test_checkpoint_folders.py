@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from asyncrl.checkpoint.checkpoints import Checkpoints, set_aside
-from asyncrl.checkpoint.manifest import check_manifest
+from asyncrl.checkpoints.folder import Checkpoints, set_aside
+from asyncrl.checkpoints.manifest import check_manifest
 from asyncrl.config import CheckpointConfig
-from asyncrl.durable import sha256_of
 from asyncrl.errors import CheckpointDamaged, CheckpointError
+from asyncrl.files import sha256_of
 
 
 def make(run_dir: Path, *versions: int, **config: object) -> Checkpoints:
@@ -91,7 +91,12 @@ def test_a_damaged_checkpoint_is_set_aside_and_counts_no_more(tmp_path: Path) ->
     assert whole.version == 10
     set_aside(passed_over)
     write(checkpoints, 20)
-    assert sorted(path.name for path in checkpoints.root.iterdir()) == ["damaged_step_20", "damaged_step_30", "step_10", "step_20"]
+    assert sorted(path.name for path in checkpoints.root.iterdir()) == [
+        "damaged_step_20",
+        "damaged_step_30",
+        "step_10",
+        "step_20",
+    ]
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.EIO, errno.EACCES, errno.ESTALE])
@@ -109,7 +114,7 @@ def test_one_that_cannot_be_read_may_be_whole_so_it_is_refused_and_keeps_its_nam
         return lambda path, *args, **named: (fails(path), call(path, *args, **named))[1]
 
     with monkeypatch.context() as broken:
-        broken.setattr("asyncrl.checkpoint.manifest.sha256_of", before(sha256_of))
+        broken.setattr("asyncrl.checkpoints.manifest.sha256_of", before(sha256_of))
         broken.setattr("pathlib.Path.read_text", before(Path.read_text))
         broken.setattr("pathlib.Path.iterdir", before(Path.iterdir))
         with pytest.raises(CheckpointError, match=f"cannot be read: .*{os.strerror(number)}") as caught:
@@ -122,8 +127,12 @@ def test_one_that_cannot_be_read_may_be_whole_so_it_is_refused_and_keeps_its_nam
 
 def test_one_of_a_newer_asyncrl_is_refused_and_not_set_aside(tmp_path: Path) -> None:
     checkpoints = make(tmp_path, 10, 20)
-    (checkpoints.root / "step_20" / "manifest.json").write_text(json.dumps({"format": 2, "steps": [], "sums": "elsewhere"}))
-    with pytest.raises(CheckpointError, match="step_20 has format 2, this version of asyncrl reads 1") as caught:
+    (checkpoints.root / "step_20" / "manifest.json").write_text(
+        json.dumps({"format": 2, "steps": [], "sums": "elsewhere"})
+    )
+    with pytest.raises(
+        CheckpointError, match="step_20 has format 2, this version of asyncrl reads 1"
+    ) as caught:
         checkpoints.newest_whole()
     assert not isinstance(caught.value, CheckpointDamaged)
     assert "a newer one" in caught.value.way_out
@@ -148,15 +157,17 @@ def test_what_a_killed_run_left_half_done_is_removed_and_never_taken(tmp_path: P
     assert not half.folder.exists()
 
 
-def test_what_says_what_was_done_is_on_disk_before_the_checkpoint_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_says_what_was_done_is_on_disk_before_the_checkpoint_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     synced: list[str] = []
 
     def sync(path: Path) -> None:
         synced.append(path.name)
         assert (tmp_path / "checkpoints" / "step_10").exists() == (path.name == "checkpoints")
 
-    monkeypatch.setattr("asyncrl.checkpoint.checkpoints.sync", sync)
-    monkeypatch.setattr("asyncrl.durable.sync", lambda path: sync(path) if path.name == "checkpoints" else None)
+    monkeypatch.setattr("asyncrl.checkpoints.folder.sync", sync)
+    monkeypatch.setattr("asyncrl.files.sync", lambda path: sync(path) if path.name == "checkpoints" else None)
     (tmp_path / "trained.jsonl").touch()
     (tmp_path / "metrics.jsonl").touch()
     make(tmp_path, 10)
@@ -176,7 +187,9 @@ def test_the_newest_multiples_and_the_best_stay(tmp_path: Path) -> None:
         checkpoints.evaluated(version, 1.0 if version == 2 else version / 100)
     assert checkpoints.versions() == [2, 4, 8, 9, 10]
     assert checkpoints.oldest_version() == 9, "the journal need not reach back to those that stay for ever"
-    assert make(tmp_path / "other", 5).oldest_version() == 0, "the only one may be damaged: what comes before it is needed still"
+    assert make(tmp_path / "other", 5).oldest_version() == 0, (
+        "the only one may be damaged: what comes before it is needed still"
+    )
 
 
 def test_a_checkpoint_made_again_replaces_the_old_one(tmp_path: Path) -> None:

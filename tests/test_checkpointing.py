@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.checkpoint.checkpoints import Checkpoints
+from asyncrl.checkpoints.folder import Checkpoints
 from asyncrl.config import CheckpointConfig
 from asyncrl.errors import CheckpointError, JournalError, TrainerLost
 from asyncrl.journal.journal import Journal
-from asyncrl.running.checkpointing import Checkpointer
+from asyncrl.run.restore import Checkpointer
 from asyncrl.testing.memory_journal import MemoryJournal
 
 LOST = TrainerLost("trainer", "no answer")
@@ -51,7 +51,9 @@ class Trainer:
 
 
 class House:
-    def __init__(self, tasks: asyncio.TaskGroup, run_dir: Path, *, keep: Any = "checkpoint", **config: Any) -> None:
+    def __init__(
+        self, tasks: asyncio.TaskGroup, run_dir: Path, *, keep: Any = "checkpoint", **config: Any
+    ) -> None:
         self.checkpoints = Checkpoints(run_dir, CheckpointConfig(**{"every": 2, **config}))
         self.trainer, self.journal = Trainer(), MemoryJournal()
         self.told: list[str] = []
@@ -78,9 +80,13 @@ class House:
     @property
     def whole(self) -> list[int]:
         """Versions on disk; each one is whole and holds its own weights, and nothing is left half done."""
-        assert not self.tasks[-1:] or not self.tasks[-1].done() or not list(self.checkpoints.root.glob(".step*"))
+        assert (
+            not self.tasks[-1:] or not self.tasks[-1].done() or not list(self.checkpoints.root.glob(".step*"))
+        )
         for version in self.checkpoints.versions():
-            assert (self.checkpoints.root / f"step_{version}" / "trainer" / "weights").read_text() == str(version)
+            assert (self.checkpoints.root / f"step_{version}" / "trainer" / "weights").read_text() == str(
+                version
+            )
         return self.checkpoints.versions()
 
 
@@ -117,12 +123,16 @@ def test_with_every_none_there_is_none_and_none_at_the_end_either(tmp_path: Path
     live(story, tmp_path, every=None)
 
 
-def test_the_run_goes_on_while_one_is_written_and_what_is_due_meanwhile_is_left_out_and_told(tmp_path: Path) -> None:
+def test_the_run_goes_on_while_one_is_written_and_what_is_due_meanwhile_is_left_out_and_told(
+    tmp_path: Path,
+) -> None:
     async def story(house: House) -> None:
         house.trainer.go.clear()
         for _ in range(5):
             await house.step(is_written=False)
-        assert house.told == ["the checkpoint at version 4 is left out: the one before is still being written"]
+        assert house.told == [
+            "the checkpoint at version 4 is left out: the one before is still being written"
+        ]
         assert (house.whole, house.journal.events) == ([], [])
         house.trainer.go.set()
         await asyncio.wait(house.tasks)
@@ -136,7 +146,9 @@ def test_the_run_goes_on_while_one_is_written_and_what_is_due_meanwhile_is_left_
     live(story, tmp_path)
 
 
-def test_what_it_says_of_the_controller_is_of_the_moment_at_which_the_weights_were_copied(tmp_path: Path) -> None:
+def test_what_it_says_of_the_controller_is_of_the_moment_at_which_the_weights_were_copied(
+    tmp_path: Path,
+) -> None:
     async def story(house: House) -> None:
         house.trainer.go.clear()
         await house.step(is_written=False)
@@ -175,7 +187,9 @@ PLACES: dict[str, Callable[[House], Any]] = {
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("is_last", [False, True])
-def test_one_that_cannot_be_made_is_told_each_time_and_costs_nothing_else(tmp_path: Path, place: str, is_last: bool) -> None:
+def test_one_that_cannot_be_made_is_told_each_time_and_costs_nothing_else(
+    tmp_path: Path, place: str, is_last: bool
+) -> None:
     async def story(house: House) -> None:
         finish = house.checkpoints.finish
         await house.step()
@@ -220,7 +234,9 @@ def test_the_last_one_comes_after_the_one_that_is_being_written(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("is_written", [True, False])
-def test_a_version_that_has_its_checkpoint_gets_no_second_one_at_the_end(tmp_path: Path, is_written: bool) -> None:
+def test_a_version_that_has_its_checkpoint_gets_no_second_one_at_the_end(
+    tmp_path: Path, is_written: bool
+) -> None:
     async def story(house: House) -> None:
         if not is_written:
             house.trainer.go.clear()
@@ -255,17 +271,24 @@ def test_a_journal_that_cannot_be_written_ends_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("keep", "expected"), [("checkpoint", [0, 2, 4, 6]), ("all", [])])
-def test_the_journal_keeps_what_any_checkpoint_that_counts_may_need(tmp_path: Path, keep: str, expected: list[int]) -> None:
+def test_the_journal_keeps_what_any_checkpoint_that_counts_may_need(
+    tmp_path: Path, keep: str, expected: list[int]
+) -> None:
     async def story(house: House) -> None:
         for _ in range(8):
             await house.step()
-        assert [event[1] for event in house.journal.named("compact")] == expected, "0 until there are keep_last of them"
+        assert [event[1] for event in house.journal.named("compact")] == expected, (
+            "0 until there are keep_last of them"
+        )
 
     live(story, tmp_path, keep=keep)
 
 
 @settings(max_examples=20, deadline=None)
-@given(keep_last=st.integers(1, 3), fails=st.lists(st.sampled_from(["", "begin", "wait"]), min_size=1, max_size=8))
+@given(
+    keep_last=st.integers(1, 3),
+    fails=st.lists(st.sampled_from(["", "begin", "wait"]), min_size=1, max_size=8),
+)
 def test_no_batch_is_forgotten_that_a_checkpoint_on_disk_would_need(
     tmp_path_factory: pytest.TempPathFactory, keep_last: int, fails: list[str]
 ) -> None:

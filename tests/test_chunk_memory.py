@@ -15,28 +15,18 @@ from tiny_model import make_tiny_model
 from torch import Tensor
 from trainer_cases import make_batch, make_spec
 
-from asyncrl.calling import Caller
 from asyncrl.config import RunConfig
-from asyncrl.engines import EngineServer
+from asyncrl.engines.own_server import EngineServer
 from asyncrl.errors import ConfigError
-from asyncrl.placement.chunk_way import ChunkWay, chunk_way
-from asyncrl.placement.cuda import child_environ
-from asyncrl.placement.devices import place
-from asyncrl.serving import Refused
-from asyncrl.sharing import MappedFile, shared_digest
+from asyncrl.http import Caller, Refused
+from asyncrl.messages.base import ChunkMemory, EnginePart, PlacedTensor, joint_digest
+from asyncrl.messages.engine_calls import CommitRequest, LoadChunkRequest, SleepRequest, WakeRequest
+from asyncrl.messages.trainer_calls import ExportChunkResponse
+from asyncrl.placement.choices import ChunkWay, chunk_way
+from asyncrl.placement.devices import child_environ, place
 from asyncrl.trainer.movable_step import MovableStep
-from asyncrl.wire import (
-    ChunkMemory,
-    CommitRequest,
-    EnginePart,
-    ExportChunkResponse,
-    LoadChunkRequest,
-    PlacedTensor,
-    SleepRequest,
-    WakeRequest,
-    joint_digest,
-)
-from asyncrl_servers.embedded.engine import Engine
+from asyncrl.weights.shared_memory import MappedFile, shared_digest
+from asyncrl_servers.embedded.decode_loop import Engine
 from asyncrl_servers.trainer_memory import views
 
 CHUNK_BYTES = 10_000
@@ -53,7 +43,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make_step(folder: Path, tmp_path: Path) -> MakeStep:
     def make(model_dir: Path = folder, **values: Any) -> MovableStep:
         (tmp_path / "staging").mkdir(exist_ok=True)
-        return MovableStep(make_spec(model_dir, tmp_path, **{"chunk_bytes": CHUNK_BYTES, "chunks": "memory", **values}))
+        return MovableStep(
+            make_spec(model_dir, tmp_path, **{"chunk_bytes": CHUNK_BYTES, "chunks": "memory", **values})
+        )
 
     return make
 
@@ -95,7 +87,9 @@ def exported(step: MovableStep) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    "values", [{}, {"dtype": "bfloat16"}, {"trainer": {"lora": {"rank": 4}}}], ids=["float32", "bfloat16", "merged adapters"]
+    "values",
+    [{}, {"dtype": "bfloat16"}, {"trainer": {"lora": {"rank": 4}}}],
+    ids=["float32", "bfloat16", "merged adapters"],
 )
 def test_version_after_version_the_engine_has_the_trainers_bits_through_one_piece_of_memory(
     make_step: MakeStep, folder: Path, tmp_path: Path, values: dict[str, Any]
@@ -115,7 +109,9 @@ def test_version_after_version_the_engine_has_the_trainers_bits_through_one_piec
     assert len(list((tmp_path / "staging").glob("chunk*"))) == 1
 
 
-def test_the_digest_of_all_is_the_joint_one_of_each_tensors_checksum_and_another_trainer_says_the_same(make_step: MakeStep) -> None:
+def test_the_digest_of_all_is_the_joint_one_of_each_tensors_checksum_and_another_trainer_says_the_same(
+    make_step: MakeStep,
+) -> None:
     first, again = make_step(), make_step()
     expected = joint_digest(shared_digest(name, tensor) for name, tensor in exported(first).items())
     index, chunk = 0, export(first, 0)
@@ -123,7 +119,9 @@ def test_the_digest_of_all_is_the_joint_one_of_each_tensors_checksum_and_another
         index += 1
         chunk = export(first, index)
     assert chunk.whole_digest == expected
-    assert export(again, index).whole_digest == expected, "asked for the last chunk alone, it computes the others"
+    assert export(again, index).whole_digest == expected, (
+        "asked for the last chunk alone, it computes the others"
+    )
 
 
 def test_a_trainer_that_takes_the_place_of_another_is_opened_anew(make_step: MakeStep, folder: Path) -> None:
@@ -132,14 +130,18 @@ def test_a_trainer_that_takes_the_place_of_another_is_opened_anew(make_step: Mak
         before = engine.resting._chunks._memory._memory
         assert before is not None
         step = make_step()
-        step._chunks._place._memory = MappedFile.made(Path(before.handle.name).with_name("other"), before.handle.num_bytes)  # type: ignore[attr-defined]
+        step._chunks._place._memory = MappedFile.made(
+            Path(before.handle.name).with_name("other"), before.handle.num_bytes
+        )  # type: ignore[attr-defined]
         step.train(*make_batch())
         push(step, engine)
         assert engine.resting._chunks._memory._memory is not before
         assert all(torch.equal(tensor, exported(step)[name]) for name, tensor in loaded(engine).items())
 
 
-def test_what_is_written_over_a_chunk_before_it_is_loaded_is_refused_and_the_push_begins_anew(make_step: MakeStep, folder: Path) -> None:
+def test_what_is_written_over_a_chunk_before_it_is_loaded_is_refused_and_the_push_begins_anew(
+    make_step: MakeStep, folder: Path
+) -> None:
     step = make_step()
     step.train(*make_batch())
     with running_engine(folder) as engine:
@@ -154,16 +156,22 @@ def test_what_is_written_over_a_chunk_before_it_is_loaded_is_refused_and_the_pus
         push(step, engine)
 
 
-def test_a_layout_that_cannot_be_and_memory_that_is_gone_are_refused(make_step: MakeStep, folder: Path, tmp_path: Path) -> None:
+def test_a_layout_that_cannot_be_and_memory_that_is_gone_are_refused(
+    make_step: MakeStep, folder: Path, tmp_path: Path
+) -> None:
     step = make_step()
     chunk = request_of(export(step, 0))
     assert chunk.memory is not None
     data = torch.zeros(chunk.memory.handle.num_bytes, dtype=torch.uint8)
     for change in ({"start": 10**6}, {"start": 2}, {"dtype": "int8"}, {"shape": [-1, 5]}, {"shape": [10**9]}):
-        wrong = chunk.memory.model_copy(update={"tensors": [chunk.memory.tensors[0].model_copy(update=change)]})
+        wrong = chunk.memory.model_copy(
+            update={"tensors": [chunk.memory.tensors[0].model_copy(update=change)]}
+        )
         with pytest.raises(Refused, match="cannot be in a chunk"):
             views(wrong, data)
-    twice = ChunkMemory(handle=chunk.memory.handle, tensors=[PlacedTensor(name="a", dtype="float32", shape=[1], start=0)] * 2)
+    twice = ChunkMemory(
+        handle=chunk.memory.handle, tensors=[PlacedTensor(name="a", dtype="float32", shape=[1], start=0)] * 2
+    )
     with pytest.raises(Refused, match="comes twice"):
         views(twice, data)
     with running_engine(folder) as engine:
@@ -171,14 +179,20 @@ def test_a_layout_that_cannot_be_and_memory_that_is_gone_are_refused(make_step: 
         engine.wake(WakeRequest(parts=["weights"])).result(timeout=60)
         gone = chunk.memory.handle.model_copy(update={"name": str(tmp_path / "none")})
         with pytest.raises(Refused, match="cannot open the file memory") as refused:
-            engine.load_chunk(chunk.model_copy(update={"memory": chunk.memory.model_copy(update={"handle": gone})}))
+            engine.load_chunk(
+                chunk.model_copy(update={"memory": chunk.memory.model_copy(update={"handle": gone})})
+            )
         assert "the same device" in refused.value.body.way_out
         cuda = chunk.memory.handle.model_copy(update={"kind": "cuda"})
         with pytest.raises(Refused, match="cuda memory cannot be opened for tensors on cpu"):
-            engine.load_chunk(chunk.model_copy(update={"memory": chunk.memory.model_copy(update={"handle": cuda})}))
+            engine.load_chunk(
+                chunk.model_copy(update={"memory": chunk.memory.model_copy(update={"handle": cuda})})
+            )
 
 
-def test_a_trainer_that_cannot_have_the_memory_says_so_before_it_starts(make_step: MakeStep, tmp_path: Path) -> None:
+def test_a_trainer_that_cannot_have_the_memory_says_so_before_it_starts(
+    make_step: MakeStep, tmp_path: Path
+) -> None:
     folder = tmp_path / "none"
     with pytest.raises(ConfigError, match="that trainer and engines could share") as error:
         make_step(make_tiny_model(tmp_path / "model"), staging_dir=str(folder))
@@ -186,7 +200,12 @@ def test_a_trainer_that_cannot_have_the_memory_says_so_before_it_starts(make_ste
 
 
 def way(num_cuda: int, **keys: Any) -> ChunkWay:
-    values = {"model": {"path": "m"}, "task": {"python": "m:T"}, "buffer": {"max_staleness": 0}, "rollout": {}}
+    values = {
+        "model": {"path": "m"},
+        "task": {"python": "m:T"},
+        "buffer": {"max_staleness": 0},
+        "rollout": {},
+    }
     config = RunConfig.model_validate(values | keys)
     return chunk_way(config, place(config, num_cuda))
 
@@ -200,7 +219,9 @@ def test_memory_is_shared_where_engines_can_open_it_and_else_there_is_a_file() -
     assert "NCCL cannot connect" in on_one.why
     two_engines = way(1, placement={"trainer": "cuda", **shared}, rollout={"num_engines": 2})
     assert two_engines.place == "memory", "both are on the one device"
-    on_two = way(2, placement={"trainer": "all", **shared}, trainer={"world_size": 2}, rollout={"num_engines": 2})
+    on_two = way(
+        2, placement={"trainer": "all", **shared}, trainer={"world_size": 2}, rollout={"num_engines": 2}
+    )
     assert (on_two.place, on_two.device) == ("file", "cpu")
     assert "rank 0 gathers them on cuda:0" in on_two.why
     assert way(0, placement={"trainer": "cpu", **shared}, rollout={"engine": "simulated"}).place == "file"
@@ -210,7 +231,9 @@ def test_memory_is_shared_where_engines_can_open_it_and_else_there_is_a_file() -
 def test_processes_on_the_cpu_are_started_with_large_pages_unless_somebody_said_otherwise() -> None:
     name = "GLIBC_TUNABLES"
     assert child_environ(["cpu"], (), {}) == {name: "glibc.malloc.hugetlb=1"}
-    assert child_environ(["cpu"], (), {name: "glibc.malloc.check=3"}) == {name: "glibc.malloc.check=3:glibc.malloc.hugetlb=1"}
+    assert child_environ(["cpu"], (), {name: "glibc.malloc.check=3"}) == {
+        name: "glibc.malloc.check=3:glibc.malloc.hugetlb=1"
+    }
     assert child_environ(["cpu"], (), {name: "glibc.malloc.hugetlb=0"}) == {}
     assert child_environ(["none"], (), {}) == {}
 
@@ -222,7 +245,14 @@ def test_on_a_device_weights_reach_an_engine_process_without_the_host(
     make_step: MakeStep, folder: Path, tmp_path: Path, dtype: str
 ) -> None:
     step = make_step(device="cuda", dtype=dtype, chunk_bytes=2**16)
-    spec = {"name": "engine-0", "model_path": str(folder), "slots": 4, "max_length": 128, "device": "cuda", "dtype": dtype}
+    spec = {
+        "name": "engine-0",
+        "model_path": str(folder),
+        "slots": 4,
+        "max_length": 128,
+        "device": "cuda",
+        "dtype": dtype,
+    }
 
     async def story(url: str) -> None:
         caller = Caller("engine-0", url, SECRET)

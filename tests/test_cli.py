@@ -14,11 +14,20 @@ NO_TORCH = "import sys; sys.modules['torch'] = None; from asyncrl.cli import mai
 
 def asyncrl(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     """Run the command line in a Python where importing torch fails."""
-    return subprocess.run([sys.executable, "-c", NO_TORCH, *arguments], cwd=cwd, capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        [sys.executable, "-c", NO_TORCH, *arguments], cwd=cwd, capture_output=True, text=True, timeout=60
+    )
 
 
 def test_help_and_version_answer_without_torch() -> None:
-    for arguments in (["--help"], ["run", "--help"], ["check", "--help"], ["status", "--help"], ["inspect", "--help"], ["keys"]):
+    for arguments in (
+        ["--help"],
+        ["run", "--help"],
+        ["check", "--help"],
+        ["status", "--help"],
+        ["inspect", "--help"],
+        ["keys"],
+    ):
         answer = asyncrl(*arguments)
         assert answer.returncode == 0, answer.stderr
         assert answer.stdout.strip()

@@ -26,7 +26,9 @@ def good(tmp_path: Path) -> Path:
 
 
 def test_overrides_replace_values_and_none_is_the_off_word(good: Path) -> None:
-    config = load_config(good, ["buffer.max_staleness=4", "rollout.timeout_s=none", "trainer.betas=[0.9, 0.99]"])
+    config = load_config(
+        good, ["buffer.max_staleness=4", "rollout.timeout_s=none", "trainer.betas=[0.9, 0.99]"]
+    )
     assert config.buffer.max_staleness == 4
     assert config.rollout.timeout_s is None
     assert config.trainer.betas == (0.9, 0.99)
@@ -51,7 +53,10 @@ def test_broken_yaml_is_named_by_its_file_or_its_key(good: Path) -> None:
 
 
 def test_one_text_where_a_list_belongs_is_refused_with_what_to_write(good: Path) -> None:
-    with pytest.raises(ConfigError, match=r"task.files=mine.jsonl in .* is one text, and .* a list: write task.files=\[mine.jsonl\]"):
+    with pytest.raises(
+        ConfigError,
+        match=r"task.files=mine.jsonl in .* is one text, and .* a list: write task.files=\[mine.jsonl\]",
+    ):
         load_config(good, ["task.files=mine.jsonl"])
 
 
@@ -62,7 +67,14 @@ def test_a_section_that_stands_twice_is_refused_and_not_half_forgotten(good: Pat
 
 
 @pytest.mark.parametrize(
-    "override", ["trainer.port=70000", "rollout.ports=[0]", "rollout.threads=0", "trainer.threads=-1", "trainer.betas=[0.9, 1]"]
+    "override",
+    [
+        "trainer.port=70000",
+        "rollout.ports=[0]",
+        "rollout.threads=0",
+        "trainer.threads=-1",
+        "trainer.betas=[0.9, 1]",
+    ],
 )
 def test_numbers_that_would_break_a_process_later_are_refused_at_once(good: Path, override: str) -> None:
     with pytest.raises(ConfigError, match=override.partition("=")[0]):
@@ -78,12 +90,30 @@ def test_the_resolved_config_reads_back_as_itself(good: Path, tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     "text",
-    ["{1: 0.5}", ".inf", "-.inf", "2024-01-01", "2024-01-01 10:00:00", "{'1': none}", '"a\\x85b\\u2028c"', "!!binary aGVsbG8=", "[1, 1.0]"],
+    [
+        "{1: 0.5}",
+        ".inf",
+        "-.inf",
+        "2024-01-01",
+        "2024-01-01 10:00:00",
+        "{'1': none}",
+        '"a\\x85b\\u2028c"',
+        "!!binary aGVsbG8=",
+        "[1, 1.0]",
+    ],
 )
-def test_free_settings_of_the_written_config_are_read_back_with_their_types(good: Path, tmp_path: Path, text: str) -> None:
+def test_free_settings_of_the_written_config_are_read_back_with_their_types(
+    good: Path, tmp_path: Path, text: str
+) -> None:
     keys = ("task.args.x", "eval.task.args.x", "generator.args.x", "rollout.vllm.x")
     config = load_config(
-        good, [*(f"{key}={text}" for key in keys), "eval.task.python=my:Task", "generator.python=my:agent", "rollout.engine=vllm"]
+        good,
+        [
+            *(f"{key}={text}" for key in keys),
+            "eval.task.python=my:Task",
+            "generator.python=my:agent",
+            "rollout.engine=vllm",
+        ],
     )
     again = tmp_path / "again.yaml"
     again.write_text(run_config_yaml(config))
@@ -93,7 +123,9 @@ def test_free_settings_of_the_written_config_are_read_back_with_their_types(good
 
 
 @pytest.mark.parametrize("aliased", ["*t", "{<<: *t, shuffle: false}"])
-def test_an_override_changes_its_own_section_alone_where_the_file_uses_one_twice(good: Path, aliased: str) -> None:
+def test_an_override_changes_its_own_section_alone_where_the_file_uses_one_twice(
+    good: Path, aliased: str
+) -> None:
     good.write_text(
         f"model: {{path: m}}\ntask: &t\n  python: asyncrl.tasks.letters:Letters\n  args: {{n: 1}}\n  size: 10\neval: {{task: {aliased}}}\n"
     )
@@ -103,7 +135,9 @@ def test_an_override_changes_its_own_section_alone_where_the_file_uses_one_twice
     assert (config.eval.task.size, config.eval.task.args) == (10, {"n": 1})
 
 
-@pytest.mark.parametrize("value", ["2024-13-45", "0x_", "9" * 5000, "[" * 3000, "&a [*a]", "&a {b: [*a]}", "{[a]: 1}", "'"])
+@pytest.mark.parametrize(
+    "value", ["2024-13-45", "0x_", "9" * 5000, "[" * 3000, "&a [*a]", "&a {b: [*a]}", "{[a]: 1}", "'"]
+)
 def test_a_value_that_yaml_fails_on_in_any_way_is_a_config_error(good: Path, value: str) -> None:
     with pytest.raises(ConfigError, match="the value is not YAML"):
         load_config(good, [f"task.args.x={value}"])
@@ -135,11 +169,17 @@ def test_what_other_frameworks_call_a_key_is_no_key_here_and_stands_for_one() ->
         ("trainer.batch_size=8", "trainer.batch_size", "trainer.num_groups"),
         ("rollout.max_new_tokens=8", "rollout.max_new_tokens", "rollout.max_tokens"),
         ("trainer.output_dir=x", "trainer.output_dir", "--run-dir"),
-        ("trainer.mini_batch_size=2", "trainer.mini_batch_size", "trainer.mini_batches (how many parts a batch is cut into, and no size)"),
+        (
+            "trainer.mini_batch_size=2",
+            "trainer.mini_batch_size",
+            "trainer.mini_batches (how many parts a batch is cut into, and no size)",
+        ),
         ("trainer.max_staleness=2", "trainer.max_staleness", "buffer.max_staleness"),
     ],
 )
-def test_a_misspelt_key_is_named_with_the_closest_right_one(good: Path, override: str, wrong: str, right: str) -> None:
+def test_a_misspelt_key_is_named_with_the_closest_right_one(
+    good: Path, override: str, wrong: str, right: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(good, [override])
     message = str(caught.value)
@@ -149,7 +189,9 @@ def test_a_misspelt_key_is_named_with_the_closest_right_one(good: Path, override
     assert "Way out:" in message
 
 
-@pytest.mark.parametrize("override", ["eval.steps=5", "checkpoint.steps=5", "rollout.batch_size=8", "rollout.lr=1"])
+@pytest.mark.parametrize(
+    "override", ["eval.steps=5", "checkpoint.steps=5", "rollout.batch_size=8", "rollout.lr=1"]
+)
 def test_a_setting_of_another_section_with_another_meaning_is_not_proposed(good: Path, override: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(good, [override, "eval.task.python=a:b"])

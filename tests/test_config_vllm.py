@@ -8,7 +8,7 @@ import pytest
 
 from asyncrl.config import RunConfig, load_config, run_config_yaml
 from asyncrl.errors import ConfigError
-from asyncrl.running.resume import _is_free
+from asyncrl.run.resume import _is_free
 
 ROOT = Path(__file__).parent.parent
 VLLM = "rollout.engine=vllm"
@@ -33,7 +33,12 @@ def refusal(path: Path, *overrides: str) -> str:
 def test_vllm_with_its_own_arguments_is_taken_and_written_back(path: Path, tmp_path: Path) -> None:
     config = load_config(
         path,
-        [VLLM, "rollout.vllm={max-num-batched-tokens: 4096, enforce_eager: false}", "rollout.tensor_parallel=2", "publisher.rolling=true"],
+        [
+            VLLM,
+            "rollout.vllm={max-num-batched-tokens: 4096, enforce_eager: false}",
+            "rollout.tensor_parallel=2",
+            "publisher.rolling=true",
+        ],
     )
     assert config.rollout.vllm == {"max-num-batched-tokens": 4096, "enforce_eager": False}
     again = tmp_path / "again.yaml"
@@ -54,16 +59,29 @@ def test_a_canary_limit_is_a_number_above_0_auto_or_none(path: Path, value: str)
 
 @pytest.mark.parametrize("engine", ["embedded", "simulated"])
 @pytest.mark.parametrize(
-    "override", ["rollout.vllm={block-size: 32}", "rollout.vllm_python=/usr/bin/python3", HERE, "rollout.tensor_parallel=2"]
+    "override",
+    [
+        "rollout.vllm={block-size: 32}",
+        "rollout.vllm_python=/usr/bin/python3",
+        HERE,
+        "rollout.tensor_parallel=2",
+    ],
 )
 def test_what_is_for_vllm_is_refused_beside_another_engine(path: Path, engine: str, override: str) -> None:
     said = refusal(path, f"rollout.engine={engine}", override)
-    assert f"{override.partition('=')[0]} is for vLLM, and rollout.engine={engine}; set rollout.engine=vllm, or remove it" in said
+    assert (
+        f"{override.partition('=')[0]} is for vLLM, and rollout.engine={engine}; set rollout.engine=vllm, or remove it"
+        in said
+    )
 
 
-@pytest.mark.parametrize("url", ["10.0.0.7:8000", "ftp://host:1", "http://host:8000/v1", "http://", "http://host:1?x=1"])
+@pytest.mark.parametrize(
+    "url", ["10.0.0.7:8000", "ftp://host:1", "http://host:8000/v1", "http://", "http://host:1?x=1"]
+)
 def test_a_url_that_is_no_address_of_a_server_is_refused(path: Path, url: str) -> None:
-    assert "write it like http://10.0.0.7:8000, without a path" in refusal(path, VLLM, f"rollout.urls=['{url}']")
+    assert "write it like http://10.0.0.7:8000, without a path" in refusal(
+        path, VLLM, f"rollout.urls=['{url}']"
+    )
 
 
 def test_a_server_that_is_named_twice_is_refused(path: Path) -> None:
@@ -80,12 +98,19 @@ def test_servers_of_somebody_else_are_as_many_as_there_are_engines(path: Path) -
 
 def test_a_port_is_named_once(path: Path) -> None:
     assert "names a port twice" in refusal(path, "rollout.num_engines=2", "rollout.ports=[8000, 8000]")
-    assert load_config(path, ["rollout.num_engines=2", "rollout.ports=[8000, 8001]"]).rollout.ports == [8000, 8001]
+    assert load_config(path, ["rollout.num_engines=2", "rollout.ports=[8000, 8001]"]).rollout.ports == [
+        8000,
+        8001,
+    ]
 
 
-@pytest.mark.parametrize("override", ["rollout.ports=[8000]", "rollout.vllm={block-size: 32}", "rollout.tensor_parallel=2"])
+@pytest.mark.parametrize(
+    "override", ["rollout.ports=[8000]", "rollout.vllm={block-size: 32}", "rollout.tensor_parallel=2"]
+)
 def test_what_is_for_servers_that_the_run_starts_is_refused_beside_urls(path: Path, override: str) -> None:
-    assert f"{override.partition('=')[0]} is for servers that the run starts" in refusal(path, VLLM, HERE, override)
+    assert f"{override.partition('=')[0]} is for servers that the run starts" in refusal(
+        path, VLLM, HERE, override
+    )
 
 
 def test_a_model_that_is_made_at_the_start_cannot_be_served_by_somebody_else() -> None:
@@ -96,25 +121,48 @@ def test_a_model_that_is_made_at_the_start_cannot_be_served_by_somebody_else() -
     ("overrides", "says"),
     [
         (["publisher.transport=disk"], "which is none; give a folder that trainer and engines share"),
-        (["publisher.disk_dir=/data"], "publisher.disk_dir is for publisher.transport=disk, and the transport is shm; remove it"),
+        (
+            ["publisher.disk_dir=/data"],
+            "publisher.disk_dir is for publisher.transport=disk, and the transport is shm; remove it",
+        ),
         (["publisher.transport=lora"], "set trainer.lora={rank: 16}"),
-        ([LORA, "publisher.transport=lora", HERE], "how the servers of rollout.urls were started is not for the run to say"),
+        (
+            [LORA, "publisher.transport=lora", HERE],
+            "how the servers of rollout.urls were started is not for the run to say",
+        ),
         ([THERE], "which http://10.0.0.7:8000 cannot read; set publisher.transport=disk"),
         (["publisher.transport=nccl", HERE], "where the servers of rollout.urls are is not known"),
-        (["publisher.transport=ipc", "placement.trainer=cpu"], "from CUDA device to CUDA device, and placement.trainer is cpu"),
-        (["publisher.transport=nccl", "publisher.rolling=true"], "sends each version once, to all engines together"),
-        (["publisher.transport=ipc", "placement.rollout=cpu"], "from CUDA device to CUDA device, and placement.rollout is cpu"),
-        ([HERE, "placement.rollout=trainer", "buffer.max_staleness=0"], "has the engines sleep while the trainer works"),
+        (
+            ["publisher.transport=ipc", "placement.trainer=cpu"],
+            "from CUDA device to CUDA device, and placement.trainer is cpu",
+        ),
+        (
+            ["publisher.transport=nccl", "publisher.rolling=true"],
+            "sends each version once, to all engines together",
+        ),
+        (
+            ["publisher.transport=ipc", "placement.rollout=cpu"],
+            "from CUDA device to CUDA device, and placement.rollout is cpu",
+        ),
+        (
+            [HERE, "placement.rollout=trainer", "buffer.max_staleness=0"],
+            "has the engines sleep while the trainer works",
+        ),
     ],
 )
-def test_a_transport_that_cannot_work_is_refused_with_the_reason(path: Path, overrides: list[str], says: str) -> None:
+def test_a_transport_that_cannot_work_is_refused_with_the_reason(
+    path: Path, overrides: list[str], says: str
+) -> None:
     assert says in refusal(path, VLLM, *overrides)
 
 
 @pytest.mark.parametrize("transport", ["nccl", "ipc"])
 def test_vllms_own_weight_transfer_needs_vllm(path: Path, transport: str) -> None:
     said = refusal(path, f"publisher.transport={transport}")
-    assert f"publisher.transport={transport} is vLLM's own weight transfer, and rollout.engine=embedded has none" in said
+    assert (
+        f"publisher.transport={transport} is vLLM's own weight transfer, and rollout.engine=embedded has none"
+        in said
+    )
 
 
 @pytest.mark.parametrize("url", ["http://localhost:1", "http://127.0.0.1:1", "http://[::1]:1"])
@@ -132,6 +180,17 @@ def free(config: RunConfig, *keys: str) -> list[bool]:
 
 def test_where_servers_are_and_how_a_push_is_checked_may_change_when_a_run_goes_on(path: Path) -> None:
     config = load_config(path)
-    assert all(free(config, "rollout.urls", "rollout.vllm_python", "rollout.tensor_parallel", "publisher.disk_dir", "publisher.rolling"))
+    assert all(
+        free(
+            config,
+            "rollout.urls",
+            "rollout.vllm_python",
+            "rollout.tensor_parallel",
+            "publisher.disk_dir",
+            "publisher.rolling",
+        )
+    )
     assert all(free(config, "publisher.canary_limit", "publisher.retries"))
-    assert not any(free(config, "rollout.engine", "rollout.vllm.enforce_eager", "rollout.vllm", "publisher.interrupt"))
+    assert not any(
+        free(config, "rollout.engine", "rollout.vllm.enforce_eager", "rollout.vllm", "publisher.interrupt")
+    )

@@ -7,12 +7,24 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from engine_contract import abort, check_whole, flip_last_bit, health, prepare, refused, run, staged, until, until_decoding, versions_of
+from engine_contract import (
+    abort,
+    check_whole,
+    flip_last_bit,
+    health,
+    prepare,
+    refused,
+    run,
+    staged,
+    until,
+    until_decoding,
+    versions_of,
+)
 from engine_kinds import LONG, MAX_LENGTH, SLOTS, VOCAB_SIZE, Server, another_client
 
-from asyncrl.engines import EngineClient
+from asyncrl.engines.engine import EngineClient
 from asyncrl.errors import EngineError, RequestRefused
-from asyncrl.types import Interrupt
+from asyncrl.messages.records import Interrupt
 
 pytest_plugins = ["engine_under_test"]
 
@@ -20,20 +32,34 @@ pytest_plugins = ["engine_under_test"]
 def test_health_says_what_it_is_and_that_nothing_runs(server: Server) -> None:
     async def story(engine: EngineClient) -> None:
         now = await health(engine)
-        assert (now.slots, now.max_length, now.num_running, now.num_queued, now.asleep) == (SLOTS, MAX_LENGTH, 0, 0, [])
+        assert (now.slots, now.max_length, now.num_running, now.num_queued, now.asleep) == (
+            SLOTS,
+            MAX_LENGTH,
+            0,
+            0,
+            [],
+        )
         assert now.policy_version == engine.policy_version
         assert now.kind == server.kind
 
     run(server, story)
 
 
-def test_an_answer_has_its_budget_of_tokens_with_a_logprob_each_and_spans_that_cover_them_once(server: Server) -> None:
+def test_an_answer_has_its_budget_of_tokens_with_a_logprob_each_and_spans_that_cover_them_once(
+    server: Server,
+) -> None:
     async def story(engine: EngineClient) -> None:
-        requests = [server.request(max_tokens=tokens, seed=tokens, temperature=0.8) for tokens in (1, 2, 17, 60, 3, 8)]
+        requests = [
+            server.request(max_tokens=tokens, seed=tokens, temperature=0.8) for tokens in (1, 2, 17, 60, 3, 8)
+        ]
         answers = await asyncio.gather(*(engine.generate_segment(request) for request in requests))
         for request, answer in zip(requests, answers, strict=True):
             check_whole(answer, server)
-            assert (answer.request_id, len(answer.token_ids), answer.finish_reason) == (request.request_id, request.max_tokens, "length")
+            assert (answer.request_id, len(answer.token_ids), answer.finish_reason) == (
+                request.request_id,
+                request.max_tokens,
+                "length",
+            )
             assert versions_of(answer) == [engine.policy_version]
 
     run(server, story)
@@ -41,7 +67,9 @@ def test_an_answer_has_its_budget_of_tokens_with_a_logprob_each_and_spans_that_c
 
 def test_the_same_seed_gives_the_same_tokens_and_another_seed_others(server: Server) -> None:
     async def story(engine: EngineClient) -> None:
-        first, again, other = [await engine.generate_segment(server.request(seed=seed)) for seed in (11, 11, 12)]
+        first, again, other = [
+            await engine.generate_segment(server.request(seed=seed)) for seed in (11, 11, 12)
+        ]
         assert (first.token_ids, first.logprobs) == (again.token_ids, again.logprobs)
         assert first.token_ids != other.token_ids, "20 draws from 50 tokens"
 
@@ -51,9 +79,17 @@ def test_the_same_seed_gives_the_same_tokens_and_another_seed_others(server: Ser
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_resumed_request_draws_what_the_uninterrupted_one_draws(server: Server, temperature: float) -> None:
     async def story(engine: EngineClient) -> None:
-        whole, head = [await engine.generate_segment(server.request(max_tokens=tokens, temperature=temperature)) for tokens in (30, 11)]
+        whole, head = [
+            await engine.generate_segment(server.request(max_tokens=tokens, temperature=temperature))
+            for tokens in (30, 11)
+        ]
         assert head.token_ids == whole.token_ids[:11]
-        resumed = {"prompt_ids": [1, 2, 3, *head.token_ids], "num_resumed": 11, "max_tokens": 19, "temperature": temperature}
+        resumed = {
+            "prompt_ids": [1, 2, 3, *head.token_ids],
+            "num_resumed": 11,
+            "max_tokens": 19,
+            "temperature": temperature,
+        }
         tail, again = [await engine.generate_segment(server.request(**resumed)) for _ in range(2)]
         assert (again.token_ids, again.logprobs) == (tail.token_ids, tail.logprobs)
         if server.traits.resumes_draws or temperature == 0.0:
@@ -100,7 +136,9 @@ def test_more_resumed_ids_than_prompt_ids_are_refused(server: Server) -> None:
 
 def test_an_id_that_is_running_is_refused_a_second_time(server: Server) -> None:
     async def story(engine: EngineClient) -> None:
-        first = asyncio.create_task(engine.generate_segment(server.request(request_id="twice", max_tokens=LONG)))
+        first = asyncio.create_task(
+            engine.generate_segment(server.request(request_id="twice", max_tokens=LONG))
+        )
         await until(engine, lambda now: now.num_running == 1)
         with pytest.raises((EngineError, RequestRefused), match="twice.* already"):
             await engine.generate_segment(server.request(request_id="twice"))
@@ -127,7 +165,9 @@ def test_abort_ends_the_named_requests_with_what_they_have_and_leaves_unknown_id
         assert set(await abort(engine)) == {requests[0].request_id, requests[2].request_id}
         assert [(await task).finish_reason for task in (tasks[0], tasks[2])] == ["abort", "abort"]
         again = await engine.generate_segment(server.request(max_tokens=len(aborted.token_ids), seed=1))
-        assert (aborted.token_ids, aborted.logprobs) == (again.token_ids, again.logprobs), "the beginning of the whole answer"
+        assert (aborted.token_ids, aborted.logprobs) == (again.token_ids, again.logprobs), (
+            "the beginning of the whole answer"
+        )
 
     run(server, story)
 
@@ -157,7 +197,12 @@ def test_a_queued_request_can_be_aborted_and_has_no_tokens(server: Server) -> No
         await until(engine, lambda now: now.num_queued == 1)
         assert await abort(engine, ["waits"]) == ["waits"]
         answer = await waiting
-        assert (answer.token_ids, answer.logprobs, answer.version_spans, answer.finish_reason) == ([], [], [], "abort")
+        assert (answer.token_ids, answer.logprobs, answer.version_spans, answer.finish_reason) == (
+            [],
+            [],
+            [],
+            "abort",
+        )
         await abort(engine)
         await asyncio.gather(*tasks)
 
@@ -194,7 +239,10 @@ def test_a_commit_changes_the_version_between_two_tokens(server: Server, interru
         assert engine.num_commits == num_commits + 2, "begun and ended"
         assert engine.policy_version == (await health(engine)).policy_version == old + 1
         num_aborted = SLOTS + server.traits.aborts_queued
-        assert swapped.num_interrupted == {"abort": num_aborted, "keep": SLOTS, "keep_kv": SLOTS, "wait": 0}[interrupt]
+        assert (
+            swapped.num_interrupted
+            == {"abort": num_aborted, "keep": SLOTS, "keep_kv": SLOTS, "wait": 0}[interrupt]
+        )
         for answer in await asyncio.gather(*tasks):
             check_whole(answer, server)
             assert versions_of(answer) == ([old, old + 1] if interrupt.startswith("keep") else [old])
@@ -229,9 +277,15 @@ def test_a_commit_of_another_digest_is_refused_and_the_old_weights_serve_on(serv
         old = engine.policy_version
         before = await engine.generate_segment(server.request())
         await prepare(engine, server, old + 1, scale=2.0)
-        await refused(engine.commit(old + 1, "0123abcd", "abort"), "0123abcd" if server.traits.reads_files else None)
+        await refused(
+            engine.commit(old + 1, "0123abcd", "abort"), "0123abcd" if server.traits.reads_files else None
+        )
         after = await engine.generate_segment(server.request())
-        assert (after.token_ids, after.logprobs, after.version_spans) == (before.token_ids, before.logprobs, before.version_spans)
+        assert (after.token_ids, after.logprobs, after.version_spans) == (
+            before.token_ids,
+            before.logprobs,
+            before.version_spans,
+        )
         assert engine.policy_version == old
 
     run(server, story)
@@ -242,7 +296,9 @@ def test_a_commit_of_what_was_never_prepared_or_of_an_older_version_is_refused(s
         old = engine.policy_version
         digest = await prepare(engine, server, old + 1)
         await engine.commit(old + 1, digest, "abort")
-        assert (await engine.commit(old + 1, digest, "abort")).num_interrupted == 0, "the same again is no error"
+        assert (await engine.commit(old + 1, digest, "abort")).num_interrupted == 0, (
+            "the same again is no error"
+        )
         for version, wrong in ((old + 1, "other"), (old, digest), (old + 2, digest)):
             await refused(engine.commit(version, wrong, "abort"))
         assert engine.policy_version == (await health(engine)).policy_version == old + 1
@@ -264,6 +320,10 @@ def test_weights_that_are_not_what_was_announced_are_refused_with_both_digests(s
         missing = replace(manifest, path=str(server.folder / "nowhere.safetensors"))
         await refused(engine.prepare(missing), "nowhere")
         after = await engine.generate_segment(server.request())
-        assert (after.token_ids, after.logprobs, after.version_spans) == (before.token_ids, before.logprobs, before.version_spans)
+        assert (after.token_ids, after.logprobs, after.version_spans) == (
+            before.token_ids,
+            before.logprobs,
+            before.version_spans,
+        )
 
     run(server, story)

@@ -6,10 +6,24 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from engine_contract import BOTH, be_awake, chunks_of, flip_last_bit, health, load, prepare, push, refused, run, staged, versions_of, waits
+from engine_contract import (
+    BOTH,
+    be_awake,
+    chunks_of,
+    flip_last_bit,
+    health,
+    load,
+    prepare,
+    push,
+    refused,
+    run,
+    staged,
+    versions_of,
+    waits,
+)
 from engine_kinds import Server
 
-from asyncrl.engines import EngineClient
+from asyncrl.engines.engine import EngineClient
 
 pytest_plugins = ["engine_under_test"]
 
@@ -29,16 +43,22 @@ def test_weights_that_woke_without_content_are_not_served_until_a_push_is_commit
             await waits(engine, waiting)
         assert engine.policy_version == (await health(engine)).policy_version == old + 1
         committed = await engine.commit(old + 2, digest, "abort")
-        assert (committed.digest, committed.num_interrupted) == (digest, 0), "what waits is not interrupted: it never ran"
+        assert (committed.digest, committed.num_interrupted) == (digest, 0), (
+            "what waits is not interrupted: it never ran"
+        )
         answer = await waiting
         assert versions_of(answer) == [old + 2]
         assert (answer.token_ids, answer.logprobs) == (expected.token_ids, expected.logprobs)
-        assert (await engine.commit(old + 2, digest, "abort")).num_interrupted == 0, "the same again is no error"
+        assert (await engine.commit(old + 2, digest, "abort")).num_interrupted == 0, (
+            "the same again is no error"
+        )
 
     run(server, story)
 
 
-def test_a_push_that_is_not_whole_or_out_of_order_is_refused_and_only_a_good_one_is_served(server: Server) -> None:
+def test_a_push_that_is_not_whole_or_out_of_order_is_refused_and_only_a_good_one_is_served(
+    server: Server,
+) -> None:
     async def story(engine: EngineClient) -> None:
         old = await be_awake(engine, server)
         await engine.sleep(["weights"])
@@ -119,7 +139,9 @@ def test_nothing_is_written_over_serving_weights_and_nothing_into_sleeping_ones(
     run(server, story)
 
 
-def test_the_version_that_served_can_be_pushed_again_into_woken_weights_but_no_older_one(server: Server) -> None:
+def test_the_version_that_served_can_be_pushed_again_into_woken_weights_but_no_older_one(
+    server: Server,
+) -> None:
     server.needs(server.traits.reads_files, "it takes any version")
 
     async def story(engine: EngineClient) -> None:

@@ -23,8 +23,9 @@ from engine_contract import (
 )
 from engine_kinds import LONG, SLOTS, Server
 
-from asyncrl.engines import EngineClient, EnginePool
-from asyncrl.types import SamplingRequest
+from asyncrl.engines.engine import EngineClient
+from asyncrl.engines.pool import EnginePool
+from asyncrl.messages.records import SamplingRequest
 
 pytest_plugins = ["engine_under_test"]
 
@@ -51,7 +52,9 @@ def test_sleep_says_how_much_it_freed_and_twice_is_once(server: Server) -> None:
     run(server, story)
 
 
-def test_after_sleep_and_wake_with_the_same_weights_every_bit_of_the_answers_is_as_before(server: Server) -> None:
+def test_after_sleep_and_wake_with_the_same_weights_every_bit_of_the_answers_is_as_before(
+    server: Server,
+) -> None:
     async def story(engine: EngineClient) -> None:
         version = await be_awake(engine, server)
         requests = [server.request(max_tokens=100, seed=seed, temperature=0.9) for seed in range(SLOTS + 2)]
@@ -66,7 +69,11 @@ def test_after_sleep_and_wake_with_the_same_weights_every_bit_of_the_answers_is_
         await engine.wake(["kv"])
         after = await asyncio.gather(*(engine.generate_segment(request) for request in requests))
         for old, new in zip(before, after, strict=True):
-            assert (new.token_ids, new.logprobs, new.finish_reason) == (old.token_ids, old.logprobs, old.finish_reason)
+            assert (new.token_ids, new.logprobs, new.finish_reason) == (
+                old.token_ids,
+                old.logprobs,
+                old.finish_reason,
+            )
             assert versions_of(new) == [version + 1]
 
     run(server, story)
@@ -125,7 +132,9 @@ def test_a_stream_that_comes_while_asleep_begins_after_the_wake(server: Server) 
         await engine.sleep(BOTH)
         told: list[int] = []
         request = server.request(max_tokens=50)
-        streaming = asyncio.create_task(engine.generate_segment(request, on_chunk=lambda chunk: told.extend(chunk.token_ids)))
+        streaming = asyncio.create_task(
+            engine.generate_segment(request, on_chunk=lambda chunk: told.extend(chunk.token_ids))
+        )
         await waits(engine, streaming)
         assert told == []
         await engine.wake(BOTH, restore=True)
@@ -156,7 +165,11 @@ def test_restore_brings_back_what_served_and_refuses_what_has_changed_meanwhile(
             path.write_bytes(good)
         await engine.wake(BOTH, restore=True)
         after = await engine.generate_segment(server.request())
-        assert (after.token_ids, after.logprobs, after.version_spans) == (before.token_ids, before.logprobs, before.version_spans)
+        assert (after.token_ids, after.logprobs, after.version_spans) == (
+            before.token_ids,
+            before.logprobs,
+            before.version_spans,
+        )
 
     run(server, story)
 
@@ -212,7 +225,9 @@ def test_a_request_of_the_pool_lives_through_a_whole_turn(server: Server) -> Non
         pool = EnginePool([engine], slots=SLOTS)
         told: list[int] = []
         temperature = 1.0 if server.traits.resumes_draws else 0.0
-        request = SamplingRequest(f"turn/{old}", (1, 2, 3), server.traits.waited, temperature=temperature, seed=9)
+        request = SamplingRequest(
+            f"turn/{old}", (1, 2, 3), server.traits.waited, temperature=temperature, seed=9
+        )
         running = asyncio.create_task(pool.generate(request, on_tokens=told.extend))
         await until(engine, lambda _: len(told) > 0)
         freed = await engine.sleep(BOTH)
@@ -228,7 +243,9 @@ def test_a_request_of_the_pool_lives_through_a_whole_turn(server: Server) -> Non
         completion = await running
         assert tuple(told) == completion.token_ids
         assert [span.version for span in completion.version_spans] == [old, old + 1]
-        alone = await engine.generate_segment(server.request(max_tokens=server.traits.waited, seed=9, temperature=temperature))
+        alone = await engine.generate_segment(
+            server.request(max_tokens=server.traits.waited, seed=9, temperature=temperature)
+        )
         assert completion.token_ids == tuple(alone.token_ids), "the same weights before and after"
 
     run(server, story)

@@ -9,10 +9,11 @@ import pytest
 from engine_contract import abort, check_whole, health, prepare, run, until, versions_of
 from engine_kinds import LONG, MAX_LENGTH, SLOTS, Server, another_client
 
-from asyncrl.engines import EngineClient, EnginePool
+from asyncrl.engines.engine import EngineClient
+from asyncrl.engines.pool import EnginePool
 from asyncrl.errors import EngineError, RequestRefused
-from asyncrl.types import Interrupt, SamplingRequest
-from asyncrl.wire import GenerateChunk, GenerateRequest, GenerateResponse, Span
+from asyncrl.messages.engine_calls import GenerateChunk, GenerateRequest, GenerateResponse, Span
+from asyncrl.messages.records import Interrupt, SamplingRequest
 
 pytest_plugins = ["engine_under_test"]
 
@@ -37,15 +38,27 @@ def joined(chunks: list[GenerateChunk], last: GenerateResponse) -> GenerateRespo
     versions += [span.version for span in last.version_spans for _ in range(span.start, span.end)]
     starts = [at for at, version in enumerate(versions) if at == 0 or versions[at - 1] != version]
     ends = [*starts[1:], len(versions)]
-    spans = [Span(start=start, end=end, version=versions[start]) for start, end in zip(starts, ends, strict=False) if start < end]
+    spans = [
+        Span(start=start, end=end, version=versions[start])
+        for start, end in zip(starts, ends, strict=False)
+        if start < end
+    ]
     return last.model_copy(update={"token_ids": token_ids, "logprobs": logprobs, "version_spans": spans})
 
 
 def test_chunks_and_what_comes_last_are_bit_for_bit_the_answer_that_is_not_streamed(server: Server) -> None:
     async def story(engine: EngineClient) -> None:
-        settings = [(1, 1.0, 1.0), (2, 0.7, 1.0), (300, 1.0, 1.0), (310, 1.0, 0.9), (41, 0.0, 1.0), (400, 1.3, 1.0)]
+        settings = [
+            (1, 1.0, 1.0),
+            (2, 0.7, 1.0),
+            (300, 1.0, 1.0),
+            (310, 1.0, 0.9),
+            (41, 0.0, 1.0),
+            (400, 1.3, 1.0),
+        ]
         requests = [
-            server.request(max_tokens=tokens, seed=tokens, temperature=temperature, top_p=top_p) for tokens, temperature, top_p in settings
+            server.request(max_tokens=tokens, seed=tokens, temperature=temperature, top_p=top_p)
+            for tokens, temperature, top_p in settings
         ]
         whole = await asyncio.gather(*(engine.generate_segment(request) for request in requests))
         streamed = await asyncio.gather(*(stream(engine, request) for request in requests))
@@ -53,7 +66,11 @@ def test_chunks_and_what_comes_last_are_bit_for_bit_the_answer_that_is_not_strea
             check_whole(last, server)
             assert joined(chunks, last) == expected
             assert last.token_ids, "the token that ends an answer comes with its finish_reason"
-        assert all(len(chunks) > 5 for request, (chunks, _) in zip(requests, streamed, strict=True) if request.max_tokens >= 300)
+        assert all(
+            len(chunks) > 5
+            for request, (chunks, _) in zip(requests, streamed, strict=True)
+            if request.max_tokens >= 300
+        )
 
     run(server, story)
 
@@ -97,7 +114,8 @@ def test_a_publish_in_mid_stream_changes_the_version_once(server: Server, interr
         came = [asyncio.Event() for _ in range(SLOTS)]
         requests = [server.request(max_tokens=max_tokens, seed=seed) for seed in range(SLOTS)]
         tasks = [
-            asyncio.create_task(stream(engine, request, lambda _, one=one: one.set())) for request, one in zip(requests, came, strict=True)
+            asyncio.create_task(stream(engine, request, lambda _, one=one: one.set()))
+            for request, one in zip(requests, came, strict=True)
         ]
         for one in came:
             await one.wait()
@@ -116,13 +134,17 @@ def test_a_publish_in_mid_stream_changes_the_version_once(server: Server, interr
 
 
 @pytest.mark.parametrize("interrupt", ["abort", "keep"])
-def test_a_request_that_publishes_interrupt_goes_on_and_each_token_is_told_once(server: Server, interrupt: Interrupt) -> None:
+def test_a_request_that_publishes_interrupt_goes_on_and_each_token_is_told_once(
+    server: Server, interrupt: Interrupt
+) -> None:
     async def story(engine: EngineClient) -> None:
         old = engine.policy_version + 1
         await engine.commit(old, await prepare(engine, server, old), "abort")
         pool = EnginePool([engine], slots=SLOTS)
         temperature = 1.0 if server.traits.resumes_draws else 0.0
-        request = SamplingRequest(f"told/{old}", (1, 2, 3), server.traits.waited, temperature=temperature, seed=3)
+        request = SamplingRequest(
+            f"told/{old}", (1, 2, 3), server.traits.waited, temperature=temperature, seed=3
+        )
         told: list[int] = []
         running = asyncio.create_task(pool.generate(request, on_tokens=told.extend))
         for version in (old + 1, old + 2):
@@ -135,7 +157,9 @@ def test_a_request_that_publishes_interrupt_goes_on_and_each_token_is_told_once(
         assert len(told) == server.traits.waited
         assert [span.version for span in completion.version_spans] == [old, old + 1, old + 2]
         assert pool.stats().tokens == server.traits.waited
-        whole = await engine.generate_segment(server.request(max_tokens=server.traits.waited, seed=3, temperature=temperature))
+        whole = await engine.generate_segment(
+            server.request(max_tokens=server.traits.waited, seed=3, temperature=temperature)
+        )
         assert completion.token_ids == tuple(whole.token_ids), "the same weights under each version"
 
     run(server, story)

@@ -13,28 +13,26 @@ from engine_contract import chunks_of, flip_last_bit, generate, staged
 from engine_kinds import LONG, MAX_LENGTH, OURS, VOCAB_SIZE, Server, caller_of, server_of, spec_of
 from engine_processes import SECRET, engine_process
 
-from asyncrl.calling import Caller, CallLost, CallRefused
-from asyncrl.testing.fakes import FakeEngineServer
-from asyncrl.testing.virtual_time import run_virtual
-from asyncrl.wire import (
+from asyncrl.http import Caller, CallLost, CallRefused
+from asyncrl.messages.base import ErrorBody, Moved, find_fatal
+from asyncrl.messages.engine_calls import (
     AbortRequest,
     AbortResponse,
     CommitRequest,
     CommitResponse,
     EngineHealth,
-    ErrorBody,
     GenerateChunk,
     GenerateRequest,
     GenerateResponse,
     LoadChunkRequest,
     LoadChunkResponse,
-    Moved,
     PrepareRequest,
     PrepareResponse,
     SleepRequest,
     WakeRequest,
-    find_fatal,
 )
+from asyncrl.testing.fake_engine import FakeEngineServer
+from asyncrl.testing.virtual_time import run_virtual
 
 pytest_plugins = ["engine_under_test"]
 of_ours = pytest.mark.parametrize("server", OURS, indirect=True)
@@ -70,7 +68,9 @@ async def one_runs(caller: Caller) -> int:
 async def stream(caller: Caller, request: GenerateRequest) -> GenerateResponse:
     """The last line of a streamed answer."""
     streamed = request.model_copy(update={"stream": True})
-    async with contextlib.aclosing(caller.stream("/generate", streamed, GenerateChunk, GenerateResponse)) as lines:
+    async with contextlib.aclosing(
+        caller.stream("/generate", streamed, GenerateChunk, GenerateResponse)
+    ) as lines:
         return [line async for line in lines if isinstance(line, GenerateResponse)][0]
 
 
@@ -96,7 +96,9 @@ def test_without_the_secret_nothing_is_answered(server: Server) -> None:
 @of_ours
 def test_a_request_that_can_never_run_is_answered_400_with_the_rule_and_the_way_out(server: Server) -> None:
     async def story(caller: Caller) -> None:
-        too_long = await refusal(400, generate(caller, server.request(prompt_ids=[1] * 10, max_tokens=MAX_LENGTH - 9)))
+        too_long = await refusal(
+            400, generate(caller, server.request(prompt_ids=[1] * 10, max_tokens=MAX_LENGTH - 9))
+        )
         assert too_long.way_out
         unknown = await refusal(400, generate(caller, server.request(prompt_ids=[1, VOCAB_SIZE])))
         assert f"0..{VOCAB_SIZE - 1}" in unknown.rule
@@ -111,12 +113,18 @@ def test_what_does_not_go_with_what_is_there_is_answered_409(server: Server) -> 
     async def story(caller: Caller) -> None:
         first = asyncio.create_task(generate(caller, server.request(request_id="twice", max_tokens=LONG)))
         old = await one_runs(caller)
-        assert "here already" in (await refusal(409, generate(caller, server.request(request_id="twice")))).error
+        assert (
+            "here already" in (await refusal(409, generate(caller, server.request(request_id="twice")))).error
+        )
         await abort_all(caller)
         await first
         manifest = staged(server, old + 1)
         prepare = PrepareRequest(
-            version=old + 1, path=manifest.path, digest=manifest.digest, num_tensors=manifest.num_tensors, num_bytes=manifest.num_bytes
+            version=old + 1,
+            path=manifest.path,
+            digest=manifest.digest,
+            num_tensors=manifest.num_tensors,
+            num_bytes=manifest.num_bytes,
         )
         assert await caller.post("/prepare", prepare, PrepareResponse, timeout_s=60) == PrepareResponse(
             version=old + 1, digest=manifest.digest
@@ -127,9 +135,15 @@ def test_what_does_not_go_with_what_is_there_is_answered_409(server: Server) -> 
             assert digest in body.error
             assert body.way_out
         flip_last_bit(Path(manifest.path))
-        assert manifest.digest in (await refusal(409, caller.post("/prepare", prepare, PrepareResponse, timeout_s=60))).error
+        assert (
+            manifest.digest
+            in (await refusal(409, caller.post("/prepare", prepare, PrepareResponse, timeout_s=60))).error
+        )
         missing = prepare.model_copy(update={"path": str(server.folder / "nowhere.safetensors")})
-        assert "nowhere" in (await refusal(400, caller.post("/prepare", missing, PrepareResponse, timeout_s=60))).error
+        assert (
+            "nowhere"
+            in (await refusal(400, caller.post("/prepare", missing, PrepareResponse, timeout_s=60))).error
+        )
 
     run(server, story)
 
@@ -143,21 +157,30 @@ def test_a_chunk_that_cannot_come_is_answered_409_and_one_that_cannot_be_read_40
         async def load(chunk: LoadChunkRequest) -> LoadChunkResponse:
             return await caller.post("/load_chunk", chunk, LoadChunkResponse, timeout_s=60)
 
-        chunks = [LoadChunkRequest(**chunk.model_dump(include=set(LoadChunkRequest.model_fields))) for chunk in (first, last)]
+        chunks = [
+            LoadChunkRequest(**chunk.model_dump(include=set(LoadChunkRequest.model_fields)))
+            for chunk in (first, last)
+        ]
         await refusal(409, load(chunks[0]))
         await caller.post("/sleep", SleepRequest(parts=["weights"]), Moved, timeout_s=60)
         await refusal(409, load(chunks[0]))
         await caller.post("/wake", WakeRequest(parts=["weights"]), Moved, timeout_s=60)
         await refusal(409, load(chunks[1]))
         await refusal(409, load(chunks[0].model_copy(update={"digest": "0" * 32})))
-        await refusal(400, load(chunks[0].model_copy(update={"path": str(server.folder / "nowhere.safetensors")})))
+        await refusal(
+            400, load(chunks[0].model_copy(update={"path": str(server.folder / "nowhere.safetensors")}))
+        )
         commit = CommitRequest(version=first.version, digest=digest)
         await refusal(409, caller.post("/commit", commit, CommitResponse, timeout_s=60))
         for chunk in chunks:
-            assert await load(chunk) == LoadChunkResponse(version=chunk.version, index=chunk.index, digest=chunk.digest)
+            assert await load(chunk) == LoadChunkResponse(
+                version=chunk.version, index=chunk.index, digest=chunk.digest
+            )
         await caller.post("/commit", commit, CommitResponse, timeout_s=60)
         await caller.post("/sleep", SleepRequest(parts=["weights"]), Moved, timeout_s=60)
-        await refusal(409, caller.post("/wake", WakeRequest(parts=["weights"], restore=True), Moved, timeout_s=60))
+        await refusal(
+            409, caller.post("/wake", WakeRequest(parts=["weights"], restore=True), Moved, timeout_s=60)
+        )
         await caller.post("/wake", WakeRequest(parts=["weights"]), Moved, timeout_s=60)
         for chunk in chunks:
             await load(chunk)
@@ -172,7 +195,9 @@ def test_a_request_that_is_refused_has_its_status_although_it_asked_for_a_stream
         await refusal(400, stream(caller, server.request(prompt_ids=[1] * 10, max_tokens=MAX_LENGTH)))
         first = asyncio.create_task(generate(caller, server.request(request_id="twice", max_tokens=LONG)))
         await one_runs(caller)
-        twice = await refusal(400 if server.kind == "fake" else 409, stream(caller, server.request(request_id="twice")))
+        twice = await refusal(
+            400 if server.kind == "fake" else 409, stream(caller, server.request(request_id="twice"))
+        )
         assert "twice" in twice.error
         await abort_all(caller)
         assert (await first).finish_reason == "abort"

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from engine_in_process import make_qwen3, make_request, running_engine, staging_request, weights_of
 
-from asyncrl.wire import CommitRequest, GenerateRequest, GenerateResponse
-from asyncrl_servers.embedded.engine import Engine
+from asyncrl.messages.engine_calls import CommitRequest, GenerateRequest, GenerateResponse
+from asyncrl_servers.embedded.decode_loop import Engine
 
 SIZES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -23,7 +23,12 @@ SIZES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 3,
         "head_dim": 20,
     },
-    "8 queries a key": {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 16, "num_hidden_layers": 2},
+    "8 queries a key": {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "num_hidden_layers": 2,
+    },
 }
 
 
@@ -64,15 +69,23 @@ def test_a_request_gets_the_same_bits_alone_and_in_any_company(sized_model: tupl
         with running_engine(folder, slots=slots) as engine:
             assert answers_of(engine, requests) == alone
             shuffled = random.Random(slots).sample(requests, len(requests))
-            others = [request.model_copy(update={"request_id": f"other {request.request_id}", "seed": 1}) for request in requests]
+            others = [
+                request.model_copy(update={"request_id": f"other {request.request_id}", "seed": 1})
+                for request in requests
+            ]
             mixed = [request for pair in zip(shuffled, others, strict=True) for request in pair]
             answers = answers_of(engine, mixed)
             assert {request_id: answers[request_id] for request_id in alone} == alone
 
 
-def test_an_aborted_request_goes_on_with_the_bits_that_the_uninterrupted_one_has(sized_model: tuple[Path, int]) -> None:
+def test_an_aborted_request_goes_on_with_the_bits_that_the_uninterrupted_one_has(
+    sized_model: tuple[Path, int],
+) -> None:
     folder, vocab_size = sized_model
-    requests = [request.model_copy(update={"max_tokens": 90, "top_p": 1.0}) for request in varied_requests(vocab_size, 6, seed=2)]
+    requests = [
+        request.model_copy(update={"max_tokens": 90, "top_p": 1.0})
+        for request in varied_requests(vocab_size, 6, seed=2)
+    ]
     with running_engine(folder, slots=6) as engine:
         whole = answers_of(engine, requests)
     with running_engine(folder, slots=3) as engine:
@@ -94,14 +107,19 @@ def test_an_aborted_request_goes_on_with_the_bits_that_the_uninterrupted_one_has
                 num_aborts += 1
                 token_ids += future.result(timeout=60).token_ids
                 logprobs += future.result(timeout=60).logprobs
-            assert (token_ids, logprobs) == (whole[request.request_id].token_ids, whole[request.request_id].logprobs)
+            assert (token_ids, logprobs) == (
+                whole[request.request_id].token_ids,
+                whole[request.request_id].logprobs,
+            )
         assert num_aborts > len(requests)
 
 
 @pytest.mark.parametrize("interrupt", ["keep", "keep_kv"])
 def test_a_swap_to_equal_weights_changes_no_bit_of_a_kept_request(tmp_path: Path, interrupt: str) -> None:
     folder = make_qwen3(tmp_path / "model", num_hidden_layers=2)
-    requests = [make_request(f"r{seed}", prompt_ids=(1 + seed, 2, 3), max_tokens=150, seed=seed) for seed in range(5)]
+    requests = [
+        make_request(f"r{seed}", prompt_ids=(1 + seed, 2, 3), max_tokens=150, seed=seed) for seed in range(5)
+    ]
     with running_engine(folder, slots=4) as engine:
         whole = answers_of(engine, requests)
     with running_engine(folder, slots=4) as engine:
@@ -112,7 +130,10 @@ def test_a_swap_to_equal_weights_changes_no_bit_of_a_kept_request(tmp_path: Path
             assert engine.commit(CommitRequest(**commit)).result(timeout=60).version == version
         for future in futures:
             answer = future.result(timeout=60)
-            assert (answer.token_ids, answer.logprobs) == (whole[answer.request_id].token_ids, whole[answer.request_id].logprobs)
+            assert (answer.token_ids, answer.logprobs) == (
+                whole[answer.request_id].token_ids,
+                whole[answer.request_id].logprobs,
+            )
 
 
 def test_a_prompt_longer_than_one_prefill_call_gives_the_bits_of_decoding_it(tmp_path: Path) -> None:
@@ -123,6 +144,8 @@ def test_a_prompt_longer_than_one_prefill_call_gives_the_bits_of_decoding_it(tmp
         beside = answers_of(engine, [*short, make_request("long", prompt_ids=prompt, max_tokens=40)])["long"]
     with running_engine(folder, slots=1, max_length=1300) as engine:
         first = engine.submit(make_request("first", prompt_ids=prompt, max_tokens=15)).result(timeout=60)
-        rest = engine.submit(make_request("rest", prompt_ids=(*prompt, *first.token_ids), max_tokens=25, num_resumed=15)).result(timeout=60)
+        rest = engine.submit(
+            make_request("rest", prompt_ids=(*prompt, *first.token_ids), max_tokens=25, num_resumed=15)
+        ).result(timeout=60)
     assert first.token_ids + rest.token_ids == beside.token_ids
     assert first.logprobs + rest.logprobs == beside.logprobs

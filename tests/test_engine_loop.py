@@ -10,11 +10,11 @@ import torch
 from engine_in_process import make_qwen3, make_request, make_spec, running_engine, staging_request, weights_of
 from tiny_model import make_tiny_model
 
-from asyncrl.serving import Refused
-from asyncrl.wire import CommitRequest, GenerateResponse
+from asyncrl.http import Refused
+from asyncrl.messages.engine_calls import CommitRequest, GenerateResponse
 from asyncrl_servers.embedded.build import build_engine
-from asyncrl_servers.embedded.engine import Engine
-from asyncrl_servers.embedded.weights import StagedWeights, digest_tensors
+from asyncrl_servers.embedded.decode_loop import Engine
+from asyncrl_servers.embedded.loaded_weights import StagedWeights, digest_tensors
 
 
 @pytest.fixture(scope="module")
@@ -27,20 +27,28 @@ def other_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_qwen3(tmp_path_factory.mktemp("loop") / "other", seed=1, num_hidden_layers=2)
 
 
-def commit_weights(engine: Engine, folder: Path, version: int, scratch: Path, interrupt: str = "abort") -> None:
+def commit_weights(
+    engine: Engine, folder: Path, version: int, scratch: Path, interrupt: str = "abort"
+) -> None:
     staged = engine.prepare(staging_request(weights_of(folder), version, scratch))
-    commit = CommitRequest.model_validate({"version": version, "digest": staged.digest, "interrupt": interrupt})
+    commit = CommitRequest.model_validate(
+        {"version": version, "digest": staged.digest, "interrupt": interrupt}
+    )
     assert engine.commit(commit).result(timeout=60).digest == staged.digest
 
 
-def answer_across_a_swap(folder: Path, other: Path, scratch: Path, interrupt: str, at: int) -> GenerateResponse:
+def answer_across_a_swap(
+    folder: Path, other: Path, scratch: Path, interrupt: str, at: int
+) -> GenerateResponse:
     """The answer to a request whose weights are swapped after `at` tokens, by turning the loop by hand."""
     engine = build_engine(make_spec(folder))
     staged = engine.prepare(staging_request(weights_of(other), 1, scratch))
     future = engine.submit(make_request(max_tokens=200))
     for _ in range(at - 1):  # the first turn gives two tokens: prefill, and a step
         engine.turn()
-    swapped = engine.commit(CommitRequest.model_validate({"version": 1, "digest": staged.digest, "interrupt": interrupt}))
+    swapped = engine.commit(
+        CommitRequest.model_validate({"version": 1, "digest": staged.digest, "interrupt": interrupt})
+    )
     while not future.done():
         engine.turn()
     assert swapped.result(timeout=0).num_interrupted == 1
@@ -49,12 +57,16 @@ def answer_across_a_swap(folder: Path, other: Path, scratch: Path, interrupt: st
 
 def test_a_prompt_that_a_group_shares_is_prefilled_once(folder: Path) -> None:
     with running_engine(folder, slots=3) as engine:
-        futures = [engine.submit(make_request(f"r{seed}", prompt_ids=(4, 5, 6), seed=seed)) for seed in range(8)]
+        futures = [
+            engine.submit(make_request(f"r{seed}", prompt_ids=(4, 5, 6), seed=seed)) for seed in range(8)
+        ]
         answers = [tuple(future.result(timeout=60).token_ids) for future in futures]
         assert engine.runner.num_prefilled == 1
         engine.submit(make_request("other prompt", prompt_ids=(4, 5))).result(timeout=60)
         assert engine.runner.num_prefilled == 2
-    assert len(set(answers)) == 8, "8 seeds draw 20 tokens each from 50: equal ones mean that the seed is not used"
+    assert len(set(answers)) == 8, (
+        "8 seeds draw 20 tokens each from 50: equal ones mean that the seed is not used"
+    )
 
 
 def test_the_prompt_cache_stays_within_its_bytes_and_keeps_what_was_used_last(folder: Path) -> None:
@@ -71,7 +83,9 @@ def test_the_prompt_cache_stays_within_its_bytes_and_keeps_what_was_used_last(fo
         engine.stop()
 
 
-def test_a_remembered_prompt_does_not_outlive_the_weights_that_filled_it(folder: Path, other_folder: Path, tmp_path: Path) -> None:
+def test_a_remembered_prompt_does_not_outlive_the_weights_that_filled_it(
+    folder: Path, other_folder: Path, tmp_path: Path
+) -> None:
     with running_engine(other_folder) as engine:
         expected = engine.submit(make_request()).result(timeout=60)
     with running_engine(folder) as engine:
@@ -82,12 +96,19 @@ def test_a_remembered_prompt_does_not_outlive_the_weights_that_filled_it(folder:
     assert before.logprobs != after.logprobs
 
 
-def test_a_kept_request_goes_on_as_if_the_new_weights_had_read_its_tokens(folder: Path, other_folder: Path, tmp_path: Path) -> None:
+def test_a_kept_request_goes_on_as_if_the_new_weights_had_read_its_tokens(
+    folder: Path, other_folder: Path, tmp_path: Path
+) -> None:
     answer = answer_across_a_swap(folder, other_folder, tmp_path, "keep", at=30)
-    assert [(span.start, span.end, span.version) for span in answer.version_spans] == [(0, 30, 0), (30, 200, 1)]
+    assert [(span.start, span.end, span.version) for span in answer.version_spans] == [
+        (0, 30, 0),
+        (30, 200, 1),
+    ]
     at = 30
     with running_engine(other_folder) as engine:
-        resumed = make_request(prompt_ids=(1, 2, 3, *answer.token_ids[:at]), max_tokens=200 - at, num_resumed=at)
+        resumed = make_request(
+            prompt_ids=(1, 2, 3, *answer.token_ids[:at]), max_tokens=200 - at, num_resumed=at
+        )
         fresh = engine.submit(resumed).result(timeout=60)
     assert (answer.token_ids[at:], answer.logprobs[at:]) == (fresh.token_ids, fresh.logprobs)
 
@@ -96,10 +117,15 @@ def test_keep_kv_goes_on_over_the_old_cache_with_other_logprobs_than_a_fresh_ser
     folder: Path, other_folder: Path, tmp_path: Path
 ) -> None:
     answer = answer_across_a_swap(folder, other_folder, tmp_path, "keep_kv", at=30)
-    assert [(span.start, span.end, span.version) for span in answer.version_spans] == [(0, 30, 0), (30, 200, 1)]
+    assert [(span.start, span.end, span.version) for span in answer.version_spans] == [
+        (0, 30, 0),
+        (30, 200, 1),
+    ]
     at = 30
     with running_engine(other_folder) as engine:
-        resumed = make_request(prompt_ids=(1, 2, 3, *answer.token_ids[:at]), max_tokens=200 - at, num_resumed=at)
+        resumed = make_request(
+            prompt_ids=(1, 2, 3, *answer.token_ids[:at]), max_tokens=200 - at, num_resumed=at
+        )
         fresh = engine.submit(resumed).result(timeout=60)
     assert answer.logprobs[at : at + 3] != fresh.logprobs[:3]
 
@@ -125,7 +151,10 @@ def test_a_model_run_through_its_own_forward_gives_what_the_short_way_gives(fold
         if not is_short:
             engine.runner._plain = None
         engine.start()
-        futures = [engine.submit(make_request(f"r{index}", prompt_ids=prompt)) for index, prompt in enumerate(prompts)]
+        futures = [
+            engine.submit(make_request(f"r{index}", prompt_ids=prompt))
+            for index, prompt in enumerate(prompts)
+        ]
         answers.append([future.result(timeout=60) for future in futures])
         engine.stop()
     for short, own in zip(*answers, strict=True):
@@ -149,41 +178,59 @@ def test_an_end_of_sequence_token_ends_the_answer_and_belongs_to_it(tmp_path: Pa
     with running_engine(folder, slots=8) as engine:
         eos_ids = engine.runner.loaded.eos_ids
         answers = [engine.submit(make_request(f"r{seed}", seed=seed, max_tokens=250)) for seed in range(8)]
-        stopped = [answer.result(timeout=60) for answer in answers if answer.result(timeout=60).finish_reason == "stop"]
-    assert stopped, "8 answers of 250 near-uniform draws from about 50 tokens without the end token: odds 1e-17"
+        stopped = [
+            answer.result(timeout=60)
+            for answer in answers
+            if answer.result(timeout=60).finish_reason == "stop"
+        ]
+    assert stopped, (
+        "8 answers of 250 near-uniform draws from about 50 tokens without the end token: odds 1e-17"
+    )
     for answer in stopped:
         assert answer.token_ids[-1] in eos_ids
         assert not eos_ids & set(answer.token_ids[:-1])
         assert len(answer.logprobs) == len(answer.token_ids)
 
 
-def test_a_stop_string_ends_the_answer_also_when_it_lies_over_the_joint_of_a_resumed_request(tiny_model_dir: Path) -> None:
+def test_a_stop_string_ends_the_answer_also_when_it_lies_over_the_joint_of_a_resumed_request(
+    tiny_model_dir: Path,
+) -> None:
     with running_engine(tiny_model_dir) as engine:
         tokenizer = engine.runner.loaded.tokenizer
         assert tokenizer is not None
         whole = engine.submit(make_request(max_tokens=60, seed=3)).result(timeout=60)
         text = tokenizer.decode(whole.token_ids, skip_special_tokens=True)
         stop = text[10:14]
-        stopped = engine.submit(make_request(max_tokens=60, seed=3, stop=["not in there", stop])).result(timeout=60)
+        stopped = engine.submit(make_request(max_tokens=60, seed=3, stop=["not in there", stop])).result(
+            timeout=60
+        )
         assert stopped.finish_reason == "stop"
         found = tokenizer.decode(stopped.token_ids, skip_special_tokens=True)
         assert found == text[: text.index(stop) + 4]
         assert stopped.token_ids == whole.token_ids[: len(stopped.token_ids)]
         cut = len(stopped.token_ids) - 2
         resumed = make_request(
-            prompt_ids=(1, 2, 3, *whole.token_ids[:cut]), num_resumed=cut, max_tokens=60 - cut, seed=3, stop=["not in there", stop]
+            prompt_ids=(1, 2, 3, *whole.token_ids[:cut]),
+            num_resumed=cut,
+            max_tokens=60 - cut,
+            seed=3,
+            stop=["not in there", stop],
         )
         rest = engine.submit(resumed).result(timeout=60)
     assert (rest.token_ids, rest.finish_reason) == (stopped.token_ids[cut:], "stop")
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_weights_that_are_not_finite_end_the_engine_and_every_request_is_answered(folder: Path, tmp_path: Path) -> None:
+def test_weights_that_are_not_finite_end_the_engine_and_every_request_is_answered(
+    folder: Path, tmp_path: Path
+) -> None:
     crashes: list[BaseException | None] = []
     engine = build_engine(make_spec(folder, slots=1), crashes.append)
     broken = {name: torch.full_like(tensor, float("nan")) for name, tensor in weights_of(folder).items()}
     staged = engine.prepare(staging_request(broken, 1, tmp_path))
-    futures: list[Future[GenerateResponse]] = [engine.submit(make_request(f"r{index}", max_tokens=200)) for index in range(3)]
+    futures: list[Future[GenerateResponse]] = [
+        engine.submit(make_request(f"r{index}", max_tokens=200)) for index in range(3)
+    ]
     engine.commit(CommitRequest(version=1, digest=staged.digest, interrupt="keep"))
     engine.start()
     for future in futures:
@@ -216,14 +263,16 @@ def test_a_crash_is_told_before_any_answer_so_that_the_process_is_gone_before_it
     assert order == ["crash", "answer"]
 
 
-def test_no_commit_hashes_weights_not_even_the_first(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_commit_hashes_weights_not_even_the_first(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = build_engine(make_spec(folder))
     staged = engine.prepare(staging_request(weights_of(folder), 1, tmp_path))
 
     def hash_them(_: object) -> str:
         raise AssertionError("decoding stands still while weights are hashed")
 
-    monkeypatch.setattr("asyncrl_servers.embedded.weights.digest_tensors", hash_them)
+    monkeypatch.setattr("asyncrl_servers.embedded.loaded_weights.digest_tensors", hash_them)
     committed = engine.commit(CommitRequest(version=1, digest=staged.digest))
     engine.turn()
     assert committed.result(timeout=0).version == 1
@@ -239,7 +288,11 @@ def test_a_swap_that_fails_leaves_the_old_weights_serving(folder: Path, other_fo
             engine.commit(CommitRequest(version=1, digest="half")).result(timeout=60)
         after = engine.submit(make_request("after")).result(timeout=60)
         assert digest_tensors(dict(engine.runner.loaded.model.named_parameters())) == digest
-    assert (after.token_ids, after.logprobs, after.version_spans) == (before.token_ids, before.logprobs, before.version_spans)
+    assert (after.token_ids, after.logprobs, after.version_spans) == (
+        before.token_ids,
+        before.logprobs,
+        before.version_spans,
+    )
 
 
 def test_a_request_id_that_is_running_already_is_refused(folder: Path) -> None:

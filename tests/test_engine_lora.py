@@ -13,13 +13,14 @@ from safetensors.torch import load_file
 from trainer_cases import make_spec as make_trainer_spec
 from transformers import Qwen3ForCausalLM
 
-from asyncrl.serving import Refused
+from asyncrl.http import Refused
+from asyncrl.messages.engine_calls import CommitRequest, GenerateResponse, PrepareRequest
+from asyncrl.messages.trainer_calls import BatchArrays, BatchHeader, TrajectoryHeader
 from asyncrl.trainer.step import TrainStep
-from asyncrl.wire import BatchArrays, BatchHeader, CommitRequest, GenerateResponse, PrepareRequest, TrajectoryHeader
 from asyncrl_servers.embedded import build
-from asyncrl_servers.embedded.engine import Engine
-from asyncrl_servers.embedded.weights import digest_tensors
-from asyncrl_servers.simulated.staging import verify_weights
+from asyncrl_servers.embedded.decode_loop import Engine
+from asyncrl_servers.embedded.loaded_weights import digest_tensors
+from asyncrl_servers.simulated.simulated_state import verify_weights
 
 Q_PROJ, DOWN_PROJ = "model.layers.1.self_attn.q_proj", "model.layers.3.mlp.down_proj"
 
@@ -29,7 +30,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_qwen3(tmp_path_factory.mktemp("model") / "qwen3")
 
 
-def adapters(folder: Path, modules: tuple[str, ...] = (Q_PROJ, DOWN_PROJ), *, seed: int = 0, rank: int = 4) -> dict[str, torch.Tensor]:
+def adapters(
+    folder: Path, modules: tuple[str, ...] = (Q_PROJ, DOWN_PROJ), *, seed: int = 0, rank: int = 4
+) -> dict[str, torch.Tensor]:
     """Random ones, large enough to change the tokens."""
     random, base = torch.Generator().manual_seed(seed), weights_of(folder)
     tensors = {"scale": torch.tensor(0.5)}
@@ -40,7 +43,9 @@ def adapters(folder: Path, modules: tuple[str, ...] = (Q_PROJ, DOWN_PROJ), *, se
     return tensors
 
 
-def merged(folder: Path, tensors: dict[str, torch.Tensor], dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+def merged(
+    folder: Path, tensors: dict[str, torch.Tensor], dtype: torch.dtype = torch.float32
+) -> dict[str, torch.Tensor]:
     weights = {name: weight.detach().to(dtype) for name, weight in weights_of(folder).items()}
     for name, lora_B in tensors.items():
         if name.endswith(".lora_B.weight"):
@@ -50,14 +55,18 @@ def merged(folder: Path, tensors: dict[str, torch.Tensor], dtype: torch.dtype = 
     return weights
 
 
-def lora_request(tensors: dict[str, torch.Tensor], version: int, scratch: Path, **changes: Any) -> PrepareRequest:
+def lora_request(
+    tensors: dict[str, torch.Tensor], version: int, scratch: Path, **changes: Any
+) -> PrepareRequest:
     return staging_request(tensors, version, scratch).model_copy(update={"kind": "lora", **changes})
 
 
 def publish(engine: Engine, request: PrepareRequest) -> None:
     answer = engine.prepare(request)
     assert (answer.version, answer.digest) == (request.version, request.digest)
-    committed = engine.commit(CommitRequest(version=request.version, digest=request.digest)).result(timeout=60)
+    committed = engine.commit(CommitRequest(version=request.version, digest=request.digest)).result(
+        timeout=60
+    )
     assert (committed.version, committed.digest) == (request.version, request.digest)
 
 
@@ -80,7 +89,12 @@ def test_adapters_give_the_tokens_and_logprobs_of_merged_weights_and_each_publis
             found = [sampled(engine)]
             for version, tensors in enumerate(files, start=1):
                 full = merged(folder, tensors, getattr(torch, dtype))
-                publish(engine, lora_request(tensors, version, scratch) if kind == "lora" else staging_request(full, version, scratch))
+                publish(
+                    engine,
+                    lora_request(tensors, version, scratch)
+                    if kind == "lora"
+                    else staging_request(full, version, scratch),
+                )
                 assert {name: weight.dtype for name, weight in engine.weights._parameters.items()} == {
                     name: weight.dtype for name, weight in full.items()
                 }
@@ -96,22 +110,48 @@ def without(tensors: dict[str, torch.Tensor], *names: str) -> dict[str, torch.Te
 
 
 BAD = {
-    "a factor is missing": (lambda good: without(good, f"{Q_PROJ}.lora_B.weight"), rf"lacks \['{Q_PROJ}.lora_B.weight'\]"),
+    "a factor is missing": (
+        lambda good: without(good, f"{Q_PROJ}.lora_B.weight"),
+        rf"lacks \['{Q_PROJ}.lora_B.weight'\]",
+    ),
     "the scale is missing": (lambda good: without(good, "scale"), r"lacks \['scale'\]"),
     "there is nothing but a scale": (lambda good: {"scale": good["scale"]}, "adapters of 0 layers"),
-    "the scale is not finite": (lambda good: {**good, "scale": torch.tensor(float("nan"))}, "scale in .* is nan"),
-    "a tensor is no adapter": (lambda good: {**good, f"{Q_PROJ}.weight": torch.zeros(2)}, rf"unknown tensors \['{Q_PROJ}.weight'\]"),
+    "the scale is not finite": (
+        lambda good: {**good, "scale": torch.tensor(float("nan"))},
+        "scale in .* is nan",
+    ),
+    "a tensor is no adapter": (
+        lambda good: {**good, f"{Q_PROJ}.weight": torch.zeros(2)},
+        rf"unknown tensors \['{Q_PROJ}.weight'\]",
+    ),
     "the module is unknown": (
-        lambda good: {**good, "model.layers.9.x.lora_A.weight": torch.zeros(4, 8), "model.layers.9.x.lora_B.weight": torch.zeros(8, 4)},
+        lambda good: {
+            **good,
+            "model.layers.9.x.lora_A.weight": torch.zeros(4, 8),
+            "model.layers.9.x.lora_B.weight": torch.zeros(8, 4),
+        },
         r"adapters for \['model.layers.9.x'\]",
     ),
     "the head is tied to the embedding": (
-        lambda good: {**good, "lm_head.lora_A.weight": torch.zeros(4, 128), "lm_head.lora_B.weight": torch.zeros(50, 4)},
+        lambda good: {
+            **good,
+            "lm_head.lora_A.weight": torch.zeros(4, 128),
+            "lm_head.lora_B.weight": torch.zeros(50, 4),
+        },
         r"adapters for \['lm_head'\]",
     ),
-    "the width is another one": (lambda good: {**good, f"{Q_PROJ}.lora_A.weight": torch.zeros(4, 64)}, r"A \(4, 64\)"),
-    "the ranks differ": (lambda good: {**good, f"{Q_PROJ}.lora_A.weight": torch.zeros(3, 128)}, r"A \(3, 128\).*B \(128, 4\)"),
-    "the numbers are integers": (lambda good: {**good, f"{Q_PROJ}.lora_A.weight": torch.ones(4, 128).long()}, "torch.int64"),
+    "the width is another one": (
+        lambda good: {**good, f"{Q_PROJ}.lora_A.weight": torch.zeros(4, 64)},
+        r"A \(4, 64\)",
+    ),
+    "the ranks differ": (
+        lambda good: {**good, f"{Q_PROJ}.lora_A.weight": torch.zeros(3, 128)},
+        r"A \(3, 128\).*B \(128, 4\)",
+    ),
+    "the numbers are integers": (
+        lambda good: {**good, f"{Q_PROJ}.lora_A.weight": torch.ones(4, 128).long()},
+        "torch.int64",
+    ),
 }
 
 
@@ -133,10 +173,16 @@ def test_adapters_that_do_not_fit_are_refused_by_name_and_nothing_of_them_is_ser
     assert refusal.value.status == 409
     with pytest.raises(Refused, match="staged is nothing"):
         serving.commit(CommitRequest(version=7, digest=request.digest)).result(timeout=60)
-    assert (sampled(serving), digest_tensors(serving.weights._parameters), serving.weights.version) == (before, digest, 0)
+    assert (sampled(serving), digest_tensors(serving.weights._parameters), serving.weights.version) == (
+        before,
+        digest,
+        0,
+    )
 
 
-@pytest.mark.parametrize("announced", [{"digest": "0" * 32}, {"num_tensors": 4}, {"num_bytes": 1}, {"kind": "weights"}])
+@pytest.mark.parametrize(
+    "announced", [{"digest": "0" * 32}, {"num_tensors": 4}, {"num_bytes": 1}, {"kind": "weights"}]
+)
 def test_adapters_that_are_not_what_was_announced_are_refused(
     serving: Engine, folder: Path, tmp_path: Path, announced: dict[str, Any]
 ) -> None:
@@ -160,13 +206,19 @@ def test_an_engine_without_weights_refuses_adapters(folder: Path, tmp_path: Path
         verify_weights(lora_request(adapters(folder), 1, tmp_path))
 
 
-def test_the_memory_of_the_base_under_the_adapters_is_counted_at_start(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_the_memory_of_the_base_under_the_adapters_is_counted_at_start(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     needed: list[int] = []
     real = build.check_memory
-    monkeypatch.setattr(build, "check_memory", lambda *given: needed.append(real(*given).total) or real(*given))
+    monkeypatch.setattr(
+        build, "check_memory", lambda *given: needed.append(real(*given).total) or real(*given)
+    )
     for has_adapters in (False, True):
         build.build_engine(make_spec(folder, has_adapters=has_adapters))
-    linear = sum(weight.numel() * 4 for name, weight in weights_of(folder).items() if name.endswith("_proj.weight"))
+    linear = sum(
+        weight.numel() * 4 for name, weight in weights_of(folder).items() if name.endswith("_proj.weight")
+    )
     assert needed[1] - needed[0] == linear
     monkeypatch.setattr(build, "available_bytes", lambda _: needed[1] - 1)
     build.build_engine(make_spec(folder))
@@ -178,15 +230,28 @@ def test_the_memory_of_the_base_under_the_adapters_is_counted_at_start(folder: P
 # The trainer's adapters in the engine.
 
 
-def batch_of(answers: list[GenerateResponse], prompts: list[tuple[int, ...]], version: int) -> tuple[BatchHeader, BatchArrays]:
+def batch_of(
+    answers: list[GenerateResponse], prompts: list[tuple[int, ...]], version: int
+) -> tuple[BatchHeader, BatchArrays]:
     rows = [list(prompt) + answer.token_ids for prompt, answer in zip(prompts, answers, strict=True)]
     ends = np.cumsum([len(row) for row in rows])
-    mask = np.concatenate([[False] * len(prompt) + [True] * len(answer.token_ids) for prompt, answer in zip(prompts, answers, strict=True)])
+    mask = np.concatenate(
+        [
+            [False] * len(prompt) + [True] * len(answer.token_ids)
+            for prompt, answer in zip(prompts, answers, strict=True)
+        ]
+    )
     logprobs = np.zeros(len(mask), np.float32)
     logprobs[mask] = np.concatenate([answer.logprobs for answer in answers])
     trajectories = [
         TrajectoryHeader(
-            group_index=0, group_id=version, sample_index=index, prompt_id="p", start=int(end) - len(row), end=int(end), reward=index % 2
+            group_index=0,
+            group_id=version,
+            sample_index=index,
+            prompt_id="p",
+            start=int(end) - len(row),
+            end=int(end),
+            reward=index % 2,
         )
         for index, (row, end) in enumerate(zip(rows, ends, strict=True))
     ]
@@ -205,30 +270,42 @@ def batch_of(answers: list[GenerateResponse], prompts: list[tuple[int, ...]], ve
 def test_engine_and_trainer_agree_on_fresh_tokens_after_each_publish_of_adapters(
     folder: Path, tmp_path: Path, dtype: str, limit: float
 ) -> None:
-    spec = make_trainer_spec(folder, tmp_path, dtype=dtype, transport="lora", trainer={"lora": {"rank": 8}, "learning_rate": 3e-3})
+    spec = make_trainer_spec(
+        folder, tmp_path, dtype=dtype, transport="lora", trainer={"lora": {"rank": 8}, "learning_rate": 3e-3}
+    )
     step = TrainStep(spec)
     gaps = []
     with running_engine(folder, dtype=dtype) as engine:
         prompts = [(1, 2, 3), (4, 5, 6, 7), (8,), (9, 10)]
         for version in range(4):
-            requests = [make_request(f"{version}-{index}", prompt, seed=index) for index, prompt in enumerate(prompts)]
-            answers = [future.result(timeout=60) for future in [engine.submit(request) for request in requests]]
+            requests = [
+                make_request(f"{version}-{index}", prompt, seed=index) for index, prompt in enumerate(prompts)
+            ]
+            answers = [
+                future.result(timeout=60) for future in [engine.submit(request) for request in requests]
+            ]
             header, arrays = batch_of(answers, prompts, version)
             gaps.append(step.train(header, arrays)["policy/logprob_gap_max"])
             answer = step.export(tmp_path / f"v{version + 1}.safetensors")
             publish(engine, PrepareRequest(**answer.model_dump(include=set(PrepareRequest.model_fields))))
         for name, weight in step._merged_weights().items():
-            assert torch.equal(weight, engine.weights._parameters[name]), f"{name}: trainer and engine merge by the same rule"
+            assert torch.equal(weight, engine.weights._parameters[name]), (
+                f"{name}: trainer and engine merge by the same rule"
+            )
     assert max(gaps) <= limit, gaps
 
 
 def test_adapters_are_kilobytes_where_the_weights_are_megabytes(folder: Path, tmp_path: Path) -> None:
     trainer = {"lora": {"rank": 4, "targets": ["q_proj", "v_proj"]}}
     exports = {
-        transport: TrainStep(make_trainer_spec(folder, tmp_path, trainer=trainer, transport=transport)).export(tmp_path / transport)
+        transport: TrainStep(
+            make_trainer_spec(folder, tmp_path, trainer=trainer, transport=transport)
+        ).export(tmp_path / transport)
         for transport in ("shm", "lora")
     }
-    base = sum(tensor.nbytes for tensor in Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32).parameters())
+    base = sum(
+        tensor.nbytes for tensor in Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32).parameters()
+    )
     assert exports["shm"].num_bytes == base > 2_000_000
     assert exports["lora"].num_bytes == 4 + 4 * 4 * (4 * (128 + 128) + 4 * (128 + 64)), "4 layers, float32"
     assert exports["lora"].num_bytes < base / 70

@@ -12,14 +12,21 @@ from engine_in_process import make_qwen3, weights_of
 from engine_processes import SECRET, EngineProcess, engine_process
 from test_engine_sleep import chunk_requests
 
-from asyncrl.calling import Caller
-from asyncrl.engines import EngineServer
-from asyncrl.wire import EnginePart, GenerateRequest
-from asyncrl_servers.embedded.weight_files import digest_tensors
+from asyncrl.engines.own_server import EngineServer
+from asyncrl.http import Caller
+from asyncrl.messages.base import EnginePart
+from asyncrl.messages.engine_calls import GenerateRequest
+from asyncrl_servers.embedded.loaded_weights import digest_tensors
 
 MIB = 2**20
 BOTH: list[EnginePart] = ["kv", "weights"]
-SIZES = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 8, "head_dim": 64}
+SIZES = {
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "head_dim": 64,
+}
 
 
 def resident_bytes(child: EngineProcess) -> int:
@@ -37,7 +44,9 @@ def peak_bytes(child: EngineProcess) -> int:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads /proc")
-def test_memory_leaves_the_process_when_the_engine_sleeps_and_comes_back_with_the_push(tmp_path: Path) -> None:
+def test_memory_leaves_the_process_when_the_engine_sleeps_and_comes_back_with_the_push(
+    tmp_path: Path,
+) -> None:
     folder = make_qwen3(tmp_path / "model", **SIZES)
     weights = weights_of(folder)
     num_weights = sum(tensor.nbytes for tensor in weights.values())
@@ -65,8 +74,15 @@ def test_memory_leaves_the_process_when_the_engine_sleeps_and_comes_back_with_th
             for chunk in chunks:
                 assert await engine.load_chunk(chunk) == chunk.digest
             await engine.commit(1, digest_tensors(weights), "abort")
-            found.update(loaded=resident_bytes(child) - asleep, peak=peak_bytes(child) - asleep, weights=num_weights, chunk=largest)
-            assert peak_bytes(child) - asleep < num_weights + largest + 16 * MIB, "weights, and one chunk's file in view"
+            found.update(
+                loaded=resident_bytes(child) - asleep,
+                peak=peak_bytes(child) - asleep,
+                weights=num_weights,
+                chunk=largest,
+            )
+            assert peak_bytes(child) - asleep < num_weights + largest + 16 * MIB, (
+                "weights, and one chunk's file in view"
+            )
 
             taken = await engine.wake(["kv"])
             again = await generate(caller, request)

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl_servers.draws import uniform_draws
-from asyncrl_servers.embedded.sampling import SamplingRows, sample
+from asyncrl_servers.checks import uniform_draws
+from asyncrl_servers.embedded.sequence import SamplingRows, sample
 
 
 def rows_of(count: int, temperature: float = 1.0, top_p: float = 1.0, position: int = 0) -> SamplingRows:
@@ -56,7 +56,14 @@ def test_tokens_come_as_often_as_the_tempered_distribution_says() -> None:
 
 def test_top_p_keeps_the_fewest_tokens_that_reach_it_and_renormalises() -> None:
     probabilities = torch.tensor([0.05, 0.5, 0.3, 0.15])
-    for top_p, kept in ((0.4, [1]), (0.5, [1]), (0.6, [1, 2]), (0.79, [1, 2]), (0.9, [1, 2, 3]), (1.0, [0, 1, 2, 3])):
+    for top_p, kept in (
+        (0.4, [1]),
+        (0.5, [1]),
+        (0.6, [1, 2]),
+        (0.79, [1, 2]),
+        (0.9, [1, 2, 3]),
+        (1.0, [0, 1, 2, 3]),
+    ):
         tokens, logprobs = sample(probabilities.log().expand(4000, -1), rows_of(4000, top_p=top_p))
         assert sorted(set(tokens.tolist())) == kept
         expected = probabilities.numpy()[tokens] / probabilities[kept].sum().item()
@@ -71,7 +78,12 @@ def test_rows_with_other_settings_change_nothing_in_a_row() -> None:
     mixed.top_ps[:] = [1.0, 0.3, 0.9, 0.5, 1.0, 1.0, 1.0]
     tokens, logprobs = sample(logits, mixed)
     for row in range(7):
-        one = SamplingRows(*(column[row : row + 1] for column in (mixed.temperatures, mixed.top_ps, mixed.seeds, mixed.positions)))
+        one = SamplingRows(
+            *(
+                column[row : row + 1]
+                for column in (mixed.temperatures, mixed.top_ps, mixed.seeds, mixed.positions)
+            )
+        )
         token, logprob = sample(logits[row : row + 1], one)
         assert (token[0], logprob[0]) == (tokens[row], logprobs[row])
 

@@ -10,10 +10,10 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncrl.messages.engine_calls import CommitRequest, GenerateRequest, GenerateResponse
 from asyncrl.testing.virtual_time import run_virtual
-from asyncrl.wire import CommitRequest, GenerateRequest, GenerateResponse
-from asyncrl_servers.simulated.engine import SimulatedEngine
-from asyncrl_servers.simulated.spec import SimulatedSpec
+from asyncrl_servers.simulated.latency_engine import SimulatedEngine
+from asyncrl_servers.simulated.simulated_state import SimulatedSpec
 
 BASE: dict[str, Any] = {
     "name": "engine-0",
@@ -34,7 +34,9 @@ def make_engine(**overrides: Any) -> SimulatedEngine:
 
 
 def make_request(request_id: str, max_tokens: int, **fields: Any) -> GenerateRequest:
-    return GenerateRequest(**{"request_id": request_id, "prompt_ids": [1, 2, 3], "max_tokens": max_tokens, **fields})
+    return GenerateRequest(
+        **{"request_id": request_id, "prompt_ids": [1, 2, 3], "max_tokens": max_tokens, **fields}
+    )
 
 
 async def finish_time(engine: SimulatedEngine, request: GenerateRequest) -> float:
@@ -51,7 +53,9 @@ def test_requests_that_run_together_take_as_long_as_the_longest_and_the_slots_bo
     async def story() -> None:
         engine = make_engine()
         lengths = [100, 50, 50, 50, 50]
-        times = await asyncio.gather(*(finish_time(engine, make_request(str(i), length)) for i, length in enumerate(lengths)))
+        times = await asyncio.gather(
+            *(finish_time(engine, make_request(str(i), length)) for i, length in enumerate(lengths))
+        )
         assert [round(time, 6) for time in times] == [1.0, 0.5, 0.5, 0.5, 1.0]
 
     run_virtual(story())
@@ -130,7 +134,9 @@ def test_an_interrupted_request_ends_with_the_tokens_of_the_uninterrupted_one(da
             fields = {"prompt_ids": [1, 2, 3, *tokens], "num_resumed": len(tokens), "seed": seed}
             answer = await engine.submit(make_request(str(seed), 100 - len(tokens), **fields))
             tokens += answer.token_ids
-            assert [i for span in answer.version_spans for i in range(span.start, span.end)] == list(range(len(answer.token_ids)))
+            assert [i for span in answer.version_spans for i in range(span.start, span.end)] == list(
+                range(len(answer.token_ids))
+            )
             if answer.finish_reason != "abort":
                 return tokens, answer.finish_reason
         raise AssertionError("50 segments, at most 6 commits")
@@ -152,7 +158,9 @@ def test_an_interrupted_request_ends_with_the_tokens_of_the_uninterrupted_one(da
 def test_many_thousand_requests_cost_no_work_for_each_token() -> None:
     async def story() -> None:
         engine = make_engine(slots=5_000, mean_tokens=500.0, sigma=0.0)
-        answers = await asyncio.gather(*(engine.submit(make_request(str(index), 900, seed=index)) for index in range(5_000)))
+        answers = await asyncio.gather(
+            *(engine.submit(make_request(str(index), 900, seed=index)) for index in range(5_000))
+        )
         assert {len(answer.token_ids) for answer in answers} == {500}
         assert round(asyncio.get_running_loop().time(), 6) == 5.0
 

@@ -14,25 +14,20 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from test_engine_lora import adapters, lora_request, publish
 
-from asyncrl.serving import Refused
-from asyncrl.wire import (
+from asyncrl.http import Refused
+from asyncrl.messages.base import EnginePart, Moved, joint_digest, tensor_digest, weights_digest
+from asyncrl.messages.engine_calls import (
     CommitRequest,
-    EnginePart,
     GenerateResponse,
     LoadChunkRequest,
-    Moved,
     SleepRequest,
     WakeRequest,
-    joint_digest,
-    tensor_digest,
-    weights_digest,
 )
 from asyncrl_servers.embedded.build import build_engine
-from asyncrl_servers.embedded.engine import Engine
-from asyncrl_servers.embedded.resting import Resting
+from asyncrl_servers.embedded.decode_loop import Engine
+from asyncrl_servers.embedded.loaded_weights import Weights, digest_tensors
 from asyncrl_servers.embedded.runner import Runner
-from asyncrl_servers.embedded.weight_files import digest_tensors
-from asyncrl_servers.embedded.weights import Weights
+from asyncrl_servers.embedded.sleep_mode import Resting
 
 BOTH: list[EnginePart] = ["kv", "weights"]
 
@@ -50,7 +45,9 @@ def wake(engine: Engine, parts: list[EnginePart] = BOTH, *, restore: bool = True
     return engine.wake(WakeRequest(parts=parts, restore=restore)).result(timeout=60)
 
 
-def chunk_requests(weights: dict[str, torch.Tensor], version: int, scratch: Path, num_chunks: int = 3) -> list[LoadChunkRequest]:
+def chunk_requests(
+    weights: dict[str, torch.Tensor], version: int, scratch: Path, num_chunks: int = 3
+) -> list[LoadChunkRequest]:
     names = list(weights)
     chunks = []
     for index in range(num_chunks):
@@ -64,13 +61,18 @@ def chunk_requests(weights: dict[str, torch.Tensor], version: int, scratch: Path
 
 def sampled(engine: Engine, max_tokens: int = 60) -> list[GenerateResponse]:
     prompts = [(1, 2, 3), (4,), tuple(range(40)), (1, 2, 3), (9, 9)]
-    requests = [make_request(f"r{seed}", prompt_ids=prompt, seed=seed, max_tokens=max_tokens) for seed, prompt in enumerate(prompts)]
+    requests = [
+        make_request(f"r{seed}", prompt_ids=prompt, seed=seed, max_tokens=max_tokens)
+        for seed, prompt in enumerate(prompts)
+    ]
     futures = [engine.submit(request) for request in requests]
     return [future.result(timeout=60) for future in futures]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_engine_that_slept_answers_bit_for_bit_as_one_that_never_did(folder: Path, tmp_path: Path, dtype: str) -> None:
+def test_an_engine_that_slept_answers_bit_for_bit_as_one_that_never_did(
+    folder: Path, tmp_path: Path, dtype: str
+) -> None:
     weights = {name: tensor.detach().to(getattr(torch, dtype)) for name, tensor in weights_of(folder).items()}
     with running_engine(folder, dtype=dtype) as fresh, running_engine(folder, dtype=dtype) as engine:
         expected = sampled(fresh)
@@ -103,7 +105,9 @@ def test_the_model_that_is_run_through_its_own_forward_sleeps_as_well(folder: Pa
         engine.stop()
 
 
-def test_what_is_freed_is_weights_staged_weights_cache_and_remembered_prompts(folder: Path, tmp_path: Path) -> None:
+def test_what_is_freed_is_weights_staged_weights_cache_and_remembered_prompts(
+    folder: Path, tmp_path: Path
+) -> None:
     weights = weights_of(folder)
     num_weights = sum(tensor.nbytes for tensor in weights.values())
     with running_engine(folder) as engine:
@@ -113,9 +117,13 @@ def test_what_is_freed_is_weights_staged_weights_cache_and_remembered_prompts(fo
         assert engine.runner.cache.num_bytes == 0
         assert wake(engine).num_bytes == num_weights + num_kv
         sampled(engine)
-        staged = engine.prepare(staging_request({name: tensor * 2 for name, tensor in weights.items()}, 1, tmp_path))
+        staged = engine.prepare(
+            staging_request({name: tensor * 2 for name, tensor in weights.items()}, 1, tmp_path)
+        )
         assert engine.runner.prompts.num_bytes > 0
-        assert sleep(engine).num_bytes == 2 * num_weights + num_kv, "remembered prompts go too; an allocator may keep a part of them"
+        assert sleep(engine).num_bytes == 2 * num_weights + num_kv, (
+            "remembered prompts go too; an allocator may keep a part of them"
+        )
         assert engine.runner.prompts.num_bytes == 0
         wake(engine)
         with pytest.raises(Refused, match="staged is nothing"):
@@ -132,18 +140,25 @@ def test_chunks_are_loaded_in_place(folder: Path, tmp_path: Path) -> None:
         places = {name: parameter.data_ptr() for name, parameter in engine.weights._parameters.items()}
         for chunk in chunk_requests(weights_of(folder), 1, tmp_path):
             engine.load_chunk(chunk)
-        assert places == {name: parameter.data_ptr() for name, parameter in engine.weights._parameters.items()}
+        assert places == {
+            name: parameter.data_ptr() for name, parameter in engine.weights._parameters.items()
+        }
         assert digest_tensors(engine.weights._parameters) == digest_tensors(weights_of(folder))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_with_a_spare_file_what_came_in_chunks_can_be_restored_too(folder: Path, tmp_path: Path, dtype: str) -> None:
+def test_with_a_spare_file_what_came_in_chunks_can_be_restored_too(
+    folder: Path, tmp_path: Path, dtype: str
+) -> None:
     spare = tmp_path / "spare.safetensors"
     with running_engine(folder, dtype=dtype, spare_path=str(spare)) as engine:
         sleep(engine)
         assert not spare.exists(), "the weights of the start lie in their folder"
         for version in (1, 2):
-            weights = {name: (tensor.detach() * version).to(getattr(torch, dtype)) for name, tensor in weights_of(folder).items()}
+            weights = {
+                name: (tensor.detach() * version).to(getattr(torch, dtype))
+                for name, tensor in weights_of(folder).items()
+            }
             wake(engine, restore=False)
             for chunk in chunk_requests(weights, version, tmp_path):
                 engine.load_chunk(chunk)
@@ -180,7 +195,9 @@ def test_the_start_can_be_restored_only_while_its_folder_is_what_it_was(tmp_path
         sleep(engine)
         moved = shutil.move(folder, tmp_path / "away")
         make_qwen3(folder, seed=5, num_hidden_layers=1)
-        with pytest.raises(Refused, match="cannot restore: weights of policy_version 0 in the model folder have digest"):
+        with pytest.raises(
+            Refused, match="cannot restore: weights of policy_version 0 in the model folder have digest"
+        ):
             wake(engine)
         shutil.rmtree(folder)
         with pytest.raises(Refused, match="engine-0: cannot restore the weights of the start from"):
@@ -191,11 +208,15 @@ def test_the_start_can_be_restored_only_while_its_folder_is_what_it_was(tmp_path
         assert sampled(engine) == expected
 
 
-def test_weights_under_adapters_cannot_sleep_and_nothing_is_interrupted_but_the_cache_can(folder: Path, tmp_path: Path) -> None:
+def test_weights_under_adapters_cannot_sleep_and_nothing_is_interrupted_but_the_cache_can(
+    folder: Path, tmp_path: Path
+) -> None:
     with running_engine(folder, has_adapters=True) as engine, running_engine(folder) as late:
         for refusing in (engine, late):
             if refusing is late:
-                publish(late, lora_request(adapters(folder, ("model.layers.1.self_attn.q_proj",)), 1, tmp_path))
+                publish(
+                    late, lora_request(adapters(folder, ("model.layers.1.self_attn.q_proj",)), 1, tmp_path)
+                )
             expected = sampled(refusing)
             running = refusing.submit(make_request("running", max_tokens=200))
             with pytest.raises(Refused, match="weights under adapters cannot sleep") as refusal:
@@ -214,7 +235,9 @@ def test_without_memory_for_it_a_part_stays_asleep_and_the_engine_lives(folder: 
         sleep(engine)
         slots = engine.runner._slots
         engine.runner._slots = 10**9
-        with pytest.raises(Refused, match=r"kv and weights need \d+ bytes to wake, \d+ are free on cpu") as refusal:
+        with pytest.raises(
+            Refused, match=r"kv and weights need \d+ bytes to wake, \d+ are free on cpu"
+        ) as refusal:
             wake(engine)
         assert refusal.value.status == 507
         assert engine.health().asleep == BOTH
@@ -260,7 +283,11 @@ class RestingHistories(RuleBasedStateMachine):
         for name, parameter in self.runner.loaded.model.named_parameters():
             parameter.data = self.start[name].clone()
         self.runner.take_cache()
-        self.weights = Weights(self.runner.loaded.model, 0, read_start=lambda: {name: t.clone() for name, t in self.start.items()})
+        self.weights = Weights(
+            self.runner.loaded.model,
+            0,
+            read_start=lambda: {name: t.clone() for name, t in self.start.items()},
+        )
         self.resting = Resting(self.runner, self.weights)
         self.asleep: set[str] = set()
         self.has_content, self.can_restore, self.loaded, self.version = True, True, 0, 1
@@ -336,9 +363,14 @@ class RestingHistories(RuleBasedStateMachine):
             return
         state, parameters = self.resting.state, self.weights._parameters
         assert set(state.asleep) == self.asleep
-        assert (state.has_content, state.can_serve) == (self.has_content, self.has_content and not self.asleep)
+        assert (state.has_content, state.can_serve) == (
+            self.has_content,
+            self.has_content and not self.asleep,
+        )
         assert (self.runner.cache.num_bytes > 0) == ("kv" not in self.asleep)
-        assert all((parameter.nbytes > 0) == ("weights" not in self.asleep) for parameter in parameters.values())
+        assert all(
+            (parameter.nbytes > 0) == ("weights" not in self.asleep) for parameter in parameters.values()
+        )
         if self.has_content:
             assert digest_tensors(parameters) == self.weights.digest == self.digest
             assert self.weights.version == self.version - 1
@@ -359,7 +391,11 @@ def histories(tmp_path: Path) -> type[RestingHistories]:
     return Histories
 
 
-def test_random_histories_never_serve_weights_that_no_digest_vouches_for(histories: type[RestingHistories]) -> None:
+def test_random_histories_never_serve_weights_that_no_digest_vouches_for(
+    histories: type[RestingHistories],
+) -> None:
     from hypothesis.stateful import run_state_machine_as_test
 
-    run_state_machine_as_test(histories, settings=settings(max_examples=40, stateful_step_count=25, deadline=None))
+    run_state_machine_as_test(
+        histories, settings=settings(max_examples=40, stateful_step_count=25, deadline=None)
+    )

@@ -10,11 +10,10 @@ import torch
 from engine_in_process import make_qwen3, make_spec
 from engine_processes import engine_process
 
-from asyncrl.wire import ErrorBody, find_fatal
-from asyncrl_servers.embedded.attention import CacheShape
+from asyncrl.messages.base import ErrorBody, find_fatal
 from asyncrl_servers.embedded.build import build_engine
-from asyncrl_servers.embedded.memory import check_memory, plan_memory
-from asyncrl_servers.embedded.spec import EmbeddedSpec
+from asyncrl_servers.embedded.kv_attention import CacheShape
+from asyncrl_servers.embedded.kv_memory import EmbeddedSpec, check_memory, plan_memory
 
 
 def refusal_of(spec: EmbeddedSpec, capfd: pytest.CaptureFixture[str]) -> ErrorBody:
@@ -44,7 +43,9 @@ def test_a_folder_with_damaged_weights_is_refused(tmp_path: Path, capfd: pytest.
     assert "cannot load the model" in refusal_of(make_spec(folder), capfd).error
 
 
-def test_a_folder_whose_weights_lack_a_parameter_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_whose_weights_lack_a_parameter_is_refused(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     from safetensors.torch import load_file, save_file
 
     weights = make_qwen3(tmp_path / "model", num_hidden_layers=1) / "model.safetensors"
@@ -54,7 +55,9 @@ def test_a_folder_whose_weights_lack_a_parameter_is_refused(tmp_path: Path, capf
     assert "model.norm.weight" in refusal_of(make_spec(tmp_path / "model"), capfd).error
 
 
-def test_slots_that_cannot_fit_are_refused_with_the_numbers_and_the_setting_that_fits(capfd: pytest.CaptureFixture[str]) -> None:
+def test_slots_that_cannot_fit_are_refused_with_the_numbers_and_the_setting_that_fits(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     shape, free = CacheShape(num_layers=4, kv_heads=2, head_dim=32), 2**30
     spec = make_spec(Path("model"), slots=10_000, max_length=2048)
     with pytest.raises(SystemExit):
@@ -64,12 +67,18 @@ def test_slots_that_cannot_fit_are_refused_with_the_numbers_and_the_setting_that
     assert "10000 slots of 2048 tokens need" in fatal.error
     assert "1.00 GiB are free" in fatal.error
     fitting = int(fatal.way_out.split("rollout.slots=")[1].split()[0])
-    assert plan_memory(fitting, 2048, shape, 4, 1000, 2**20).total <= free < plan_memory(fitting + 1, 2048, shape, 4, 1000, 2**20).total
+    assert (
+        plan_memory(fitting, 2048, shape, 4, 1000, 2**20).total
+        <= free
+        < plan_memory(fitting + 1, 2048, shape, 4, 1000, 2**20).total
+    )
     fits = spec.model_copy(update={"slots": fitting})
     assert check_memory(fits, shape, 4, 1000, 2**20, free).kv_cache == fitting * 2048 * 2 * 4 * 2 * 32 * 4
 
 
-def test_a_length_beyond_the_models_positions_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_length_beyond_the_models_positions_is_refused(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     folder = make_qwen3(tmp_path / "model", num_hidden_layers=1, max_position_embeddings=128)
     fatal = refusal_of(make_spec(folder, max_length=129), capfd)
     assert "129" in fatal.error
@@ -81,14 +90,24 @@ def test_a_sliding_window_shorter_than_a_slot_is_refused_and_a_longer_one_is_ser
 ) -> None:
     from transformers import MistralConfig, MistralForCausalLM
 
-    sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = MistralConfig(**sizes, num_key_value_heads=2, sliding_window=64, max_position_embeddings=512, eos_token_id=None)
+    sizes = {
+        "vocab_size": 50,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    config = MistralConfig(
+        **sizes, num_key_value_heads=2, sliding_window=64, max_position_embeddings=512, eos_token_id=None
+    )
     MistralForCausalLM(config).save_pretrained(tmp_path / "model")
     assert "sliding window of 64" in refusal_of(make_spec(tmp_path / "model", max_length=65), capfd).error
     build_engine(make_spec(tmp_path / "model", max_length=64))
 
 
-def test_a_model_without_plain_attention_layers_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_model_without_plain_attention_layers_is_refused(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     from transformers import GptOssConfig, GptOssForCausalLM
 
     config = GptOssConfig(
@@ -113,10 +132,18 @@ def test_a_model_without_plain_attention_layers_is_refused(tmp_path: Path, capfd
 def test_other_common_models_are_served_and_pass_the_checks_at_start(tmp_path: Path, kind: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from asyncrl_servers.embedded.plain_decoder import MODEL_TYPES
+    from asyncrl_servers.embedded.prefill import MODEL_TYPES
 
-    sizes = {"vocab_size": 70, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 6}
-    config = AutoConfig.for_model(kind, **sizes, num_key_value_heads=2, head_dim=8, max_position_embeddings=512, eos_token_id=None)
+    sizes = {
+        "vocab_size": 70,
+        "hidden_size": 48,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 6,
+    }
+    config = AutoConfig.for_model(
+        kind, **sizes, num_key_value_heads=2, head_dim=8, max_position_embeddings=512, eos_token_id=None
+    )
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
     engine = build_engine(make_spec(tmp_path / "model", slots=20))
     assert engine.runner.loaded.shape == CacheShape(num_layers=2, kv_heads=2, head_dim=8)
@@ -126,7 +153,7 @@ def test_other_common_models_are_served_and_pass_the_checks_at_start(tmp_path: P
 def test_the_check_at_start_finds_a_model_whose_answers_the_slot_cache_does_not_reproduce(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    from asyncrl_servers.embedded.canary import check_same_model
+    from asyncrl_servers.embedded.build import check_same_model
 
     engine = build_engine(make_spec(make_qwen3(tmp_path / "model", num_hidden_layers=1)))
     engine.runner.loaded.reference_logits = engine.runner.loaded.reference_logits.roll(1, dims=0)
@@ -136,14 +163,16 @@ def test_the_check_at_start_finds_a_model_whose_answers_the_slot_cache_does_not_
 
 
 def test_bfloat16_is_served_too(tmp_path: Path) -> None:
-    engine = build_engine(make_spec(make_qwen3(tmp_path / "model", num_hidden_layers=2), dtype="bfloat16", deterministic=False))
+    engine = build_engine(
+        make_spec(make_qwen3(tmp_path / "model", num_hidden_layers=2), dtype="bfloat16", deterministic=False)
+    )
     assert engine.runner.cache.keys.dtype == torch.bfloat16
 
 
 def test_stop_strings_need_a_tokenizer(tmp_path: Path, tiny_model_dir: Path) -> None:
     from engine_in_process import make_request
 
-    from asyncrl.serving import Refused
+    from asyncrl.http import Refused
 
     folder = tmp_path / "model"
     shutil.copytree(tiny_model_dir, folder, ignore=shutil.ignore_patterns("tokenizer*"))

@@ -13,15 +13,17 @@ from engine_in_process import make_qwen3, make_request, make_spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.calling import Caller, CallGarbled, CallLost, CallRefused
-from asyncrl.serving import Refused
-from asyncrl.wire import GenerateChunk, GenerateRequest, GenerateResponse
-from asyncrl_servers.embedded import engine as embedded_engine
+from asyncrl.http import Caller, CallGarbled, CallLost, CallRefused, Refused
+from asyncrl.messages.engine_calls import GenerateChunk, GenerateRequest, GenerateResponse
+from asyncrl_servers.embedded import decode_loop as embedded_engine
 from asyncrl_servers.embedded.build import build_engine
 from asyncrl_servers.engine_app import Engine, engine_app
 from asyncrl_servers.streaming import TokenStream
 
-CHUNKS = [GenerateChunk(token_ids=[1, 2], logprobs=[-1.0, -2.0], version=0), GenerateChunk(token_ids=[3], logprobs=[-0.5], version=1)]
+CHUNKS = [
+    GenerateChunk(token_ids=[1, 2], logprobs=[-1.0, -2.0], version=0),
+    GenerateChunk(token_ids=[3], logprobs=[-0.5], version=1),
+]
 LAST = GenerateResponse(request_id="r", token_ids=[], logprobs=[], version_spans=[], finish_reason="abort")
 LINES = [*(message.model_dump_json() for message in (*CHUNKS, LAST))]
 
@@ -29,7 +31,9 @@ LINES = [*(message.model_dump_json() for message in (*CHUNKS, LAST))]
 # ---- out of the model's thread
 
 
-def test_all_streams_together_wake_the_event_loop_at_most_once_a_decode_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_streams_together_wake_the_event_loop_at_most_once_a_decode_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(embedded_engine, "TELL_S", 0.0)
     engine = build_engine(make_spec(make_qwen3(tmp_path / "model", num_hidden_layers=1)))
 
@@ -46,7 +50,10 @@ def test_all_streams_together_wake_the_event_loop_at_most_once_a_decode_step(tmp
         streams = [TokenStream() for _ in range(3)]
         for stream in streams:
             stream.loop = counting
-        answers = [engine.submit(make_request(f"r{index}", max_tokens=30), stream) for index, stream in enumerate(streams)]
+        answers = [
+            engine.submit(make_request(f"r{index}", max_tokens=30), stream)
+            for index, stream in enumerate(streams)
+        ]
         plain = engine.submit(make_request("plain", max_tokens=30))
         for turn in range(1, 10):
             engine.turn()
@@ -56,7 +63,9 @@ def test_all_streams_together_wake_the_event_loop_at_most_once_a_decode_step(tmp
         await asyncio.sleep(0)
         for stream, answer in zip(streams, answers, strict=True):
             told = stream.take_nowait()
-            assert [chunk.version for chunk in told] == [0], "neighbours of one version are one chunk by the time they are taken"
+            assert [chunk.version for chunk in told] == [0], (
+                "neighbours of one version are one chunk by the time they are taken"
+            )
             last = answer.result(timeout=0)
             assert told[0].token_ids + last.token_ids == plain.result(timeout=0).token_ids
             assert told[0].logprobs + last.logprobs == plain.result(timeout=0).logprobs
@@ -80,7 +89,9 @@ class ScriptedEngine:
         self._play = play
         self.aborted: list[list[str] | None] = []
 
-    def submit(self, request: GenerateRequest, stream: TokenStream | None = None) -> asyncio.Future[GenerateResponse]:
+    def submit(
+        self, request: GenerateRequest, stream: TokenStream | None = None
+    ) -> asyncio.Future[GenerateResponse]:
         answer: asyncio.Future[GenerateResponse] = asyncio.get_running_loop().create_future()
         assert stream is not None
         self._play(stream, answer)
@@ -90,13 +101,17 @@ class ScriptedEngine:
         self.aborted.append(request_ids)
 
 
-async def post(play: Callable[[TokenStream, asyncio.Future[GenerateResponse]], None]) -> tuple[int, list[str]]:
+async def post(
+    play: Callable[[TokenStream, asyncio.Future[GenerateResponse]], None],
+) -> tuple[int, list[str]]:
     import httpx
 
     app = engine_app(cast(Engine, ScriptedEngine(play)))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://engine") as client:
         body = GenerateRequest(request_id="r", prompt_ids=[1], max_tokens=9, stream=True)
-        answer = await client.post("/generate", content=body.model_dump_json(), headers={"content-type": "application/json"})
+        answer = await client.post(
+            "/generate", content=body.model_dump_json(), headers={"content-type": "application/json"}
+        )
     return answer.status_code, answer.text.splitlines()
 
 
@@ -106,7 +121,9 @@ def test_an_error_before_the_first_token_has_its_status_and_one_after_it_is_the_
 
     def break_off(stream: TokenStream, answer: asyncio.Future[GenerateResponse]) -> None:
         stream.put(([1, 2], [-1.0, -2.0], 0))
-        asyncio.get_running_loop().call_later(0.01, answer.set_exception, RuntimeError("the engine loop died"))
+        asyncio.get_running_loop().call_later(
+            0.01, answer.set_exception, RuntimeError("the engine loop died")
+        )
 
     def finish(stream: TokenStream, answer: asyncio.Future[GenerateResponse]) -> None:
         stream.put(([1], [-1.0], 0))
@@ -129,7 +146,9 @@ def test_an_error_before_the_first_token_has_its_status_and_one_after_it_is_the_
 
 
 @asynccontextmanager
-async def answering(parts: list[bytes], *, status: str = "200 OK", breaks_off: bool = False) -> AsyncIterator[Caller]:
+async def answering(
+    parts: list[bytes], *, status: str = "200 OK", breaks_off: bool = False
+) -> AsyncIterator[Caller]:
     """A caller of a server that answers with these bytes, part by part."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

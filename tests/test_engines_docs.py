@@ -14,12 +14,25 @@ from asyncrl.config.load import all_keys
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "engines.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"```yaml\n(.*?)```", PAGE, flags=re.DOTALL)
-SECTIONS = ("model", "rollout", "publisher", "trainer", "buffer", "placement", "supervision", "observe", "eval")
+SECTIONS = (
+    "model",
+    "rollout",
+    "publisher",
+    "trainer",
+    "buffer",
+    "placement",
+    "supervision",
+    "observe",
+    "eval",
+)
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=range(len(EXAMPLES)))
 def test_every_example_is_a_config_once_it_has_a_task(example: str) -> None:
-    sections = {"model": {"path": "/models/my-model"}, "task": {"files": ["data.jsonl"], "reward": "my:reward"}}
+    sections = {
+        "model": {"path": "/models/my-model"},
+        "task": {"files": ["data.jsonl"], "reward": "my:reward"},
+    }
     RunConfig.model_validate(sections | yaml.safe_load(example))
 
 
@@ -39,8 +52,13 @@ def test_every_file_that_is_named_is_there() -> None:
 def test_the_command_for_servers_of_ones_own_gives_every_flag_that_the_run_asks_for() -> None:
     facts = (ROOT / "asyncrl" / "engines" / "vllm" / "facts.py").read_text(encoding="utf-8")
     readiness = (ROOT / "asyncrl" / "engines" / "vllm" / "readiness.py").read_text(encoding="utf-8")
-    wanted = set(re.findall(r"(--[a-z-]{4,}|\bVLLM_[A-Z_]+)", facts + readiness)) - {"--enable-lora", "--max-lora-rank"}
+    wanted = set(re.findall(r"(--[a-z-]{4,}|\bVLLM_[A-Z_]+)", facts + readiness)) - {
+        "--enable-lora",
+        "--max-lora-rank",
+    }
     wanted -= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING"}
     assert "--logprobs-mode" in wanted
-    (command,) = [block for block in re.findall(r"```bash\n(.*?)```", PAGE, flags=re.DOTALL) if "vllm serve" in block]
+    (command,) = [
+        block for block in re.findall(r"```bash\n(.*?)```", PAGE, flags=re.DOTALL) if "vllm serve" in block
+    ]
     assert not [flag for flag in wanted if flag not in command]

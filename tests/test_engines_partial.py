@@ -11,26 +11,32 @@ from engine_in_process import make_qwen3, running_engine
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.engines import EnginePool, EngineServer
-from asyncrl.engines.joining import SegmentJoin
-from asyncrl.testing.fakes import FakeEngineServer
+from asyncrl.engines.own_server import EngineServer
+from asyncrl.engines.pool import EnginePool, SegmentJoin
+from asyncrl.messages.engine_calls import GenerateChunk, GenerateRequest, GenerateResponse, Span
+from asyncrl.messages.records import Completion, PartialCompletion, SamplingRequest, VersionSpan
+from asyncrl.testing.fake_engine import FakeEngineServer
 from asyncrl.testing.virtual_time import run_virtual
-from asyncrl.types import Completion, PartialCompletion, SamplingRequest, VersionSpan
-from asyncrl.wire import GenerateChunk, GenerateRequest, GenerateResponse, Span
-from asyncrl_servers.embedded.engine import Engine
+from asyncrl_servers.embedded.decode_loop import Engine
 
 DECODE_S = 0.01
 PARTIAL = PartialCompletion((11, 12, 13), (-1.0, -2.0, -3.0), (VersionSpan(0, 2, 4), VersionSpan(2, 3, 5)), 2)
 
 
-def make_request(*, max_tokens: int = 20, seed: int = 1, prompt_ids: tuple[int, ...] = (1, 2, 3)) -> SamplingRequest:
+def make_request(
+    *, max_tokens: int = 20, seed: int = 1, prompt_ids: tuple[int, ...] = (1, 2, 3)
+) -> SamplingRequest:
     return SamplingRequest("g0/r0/t0/a0", prompt_ids, max_tokens, temperature=1.0, seed=seed)
 
 
 def segment(reason: str, *tokens: int, version: int = 5) -> GenerateResponse:
     spans = [Span(start=0, end=len(tokens), version=version)] if tokens else []
     return GenerateResponse(
-        request_id="g0/r0/t0/a0", token_ids=list(tokens), logprobs=[-0.5] * len(tokens), version_spans=spans, finish_reason=reason
+        request_id="g0/r0/t0/a0",
+        token_ids=list(tokens),
+        logprobs=[-0.5] * len(tokens),
+        version_spans=spans,
+        finish_reason=reason,
     )
 
 
@@ -39,7 +45,12 @@ def segment(reason: str, *tokens: int, version: int = 5) -> GenerateResponse:
 
 def test_what_is_asked_for_goes_on_after_the_partial_within_the_same_budget() -> None:
     asked = SegmentJoin(make_request(max_tokens=10, seed=9), PARTIAL).next_request()
-    assert (asked.prompt_ids, asked.num_resumed, asked.max_tokens, asked.seed) == ([1, 2, 3, 11, 12, 13], 3, 7, 9)
+    assert (asked.prompt_ids, asked.num_resumed, asked.max_tokens, asked.seed) == (
+        [1, 2, 3, 11, 12, 13],
+        3,
+        7,
+        9,
+    )
 
 
 def test_tokens_logprobs_and_spans_follow_those_of_the_partial() -> None:
@@ -50,7 +61,9 @@ def test_tokens_logprobs_and_spans_follow_those_of_the_partial() -> None:
     assert completion.token_ids == (11, 12, 13, 14, 15, 16)
     assert completion.behaviour_logprobs == (-1.0, -2.0, -3.0, -0.5, -0.5, -0.5)
     assert completion.version_spans == (VersionSpan(0, 2, 4), VersionSpan(2, 5, 5), VersionSpan(5, 6, 6))
-    assert (completion.finish_reason, completion.num_interruptions) == ("stop", 4), "two before, the kill, and one after"
+    assert (completion.finish_reason, completion.num_interruptions) == ("stop", 4), (
+        "two before, the kill, and one after"
+    )
 
 
 @pytest.mark.parametrize("max_tokens", [3, 2])
@@ -75,7 +88,9 @@ def test_all_there_is_is_told_after_each_interruption_and_not_at_the_end() -> No
     join.add(segment("abort"))
     join.add(segment("abort", 15, 16, version=6))
     join.add(segment("stop", 17))
-    assert [partial.token_ids for partial in told] == [(11, 12, 13, 14), (11, 12, 13, 14, 15, 16)], "an empty segment tells nothing new"
+    assert [partial.token_ids for partial in told] == [(11, 12, 13, 14), (11, 12, 13, 14, 15, 16)], (
+        "an empty segment tells nothing new"
+    )
     assert told[1].version_spans == (VersionSpan(0, 2, 4), VersionSpan(2, 4, 5), VersionSpan(4, 6, 6))
     assert [partial.num_interruptions for partial in told] == [4, 6]
 
@@ -110,7 +125,9 @@ def test_killed_at_any_tokens_and_gone_on_with_the_request_is_the_uninterrupted_
             assert resumed.behaviour_logprobs == whole.behaviour_logprobs
             assert resumed.version_spans == whole.version_spans
             assert resumed.finish_reason == whole.finish_reason
-            assert other.tokens_generated == len(whole.token_ids) - (0 if partial is None else len(partial.token_ids))
+            assert other.tokens_generated == len(whole.token_ids) - (
+                0 if partial is None else len(partial.token_ids)
+            )
 
     run_virtual(story())
 
@@ -119,14 +136,18 @@ def test_the_journal_is_told_by_a_pool_whenever_a_publish_or_a_death_interrupts(
     async def story() -> None:
         fakes = [FakeEngineServer(f"engine-{index}", decode_s=DECODE_S) for index in range(2)]
         told: list[PartialCompletion] = []
-        pool = EnginePool([EngineServer(fake) for fake in fakes], slots=4, on_lost=lambda lost: pool.down_nowait(lost.room))
+        pool = EnginePool(
+            [EngineServer(fake) for fake in fakes], slots=4, on_lost=lambda lost: pool.down_nowait(lost.room)
+        )
         running = asyncio.create_task(pool.generate(make_request(), on_segment=told.append))
         await asyncio.sleep(5.5 * DECODE_S)
         await pool.servers[0].abort(None)
         await asyncio.sleep(3 * DECODE_S)
         fakes[0].die()
         whole = await running
-        assert [partial.token_ids for partial in told] == [whole.token_ids[:5]], "what a dead server had sampled is lost"
+        assert [partial.token_ids for partial in told] == [whole.token_ids[:5]], (
+            "what a dead server had sampled is lost"
+        )
 
     run_virtual(story())
 
@@ -159,7 +180,9 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
         yield running
 
 
-def generate(engine: Engine, request: SamplingRequest, partial: PartialCompletion | None = None) -> Completion:
+def generate(
+    engine: Engine, request: SamplingRequest, partial: PartialCompletion | None = None
+) -> Completion:
     return asyncio.run(EnginePool([InProcess(engine)], slots=4).generate(request, partial=partial))
 
 
@@ -168,7 +191,9 @@ def test_the_embedded_engine_goes_on_with_the_very_tokens_and_logprobs(engine: E
     request = make_request(max_tokens=30, seed=1234, prompt_ids=tuple(range(1, 20)))
     whole = generate(engine, request)
     assert len(whole.token_ids) == 30
-    partial = PartialCompletion(whole.token_ids[:cut], whole.behaviour_logprobs[:cut], (VersionSpan(0, cut, 0, engine=0),), 0)
+    partial = PartialCompletion(
+        whole.token_ids[:cut], whole.behaviour_logprobs[:cut], (VersionSpan(0, cut, 0, engine=0),), 0
+    )
     resumed = generate(engine, request, partial)
     assert resumed.token_ids == whole.token_ids
     assert resumed.behaviour_logprobs == whole.behaviour_logprobs, "bit for bit: the engine is deterministic"

@@ -11,17 +11,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.engines import EnginePool, EngineServer
+from asyncrl.engines.own_server import EngineServer
+from asyncrl.engines.pool import EnginePool
 from asyncrl.errors import EngineError, RequestRefused
-from asyncrl.testing.fakes import FakeEngineServer
+from asyncrl.messages.records import (
+    Completion,
+    Interrupt,
+    PartialCompletion,
+    SamplingRequest,
+    VersionSpan,
+    WeightManifest,
+)
+from asyncrl.testing.fake_engine import FakeEngineServer
 from asyncrl.testing.virtual_time import all_blocked, run_virtual
-from asyncrl.types import Completion, Interrupt, PartialCompletion, SamplingRequest, VersionSpan, WeightManifest
 
 DECODE_S = 0.01
 
 
-def make_request(name: str = "r0", *, max_tokens: int = 20, seed: int = 1, route_key: str = "") -> SamplingRequest:
-    return SamplingRequest(name, (ord("p"), ord("q")), max_tokens, temperature=1.0, seed=seed, route_key=route_key)
+def make_request(
+    name: str = "r0", *, max_tokens: int = 20, seed: int = 1, route_key: str = ""
+) -> SamplingRequest:
+    return SamplingRequest(
+        name, (ord("p"), ord("q")), max_tokens, temperature=1.0, seed=seed, route_key=route_key
+    )
 
 
 def make_pool(fakes: Sequence[FakeEngineServer]) -> EnginePool:
@@ -57,7 +69,10 @@ async def uninterrupted(request: SamplingRequest, end_fraction: float = 0.0) -> 
     seed=st.integers(0, 2**63 - 1),
     max_tokens=st.integers(1, 40),
     end_fraction=st.sampled_from([0.0, 0.1]),
-    interruptions=st.lists(st.tuples(st.integers(1, 45), st.sampled_from(["all", "one", "abort", "keep", "keep_kv", "wait"])), max_size=8),
+    interruptions=st.lists(
+        st.tuples(st.integers(1, 45), st.sampled_from(["all", "one", "abort", "keep", "keep_kv", "wait"])),
+        max_size=8,
+    ),
 )
 def test_random_interruptions_leave_the_joined_answer_as_the_uninterrupted_one(
     seed: int, max_tokens: int, end_fraction: float, interruptions: list[tuple[int, str]]
@@ -65,14 +80,18 @@ def test_random_interruptions_leave_the_joined_answer_as_the_uninterrupted_one(
     request = make_request(max_tokens=max_tokens, seed=seed)
 
     async def story() -> None:
-        pool = make_pool([FakeEngineServer(slots=2, decode_s=DECODE_S, swap_s=0.003, end_fraction=end_fraction)])
+        pool = make_pool(
+            [FakeEngineServer(slots=2, decode_s=DECODE_S, swap_s=0.003, end_fraction=end_fraction)]
+        )
         server = pool.servers[0]
         assert isinstance(server, EngineServer)
         async with asyncio.TaskGroup() as tasks:
             joined = tasks.create_task(pool.generate(request), name="request")
             version = 0
             for after_steps, kind in sorted(interruptions):
-                await asyncio.sleep(max(0.0, after_steps * DECODE_S - 0.005 - asyncio.get_running_loop().time()))
+                await asyncio.sleep(
+                    max(0.0, after_steps * DECODE_S - 0.005 - asyncio.get_running_loop().time())
+                )
                 if kind in ("all", "one"):
                     await server.abort(None if kind == "all" else [request.request_id])
                 else:
@@ -132,17 +151,25 @@ def test_new_weights_take_over_from_the_token_after_the_publish() -> None:
 def test_each_token_carries_the_number_of_the_server_that_sampled_it_whichever_it_moves_to() -> None:
     async def story() -> None:
         fakes = [FakeEngineServer(f"engine-{index}", decode_s=DECODE_S) for index in range(2)]
-        pool = EnginePool([EngineServer(fake) for fake in fakes], slots=4, on_lost=lambda lost: pool.down_nowait(lost.room))
+        pool = EnginePool(
+            [EngineServer(fake) for fake in fakes], slots=4, on_lost=lambda lost: pool.down_nowait(lost.room)
+        )
         kept = PartialCompletion((ord("a"),), (-1.0,), (VersionSpan(0, 1, 0),))
         async with asyncio.TaskGroup() as tasks:
-            moved = tasks.create_task(pool.generate(make_request("moved", max_tokens=10), on_tokens=lambda _: None))
+            moved = tasks.create_task(
+                pool.generate(make_request("moved", max_tokens=10), on_tokens=lambda _: None)
+            )
             other = tasks.create_task(pool.generate(make_request("other", max_tokens=10)))
             again = tasks.create_task(pool.generate(make_request("again", max_tokens=10), partial=kept))
             await asyncio.sleep(3.5 * DECODE_S)
             await publish(pool, 1, "w1")
             await asyncio.sleep(2.5 * DECODE_S)
             fakes[0].die()
-        assert moved.result().version_spans == (VersionSpan(0, 3, 0, 0), VersionSpan(3, 5, 1, 0), VersionSpan(5, 10, 1, 1))
+        assert moved.result().version_spans == (
+            VersionSpan(0, 3, 0, 0),
+            VersionSpan(3, 5, 1, 0),
+            VersionSpan(5, 10, 1, 1),
+        )
         assert other.result().version_spans == (VersionSpan(0, 3, 0, 1), VersionSpan(3, 10, 1, 1))
         assert again.result().version_spans[0] == VersionSpan(0, 1, 0, -1), "of a process that did not say"
         check_whole(make_request(max_tokens=10), other.result())
@@ -202,7 +229,9 @@ def test_a_server_that_aborts_for_ever_is_an_error_that_names_it() -> None:
         fake.mangle = lambda answer: answer.model_copy(
             update={"token_ids": [], "logprobs": [], "version_spans": [], "finish_reason": "abort"}
         )
-        with pytest.raises(EngineError, match=r"engine-0: aborted request r0 32 times in a row without a token") as caught:
+        with pytest.raises(
+            EngineError, match=r"engine-0: aborted request r0 32 times in a row without a token"
+        ) as caught:
             await make_pool([fake]).generate(make_request(max_tokens=2))
         assert "Way out" in str(caught.value)
         assert len(fake.requests) == 32
@@ -231,7 +260,9 @@ def test_a_refused_request_is_data_and_the_others_go_on() -> None:
         pool = make_pool([FakeEngineServer(decode_s=DECODE_S, max_length=10)])
         async with asyncio.TaskGroup() as tasks:
             good = tasks.create_task(pool.generate(make_request("good", max_tokens=8)))
-            with pytest.raises(RequestRefused, match=r"2 prompt tokens, max_tokens=9.*11 tokens do not fit max_length=10"):
+            with pytest.raises(
+                RequestRefused, match=r"2 prompt tokens, max_tokens=9.*11 tokens do not fit max_length=10"
+            ):
                 await pool.generate(make_request("bad", max_tokens=9))
         assert len(good.result().token_ids) == 8
         assert pool.stats().inflight == 0
@@ -272,7 +303,9 @@ def test_least_loaded_servers_come_first_and_the_pool_says_its_load() -> None:
         async with asyncio.TaskGroup() as tasks:
             for group in range(3):
                 for sample in range(4):
-                    tasks.create_task(pool.generate(make_request(f"g{group}/r{sample}", route_key=f"g{group}")))
+                    tasks.create_task(
+                        pool.generate(make_request(f"g{group}/r{sample}", route_key=f"g{group}"))
+                    )
             await all_blocked()
             assert pool.stats().load == {"engine-0": 4, "engine-1": 4, "engine-2": 4}
             assert repr(pool) == "<EnginePool 3 servers, 12 in flight, v0>"
@@ -287,21 +320,28 @@ def test_each_turn_of_a_conversation_reaches_the_engine_of_the_one_before(num_en
     num_agents, num_turns = 16, 8
 
     async def story() -> None:
-        fakes = [FakeEngineServer(f"engine-{index}", slots=num_agents, decode_s=DECODE_S) for index in range(num_engines)]
+        fakes = [
+            FakeEngineServer(f"engine-{index}", slots=num_agents, decode_s=DECODE_S)
+            for index in range(num_engines)
+        ]
         pool = make_pool(fakes)
 
         async def agent(number: int) -> list[VersionSpan]:
             tools, spans = Random(number), list[VersionSpan]()
             for turn in range(num_turns):
                 await asyncio.sleep(tools.expovariate(1.0))
-                request = make_request(f"g{number}/t{turn}", seed=number * num_turns + turn, route_key=f"g{number}/r0")
+                request = make_request(
+                    f"g{number}/t{turn}", seed=number * num_turns + turn, route_key=f"g{number}/r0"
+                )
                 completion = await pool.generate(replace(request, after=spans[-1] if spans else None))
                 spans.append(completion.version_spans[-1])
             return spans
 
         conversations = await asyncio.gather(*(agent(number) for number in range(num_agents)))
         assert all(len({span.engine for span in spans}) == 1 for spans in conversations)
-        assert {spans[0].engine for spans in conversations} == set(range(num_engines)), "the least loaded takes a new conversation"
+        assert {spans[0].engine for spans in conversations} == set(range(num_engines)), (
+            "the least loaded takes a new conversation"
+        )
         assert "0 keys" in repr(pool._router), "nothing is left of them"
 
     run_virtual(story())
@@ -316,7 +356,9 @@ def test_new_weights_empty_the_cache_that_a_conversation_had_and_the_least_loade
             await all_blocked()
             assert fakes[0].num_running == 1
             turn = replace(make_request("turn"), after=VersionSpan(0, 1, version=0, engine=0))
-            assert (await pool.generate(turn)).version_spans[0].engine == 0, "its cache counts for more than the load"
+            assert (await pool.generate(turn)).version_spans[0].engine == 0, (
+                "its cache counts for more than the load"
+            )
             await publish(pool, 1, "w1")
             assert (await pool.generate(turn)).version_spans[0].engine == 1
 
@@ -325,17 +367,27 @@ def test_new_weights_empty_the_cache_that_a_conversation_had_and_the_least_loade
 
 @pytest.mark.parametrize("interrupt", ["keep", "wait"])
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_what_queues_at_a_server_goes_to_one_that_comes_back_and_what_runs_there_stays(interrupt: Interrupt, is_streamed: bool) -> None:
+def test_what_queues_at_a_server_goes_to_one_that_comes_back_and_what_runs_there_stays(
+    interrupt: Interrupt, is_streamed: bool
+) -> None:
     async def story() -> None:
         fakes = [FakeEngineServer(f"engine-{index}", slots=3, decode_s=0.1) for index in range(3)]
         pool = make_pool(fakes)
-        requests = [make_request(f"r{index}", max_tokens=100, seed=index, route_key=f"g{index // 4}") for index in range(8)]
+        requests = [
+            make_request(f"r{index}", max_tokens=100, seed=index, route_key=f"g{index // 4}")
+            for index in range(8)
+        ]
         pool.down_nowait("engine-1")
         pool.down_nowait("engine-2")
         told: list[int] = []
-        running = [asyncio.ensure_future(pool.generate(request, on_tokens=told.extend if is_streamed else None)) for request in requests]
+        running = [
+            asyncio.ensure_future(pool.generate(request, on_tokens=told.extend if is_streamed else None))
+            for request in requests
+        ]
         await asyncio.sleep(1.05)
-        pushing = asyncio.ensure_future(publish(pool, 1, "w0", interrupt))  # `wait` grants none of those that queue a slot
+        pushing = asyncio.ensure_future(
+            publish(pool, 1, "w0", interrupt)
+        )  # `wait` grants none of those that queue a slot
         await all_blocked()
         pool.up_nowait("engine-1")
         await pool.balance()

@@ -13,12 +13,13 @@ import pytest
 from engine_processes import SECRET, EngineProcess, engine_process
 from tiny_model import make_tiny_model
 
-from asyncrl.calling import Caller
-from asyncrl.engines import EnginePool, EngineServer
+from asyncrl.engines.own_server import EngineServer
+from asyncrl.engines.pool import EnginePool
 from asyncrl.errors import EngineError
-from asyncrl.publisher.push import Push
-from asyncrl.types import Completion, SamplingRequest, WeightManifest
-from asyncrl.wire import EngineHealth
+from asyncrl.http import Caller
+from asyncrl.messages.engine_calls import EngineHealth
+from asyncrl.messages.records import Completion, SamplingRequest, WeightManifest
+from asyncrl.sync.publisher import Push
 
 pytestmark = pytest.mark.slow
 
@@ -46,7 +47,7 @@ def same_weights(endless_model_dir: Path, tmp_path_factory: pytest.TempPathFacto
     import torch
     from transformers import AutoModelForCausalLM
 
-    from asyncrl.trainer.weights import export_weights, named_weights
+    from asyncrl.weights.export import export_weights, named_weights
 
     torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(endless_model_dir)
@@ -60,11 +61,14 @@ def temperature(request: pytest.FixtureRequest) -> float:
 
 
 @pytest.fixture(scope="module")
-def processes(endless_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[EngineProcess]]:
+def processes(
+    endless_model_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[list[EngineProcess]]:
     """Two servers that all tests share: their version only grows."""
     with ExitStack() as stack:
         yield [
-            stack.enter_context(start_engine(endless_model_dir, index, tmp_path_factory.mktemp("engine"))) for index in range(NUM_ENGINES)
+            stack.enter_context(start_engine(endless_model_dir, index, tmp_path_factory.mktemp("engine")))
+            for index in range(NUM_ENGINES)
         ]
 
 
@@ -154,7 +158,9 @@ def test_joined_answers_equal_uninterrupted_ones_on_real_servers(
     asyncio.run(story())
 
 
-def check(requests: list[SamplingRequest], expected: list[Completion], joined: list[Completion], old: int) -> None:
+def check(
+    requests: list[SamplingRequest], expected: list[Completion], joined: list[Completion], old: int
+) -> None:
     for request, whole, completion in zip(requests, expected, joined, strict=True):
         assert completion.token_ids == whole.token_ids
         assert completion.behaviour_logprobs == whole.behaviour_logprobs
@@ -164,7 +170,9 @@ def check(requests: list[SamplingRequest], expected: list[Completion], joined: l
         assert covered == list(range(request.max_tokens))
         assert completion.num_interruptions >= 1
     versions = [tuple(span.version for span in completion.version_spans) for completion in joined]
-    assert versions.count((old, old + 1)) >= NUM_ENGINES * SLOTS, "what ran when the weights came has both versions"
+    assert versions.count((old, old + 1)) >= NUM_ENGINES * SLOTS, (
+        "what ran when the weights came has both versions"
+    )
     assert set(versions) <= {(old, old + 1), (old + 1,)}
 
 

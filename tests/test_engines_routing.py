@@ -8,7 +8,7 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.engines.routing import Router
+from asyncrl.engines.pool import Router
 
 
 def test_a_groups_requests_go_to_one_server_while_it_has_a_free_slot() -> None:
@@ -36,7 +36,9 @@ def test_a_group_leaves_a_server_that_is_down_and_nothing_goes_there_until_it_is
         assert [requests.enter_context(router.take("")) for _ in range(2)] == [0, 0]
 
 
-def test_a_key_is_forgotten_with_its_last_request_in_flight_and_a_later_turn_says_itself_where_the_one_before_was() -> None:
+def test_a_key_is_forgotten_with_its_last_request_in_flight_and_a_later_turn_says_itself_where_the_one_before_was() -> (
+    None
+):
     router = Router(3, slots=2)
     with router.take("a"), router.take("a"):
         pass
@@ -66,7 +68,9 @@ def test_a_request_moves_only_from_a_server_beyond_its_slots_to_one_with_a_free_
 
 
 @given(
-    st.lists(st.tuples(st.sampled_from(["take", "take", "leave", "down", "up"]), st.integers(0, 3)), max_size=60),
+    st.lists(
+        st.tuples(st.sampled_from(["take", "take", "leave", "down", "up"]), st.integers(0, 3)), max_size=60
+    ),
     st.integers(1, 4),
     st.integers(1, 4),
     st.randoms(use_true_random=False),
@@ -98,7 +102,9 @@ def test_a_request_queues_only_when_no_server_has_a_free_slot(
         if not router.up:
             router.up.add(0)
     num_moves = 0
-    for entry in random.sample(open_requests, len(open_requests)):  # a publish interrupts every segment, in any order
+    for entry in random.sample(
+        open_requests, len(open_requests)
+    ):  # a publish interrupts every segment, in any order
         if router.has_to_move(entry[2]):
             open_requests.remove(entry)
             entry[0].close()

@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 
-from asyncrl.calling import CallGarbled, CallRefused
-from asyncrl.engines import EngineServer
+from asyncrl.engines.own_server import EngineServer
 from asyncrl.errors import EngineError, EngineLost
-from asyncrl.testing.fakes import FakeEngineServer
+from asyncrl.http import CallGarbled, CallRefused
+from asyncrl.messages.base import ErrorBody
+from asyncrl.messages.engine_calls import GenerateRequest
+from asyncrl.messages.records import WeightManifest
+from asyncrl.messages.trainer_calls import ExportChunkResponse
+from asyncrl.testing.fake_engine import FakeEngineServer
 from asyncrl.testing.virtual_time import all_blocked, run_virtual
-from asyncrl.types import WeightManifest
-from asyncrl.wire import ErrorBody, ExportChunkResponse, GenerateRequest
 
 MANIFEST = WeightManifest(4, "/dev/shm/w", "d4", 2, 100)
 
@@ -48,11 +50,17 @@ def test_a_status_that_is_not_about_the_request_ends_the_run() -> None:
         fake = FakeEngineServer()
 
         def broken(_: GenerateRequest) -> str:
-            raise CallRefused("engine-0", "/generate", 500, ErrorBody(error="out of memory", way_out="lower rollout.slots."))
+            raise CallRefused(
+                "engine-0", "/generate", 500, ErrorBody(error="out of memory", way_out="lower rollout.slots.")
+            )
 
         fake.refuse = broken
-        with pytest.raises(EngineError, match=r"answered 500 to /generate: out of memory.\n  Way out: lower rollout.slots."):
-            await EngineServer(fake).generate_segment(GenerateRequest(request_id="a", prompt_ids=[1], max_tokens=1))
+        with pytest.raises(
+            EngineError, match=r"answered 500 to /generate: out of memory.\n  Way out: lower rollout.slots."
+        ):
+            await EngineServer(fake).generate_segment(
+                GenerateRequest(request_id="a", prompt_ids=[1], max_tokens=1)
+            )
 
     run_virtual(story())
 
@@ -62,11 +70,17 @@ def test_an_answer_that_is_no_message_is_an_error_and_no_loss() -> None:
         fake = FakeEngineServer()
 
         def garbled(_: GenerateRequest) -> str:
-            raise CallGarbled("engine-0", "/generate", "status 200 with a body that is no GenerateResponse: <html>")
+            raise CallGarbled(
+                "engine-0", "/generate", "status 200 with a body that is no GenerateResponse: <html>"
+            )
 
         fake.refuse = garbled
-        with pytest.raises(EngineError, match="answered /generate with what is no answer: status 200") as caught:
-            await EngineServer(fake).generate_segment(GenerateRequest(request_id="a", prompt_ids=[1], max_tokens=1))
+        with pytest.raises(
+            EngineError, match="answered /generate with what is no answer: status 200"
+        ) as caught:
+            await EngineServer(fake).generate_segment(
+                GenerateRequest(request_id="a", prompt_ids=[1], max_tokens=1)
+            )
         assert not isinstance(caught.value, EngineLost)
 
     run_virtual(story())
@@ -99,7 +113,13 @@ def test_a_server_that_is_given_up_ends_every_call_and_its_successor_takes_them_
 
 def chunk(index: int, *, version: int = 4, is_last: bool = False) -> ExportChunkResponse:
     return ExportChunkResponse(
-        version=version, index=index, path="/dev/shm/c", digest=f"d{index}", num_tensors=1, num_bytes=8, is_last=is_last
+        version=version,
+        index=index,
+        path="/dev/shm/c",
+        digest=f"d{index}",
+        num_tensors=1,
+        num_bytes=8,
+        is_last=is_last,
     )
 
 
@@ -110,7 +130,10 @@ def test_a_turn_of_sleep_chunks_and_wake_brings_a_version() -> None:
         freed = await server.sleep(["kv", "weights"])
         assert (freed.num_bytes, (await server.health()).asleep) == (2000, ["kv", "weights"])
         assert (await server.wake(["weights"])).num_bytes == 1000
-        assert [await server.load_chunk(chunk(0)), await server.load_chunk(chunk(1, is_last=True))] == ["d0", "d1"]
+        assert [await server.load_chunk(chunk(0)), await server.load_chunk(chunk(1, is_last=True))] == [
+            "d0",
+            "d1",
+        ]
         assert (await server.commit(4, "whole", "abort")).version == server.policy_version == 4
         assert (await server.wake(["kv"], restore=False)).num_bytes == 1000
         assert (await server.health()).asleep == []
@@ -122,7 +145,9 @@ def test_what_a_sleeping_server_refuses_is_an_engine_error_with_its_words() -> N
     async def story() -> None:
         fake = FakeEngineServer()
         server = EngineServer(fake)
-        with pytest.raises(EngineError, match="engine-0: .* answered 409 to /load_chunk: the weights are being served"):
+        with pytest.raises(
+            EngineError, match="engine-0: .* answered 409 to /load_chunk: the weights are being served"
+        ):
             await server.load_chunk(chunk(0))
         await server.sleep(["weights"])
         fake.parts.fail_wake = "no memory"

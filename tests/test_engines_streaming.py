@@ -10,14 +10,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.calling import CallRefused
-from asyncrl.engines import EnginePool, EngineServer
-from asyncrl.engines.joining import SegmentJoin
+from asyncrl.engines.own_server import EngineServer
+from asyncrl.engines.pool import EnginePool, SegmentJoin
 from asyncrl.errors import EngineError, EngineLost
-from asyncrl.testing.fakes import FakeEngineServer
+from asyncrl.http import CallRefused
+from asyncrl.messages.base import ErrorBody
+from asyncrl.messages.engine_calls import GenerateChunk, GenerateRequest, GenerateResponse, Span
+from asyncrl.messages.records import (
+    Completion,
+    PartialCompletion,
+    SamplingRequest,
+    VersionSpan,
+    WeightManifest,
+)
+from asyncrl.testing.fake_engine import FakeEngineServer
 from asyncrl.testing.virtual_time import all_blocked, run_virtual
-from asyncrl.types import Completion, PartialCompletion, SamplingRequest, VersionSpan, WeightManifest
-from asyncrl.wire import ErrorBody, GenerateChunk, GenerateRequest, GenerateResponse, Span
 
 DECODE_S = 0.01
 
@@ -29,12 +36,18 @@ def make_request(name: str = "r0", *, max_tokens: int = 20, seed: int = 1) -> Sa
 def rest(reason: str, *tokens: int, version: int = 0) -> GenerateResponse:
     spans = [Span(start=0, end=len(tokens), version=version)] if tokens else []
     return GenerateResponse(
-        request_id="r0", token_ids=list(tokens), logprobs=[-float(token) for token in tokens], version_spans=spans, finish_reason=reason
+        request_id="r0",
+        token_ids=list(tokens),
+        logprobs=[-float(token) for token in tokens],
+        version_spans=spans,
+        finish_reason=reason,
     )
 
 
 def chunk(*tokens: int, version: int = 0) -> GenerateChunk:
-    return GenerateChunk(token_ids=list(tokens), logprobs=[-float(token) for token in tokens], version=version)
+    return GenerateChunk(
+        token_ids=list(tokens), logprobs=[-float(token) for token in tokens], version=version
+    )
 
 
 async def publish(server: EngineServer, version: int) -> None:
@@ -50,7 +63,9 @@ async def publish(server: EngineServer, version: int) -> None:
     cuts=st.lists(st.tuples(st.integers(1, 39), st.sampled_from(["chunk", "abort", "cut"])), max_size=12),
     budget_left=st.integers(0, 2),
 )
-def test_any_cuts_of_a_completion_join_to_it(versions: list[int], cuts: list[tuple[int, str]], budget_left: int) -> None:
+def test_any_cuts_of_a_completion_join_to_it(
+    versions: list[int], cuts: list[tuple[int, str]], budget_left: int
+) -> None:
     tokens, told = list(range(len(versions))), []
     join = SegmentJoin(make_request(max_tokens=len(tokens) + budget_left), None, told.append)
 
@@ -83,7 +98,9 @@ def test_any_cuts_of_a_completion_join_to_it(versions: list[int], cuts: list[tup
     assert [span.version for span in whole.version_spans for _ in range(span.start, span.end)] == versions
     assert len(whole.version_spans) == len(set(versions))
     assert whole.num_interruptions == num_interruptions
-    assert [partial.token_ids for partial in told] == sorted({tuple(tokens[: len(partial.token_ids)]) for partial in told}, key=len)
+    assert [partial.token_ids for partial in told] == sorted(
+        {tuple(tokens[: len(partial.token_ids)]) for partial in told}, key=len
+    )
 
 
 def test_a_segment_that_was_lost_after_its_chunks_counts_as_interrupted_and_is_told_to_the_journal() -> None:
@@ -106,7 +123,10 @@ def test_a_segment_that_was_lost_after_its_chunks_counts_as_interrupted_and_is_t
     max_tokens=st.integers(1, 40),
     end_fraction=st.sampled_from([0.0, 0.1]),
     chunk_tokens=st.integers(1, 5),
-    events=st.lists(st.tuples(st.integers(1, 45), st.integers(0, 1), st.sampled_from(["die", "abort", "publish", "up"])), max_size=8),
+    events=st.lists(
+        st.tuples(st.integers(1, 45), st.integers(0, 1), st.sampled_from(["die", "abort", "publish", "up"])),
+        max_size=8,
+    ),
 )
 def test_random_deaths_publishes_and_aborts_leave_what_was_told_as_the_uninterrupted_completion(
     seed: int, max_tokens: int, end_fraction: float, chunk_tokens: int, events: list[tuple[int, int, str]]
@@ -114,7 +134,10 @@ def test_random_deaths_publishes_and_aborts_leave_what_was_told_as_the_uninterru
     request = make_request(max_tokens=max_tokens, seed=seed)
 
     async def story() -> None:
-        fakes = [FakeEngineServer(f"engine-{index}", decode_s=DECODE_S, end_fraction=end_fraction) for index in range(2)]
+        fakes = [
+            FakeEngineServer(f"engine-{index}", decode_s=DECODE_S, end_fraction=end_fraction)
+            for index in range(2)
+        ]
         for fake in fakes:
             fake.chunk_tokens = chunk_tokens
         servers = [EngineServer(fake) for fake in fakes]
@@ -133,9 +156,13 @@ def test_random_deaths_publishes_and_aborts_leave_what_was_told_as_the_uninterru
                 pool.up_nowait(fakes[index].name)
 
         async with asyncio.TaskGroup() as tasks:
-            joined = tasks.create_task(pool.generate(request, on_segment=segments.append, on_tokens=told.extend), name="request")
+            joined = tasks.create_task(
+                pool.generate(request, on_segment=segments.append, on_tokens=told.extend), name="request"
+            )
             for after_steps, index, kind in sorted(events):
-                await asyncio.sleep(max(0.0, after_steps * DECODE_S - 0.005 - asyncio.get_running_loop().time()))
+                await asyncio.sleep(
+                    max(0.0, after_steps * DECODE_S - 0.005 - asyncio.get_running_loop().time())
+                )
                 is_up = not fakes[index].has_ended.is_set()
                 if kind == "die":
                     fakes[index].die()
@@ -159,11 +186,15 @@ def test_random_deaths_publishes_and_aborts_leave_what_was_told_as_the_uninterru
         assert completion.finish_reason == expected.finish_reason
         covered = [at for span in completion.version_spans for at in range(span.start, span.end)]
         assert covered == list(range(len(told)))
-        assert all(partial.token_ids == completion.token_ids[: len(partial.token_ids)] for partial in segments)
+        assert all(
+            partial.token_ids == completion.token_ids[: len(partial.token_ids)] for partial in segments
+        )
         assert pool.stats().tokens == len(told)
         assert pool.stats().inflight == 0
         if chunk_tokens == 1:  # with chunks of one token, a death loses nothing that was sampled
-            assert sum(fake.tokens_generated for fake in fakes) <= len(told) + sum(kind == "die" for _, _, kind in events)
+            assert sum(fake.tokens_generated for fake in fakes) <= len(told) + sum(
+                kind == "die" for _, _, kind in events
+            )
 
     run_virtual(story())
 
@@ -171,10 +202,14 @@ def test_random_deaths_publishes_and_aborts_leave_what_was_told_as_the_uninterru
 def test_a_server_that_dies_in_mid_stream_loses_nothing_that_was_told() -> None:
     async def story() -> None:
         fakes = [FakeEngineServer(f"engine-{index}", decode_s=DECODE_S) for index in range(2)]
-        pool = EnginePool([EngineServer(fake) for fake in fakes], slots=4, on_lost=lambda lost: pool.down_nowait(lost.room))
+        pool = EnginePool(
+            [EngineServer(fake) for fake in fakes], slots=4, on_lost=lambda lost: pool.down_nowait(lost.room)
+        )
         told: list[int] = []
         segments: list[PartialCompletion] = []
-        running = asyncio.create_task(pool.generate(make_request(), on_segment=segments.append, on_tokens=told.extend))
+        running = asyncio.create_task(
+            pool.generate(make_request(), on_segment=segments.append, on_tokens=told.extend)
+        )
         await asyncio.sleep(7.5 * DECODE_S)
         before = list(told)
         fakes[0].die()
@@ -200,9 +235,13 @@ def test_who_does_not_listen_gets_one_answer_and_no_stream() -> None:
         streamed = await pool.generate(make_request(), on_tokens=told.extend)
         assert plain == streamed
         assert [request.stream for request in fake.requests] == [False, True]
-        partial = PartialCompletion(plain.token_ids[:5], plain.behaviour_logprobs[:5], (VersionSpan(0, 5, 0),), 0)
+        partial = PartialCompletion(
+            plain.token_ids[:5], plain.behaviour_logprobs[:5], (VersionSpan(0, 5, 0),), 0
+        )
         again: list[int] = []
-        assert (await pool.generate(make_request(), partial=partial, on_tokens=again.extend)).token_ids == plain.token_ids
+        assert (
+            await pool.generate(make_request(), partial=partial, on_tokens=again.extend)
+        ).token_ids == plain.token_ids
         assert again == told, "the tokens of an earlier process are told too"
 
     run_virtual(story())
@@ -242,7 +281,9 @@ def test_what_on_tokens_raises_ends_the_request_and_frees_its_slot() -> None:
 
 async def segment_of(fake: FakeEngineServer, *, confirmed: int = 0) -> Completion | GenerateResponse:
     request = GenerateRequest(request_id="r0", prompt_ids=[1, 2], max_tokens=6)
-    return await EngineServer(fake, policy_version=confirmed).generate_segment(request, on_chunk=lambda _: None)
+    return await EngineServer(fake, policy_version=confirmed).generate_segment(
+        request, on_chunk=lambda _: None
+    )
 
 
 BAD_CHUNKS: dict[str, tuple[dict[str, Any], str]] = {
@@ -251,7 +292,10 @@ BAD_CHUNKS: dict[str, tuple[dict[str, Any], str]] = {
     "a logprob is no number": ({"logprobs": [float("nan")]}, "logprob nan"),
     "a token id is negative": ({"token_ids": [-1]}, "token id -1"),
     "the version was never offered": ({"version": 7}, "under version 7"),
-    "it uses the whole budget": ({"token_ids": [97] * 6, "logprobs": [-1.0] * 6}, "chunks of 6 tokens where 6 were asked for"),
+    "it uses the whole budget": (
+        {"token_ids": [97] * 6, "logprobs": [-1.0] * 6},
+        "chunks of 6 tokens where 6 were asked for",
+    ),
 }
 
 
@@ -307,11 +351,15 @@ def test_a_last_line_that_tells_of_an_error_is_an_engine_error_with_the_servers_
         fake = FakeEngineServer(decode_s=DECODE_S)
 
         def broken(_: GenerateResponse) -> GenerateResponse:
-            raise CallRefused("engine-0", "/generate", 500, ErrorBody(error="the engine loop died", way_out="see its log."))
+            raise CallRefused(
+                "engine-0", "/generate", 500, ErrorBody(error="the engine loop died", way_out="see its log.")
+            )
 
         fake.mangle = broken
         with contextlib.ExitStack() as stack:
-            caught = stack.enter_context(pytest.raises(EngineError, match="answered 500 to /generate: the engine loop died"))
+            caught = stack.enter_context(
+                pytest.raises(EngineError, match="answered 500 to /generate: the engine loop died")
+            )
             await segment_of(fake)
         assert "see its log" in str(caught.value)
 

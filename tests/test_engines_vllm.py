@@ -9,10 +9,11 @@ from functools import partial
 import pytest
 from vllm_house import MAX_LENGTH, SLOTS, House, until, vllm_house
 
-from asyncrl.engines import EnginePool, VllmServer
+from asyncrl.engines.pool import EnginePool
+from asyncrl.engines.vllm.vllm_server import VllmServer
 from asyncrl.errors import ConfigError, EngineError, RequestRefused
-from asyncrl.types import Completion, Interrupt, SamplingRequest, WeightManifest
-from asyncrl.wire import GenerateChunk, GenerateResponse
+from asyncrl.messages.engine_calls import GenerateChunk, GenerateResponse
+from asyncrl.messages.records import Completion, Interrupt, SamplingRequest, WeightManifest
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 NUM_SPECIAL = 6
@@ -32,7 +33,11 @@ async def publish(server: VllmServer, house: House, seed: int, interrupt: Interr
 async def push(server: VllmServer, manifest: WeightManifest, interrupt: Interrupt) -> int:
     assert await server.prepare(manifest) == manifest.digest
     report = await server.commit(manifest.version, manifest.digest, interrupt)
-    assert (report.version, report.digest, server.policy_version) == (manifest.version, manifest.digest, manifest.version)
+    assert (report.version, report.digest, server.policy_version) == (
+        manifest.version,
+        manifest.digest,
+        manifest.version,
+    )
     return report.num_interrupted
 
 
@@ -41,14 +46,26 @@ def versions(answer: GenerateResponse) -> list[int]:
 
 
 @pytest.mark.parametrize(("temperature", "top_p"), [(0.0, 1.0), (0.7, 1.0), (1.3, 1.0)])
-def test_logprobs_are_those_of_the_distribution_that_was_sampled_from(house: House, temperature: float, top_p: float) -> None:
+def test_logprobs_are_those_of_the_distribution_that_was_sampled_from(
+    house: House, temperature: float, top_p: float
+) -> None:
     async def story(server: VllmServer) -> None:
-        requests = [house.request(max_tokens=60, temperature=temperature, seed=seed, prompt_ids=[10, 20 + seed]) for seed in range(4)]
+        requests = [
+            house.request(max_tokens=60, temperature=temperature, seed=seed, prompt_ids=[10, 20 + seed])
+            for seed in range(4)
+        ]
         answers = await asyncio.gather(*(server.generate_segment(request) for request in requests))
         for request, answer in zip(requests, answers, strict=True):
-            assert (len(answer.token_ids), answer.finish_reason, versions(answer)) == (60, "length", [server.policy_version])
+            assert (len(answer.token_ids), answer.finish_reason, versions(answer)) == (
+                60,
+                "length",
+                [server.policy_version],
+            )
             weights = house.pushed[server.policy_version]
-            assert house.gap(weights, request.prompt_ids, answer.token_ids, answer.logprobs, temperature or 1.0) <= 1e-4
+            assert (
+                house.gap(weights, request.prompt_ids, answer.token_ids, answer.logprobs, temperature or 1.0)
+                <= 1e-4
+            )
         assert len({tuple(answer.token_ids) for answer in answers}) == 4
 
     house.run(story)
@@ -74,19 +91,25 @@ def test_a_stream_tells_the_same_tokens_as_the_whole_answer_and_a_seed_says_whic
 def test_what_cannot_be_served_is_refused_with_the_numbers_and_the_server_goes_on(house: House) -> None:
     async def story(server: VllmServer) -> None:
         with pytest.raises(
-            RequestRefused, match=f"3 prompt tokens \\+ {MAX_LENGTH} new ones = {MAX_LENGTH + 3}, a slot holds {MAX_LENGTH}"
+            RequestRefused,
+            match=f"3 prompt tokens \\+ {MAX_LENGTH} new ones = {MAX_LENGTH + 3}, a slot holds {MAX_LENGTH}",
         ):
             await server.generate_segment(house.request(max_tokens=MAX_LENGTH))
         with pytest.raises(RequestRefused, match="it has token id 4711; the model knows ids 0"):
             await server.generate_segment(house.request(prompt_ids=[4711]))
         with pytest.raises(RequestRefused, match="temperature 0.001"):
             await server.generate_segment(house.request(temperature=0.001))
-        assert len((await server.generate_segment(house.request(max_tokens=MAX_LENGTH - 3))).token_ids) == MAX_LENGTH - 3
+        assert (
+            len((await server.generate_segment(house.request(max_tokens=MAX_LENGTH - 3))).token_ids)
+            == MAX_LENGTH - 3
+        )
 
     house.run(story)
 
 
-def test_the_token_that_ends_a_completion_is_its_last_be_it_an_end_id_or_the_end_of_a_stop_string(house: House) -> None:
+def test_the_token_that_ends_a_completion_is_its_last_be_it_an_end_id_or_the_end_of_a_stop_string(
+    house: House,
+) -> None:
     async def story(server: VllmServer) -> None:
         whole = (await server.generate_segment(house.request(max_tokens=100))).token_ids
         at = next(at for at in range(40, 90) if min(whole[at : at + 2]) >= NUM_SPECIAL)
@@ -116,20 +139,28 @@ def test_the_token_that_ends_a_completion_is_its_last_be_it_an_end_id_or_the_end
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_a_stop_string_over_the_joint_of_two_segments_ends_the_second_one(house: House, is_streamed: bool) -> None:
+def test_a_stop_string_over_the_joint_of_two_segments_ends_the_second_one(
+    house: House, is_streamed: bool
+) -> None:
     async def story(server: VllmServer) -> None:
         whole = await server.generate_segment(house.request(max_tokens=60))
-        for length in (length for length in range(5, 60) if min(whole.token_ids[length - 2 : length]) >= NUM_SPECIAL):
+        for length in (
+            length for length in range(5, 60) if min(whole.token_ids[length - 2 : length]) >= NUM_SPECIAL
+        ):
             first = whole.token_ids[:length]
             prompt = [10, 11, 12, *first]
-            on = await server.generate_segment(house.request(prompt_ids=prompt, num_resumed=length, max_tokens=40))
+            on = await server.generate_segment(
+                house.request(prompt_ids=prompt, num_resumed=length, max_tokens=40)
+            )
             if min(on.token_ids[:2]) >= NUM_SPECIAL:
                 break
         joint = house.decode([*first[-2:], *on.token_ids[:2]])
         assert len(joint) == 4
         told: list[int] = []
         again = house.request(prompt_ids=prompt, num_resumed=length, max_tokens=40, stop=[joint])
-        rest = await server.generate_segment(again, on_chunk=(lambda chunk: told.extend(chunk.token_ids)) if is_streamed else None)
+        rest = await server.generate_segment(
+            again, on_chunk=(lambda chunk: told.extend(chunk.token_ids)) if is_streamed else None
+        )
         assert (told + rest.token_ids, rest.finish_reason) == (on.token_ids[:2], "stop")
         assert rest.logprobs == on.logprobs[len(told) : 2]
         assert (await until(server, lambda now: now.num_running == 0)).num_queued == 0
@@ -194,7 +225,9 @@ def test_a_caller_that_is_cancelled_leaves_no_slot_taken(house: House) -> None:
 
 
 @pytest.mark.parametrize("interrupt", ["abort", "keep", "keep_kv", "wait"])
-def test_sixteen_requests_through_three_publishes_have_the_right_version_on_every_token(house: House, interrupt: Interrupt) -> None:
+def test_sixteen_requests_through_three_publishes_have_the_right_version_on_every_token(
+    house: House, interrupt: Interrupt
+) -> None:
     """Sixteen are in flight until the last publish is done, one after the other in each place; those of eight places are streamed."""
     max_tokens, step = 200, 8 * 15
     done: dict[tuple[int, int], Completion] = {}
@@ -214,7 +247,9 @@ def test_sixteen_requests_through_three_publishes_have_the_right_version_on_ever
                     tokens.extend(token_ids)
                     more.set()
 
-                request = SamplingRequest(f"{interrupt} {seed} {turn}", (10, 11, 12 + seed), max_tokens, 1.0, seed=100 * turn + seed)
+                request = SamplingRequest(
+                    f"{interrupt} {seed} {turn}", (10, 11, 12 + seed), max_tokens, 1.0, seed=100 * turn + seed
+                )
                 done[seed, turn] = await pool.generate(request, on_tokens=on_tokens if seed % 2 else None)
                 turn += 1
 
@@ -249,7 +284,9 @@ def test_sixteen_requests_through_three_publishes_have_the_right_version_on_ever
                     start=span.start, end=span.end,
                 )  # fmt: skip
                 if interrupt != "keep_kv" or is_streamed or span.version == spans[0].version:
-                    assert gap <= 1e-3, f"tokens [{span.start}, {span.end}) are not those of version {span.version}"
+                    assert gap <= 1e-3, (
+                        f"tokens [{span.start}, {span.end}) are not those of version {span.version}"
+                    )
                 else:
                     assert gap > 1e-3, "the old KV cache under new weights"
         assert spans_seen == {first, first + 1, first + 2, first + 3}
@@ -260,14 +297,19 @@ def test_sixteen_requests_through_three_publishes_have_the_right_version_on_ever
     house.run(story)
 
 
-def test_a_prompt_that_a_group_shares_is_computed_once_under_a_version_and_anew_under_the_next(house: House) -> None:
+def test_a_prompt_that_a_group_shares_is_computed_once_under_a_version_and_anew_under_the_next(
+    house: House,
+) -> None:
     prompt = [4 + position % 40 for position in range(300)]
 
     async def story(server: VllmServer) -> None:
         for _ in range(2):
             for seed in range(2):
                 answer = await server.generate_segment(house.request(prompt_ids=prompt, seed=seed))
-                assert house.gap(house.pushed[server.policy_version], prompt, answer.token_ids, answer.logprobs) <= 1e-4
+                assert (
+                    house.gap(house.pushed[server.policy_version], prompt, answer.token_ids, answer.logprobs)
+                    <= 1e-4
+                )
             await publish(server, house, 110 + server.policy_version, "keep_kv")  # which clears no cache
 
     house.run(story)
@@ -280,7 +322,10 @@ def test_a_commit_of_what_was_not_prepared_is_refused_and_the_old_weights_serve_
             await server.commit(server.policy_version + 1, "0123", "abort")
         manifest = house.stage(server.policy_version + 1, house.weights(7))
         await server.prepare(manifest)
-        with pytest.raises(EngineError, match=f"digest 0123; staged is policy_version {manifest.version} with digest {manifest.digest}"):
+        with pytest.raises(
+            EngineError,
+            match=f"digest 0123; staged is policy_version {manifest.version} with digest {manifest.digest}",
+        ):
             await server.commit(manifest.version, "0123", "abort")
         wrong = house.stage(server.policy_version + 1, house.weights(7), digest="0" * 32)
         with pytest.raises(EngineError, match="announced was 0000"):

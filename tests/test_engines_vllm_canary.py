@@ -17,11 +17,11 @@ from aiohttp import web
 from vllm_house import CANARY_LIMIT, House, vllm_house
 from vllm_process import SECRET
 
-from asyncrl.calling import Caller
-from asyncrl.engines import VllmServer
+from asyncrl.engines.vllm.vllm_server import VllmServer
 from asyncrl.errors import EngineError, EngineLost
-from asyncrl.types import WeightManifest
-from asyncrl.wire import GenerateResponse
+from asyncrl.http import Caller
+from asyncrl.messages.engine_calls import GenerateResponse
+from asyncrl.messages.records import WeightManifest
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 Tamper = Callable[[str, dict[str, str], dict[str, Any]], None]
@@ -32,12 +32,16 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
     folder = tmp_path_factory.mktemp("vllm")
     (folder / "faulty").mkdir()
     (folder / "faulty" / "faulty_vllm_worker.py").symlink_to(Path(__file__).parent / "faulty_vllm_worker.py")
-    with vllm_house(folder, path=(folder / "faulty",), worker_extension="faulty_vllm_worker.FaultyWeightLoader") as house:
+    with vllm_house(
+        folder, path=(folder / "faulty",), worker_extension="faulty_vllm_worker.FaultyWeightLoader"
+    ) as house:
         yield house
 
 
 async def push(server: VllmServer, house: House, seed: int, *, has_canary: bool = True) -> None:
-    await push_staged(server, house.stage(server.policy_version + 1, house.weights(seed), has_canary=has_canary))
+    await push_staged(
+        server, house.stage(server.policy_version + 1, house.weights(seed), has_canary=has_canary)
+    )
 
 
 async def push_staged(server: VllmServer, manifest: WeightManifest) -> None:
@@ -53,7 +57,10 @@ def mend(house: House) -> None:
     async def story(server: VllmServer) -> None:
         await push(server, house, 50 + house.version)
         answer = await server.generate_segment(house.request())
-        assert house.gap(house.pushed[server.policy_version], [10, 11, 12], answer.token_ids, answer.logprobs) <= 1e-4
+        assert (
+            house.gap(house.pushed[server.policy_version], [10, 11, 12], answer.token_ids, answer.logprobs)
+            <= 1e-4
+        )
 
     house.run(story)
 
@@ -73,7 +80,8 @@ def test_weights_that_were_not_loaded_as_they_were_sent_are_not_announced(house:
         before = server.policy_version
         house.process.rpc("asyncrl_plant", fault=fault)
         with pytest.raises(
-            EngineError, match=f"does not compute with the weights of policy_version {before + 1} .*the trainer says"
+            EngineError,
+            match=f"does not compute with the weights of policy_version {before + 1} .*the trainer says",
         ) as caught:
             await push(server, house, 30 + before)
         assert "2 of 2 attempts" in str(caught.value)
@@ -108,9 +116,22 @@ def test_a_fault_that_passes_costs_a_second_load_and_no_token(house: House) -> N
         for answer in answers:
             for span in answer.version_spans:
                 weights = house.pushed[span.version]
-                assert house.gap(weights, [10, 11, 12], answer.token_ids, answer.logprobs, start=span.start, end=span.end) <= 1e-4
+                assert (
+                    house.gap(
+                        weights,
+                        [10, 11, 12],
+                        answer.token_ids,
+                        answer.logprobs,
+                        start=span.start,
+                        end=span.end,
+                    )
+                    <= 1e-4
+                )
         answer = await server.generate_segment(house.request())
-        assert house.gap(house.pushed[server.policy_version], [10, 11, 12], answer.token_ids, answer.logprobs) <= 1e-4
+        assert (
+            house.gap(house.pushed[server.policy_version], [10, 11, 12], answer.token_ids, answer.logprobs)
+            <= 1e-4
+        )
 
     house.warnings.clear()
     house.run(story)
@@ -127,8 +148,12 @@ async def tampered(url: str, tamper: Tamper) -> AsyncIterator[str]:
         tamper(request.path, query, body)
         headers = {"Authorization": f"Bearer {SECRET}"}
         data = body if request.method == "POST" else None
-        async with session.request(request.method, url + request.path, params=query, json=data, headers=headers) as answer:
-            return web.Response(status=answer.status, body=await answer.read(), content_type="application/json")
+        async with session.request(
+            request.method, url + request.path, params=query, json=data, headers=headers
+        ) as answer:
+            return web.Response(
+                status=answer.status, body=await answer.read(), content_type="application/json"
+            )
 
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", pass_on)
@@ -155,18 +180,32 @@ def labels_of_another_version(path: str, _: dict[str, str], body: dict[str, Any]
 
 @pytest.mark.parametrize(
     ("tamper", "words"),
-    [(no_salt_and_no_clearing, "the next token has logprob"), (labels_of_another_version, "it answers under the label")],
+    [
+        (no_salt_and_no_clearing, "the next token has logprob"),
+        (labels_of_another_version, "it answers under the label"),
+    ],
 )
-def test_a_stale_prefix_cache_and_a_wrong_label_are_not_announced(house: House, tamper: Tamper, words: str) -> None:
+def test_a_stale_prefix_cache_and_a_wrong_label_are_not_announced(
+    house: House, tamper: Tamper, words: str
+) -> None:
     async def story(server: VllmServer) -> None:
         async with tampered(house.process.url, tamper) as url:
             caller = Caller("engine-0", url, SECRET)
             try:
-                behind = VllmServer(caller, facts=house.facts(), policy_version=server.policy_version, canary_limit=1e-3, retries=0)
+                behind = VllmServer(
+                    caller,
+                    facts=house.facts(),
+                    policy_version=server.policy_version,
+                    canary_limit=1e-3,
+                    retries=0,
+                )
                 if tamper is no_salt_and_no_clearing:
                     await push(behind, house, 60)  # the first one: nothing is in the cache yet
                 version = behind.policy_version
-                with pytest.raises(EngineError, match=f"does not compute with the weights of policy_version {version + 1} .*{words}"):
+                with pytest.raises(
+                    EngineError,
+                    match=f"does not compute with the weights of policy_version {version + 1} .*{words}",
+                ):
                     await push(behind, house, 61)
                 assert behind.policy_version == version
                 house.version = version

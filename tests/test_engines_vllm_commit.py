@@ -8,18 +8,32 @@ import pytest
 from fake_vllm import DECODE_S, TRANSIT_S, FakeVllm
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from vllm_commit_cases import MODES, PROMPT, SLOTS, check_logprobs, lost, manifest, publish, request, server_over
+from vllm_commit_cases import (
+    MODES,
+    PROMPT,
+    SLOTS,
+    check_logprobs,
+    lost,
+    manifest,
+    publish,
+    request,
+    server_over,
+)
 
-from asyncrl.engines import EnginePool, VllmServer
+from asyncrl.engines.pool import EnginePool
+from asyncrl.engines.vllm.vllm_server import VllmServer
 from asyncrl.errors import EngineError, EngineLost
+from asyncrl.messages.engine_calls import GenerateChunk
+from asyncrl.messages.records import Completion, Interrupt, SamplingRequest
+from asyncrl.messages.trainer_calls import ExportChunkResponse
 from asyncrl.testing.virtual_time import all_blocked, run_virtual
-from asyncrl.types import Completion, Interrupt, SamplingRequest
-from asyncrl.wire import ExportChunkResponse, GenerateChunk
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
 @pytest.mark.parametrize("interrupt", MODES)
-def test_a_request_that_reaches_vllm_after_the_pause_has_tokens_of_the_new_weights_alone(interrupt: Interrupt, is_streamed: bool) -> None:
+def test_a_request_that_reaches_vllm_after_the_pause_has_tokens_of_the_new_weights_alone(
+    interrupt: Interrupt, is_streamed: bool
+) -> None:
     async def story() -> None:
         fake = FakeVllm()
         server = server_over(fake)
@@ -28,7 +42,11 @@ def test_a_request_that_reaches_vllm_after_the_pause_has_tokens_of_the_new_weigh
         fake.transit_s = 0.5
         async with asyncio.TaskGroup() as tasks:
             told: list[GenerateChunk] = []
-            late = tasks.create_task(server.generate_segment(request("late", max_tokens=30), on_chunk=told.append if is_streamed else None))
+            late = tasks.create_task(
+                server.generate_segment(
+                    request("late", max_tokens=30), on_chunk=told.append if is_streamed else None
+                )
+            )
             await all_blocked()
             fake.transit_s = TRANSIT_S
             # With abort the commit waits until it can end it; else it goes on in vLLM, sent under the old version and begun under the new.
@@ -38,7 +56,9 @@ def test_a_request_that_reaches_vllm_after_the_pause_has_tokens_of_the_new_weigh
         if interrupt == "abort" or is_streamed:
             assert (answer.token_ids, answer.finish_reason) == ([], "abort")
         elif interrupt == "keep_kv":
-            assert (answer.token_ids, answer.finish_reason) == ([], "abort"), "it began over blocks of the old weights"
+            assert (answer.token_ids, answer.finish_reason) == ([], "abort"), (
+                "it began over blocks of the old weights"
+            )
         else:
             assert [span.version for span in answer.version_spans] == [1]
             assert len(answer.token_ids) == 30
@@ -66,13 +86,17 @@ def test_requests_that_come_during_a_commit_are_sent_after_it(interrupt: Interru
         assert aborted.result().token_ids == []
         assert [span.version for span in queued.result().version_spans] == [1]
         assert commit.result().num_interrupted == (0 if interrupt == "wait" else 1)
-        assert [span.version for span in running.result().version_spans] == ([0, 1] if interrupt.startswith("keep") else [0])
+        assert [span.version for span in running.result().version_spans] == (
+            [0, 1] if interrupt.startswith("keep") else [0]
+        )
 
     run_virtual(story())
 
 
 @pytest.mark.parametrize("interrupt", MODES)
-def test_tokens_of_weights_whose_canary_fails_never_leave_and_the_load_is_repeated(interrupt: Interrupt) -> None:
+def test_tokens_of_weights_whose_canary_fails_never_leave_and_the_load_is_repeated(
+    interrupt: Interrupt,
+) -> None:
     async def story() -> None:
         fake = FakeVllm()
         warnings: list[str] = []
@@ -80,7 +104,10 @@ def test_tokens_of_weights_whose_canary_fails_never_leave_and_the_load_is_repeat
         await server.ready(10.0)
         pool = EnginePool([server], slots=SLOTS)
         async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(pool.generate(SamplingRequest(f"{i}", PROMPT, 60, 1.0, seed=i))) for i in range(SLOTS)]
+            running = [
+                tasks.create_task(pool.generate(SamplingRequest(f"{i}", PROMPT, 60, 1.0, seed=i)))
+                for i in range(SLOTS)
+            ]
             await asyncio.sleep(10 * DECODE_S)
             fake.wrong_loads = [33.0]
             await publish(server, 1, interrupt)
@@ -96,7 +123,9 @@ def test_tokens_of_weights_whose_canary_fails_never_leave_and_the_load_is_repeat
 
 
 @pytest.mark.parametrize("interrupt", ["keep", "keep_kv"])
-def test_streams_are_told_what_is_certain_and_resumed_by_the_pool_where_requests_are_kept(interrupt: Interrupt) -> None:
+def test_streams_are_told_what_is_certain_and_resumed_by_the_pool_where_requests_are_kept(
+    interrupt: Interrupt,
+) -> None:
     async def story() -> None:
         fake = FakeVllm()
         server = server_over(fake)
@@ -104,7 +133,9 @@ def test_streams_are_told_what_is_certain_and_resumed_by_the_pool_where_requests
         pool = EnginePool([server], slots=SLOTS)
         told: list[int] = []
         async with asyncio.TaskGroup() as tasks:
-            streamed = tasks.create_task(pool.generate(SamplingRequest("s", PROMPT, 60, 1.0), on_tokens=told.extend))
+            streamed = tasks.create_task(
+                pool.generate(SamplingRequest("s", PROMPT, 60, 1.0), on_tokens=told.extend)
+            )
             kept = tasks.create_task(pool.generate(SamplingRequest("k", PROMPT, 60, 1.0, seed=1)))
             await asyncio.sleep(20 * DECODE_S)
             assert 15 <= len(told) <= 20
@@ -126,7 +157,10 @@ def test_the_canary_has_a_slot_though_all_are_taken_and_more_wait(interrupt: Int
         pool = EnginePool([server], slots=2 * SLOTS)
         async with asyncio.TaskGroup() as tasks:
             max_tokens = 20 if interrupt == "wait" else 900
-            running = [tasks.create_task(pool.generate(SamplingRequest(f"{i}", PROMPT, max_tokens, 1.0))) for i in range(2 * SLOTS)]
+            running = [
+                tasks.create_task(pool.generate(SamplingRequest(f"{i}", PROMPT, max_tokens, 1.0)))
+                for i in range(2 * SLOTS)
+            ]
             await asyncio.sleep(10 * DECODE_S)
             started = asyncio.get_running_loop().time()
             await publish(server, 1, interrupt)
@@ -148,7 +182,10 @@ def test_a_push_in_chunks_into_a_sleeping_engine_is_checked_when_it_wakes() -> N
     async def turn(server: VllmServer, version: int) -> None:
         await server.sleep(["kv", "weights"])
         await server.wake(["weights"])
-        assert [await server.load_chunk(chunk(version, 0)), await server.load_chunk(chunk(version, 1, is_last=True))] == ["d0", "d1"]
+        assert [
+            await server.load_chunk(chunk(version, 0)),
+            await server.load_chunk(chunk(version, 1, is_last=True)),
+        ] == ["d0", "d1"]
         assert (await server.commit(version, "whole", "abort")).version == version
         assert (await server.health()).asleep == ["kv"]
         await server.wake(["kv"])
@@ -183,8 +220,12 @@ def test_a_push_in_chunks_into_a_sleeping_engine_is_checked_when_it_wakes() -> N
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_whatever_happens_when_every_token_is_of_the_version_that_it_says(data: st.DataObject) -> None:
-    modes: list[Interrupt] = data.draw(st.lists(st.sampled_from(["abort", "keep", "wait"]), min_size=1, max_size=4))
-    starts = data.draw(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 60), st.booleans()), min_size=1, max_size=10))
+    modes: list[Interrupt] = data.draw(
+        st.lists(st.sampled_from(["abort", "keep", "wait"]), min_size=1, max_size=4)
+    )
+    starts = data.draw(
+        st.lists(st.tuples(st.integers(0, 60), st.integers(1, 60), st.booleans()), min_size=1, max_size=10)
+    )
     waits = data.draw(st.lists(st.integers(0, 30), min_size=len(modes), max_size=len(modes)))
     wrong = data.draw(st.lists(st.booleans(), min_size=len(modes), max_size=len(modes)))
     aborts = data.draw(st.lists(st.integers(0, 90), max_size=4))
@@ -217,7 +258,9 @@ def test_whatever_happens_when_every_token_is_of_the_version_that_it_says(data: 
         for index, (task, (_, max_tokens, is_streamed)) in enumerate(zip(running, starts, strict=True)):
             completion = task.result()
             assert len(completion.token_ids) == max_tokens
-            assert completion.token_ids == tuple((len(PROMPT) + at) % 50 for at in range(max_tokens)), "none twice, none left out"
+            assert completion.token_ids == tuple((len(PROMPT) + at) % 50 for at in range(max_tokens)), (
+                "none twice, none left out"
+            )
             assert not is_streamed or tuple(told[index]) == completion.token_ids
             check_logprobs(completion)
         assert fake.pause is None

@@ -8,35 +8,55 @@ from typing import Any
 
 import pytest
 from fake_vllm import DECODE_S, FakeVllm
-from vllm_commit_cases import MODES, PROMPT, SLOTS, check_logprobs, lost, manifest, publish, request, server_over
+from vllm_commit_cases import (
+    MODES,
+    PROMPT,
+    SLOTS,
+    check_logprobs,
+    lost,
+    manifest,
+    publish,
+    request,
+    server_over,
+)
 
-from asyncrl.engines import EnginePool
+from asyncrl.engines.pool import EnginePool
 from asyncrl.errors import EngineError, EngineLost, RequestRefused
+from asyncrl.messages.engine_calls import GenerateResponse
+from asyncrl.messages.records import Interrupt, SamplingRequest
 from asyncrl.testing.virtual_time import run_virtual
-from asyncrl.types import Interrupt, SamplingRequest
-from asyncrl.wire import GenerateResponse
 
 PHASES = ["/pause", "/abort_requests", "asyncrl_load", "/update_weight_version", "/resume"]
 
 
 @pytest.mark.parametrize("interrupt", MODES)
-def test_a_canary_that_fails_for_good_ends_the_commit_and_what_ran_is_lost_with_the_process(interrupt: Interrupt) -> None:
+def test_a_canary_that_fails_for_good_ends_the_commit_and_what_ran_is_lost_with_the_process(
+    interrupt: Interrupt,
+) -> None:
     async def story() -> None:
         fake = FakeVllm()
         server = server_over(fake)
         await server.ready(10.0)
         fake.wrong_loads = [2.0, 3.0]
         async with asyncio.TaskGroup() as tasks:
-            running = tasks.create_task(lost(server.generate_segment(request(max_tokens=500)))) if interrupt.startswith("keep") else None
+            running = (
+                tasks.create_task(lost(server.generate_segment(request(max_tokens=500))))
+                if interrupt.startswith("keep")
+                else None
+            )
             await asyncio.sleep(5 * DECODE_S)
             with pytest.raises(
-                EngineError, match=r"engine-0: does not compute with the weights of policy_version 1 .*2 of 2 attempts"
+                EngineError,
+                match=r"engine-0: does not compute with the weights of policy_version 1 .*2 of 2 attempts",
             ) as caught:
                 await publish(server, 1, interrupt)
         assert not isinstance(caught.value, EngineLost)
         assert "publisher.canary_limit=0.001" in str(caught.value)
         assert (server.policy_version, fake.pause) == (0, None)
-        for error in [await lost(server.generate_segment(request())), *([running.result()] if running else [])]:
+        for error in [
+            await lost(server.generate_segment(request())),
+            *([running.result()] if running else []),
+        ]:
             assert not error.is_told, "whoever supervises it learns of it"
         server.cut_nowait()
         assert (await lost(server.generate_segment(request()))).is_told
@@ -99,7 +119,10 @@ def test_a_commit_that_breaks_off_leaves_no_paused_engine_and_no_token_of_unknow
         fake = FakeVllm()
         server = server_over(fake)
         await server.ready(10.0)
-        running = [asyncio.ensure_future(server.generate_segment(request(f"{i}", max_tokens=40))) for i in range(SLOTS)]
+        running = [
+            asyncio.ensure_future(server.generate_segment(request(f"{i}", max_tokens=40)))
+            for i in range(SLOTS)
+        ]
         await asyncio.sleep(5 * DECODE_S)
         what = manifest(1)
         await server.prepare(what)
@@ -132,7 +155,9 @@ def test_a_commit_that_breaks_off_leaves_no_paused_engine_and_no_token_of_unknow
                 assert isinstance(error, EngineLost)
                 assert error.is_told == (how == "cut")
             assert server.policy_version == 0
-        is_whole = not begun.is_set() or (how in ("cancelled", "refuses") and phase in ("/pause", "/abort_requests"))
+        is_whole = not begun.is_set() or (
+            how in ("cancelled", "refuses") and phase in ("/pause", "/abort_requests")
+        )
         if how != "cut" and how != "dies" and not (how == "refuses" and phase == "/resume"):
             assert fake.pause is None, "it goes on"
         for outcome in await asyncio.gather(*running, return_exceptions=True):
@@ -253,7 +278,9 @@ def test_the_pool_leaves_a_server_whose_commit_broke_and_goes_on_at_another() ->
 
         pool = EnginePool(servers, slots=SLOTS, on_lost=on_lost)
         async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(pool.generate(SamplingRequest(f"{i}", PROMPT, 100, 1.0))) for i in range(6)]
+            running = [
+                tasks.create_task(pool.generate(SamplingRequest(f"{i}", PROMPT, 100, 1.0))) for i in range(6)
+            ]
             await asyncio.sleep(10 * DECODE_S)
             fakes[0].wrong_loads = [5.0, 5.0]
             with pytest.raises(EngineError, match="does not compute"):
@@ -272,18 +299,24 @@ def test_tokens_of_weights_that_another_run_pushed_are_never_taken_for_a_version
         ours, theirs = server_over(fake, mark="ours"), server_over(fake, mark="theirs", starts_fresh=False)
         await ours.ready(10.0)
         await publish(ours, 1)
-        assert [span.version for span in (await ours.generate_segment(request("before"))).version_spans] == [1]
+        assert [span.version for span in (await ours.generate_segment(request("before"))).version_spans] == [
+            1
+        ]
         await theirs.ready(10.0)
         await publish(theirs, 1)
         with pytest.raises(EngineError, match="labels that this run never set.*~theirs"):
             await ours.generate_segment(request("after"))
-        assert [span.version for span in (await theirs.generate_segment(request("theirs"))).version_spans] == [1]
+        assert [
+            span.version for span in (await theirs.generate_segment(request("theirs"))).version_spans
+        ] == [1]
 
     run_virtual(story())
 
 
 @pytest.mark.parametrize("route", ["asyncrl_drop", "asyncrl_stage", "/pause"])
-def test_a_server_whose_engine_is_dead_is_lost_whatever_it_is_asked_and_one_that_is_well_only_failed(route: str) -> None:
+def test_a_server_whose_engine_is_dead_is_lost_whatever_it_is_asked_and_one_that_is_well_only_failed(
+    route: str,
+) -> None:
     async def story(is_well: bool) -> EngineError:
         fake = FakeVllm()
         server = server_over(fake)
@@ -307,7 +340,9 @@ def test_a_request_whose_caller_is_gone_is_aborted_by_its_name(on_chunk: Any, wa
         fake = FakeVllm()
         server = server_over(fake)
         await server.ready(10.0)
-        running = asyncio.create_task(server.generate_segment(request("left", max_tokens=100), on_chunk=on_chunk))
+        running = asyncio.create_task(
+            server.generate_segment(request("left", max_tokens=100), on_chunk=on_chunk)
+        )
         await asyncio.sleep(wait_s)
         running.cancel()
         await asyncio.wait([running])

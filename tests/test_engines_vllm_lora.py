@@ -13,29 +13,41 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from vllm_house import House, vllm_house
 
-from asyncrl.engines import VllmServer
-from asyncrl.engines.vllm.adapters import write_adapter_folder
+from asyncrl.engines.vllm.vllm_server import VllmServer
+from asyncrl.engines.vllm.vllm_weights import write_adapter_folder
 from asyncrl.errors import EngineError
-from asyncrl.types import Interrupt, WeightManifest
-from asyncrl.wire import weights_digest
+from asyncrl.messages.base import weights_digest
+from asyncrl.messages.records import Interrupt, WeightManifest
 
 RANK, SCALE = 4, 0.35
-Q_PROJ, DOWN_PROJ, UP_PROJ = "model.layers.1.self_attn.q_proj", "model.layers.3.mlp.down_proj", "model.layers.0.mlp.up_proj"
+Q_PROJ, DOWN_PROJ, UP_PROJ = (
+    "model.layers.1.self_attn.q_proj",
+    "model.layers.3.mlp.down_proj",
+    "model.layers.0.mlp.up_proj",
+)
 
 
 @pytest.fixture(scope="module")
 def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
-    with vllm_house(tmp_path_factory.mktemp("vllm"), has_adapters=True, lora_rank=RANK, transport="lora") as house:
+    with vllm_house(
+        tmp_path_factory.mktemp("vllm"), has_adapters=True, lora_rank=RANK, transport="lora"
+    ) as house:
         yield house
 
 
-def make_adapters(base: dict[str, Tensor], modules: tuple[str, ...], seed: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+def make_adapters(
+    base: dict[str, Tensor], modules: tuple[str, ...], seed: int, dtype: torch.dtype = torch.float32
+) -> dict[str, Tensor]:
     random = torch.Generator().manual_seed(seed)
     tensors = {"scale": torch.tensor(SCALE)}
     for module in modules:
         out_features, in_features = base[f"{module}.weight"].shape
-        tensors[f"{module}.lora_A.weight"] = (torch.randn(RANK, in_features, generator=random) * 0.3).to(dtype)
-        tensors[f"{module}.lora_B.weight"] = (torch.randn(out_features, RANK, generator=random) * 0.3).to(dtype)
+        tensors[f"{module}.lora_A.weight"] = (torch.randn(RANK, in_features, generator=random) * 0.3).to(
+            dtype
+        )
+        tensors[f"{module}.lora_B.weight"] = (torch.randn(out_features, RANK, generator=random) * 0.3).to(
+            dtype
+        )
     return tensors
 
 
@@ -44,7 +56,9 @@ def merge(base: dict[str, Tensor], tensors: dict[str, Tensor]) -> dict[str, Tens
     for name, lora_B in tensors.items():
         if name.endswith(".lora_B.weight"):
             module = name.removesuffix(".lora_B.weight")
-            merged[f"{module}.weight"] = base[f"{module}.weight"] + (lora_B @ tensors[f"{module}.lora_A.weight"]) * tensors["scale"]
+            merged[f"{module}.weight"] = (
+                base[f"{module}.weight"] + (lora_B @ tensors[f"{module}.lora_A.weight"]) * tensors["scale"]
+            )
     return merged
 
 
@@ -52,11 +66,18 @@ def stage(tensors: dict[str, Tensor], version: int, folder: Path, **changes: Any
     path = folder / f"adapters-{version}.safetensors"
     save_file(tensors, path)
     digest = weights_digest(
-        (name, str(one.dtype).removeprefix("torch."), tuple(one.shape), one.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        (
+            name,
+            str(one.dtype).removeprefix("torch."),
+            tuple(one.shape),
+            one.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(),
+        )
         for name, one in tensors.items()
     )
     num_bytes = sum(one.nbytes for one in tensors.values())
-    return replace(WeightManifest(version, str(path), digest, len(tensors), num_bytes, kind="lora"), **changes)
+    return replace(
+        WeightManifest(version, str(path), digest, len(tensors), num_bytes, kind="lora"), **changes
+    )
 
 
 @pytest.mark.slow
@@ -64,7 +85,11 @@ def stage(tensors: dict[str, Tensor], version: int, folder: Path, **changes: Any
 def test_adapters_give_what_merged_weights_give_and_each_push_starts_from_the_base(house: House) -> None:
     async def story(server: VllmServer) -> None:
         folders = []
-        pushes: list[tuple[tuple[str, ...], Interrupt]] = [((Q_PROJ, DOWN_PROJ), "abort"), ((UP_PROJ,), "keep"), ((Q_PROJ,), "keep_kv")]
+        pushes: list[tuple[tuple[str, ...], Interrupt]] = [
+            ((Q_PROJ, DOWN_PROJ), "abort"),
+            ((UP_PROJ,), "keep"),
+            ((Q_PROJ,), "keep_kv"),
+        ]
         before = await server.generate_segment(house.request(max_tokens=40))
         assert house.gap(house.base, [10, 11, 12], before.token_ids, before.logprobs) <= 1e-4
         for version, (modules, interrupt) in enumerate(pushes, start=server.policy_version + 1):
@@ -89,9 +114,16 @@ def test_adapters_of_another_version_than_the_canary_are_not_announced(house: Ho
     async def story(server: VllmServer) -> None:
         version = server.policy_version + 1
         tensors = make_adapters(house.base, (Q_PROJ,), 40)
-        manifest = stage(tensors, version, house.scratch, canary=house.canary(merge(house.base, make_adapters(house.base, (Q_PROJ,), 41))))
+        manifest = stage(
+            tensors,
+            version,
+            house.scratch,
+            canary=house.canary(merge(house.base, make_adapters(house.base, (Q_PROJ,), 41))),
+        )
         await server.prepare(manifest)
-        with pytest.raises(EngineError, match=f"does not compute with the weights of policy_version {version}"):
+        with pytest.raises(
+            EngineError, match=f"does not compute with the weights of policy_version {version}"
+        ):
             await server.commit(version, manifest.digest, "abort")
         assert server.policy_version == version - 1
 
@@ -126,10 +158,15 @@ def test_adapters_that_are_not_what_was_announced_are_refused(tmp_path: Path) ->
     with pytest.raises(EngineError, match="announced for policy_version 1 were 3 of .* with 0123"):
         write_adapter_folder("e", stage(tensors, 1, tmp_path, digest="0123"))
     lonely = {name: one for name, one in tensors.items() if "lora_B" not in name}
-    with pytest.raises(EngineError, match="adapters are <module>.lora_A.weight and <module>.lora_B.weight of one rank"):
+    with pytest.raises(
+        EngineError, match="adapters are <module>.lora_A.weight and <module>.lora_B.weight of one rank"
+    ):
         write_adapter_folder("e", stage(lonely, 2, tmp_path))
     mixed = {**tensors, **make_adapters(base_of(), (DOWN_PROJ,), 1)}
-    mixed[f"{DOWN_PROJ}.lora_A.weight"], mixed[f"{DOWN_PROJ}.lora_B.weight"] = torch.zeros(2, 5), torch.zeros(6, 2)
+    mixed[f"{DOWN_PROJ}.lora_A.weight"], mixed[f"{DOWN_PROJ}.lora_B.weight"] = (
+        torch.zeros(2, 5),
+        torch.zeros(6, 2),
+    )
     with pytest.raises(EngineError, match=r"of ranks \[2, 4\]"):
         write_adapter_folder("e", stage(mixed, 3, tmp_path))
     broken = stage(tensors, 4, tmp_path)

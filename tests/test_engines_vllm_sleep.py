@@ -10,9 +10,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from vllm_house import House, vllm_house
 
-from asyncrl.engines import VllmServer
+from asyncrl.engines.vllm.vllm_server import VllmServer
 from asyncrl.errors import EngineError
-from asyncrl.wire import ExportChunkResponse, weights_digest
+from asyncrl.messages.base import weights_digest
+from asyncrl.messages.trainer_calls import ExportChunkResponse
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 
@@ -24,10 +25,14 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
 
 
 def digest_of(weights: Mapping[str, Tensor]) -> str:
-    return weights_digest((name, "float32", tuple(one.shape), one.numpy().tobytes()) for name, one in weights.items())
+    return weights_digest(
+        (name, "float32", tuple(one.shape), one.numpy().tobytes()) for name, one in weights.items()
+    )
 
 
-def chunks(house: House, version: int, weights: dict[str, Tensor], canary_of: dict[str, Tensor]) -> Iterator[ExportChunkResponse]:
+def chunks(
+    house: House, version: int, weights: dict[str, Tensor], canary_of: dict[str, Tensor]
+) -> Iterator[ExportChunkResponse]:
     """In one file, each over the one before."""
     names, path = sorted(weights), house.scratch / "chunk.safetensors"
     for index, part in enumerate((names[:20], names[20:])):
@@ -41,7 +46,9 @@ def chunks(house: House, version: int, weights: dict[str, Tensor], canary_of: di
         )  # fmt: skip
 
 
-async def turn(server: VllmServer, house: House, weights: dict[str, Tensor], canary_of: dict[str, Tensor]) -> None:
+async def turn(
+    server: VllmServer, house: House, weights: dict[str, Tensor], canary_of: dict[str, Tensor]
+) -> None:
     await server.sleep(["kv", "weights"])
     await server.wake(["weights"])
     version = server.policy_version + 1
@@ -51,12 +58,16 @@ async def turn(server: VllmServer, house: House, weights: dict[str, Tensor], can
     await server.wake(["kv"])
 
 
-def test_a_turn_of_sleep_chunks_and_wake_brings_a_version_and_its_canary_is_heard_at_the_end(house: House) -> None:
+def test_a_turn_of_sleep_chunks_and_wake_brings_a_version_and_its_canary_is_heard_at_the_end(
+    house: House,
+) -> None:
     async def story(server: VllmServer) -> None:
         weights = house.weights(5)
         async with asyncio.TaskGroup() as tasks:
             begun = asyncio.Event()
-            running = tasks.create_task(server.generate_segment(house.request(max_tokens=700), on_chunk=lambda _: begun.set()))
+            running = tasks.create_task(
+                server.generate_segment(house.request(max_tokens=700), on_chunk=lambda _: begun.set())
+            )
             await begun.wait()
             await server.sleep(["kv", "weights"])
             assert running.result().finish_reason == "abort"

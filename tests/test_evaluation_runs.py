@@ -11,15 +11,18 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from asyncrl.calling import shortage
-from asyncrl.engines import EnginePool, EngineServer
+from asyncrl.engines.own_server import EngineServer
+from asyncrl.engines.pool import EnginePool
 from asyncrl.errors import RoomError
-from asyncrl.evaluation import EvalResult, Evaluation, Evaluator, FileHold, Schedule
-from asyncrl.publisher import Publisher
-from asyncrl.testing.fakes import FakeEngineServer, FakeScorer, FakeTokenizer, FakeTrainer
+from asyncrl.http import shortage
+from asyncrl.messages.engine_calls import PrepareRequest, PrepareResponse
+from asyncrl.messages.records import Batch, Prompt, WeightManifest
+from asyncrl.rollouts.evaluation import Evaluation, FileHold, Schedule
+from asyncrl.rollouts.evaluator import EvalResult, Evaluator
+from asyncrl.sync.publisher import Publisher
+from asyncrl.testing.fake_engine import FakeEngineServer
+from asyncrl.testing.fakes import FakeScorer, FakeTokenizer, FakeTrainer
 from asyncrl.testing.virtual_time import run_virtual
-from asyncrl.types import Batch, Prompt, WeightManifest
-from asyncrl.wire import PrepareRequest, PrepareResponse
 
 KEPT_EXPORTS = 2
 """As the trainer worker does: an older file is gone."""
@@ -107,7 +110,9 @@ class House:
 def undisturbed(house: House) -> bool:
     """Whether the trainer's and the rollout engines' times are those of a run in which evaluation cannot be felt."""
     steps = [float(number) for number in range(1, house.last + 1)]
-    return house.trained_at == pytest.approx(steps) and house.served_at[: house.last - 1] == pytest.approx([t + 0.1 for t in steps[:-1]])
+    return house.trained_at == pytest.approx(steps) and house.served_at[: house.last - 1] == pytest.approx(
+        [t + 0.1 for t in steps[:-1]]
+    )
 
 
 def test_the_initial_weights_each_multiple_and_the_last_version_are_evaluated_at_one_version_each() -> None:
@@ -139,7 +144,9 @@ def test_an_evaluation_that_takes_long_skips_what_is_due_meanwhile_and_never_the
 
 
 @pytest.mark.parametrize("prepare_s", [0.0, 5.0, 7.5])
-def test_weights_that_load_slowly_delay_nobody_and_their_file_is_kept_until_they_are_loaded(prepare_s: float) -> None:
+def test_weights_that_load_slowly_delay_nobody_and_their_file_is_kept_until_they_are_loaded(
+    prepare_s: float,
+) -> None:
     async def story() -> None:
         house = House(at_start=False, prepare_s=prepare_s)
         kept_at_step: list[list[int]] = []
@@ -174,9 +181,17 @@ def test_a_guard_that_sees_the_engine_go_ends_a_running_evaluation_at_once() -> 
     async def story() -> None:
         house = House(decode_s=1000.0, timeout_s=10_000.0)
         gone = RoomError("engine-eval", "process 7 does not answer")
-        await house.live(before_step=lambda version: house.evaluation.give_up(gone) if version in (3, 5) else None)
-        assert house.troubles == ["the run goes on without evaluation: engine-eval: process 7 does not answer."]
-        assert (house.versions, house.evaluation.stats().state, house.evaluation.stats().abandoned) == ([], "off", 1)
+        await house.live(
+            before_step=lambda version: house.evaluation.give_up(gone) if version in (3, 5) else None
+        )
+        assert house.troubles == [
+            "the run goes on without evaluation: engine-eval: process 7 does not answer."
+        ]
+        assert (house.versions, house.evaluation.stats().state, house.evaluation.stats().abandoned) == (
+            [],
+            "off",
+            1,
+        )
         assert house.eval_engine.num_running == 0, "its requests are aborted"
         assert undisturbed(house)
 
@@ -186,7 +201,11 @@ def test_a_guard_that_sees_the_engine_go_ends_a_running_evaluation_at_once() -> 
 def test_an_engine_that_is_lost_while_nothing_runs_is_not_waited_for_at_the_end() -> None:
     async def story() -> None:
         house = House(at_start=False, every=100)
-        await house.live(before_step=lambda version: house.evaluation.give_up(RoomError("engine-eval", "died")) if version == 2 else None)
+        await house.live(
+            before_step=lambda version: (
+                house.evaluation.give_up(RoomError("engine-eval", "died")) if version == 2 else None
+            )
+        )
         assert (house.versions, house.evaluation.stats().abandoned, len(house.troubles)) == ([], 0, 1)
 
     run_virtual(story())
@@ -204,14 +223,17 @@ def test_an_evaluation_past_its_limit_is_abandoned_told_and_the_next_one_is_trie
         assert house.versions == [6, 9, 10]
         assert [result.num_abandoned for result in house.results] == [2, 2, 2]
         assert [trouble.split(" and is")[0] for trouble in house.troubles] == [
-            f"the evaluation of policy_version {version} did not end within eval.timeout_s=2.0" for version in (0, 3)
+            f"the evaluation of policy_version {version} did not end within eval.timeout_s=2.0"
+            for version in (0, 3)
         ]
         assert undisturbed(house)
 
     run_virtual(story())
 
 
-def test_an_evaluation_that_this_machine_has_no_connection_for_is_abandoned_and_the_next_one_is_tried() -> None:
+def test_an_evaluation_that_this_machine_has_no_connection_for_is_abandoned_and_the_next_one_is_tried() -> (
+    None
+):
     house = House(every=3, last=6, at_start=False)
     prepare = house.eval_engine._prepare
 
@@ -261,25 +283,38 @@ def test_the_last_version_is_not_evaluated_again_by_a_run_that_was_killed_after_
 
 @given(published=st.lists(st.integers(1, 12), min_size=1, max_size=20), every=st.integers(1, 7))
 @example(published=[5, 5, 1, 1], every=3)
-def test_one_version_is_due_for_each_multiple_that_was_reached_and_the_last_one_always(published: list[int], every: int) -> None:
+def test_one_version_is_due_for_each_multiple_that_was_reached_and_the_last_one_always(
+    published: list[int], every: int
+) -> None:
     versions = [sum(published[: end + 1]) for end in range(len(published))]
     schedule = Schedule(every=every, last=versions[-1], at_start=False)
     due = [version for version in versions if schedule.is_due_nowait(version)]
-    first_after = {min(v for v in versions if v >= multiple) for multiple in range(every, versions[-1] + 1, every)}
+    first_after = {
+        min(v for v in versions if v >= multiple) for multiple in range(every, versions[-1] + 1, every)
+    }
     assert due == sorted(first_after | {versions[-1]})
 
 
 @given(
-    published=st.lists(st.integers(1, 6), min_size=1, max_size=20), every=st.integers(1, 5), cut=st.integers(0, 20), at_start=st.booleans()
+    published=st.lists(st.integers(1, 6), min_size=1, max_size=20),
+    every=st.integers(1, 5),
+    cut=st.integers(0, 20),
+    at_start=st.booleans(),
 )
-def test_a_resumed_schedule_evaluates_what_the_killed_one_had_not(published: list[int], every: int, cut: int, at_start: bool) -> None:
+def test_a_resumed_schedule_evaluates_what_the_killed_one_had_not(
+    published: list[int], every: int, cut: int, at_start: bool
+) -> None:
     versions = [sum(published[: end + 1]) for end in range(len(published))]
     before, after = versions[:cut], versions[cut:]
     schedule = Schedule(every=every, last=versions[-1], at_start=at_start)
     evaluated = [0] * at_start + [version for version in before if schedule.is_due_nowait(version)]
-    resumed = Schedule(every=every, last=versions[-1], at_start=at_start, evaluated=max(evaluated, default=None))
+    resumed = Schedule(
+        every=every, last=versions[-1], at_start=at_start, evaluated=max(evaluated, default=None)
+    )
     assert resumed.at_start == (at_start and not evaluated), "the initial weights are evaluated once"
-    assert [version for version in after if resumed.is_due_nowait(version)] == [v for v in after if schedule.is_due_nowait(v)]
+    assert [version for version in after if resumed.is_due_nowait(version)] == [
+        v for v in after if schedule.is_due_nowait(v)
+    ]
 
 
 @given(

@@ -9,22 +9,34 @@ from typing import Any
 import pytest
 
 from asyncrl.errors import EngineError
-from asyncrl.evaluation import EvalResult, Evaluator
-from asyncrl.evaluation.result import Sample
+from asyncrl.messages.records import Prompt
+from asyncrl.rollouts.evaluator import EvalResult, Evaluator, Sample
 from asyncrl.testing.fakes import FakeEngine, FakeScorer, FakeTokenizer
 from asyncrl.testing.virtual_time import run_virtual
-from asyncrl.types import Prompt
 
 
 def prompt(number: int, text: str = "") -> Prompt:
     return Prompt(f"0/{number}", ({"role": "user", "content": text or f"p{number}"},))
 
 
-def make_evaluator(engine: Any, scorer: FakeScorer | None = None, prompts: list[Prompt] | None = None, **values: Any) -> Evaluator:
-    settings = {"samples": 2, "slots": 3, "temperature": 0.5, "max_tokens": 4, "max_prompt_tokens": 8} | values
+def make_evaluator(
+    engine: Any, scorer: FakeScorer | None = None, prompts: list[Prompt] | None = None, **values: Any
+) -> Evaluator:
+    settings = {
+        "samples": 2,
+        "slots": 3,
+        "temperature": 0.5,
+        "max_tokens": 4,
+        "max_prompt_tokens": 8,
+    } | values
     prompts = prompts or [prompt(number) for number in range(4)]
     return Evaluator(
-        engine, FakeTokenizer(), scorer or FakeScorer(), prompts, seed_of=lambda name, index: int(name[2:]) * 10 + index, **settings
+        engine,
+        FakeTokenizer(),
+        scorer or FakeScorer(),
+        prompts,
+        seed_of=lambda name, index: int(name[2:]) * 10 + index,
+        **settings,
     )
 
 
@@ -36,10 +48,14 @@ def test_every_prompt_is_sampled_as_often_as_asked_and_no_more_at_once_than_ther
         result = await evaluator.evaluate(7)
         assert asyncio.get_running_loop().time() == 3.0, "8 samples, 3 at once, 1 s each"
         assert engine.peak_running == 3
-        assert [request.request_id for request in engine.requests] == [f"eval-v7/0/{p}/s{s}" for p in range(4) for s in range(2)]
+        assert [request.request_id for request in engine.requests] == [
+            f"eval-v7/0/{p}/s{s}" for p in range(4) for s in range(2)
+        ]
         assert [request.seed for request in engine.requests] == [0, 1, 10, 11, 20, 21, 30, 31]
         assert {(request.temperature, request.max_tokens) for request in engine.requests} == {(0.5, 4)}
-        assert [sample.prompt_id for sample in result.samples] == [f"0/{p}" for p in range(4) for _ in range(2)]
+        assert [sample.prompt_id for sample in result.samples] == [
+            f"0/{p}" for p in range(4) for _ in range(2)
+        ]
         assert repr(evaluator) == "<Evaluator 4 prompts x 2, 3 slots>"
 
     run_virtual(story())
@@ -86,7 +102,10 @@ def test_a_token_of_another_version_is_an_error() -> None:
     async def story() -> None:
         engine = FakeEngine()
         engine.policy_version = 8
-        with pytest.raises(EngineError, match=r"request eval-v7/0/0/s0 has tokens of policy_version 8; every token .* at policy_version 7"):
+        with pytest.raises(
+            EngineError,
+            match=r"request eval-v7/0/0/s0 has tokens of policy_version 8; every token .* at policy_version 7",
+        ):
             await make_evaluator(engine).evaluate(7)
         assert len(engine.requests) == 3, "what waits for a slot does not ask that engine any more"
 

@@ -16,24 +16,23 @@ from typer.testing import CliRunner
 
 from asyncrl.cli import app
 from asyncrl.config import EvalConfig, load_config
-from asyncrl.engines import EngineServer
+from asyncrl.engines.own_server import EngineServer
 from asyncrl.errors import ConfigError
-from asyncrl.evaluation import EvalResult
-from asyncrl.evaluation.result import Sample
+from asyncrl.messages.records import Prompt
 from asyncrl.observe.plot import write_reward_plot
-from asyncrl.observe.read import render_status
 from asyncrl.observe.run_numbers import Steps
+from asyncrl.observe.status import render_status
 from asyncrl.observe.text import evaluation_text
 from asyncrl.placement.plan import make_plan, trainer_threads
-from asyncrl.running.evaluating import wire_evaluation
-from asyncrl.running.reporting import Reporter
-from asyncrl.tasks.build import build_task
-from asyncrl.tasks.held_out import look_at_eval_task, read_eval_task
+from asyncrl.rollouts.evaluator import EvalResult, Sample
+from asyncrl.run.agents import wire_evaluation
+from asyncrl.run.report import Reporter
+from asyncrl.tasks.from_config import build_task, look_at_eval_task, read_eval_task
 from asyncrl.tasks.letters import Letters
 from asyncrl.tasks.scorer import TaskScorer
-from asyncrl.testing.fakes import FakeEngineServer, FakeTokenizer
+from asyncrl.testing.fake_engine import FakeEngineServer
+from asyncrl.testing.fakes import FakeTokenizer
 from asyncrl.testing.virtual_time import run_virtual
-from asyncrl.types import Prompt
 
 LETTERS = {"python": "asyncrl.tasks.letters:Letters", "size": 20}
 
@@ -42,20 +41,30 @@ def eval_config(**values: Any) -> EvalConfig:
     return EvalConfig.model_validate({"task": LETTERS, "num_prompts": 5} | values)
 
 
-def test_an_evaluation_is_written_shown_and_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_evaluation_is_written_shown_and_warned_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = write_config(tmp_path, eval={"task": LETTERS}, observe={"console": "plain", "tensorboard": True})
     (tmp_path / "config.yaml").write_text(config.read_text())
     reporter = Reporter(load_config(config), tmp_path, "test")
     samples = [Sample("0/0", 0.5, 4, False), Sample("0/1", 1.0, 6, True)]
-    reporter.evaluated(EvalResult(20, samples, num_failed=1, last_failure="too slow", seconds=3.0, num_skipped=2))
+    reporter.evaluated(
+        EvalResult(20, samples, num_failed=1, last_failure="too slow", seconds=3.0, num_skipped=2)
+    )
     reporter.evaluated(EvalResult(40, [], num_failed=3, last_failure="KeyError: 'x'"))
     reporter.finish("done")
     first, second = read_lines(tmp_path / "eval.jsonl")
     assert (first["policy_version"], first["eval/reward_mean"], first["eval/skipped"]) == (20, 0.75, 2)
     assert (second["last_failure"], "eval/reward_mean" in second) == ("KeyError: 'x'", False)
     said = capsys.readouterr().out
-    assert "eval v20 reward 0.750 ± 0.250  5.0 tokens, 50.0% truncated  3.0 s  samples failed: 1  skipped so far: 2" in said
-    assert "WARNING: no sample of the evaluation of policy_version 40 has a reward, the last failure: KeyError: 'x'" in said
+    assert (
+        "eval v20 reward 0.750 ± 0.250  5.0 tokens, 50.0% truncated  3.0 s  samples failed: 1  skipped so far: 2"
+        in said
+    )
+    assert (
+        "WARNING: no sample of the evaluation of policy_version 40 has a reward, the last failure: KeyError: 'x'"
+        in said
+    )
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["evaluation"]["policy_version"] == 40
     assert len(summary["warnings"]) == 1
@@ -67,14 +76,18 @@ def test_an_evaluation_is_written_shown_and_warned_of(tmp_path: Path, capsys: py
 def test_the_plot_shows_evaluations_at_their_versions(tmp_path: Path) -> None:
     steps = Steps({"step": n, "time_s": float(n), "reward/mean": n / 9} for n in range(9))
     plain = write_reward_plot(tmp_path, steps, title="t").read_bytes()
-    lines = [{"policy_version": 4, "time_s": 5.0, "eval/seconds": 0.5, "eval/reward_mean": 0.4}, {"policy_version": 8}]
+    lines = [
+        {"policy_version": 4, "time_s": 5.0, "eval/seconds": 0.5, "eval/reward_mean": 0.4},
+        {"policy_version": 8},
+    ]
     assert write_reward_plot(tmp_path, steps, title="t", evaluations=lines).read_bytes() != plain
     assert write_reward_plot(tmp_path, steps, title="t", evaluations=lines[1:]).read_bytes() == plain
 
 
 def test_an_evaluation_without_rewards_is_told_on_one_line_too() -> None:
     assert (
-        evaluation_text(EvalResult(3, [], num_failed=2, num_abandoned=1).metrics()) == "v3  0.0 s  samples failed: 2  abandoned so far: 1"
+        evaluation_text(EvalResult(3, [], num_failed=2, num_abandoned=1).metrics())
+        == "v3  0.0 s  samples failed: 2  abandoned so far: 1"
     )
 
 
@@ -119,12 +132,16 @@ def test_the_eval_prompts_are_the_first_ones_in_order_and_not_those_of_training(
     assert [prompt.prompt_id for prompt in prompts] == [f"0/{number}" for number in range(5)]
     assert prompts == read_eval_task(eval_config(num_prompts=20))[1][:5]
     trained_on = build_task(config.task, 0)
-    assert [trained_on.prompt(number) for number in range(20)] != [task.prompt(number) for number in range(20)]
+    assert [trained_on.prompt(number) for number in range(20)] != [
+        task.prompt(number) for number in range(20)
+    ]
 
 
 def test_more_prompts_than_the_task_has_are_refused_with_the_number_to_write() -> None:
     for read in (read_eval_task, look_at_eval_task):
-        with pytest.raises(ConfigError, match=r"in the section eval, num_prompts=21 is above the 20 prompts") as caught:
+        with pytest.raises(
+            ConfigError, match=r"in the section eval, num_prompts=21 is above the 20 prompts"
+        ) as caught:
             read(eval_config(num_prompts=21))
         assert "eval.num_prompts=20" in caught.value.way_out
     with pytest.raises(ConfigError, match="above the 20 prompts"):
@@ -132,14 +149,19 @@ def test_more_prompts_than_the_task_has_are_refused_with_the_number_to_write() -
 
 
 def test_errors_of_the_eval_task_say_that_they_are_not_those_of_the_task() -> None:
-    with pytest.raises(ConfigError, match=r"in the section eval, task.python=nowhere:Task: there is no module nowhere"):
+    with pytest.raises(
+        ConfigError, match=r"in the section eval, task.python=nowhere:Task: there is no module nowhere"
+    ):
         look_at_eval_task(eval_config(task={"python": "nowhere:Task"}))
     with pytest.raises(ConfigError, match="in the section eval, task.files: /nowhere.jsonl is not a file"):
         read_eval_task(eval_config(task={"files": ["/nowhere.jsonl"], "reward": "math"}))
 
 
 def test_equal_samples_are_refused() -> None:
-    with pytest.raises(ValidationError, match=r"eval.samples=4 completions of a prompt are all the same at eval.temperature=0"):
+    with pytest.raises(
+        ValidationError,
+        match=r"eval.samples=4 completions of a prompt are all the same at eval.temperature=0",
+    ):
         eval_config(samples=4)
 
 
@@ -156,6 +178,8 @@ def test_the_eval_engine_takes_no_thread_from_the_trainer(tmp_path: Path) -> Non
     plain = load_config(write_config(tmp_path, **threads))
     evaluated = load_config(write_config(tmp_path, **threads, eval={"task": LETTERS, "slots": 8}))
     assert trainer_threads(evaluated) == trainer_threads(plain)
-    engine = next(process for process in make_plan(evaluated).processes if process.name.startswith("engine-eval"))
+    engine = next(
+        process for process in make_plan(evaluated).processes if process.name.startswith("engine-eval")
+    )
     assert engine.name == "engine-eval"
     assert "8 x 40 tokens" in engine.note

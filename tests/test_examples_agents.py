@@ -18,15 +18,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from asyncrl.agents import Outcome, Task
+from asyncrl.agents.command import CommandHarness
+from asyncrl.agents.endpoint.tool_calls import find_tool_format
+from asyncrl.agents.harness import HarnessSpec, Session, build_harness
 from asyncrl.config import load_config
-from asyncrl.gateway.tool_formats import find_tool_format
-from asyncrl.harness import Outcome, Task
-from asyncrl.harness.build import HarnessSpec, build_harness
-from asyncrl.harness.command import CommandHarness
-from asyncrl.harness.task import Session
-from asyncrl.loading import load_object
+from asyncrl.messages.records import Prompt
 from asyncrl.tasks import Feed, build_task
-from asyncrl.types import Prompt
+from asyncrl.user_code import load_object
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ("configs/agent.yaml", "examples/search/search.yaml", "examples/shell_agent/shell_agent.yaml")
@@ -41,7 +40,9 @@ def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
 def said(text: str | None = None, *calls: tuple[str, dict[str, Any]]) -> Any:
     """An answer of the model, as the openai client has it."""
     tool_calls = [
-        SimpleNamespace(id=f"call-{index}", function=SimpleNamespace(name=name, arguments=json.dumps(arguments)))
+        SimpleNamespace(
+            id=f"call-{index}", function=SimpleNamespace(name=name, arguments=json.dumps(arguments))
+        )
         for index, (name, arguments) in enumerate(calls)
     ]
     return SimpleNamespace(content=text, tool_calls=tool_calls or None)
@@ -103,10 +104,14 @@ def test_the_calculator_survives_whatever_a_model_writes(text: str) -> None:
 
 def test_the_lookup_agent_rewards_a_call_the_right_name_and_the_right_room() -> None:
     task = Task("p", ({"role": "user", "content": "b"},), answer={"name": "b", "room": "4"})
-    best, session = run_agent("examples.lookup:run", task, said(None, ("directory", {"name": "b"})), said("4"))
+    best, session = run_agent(
+        "examples.lookup:run", task, said(None, ("directory", {"name": "b"})), said("4")
+    )
     assert best.reward == pytest.approx(1.0)
     assert session.asked[1]["messages"][-1]["content"] == "4", "what the directory said"
-    wrong, session = run_agent("examples.lookup:run", task, said(None, ("directory", {"name": "c"})), said("4"))
+    wrong, session = run_agent(
+        "examples.lookup:run", task, said(None, ("directory", {"name": "c"})), said("4")
+    )
     assert wrong.reward == pytest.approx(0.2), "a guess is worth nothing"
     assert run_agent("examples.lookup:run", task, said("4"))[0].reward == 0
 
@@ -117,7 +122,11 @@ def test_the_lookup_agents_own_tool_format_reads_its_calls() -> None:
     assert own.parse("b1").tool_calls == ()
 
 
-QUESTION = Task("p", ({"role": "user", "content": "What is the deepest lake on Earth?"},), answer=["Lake Baikal", "Baikal"])
+QUESTION = Task(
+    "p",
+    ({"role": "user", "content": "What is the deepest lake on Earth?"},),
+    answer=["Lake Baikal", "Baikal"],
+)
 
 
 def search(*answers: Any, **args: Any) -> tuple[Outcome, ScriptedSession]:
@@ -126,7 +135,9 @@ def search(*answers: Any, **args: Any) -> tuple[Outcome, ScriptedSession]:
 
 
 def test_the_search_agent_finds_passages_and_rewards_an_exact_match() -> None:
-    outcome, session = search(said(None, ("search", {"query": "deepest lake"})), said("It is <answer>lake Baikal.</answer>"))
+    outcome, session = search(
+        said(None, ("search", {"query": "deepest lake"})), said("It is <answer>lake Baikal.</answer>")
+    )
     assert outcome.reward == 1
     assert outcome.metrics == {"searches": 1, "found": 1, "answered": 1, "right": 1}
     assert "Baikal" in session.asked[1]["messages"][-1]["content"]
@@ -140,7 +151,10 @@ def test_the_search_agent_tells_a_wrong_answer_from_none() -> None:
 def test_the_search_agent_ends_after_its_searches() -> None:
     call = said(None, ("search", {"query": "the"}))
     outcome, session = search(call, said("<answer>Baikal</answer>"), max_searches=1, must_search=True)
-    assert [asked["tool_choice"] for asked in session.asked] == [{"type": "function", "function": {"name": "search"}}, "none"]
+    assert [asked["tool_choice"] for asked in session.asked] == [
+        {"type": "function", "function": {"name": "search"}},
+        "none",
+    ]
     assert session.asked[1]["messages"][-1]["content"] == "No passage found."
     assert outcome.reward == 1
 
@@ -164,8 +178,14 @@ def test_the_shell_agent_makes_two_turns_with_curl_alone() -> None:
 
     outcome, asked = asyncio.run(story())
     assert asked[0] == [{"role": "user", "content": "e 8"}]
-    assert asked[1] == [*asked[0], {"role": "assistant", "content": "answer 1"}, {"role": "user", "content": "e"}]
-    assert outcome.reward == pytest.approx(0.7 * 2 / 16 + 0.3)  # two e in "answer 1" and "answer 2", the first of the right length
+    assert asked[1] == [
+        *asked[0],
+        {"role": "assistant", "content": "answer 1"},
+        {"role": "user", "content": "e"},
+    ]
+    assert outcome.reward == pytest.approx(
+        0.7 * 2 / 16 + 0.3
+    )  # two e in "answer 1" and "answer 2", the first of the right length
     assert outcome.metrics == {"first_length": 8, "right_letters": 2}
 
 
@@ -173,9 +193,21 @@ def test_the_shell_agent_is_no_python_and_fails_without_a_gateway() -> None:
     script = ROOT / "examples/shell_agent/agent.sh"
     code = "".join(line for line in script.read_text().splitlines() if not line.startswith("#"))
     assert "python" not in code
-    environment = {"PATH": os.environ["PATH"], "OPENAI_BASE_URL": "http://127.0.0.1:9/v1", "OPENAI_API_KEY": "k", "OPENAI_MODEL": "m"}
+    environment = {
+        "PATH": os.environ["PATH"],
+        "OPENAI_BASE_URL": "http://127.0.0.1:9/v1",
+        "OPENAI_API_KEY": "k",
+        "OPENAI_MODEL": "m",
+    }
     task = json.dumps({"messages": [{"role": "user", "content": "e 8"}]})
-    done = subprocess.run(["sh", "-c", f"{script}"], input=task.encode(), env=environment, capture_output=True, timeout=60, check=False)
+    done = subprocess.run(
+        ["sh", "-c", f"{script}"],
+        input=task.encode(),
+        env=environment,
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
     assert done.returncode != 0
 
 
@@ -214,7 +246,13 @@ def test_the_agents_configs_load_and_their_prompts_fit(name: str) -> None:
     assert (ROOT / (config.model.chat_template or "examples/hermes.jinja")).exists()
     if config.generator.python is not None:
         build_harness(HarnessSpec(python=config.generator.python, args=config.generator.args))
-        code = (ROOT / config.generator.python.partition(":")[0].replace(".", "/")).with_suffix(".py").read_text(encoding="utf-8")
-        assert config.generator.give_answer == ("task.answer" in code), "an agent is given what it reads, and no more"
+        code = (
+            (ROOT / config.generator.python.partition(":")[0].replace(".", "/"))
+            .with_suffix(".py")
+            .read_text(encoding="utf-8")
+        )
+        assert config.generator.give_answer == ("task.answer" in code), (
+            "an agent is given what it reads, and no more"
+        )
     else:
         assert all(os.access(ROOT / part, os.X_OK) for part in config.generator.command or [])

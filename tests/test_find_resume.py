@@ -17,17 +17,25 @@ from hypothesis import strategies as st
 from job_runs import write_config
 from typer.testing import CliRunner
 
-from asyncrl import job
-from asyncrl.checkpoint.checkpoints import Checkpoints
+from asyncrl.checkpoints.folder import Checkpoints
 from asyncrl.cli import app
 from asyncrl.config import RunConfig, load_config, run_config_yaml
-from asyncrl.durable import write_whole
 from asyncrl.errors import ConfigError
+from asyncrl.files import write_whole
 from asyncrl.journal.journal import Journal
+from asyncrl.messages.records import GroupId, Prompt, Ticket
 from asyncrl.observe.run_numbers import Steps
 from asyncrl.observe.verdict import judge
-from asyncrl.running.resume import FREE_KEYS, FREE_SECTIONS, ResumeMode, _flat, as_resume_mode, changed_keys, find_resume
-from asyncrl.types import GroupId, Prompt, Ticket
+from asyncrl.run import loop as job
+from asyncrl.run.resume import (
+    FREE_KEYS,
+    FREE_SECTIONS,
+    ResumeMode,
+    _flat,
+    as_resume_mode,
+    changed_keys,
+    find_resume,
+)
 
 
 def make_config(folder: Path, **sections: Any) -> RunConfig:
@@ -62,7 +70,9 @@ def save(run_dir: Path, config: RunConfig, version: int) -> Path:
 # ---- modes
 
 
-def test_a_start_that_failed_before_the_first_group_may_be_made_again_with_other_settings(tmp_path: Path) -> None:
+def test_a_start_that_failed_before_the_first_group_may_be_made_again_with_other_settings(
+    tmp_path: Path,
+) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "config.yaml").write_text(run_config_yaml(make_config(tmp_path / "first")))
@@ -100,7 +110,9 @@ def test_a_directory_with_a_run_is_gone_on_with_or_refused(run_dir: Path, tmp_pa
 
 
 @pytest.mark.parametrize("mode", ["auto", "never", "must"])
-def test_a_run_whose_config_was_deleted_is_not_taken_for_a_new_one(run_dir: Path, tmp_path: Path, mode: str) -> None:
+def test_a_run_whose_config_was_deleted_is_not_taken_for_a_new_one(
+    run_dir: Path, tmp_path: Path, mode: str
+) -> None:
     (run_dir / "config.yaml").rename(tmp_path / "config.yaml")
     with pytest.raises(ConfigError, match=r"holds a run without its config\.yaml") as caught:
         find_resume(run_dir, make_config(tmp_path / "now"), as_resume_mode(mode))
@@ -114,7 +126,9 @@ def test_a_mode_that_is_not_known_is_refused() -> None:
         as_resume_mode("always")
 
 
-def test_the_newest_whole_checkpoint_is_taken_and_a_damaged_one_is_named(run_dir: Path, tmp_path: Path) -> None:
+def test_the_newest_whole_checkpoint_is_taken_and_a_damaged_one_is_named(
+    run_dir: Path, tmp_path: Path
+) -> None:
     config = make_config(tmp_path / "now")
     save(run_dir, config, 50)
     damaged = save(run_dir, config, 100) / "trainer" / "weights"
@@ -134,9 +148,23 @@ def test_the_newest_whole_checkpoint_is_taken_and_a_damaged_one_is_named(run_dir
 
 def finish(run_dir: Path, config: RunConfig, state: str) -> None:
     """summary.json as the reporter writes it."""
-    metrics = dict.fromkeys(("step", "reward/mean", "tokens/trained", "tokens/sampled", "perf/wait_stragglers_s", "rollout/dropped"), 0.0)
-    steps = [{**metrics, "step": float(step), "time_s": 1.0 + step} for step in range(config.trainer.num_steps)]
-    (run_dir / "summary.json").write_text(json.dumps({"state": state, "why": ""} | judge(Steps(steps), config).as_dict()))
+    metrics = dict.fromkeys(
+        (
+            "step",
+            "reward/mean",
+            "tokens/trained",
+            "tokens/sampled",
+            "perf/wait_stragglers_s",
+            "rollout/dropped",
+        ),
+        0.0,
+    )
+    steps = [
+        {**metrics, "step": float(step), "time_s": 1.0 + step} for step in range(config.trainer.num_steps)
+    ]
+    (run_dir / "summary.json").write_text(
+        json.dumps({"state": state, "why": ""} | judge(Steps(steps), config).as_dict())
+    )
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear"])
@@ -149,7 +177,9 @@ def test_a_run_that_is_done_is_gone_on_with_by_the_command_that_it_says(
     with pytest.raises(ConfigError, match="is done; there is nothing to go on with") as caught:
         find_resume(run_dir, config, "auto")
 
-    def only_looks(config: RunConfig, run_dir: Path, *, name: str, resume: ResumeMode, allow_change: Sequence[str]) -> int:
+    def only_looks(
+        config: RunConfig, run_dir: Path, *, name: str, resume: ResumeMode, allow_change: Sequence[str]
+    ) -> int:
         assert find_resume(run_dir, config, resume, allow_change) is not None
         assert config.trainer.num_steps == 24
         return 0
@@ -162,7 +192,9 @@ def test_a_run_that_is_done_is_gone_on_with_by_the_command_that_it_says(
 
 
 @pytest.mark.parametrize("state", ["interrupted", "failed"])
-def test_a_run_that_was_cut_off_after_its_last_step_is_gone_on_with(run_dir: Path, tmp_path: Path, state: str) -> None:
+def test_a_run_that_was_cut_off_after_its_last_step_is_gone_on_with(
+    run_dir: Path, tmp_path: Path, state: str
+) -> None:
     config = make_config(tmp_path / "now")
     finish(run_dir, config, state)
     assert find_resume(run_dir, config, "auto") is not None
@@ -182,8 +214,15 @@ def test_equal_configs_differ_in_no_key_and_a_file_and_back_changes_none(tmp_pat
     assert changed_keys(config, load_config(tmp_path / "again.yaml")) == {}
 
 
-def test_all_that_was_changed_is_listed_with_both_values_and_the_flags_to_accept_it(run_dir: Path, tmp_path: Path) -> None:
-    config = make_config(tmp_path / "now", trainer={"learning_rate": 0.1}, rollout={"max_tokens": 20}, observe={"heartbeat_s": 99.0})
+def test_all_that_was_changed_is_listed_with_both_values_and_the_flags_to_accept_it(
+    run_dir: Path, tmp_path: Path
+) -> None:
+    config = make_config(
+        tmp_path / "now",
+        trainer={"learning_rate": 0.1},
+        rollout={"max_tokens": 20},
+        observe={"heartbeat_s": 99.0},
+    )
     with pytest.raises(ConfigError) as caught:
         find_resume(run_dir, config, "auto")
     text = str(caught.value)
@@ -195,7 +234,9 @@ def test_all_that_was_changed_is_listed_with_both_values_and_the_flags_to_accept
 
 
 @pytest.mark.parametrize("allowed", [["trainer.learning_rate", "rollout.max_tokens"], ["trainer", "rollout"]])
-def test_what_is_named_may_change_by_key_or_by_section(run_dir: Path, tmp_path: Path, allowed: list[str]) -> None:
+def test_what_is_named_may_change_by_key_or_by_section(
+    run_dir: Path, tmp_path: Path, allowed: list[str]
+) -> None:
     config = make_config(tmp_path / "now", trainer={"learning_rate": 0.1}, rollout={"max_tokens": 20})
     point = find_resume(run_dir, config, "auto", allowed)
     assert point is not None
@@ -223,7 +264,9 @@ def test_the_start_of_a_name_is_not_its_section(run_dir: Path, tmp_path: Path) -
         {"trainer": {"timeout_s": 5.0, "num_steps": 13}},
     ],
 )
-def test_limits_places_and_what_is_kept_may_change(run_dir: Path, tmp_path: Path, sections: dict[str, Any]) -> None:
+def test_limits_places_and_what_is_kept_may_change(
+    run_dir: Path, tmp_path: Path, sections: dict[str, Any]
+) -> None:
     assert find_resume(run_dir, make_config(tmp_path / "now", **sections), "auto") is not None
 
 
@@ -240,7 +283,9 @@ def test_limits_places_and_what_is_kept_may_change(run_dir: Path, tmp_path: Path
         {"trainer": {"num_groups": 5}},
     ],
 )
-def test_what_alters_what_is_computed_may_not(run_dir: Path, tmp_path: Path, sections: dict[str, Any]) -> None:
+def test_what_alters_what_is_computed_may_not(
+    run_dir: Path, tmp_path: Path, sections: dict[str, Any]
+) -> None:
     if "seed" in sections:
         path = write_config(tmp_path)
         path.write_text(path.read_text().replace("seed: 7", "seed: 8"))
@@ -257,7 +302,9 @@ def test_what_alters_what_is_computed_may_not(run_dir: Path, tmp_path: Path, sec
     assert section in str(caught.value)
 
 
-def test_with_a_schedule_that_ends_the_number_of_steps_is_part_of_every_learning_rate(run_dir: Path, tmp_path: Path) -> None:
+def test_with_a_schedule_that_ends_the_number_of_steps_is_part_of_every_learning_rate(
+    run_dir: Path, tmp_path: Path
+) -> None:
     before = make_config(tmp_path / "before", trainer={"schedule": "linear"})
     (run_dir / "config.yaml").write_text(run_config_yaml(before))
     longer = make_config(tmp_path / "now", trainer={"schedule": "linear", "num_steps": 20})
@@ -266,7 +313,10 @@ def test_with_a_schedule_that_ends_the_number_of_steps_is_part_of_every_learning
 
 
 def test_model_path_is_a_place_only_while_it_is_known_what_lay_there(tmp_path: Path) -> None:
-    before, now = (make_config(tmp_path / name, model={"path": f"some/{name}", "scratch": None}) for name in ("before", "now"))
+    before, now = (
+        make_config(tmp_path / name, model={"path": f"some/{name}", "scratch": None})
+        for name in ("before", "now")
+    )
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     (run_dir / "config.yaml").write_text(run_config_yaml(before))
@@ -278,7 +328,9 @@ def test_model_path_is_a_place_only_while_it_is_known_what_lay_there(tmp_path: P
 
 
 def test_every_key_that_may_change_is_a_key() -> None:
-    sections = {name: getattr(field.annotation, "model_fields", {}) for name, field in RunConfig.model_fields.items()}
+    sections = {
+        name: getattr(field.annotation, "model_fields", {}) for name, field in RunConfig.model_fields.items()
+    }
     assert set(FREE_KEYS) <= {f"{name}.{key}" for name, keys in sections.items() for key in keys}
     assert set(FREE_SECTIONS) <= set(sections)
 
@@ -289,8 +341,12 @@ Values = st.recursive(
 )
 
 
-@given(one=st.dictionaries(st.sampled_from("abc"), Values), other=st.dictionaries(st.sampled_from("abc"), Values))
-def test_two_configs_are_flat_alike_only_if_they_are_equal(one: dict[str, Any], other: dict[str, Any]) -> None:
+@given(
+    one=st.dictionaries(st.sampled_from("abc"), Values), other=st.dictionaries(st.sampled_from("abc"), Values)
+)
+def test_two_configs_are_flat_alike_only_if_they_are_equal(
+    one: dict[str, Any], other: dict[str, Any]
+) -> None:
     assert (_flat(one) == _flat(other)) == (one == other)
 
 
@@ -316,7 +372,9 @@ def test_a_file_is_replaced_as_a_whole_and_leaves_nothing_beside_it(tmp_path: Pa
         ({"a.b": 1}, {"a": {"b": 1}}),
     ],
 )
-def test_settings_that_only_look_alike_have_changed_and_equal_ones_have_not(tmp_path: Path, then: Any, now: Any) -> None:
+def test_settings_that_only_look_alike_have_changed_and_equal_ones_have_not(
+    tmp_path: Path, then: Any, now: Any
+) -> None:
     before, after = (make_config(tmp_path, task={"args": {"x": value}}) for value in (then, now))
     assert changed_keys(before, after), "the task would be given something else"
     for config in (before, after):

@@ -17,20 +17,17 @@ from job_runs import write_config
 from recorded_cases import SAMPLED_BY, make_branch, make_prompt
 from rich.console import Console
 
+from asyncrl.agents.endpoint.work_routes import Leases
 from asyncrl.config import RunConfig, load_config
 from asyncrl.errors import ConfigError, EngineError, RolloutFailure, RolloutTimeout, RoomError
-from asyncrl.evaluation import Evaluator
-from asyncrl.front_door.door import open_folder, say
-from asyncrl.front_door.people import PeoplesKey
-from asyncrl.front_door.recorder import Recorder
-from asyncrl.front_door.trying import InOrder, Tried, result_table, try_rollouts, verdict
-from asyncrl.gateway.leases import Leases
-from asyncrl.producers import RolloutAttempt
-from asyncrl.producers.apart import AttemptsApart
-from asyncrl.recorded import RecordedRollout, RecordFile, read_recording
+from asyncrl.messages.records import Rollout
+from asyncrl.rollouts.evaluator import Evaluator
+from asyncrl.rollouts.recording import RecordedRollout, Recorder, RecordFile, read_recording
+from asyncrl.rollouts.rollout import AttemptsApart, RolloutAttempt
+from asyncrl.run.serve_life import open_folder, say
+from asyncrl.run.serve_rollouts import InOrder, PeoplesKey, Tried, result_table, try_rollouts, verdict
 from asyncrl.testing.fakes import FakeEngine, FakeScorer, FakeTokenizer
 from asyncrl.testing.virtual_time import run_virtual
-from asyncrl.types import Rollout
 
 # ---- a person's key
 
@@ -41,15 +38,22 @@ class Desk:
     def __init__(self, world: World, leases: Leases, file: RecordFile | None) -> None:
         self.world, self.said, self.broken = world, list[str](), list[RoomError]()
         self.recorder = Recorder(file, world.engine.tokenizer, warn=self.said.append)
-        self.people = PeoplesKey(world.gateway, leases, self.recorder, say=self.said.append, on_broken=self.broken.append)
+        self.people = PeoplesKey(
+            world.gateway, leases, self.recorder, say=self.said.append, on_broken=self.broken.append
+        )
         self.headers = {"Authorization": f"Bearer {self.people.key}"}
 
     async def ask(self, *texts: str) -> tuple[int, Any]:
-        messages = [{"role": "user" if number % 2 == 0 else "assistant", "content": text} for number, text in enumerate(texts)]
+        messages = [
+            {"role": "user" if number % 2 == 0 else "assistant", "content": text}
+            for number, text in enumerate(texts)
+        ]
         return await self.world.post({"model": "m", "messages": messages}, headers=self.headers)
 
     async def outcome(self, **outcome: Any) -> tuple[int, Any]:
-        return await self.world.post(outcome, path="/v1/outcome", headers={"Authorization": f"Bearer {self.people.outcome_key}"})
+        return await self.world.post(
+            outcome, path="/v1/outcome", headers={"Authorization": f"Bearer {self.people.outcome_key}"}
+        )
 
 
 def at_desk(story: Any, path: Path | None = None, engine: Any = None, **config: Any) -> list[RecordedRollout]:
@@ -72,7 +76,9 @@ def test_an_outcome_ends_what_was_sampled_so_far_and_the_same_key_goes_on(tmp_pa
         for _ in range(4):  # gateway.max_calls is 2: it is the harnesses' limit
             assert (await desk.ask("Hi", text, "and?"))[0] == status == 200
         status, answer = await desk.world.post({"reward": 1.0}, path="/v1/outcome", headers=desk.headers)
-        assert (status, answer["error"]["code"]) == (403, "outcome_refused"), "what an agent inherits sets no reward"
+        assert (status, answer["error"]["code"]) == (403, "outcome_refused"), (
+            "what an agent inherits sets no reward"
+        )
         assert await desk.outcome(reward=0.5, metrics={"good": 1.0}) == (200, {})
         assert (await desk.ask("Hi"))[1]["id"] == "chatcmpl-0"
         assert (await desk.outcome(turn_rewards={"chatcmpl-0": 0.25}))[0] == 200
@@ -91,8 +97,13 @@ def test_an_outcome_ends_what_was_sampled_so_far_and_the_same_key_goes_on(tmp_pa
     assert records[1].rollout[0].credits[0].reward == 0.25
 
 
-@pytest.mark.parametrize(("limit", "told"), [({"max_calls": 1}, "16 calls"), ({"max_rollout_tokens": 20}, "tokens in its branches")])
-def test_what_a_persons_key_holds_without_an_outcome_is_bounded_and_an_outcome_frees_it(limit: dict[str, int], told: str) -> None:
+@pytest.mark.parametrize(
+    ("limit", "told"),
+    [({"max_calls": 1}, "16 calls"), ({"max_rollout_tokens": 20}, "tokens in its branches")],
+)
+def test_what_a_persons_key_holds_without_an_outcome_is_bounded_and_an_outcome_frees_it(
+    limit: dict[str, int], told: str
+) -> None:
     async def story(desk: Desk) -> None:
         answers = [await desk.ask(f"Hi {number}") for number in range(17)]
         status, answer = answers[-1]
@@ -156,7 +167,10 @@ def test_a_recording_that_cannot_be_written_ends_the_command(tmp_path: Path) -> 
 
 def test_a_directory_of_somebody_else_is_not_served_from(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").touch()
-    with pytest.raises(ConfigError, match="holds what no `asyncrl serve` has written"), open_folder(tmp_path, "x", None):  # type: ignore[arg-type]
+    with (
+        pytest.raises(ConfigError, match="holds what no `asyncrl serve` has written"),
+        open_folder(tmp_path, "x", None),
+    ):  # type: ignore[arg-type]
         pass
 
 
@@ -187,7 +201,9 @@ class Agent:
             self.running -= 1
         if attempt.sample_index == 2 or (attempt.sample_index == 1 and attempt.attempt == 0):
             raise RolloutFailure(f"{attempt.rollout_id} went wrong")
-        return (make_branch(((2, 4), (5, 6)), sample_index=attempt.sample_index, reward=float(attempt.group_id)),)
+        return (
+            make_branch(((2, 4), (5, 6)), sample_index=attempt.sample_index, reward=float(attempt.group_id)),
+        )
 
 
 def test_each_prompt_is_tried_as_often_as_a_group_is_large_and_failures_are_told() -> None:
@@ -208,11 +224,16 @@ def test_each_prompt_is_tried_as_often_as_a_group_is_large_and_failures_are_told
     }
     assert told[0].line() == "0/0 sample 0: reward 0, 2 turns, 3 sampled tokens"
     assert "0/1 sample 2 failed 2 times, last: g1/r2 went wrong" in [tried.line() for tried in told]
-    assert verdict(told).startswith("mean reward 0.5000 over 4 rollouts; 2 of 6 rollouts failed, the last one: g")
+    assert verdict(told).startswith(
+        "mean reward 0.5000 over 4 rollouts; 2 of 6 rollouts failed, the last one: g"
+    )
     console = Console(file=io.StringIO(), width=100)
     console.print(result_table([tried.prompt for tried in told if tried.sample_index == 0], told))
     rows = [line.split() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
-    assert rows[1:] == [["0/0", "2", "1", "0", "0", "0", "2", "3"], ["0/1", "2", "1", "1", "1", "1", "2", "3"]]
+    assert rows[1:] == [
+        ["0/0", "2", "1", "0", "0", "0", "2", "3"],
+        ["0/1", "2", "1", "1", "1", "1", "2", "3"],
+    ]
     nothing = [tried for tried in told if tried.has_failed]
     assert verdict(nothing).startswith("2 of 2 rollouts failed")
 
@@ -241,8 +262,12 @@ def test_calls_of_a_lane_go_to_its_own_engine_at_its_own_temperature_and_count_f
     async def story() -> None:
         other, broken = ScriptedEngine(lambda _: "other"), list[RoomError]()
         async with gateway_world(on_sampling_override="refuse") as world:
-            host = world.gateway.lane("eval", other, temperature=0.0, seed_of=lambda *_: 7, on_broken=broken.append)
-            session = host.open_nowait("eval-v3/0/1/s0", prompt_id="0/1", sample_index=0, attempt=0, route_key="x")
+            host = world.gateway.lane(
+                "eval", other, temperature=0.0, seed_of=lambda *_: 7, on_broken=broken.append
+            )
+            session = host.open_nowait(
+                "eval-v3/0/1/s0", prompt_id="0/1", sample_index=0, attempt=0, route_key="x"
+            )
             before = world.gateway.stats()
             headers = {"Authorization": f"Bearer {session.key}"}
             body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "temperature": 1.0}
@@ -266,7 +291,9 @@ def test_calls_of_a_lane_go_to_its_own_engine_at_its_own_temperature_and_count_f
 class OneTry:
     """A Generator that takes `seconds`, after it was queued for `queued` seconds with its clock held."""
 
-    def __init__(self, seconds: float = 1.0, *, queued: float = 0.0, failure: Exception | None = None, version: int = 7) -> None:
+    def __init__(
+        self, seconds: float = 1.0, *, queued: float = 0.0, failure: Exception | None = None, version: int = 7
+    ) -> None:
         self.seconds, self.queued, self.failure, self.version = seconds, queued, failure, version
         self.names: list[str] = []
 
@@ -278,8 +305,19 @@ class OneTry:
         await asyncio.sleep(self.seconds)
         if self.failure is not None:
             raise self.failure
-        spans = make_branch(((2, 4), (5, 6)), version=self.version, sample_index=attempt.sample_index, is_truncated=True, reward=0.5)
-        return (spans, make_branch(((3, 6),), version=self.version, sample_index=attempt.sample_index, branch=1, reward=0.5))
+        spans = make_branch(
+            ((2, 4), (5, 6)),
+            version=self.version,
+            sample_index=attempt.sample_index,
+            is_truncated=True,
+            reward=0.5,
+        )
+        return (
+            spans,
+            make_branch(
+                ((3, 6),), version=self.version, sample_index=attempt.sample_index, branch=1, reward=0.5
+            ),
+        )
 
 
 def test_time_in_the_queue_is_no_time_of_the_attempt() -> None:
@@ -319,18 +357,24 @@ def test_an_evaluation_of_an_agent_takes_its_rewards_and_the_tokens_of_all_its_t
         result = await make_evaluator(agent).evaluate(7)
         assert asyncio.get_running_loop().time() == 3.0, "6 rollouts, 2 at once, 1 s each"
         assert agent.names == [f"eval-v7/0/{prompt}/s{sample}" for prompt in range(3) for sample in range(2)]
-        assert {(sample.reward, sample.length, sample.is_truncated) for sample in result.samples} == {(0.5, 6, True)}
+        assert {(sample.reward, sample.length, sample.is_truncated) for sample in result.samples} == {
+            (0.5, 6, True)
+        }
         assert (len(result.samples), result.num_failed) == (6, 0)
 
         failed = await make_evaluator(OneTry(failure=RolloutFailure("no worker"))).evaluate(7)
         assert (failed.num_failed, failed.last_failure) == (6, "no worker.")
-        with pytest.raises(EngineError, match=r"has tokens of policy_version 7; every token .* at policy_version 8"):
+        with pytest.raises(
+            EngineError, match=r"has tokens of policy_version 7; every token .* at policy_version 8"
+        ):
             await make_evaluator(OneTry()).evaluate(8)
 
     run_virtual(story())
 
 
-def test_an_agent_may_give_the_rewards_of_an_evaluation_and_a_verifiers_environment_has_no_other_tasks(tmp_path: Path) -> None:
+def test_an_agent_may_give_the_rewards_of_an_evaluation_and_a_verifiers_environment_has_no_other_tasks(
+    tmp_path: Path,
+) -> None:
     def config(**sections: Any) -> RunConfig:
         return load_config(write_config(tmp_path, eval={"task": {"files": ["held_out.jsonl"]}}, **sections))
 

@@ -14,8 +14,8 @@ from gateway_capture_cases import END, CharRenderer, Habit, Message, assistant, 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.gateway.capture import Capture, CaptureCounts, Planned
-from asyncrl.types import Completion, Outcome, Rollout, VersionSpan
+from asyncrl.agents.endpoint.capture import Capture, CaptureCounts, Planned
+from asyncrl.messages.records import Completion, Outcome, Rollout, VersionSpan
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,9 @@ class Ask:
 
 
 def asks(then: st.SearchStrategy[tuple[Ask, ...]]) -> st.SearchStrategy[tuple[Ask, ...]]:
-    return st.lists(st.builds(Ask, st.sampled_from(["x", "y"]), st.booleans(), then), min_size=1, max_size=3).map(tuple)
+    return st.lists(
+        st.builds(Ask, st.sampled_from(["x", "y"]), st.booleans(), then), min_size=1, max_size=3
+    ).map(tuple)
 
 
 TREES = st.recursive(st.just(()), asks, max_leaves=12)
@@ -43,7 +45,9 @@ def sample(prompt_ids: tuple[int, ...]) -> Completion:
     said = digest(prompt_ids)
     ids = (*map(ord, "ab|c"[said[0] % 4] * (said[1] % 3)), ord(END))
     logprobs = tuple(-1.0 - said[2] - index for index in range(len(ids)))
-    return Completion(ids, logprobs, (VersionSpan(0, len(ids), said[3] % 3),), "stop", num_interruptions=said[3] % 2)
+    return Completion(
+        ids, logprobs, (VersionSpan(0, len(ids), said[3] % 3),), "stop", num_interruptions=said[3] % 2
+    )
 
 
 def play(tree: tuple[Ask, ...], habit: Habit, order: Random) -> Rollout:
@@ -71,7 +75,12 @@ def play(tree: tuple[Ask, ...], habit: Habit, order: Random) -> Rollout:
 
 def values(rollout: Rollout) -> Iterator[Any]:
     for branch in rollout:
-        yield branch.token_ids.tolist(), branch.loss_mask.tolist(), branch.behaviour_logprobs.tolist(), branch.version_spans
+        yield (
+            branch.token_ids.tolist(),
+            branch.loss_mask.tolist(),
+            branch.behaviour_logprobs.tolist(),
+            branch.version_spans,
+        )
         yield branch.credits, branch.num_interruptions, branch.is_truncated, branch.branch
 
 
@@ -82,9 +91,14 @@ def test_which_engine_answered_puts_no_branch_before_another() -> None:
         capture = Capture(CharRenderer("plain"), CaptureCounts())
         for number, engine in enumerate(engines):
             spans = (VersionSpan(0, 2, 0, engine),)
-            completion = Completion((ord("a"), ord(END)), (-1.0, -2.0), spans, "stop", num_interruptions=number)
+            completion = Completion(
+                (ord("a"), ord(END)), (-1.0, -2.0), spans, "stop", num_interruptions=number
+            )
             capture.record(capture.plan([user("x")], None), completion, None, f"chatcmpl-{number}")
-        return [(branch.num_interruptions, branch.version_spans[0].engine) for branch in capture.rollout(0, Outcome(), 0.0)]
+        return [
+            (branch.num_interruptions, branch.version_spans[0].engine)
+            for branch in capture.rollout(0, Outcome(), 0.0)
+        ]
 
     assert branches((0, 1)) == [(0, 0), (1, 1)]
     assert branches((1, 0)) == [(0, 1), (1, 0)]
@@ -92,7 +106,10 @@ def test_which_engine_answered_puts_no_branch_before_another() -> None:
 
 @pytest.mark.parametrize("habit", ["plain", "strips"])
 @settings(deadline=None, max_examples=100)
-@given(tree=TREES.filter(bool), orders=st.tuples(st.randoms(use_true_random=False), st.randoms(use_true_random=False)))
+@given(
+    tree=TREES.filter(bool),
+    orders=st.tuples(st.randoms(use_true_random=False), st.randoms(use_true_random=False)),
+)
 def test_the_order_in_which_calls_arrive_and_end_changes_nothing(
     habit: Habit, tree: tuple[Ask, ...], orders: tuple[Random, Random]
 ) -> None:

@@ -8,9 +8,9 @@ import json
 import pytest
 from gateway_capture_cases import END, START, CharRenderer, Message, Play, assistant, completion, user
 
+from asyncrl.agents.endpoint.capture import Capture, CaptureCounts
 from asyncrl.errors import RolloutFailure
-from asyncrl.gateway.capture import Capture, CaptureCounts
-from asyncrl.types import Outcome
+from asyncrl.messages.records import Outcome
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 
@@ -28,7 +28,10 @@ def test_a_call_that_goes_on_reuses_what_was_sent_and_sampled() -> None:
     first = play.ask([user("hi")], f"yo{END}")
     second = play.capture.plan([user("hi"), assistant("yo"), user("more")], None)
     assert second.how == "extended"
-    assert second.prompt_ids == (*first.prompt_ids, *play.renderer.encode(f"yo{END}\n{START}user\nmore{END}\n{START}assistant\n"))
+    assert second.prompt_ids == (
+        *first.prompt_ids,
+        *play.renderer.encode(f"yo{END}\n{START}user\nmore{END}\n{START}assistant\n"),
+    )
     assert second.num_reused == len(first.prompt_ids) + 3
     assert play.counts == CaptureCounts(calls=2, extended=1)
 
@@ -38,7 +41,9 @@ def test_the_end_of_a_turn_that_was_not_sampled_is_added() -> None:
     first = play.ask([user("hi")], "cut of", is_truncated=True)
     second = play.capture.plan([user("hi"), assistant("cut of"), user("go on")], None)
     assert second.how == "extended"
-    assert second.prompt_ids[len(first.prompt_ids) :][: len("cut of") + 2] == play.renderer.encode(f"cut of{END}\n")
+    assert second.prompt_ids[len(first.prompt_ids) :][: len("cut of") + 2] == play.renderer.encode(
+        f"cut of{END}\n"
+    )
 
 
 def test_an_answer_of_no_tokens_at_all_can_be_gone_on_from() -> None:
@@ -60,7 +65,13 @@ def test_an_answer_of_no_tokens_at_all_can_be_gone_on_from() -> None:
         assistant([{"type": "text", "text": ""}, {"type": "text", "text": "4"}]),
         assistant(" 4\n"),
     ],
-    ids=["fields that are None or empty", "another order of keys", "content in parts", "content in two parts", "white space"],
+    ids=[
+        "fields that are None or empty",
+        "another order of keys",
+        "content in parts",
+        "content in two parts",
+        "white space",
+    ],
 )
 def test_what_does_not_count_when_histories_are_compared(as_sent_back: Message) -> None:
     play = Play()
@@ -69,22 +80,38 @@ def test_what_does_not_count_when_histories_are_compared(as_sent_back: Message) 
     assert play.counts.forked == 0
 
 
-@pytest.mark.parametrize("arguments", ['{"b": 2,  "a":1}', {"a": 1, "b": 2}], ids=["spaced otherwise", "an object"])
+@pytest.mark.parametrize(
+    "arguments", ['{"b": 2,  "a":1}', {"a": 1, "b": 2}], ids=["spaced otherwise", "an object"]
+)
 def test_the_spacing_of_tool_arguments_does_not_count(arguments: object) -> None:
     def calls(arguments: object, **fields: object) -> Message:
         return assistant(
-            None, tool_calls=[{"id": "call_1", "type": "function", "function": {"name": "add", "arguments": arguments}, **fields}]
+            None,
+            tool_calls=[
+                {
+                    "id": "call_1",
+                    "type": "function",
+                    "function": {"name": "add", "arguments": arguments},
+                    **fields,
+                }
+            ],
         )
 
     play = Play()
     play.ask([user("1+2")], f"<add>{END}", message=calls('{"a":1,"b":2}'))
     result = {"role": "tool", "tool_call_id": "call_1", "content": "3"}
     assert play.capture.plan([user("1+2"), calls(arguments, index=0), result], None).how == "extended"
-    assert play.capture.plan([user("1+2"), calls('{"a":1,"b":3}'), result], None).how == "forked", "another argument is another call"
-    assert play.capture.plan([user("1+2"), calls('{"a":1,"b":2'), result], None).how == "forked", "what is no JSON is compared as text"
+    assert play.capture.plan([user("1+2"), calls('{"a":1,"b":3}'), result], None).how == "forked", (
+        "another argument is another call"
+    )
+    assert play.capture.plan([user("1+2"), calls('{"a":1,"b":2'), result], None).how == "forked", (
+        "what is no JSON is compared as text"
+    )
     renamed = calls(arguments)
     renamed["tool_calls"][0]["id"] = "call_2"
-    assert play.capture.plan([user("1+2"), renamed, result], None).how == "forked", "templates may write the id"
+    assert play.capture.plan([user("1+2"), renamed, result], None).how == "forked", (
+        "templates may write the id"
+    )
 
 
 @pytest.mark.parametrize(
@@ -160,7 +187,9 @@ def test_several_choices_of_one_call_are_several_children() -> None:
     planned = play.capture.plan([user("a")], None)
     for choice, text in enumerate(("x", "y", "x")):
         ids = play.renderer.encode(text + END)
-        play.capture.record(planned, completion(ids, -1.0 - choice), assistant(text), f"chatcmpl-0/{choice}", choice=choice)
+        play.capture.record(
+            planned, completion(ids, -1.0 - choice), assistant(text), f"chatcmpl-0/{choice}", choice=choice
+        )
     next_call = play.capture.plan([user("a"), assistant("x"), user("b")], None)
     assert next_call.parent is not None
     assert next_call.parent.completion_id == "chatcmpl-0/0", "of two equal answers the first"
@@ -202,7 +231,10 @@ def test_reasoning_that_the_template_strips_stays_in_the_recorded_ids() -> None:
     chat = [user("a"), assistant("think|1"), user("b")]
     second = play.ask(chat, f"2{END}")
     assert second.how == "realigned"
-    assert second.prompt_ids == (*first.prompt_ids, *play.renderer.encode(f"think|1{END}\n{START}user\nb{END}\n{START}assistant\n"))
+    assert second.prompt_ids == (
+        *first.prompt_ids,
+        *play.renderer.encode(f"think|1{END}\n{START}user\nb{END}\n{START}assistant\n"),
+    )
     chat += [assistant("2"), user("c")]
     third = play.capture.plan(chat, None)
     assert third.how == "realigned", "its history is not what the template writes either"
@@ -260,7 +292,9 @@ def test_an_end_token_after_white_space_of_the_template_is_not_said_twice() -> N
     play = Play(Spaced())
     play.ask([user("a")], f"1{END}")
     planned = play.capture.plan([user("a"), assistant("1"), user("b")], None)
-    assert play.renderer.decode(planned.prompt_ids[planned.num_reused :], skip_special_tokens=False).startswith(f"\n{START}user")
+    assert play.renderer.decode(
+        planned.prompt_ids[planned.num_reused :], skip_special_tokens=False
+    ).startswith(f"\n{START}user")
 
 
 def test_a_prefill_is_sent_and_is_not_sampled() -> None:
@@ -286,7 +320,9 @@ def test_a_prompt_of_ids_goes_on_from_the_ids_it_begins_with() -> None:
     second = play.capture.plan_ids([1, 2, 3, 4, 5, 6])
     assert (second.how, second.num_reused, second.prompt_ids) == ("extended", 5, (1, 2, 3, 4, 5, 6))
     play.capture.record(second, completion([7]), None, "cmpl-1")
-    assert play.capture.plan_ids([1, 2, 3, 4, 5, 6, 7]).num_reused == 7, "a cut answer may be gone on from with nothing added"
+    assert play.capture.plan_ids([1, 2, 3, 4, 5, 6, 7]).num_reused == 7, (
+        "a cut answer may be gone on from with nothing added"
+    )
     assert play.capture.plan_ids([1, 2, 3, 4, 5, 8]).num_reused == 5
     assert play.capture.plan_ids([1, 2, 3, 4]).how == "forked"
     assert play.capture.plan_ids([9]).how == "forked"

@@ -11,9 +11,9 @@ from gateway_capture_cases import END, CharRenderer, Habit, Message, assistant, 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncrl.agents.endpoint.capture import Capture, CaptureCounts, Planned
 from asyncrl.errors import RolloutFailure
-from asyncrl.gateway.capture import Capture, CaptureCounts, Planned
-from asyncrl.types import Completion, Outcome, Rollout, VersionSpan
+from asyncrl.messages.records import Completion, Outcome, Rollout, VersionSpan
 
 ANSWER = st.tuples(st.text(alphabet="ab| ", max_size=4), st.booleans())
 """What is sampled, and whether its turn was ended: cut ones, equal ones and ones of no token included."""
@@ -40,7 +40,10 @@ class Call:
 
 
 CHOICE = st.builds(
-    Choice, raw=ANSWER, is_delivered=st.integers(0, 4).map(bool), sent_back_as=st.sampled_from(["same", "parts", "nones", "spaced"])
+    Choice,
+    raw=ANSWER,
+    is_delivered=st.integers(0, 4).map(bool),
+    sent_back_as=st.sampled_from(["same", "parts", "nones", "spaced"]),
 )
 CALL = st.builds(
     Call,
@@ -50,7 +53,11 @@ CALL = st.builds(
     choices=st.lists(CHOICE, min_size=1, max_size=3).map(tuple),
     prefill=st.sampled_from(["", "", "p"]),
 )
-STORY = st.lists(st.tuples(st.lists(CALL, min_size=1, max_size=3), st.randoms(use_true_random=False)), min_size=1, max_size=6)
+STORY = st.lists(
+    st.tuples(st.lists(CALL, min_size=1, max_size=3), st.randoms(use_true_random=False)),
+    min_size=1,
+    max_size=6,
+)
 """Rounds of calls; those of one round are planned together and answered in any order."""
 
 
@@ -68,7 +75,13 @@ class ModelEngine:
         middle = len(ids) // 2
         cuts = [(0, middle), (middle, len(ids))]
         spans = tuple(VersionSpan(start, end, self.num_tokens + start) for start, end in cuts if start < end)
-        return Completion(ids, logprobs, spans, "stop" if ids and ids[-1] == ord(END) else "length", num_interruptions=len(ids) % 3)
+        return Completion(
+            ids,
+            logprobs,
+            spans,
+            "stop" if ids and ids[-1] == ord(END) else "length",
+            num_interruptions=len(ids) % 3,
+        )
 
 
 class History:
@@ -112,7 +125,10 @@ class History:
             prompt_ids, sampled = self.engine.sampled[parent.completion_id]
             assert planned.prompt_ids[: planned.num_reused] == prompt_ids + sampled.token_ids
         if planned.how != "realigned":
-            assert self.renderer.decode(planned.prompt_ids, skip_special_tokens=False) == self.renderer.render(messages) + prefill
+            assert (
+                self.renderer.decode(planned.prompt_ids, skip_special_tokens=False)
+                == self.renderer.render(messages) + prefill
+            )
 
     def _answer(self, planned: Planned, messages: list[Message], call: Call, index: int) -> None:
         choice = call.choices[index]
@@ -144,7 +160,11 @@ class History:
 
     def check(self, rollout: Rollout) -> None:
         """Each run of trained tokens is one completion, after the prompt that its call was sent with."""
-        by_logprob = {sampled.behaviour_logprobs[0]: name for name, (_, sampled) in self.engine.sampled.items() if sampled.token_ids}
+        by_logprob = {
+            sampled.behaviour_logprobs[0]: name
+            for name, (_, sampled) in self.engine.sampled.items()
+            if sampled.token_ids
+        }
         seen: list[str] = []
         interruptions = 0
         for number, branch in enumerate(rollout):
@@ -156,7 +176,10 @@ class History:
                 assert tuple(branch.token_ids[:start].tolist()) == prompt_ids
                 assert tuple(branch.token_ids[start:end].tolist()) == sampled.token_ids
                 assert tuple(branch.behaviour_logprobs[start:end].tolist()) == sampled.behaviour_logprobs
-                spans += [VersionSpan(start + span.start, start + span.end, span.version) for span in sampled.version_spans]
+                spans += [
+                    VersionSpan(start + span.start, start + span.end, span.version)
+                    for span in sampled.version_spans
+                ]
                 credits.append((start, end, float(list(self.engine.sampled).index(name))))
                 interruptions += sampled.num_interruptions
                 seen.append(name)
@@ -177,7 +200,9 @@ def runs(mask: np.ndarray[Any, Any]) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("habit", ["plain", "strips", "shouts", "refuses"])
 @settings(deadline=None, max_examples=120)
 @given(story=STORY)
-def test_what_is_trained_is_what_was_sampled_after_what_was_sent(habit: Habit, story: list[tuple[list[Call], Any]]) -> None:
+def test_what_is_trained_is_what_was_sampled_after_what_was_sent(
+    habit: Habit, story: list[tuple[list[Call], Any]]
+) -> None:
     history = History(habit)
     for calls, order in story:
         history.round(calls, order)

@@ -10,7 +10,7 @@ import pytest
 from gateway_capture_cases import END, Message, Play, assistant, user
 
 from asyncrl.errors import RolloutFailure
-from asyncrl.types import Completion, Credit, Outcome, Trajectory, VersionSpan
+from asyncrl.messages.records import Completion, Credit, Outcome, Trajectory, VersionSpan
 
 
 def forked_play() -> Play:
@@ -33,7 +33,10 @@ def credited(play: Play, branch: Trajectory) -> list[tuple[str, float, int]]:
     for credit in branch.credits:
         covered[credit.start : credit.end] += 1
     assert (covered == branch.loss_mask).all()
-    return [(play.renderer.decode(branch.token_ids[c.start : c.end].tolist()), c.reward, c.unit) for c in branch.credits]
+    return [
+        (play.renderer.decode(branch.token_ids[c.start : c.end].tolist()), c.reward, c.unit)
+        for c in branch.credits
+    ]
 
 
 def test_branches_run_from_root_to_leaf_and_each_token_is_trained_in_the_first_that_holds_it() -> None:
@@ -44,17 +47,30 @@ def test_branches_run_from_root_to_leaf_and_each_token_is_trained_in_the_first_t
     assert [branch.is_truncated for branch in branches] == [False, False, True]
     assert [[span.version for span in branch.version_spans] for branch in branches] == [[3, 4], [6], [5]]
     for branch in branches:
-        assert (branch.sample_index, branch.reward, branch.metrics, branch.credits) == (7, 0.5, {"turns": 4.0}, ())
+        assert (branch.sample_index, branch.reward, branch.metrics, branch.credits) == (
+            7,
+            0.5,
+            {"turns": 4.0},
+            (),
+        )
         assert (branch.token_ids.dtype, branch.behaviour_logprobs.dtype) == (np.int32, np.float32)
         assert (branch.behaviour_logprobs[~branch.loss_mask] == 0).all()
         assert branch.num_sampled == branch.loss_mask.sum()
-    assert play.renderer.decode(branches[1].token_ids.tolist()) == "user\na\nassistant\n1\nuser\nc\nassistant\n4"
+    assert (
+        play.renderer.decode(branches[1].token_ids.tolist()) == "user\na\nassistant\n1\nuser\nc\nassistant\n4"
+    )
 
 
 def test_spans_and_interruptions_are_those_of_the_completions() -> None:
     play = Play()
     planned = play.capture.plan([user("a")], None)
-    sampled = Completion((1, 2, 3), (-1.0, -2.0, -3.0), (VersionSpan(0, 1, 8), VersionSpan(1, 3, 9)), "length", num_interruptions=2)
+    sampled = Completion(
+        (1, 2, 3),
+        (-1.0, -2.0, -3.0),
+        (VersionSpan(0, 1, 8), VersionSpan(1, 3, 9)),
+        "length",
+        num_interruptions=2,
+    )
     play.capture.record(planned, sampled, assistant("x"), "chatcmpl-0")
     more = play.capture.plan([user("a"), assistant("x"), user("b")], None)
     for choice in range(2):
@@ -64,7 +80,9 @@ def test_spans_and_interruptions_are_those_of_the_completions() -> None:
     start = len(planned.prompt_ids)
     assert first.version_spans[:2] == (VersionSpan(start, start + 1, 8), VersionSpan(start + 1, start + 3, 9))
     assert first.behaviour_logprobs[start : start + 3].tolist() == [-1.0, -2.0, -3.0]
-    assert (first.num_interruptions, second.num_interruptions) == (3, 1), "an interruption counts where its tokens are trained"
+    assert (first.num_interruptions, second.num_interruptions) == (3, 1), (
+        "an interruption counts where its tokens are trained"
+    )
 
 
 def test_a_branch_is_truncated_if_its_last_completion_is() -> None:
@@ -90,7 +108,9 @@ def test_turn_rewards_make_each_completion_a_unit() -> None:
     branches = play.capture.rollout(0, Outcome(turn_rewards=rewards), 1.5)
     ends = [("1", 0.0, 0), ("2", 1.0, 1)], [("4", 3.0, 2)], [("3", 2.0, 3)]
     assert [credited(play, branch) for branch in branches] == [list(end) for end in ends]
-    assert branches[2].credits == (Credit(len(branches[2].token_ids) - 2, len(branches[2].token_ids), 2.0, 3),)
+    assert branches[2].credits == (
+        Credit(len(branches[2].token_ids) - 2, len(branches[2].token_ids), 2.0, 3),
+    )
 
 
 def test_units_are_numbered_by_content_whichever_was_recorded_first() -> None:
@@ -113,7 +133,9 @@ def test_branch_rewards_make_each_branch_a_unit_named_by_any_completion_that_is_
     twice.ask(chat, f"1{END}")
     twice.ask([*chat, assistant("1"), user("b")], f"2{END}")
     (branch,) = twice.capture.rollout(0, Outcome(branch_rewards={"chatcmpl-0": 0.5, "chatcmpl-1": 0.5}), 0.5)
-    assert credited(twice, branch) == [("1", 0.5, 0), ("2", 0.5, 0)], "naming it twice with one reward is no harm"
+    assert credited(twice, branch) == [("1", 0.5, 0), ("2", 0.5, 0)], (
+        "naming it twice with one reward is no harm"
+    )
 
 
 def test_a_completion_that_sampled_nothing_need_not_be_named_and_may_be() -> None:
@@ -128,13 +150,28 @@ def test_a_completion_that_sampled_nothing_need_not_be_named_and_may_be() -> Non
 @pytest.mark.parametrize(
     ("outcome", "why"),
     [
-        ({"turn_rewards": {"chatcmpl-9": 1.0}}, r"turn_rewards names chatcmpl-9; this rollout has chatcmpl-0, chatcmpl-1, chatcmpl-2"),
+        (
+            {"turn_rewards": {"chatcmpl-9": 1.0}},
+            r"turn_rewards names chatcmpl-9; this rollout has chatcmpl-0, chatcmpl-1, chatcmpl-2",
+        ),
         ({"branch_rewards": {"chatcmpl-9": 1.0}}, r"branch_rewards names chatcmpl-9; this rollout has"),
-        ({"turn_rewards": {"chatcmpl-0": 1.0, "chatcmpl-1": 1.0}}, r"names 2 of 4 completions; not chatcmpl-3, chatcmpl-2"),
-        ({"branch_rewards": {"chatcmpl-1": 1.0}}, r"names 1 of 3 branches; not those that end with chatcmpl-3, chatcmpl-2"),
+        (
+            {"turn_rewards": {"chatcmpl-0": 1.0, "chatcmpl-1": 1.0}},
+            r"names 2 of 4 completions; not chatcmpl-3, chatcmpl-2",
+        ),
+        (
+            {"branch_rewards": {"chatcmpl-1": 1.0}},
+            r"names 1 of 3 branches; not those that end with chatcmpl-3, chatcmpl-2",
+        ),
         ({"branch_rewards": {"chatcmpl-0": 1.0}}, r"names chatcmpl-0, which lies in 2 branches"),
-        ({"turn_rewards": {"chatcmpl-0": 1.0}, "branch_rewards": {"chatcmpl-1": 1.0}}, r"1 turn_rewards and 1 branch_rewards"),
-        ({"turn_rewards": {f"chatcmpl-{n}": math.nan for n in range(4)}}, r"turn_rewards\['chatcmpl-0'\]=nan"),
+        (
+            {"turn_rewards": {"chatcmpl-0": 1.0}, "branch_rewards": {"chatcmpl-1": 1.0}},
+            r"1 turn_rewards and 1 branch_rewards",
+        ),
+        (
+            {"turn_rewards": {f"chatcmpl-{n}": math.nan for n in range(4)}},
+            r"turn_rewards\['chatcmpl-0'\]=nan",
+        ),
         ({"branch_rewards": {"chatcmpl-1": math.inf}}, r"branch_rewards\['chatcmpl-1'\]=inf"),
         ({"metrics": {"steps": -math.inf}}, r"metrics\['steps'\]=-inf"),
         ({"reward": math.nan}, r"outcome.reward=nan"),
@@ -143,7 +180,9 @@ def test_a_completion_that_sampled_nothing_need_not_be_named_and_may_be() -> Non
         ({"metrics": {f"answer {n}": 1.0 for n in range(257)}}, r"257 metrics: answer 0, answer 1"),
     ],
 )
-def test_an_outcome_that_does_not_fit_fails_the_rollout_with_the_way_out(outcome: dict[str, Any], why: str) -> None:
+def test_an_outcome_that_does_not_fit_fails_the_rollout_with_the_way_out(
+    outcome: dict[str, Any], why: str
+) -> None:
     with pytest.raises(RolloutFailure, match=why + r"(.|\n)*Way out: "):
         forked_play().capture.rollout(0, Outcome(**outcome), 1.0)
 

@@ -12,13 +12,31 @@ from typing import Any
 import pytest
 from gateway_capture_cases import Message, Play, assistant, user
 
-from asyncrl.producers import HFChatTokenizer
+from asyncrl.rollouts.tokenizer import HFChatTokenizer
 
 OURS = Path(__file__).parent / "chat_templates"
 SMOLLM2 = Path(__file__).parents[1] / "models" / "smollm2-135m-instruct"
 
-IM_END, EOT, TURN_END, DEEPSEEK_END, EOS = "<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<｜end▁of▁sentence｜>", "</s>"
-SPECIAL = [IM_END, EOT, TURN_END, DEEPSEEK_END, EOS, "<s>", "<|im_start|>", "<|start_header_id|>", "<|end_header_id|>", "[INST]", "[/INST]"]
+IM_END, EOT, TURN_END, DEEPSEEK_END, EOS = (
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<end_of_turn>",
+    "<｜end▁of▁sentence｜>",
+    "</s>",
+)
+SPECIAL = [
+    IM_END,
+    EOT,
+    TURN_END,
+    DEEPSEEK_END,
+    EOS,
+    "<s>",
+    "<|im_start|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "[INST]",
+    "[/INST]",
+]
 SPECIAL += ["<start_of_turn>", "<｜User｜>", "<｜Assistant｜>"]
 
 WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -37,7 +55,12 @@ END_OF = {
     "forgets": IM_END,
     "shouts": IM_END,
 }
-TOOLS = [{"type": "function", "function": {"name": "add", "description": "Add two numbers.", "parameters": {"type": "object"}}}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "add", "description": "Add two numbers.", "parameters": {"type": "object"}},
+    }
+]
 
 
 @dataclass(frozen=True)
@@ -70,17 +93,25 @@ def renderer_for(tmp_path_factory: pytest.TempPathFactory) -> Renderers:
 
     tokenizer = Tokenizer(models.BPE())
     words = pre_tokenizers.Split(Regex(WORDS), "isolated")
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
     tokenizer.decoder = decoders.ByteLevel()
-    corpus = [path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parents[1].glob("docs/*.md"))]
-    trainer = trainers.BpeTrainer(vocab_size=2000, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=SPECIAL)
+    corpus = [
+        path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parents[1].glob("docs/*.md"))
+    ]
+    trainer = trainers.BpeTrainer(
+        vocab_size=2000, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=SPECIAL
+    )
     tokenizer.train_from_iterator(corpus, trainer)
     made: dict[str, HFChatTokenizer] = {}
 
     def renderer(name: str) -> HFChatTokenizer:
         if name not in made:
             folder = tmp_path_factory.mktemp(name)
-            fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF[name], bos_token="<s>")
+            fast = PreTrainedTokenizerFast(
+                tokenizer_object=tokenizer, eos_token=END_OF[name], bos_token="<s>"
+            )
             fast.chat_template = template(name)
             fast.save_pretrained(folder)
             made[name] = HFChatTokenizer(folder)
@@ -121,9 +152,17 @@ TABLE: list[tuple[str, list[Turn], HOWS]] = [
     ("qwen2_5", HERMES_SPACED, ("new", "realigned", "realigned")),
     ("qwen3", PLAIN, ("new", "extended", "extended", "extended")),
     ("qwen3", CUT, ("new", "extended", "extended")),
-    ("qwen3", REASONED, ("new", "realigned", "realigned")),  # strips the reasoning of turns before the last question
+    (
+        "qwen3",
+        REASONED,
+        ("new", "realigned", "realigned"),
+    ),  # strips the reasoning of turns before the last question
     ("qwen3", HERMES, ("new", "extended", "extended")),
-    ("qwen3", HERMES_REASONED, ("new", "extended", "realigned")),  # the reasoning stays until the next question
+    (
+        "qwen3",
+        HERMES_REASONED,
+        ("new", "extended", "realigned"),
+    ),  # the reasoning stays until the next question
     ("qwen3", HERMES_SPACED, ("new", "realigned", "realigned")),
     ("llama3_1", PLAIN, ("new", "extended", "extended", "extended")),
     ("llama3_1", LLAMA, ("new", "extended", "extended")),
@@ -140,7 +179,11 @@ TABLE: list[tuple[str, list[Turn], HOWS]] = [
     ("inst", CUT, ("new", "extended", "extended")),
     ("merges_white_space", PLAIN, ("new", "extended", "extended", "extended")),
     ("merges_white_space", INNER_SPACE, ("new", "realigned", "realigned")),
-    ("forgets", PLAIN, ("new", "extended", "realigned", "realigned")),  # the first answer is gone once there is a second
+    (
+        "forgets",
+        PLAIN,
+        ("new", "extended", "realigned", "realigned"),
+    ),  # the first answer is gone once there is a second
     ("shouts", PLAIN, ("new", "forked", "forked", "forked")),
 ]
 
@@ -157,10 +200,14 @@ def is_reused(how: str) -> bool:
 
 @pytest.mark.parametrize(("name", "turns", "hows"), TABLE)
 @pytest.mark.parametrize("as_bytes", [False, True], ids=["as-encoded", "byte-by-byte"])
-def test_what_each_template_makes_of_a_chat(name: str, turns: list[Turn], hows: HOWS, as_bytes: bool, renderer_for: Renderers) -> None:
+def test_what_each_template_makes_of_a_chat(
+    name: str, turns: list[Turn], hows: HOWS, as_bytes: bool, renderer_for: Renderers
+) -> None:
     renderer = renderer_for(name)
     play = Play(renderer)
-    tools: list[dict[str, Any]] | None = TOOLS if any(turn.message.get("tool_calls") for turn in turns) else None
+    tools: list[dict[str, Any]] | None = (
+        TOOLS if any(turn.message.get("tool_calls") for turn in turns) else None
+    )
     chat = [user("What is 2 + 2?")]
     sampled: list[int] = []
     for number, how in enumerate(hows):
@@ -168,11 +215,15 @@ def test_what_each_template_makes_of_a_chat(name: str, turns: list[Turn], hows: 
         assert planned.how == how, f"call {number}"
         text = renderer.render(chat, tools=tools)
         if is_reused(how):
-            assert planned.prompt_ids[: len(sampled)] == tuple(sampled), "what was sent and sampled is not tokenised again"
+            assert planned.prompt_ids[: len(sampled)] == tuple(sampled), (
+                "what was sent and sampled is not tokenised again"
+            )
         if how != "realigned":
             assert renderer.decode(planned.prompt_ids, skip_special_tokens=False) == text
         if how != "realigned" and (not as_bytes or not is_reused(how)):
-            assert planned.prompt_ids == renderer.encode(text), "what is put together is what the whole chat is tokenised to"
+            assert planned.prompt_ids == renderer.encode(text), (
+                "what is put together is what the whole chat is tokenised to"
+            )
         if number == len(turns):
             break
         turn = turns[number]
@@ -182,7 +233,9 @@ def test_what_each_template_makes_of_a_chat(name: str, turns: list[Turn], hows: 
         sampled = [*planned.prompt_ids, *ids]
         chat += [turn.message, reply_to(turn, number)]
     counts = play.counts
-    assert (counts.extended, counts.realigned, counts.forked) == tuple(hows.count(how) for how in ("extended", "realigned", "forked"))
+    assert (counts.extended, counts.realigned, counts.forked) == tuple(
+        hows.count(how) for how in ("extended", "realigned", "forked")
+    )
 
 
 def byte_ids(renderer: HFChatTokenizer, text: str, raw: str) -> tuple[int, ...]:
@@ -191,14 +244,18 @@ def byte_ids(renderer: HFChatTokenizer, text: str, raw: str) -> tuple[int, ...]:
     return (*ids, *renderer.encode(raw[len(text) :]))
 
 
-def test_what_comes_behind_a_realigned_answer_is_what_the_template_writes_there(renderer_for: Renderers) -> None:
+def test_what_comes_behind_a_realigned_answer_is_what_the_template_writes_there(
+    renderer_for: Renderers,
+) -> None:
     renderer = renderer_for("qwen3")
     play = Play(renderer)
     first = play.ask([user("2 + 2?")], f"{REASONED[0].raw}{IM_END}")
     second = play.capture.plan([user("2 + 2?"), REASONED[0].message, user("Sure?")], None)
     text = renderer.decode(second.prompt_ids, skip_special_tokens=False)
     asked = renderer.decode(first.prompt_ids, skip_special_tokens=False)
-    assert text == f"{asked}{REASONED[0].raw}{IM_END}\n<|im_start|>user\nSure?{IM_END}\n<|im_start|>assistant\n"
+    assert (
+        text == f"{asked}{REASONED[0].raw}{IM_END}\n<|im_start|>user\nSure?{IM_END}\n<|im_start|>assistant\n"
+    )
 
 
 def test_a_chat_that_the_template_refuses_is_refused_and_the_session_goes_on(renderer_for: Renderers) -> None:
@@ -214,20 +271,33 @@ def test_a_system_message_that_moves_with_the_last_question_is_a_realignment(ren
     play = Play(renderer_for("inst"))
     system = {"role": "system", "content": "Be brief."}
     first = play.ask([system, user("a")], "b</s>")
-    assert play.renderer.decode(first.prompt_ids, skip_special_tokens=False) == "<s>[INST]Be brief.\n\na[/INST]"
+    assert (
+        play.renderer.decode(first.prompt_ids, skip_special_tokens=False) == "<s>[INST]Be brief.\n\na[/INST]"
+    )
     second = play.capture.plan([system, user("a"), assistant("b"), user("c")], None)
     assert second.how == "realigned"
-    assert play.renderer.decode(second.prompt_ids, skip_special_tokens=False).endswith("[/INST]b</s>[INST]Be brief.\n\nc[/INST]")
+    assert play.renderer.decode(second.prompt_ids, skip_special_tokens=False).endswith(
+        "[/INST]b</s>[INST]Be brief.\n\nc[/INST]"
+    )
 
 
-@pytest.mark.skipif(not (SMOLLM2 / "tokenizer.json").exists(), reason="models/smollm2-135m-instruct is not here")
-@pytest.mark.parametrize("turns", [PLAIN, PADDED, CUT, INNER_SPACE, [said("naïve 🙂 café", is_cut=True), said("日本")]])
+@pytest.mark.skipif(
+    not (SMOLLM2 / "tokenizer.json").exists(), reason="models/smollm2-135m-instruct is not here"
+)
+@pytest.mark.parametrize(
+    "turns", [PLAIN, PADDED, CUT, INNER_SPACE, [said("naïve 🙂 café", is_cut=True), said("日本")]]
+)
 def test_a_chat_with_smollm2s_own_tokenizer_and_template_extends(turns: list[Turn]) -> None:
     renderer = HFChatTokenizer(SMOLLM2)
     play = Play(renderer)
     chat = [user("What is 2 + 2?")]
     for number, turn in enumerate(turns):
-        play.ask(chat, turn.raw if turn.is_cut else turn.raw + IM_END, message=turn.message, is_truncated=turn.is_cut)
+        play.ask(
+            chat,
+            turn.raw if turn.is_cut else turn.raw + IM_END,
+            message=turn.message,
+            is_truncated=turn.is_cut,
+        )
         chat += [turn.message, user(f"Are you sure ({number})?")]
     planned = play.capture.plan(chat, None)
     assert play.counts.extended == len(turns)

@@ -8,18 +8,35 @@ from gateway_cases import END, ByteTokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.gateway.choices import Choice, TokenNames
-from asyncrl.gateway.messages import MAX_TOOLS
-from asyncrl.gateway.tool_formats import find_tool_format
-from asyncrl.types import Completion, VersionSpan
+from asyncrl.agents.endpoint.chat_messages import MAX_TOOLS
+from asyncrl.agents.endpoint.choices import Choice, TokenNames
+from asyncrl.agents.endpoint.tool_calls import find_tool_format
+from asyncrl.messages.records import Completion, VersionSpan
 
-PIECES = ["<tool_call>", '{"name": "f", "arguments": {"x": 1}}', '{"name": "f", "parameters": {}}', "</tool_call>", " ", "\n", "ü", "🙂"]
+PIECES = [
+    "<tool_call>",
+    '{"name": "f", "arguments": {"x": 1}}',
+    '{"name": "f", "parameters": {}}',
+    "</tool_call>",
+    " ",
+    "\n",
+    "ü",
+    "🙂",
+]
 PIECES += ["<tool", "</", "STOP", "ST", "x", "<|python_tag|>", "{", "</think>"]
 
 
 def make_choice(format_name: str, stop: Sequence[str], prefill: str) -> Choice:
     tool_format = None if format_name == "none" else find_tool_format(format_name, "")
-    return Choice(0, ByteTokenizer(), stop=stop, tool_format=tool_format, prefill=prefill, name="call_0-0", has_logprobs=True)
+    return Choice(
+        0,
+        ByteTokenizer(),
+        stop=stop,
+        tool_format=tool_format,
+        prefill=prefill,
+        name="call_0-0",
+        has_logprobs=True,
+    )
 
 
 @settings(max_examples=300, deadline=None)
@@ -36,7 +53,9 @@ def test_a_stream_shows_exactly_the_content_of_the_whole_answer(
 ) -> None:
     ids = ByteTokenizer().encode("".join(pieces))
     ids = (*ids, END) if ends or not ids else ids
-    completion = Completion(ids, (-1.0,) * len(ids), (VersionSpan(0, len(ids), 0),), "stop" if ends else "length")
+    completion = Completion(
+        ids, (-1.0,) * len(ids), (VersionSpan(0, len(ids), 0),), "stop" if ends else "length"
+    )
     whole = make_choice(format_name, stop, prefill if format_name != "none" else "")
     whole.finish(completion)
     streamed = make_choice(format_name, stop, prefill if format_name != "none" else "")

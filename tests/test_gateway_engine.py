@@ -15,10 +15,11 @@ from engine_in_process import staging_request, weights_of
 from engine_processes import SECRET, EngineProcess, engine_process
 from gateway_cases import World, gateway_world, until
 
-from asyncrl.calling import Caller
-from asyncrl.engines import EnginePool, EngineServer
-from asyncrl.producers.tokenizer import HFChatTokenizer
-from asyncrl.types import Outcome, WeightManifest
+from asyncrl.engines.own_server import EngineServer
+from asyncrl.engines.pool import EnginePool
+from asyncrl.http import Caller
+from asyncrl.messages.records import Outcome, WeightManifest
+from asyncrl.rollouts.tokenizer import HFChatTokenizer
 
 pytestmark = pytest.mark.slow
 
@@ -34,7 +35,9 @@ def engine(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> It
 
 
 @asynccontextmanager
-async def world_over(engine: EngineProcess, model_dir: Path) -> AsyncIterator[tuple[World, EngineServer, openai.AsyncOpenAI]]:
+async def world_over(
+    engine: EngineProcess, model_dir: Path
+) -> AsyncIterator[tuple[World, EngineServer, openai.AsyncOpenAI]]:
     caller = Caller("engine-0", engine.url, SECRET)
     try:
         version = (await EngineServer(caller).health(timeout_s=120)).policy_version
@@ -48,7 +51,9 @@ async def world_over(engine: EngineProcess, model_dir: Path) -> AsyncIterator[tu
                 max_tokens=LENGTH,
                 max_length=500,
             ) as world,
-            openai.AsyncOpenAI(base_url=world.url + "/v1", api_key=world.session.key, max_retries=0) as client,
+            openai.AsyncOpenAI(
+                base_url=world.url + "/v1", api_key=world.session.key, max_retries=0
+            ) as client,
         ):
             yield world, server, client
     finally:
@@ -56,11 +61,17 @@ async def world_over(engine: EngineProcess, model_dir: Path) -> AsyncIterator[tu
 
 
 async def prepare(server: EngineServer, model_dir: Path, folder: Path) -> str:
-    staged = staging_request({name: weight * 1.1 for name, weight in weights_of(model_dir).items()}, server.policy_version + 1, folder)
+    staged = staging_request(
+        {name: weight * 1.1 for name, weight in weights_of(model_dir).items()},
+        server.policy_version + 1,
+        folder,
+    )
     return await server.prepare(WeightManifest(**staged.model_dump()))
 
 
-def test_a_publish_in_the_middle_of_a_stream_is_invisible(engine: EngineProcess, tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_a_publish_in_the_middle_of_a_stream_is_invisible(
+    engine: EngineProcess, tiny_model_dir: Path, tmp_path: Path
+) -> None:
     async def story() -> None:
         tokenizer = HFChatTokenizer(tiny_model_dir)
         async with world_over(engine, tiny_model_dir) as (world, server, client):
@@ -68,7 +79,9 @@ def test_a_publish_in_the_middle_of_a_stream_is_invisible(engine: EngineProcess,
                 session, first = world.open(f"g{number}/r0"), server.policy_version
                 digest, texts = await prepare(server, tiny_model_dir, tmp_path), [""] * 4
                 own = client.with_options(api_key=session.key)
-                stream = await own.chat.completions.create(model="m", messages=HI, stream=True, n=4, seed=number)
+                stream = await own.chat.completions.create(
+                    model="m", messages=HI, stream=True, n=4, seed=number
+                )
                 committed = False
                 async for chunk in stream:
                     texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
@@ -76,18 +89,25 @@ def test_a_publish_in_the_middle_of_a_stream_is_invisible(engine: EngineProcess,
                         committed = True
                         await server.commit(first + 1, digest, "abort")
                 branches = session.rollout(0, Outcome(), 1.0)
-                sampled = [tokenizer.decode(branch.token_ids[branch.loss_mask].tolist()) for branch in branches]
+                sampled = [
+                    tokenizer.decode(branch.token_ids[branch.loss_mask].tolist()) for branch in branches
+                ]
                 assert sorted(texts) == sorted(sampled), "branches are in the order of their content"
                 session.end_nowait("done")
                 interrupted = [branch for branch in branches if branch.num_interruptions]
-                if any([span.version for span in branch.version_spans] == [first, first + 1] for branch in interrupted):
+                if any(
+                    [span.version for span in branch.version_spans] == [first, first + 1]
+                    for branch in interrupted
+                ):
                     return
         raise AssertionError("20 times 4 answers were all over before the swap")
 
     asyncio.run(story())
 
 
-def test_turns_choices_and_a_stop_string_over_a_real_engine(engine: EngineProcess, tiny_model_dir: Path) -> None:
+def test_turns_choices_and_a_stop_string_over_a_real_engine(
+    engine: EngineProcess, tiny_model_dir: Path
+) -> None:
     async def story() -> None:
         async with world_over(engine, tiny_model_dir) as (world, _, client):
             messages = list(HI)
@@ -98,16 +118,25 @@ def test_turns_choices_and_a_stop_string_over_a_real_engine(engine: EngineProces
             assert (stats.extended + stats.realigned, stats.forked) == (2, 0)
             (trajectory,) = world.session.rollout(0, Outcome(), 1.0)
             assert trajectory.num_sampled == stats.completion_tokens
-            choices = (await client.chat.completions.create(model="m", messages=HI, n=3, max_tokens=50, stop=["a"])).choices
+            choices = (
+                await client.chat.completions.create(model="m", messages=HI, n=3, max_tokens=50, stop=["a"])
+            ).choices
             assert len(choices) == 3
             assert all("a" not in (choice.message.content or "") for choice in choices)
-            again = await asyncio.gather(*(client.chat.completions.create(model="m", messages=HI, seed=7, max_tokens=30) for _ in range(2)))
+            again = await asyncio.gather(
+                *(
+                    client.chat.completions.create(model="m", messages=HI, seed=7, max_tokens=30)
+                    for _ in range(2)
+                )
+            )
             assert again[0].choices[0].message.content == again[1].choices[0].message.content
 
     asyncio.run(story())
 
 
-def test_a_client_that_leaves_frees_the_slot_when_its_session_ends(engine: EngineProcess, tiny_model_dir: Path) -> None:
+def test_a_client_that_leaves_frees_the_slot_when_its_session_ends(
+    engine: EngineProcess, tiny_model_dir: Path
+) -> None:
     async def story() -> None:
         async with world_over(engine, tiny_model_dir) as (world, server, client):
             stream = await client.chat.completions.create(model="m", messages=HI, stream=True)
@@ -126,12 +155,19 @@ def test_curl_and_the_sync_client_over_a_real_engine(engine: EngineProcess, tiny
 
             def ask() -> str:
                 with openai.OpenAI(base_url=f"{world.url}/s/{world.session.key}/v1", api_key="-") as client:
-                    return client.chat.completions.create(model="m", messages=HI, max_tokens=9, seed=3).choices[0].message.content or ""
+                    return (
+                        client.chat.completions.create(model="m", messages=HI, max_tokens=9, seed=3)
+                        .choices[0]
+                        .message.content
+                        or ""
+                    )
 
             said = await asyncio.to_thread(ask)
             body = json.dumps({"messages": HI, "max_tokens": 9, "seed": 3})
             url = f"{world.url}/s/{world.session.key}/v1/chat/completions"
-            curl = await asyncio.create_subprocess_exec("curl", "-sS", "--fail", "-d", body, url, stdout=asyncio.subprocess.PIPE)
+            curl = await asyncio.create_subprocess_exec(
+                "curl", "-sS", "--fail", "-d", body, url, stdout=asyncio.subprocess.PIPE
+            )
             out, _ = await curl.communicate()
             assert json.loads(out)["choices"][0]["message"]["content"] == said
 

@@ -13,14 +13,19 @@ from gateway_cases import RULES, ByteTokenizer, ScriptedEngine, World, gateway_w
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from asyncrl.agents.endpoint.chat_messages import (
+    LONG_BODY,
+    LONG_TEXT,
+    check_messages,
+    fewest_message_tokens,
+    is_far_too_long,
+)
+from asyncrl.agents.endpoint.connections import Crowd
+from asyncrl.agents.endpoint.refusals import ApiError
+from asyncrl.agents.endpoint.requests import CallShape, ShapeReader
+from asyncrl.agents.endpoint.work_routes import Leases
 from asyncrl.errors import RolloutFailure
-from asyncrl.gateway.connections import Crowd
-from asyncrl.gateway.errors import ApiError
-from asyncrl.gateway.leases import Leases
-from asyncrl.gateway.long_texts import LONG_BODY, LONG_TEXT, is_far_too_long
-from asyncrl.gateway.messages import check_messages, fewest_message_tokens
-from asyncrl.gateway.shapes import CallShape, ShapeReader
-from asyncrl.types import Outcome
+from asyncrl.messages.records import Outcome
 
 HI: list[Any] = [{"role": "user", "content": "Hi"}]
 
@@ -38,12 +43,19 @@ def with_fields(**fields: Any) -> bytes:
 
 
 def tool_call(arguments: str) -> Any:
-    return {"role": "assistant", "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}]}
+    return {
+        "role": "assistant",
+        "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}],
+    }
 
 
 def tool(parameters: str) -> bytes:
     function = b'{"name": "f", "parameters": ' + parameters.encode() + b"}"
-    return b'{"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function", "function": ' + function + b"}]}"
+    return (
+        b'{"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function", "function": '
+        + function
+        + b"}]}"
+    )
 
 
 CYCLE = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#"}}}
@@ -58,7 +70,10 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "infinity": (with_fields()[:-1] + b', "temperature": 1e999}', "temperature"),
     "nested for ever": (b"[" * 100_000, "recursion"),
     "a lone surrogate in a message": (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "not JSON"),
-    "a lone surrogate in stop": (b'{"messages": [{"role": "user", "content": "x"}], "stop": "\\udfff"}', "not JSON"),
+    "a lone surrogate in stop": (
+        b'{"messages": [{"role": "user", "content": "x"}], "stop": "\\udfff"}',
+        "not JSON",
+    ),
     "a lone surrogate as bytes": (b'{"messages": [{"role": "user", "content": "\xed\xa0\x80"}]}', "not JSON"),
     "no messages": (with_messages(), "messages"),
     "a message that is none": (with_messages(7), r"messages\[0\]"),
@@ -66,9 +81,18 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "a role that is no text": (with_messages({"role": ["user"], "content": "x"}), "role"),
     "a user message without content": (with_messages({"role": "user"}), "content"),
     "a user message whose content is null": (with_messages({"role": "user", "content": None}), "content"),
-    "a tool message without tool_call_id": (with_messages(*HI, {"role": "tool", "content": "x"}), "tool_call_id"),
-    "an empty assistant message": (with_messages(*HI, {"role": "assistant"}), "neither content nor tool_calls"),
-    "an image": (with_messages({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}), "text parts"),
+    "a tool message without tool_call_id": (
+        with_messages(*HI, {"role": "tool", "content": "x"}),
+        "tool_call_id",
+    ),
+    "an empty assistant message": (
+        with_messages(*HI, {"role": "assistant"}),
+        "neither content nor tool_calls",
+    ),
+    "an image": (
+        with_messages({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}),
+        "text parts",
+    ),
     "an unknown key in a message": (with_messages({"role": "user", "content": "x", "cache": 1}), "cache"),
     "arguments that are no JSON": (with_messages(*HI, tool_call("{")), "arguments"),
     "arguments that are no object": (with_messages(*HI, tool_call("[]")), "arguments"),
@@ -80,7 +104,10 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "a schema of many values": (tool('{"enum": [' + "1," * 30_000 + "1]}"), "more than"),
     "a tool that is no function": (with_fields(tools=[{"type": "web_search"}]), "tools"),
     "a tool without a name": (with_fields(tools=[{"type": "function", "function": {}}]), "name"),
-    "a choice of a tool that is not there": (with_fields(tool_choice={"type": "function", "function": {"name": "g"}}), "tool_choice"),
+    "a choice of a tool that is not there": (
+        with_fields(tool_choice={"type": "function", "function": {"name": "g"}}),
+        "tool_choice",
+    ),
     "top_k of 2**64": (with_fields(top_k=2**64), "top_k"),
     "n of 0": (with_fields(n=0), "n must"),
     "n of 17": (with_fields(n=17), "n must"),
@@ -125,7 +152,9 @@ def test_what_is_wrong_is_a_400_that_says_what_and_nothing_of_it_reaches_the_eng
     asyncio.run(story())
 
 
-def test_what_means_off_or_changes_nothing_is_taken_and_what_is_ignored_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_means_off_or_changes_nothing_is_taken_and_what_is_ignored_is_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async def story() -> None:
         async with gateway_world() as world:
             schema = {"type": "object", "properties": {"child": {"$ref": "#"}}}
@@ -138,7 +167,11 @@ def test_what_means_off_or_changes_nothing_is_taken_and_what_is_ignored_is_logge
             (request,) = world.engine.requests
             assert (request.temperature, request.top_p, request.max_tokens) == (1.0, 1.0, 400)
             assert (await world.ask(temperature=0.4, user="me"))[0] == 200
-            told = [record.getMessage() for record in caplog.records if record.name.startswith("asyncrl.gateway")]
+            told = [
+                record.getMessage()
+                for record in caplog.records
+                if record.name.startswith("asyncrl.agents.endpoint")
+            ]
             assert sorted(" ".join(line.split()[:4]) for line in told) == [
                 "gateway: a call asks", "gateway: calls give `metadata`,", "gateway: calls give `store`,", "gateway: calls give `user`,"
             ]  # fmt: skip
@@ -153,7 +186,8 @@ def test_what_means_off_or_changes_nothing_is_taken_and_what_is_ignored_is_logge
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["type", "role", "content", "function", "name", "text"]), inner)
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["type", "role", "content", "function", "name", "text"]), inner)
     ),
     max_leaves=8,
 )
@@ -211,7 +245,9 @@ def test_a_prompt_of_a_million_tokens_is_refused_before_it_is_tokenised() -> Non
             assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
             assert tokenizer.num_encoded == 0
             said = {"role": "assistant", "content": "x" * 17_000}
-            status, answer = await world.post({"messages": [{"role": "user", "content": "Hi"}, said, {"role": "user", "content": "Hi"}]})
+            status, answer = await world.post(
+                {"messages": [{"role": "user", "content": "Hi"}, said, {"role": "user", "content": "Hi"}]}
+            )
             assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
             assert tokenizer.num_encoded <= 2**14, "no more than what shows that it is too long"
             status, answer = await world.ask("x" * 2001)
@@ -281,16 +317,27 @@ def test_an_unknown_address_a_wrong_method_and_a_missing_key_are_told_without_th
                 answer = await response.json()
                 assert response.status == 404
                 assert world.session.key not in answer["error"]["message"]
-            for headers in ({}, {"Authorization": "Bearer "}, {"Authorization": f"Basic {world.session.key}"}):
-                async with world.http.post(world.url + "/v1/chat/completions", json={}, headers=headers) as response:
-                    assert (response.status, (await response.json())["error"]["code"]) == (401, "invalid_api_key")
+            for headers in (
+                {},
+                {"Authorization": "Bearer "},
+                {"Authorization": f"Basic {world.session.key}"},
+            ):
+                async with world.http.post(
+                    world.url + "/v1/chat/completions", json={}, headers=headers
+                ) as response:
+                    assert (response.status, (await response.json())["error"]["code"]) == (
+                        401,
+                        "invalid_api_key",
+                    )
             async with world.http.get(world.url + "/v1/models/other", headers=world.headers) as response:
                 assert (response.status, (await response.json())["error"]["code"]) == (404, "model_not_found")
 
     asyncio.run(story())
 
 
-async def raw(world: World, data: bytes, *, receive_bytes: int | None = None) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def raw(
+    world: World, data: bytes, *, receive_bytes: int | None = None
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     host, _, port = world.url.removeprefix("http://").partition(":")
     client = socket.socket()
     if receive_bytes is not None:
@@ -303,7 +350,12 @@ async def raw(world: World, data: bytes, *, receive_bytes: int | None = None) ->
 
 
 def head(world: World, length: int) -> bytes:
-    lines = ["POST /v1/chat/completions HTTP/1.1", "Host: x", f"Authorization: Bearer {world.session.key}", f"Content-Length: {length}"]
+    lines = [
+        "POST /v1/chat/completions HTTP/1.1",
+        "Host: x",
+        f"Authorization: Bearer {world.session.key}",
+        f"Content-Length: {length}",
+    ]
     return "\r\n".join([*lines, "", ""]).encode()
 
 
@@ -342,7 +394,9 @@ def test_what_is_no_http_is_answered_in_the_same_form() -> None:
                 answer = await all_of(*await raw(world, data))
                 assert answer.split(b" ")[1] == b"400", answer
                 assert b'"type":"invalid_request_error"' in answer
-            surrogate = b"POST /v1/\xff\xfe HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+            surrogate = (
+                b"POST /v1/\xff\xfe HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+            )
             assert (await all_of(*await raw(world, surrogate))).split(b" ")[1] in (b"404", b"400")
 
     asyncio.run(story())
@@ -414,7 +468,9 @@ def test_whoever_holds_most_connections_loses_the_oldest_idle_one_and_a_worker_n
     assert [each.is_closed for each in greedy] == [False, True, True], "it still held most"
     for _ in range(20):
         enter("a new one")
-    assert not any(each.is_closed for each in (*workers, greedy[0], other)), "one that floods pushes out its own"
+    assert not any(each.is_closed for each in (*workers, greedy[0], other)), (
+        "one that floods pushes out its own"
+    )
     assert len(crowd._places) == 6
     crowd = Crowd(max_connections=2)
     held: list[Any] = [enter(owner="a", is_idle=False), enter(owner=None)]
@@ -427,7 +483,9 @@ def test_whoever_holds_most_connections_loses_the_oldest_idle_one_and_a_worker_n
 
 
 @pytest.mark.parametrize("num_owners", [1, 40, 4000])
-def test_a_new_connection_costs_no_more_however_many_there_are_and_the_last_idle_one_is_found(num_owners: int) -> None:
+def test_a_new_connection_costs_no_more_however_many_there_are_and_the_last_idle_one_is_found(
+    num_owners: int,
+) -> None:
     crowd, lines = Crowd(max_connections=4000), [Line(is_idle=number == 3999) for number in range(4000)]
     for number, line in enumerate(lines):
         each: Any = line
@@ -451,7 +509,13 @@ def test_every_route_asks_for_the_key_before_it_reads_a_body() -> None:
             paths += ["/s/{key}/v1/chat/completions", "/s/{key}/v1/completions"]
             assert len(paths) == 9
             for path in paths:
-                lines = [f"POST {path.replace('{key}', 'wrong')} HTTP/1.1", "Host: x", "Content-Length: 10", "", ""]
+                lines = [
+                    f"POST {path.replace('{key}', 'wrong')} HTTP/1.1",
+                    "Host: x",
+                    "Content-Length: 10",
+                    "",
+                    "",
+                ]
                 reader, writer = await raw(world, "\r\n".join(lines).encode())  # and not a byte of the body
                 assert (await reader.readline()).startswith(b"HTTP/1.1 401"), path
                 writer.write(b" " * 10)  # or the gateway lingers, to drop it
@@ -473,7 +537,10 @@ def test_choices_count_as_the_requests_that_they_are() -> None:
             first = asyncio.ensure_future(world.ask("first", n=3))
             await world.engine.started.wait()
             status, answer = await world.ask("second", n=2)
-            assert (status, "3 answers of this rollout are being sampled and 2 more" in answer["error"]["message"]) == (429, True)
+            assert (
+                status,
+                "3 answers of this rollout are being sampled and 2 more" in answer["error"]["message"],
+            ) == (429, True)
             third = asyncio.ensure_future(world.ask("third"))
             await until(lambda: len(world.engine.requests) == 4)
             gate.set()
@@ -482,7 +549,9 @@ def test_choices_count_as_the_requests_that_they_are() -> None:
 
             async def stream(number: int) -> int:
                 body = with_fields(n=2, stream=True, user=str(number))
-                async with world.http.post(world.url + "/v1/chat/completions", headers=world.headers, data=body) as response:
+                async with world.http.post(
+                    world.url + "/v1/chat/completions", headers=world.headers, data=body
+                ) as response:
                     await response.read()
                     return response.status
 
@@ -509,7 +578,9 @@ def test_too_many_small_messages_are_refused_by_their_number_before_one_is_looke
 
 
 def test_a_message_is_as_many_tokens_as_the_template_writes_for_the_smallest() -> None:
-    assert fewest_message_tokens(ByteTokenizer()) == len("<user\n>"), "two special tokens, four letters, a line's end"
+    assert fewest_message_tokens(ByteTokenizer()) == len("<user\n>"), (
+        "two special tokens, four letters, a line's end"
+    )
 
     class Drops(ByteTokenizer):
         def render(self, messages: Any, **options: Any) -> str:
@@ -542,17 +613,21 @@ def test_a_long_chat_is_read_and_rendered_beside_the_loop(monkeypatch: pytest.Mo
         readers.append(threading.current_thread().name)
         return check_messages(value, *rules)
 
-    monkeypatch.setattr("asyncrl.gateway.shapes.check_messages", check)
+    monkeypatch.setattr("asyncrl.agents.endpoint.requests.check_messages", check)
 
     async def story() -> None:
         tokenizer = WaitingTokenizer()
-        async with gateway_world(ScriptedEngine(), tokenizer=tokenizer, max_prompt_tokens=50_000, max_length=60_000) as world:
+        async with gateway_world(
+            ScriptedEngine(), tokenizer=tokenizer, max_prompt_tokens=50_000, max_length=60_000
+        ) as world:
             chat = [{"role": "user", "content": "x"}] * 1000
             assert len(with_messages(*chat)) > LONG_BODY
             long = asyncio.ensure_future(world.post(with_messages(*chat)))
             await until(tokenizer.has_begun.is_set)
             other = world.open()
-            assert (await world.post({"messages": HI}, headers={"Authorization": f"Bearer {other.key}"}))[0] == 200
+            assert (await world.post({"messages": HI}, headers={"Authorization": f"Bearer {other.key}"}))[
+                0
+            ] == 200
             tokenizer.may_end.set()
             assert (await long)[0] == 200
             assert [name.rstrip("_0123456789") for name in tokenizer.threads] == ["long calls"]
@@ -562,7 +637,9 @@ def test_a_long_chat_is_read_and_rendered_beside_the_loop(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("streamed", [True, False])
-def test_a_client_that_does_not_read_its_answer_is_closed_and_the_answer_is_still_to_be_had(streamed: bool) -> None:
+def test_a_client_that_does_not_read_its_answer_is_closed_and_the_answer_is_still_to_be_had(
+    streamed: bool,
+) -> None:
     async def story() -> None:
         text = "word " * 8000
         engine = ScriptedEngine(lambda _: text)
@@ -575,7 +652,9 @@ def test_a_client_that_does_not_read_its_answer_is_closed_and_the_answer_is_stil
             writer.close()
             if streamed:
                 assert world.session.capture.num_completions == 0
-                async with world.http.post(world.url + "/v1/chat/completions", data=body, headers=world.headers) as response:
+                async with world.http.post(
+                    world.url + "/v1/chat/completions", data=body, headers=world.headers
+                ) as response:
                     assert (await response.text()).count("word ") == 8000
             assert len(engine.requests) == 1
 
@@ -592,11 +671,15 @@ def test_a_harness_that_floods_gets_429_and_another_session_is_served() -> None:
             statuses = [status for status, _ in await asyncio.gather(*flood)]
             assert (statuses.count(200), statuses.count(429)) == (4, 36)
             assert [(await world.ask(f"late {number}"))[0] for number in range(3)] == [200, 200, 429]
-            async with world.http.post(world.url + "/v1/chat/completions", json={"messages": HI}, headers=world.headers) as response:
+            async with world.http.post(
+                world.url + "/v1/chat/completions", json={"messages": HI}, headers=world.headers
+            ) as response:
                 assert (response.status, response.headers["x-should-retry"]) == (429, "false")
                 assert (await response.json())["error"]["code"] == "rate_limit_exceeded"
             other = world.open()
-            assert (await world.post({"messages": HI}, headers={"Authorization": f"Bearer {other.key}"}))[0] == 200
+            assert (await world.post({"messages": HI}, headers={"Authorization": f"Bearer {other.key}"}))[
+                0
+            ] == 200
 
     asyncio.run(story())
 
@@ -615,7 +698,9 @@ def test_a_flood_that_does_not_stop_at_its_refusals_fails_the_rollout_at_once() 
             status, answer = await world.ask()
             assert (status, answer["error"]["code"]) == (410, "session_ended")
             assert "21 of its calls were refused" in answer["error"]["message"]
-            with pytest.raises(RolloutFailure, match=r"21 of its calls.*gateway.max_calls=2(.|\n)*Way out: ") as caught:
+            with pytest.raises(
+                RolloutFailure, match=r"21 of its calls.*gateway.max_calls=2(.|\n)*Way out: "
+            ) as caught:
                 await running
             with pytest.raises(RolloutFailure) as again:
                 world.session.rollout(0, Outcome(1.0), 1.0)
@@ -645,12 +730,18 @@ def test_a_long_text_is_tokenised_beside_the_loop_and_its_retry_waits_for_it() -
         limits = {"max_prompt_tokens": 2 * LONG_TEXT, "max_length": 4 * LONG_TEXT}
         async with gateway_world(ScriptedEngine(), tokenizer=tokenizer, **limits) as world:
             body = {"messages": [{"role": "user", "content": "x" * LONG_TEXT}]}
-            twins = [asyncio.ensure_future(world.post(body, headers={"Idempotency-Key": "k"})) for _ in range(2)]
+            twins = [
+                asyncio.ensure_future(world.post(body, headers={"Idempotency-Key": "k"})) for _ in range(2)
+            ]
             await until(tokenizer.has_begun.is_set)
             other = world.open()
-            assert (await world.post({"messages": HI}, headers={"Authorization": f"Bearer {other.key}"}))[0] == 200
+            assert (await world.post({"messages": HI}, headers={"Authorization": f"Bearer {other.key}"}))[
+                0
+            ] == 200
             tokenizer.loop_went_on.set()
-            assert [(status, answer["id"]) for status, answer in await asyncio.gather(*twins)] == [(200, "chatcmpl-0")] * 2
+            assert [(status, answer["id"]) for status, answer in await asyncio.gather(*twins)] == [
+                (200, "chatcmpl-0")
+            ] * 2
             assert (tokenizer.num_long, world.session.num_calls, world.session.num_reading) == (1, 1, 0)
 
     asyncio.run(story())
@@ -667,7 +758,9 @@ def test_a_rollout_whose_branches_grow_too_large_fails_with_the_numbers() -> Non
             assert world.session.ended is None
             assert (await world.ask("c", n=4))[0] == 200, "it was sampled: the harness may have it"
             assert (await world.ask("d"))[0] == 410
-            with pytest.raises(RolloutFailure, match=rf"have {6 * first} tokens after 3 calls.*max_rollout_tokens=100"):
+            with pytest.raises(
+                RolloutFailure, match=rf"have {6 * first} tokens after 3 calls.*max_rollout_tokens=100"
+            ):
                 world.session.rollout(0, Outcome(1.0), 1.0)
 
     asyncio.run(story())
@@ -700,7 +793,9 @@ def test_a_mistake_of_ours_costs_one_session(caplog: pytest.LogCaptureFixture) -
             engine.error = None
             assert (await world.ask())[0] == 410
             other = world.open()
-            assert (await world.post({"messages": HI}, headers={"Authorization": f"Bearer {other.key}"}))[0] == 200
+            assert (await world.post({"messages": HI}, headers={"Authorization": f"Bearer {other.key}"}))[
+                0
+            ] == 200
             assert "ZeroDivisionError" in caplog.text
             assert world.session.key not in caplog.text
 

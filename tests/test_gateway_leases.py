@@ -14,14 +14,22 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from asyncrl.agents.endpoint.work_queue import MAX_BYTES, Entry, Gone, LeaseBook, NotForOutcomes, WorkerId
+from asyncrl.agents.endpoint.work_routes import Leases
 from asyncrl.config import Outcomes
 from asyncrl.errors import RolloutFailure
-from asyncrl.gateway.lease_book import MAX_BYTES, Entry, Gone, LeaseBook, NotForOutcomes, WorkerId
-from asyncrl.gateway.leases import Leases
+from asyncrl.messages.base import Message
+from asyncrl.messages.records import Outcome
+from asyncrl.messages.work import (
+    Accepted,
+    AliveAnswer,
+    AliveRequest,
+    LeaseAnswer,
+    LeaseRequest,
+    OutcomeMessage,
+    ResultRequest,
+)
 from asyncrl.testing.virtual_time import all_blocked, run_virtual, stand_still
-from asyncrl.types import Outcome
-from asyncrl.wire import Message
-from asyncrl.worker_wire import Accepted, AliveAnswer, AliveRequest, LeaseAnswer, LeaseRequest, OutcomeMessage, ResultRequest
 
 Answer = TypeVar("Answer", bound=Message)
 
@@ -52,7 +60,14 @@ class LeaseHistory(RuleBasedStateMachine):
             work = make_work(len(self.ends))
             self.ends[lease_id], self.starts[lease_id] = [], 0
             self.book.add(
-                Entry(lease_id, work, b"", lambda name=lease_id: self.started(name), self.ends[lease_id].append, f"outcome-{lease_id}")  # type: ignore[misc]
+                Entry(
+                    lease_id,
+                    work,
+                    b"",
+                    lambda name=lease_id: self.started(name),
+                    self.ends[lease_id].append,
+                    f"outcome-{lease_id}",
+                )  # type: ignore[misc]
             )
             self.queued.append(lease_id)
 
@@ -116,7 +131,9 @@ class LeaseHistory(RuleBasedStateMachine):
             self.queued.remove(lease_id)
         owner = self.leased.pop(lease_id, None)
         if owner is not None:
-            assert self.book.lost(owner, [lease_id]) == {lease_id: "taken back"}, "its worker is told at its next sign of life"
+            assert self.book.lost(owner, [lease_id]) == {lease_id: "taken back"}, (
+                "its worker is told at its next sign of life"
+            )
         self.over.add(lease_id)
 
     @precondition(lambda self: self.book.workers)
@@ -154,7 +171,11 @@ TestLeaseHistory.settings = settings(max_examples=60, stateful_step_count=40, de
 def ended_with(outcomes: Outcomes, said: Outcome, posted: Outcome | None = None) -> Outcome | RolloutFailure:
     """What a work comes to whose harness has posted and said this."""
     book, ends = LeaseBook(outcomes), list[Outcome | RolloutFailure]()
-    book.add(Entry("l0", make_work(0), b"", lambda: None, ends.append, "outcome-0" if outcomes == "posted" else None))
+    book.add(
+        Entry(
+            "l0", make_work(0), b"", lambda: None, ends.append, "outcome-0" if outcomes == "posted" else None
+        )
+    )
     book.seen(("w", "1"), 0.0)
     book.lease(("w", "1"), 1)
     if posted is not None:
@@ -174,7 +195,9 @@ def test_rewards_come_from_where_the_config_says_and_from_nowhere_else() -> None
     assert ended_with("posted", Outcome(), parts) == parts
     assert ended_with("posted", Outcome()) == Outcome(), "nothing was posted: the task's own reward scores it"
     failure = ended_with("posted", said, posted)
-    assert "the harness returned a reward; generator.outcomes=posted takes rewards that are posted" in str(failure)
+    assert "the harness returned a reward; generator.outcomes=posted takes rewards that are posted" in str(
+        failure
+    )
 
 
 class Line:
@@ -190,13 +213,17 @@ class Line:
         return default
 
 
-async def ask(leases: Leases, path: str, message: Message, answer: type[Answer], line: Line | None = None) -> Answer:
+async def ask(
+    leases: Leases, path: str, message: Message, answer: type[Answer], line: Line | None = None
+) -> Answer:
     """Call a route without a socket: a virtual clock knows none."""
     loop = asyncio.get_running_loop()
     body = StreamReader(BaseProtocol(loop), 2**16, loop=loop)
     body.feed_data(message.model_dump_json().encode())
     body.feed_eof()
-    request = make_mocked_request("POST", path, headers={"Authorization": "Bearer k"}, transport=line or Line(), payload=body)
+    request = make_mocked_request(
+        "POST", path, headers={"Authorization": "Bearer k"}, transport=line or Line(), payload=body
+    )
     (handler,) = (route.handler for route in leases.routes() if route.path == path)
     response: Any = await handler(request)
     assert response.status == 200, response.body
@@ -204,7 +231,10 @@ async def ask(leases: Leases, path: str, message: Message, answer: type[Answer],
 
 
 def lease_request(worker: str, number: int, **more: Any) -> LeaseRequest:
-    return LeaseRequest(**{"worker": worker, "instance": "1", "max_items": 1, "slots": 1, "number": number, "holding": []} | more)
+    return LeaseRequest(
+        **{"worker": worker, "instance": "1", "max_items": 1, "slots": 1, "number": number, "holding": []}
+        | more
+    )
 
 
 def make_leases(lease_timeout_s: float = 60.0) -> Leases:
@@ -221,17 +251,24 @@ def test_a_silent_worker_loses_its_leases_after_its_time_and_one_that_gives_sign
         lively = asyncio.create_task(leases.run(make_work(1), started=lambda: None))
         await all_blocked()
         await ask(leases, "/work/lease", lease_request("silent", 0), LeaseAnswer)
-        lease_id = (await ask(leases, "/work/lease", lease_request("lively", 0), LeaseAnswer)).items[0].lease_id
+        lease_id = (
+            (await ask(leases, "/work/lease", lease_request("lively", 0), LeaseAnswer)).items[0].lease_id
+        )
         begun_s = loop.time()
         sign = AliveRequest(worker="lively", instance="1", holding=[lease_id])
         for _ in range(30):
             await asyncio.sleep(50.0)
             assert (await ask(leases, "/work/alive", sign, AliveAnswer)).cancel == {}
             assert silent.done() == (loop.time() - begun_s >= 60.0)
-        with pytest.raises(RolloutFailure, match=r"worker silent gave no sign of life for 60\.0 s; gateway\.lease_timeout_s=60\.0"):
+        with pytest.raises(
+            RolloutFailure,
+            match=r"worker silent gave no sign of life for 60\.0 s; gateway\.lease_timeout_s=60\.0",
+        ):
             await silent
         assert (leases.stats().workers, leases.stats().num_lost, leases.stats().unseen_s) == (1, 1, 0.0)
-        result = ResultRequest(worker="lively", instance="1", lease_id=lease_id, outcome=OutcomeMessage(reward=1.0))
+        result = ResultRequest(
+            worker="lively", instance="1", lease_id=lease_id, outcome=OutcomeMessage(reward=1.0)
+        )
         await ask(leases, "/work/result", result, Accepted)
         assert await lively == Outcome(1.0)
         await leases.aclose()
@@ -261,7 +298,9 @@ def test_a_worker_whose_signs_of_life_we_could_not_hear_ourselves_keeps_its_leas
 def test_a_poll_ends_after_its_time_or_for_a_newer_one_of_the_same_worker() -> None:
     async def story() -> None:
         leases, loop = make_leases(), asyncio.get_running_loop()
-        assert (await ask(leases, "/work/lease", lease_request("w", 0, wait_s=1000.0), LeaseAnswer)).items == []
+        assert (
+            await ask(leases, "/work/lease", lease_request("w", 0, wait_s=1000.0), LeaseAnswer)
+        ).items == []
         assert loop.time() == 20.0
         older = asyncio.create_task(ask(leases, "/work/lease", lease_request("w", 1), LeaseAnswer))
         await all_blocked()
@@ -297,6 +336,8 @@ def test_a_poll_whose_client_is_gone_takes_no_work_nor_does_one_of_a_worker_that
 def test_large_works_are_not_given_out_all_at_once() -> None:
     book = LeaseBook("returned")
     for number in range(5):
-        book.add(Entry(f"l{number}", make_work(number), b" " * (MAX_BYTES // 2), lambda: None, lambda result: None))
+        book.add(
+            Entry(f"l{number}", make_work(number), b" " * (MAX_BYTES // 2), lambda: None, lambda result: None)
+        )
     book.seen(("w", "1"), 0.0)
     assert [len(book.lease(("w", "1"), 5)) for _ in range(3)] == [2, 2, 1]

@@ -15,11 +15,11 @@ from aiohttp import web
 from gateway_cases import gateway_world
 from harness_gateway import WORKER_KEY, TestGateway, open_gateway, settled
 
-from asyncrl.calling import Caller, CallRefused
+from asyncrl.agents.endpoint.work_routes import Leases
 from asyncrl.errors import RolloutFailure
-from asyncrl.gateway.leases import Leases
-from asyncrl.types import Outcome
-from asyncrl.worker_wire import (
+from asyncrl.http import Caller, CallRefused
+from asyncrl.messages.records import Outcome
+from asyncrl.messages.work import (
     MAX_MESSAGE_BYTES,
     MAX_OUTCOME_BYTES,
     Accepted,
@@ -39,16 +39,22 @@ class Asking:
     def __init__(self, gateway: TestGateway, name: str = "w", instance: str = "1") -> None:
         self.caller, self.who, self.number = gateway.worker(name), {"worker": name, "instance": instance}, 0
 
-    async def lease(self, *, max_items: int = 1, holding: tuple[str, ...] = (), wait_s: float = 20.0) -> LeaseAnswer:
+    async def lease(
+        self, *, max_items: int = 1, holding: tuple[str, ...] = (), wait_s: float = 20.0
+    ) -> LeaseAnswer:
         self.number += 1
-        request = LeaseRequest(**self.who, max_items=max_items, slots=4, number=self.number, holding=list(holding), wait_s=wait_s)
+        request = LeaseRequest(
+            **self.who, max_items=max_items, slots=4, number=self.number, holding=list(holding), wait_s=wait_s
+        )
         return await self.caller.post("/work/lease", request, LeaseAnswer, timeout_s=None)
 
     async def alive(self, *holding: str, is_leaving: bool = False) -> dict[str, str]:
         request = AliveRequest(**self.who, holding=list(holding), is_leaving=is_leaving)
         return (await self.caller.post("/work/alive", request, AliveAnswer, timeout_s=None)).cancel
 
-    async def result(self, lease_id: str, reward: float | None = 1.0, failure: FailureMessage | None = None) -> None:
+    async def result(
+        self, lease_id: str, reward: float | None = 1.0, failure: FailureMessage | None = None
+    ) -> None:
         outcome = None if failure or reward is None else OutcomeMessage(reward=reward)
         request = ResultRequest(**self.who, lease_id=lease_id, outcome=outcome, failure=failure)
         await self.caller.post("/work/result", request, Accepted, timeout_s=None)
@@ -82,15 +88,27 @@ def test_a_worker_that_waits_gets_the_work_as_soon_as_there_is_any_and_its_resul
         await settled(lambda: gateway.leases.stats().workers == 1)
         assert not started
         info = {"deep": [1, {"x": None}], "nan": math.nan}
-        running = tasks.create_task(gateway.run(7, info=info, answer=[1, 2], timeout_s=9.0, started=lambda: started.append(True)))
+        running = tasks.create_task(
+            gateway.run(7, info=info, answer=[1, 2], timeout_s=9.0, started=lambda: started.append(True))
+        )
         answer = await polling
         assert started == [True]
         (item,) = answer.items
-        assert (item.rollout_id, item.prompt_id, item.key, item.seed, item.timeout_s) == ("g7/r0", "p7", "key-7", 1000, 9.0)
+        assert (item.rollout_id, item.prompt_id, item.key, item.seed, item.timeout_s) == (
+            "g7/r0",
+            "p7",
+            "key-7",
+            1000,
+            9.0,
+        )
         assert (item.answer, item.info["deep"]) == ([1, 2], [1, {"x": None}])
         assert math.isnan(item.info["nan"]), "a number that is none is not turned into null"
         assert (answer.model, answer.lease_timeout_s) == ("policy", 60.0)
-        assert (gateway.leases.stats().queued, gateway.leases.stats().leased, gateway.leases.stats().slots) == (0, 1, 4)
+        assert (
+            gateway.leases.stats().queued,
+            gateway.leases.stats().leased,
+            gateway.leases.stats().slots,
+        ) == (0, 1, 4)
         await worker.result(item.lease_id, reward=0.5)
         assert await running == Outcome(0.5)
         with pytest.raises(CallRefused, match="its result was accepted before") as refused:
@@ -108,18 +126,34 @@ def test_the_largest_results_of_a_worker_are_taken_however_small_a_call_must_be(
             worker = Asking(gateway)
             failing = asyncio.ensure_future(gateway.run(0))
             (item,) = (await worker.lease()).items
-            await worker.result(item.lease_id, failure=FailureMessage(error="é" * 4000, rule="é" * 4000, way_out="é" * 4000))
+            await worker.result(
+                item.lease_id, failure=FailureMessage(error="é" * 4000, rule="é" * 4000, way_out="é" * 4000)
+            )
             assert (await failure_of(failing)).what == "é" * 4000  # type: ignore[arg-type]
             ending = asyncio.ensure_future(gateway.run(1))
             (item,) = (await worker.lease()).items
             metrics = {f"{number:0240}": 0.0 for number in range(1000)}
-            assert 0.9 * MAX_OUTCOME_BYTES < len(OutcomeMessage(metrics=metrics).model_dump_json()) < MAX_OUTCOME_BYTES
-            result = ResultRequest(**worker.who, lease_id=item.lease_id, outcome=OutcomeMessage(metrics=metrics))
+            assert (
+                0.9 * MAX_OUTCOME_BYTES
+                < len(OutcomeMessage(metrics=metrics).model_dump_json())
+                < MAX_OUTCOME_BYTES
+            )
+            result = ResultRequest(
+                **worker.who, lease_id=item.lease_id, outcome=OutcomeMessage(metrics=metrics)
+            )
             await worker.caller.post("/work/result", result, Accepted, timeout_s=None)
             assert (await ending).metrics == metrics
-            too_large, headers = io.BytesIO(b" " * (MAX_MESSAGE_BYTES + 1)), {"Authorization": f"Bearer {WORKER_KEY}"}
-            async with world.http.post(world.url + "/work/alive", data=too_large, headers=headers) as response:
-                assert (response.status, (await response.json())["error"]) == (413, "the message is larger than 4194304 bytes")
+            too_large, headers = (
+                io.BytesIO(b" " * (MAX_MESSAGE_BYTES + 1)),
+                {"Authorization": f"Bearer {WORKER_KEY}"},
+            )
+            async with world.http.post(
+                world.url + "/work/alive", data=too_large, headers=headers
+            ) as response:
+                assert (response.status, (await response.json())["error"]) == (
+                    413,
+                    "the message is larger than 4194304 bytes",
+                )
             await worker.caller.aclose()
             await leases.aclose()
 
@@ -132,7 +166,9 @@ def test_without_the_worker_key_nothing_is_given_and_a_session_key_is_not_one() 
         for key in ("", "wrong", "key-0"):
             async with aiohttp.ClientSession() as client:
                 for path in ("lease", "alive", "result"):
-                    async with client.post(f"{gateway.url}/work/{path}", headers={"Authorization": f"Bearer {key}"}, json={}) as response:
+                    async with client.post(
+                        f"{gateway.url}/work/{path}", headers={"Authorization": f"Bearer {key}"}, json={}
+                    ) as response:
                         assert response.status == 401
         running.cancel()
 
@@ -143,7 +179,9 @@ def test_a_key_that_is_no_text_is_a_wrong_one() -> None:
     async def story(gateway: TestGateway, tasks: asyncio.TaskGroup, worker: Asking) -> None:
         host, _, port = gateway.url.removeprefix("http://").partition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(b"POST /work/lease HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer \xff\r\nContent-Length: 2\r\n\r\n{}")
+        writer.write(
+            b"POST /work/lease HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer \xff\r\nContent-Length: 2\r\n\r\n{}"
+        )
         assert b" 401 " in await reader.readline()
         writer.close()
         await writer.wait_closed()
@@ -153,7 +191,10 @@ def test_a_key_that_is_no_text_is_a_wrong_one() -> None:
 
 def test_a_message_of_another_shape_is_refused_with_the_field() -> None:
     async def story(gateway: TestGateway, tasks: asyncio.TaskGroup, worker: Asking) -> None:
-        for body, said in ((b"{", "JSON"), (b'{"worker": "w", "instance": "1", "holding": [], "more": 1}', "more")):
+        for body, said in (
+            (b"{", "JSON"),
+            (b'{"worker": "w", "instance": "1", "holding": [], "more": 1}', "more"),
+        ):
             with pytest.raises(CallRefused, match=said) as refused:
                 await worker.caller.post("/work/alive", body, AliveAnswer, timeout_s=None)
             assert refused.value.status == 422
@@ -227,7 +268,9 @@ def test_a_failure_is_raised_with_its_rule_and_its_way_out() -> None:
     async def story(gateway: TestGateway, tasks: asyncio.TaskGroup, worker: Asking) -> None:
         running = tasks.create_task(failure_of(gateway.run(0)))
         lease_id = (await worker.lease()).items[0].lease_id
-        await worker.result(lease_id, failure=FailureMessage(error="it broke", rule="it must not", way_out="mend it."))
+        await worker.result(
+            lease_id, failure=FailureMessage(error="it broke", rule="it must not", way_out="mend it.")
+        )
         assert str(await running) == "it broke; it must not.\n  Way out: mend it."
 
     play(story)
@@ -238,7 +281,9 @@ def test_a_prompt_that_is_no_json_fails_its_rollout() -> None:
         loop: list[Any] = []
         loop.append(loop)
         for answer in (object(), loop, "\ud800"):
-            assert "prompt p0 cannot be sent to a worker" in str(await failure_of(gateway.run(0, answer=answer)))
+            assert "prompt p0 cannot be sent to a worker" in str(
+                await failure_of(gateway.run(0, answer=answer))
+            )
         assert gateway.leases.stats().queued == 0
 
     play(story)
@@ -246,7 +291,9 @@ def test_a_prompt_that_is_no_json_fails_its_rollout() -> None:
 
 async def post_outcome(gateway: TestGateway, path: str, body: Any, key: str = "") -> tuple[int, Any]:
     async with aiohttp.ClientSession() as client:
-        async with client.post(gateway.url + path, data=json.dumps(body), headers={"Authorization": f"Bearer {key}"}) as response:
+        async with client.post(
+            gateway.url + path, data=json.dumps(body), headers={"Authorization": f"Bearer {key}"}
+        ) as response:
             return response.status, await response.json()
 
 
@@ -257,7 +304,9 @@ def test_a_program_posts_its_outcome_with_a_key_for_that_alone_and_the_last_one_
         lease_id, key = item.lease_id, item.outcome_key or ""
         assert len(key) > 20
         assert await post_outcome(gateway, "/v1/outcome", {"reward": 0.25}, key) == (200, {})
-        assert (await post_outcome(gateway, f"/s/{key}/v1/outcome", {"reward": 0.5, "metrics": {"turns": 3}}))[0] == 200
+        assert (
+            await post_outcome(gateway, f"/s/{key}/v1/outcome", {"reward": 0.5, "metrics": {"turns": 3}})
+        )[0] == 200
         for body in (
             {"reward": math.nan},
             {"rewrd": 1},
@@ -281,8 +330,13 @@ def test_a_program_posts_its_outcome_with_a_key_for_that_alone_and_the_last_one_
     play(story, outcomes="posted")
 
 
-@pytest.mark.parametrize(("outcomes", "why"), [("returned", "is what its harness returns"), ("none", "the task's own reward alone")])
-def test_where_no_outcome_is_posted_there_is_no_key_for_it_and_a_session_key_is_told_why(outcomes: str, why: str) -> None:
+@pytest.mark.parametrize(
+    ("outcomes", "why"),
+    [("returned", "is what its harness returns"), ("none", "the task's own reward alone")],
+)
+def test_where_no_outcome_is_posted_there_is_no_key_for_it_and_a_session_key_is_told_why(
+    outcomes: str, why: str
+) -> None:
     async def story(gateway: TestGateway, tasks: asyncio.TaskGroup, worker: Asking) -> None:
         running = tasks.create_task(gateway.run(3))
         (item,) = (await worker.lease()).items
@@ -299,10 +353,14 @@ def test_where_no_outcome_is_posted_there_is_no_key_for_it_and_a_session_key_is_
 def test_an_answer_is_given_on_demand_alone() -> None:
     for gives in (False, True):
 
-        async def story(gateway: TestGateway, tasks: asyncio.TaskGroup, worker: Asking, gives: bool = gives) -> None:
+        async def story(
+            gateway: TestGateway, tasks: asyncio.TaskGroup, worker: Asking, gives: bool = gives
+        ) -> None:
             running = tasks.create_task(gateway.run(3, answer="SECRET-ANSWER"))
             async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {WORKER_KEY}"}) as client:
-                body = LeaseRequest(**worker.who, max_items=1, slots=1, number=1, holding=[]).model_dump_json()
+                body = LeaseRequest(
+                    **worker.who, max_items=1, slots=1, number=1, holding=[]
+                ).model_dump_json()
                 async with client.post(f"{gateway.url}/work/lease", data=body) as response:
                     assert ("SECRET-ANSWER" in await response.text()) is gives
             running.cancel()
@@ -319,7 +377,9 @@ def test_polls_end_when_the_queue_is_closed_and_time_without_a_worker_is_told() 
         await settled(lambda: gateway.leases.stats().workers == 1)
         await gateway.leases.aclose()
         assert (await polling).items == []
-        with pytest.raises(CallRefused, match="the run ends") as refused:  # not an empty answer: it would ask again at once
+        with pytest.raises(
+            CallRefused, match="the run ends"
+        ) as refused:  # not an empty answer: it would ask again at once
             await worker.lease()
         assert refused.value.status == 503
         assert "0 queued" in repr(gateway.leases)
@@ -346,7 +406,9 @@ def test_a_caller_without_a_name_is_refused() -> None:
     async def story(gateway: TestGateway, tasks: asyncio.TaskGroup, worker: Asking) -> None:
         caller = Caller("x", gateway.url, "worker-key")
         with pytest.raises(CallRefused, match="worker"):
-            await caller.post("/work/alive", b'{"worker": "", "instance": "1", "holding": []}', AliveAnswer, timeout_s=None)
+            await caller.post(
+                "/work/alive", b'{"worker": "", "instance": "1", "holding": []}', AliveAnswer, timeout_s=None
+            )
         await caller.aclose()
 
     play(story)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 
-from asyncrl.gateway.long_texts import LONG_TEXT, NUM_ENCODING, OneThread
+from asyncrl.agents.endpoint.chat_messages import LONG_TEXT, NUM_ENCODING, OneThread
 
 
 class Tokenizer:

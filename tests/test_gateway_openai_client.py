@@ -11,16 +11,23 @@ import pytest
 from gateway_cases import ScriptedEngine, World, gateway_world, is_deserted, until
 
 from asyncrl.errors import EngineError, RequestRefused, RolloutFailure
-from asyncrl.types import Outcome
+from asyncrl.messages.records import Outcome
 
-ADD = {"name": "add", "strict": True, "description": "a + b", "parameters": {"type": "object", "properties": {"a": {}}}}
+ADD = {
+    "name": "add",
+    "strict": True,
+    "description": "a + b",
+    "parameters": {"type": "object", "properties": {"a": {}}},
+}
 TOOLS: list[Any] = [{"type": "function", "function": ADD}]
 CALL = 'Let me see.\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2, "ü"]}}\n</tool_call>'
 HI: list[Any] = [{"role": "user", "content": "Hi"}]
 
 
 def client_of(world: World, **more: Any) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(**{"base_url": world.url + "/v1", "api_key": world.session.key, "max_retries": 0, **more})
+    return openai.AsyncOpenAI(
+        **{"base_url": world.url + "/v1", "api_key": world.session.key, "max_retries": 0, **more}
+    )
 
 
 def test_the_sync_client_gets_an_answer_and_its_usage() -> None:
@@ -32,8 +39,14 @@ def test_the_sync_client_gets_an_answer_and_its_usage() -> None:
         async with gateway_world() as world:
             model, answer = await asyncio.to_thread(ask, world)
             assert model == answer.model == "policy"
-            assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == ("Hello there.", "stop")
-            assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(world.engine.requests[0].prompt_ids), 13)
+            assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (
+                "Hello there.",
+                "stop",
+            )
+            assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (
+                len(world.engine.requests[0].prompt_ids),
+                13,
+            )
 
     asyncio.run(story())
 
@@ -54,7 +67,9 @@ def test_a_conversation_is_one_branch_whose_every_answer_is_trained_once() -> No
     asyncio.run(story())
 
 
-def test_a_stream_is_the_same_text_across_a_publish_with_characters_and_a_stop_string_over_the_joints() -> None:
+def test_a_stream_is_the_same_text_across_a_publish_with_characters_and_a_stop_string_over_the_joints() -> (
+    None
+):
     async def story() -> None:
         text = "Grüße 🙂🙂 an alle <stop> nie gezeigt"
         async with gateway_world(ScriptedEngine(lambda _: text)) as world, client_of(world) as client:
@@ -79,7 +94,10 @@ def test_a_stream_is_the_same_text_across_a_publish_with_characters_and_a_stop_s
 def test_a_tool_call_comes_back_parsed_and_its_result_goes_on_from_the_recorded_ids(streamed: bool) -> None:
     async def story() -> None:
         answers = iter([CALL, "It is three."])
-        async with gateway_world(ScriptedEngine(lambda _: next(answers))) as world, client_of(world) as client:
+        async with (
+            gateway_world(ScriptedEngine(lambda _: next(answers))) as world,
+            client_of(world) as client,
+        ):
             if streamed:
                 async with client.chat.completions.stream(model="m", messages=HI, tools=TOOLS) as stream:
                     answer = await stream.get_final_completion()
@@ -93,7 +111,9 @@ def test_a_tool_call_comes_back_parsed_and_its_result_goes_on_from_the_recorded_
             assert call.function.name == "add"
             assert json.loads(call.function.arguments) == {"a": 1, "b": [2, "ü"]}
             result = {"role": "tool", "tool_call_id": call.id, "content": "3"}
-            last = await client.chat.completions.create(model="m", messages=[*HI, choice.message, result], tools=TOOLS)
+            last = await client.chat.completions.create(
+                model="m", messages=[*HI, choice.message, result], tools=TOOLS
+            )
             assert last.choices[0].message.content == "It is three."
             stats = world.gateway.stats()
             assert (stats.extended + stats.realigned, stats.forked) == (1, 0)
@@ -104,9 +124,17 @@ def test_a_tool_call_comes_back_parsed_and_its_result_goes_on_from_the_recorded_
 
 def test_no_text_of_a_tool_call_is_streamed_and_what_only_begins_like_one_is() -> None:
     async def story() -> None:
-        for text, content in ((CALL, "Let me see."), *((text, text) for text in ("a <tool and <tool_cal b", "<tool_call>no"))):
-            async with gateway_world(ScriptedEngine(lambda _, text=text: text)) as world, client_of(world) as client:
-                stream = await client.chat.completions.create(model="m", messages=HI, tools=TOOLS, stream=True)
+        for text, content in (
+            (CALL, "Let me see."),
+            *((text, text) for text in ("a <tool and <tool_cal b", "<tool_call>no")),
+        ):
+            async with (
+                gateway_world(ScriptedEngine(lambda _, text=text: text)) as world,
+                client_of(world) as client,
+            ):
+                stream = await client.chat.completions.create(
+                    model="m", messages=HI, tools=TOOLS, stream=True
+                )
                 assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == content
 
     asyncio.run(story())
@@ -117,10 +145,14 @@ def test_a_forced_tool_is_begun_for_the_model_and_none_leaves_the_tools_out() ->
         rest = ' {"a": 1}}\n</tool_call>'
         async with gateway_world(ScriptedEngine(lambda _: rest)) as world, client_of(world) as client:
             named: Any = {"type": "function", "function": {"name": "add"}}
-            answer = await client.chat.completions.create(model="m", messages=HI, tools=TOOLS, tool_choice=named)
+            answer = await client.chat.completions.create(
+                model="m", messages=HI, tools=TOOLS, tool_choice=named
+            )
             assert answer.choices[0].message.tool_calls
             assert answer.choices[0].message.tool_calls[0].function.arguments == '{"a": 1}'
-            answer = await client.chat.completions.create(model="m", messages=HI, tools=TOOLS, tool_choice="none")
+            answer = await client.chat.completions.create(
+                model="m", messages=HI, tools=TOOLS, tool_choice="none"
+            )
             assert answer.choices[0].message.content == rest
             sent = [world.engine.tokenizer.decode(request.prompt_ids) for request in world.engine.requests]
             assert sent[0].endswith('"arguments":')
@@ -143,17 +175,26 @@ def test_n_choices_are_sampled_with_seeds_of_their_own_and_are_branches(streamed
         async with gateway_world(engine) as world, client_of(world) as client:
             texts = ["", "", ""]
             if streamed:
-                async for chunk in await client.chat.completions.create(model="m", messages=HI, n=3, stream=True):
+                async for chunk in await client.chat.completions.create(
+                    model="m", messages=HI, n=3, stream=True
+                ):
                     for choice in chunk.choices:
                         texts[choice.index] += choice.delta.content or ""
             else:
                 answer = await client.chat.completions.create(model="m", messages=HI, n=3)
                 texts = [choice.message.content or "" for choice in answer.choices]
             assert texts == [f"answer {request.seed % 1000}" for request in engine.requests]
-            assert [request.request_id for request in engine.requests] == ["g0/r0/a0/c0", "g0/r0/a0/c0/1", "g0/r0/a0/c0/2"]
+            assert [request.request_id for request in engine.requests] == [
+                "g0/r0/a0/c0",
+                "g0/r0/a0/c0/1",
+                "g0/r0/a0/c0/2",
+            ]
             rewards = {"chatcmpl-0": 1.0, "chatcmpl-0/1": 0.0, "chatcmpl-0/2": 0.5}
             branches = world.session.rollout(0, Outcome(turn_rewards=rewards), 0.5)
-            got = {engine.tokenizer.decode(branch.token_ids[branch.loss_mask].tolist()): branch.credits[0].reward for branch in branches}
+            got = {
+                engine.tokenizer.decode(branch.token_ids[branch.loss_mask].tolist()): branch.credits[0].reward
+                for branch in branches
+            }
             assert got == dict(zip(texts, [1.0, 0.0, 0.5], strict=True))
             assert len({request.seed for request in engine.requests}) == 3
 
@@ -164,15 +205,25 @@ def test_seeds_are_of_what_is_asked_and_not_of_when() -> None:
     async def seeds(order: list[tuple[str, dict[str, Any]]]) -> dict[str, list[int]]:
         async with gateway_world() as world, client_of(world) as client:
             for text, more in order:
-                await client.chat.completions.create(model="m", messages=[{"role": "user", "content": text}], **more)
+                await client.chat.completions.create(
+                    model="m", messages=[{"role": "user", "content": text}], **more
+                )
             found: dict[str, list[int]] = {}
             for (text, more), request in zip(order, world.engine.requests, strict=True):
                 found.setdefault(f"{text} {more}", []).append(request.seed)
             return found
 
-    calls: list[tuple[str, dict[str, Any]]] = [("a", {}), ("b", {}), ("a", {}), ("a", {"seed": 5}), ("a", {"seed": 5})]
+    calls: list[tuple[str, dict[str, Any]]] = [
+        ("a", {}),
+        ("b", {}),
+        ("a", {}),
+        ("a", {"seed": 5}),
+        ("a", {"seed": 5}),
+    ]
     first = asyncio.run(seeds(calls))
-    assert first == asyncio.run(seeds(calls[::-1])), "the two equal calls without a seed come in order either way"
+    assert first == asyncio.run(seeds(calls[::-1])), (
+        "the two equal calls without a seed come in order either way"
+    )
     assert len(set(first["a {}"])) == 2
     assert len(set(first["a {'seed': 5}"])) == 1
 
@@ -187,7 +238,9 @@ def test_logprobs_are_those_of_the_sampled_tokens() -> None:
                 ("H", -0.5), ("e", -0.5 - 1 / 1024), ("l", -0.5 - 2 / 1024)
             ]  # fmt: skip
             assert answer.choices[0].finish_reason == "length"
-            stream = await client.chat.completions.create(model="m", messages=HI, logprobs=True, stream=True, max_tokens=3)
+            stream = await client.chat.completions.create(
+                model="m", messages=HI, logprobs=True, stream=True, max_tokens=3
+            )
             told = [chunk.choices[0].logprobs async for chunk in stream if chunk.choices[0].logprobs]
             assert [len(each.content or []) for each in told] == [3]
 
@@ -199,10 +252,18 @@ def test_completions_take_text_or_ids_and_go_on_from_what_they_recorded() -> Non
         async with gateway_world() as world, client_of(world) as client:
             answer = await client.completions.create(model="m", prompt="Once", logprobs=0)
             assert answer.choices[0].text == "Hello there."
-            ids = [*world.engine.tokenizer.encode("Once"), *world.engine.tokenizer.encode("Hello there."), 257, 65]
+            ids = [
+                *world.engine.tokenizer.encode("Once"),
+                *world.engine.tokenizer.encode("Hello there."),
+                257,
+                65,
+            ]
             await client.completions.create(model="m", prompt=ids)
             assert world.engine.requests[1].prompt_ids == tuple(ids)
-            texts = [chunk.choices[0].text async for chunk in await client.completions.create(model="m", prompt="x", stream=True)]
+            texts = [
+                chunk.choices[0].text
+                async for chunk in await client.completions.create(model="m", prompt="x", stream=True)
+            ]
             assert "".join(texts) == "Hello there."
             assert world.gateway.stats().extended == 1
 
@@ -212,9 +273,14 @@ def test_completions_take_text_or_ids_and_go_on_from_what_they_recorded() -> Non
 def test_a_retry_after_a_timeout_gets_the_same_answer_and_it_is_sampled_once() -> None:
     async def story() -> None:
         gate = asyncio.Event()
-        async with gateway_world(ScriptedEngine(gate=gate)) as world, client_of(world, max_retries=10, timeout=0.3) as client:
+        async with (
+            gateway_world(ScriptedEngine(gate=gate)) as world,
+            client_of(world, max_retries=10, timeout=0.3) as client,
+        ):
             asking = asyncio.ensure_future(client.chat.completions.create(model="m", messages=HI))
-            await until(lambda: world.gateway.stats().connections >= 2)  # that of the first try lasts until its call is sampled
+            await until(
+                lambda: world.gateway.stats().connections >= 2
+            )  # that of the first try lasts until its call is sampled
             gate.set()
             answer = await asking
             assert answer.choices[0].message.content == "Hello there."
@@ -237,7 +303,10 @@ def test_a_stream_that_its_client_leaves_is_answered_whole_when_it_is_asked_for_
                 world.session.rollout(0, Outcome(), 1.0)
             again = asyncio.ensure_future(client.chat.completions.create(model="m", messages=HI, stream=True))
             gate.set()
-            assert "".join([chunk.choices[0].delta.content or "" async for chunk in await again]) == "Hello there."
+            assert (
+                "".join([chunk.choices[0].delta.content or "" async for chunk in await again])
+                == "Hello there."
+            )
             assert len(world.engine.requests) == 1
             assert world.session.rollout(0, Outcome(), 1.0)[0].num_sampled == 13
             await client.chat.completions.create(model="m", messages=HI)
@@ -292,7 +361,10 @@ def test_a_session_that_ends_in_the_middle_of_a_stream_ends_it_with_an_error_eve
 
 def test_the_key_may_be_in_the_address() -> None:
     async def story() -> None:
-        async with gateway_world() as world, client_of(world, base_url=f"{world.url}/s/{world.session.key}/v1", api_key="none") as client:
+        async with (
+            gateway_world() as world,
+            client_of(world, base_url=f"{world.url}/s/{world.session.key}/v1", api_key="none") as client,
+        ):
             answer = await client.chat.completions.create(model="m", messages=HI)
             assert answer.choices[0].message.content == "Hello there."
 

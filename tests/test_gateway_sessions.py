@@ -11,16 +11,25 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from gateway_cases import RULES, ByteTokenizer, ScriptedEngine, World, gateway_world, is_deserted, seed_of, until
+from gateway_cases import (
+    RULES,
+    ByteTokenizer,
+    ScriptedEngine,
+    World,
+    gateway_world,
+    is_deserted,
+    seed_of,
+    until,
+)
 
+from asyncrl.agents.endpoint.gateway import Gateway
+from asyncrl.agents.endpoint.refusals import ApiError
+from asyncrl.agents.endpoint.sessions import GatewaySession, SessionLimits, Sessions
+from asyncrl.agents.endpoint.tool_calls import find_tool_format
 from asyncrl.config import GatewayConfig
 from asyncrl.errors import ConfigError, RolloutFailure
-from asyncrl.gateway.errors import ApiError
-from asyncrl.gateway.server import Gateway
-from asyncrl.gateway.sessions import GatewaySession, SessionLimits, Sessions
-from asyncrl.gateway.tool_formats import find_tool_format
+from asyncrl.messages.records import Completion, Outcome, SamplingRequest, VersionSpan
 from asyncrl.testing.virtual_time import all_blocked, run_virtual
-from asyncrl.types import Completion, Outcome, SamplingRequest, VersionSpan
 
 HI: list[Any] = [{"role": "user", "content": "Hi"}]
 
@@ -72,7 +81,9 @@ def test_a_call_says_which_engine_has_the_conversation_so_far_in_its_cache() -> 
     class OnEngineThree(ScriptedEngine):
         async def generate(self, request: SamplingRequest, **more: Any) -> Completion:
             completion = await super().generate(request, **more)
-            return replace(completion, version_spans=tuple(replace(span, engine=3) for span in completion.version_spans))
+            return replace(
+                completion, version_spans=tuple(replace(span, engine=3) for span in completion.version_spans)
+            )
 
     async def story() -> None:
         async with gateway_world(OnEngineThree()) as world:
@@ -127,7 +138,9 @@ async def cut_call(world: World, body: bytes, **headers: str) -> None:
     await until(lambda: is_deserted(world))
 
 
-def test_a_call_that_nobody_got_is_answered_to_whoever_asks_the_same_and_else_is_no_part_of_the_rollout() -> None:
+def test_a_call_that_nobody_got_is_answered_to_whoever_asks_the_same_and_else_is_no_part_of_the_rollout() -> (
+    None
+):
     async def story() -> None:
         gate = asyncio.Event()
         engine = ScriptedEngine(lambda request: f"seed {request.seed % 1000}", gate=gate)
@@ -145,7 +158,9 @@ def test_a_call_that_nobody_got_is_answered_to_whoever_asks_the_same_and_else_is
             (trajectory,) = world.session.rollout(0, Outcome(), 1.0)
             assert trajectory.num_sampled == answer["usage"]["completion_tokens"]
             _, another = await world.post(body)
-            assert another["id"] == "chatcmpl-2", "its answer was got: the next one like it is a call of its own"
+            assert another["id"] == "chatcmpl-2", (
+                "its answer was got: the next one like it is a call of its own"
+            )
             _, again = await world.post(body, headers={"x-stainless-retry-count": "1"})
             assert again["id"] == "chatcmpl-2", "unless its client says that it asks again"
 
@@ -167,7 +182,9 @@ def test_a_call_in_flight_is_joined_by_its_retry_and_by_no_other_call() -> None:
     asyncio.run(story())
 
 
-def test_a_call_that_was_refused_for_the_moment_is_sampled_when_it_is_tried_again_and_is_no_retry_of_its_twin() -> None:
+def test_a_call_that_was_refused_for_the_moment_is_sampled_when_it_is_tried_again_and_is_no_retry_of_its_twin() -> (
+    None
+):
     async def story() -> None:
         gate, body = asyncio.Event(), json.dumps({"messages": HI}).encode()
         async with gateway_world(ScriptedEngine(gate=gate), max_concurrent_calls=1) as world:
@@ -196,7 +213,9 @@ class ToldEngine(ScriptedEngine):
         return await self.told
 
 
-def test_an_answer_that_comes_in_the_round_of_the_loop_in_which_the_session_ends_is_no_part_of_the_rollout() -> None:
+def test_an_answer_that_comes_in_the_round_of_the_loop_in_which_the_session_ends_is_no_part_of_the_rollout() -> (
+    None
+):
     async def story() -> None:
         engine = ToldEngine()
         async with gateway_world(engine) as world:
@@ -214,7 +233,9 @@ def test_an_idempotency_key_names_one_call_and_one_body() -> None:
     async def story() -> None:
         async with gateway_world() as world:
             body, key = json.dumps({"messages": HI}).encode(), {"Idempotency-Key": "k1"}
-            answers = [await world.post(body, headers=headers) for headers in (key, key, {"Idempotency-Key": "k2"})]
+            answers = [
+                await world.post(body, headers=headers) for headers in (key, key, {"Idempotency-Key": "k2"})
+            ]
             assert [answer["id"] for _, answer in answers] == ["chatcmpl-0", "chatcmpl-0", "chatcmpl-1"]
             status, answer = await world.post({"messages": HI, "n": 2}, headers=key)
             assert (status, answer["error"]["code"]) == (400, "idempotency_key_reused")
@@ -241,7 +262,9 @@ def test_the_port_is_taken_before_the_start_and_a_taken_one_is_a_config_error() 
     def make_gateway(**config: Any) -> Gateway:
         engine = ScriptedEngine()
         none = find_tool_format("none", "")
-        return Gateway(engine, engine.tokenizer, none, RULES, GatewayConfig(**config), seed_of=seed_of, on_broken=print)
+        return Gateway(
+            engine, engine.tokenizer, none, RULES, GatewayConfig(**config), seed_of=seed_of, on_broken=print
+        )
 
     asyncio.run(story())
 
@@ -268,6 +291,9 @@ def test_routes_of_others_are_answered_on_the_same_port_with_the_same_limits() -
             async with world.http.post(world.url + "/work/echo", data=b"hello") as response:
                 assert await response.read() == b"hello"
             async with world.http.post(world.url + "/work/echo", data=b"x" * 3000) as response:
-                assert (response.status, (await response.json())["error"]["code"]) == (413, "request_too_large")
+                assert (response.status, (await response.json())["error"]["code"]) == (
+                    413,
+                    "request_too_large",
+                )
 
     asyncio.run(story())

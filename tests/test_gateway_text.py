@@ -13,12 +13,16 @@ from text_tokenizers import END, PYTHON, START, byte_fallback, byte_level, metas
 from tiny_model import TINY_CHARACTERS
 from tokenizers import Tokenizer
 
-from asyncrl.gateway.answer_text import AnswerText
-from asyncrl.producers import HFChatTokenizer
-from asyncrl.trainer.scratch_tokenizer import make_character_tokenizer
+from asyncrl.agents.endpoint.choices import AnswerText
+from asyncrl.rollouts.tokenizer import HFChatTokenizer
+from asyncrl.trainer.model.scratch_tokenizer import make_character_tokenizer
 
 MARKER = "<tool_call>"
-MAKERS: dict[str, Callable[[], Tokenizer]] = {"byte_level": byte_level, "byte_fallback": byte_fallback, "metaspace": metaspace}
+MAKERS: dict[str, Callable[[], Tokenizer]] = {
+    "byte_level": byte_level,
+    "byte_fallback": byte_fallback,
+    "metaspace": metaspace,
+}
 KINDS = [*MAKERS, "characters"]
 _saved: dict[str, HFChatTokenizer] = {}
 
@@ -58,21 +62,49 @@ def ids_of(name: str) -> st.SearchStrategy[list[int]]:
     tokenizer = _saved[name]
     top = max(tokenizer.text_ids) + 5
     texts = st.sampled_from(
-        ["\U0001f600", "\U000110ff", "\u20ac", "the", " fox", "\n", " ", "  ", MARKER, END, START, PYTHON, "\ufffd", "e", "ab"]
+        [
+            "\U0001f600",
+            "\U000110ff",
+            "\u20ac",
+            "the",
+            " fox",
+            "\n",
+            " ",
+            "  ",
+            MARKER,
+            END,
+            START,
+            PYTHON,
+            "\ufffd",
+            "e",
+            "ab",
+        ]
     )
-    encoded = st.builds(lambda text, cut: list(tokenizer.encode(text))[: cut or None], texts, st.integers(0, 3))
-    return st.lists(encoded | st.lists(st.integers(0, top), max_size=3), max_size=25).map(lambda parts: sum(parts, []))
+    encoded = st.builds(
+        lambda text, cut: list(tokenizer.encode(text))[: cut or None], texts, st.integers(0, 3)
+    )
+    return st.lists(encoded | st.lists(st.integers(0, top), max_size=3), max_size=25).map(
+        lambda parts: sum(parts, [])
+    )
 
 
 @pytest.mark.parametrize("name", KINDS)
 @settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), cuts=st.lists(st.integers(0, 6), max_size=60))
-def test_in_any_cuts_the_pieces_are_the_whole_text_up_to_the_first_stop_string(name: str, data: st.DataObject, cuts: list[int]) -> None:
+def test_in_any_cuts_the_pieces_are_the_whole_text_up_to_the_first_stop_string(
+    name: str, data: st.DataObject, cuts: list[int]
+) -> None:
     tokenizer = _saved[name]
     ids = data.draw(ids_of(name))
     whole = whole_text(tokenizer, ids)
-    inside = st.builds(lambda at, length: whole[at : at + length], st.integers(0, len(whole)), st.integers(1, 5))
-    stop = data.draw(st.lists(inside | st.sampled_from(["zz", "fox ", "\ufffd", "e"]), max_size=3)) if data.draw(st.booleans()) else []
+    inside = st.builds(
+        lambda at, length: whole[at : at + length], st.integers(0, len(whole)), st.integers(1, 5)
+    )
+    stop = (
+        data.draw(st.lists(inside | st.sampled_from(["zz", "fox ", "\ufffd", "e"]), max_size=3))
+        if data.draw(st.booleans())
+        else []
+    )
     answer = AnswerText(tokenizer, stop)
     expected = cut_at_stop(whole, stop)
     out = pieces(answer, ids, cuts)
@@ -102,7 +134,9 @@ def test_a_character_over_several_tokens_comes_out_once_it_is_whole() -> None:
     answer = AnswerText(tokenizer)
     assert [answer.feed([token]) for token in ids] == ["", "", "", "\U000110ff"]
     broken = AnswerText(tokenizer)
-    assert (broken.feed(ids[:-1]), broken.finish()) == ("", "\ufffd"), "one that never gets whole is what decoding says"
+    assert (broken.feed(ids[:-1]), broken.finish()) == ("", "\ufffd"), (
+        "one that never gets whole is what decoding says"
+    )
 
 
 def test_byte_tokens_wait_for_the_end_of_their_run_since_one_bad_byte_spoils_it() -> None:
@@ -112,13 +146,19 @@ def test_byte_tokens_wait_for_the_end_of_their_run_since_one_bad_byte_spoils_it(
     answer = AnswerText(tokenizer)
     assert [answer.feed(euro), answer.feed(word)] == ["", tokenizer.decode([*euro, *word])]
     spoilt = AnswerText(tokenizer)
-    assert [spoilt.feed(euro), spoilt.feed(euro[:1]), spoilt.feed(word)] == ["", "", "\ufffd" * 4 + tokenizer.decode([*euro, *word])[1:]]
+    assert [spoilt.feed(euro), spoilt.feed(euro[:1]), spoilt.feed(word)] == [
+        "",
+        "",
+        "\ufffd" * 4 + tokenizer.decode([*euro, *word])[1:],
+    ]
 
 
 def test_a_stop_string_over_tokens_is_held_back_and_cut_off() -> None:
     tokenizer = _saved["characters"]
     answer = AnswerText(tokenizer, ["stop.", "zz"])
-    assert [answer.feed(tokenizer.encode(text)) for text in ("go s", "to", "p now. sto", "p. more", "more")] == [
+    assert [
+        answer.feed(tokenizer.encode(text)) for text in ("go s", "to", "p now. sto", "p. more", "more")
+    ] == [
         "go ",
         "",
         "stop now. ",
@@ -132,7 +172,11 @@ def test_a_stop_string_over_tokens_is_held_back_and_cut_off() -> None:
 def test_the_beginning_of_a_stop_string_at_the_end_is_text() -> None:
     tokenizer = _saved["characters"]
     answer = AnswerText(tokenizer, ["stop."])
-    assert (answer.feed(tokenizer.encode("go sto")), answer.finish(), answer.is_stopped) == ("go ", "sto", False)
+    assert (answer.feed(tokenizer.encode("go sto")), answer.finish(), answer.is_stopped) == (
+        "go ",
+        "sto",
+        False,
+    )
 
 
 def test_of_several_stop_strings_the_one_complete_first_counts_and_of_those_the_longest() -> None:
@@ -145,7 +189,11 @@ def test_of_several_stop_strings_the_one_complete_first_counts_and_of_those_the_
 @pytest.mark.parametrize("name", MAKERS)
 def test_special_and_end_tokens_are_never_shown_but_those_that_are_asked_for(name: str) -> None:
     tokenizer = _saved[name]
-    ids = [*tokenizer.encode(f"the{START}fox{PYTHON}"), *tokenizer.encode(f"{MARKER}12"), *tokenizer.encode(END)]
+    ids = [
+        *tokenizer.encode(f"the{START}fox{PYTHON}"),
+        *tokenizer.encode(f"{MARKER}12"),
+        *tokenizer.encode(END),
+    ]
     hidden = "".join(pieces(AnswerText(tokenizer), ids, [1] * len(ids)))
     assert MARKER in hidden, "added to the vocabulary, and no special token"
     assert not any(special in hidden for special in (START, PYTHON, END))
@@ -190,7 +238,9 @@ def test_the_work_for_a_token_does_not_grow_with_the_answer(name: str) -> None:
             return self.inner.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     tokenizer = _saved[name]
-    bad = tokenizer.encode("\U0001f47e")[-1:] * 400  # the last byte of a character, again and again: never whole
+    bad = (
+        tokenizer.encode("\U0001f47e")[-1:] * 400
+    )  # the last byte of a character, again and again: never whole
     for ids in (tokenizer.encode("the quick fox \u20ac " * 100), bad):
         counting = Counting(tokenizer)
         "".join(pieces(AnswerText(counting, ["zz"]), ids, [1] * len(ids)))

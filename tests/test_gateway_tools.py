@@ -12,9 +12,9 @@ from gateway_cases import gateway_world
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncrl.agents.endpoint.chat_messages import TextBudget, check_messages
+from asyncrl.agents.endpoint.tool_calls import ParsedAnswer, ToolCall, ToolFormat, find_tool_format
 from asyncrl.errors import ConfigError, RolloutFailure
-from asyncrl.gateway.messages import TextBudget, check_messages
-from asyncrl.gateway.tool_formats import ParsedAnswer, ToolCall, ToolFormat, find_tool_format
 
 HERMES = find_tool_format("hermes", "")
 LLAMA = find_tool_format("llama", "")
@@ -35,11 +35,15 @@ CALL_F, CALL_G = ToolCall("f", '{"x": 1}'), ToolCall("g", "{}")
 def test_hermes_calls_are_read_with_the_text_before_them() -> None:
     assert HERMES.parse(hermes(F)) == ParsedAnswer(None, (CALL_F,))
     assert HERMES.parse(f"Let me see.\n\n{hermes(F, G)}\n") == ParsedAnswer("Let me see.", (CALL_F, CALL_G))
-    assert HERMES.parse(f"<tool_call>{F}</tool_call>and<tool_call>{G}</tool_call> then") == ParsedAnswer("and then", (CALL_F, CALL_G))
+    assert HERMES.parse(f"<tool_call>{F}</tool_call>and<tool_call>{G}</tool_call> then") == ParsedAnswer(
+        "and then", (CALL_F, CALL_G)
+    )
 
 
 def test_hermes_reads_any_order_of_keys_and_a_list_of_calls() -> None:
-    assert HERMES.parse('<tool_call>\n{ "arguments": {"x": 1}, "id": 7, "name": "f"}\n</tool_call> ').tool_calls == (CALL_F,)
+    assert HERMES.parse(
+        '<tool_call>\n{ "arguments": {"x": 1}, "id": 7, "name": "f"}\n</tool_call> '
+    ).tool_calls == (CALL_F,)
     assert HERMES.parse(f"<tool_call>[\n{F},\n{G}\n]</tool_call>") == ParsedAnswer(None, (CALL_F, CALL_G))
 
 
@@ -64,7 +68,9 @@ def test_a_call_that_is_only_thought_about_is_none() -> None:
     parsed = HERMES.parse(text)
     assert parsed.tool_calls == (CALL_F,)
     assert parsed.content == text[: text.index("</think>")] + "</think>"
-    assert HERMES.parse(f"I could write {hermes(G)}</think>no").tool_calls == (), "the template may have written <think> already"
+    assert HERMES.parse(f"I could write {hermes(G)}</think>no").tool_calls == (), (
+        "the template may have written <think> already"
+    )
 
 
 def test_llama_calls_are_the_whole_answer_or_follow_the_python_tag() -> None:
@@ -149,7 +155,10 @@ characters = st.characters(exclude_categories=("Cs",))
 numbers = st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False)
 json_values = st.recursive(
     st.none() | st.booleans() | numbers | st.text(characters, max_size=6),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["a", "</tool_call>", ";", "{"]), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["a", "</tool_call>", ";", "{"]), inner, max_size=3)
+    ),
     max_leaves=8,
 )
 arguments_texts = st.builds(
@@ -162,20 +171,33 @@ MARKERS = ["<tool_call>", "</tool_call>", "<|python_tag|>", "</think>", F, "<too
 texts = st.lists(st.sampled_from([*"<tool_>/{}[];: \nab", *MARKERS]), max_size=12).map("".join)
 
 
-@given(calls=st.lists(st.tuples(st.sampled_from(["f", "get_weather", "a.b-c"]), arguments_texts), min_size=1, max_size=3))
-def test_arguments_are_the_text_that_the_model_wrote_and_can_be_sent_back(calls: list[tuple[str, str]]) -> None:
+@given(
+    calls=st.lists(
+        st.tuples(st.sampled_from(["f", "get_weather", "a.b-c"]), arguments_texts), min_size=1, max_size=3
+    )
+)
+def test_arguments_are_the_text_that_the_model_wrote_and_can_be_sent_back(
+    calls: list[tuple[str, str]],
+) -> None:
     expected = tuple(ToolCall(*call) for call in calls)
     assert HERMES.parse(hermes(*[call_text(*call) for call in calls])).tool_calls == expected
     assert LLAMA.parse("; ".join(call_text(*call, "parameters") for call in calls)).tool_calls == expected
-    sent_back = [{"id": "c", "type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in expected]
+    sent_back = [
+        {"id": "c", "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for call in expected
+    ]
     message = {"role": "assistant", "content": None, "tool_calls": sent_back}
     checked = check_messages([message], TextBudget(10**6, 10**6), 10, 1)[0]["tool_calls"]
     assert [call["function"]["name"] for call in checked] == [call.name for call in expected]
 
 
-@pytest.mark.parametrize("tool_format", [HERMES, LLAMA, find_tool_format("none", "")], ids=lambda each: each.name)
+@pytest.mark.parametrize(
+    "tool_format", [HERMES, LLAMA, find_tool_format("none", "")], ids=lambda each: each.name
+)
 @given(text=texts, cuts=st.lists(st.integers(0, 5), max_size=12))
-def test_what_is_shown_before_the_end_is_how_the_content_begins(tool_format: ToolFormat, text: str, cuts: list[int]) -> None:
+def test_what_is_shown_before_the_end_is_how_the_content_begins(
+    tool_format: ToolFormat, text: str, cuts: list[int]
+) -> None:
     content = tool_format.parse(text).content or ""
     shown = at = 0
     for length in [*cuts, len(text)]:
@@ -191,7 +213,9 @@ def test_plain_text_is_held_back_no_longer_than_a_marker_may_begin() -> None:
     assert HERMES.hold_from("a <b> <tool b") == len("a <b> <tool b")
     assert HERMES.hold_from("a \n") == 1, "white space goes if a call follows"
     assert HERMES.hold_from(f"a {hermes(F)} and more") == 1
-    assert LLAMA.hold_from('{"') == LLAMA.hold_from(" {") == LLAMA.hold_from("<|py") == LLAMA.hold_from(" ") == 0
+    assert (
+        LLAMA.hold_from('{"') == LLAMA.hold_from(" {") == LLAMA.hold_from("<|py") == LLAMA.hold_from(" ") == 0
+    )
     assert LLAMA.hold_from('a {"name": ') == len('a {"name":')
     assert LLAMA.hold_from("a <|python_tag|>{") == 1
 
@@ -200,22 +224,30 @@ def test_plain_text_is_held_back_no_longer_than_a_marker_may_begin() -> None:
     ("tool_format", "required", "named"),
     [
         (HERMES, ' "f", "arguments": {"x": 1}}\n</tool_call>', ' {"x": 1}}\n</tool_call>'),
-        (find_tool_format("hermes", "<tool_call>[\n"), ' "f", "arguments": {"x": 1}}\n]</tool_call>', ' {"x": 1}}]</tool_call>'),
+        (
+            find_tool_format("hermes", "<tool_call>[\n"),
+            ' "f", "arguments": {"x": 1}}\n]</tool_call>',
+            ' {"x": 1}}]</tool_call>',
+        ),
         (LLAMA, ' "f", "parameters": {"x": 1}}', ' {"x": 1}}'),
     ],
     ids=["hermes", "hermes lists", "llama"],
 )
-def test_a_prefill_begins_a_call_of_any_tool_or_of_one(tool_format: ToolFormat, required: str, named: str) -> None:
+def test_a_prefill_begins_a_call_of_any_tool_or_of_one(
+    tool_format: ToolFormat, required: str, named: str
+) -> None:
     any_tool, one_tool = tool_format.prefill_required(), tool_format.prefill_named("f")
     assert any_tool is not None
     assert one_tool is not None
-    assert tool_format.parse(any_tool + required) == tool_format.parse(one_tool + named) == ParsedAnswer(None, (CALL_F,))
+    assert (
+        tool_format.parse(any_tool + required)
+        == tool_format.parse(one_tool + named)
+        == ParsedAnswer(None, (CALL_F,))
+    )
     assert not any_tool.endswith((" ", "\n")), "white space at the end would split a token"
 
 
-QWEN = (
-    """{{- "<tools>" }}{{- "\\n</tools>\\n... within <tool_call></tool_call> XML tags:\\n<tool_call>\\n{\\"name\\": <function-name>}" }}"""
-)
+QWEN = """{{- "<tools>" }}{{- "\\n</tools>\\n... within <tool_call></tool_call> XML tags:\\n<tool_call>\\n{\\"name\\": <function-name>}" }}"""
 LLAMA_32 = """{{- "Environment: ipython\\n" }}{{- 'Respond in the format {"name": function name, "parameters": dictionary}. ' }}"""
 
 
@@ -229,7 +261,10 @@ LLAMA_32 = """{{- "Environment: ipython\\n" }}{{- 'Respond in the format {"name"
         ("<tool_call>\n<function=example>\n<parameter=x>", "none"),
         ("<tool_call>{{ name }}\n<arg_key>", "none"),
         ('<TOOLCALL>[{"name": "x", "arguments": "y"}]</TOOLCALL> "parameters" ipython', "none"),
-        ('<|python_tag|> <function=example_function_name>{"example_name": 1}</function> "parameters"', "none"),
+        (
+            '<|python_tag|> <function=example_function_name>{"example_name": 1}</function> "parameters"',
+            "none",
+        ),
     ],
 )
 def test_auto_reads_the_format_off_the_chat_template(template: str, name: str) -> None:
@@ -243,7 +278,10 @@ def test_without_a_format_text_is_text() -> None:
 
 
 def test_an_unknown_format_is_refused_with_those_there_are() -> None:
-    with pytest.raises(ConfigError, match=r"tool_format=mistral is not known\.\n  Way out: set it to auto, hermes, llama, none"):
+    with pytest.raises(
+        ConfigError,
+        match=r"tool_format=mistral is not known\.\n  Way out: set it to auto, hermes, llama, none",
+    ):
         find_tool_format("mistral", "")
 
 
@@ -282,21 +320,37 @@ def test_a_function_of_ones_own_reads_calls_from_dicts_or_texts(own: Any) -> Non
 
 
 def test_a_call_that_ones_own_function_finds_malformed_is_text(own: Any) -> None:
-    for name, text in (("parse", "CALL f {'x': 1}"), ("parse", "CALL f"), ("parse", "CALL f [1]"), ("as_text", "{"), ("no_json", "a")):
+    for name, text in (
+        ("parse", "CALL f {'x': 1}"),
+        ("parse", "CALL f"),
+        ("parse", "CALL f [1]"),
+        ("as_text", "{"),
+        ("no_json", "a"),
+    ):
         assert own(name).parse(text) == ParsedAnswer(text)
 
 
-def test_a_function_that_returns_something_else_fails_the_rollout_and_says_what_it_should_be(own: Any) -> None:
+def test_a_function_that_returns_something_else_fails_the_rollout_and_says_what_it_should_be(
+    own: Any,
+) -> None:
     for name in ("wrong", "wrong_pair"):
-        with pytest.raises(RolloutFailure, match=r"own_tool_format:wrong.* returned .*parse\(text\) -> \[\(name, arguments\)"):
+        with pytest.raises(
+            RolloutFailure, match=r"own_tool_format:wrong.* returned .*parse\(text\) -> \[\(name, arguments\)"
+        ):
             own(name).parse("a")
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("wrong_pair", "returned ('f', {}, 1)"), ("raises", "raised KeyError: 'Hello there.' (own_tool_format.py line")]
+    ("name", "said"),
+    [
+        ("wrong_pair", "returned ('f', {}, 1)"),
+        ("raises", "raised KeyError: 'Hello there.' (own_tool_format.py line"),
+    ],
 )
 @pytest.mark.parametrize("n", [1, 2])
-def test_a_wrong_function_fails_the_rollout_of_the_call_by_its_name(own: Any, name: str, said: str, n: int) -> None:
+def test_a_wrong_function_fails_the_rollout_of_the_call_by_its_name(
+    own: Any, name: str, said: str, n: int
+) -> None:
     async def story() -> None:
         own(name)
         async with gateway_world(tool_format=f"own_tool_format:{name}") as world:

@@ -15,23 +15,30 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from asyncrl.agents import Outcome, Session, Task
+from asyncrl.agents.endpoint import requests as shapes
+from asyncrl.agents.endpoint.refusals import ApiError
+from asyncrl.agents.endpoint.requests import CallRules, ShapeReader
 from asyncrl.cli import app
 from asyncrl.config import GatewayConfig, RunConfig
-from asyncrl.gateway import shapes
-from asyncrl.gateway.errors import ApiError
-from asyncrl.gateway.shapes import CallRules, ShapeReader
-from asyncrl.harness import Outcome, Session, Task
+from asyncrl.messages.work import MAX_WAIT_S
 from asyncrl.observe import step_metrics
-from asyncrl.running import reporting, step_numbers
-from asyncrl.worker_wire import MAX_WAIT_S
+from asyncrl.run import report as reporting
+from asyncrl.run import report as step_numbers
 
 ROOT = Path(__file__).parents[1]
-PAGES = {name: (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in ("generators", "gateway")}
+PAGES = {
+    name: (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in ("generators", "gateway")
+}
 BASE: dict[str, Any] = {"model": {"path": "x"}, "task": {"files": ["x.jsonl"], "reward": "math"}}
 
 
 def blocks(page: str, language: str) -> list[str]:
-    return [text for kind, text in re.findall(r"```(\w*)\n(.*?)```", PAGES[page], flags=re.DOTALL) if kind == language]
+    return [
+        text
+        for kind, text in re.findall(r"```(\w*)\n(.*?)```", PAGES[page], flags=re.DOTALL)
+        if kind == language
+    ]
 
 
 @pytest.mark.parametrize(("page", "text"), [(page, text) for page in PAGES for text in blocks(page, "yaml")])
@@ -40,7 +47,10 @@ def test_every_config_on_the_pages_is_a_config(page: str, text: str) -> None:
 
 
 def test_the_settings_of_the_gateways_page_are_the_defaults() -> None:
-    shown = {key: None if value == "none" else value for key, value in yaml.safe_load(blocks("gateway", "yaml")[0])["gateway"].items()}
+    shown = {
+        key: None if value == "none" else value
+        for key, value in yaml.safe_load(blocks("gateway", "yaml")[0])["gateway"].items()
+    }
     assert shown == GatewayConfig().model_dump()
 
 
@@ -73,15 +83,23 @@ def test_the_agent_on_the_page_asks_again_until_it_is_right() -> None:
     async def create(**body: Any) -> Any:
         return SimpleNamespace(choices=[SimpleNamespace(message=SimpleNamespace(content=next(answers)))])
 
-    session = SimpleNamespace(model="policy", client=SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create))))
+    session = SimpleNamespace(
+        model="policy",
+        client=SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create))),
+    )
     task = Task("p", ({"role": "user", "content": "6*7?"},), answer=42)
     assert asyncio.run(page["run"](task, session)) == Outcome(1.0, {"turns": 2})
-    assert {"base_url", "api_key", "model", "client"} <= {*dir(Session), *inspect.signature(Session).parameters}
+    assert {"base_url", "api_key", "model", "client"} <= {
+        *dir(Session),
+        *inspect.signature(Session).parameters,
+    }
 
 
 def test_the_commands_of_the_page_are_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[dict[str, Any]] = []
-    monkeypatch.setattr("asyncrl.harness.cli_work.run_worker", lambda url, **options: started.append({"url": url, **options}))
+    monkeypatch.setattr(
+        "asyncrl.agents.worker.run_worker", lambda url, **options: started.append({"url": url, **options})
+    )
     lines = [line for text in blocks("generators", "") for line in text.splitlines()]
     for line in lines:
         assert line.startswith("ASYNCRL_WORKER_KEY=... asyncrl work ")
@@ -134,7 +152,10 @@ def test_the_page_names_every_parameter_and_says_what_becomes_of_it() -> None:
 
 
 def test_the_page_names_every_error_code() -> None:
-    source = "".join((ROOT / "asyncrl" / "gateway" / f"{name}.py").read_text() for name in ("errors", "calls", "app", "shapes"))
+    source = "".join(
+        (ROOT / "asyncrl" / "gateway" / f"{name}.py").read_text()
+        for name in ("errors", "calls", "app", "shapes")
+    )
     codes = set(re.findall(r'code="(\w+)"', source)) | set(re.findall(r'\d: "(\w+)"', source))
     assert codes == set().union(*(names(row[1]) for row in table("status")))
 

@@ -17,13 +17,21 @@ import psutil
 import pytest
 from harness_gateway import open_gateway, settled
 
+from asyncrl.agents import Outcome, Session, Task
+from asyncrl.agents.command import CommandHarness, last_line_outcome
+from asyncrl.agents.process_tree import MARK_ENV, find_family
+from asyncrl.agents.work_client import Worker
 from asyncrl.errors import ConfigError, RolloutFailure
-from asyncrl.harness import Outcome, Session, Task
-from asyncrl.harness.command import CommandHarness, last_line_outcome
-from asyncrl.harness.families import MARK_ENV, find_family
-from asyncrl.harness.leasing import Worker
 
-TASK = Task("p0", ({"role": "user", "content": "What is 6 * 7?"},), answer=42, info={"kind": "times"}, seed=5, sample_index=1, attempt=2)
+TASK = Task(
+    "p0",
+    ({"role": "user", "content": "What is 6 * 7?"},),
+    answer=42,
+    info={"kind": "times"},
+    seed=5,
+    sample_index=1,
+    attempt=2,
+)
 SESSION = Session("http://127.0.0.1:9/v1", "secret-key", "policy")
 
 
@@ -65,7 +73,9 @@ def test_the_last_line_is_a_number_a_json_object_or_nothing(text: str, outcome: 
     assert last_line_outcome(text) == outcome
 
 
-@pytest.mark.parametrize("text", ["nan", "-inf", "{'reward': 1}", '{"rewrd": 1}', '{"reward": NaN}', '{"reward": "1x"}', "{"])
+@pytest.mark.parametrize(
+    "text", ["nan", "-inf", "{'reward': 1}", '{"rewrd": 1}', '{"reward": NaN}', '{"reward": "1x"}', "{"]
+)
 def test_a_last_line_that_is_no_outcome_is_a_failure(text: str) -> None:
     with pytest.raises(RolloutFailure, match="last line is no outcome"):
         last_line_outcome(text)
@@ -106,7 +116,9 @@ TOOL = """
 
 @pytest.mark.slow
 @pytest.mark.parametrize("outcomes", ["returned", "posted"])
-def test_a_shell_that_the_policy_drives_finds_no_answer_and_no_outcome_key_and_cannot_pay_itself(outcomes: str, tmp_path: Path) -> None:
+def test_a_shell_that_the_policy_drives_finds_no_answer_and_no_outcome_key_and_cannot_pay_itself(
+    outcomes: str, tmp_path: Path
+) -> None:
     agent = f"""
         set -e
         task=$(cat)
@@ -132,7 +144,9 @@ def test_a_shell_that_the_policy_drives_finds_no_answer_and_no_outcome_key_and_c
             await caller.aclose()
             return outcome
 
-    assert asyncio.run(story()) == (Outcome(0.25) if outcomes == "posted" else Outcome()), "what the tool has posted counts nowhere"
+    assert asyncio.run(story()) == (Outcome(0.25) if outcomes == "posted" else Outcome()), (
+        "what the tool has posted counts nowhere"
+    )
     assert "outcome_refused" in (tmp_path / "answered").read_text()
     given, loot = json.loads((tmp_path / "task").read_text()), (tmp_path / "loot").read_text()
     assert "OPENAI_API_KEY=key-0" in loot, "it has looked"
@@ -147,15 +161,22 @@ def test_a_shell_that_the_policy_drives_finds_no_answer_and_no_outcome_key_and_c
 def test_a_task_of_a_megabyte_is_fed_as_it_is_read_and_one_that_nobody_reads_holds_nothing_up() -> None:
     large = replace(TASK, info={"text": "x" * 2**20})
     assert asyncio.run(shell("wc -c").run(large, SESSION)).reward == pytest.approx(2**20, rel=0.01)
-    assert asyncio.run(shell("head -c 100 > /dev/null; exec <&-; echo 0.5").run(large, SESSION)) == Outcome(0.5)
+    assert asyncio.run(shell("head -c 100 > /dev/null; exec <&-; echo 0.5").run(large, SESSION)) == Outcome(
+        0.5
+    )
     assert asyncio.run(shell("echo 0.5").run(large, SESSION)) == Outcome(0.5)
 
 
 @pytest.mark.slow
-def test_the_environment_is_scrubbed_and_the_folder_is_its_own(monkeypatch: pytest.MonkeyPatch, own_temp: Path) -> None:
+def test_the_environment_is_scrubbed_and_the_folder_is_its_own(
+    monkeypatch: pytest.MonkeyPatch, own_temp: Path
+) -> None:
     monkeypatch.setenv("ASYNCRL_SECRET", "of the run")
     report = own_temp.parent / "report"
-    harness = shell(f"env > {report}; pwd >> {report}; ls -A >> {report}; touch here $TMPDIR/there; mkdir -m 500 shut", CORPUS="/data")
+    harness = shell(
+        f"env > {report}; pwd >> {report}; ls -A >> {report}; touch here $TMPDIR/there; mkdir -m 500 shut",
+        CORPUS="/data",
+    )
     assert asyncio.run(harness.run(TASK, SESSION)) == Outcome()
     said = report.read_text()
     names = {line.split("=")[0] for line in said.splitlines() if "=" in line}
@@ -168,14 +189,22 @@ def test_the_environment_is_scrubbed_and_the_folder_is_its_own(monkeypatch: pyte
 
 
 @pytest.mark.slow
-def test_named_variables_of_the_worker_are_passed_and_one_that_is_not_set_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_named_variables_of_the_worker_are_passed_and_one_that_is_not_set_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("JUDGE_KEY", "0.75")
     assert (
-        asyncio.run(CommandHarness(["/bin/sh", "-c", "echo $JUDGE_KEY"], {}, 2**16, pass_env=["JUDGE_KEY"]).run(TASK, SESSION)).reward
+        asyncio.run(
+            CommandHarness(["/bin/sh", "-c", "echo $JUDGE_KEY"], {}, 2**16, pass_env=["JUDGE_KEY"]).run(
+                TASK, SESSION
+            )
+        ).reward
         == 0.75
     )
     monkeypatch.delenv("JUDGE_KEY")
-    with pytest.raises(ConfigError, match=r"generator\.pass_env names JUDGE_KEY, which this process does not have"):
+    with pytest.raises(
+        ConfigError, match=r"generator\.pass_env names JUDGE_KEY, which this process does not have"
+    ):
         CommandHarness(["/bin/true"], {}, 2**16, pass_env=["JUDGE_KEY"])
 
 
@@ -186,9 +215,13 @@ def test_a_command_that_never_reads_its_task_and_one_without_output_end_well() -
 
 @pytest.mark.slow
 def test_an_exit_code_or_a_signal_is_a_failure_with_the_end_of_standard_error() -> None:
-    with pytest.raises(RolloutFailure, match=r"exited with code 3; the end of its standard error: .*last words"):
+    with pytest.raises(
+        RolloutFailure, match=r"exited with code 3; the end of its standard error: .*last words"
+    ):
         run("head -c 5000 /dev/zero | tr '\\0' x >&2; echo last words >&2; echo 1.0; exit 3")
-    with pytest.raises(RolloutFailure, match="was killed by SIGSEGV; the end of its standard error: \\(empty\\)"):
+    with pytest.raises(
+        RolloutFailure, match="was killed by SIGSEGV; the end of its standard error: \\(empty\\)"
+    ):
         run("kill -SEGV $$")
 
 
@@ -225,7 +258,9 @@ def test_cancelling_ends_the_whole_family_also_one_that_ignores_sigterm(own_temp
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.01):
                 await running
-        alive = [process for process in family if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+        alive = [
+            process for process in family if process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        ]
         assert alive == []
 
     asyncio.run(story())
@@ -252,11 +287,13 @@ def test_a_second_cancel_kills_at_once(own_temp: Path) -> None:
 
 @pytest.mark.slow
 def test_a_command_gets_sigterm_and_may_tidy_up(own_temp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.harness.command.GRACE_S", 60.0)
+    monkeypatch.setattr("asyncrl.agents.command.GRACE_S", 60.0)
     began, tidied = own_temp.parent / "began", own_temp.parent / "tidied"
 
     async def story() -> None:
-        harness = shell(f"trap ': >{tidied}; exit 0' TERM; touch {began}; while :; do sleep 0.05; done")  # a child would get SIGTERM, too
+        harness = shell(
+            f"trap ': >{tidied}; exit 0' TERM; touch {began}; while :; do sleep 0.05; done"
+        )  # a child would get SIGTERM, too
         running = asyncio.ensure_future(harness.run(TASK, SESSION))
         await settled(began.exists)
         running.cancel()
@@ -292,7 +329,9 @@ def test_no_file_descriptor_and_no_zombie_is_left_after_many_commands() -> None:
             print(before == len(os.listdir("/proc/self/fd")), alive)
         asyncio.run(story())
     """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False
+    )
     assert (done.stdout, done.stderr) == ("True []\n", "")
 
 
@@ -313,11 +352,15 @@ def test_a_program_that_is_not_there_and_a_taken_variable_are_refused_before_any
 
 
 @pytest.mark.slow
-def test_files_of_the_working_directory_are_found_from_the_folder_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_the_working_directory_are_found_from_the_folder_of_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "agent.sh").write_text("#!/bin/sh\necho 0.25\n")
     (tmp_path / "agent.sh").chmod(stat.S_IRWXU)
     monkeypatch.chdir(tmp_path)
-    harnesses = [CommandHarness(command, {}, 2**16) for command in (["bash", "agent.sh"], ["./agent.sh"], ["agent.sh"])]
+    harnesses = [
+        CommandHarness(command, {}, 2**16) for command in (["bash", "agent.sh"], ["./agent.sh"], ["agent.sh"])
+    ]
     monkeypatch.chdir("/")
     for harness in harnesses:
         assert asyncio.run(harness.run(TASK, SESSION)) == Outcome(0.25)

@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 from harness_gateway import open_gateway
 
+from asyncrl.agents import Outcome, Session, Task
+from asyncrl.agents.harness import GRACE_S, HarnessSpec, HttpClients, build_harness
+from asyncrl.agents.python import PythonHarness
 from asyncrl.errors import ConfigError, RolloutFailure
-from asyncrl.harness import Outcome, Session, Task
-from asyncrl.harness.build import HarnessSpec, build_harness
-from asyncrl.harness.python import PythonHarness
-from asyncrl.harness.task import GRACE_S, HttpClients
 from asyncrl.testing.virtual_time import run_virtual
-from asyncrl.user_calls import MAX_ABANDONED
+from asyncrl.user_code import MAX_ABANDONED
 
 TASK = Task("p0", ({"role": "user", "content": "hi"},), answer="0.25")
 
@@ -63,7 +62,9 @@ def test_what_a_function_raises_passes_also_out_of_its_thread() -> None:
         run("exits")
 
 
-def test_a_function_that_swallows_its_cancellation_is_given_up_and_counted_and_too_many_end_the_worker() -> None:
+def test_a_function_that_swallows_its_cancellation_is_given_up_and_counted_and_too_many_end_the_worker() -> (
+    None
+):
     async def story() -> None:
         harness = PythonHarness("harnesses_for_test:swallows", {})
         session = Session("http://127.0.0.1:9/v1", "key", "policy")
@@ -76,9 +77,14 @@ def test_a_function_that_swallows_its_cancellation_is_given_up_and_counted_and_t
             await run_for_10_s()
         assert asyncio.get_running_loop().time() == 10.0 + GRACE_S
         assert harness.num_abandoned == 1
-        found = await asyncio.gather(*(run_for_10_s() for _ in range(MAX_ABANDONED - 1)), return_exceptions=True)
+        found = await asyncio.gather(
+            *(run_for_10_s() for _ in range(MAX_ABANDONED - 1)), return_exceptions=True
+        )
         assert {type(error) for error in found} == {TimeoutError}
-        with pytest.raises(ConfigError, match=rf"{MAX_ABANDONED} calls of generator.python=harnesses_for_test:swallows did not end"):
+        with pytest.raises(
+            ConfigError,
+            match=rf"{MAX_ABANDONED} calls of generator.python=harnesses_for_test:swallows did not end",
+        ):
             await run_for_10_s()
 
     run_virtual(story())
@@ -95,7 +101,9 @@ def test_a_function_that_swallows_its_cancellation_is_given_up_and_counted_and_t
         ("harnesses_for_test:TASK_WORDS", {}, "has no TASK_WORDS"),
     ],
 )
-def test_a_function_that_cannot_be_called_is_refused_before_any_rollout(spec: str, args: dict[str, Any], said: str) -> None:
+def test_a_function_that_cannot_be_called_is_refused_before_any_rollout(
+    spec: str, args: dict[str, Any], said: str
+) -> None:
     with pytest.raises(ConfigError) as error:
         build_harness(HarnessSpec(python=spec, args=args))
     assert said in str(error.value)

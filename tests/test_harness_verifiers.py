@@ -18,14 +18,14 @@ import guessing_env_for_test
 import pytest
 from gateway_cases import ScriptedEngine, World, gateway_world
 
+from asyncrl.agents import Outcome, Session, Task
+from asyncrl.agents.endpoint.sessions import GatewaySession
+from asyncrl.agents.harness import HarnessSpec, build_harness
+from asyncrl.agents.verifiers import VerifiersHarness, load_taskset
 from asyncrl.config import load_config
 from asyncrl.errors import ConfigError, RewardFailure, RolloutFailure
-from asyncrl.gateway.sessions import GatewaySession
-from asyncrl.harness import Outcome, Session, Task
-from asyncrl.harness.build import HarnessSpec, build_harness
-from asyncrl.harness.verifiers import VerifiersHarness, load_taskset
-from asyncrl.tasks.verifiers_env import VerifiersTask
-from asyncrl.types import Rollout, SamplingRequest
+from asyncrl.messages.records import Rollout, SamplingRequest
+from asyncrl.tasks.verifiers_task import VerifiersTask
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "verifiers_env"
 LOCAL = {"agent": {"runtime": {"type": "subprocess"}}}
@@ -65,7 +65,11 @@ def play(
             harness = harness_of(name, args)
             outcome = await harness.run(task_of(name, args, index), session_of(world, world.session))
             assert repr(harness) == f"<VerifiersHarness {name}, 0 running>"
-            return outcome, world.session.rollout(0, outcome, outcome.reward or 0.0), [text_of(each) for each in engine.requests]
+            return (
+                outcome,
+                world.session.rollout(0, outcome, outcome.reward or 0.0),
+                [text_of(each) for each in engine.requests],
+            )
 
     return asyncio.run(story())
 
@@ -86,7 +90,11 @@ def tool_call(name: str, **arguments: Any) -> str:
 
 def use_the_calculator(prompt: str) -> str:
     role, text = last_turn(prompt)
-    return f"It is {text}" if role == "tool" else tool_call("calculate", expression=text.removeprefix("What is ").removesuffix("?"))
+    return (
+        f"It is {text}"
+        if role == "tool"
+        else tool_call("calculate", expression=text.removeprefix("What is ").removesuffix("?"))
+    )
 
 
 def guess_upwards(prompt: str) -> str:
@@ -95,7 +103,9 @@ def guess_upwards(prompt: str) -> str:
 
 def test_an_environment_with_tools_is_run_as_it_is_and_every_turn_is_recorded() -> None:
     outcome, rollout, prompts = play("calculator_env", 0, use_the_calculator)
-    assert outcome == Outcome(pytest.approx(1.1), {"reward/correct": 1.0, "reward/asked": 1.0, "num_calls": 1.0})  # type: ignore[arg-type]
+    assert outcome == Outcome(
+        pytest.approx(1.1), {"reward/correct": 1.0, "reward/asked": 1.0, "num_calls": 1.0}
+    )  # type: ignore[arg-type]
     assert len(prompts) == 2
     assert "['calculate']" in prompts[0]
     assert "Use the calculator. End with the number alone." in prompts[0]
@@ -114,7 +124,12 @@ def test_a_wrong_answer_is_a_reward_and_no_failure() -> None:
 def test_an_environment_that_answers_the_model_turn_by_turn_is_one_conversation() -> None:
     outcome, rollout, prompts = play("guessing_env_for_test", 3, guess_upwards, {})
     assert outcome == Outcome(1.0, {"reward/found": 1.0, "guesses": 4.0})
-    assert [last_turn(prompt)[1] for prompt in prompts] == ["Which number from 0 to 9?", "higher", "higher", "higher"]
+    assert [last_turn(prompt)[1] for prompt in prompts] == [
+        "Which number from 0 to 9?",
+        "higher",
+        "higher",
+        "higher",
+    ]
     assert len(rollout) == 1
     assert rollout[0].num_sampled == 8  # four digits and four ends of turn
 
@@ -126,10 +141,15 @@ def test_rollouts_at_once_share_the_servers_of_their_environment_which_end_with_
             sessions = [world.open(f"g0/r{index}") for index in range(6)]
             tasks = [task_of("guessing_env_for_test", {}, index) for index in range(6)]
             outcomes = await asyncio.gather(
-                *(harness.run(task, session_of(world, each)) for task, each in zip(tasks, sessions, strict=True))
+                *(
+                    harness.run(task, session_of(world, each))
+                    for task, each in zip(tasks, sessions, strict=True)
+                )
             )
             assert [outcome.reward for outcome in outcomes] == [1.0] * 6
-            assert [session.rollout(0, Outcome(), 0.0)[0].num_sampled for session in sessions] == [2 * n for n in range(1, 7)]
+            assert [session.rollout(0, Outcome(), 0.0)[0].num_sampled for session in sessions] == [
+                2 * n for n in range(1, 7)
+            ]
             assert guessing_env_for_test.started == ["start", "stop"]
             await harness.run(tasks[0], session_of(world, world.session))
             assert guessing_env_for_test.started == ["start", "stop"] * 2
@@ -157,7 +177,11 @@ def test_a_cancelled_rollout_leaves_nothing_behind() -> None:
             assert asyncio.all_tasks() - {asyncio.current_task()} <= gateway_tasks()
 
     def gateway_tasks() -> set[asyncio.Task[Any]]:
-        return {task for task in asyncio.all_tasks() if "RequestHandler" in repr(task) or "web_protocol" in repr(task)}
+        return {
+            task
+            for task in asyncio.all_tasks()
+            if "RequestHandler" in repr(task) or "web_protocol" in repr(task)
+        }
 
     asyncio.run(story())
 
@@ -193,13 +217,17 @@ def test_what_fails_in_an_environment_is_a_failed_rollout(index: int, said: str)
 
 
 def test_a_call_that_the_gateway_refuses_is_a_failed_rollout_that_does_not_show_the_key() -> None:
-    with pytest.raises(RolloutFailure, match=r"ProviderError: upstream 400: .*context_length_exceeded") as failure:
+    with pytest.raises(
+        RolloutFailure, match=r"ProviderError: upstream 400: .*context_length_exceeded"
+    ) as failure:
         play("calculator_env", 0, use_the_calculator, max_prompt_tokens=8)
     assert "/s/" not in str(failure.value)
 
 
 def test_a_program_that_speaks_another_api_is_named_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def speak_responses(self: Any, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, *_: Any) -> Any:
+    async def speak_responses(
+        self: Any, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, *_: Any
+    ) -> Any:
         from openai import AsyncOpenAI
 
         async with AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0) as client:
@@ -208,7 +236,9 @@ def test_a_program_that_speaks_another_api_is_named_with_the_way_out(monkeypatch
     import calculator_env
 
     monkeypatch.setattr(calculator_env.CalculatorHarness, "launch", speak_responses)
-    with pytest.raises(RolloutFailure, match="choose a program .* that calls /chat/completions; this one calls /responses"):
+    with pytest.raises(
+        RolloutFailure, match="choose a program .* that calls /chat/completions; this one calls /responses"
+    ):
         play("calculator_env", 0, use_the_calculator)
 
 
@@ -237,9 +267,14 @@ def test_an_environment_without_rewards_leaves_them_to_the_task(monkeypatch: pyt
 
 @pytest.mark.parametrize(
     ("args", "said"),
-    [({"twice": True}, "ran its agent agent 2 times"), ({"freeze": True}, "its agent agent is not to be trained")],
+    [
+        ({"twice": True}, "ran its agent agent 2 times"),
+        ({"freeze": True}, "its agent agent is not to be trained"),
+    ],
 )
-def test_an_episode_that_is_no_rollout_of_one_trained_agent_ends_the_worker(args: dict[str, Any], said: str) -> None:
+def test_an_episode_that_is_no_rollout_of_one_trained_agent_ends_the_worker(
+    args: dict[str, Any], said: str
+) -> None:
     with pytest.raises(ConfigError, match=said):
         play("guessing_env_for_test", 2, guess_upwards, args)
 
@@ -247,25 +282,44 @@ def test_an_episode_that_is_no_rollout_of_one_trained_agent_ends_the_worker(args
 def test_a_task_of_another_source_ends_the_worker() -> None:
     harness = harness_of("calculator_env", LOCAL)
     with pytest.raises(ConfigError, match="set task.verifiers=true"):
-        asyncio.run(harness.run(Task("0/0", ({"role": "user", "content": "hi"},)), Session("http://127.0.0.1:9/v1", "key", "policy")))
+        asyncio.run(
+            harness.run(
+                Task("0/0", ({"role": "user", "content": "hi"},)),
+                Session("http://127.0.0.1:9/v1", "key", "policy"),
+            )
+        )
 
 
 @pytest.mark.parametrize(
     ("name", "args", "said"),
     [
         ("no_such_env_here", {}, "No module named 'no_such_env_here'"),
-        ("calculator-env", {"taskset": {"num_taskss": 3}}, "generator.args.taskset.num_taskss: Extra inputs are not permitted (given: 3)"),
+        (
+            "calculator-env",
+            {"taskset": {"num_taskss": 3}},
+            "generator.args.taskset.num_taskss: Extra inputs are not permitted (given: 3)",
+        ),
         ("calculator_env", {"taskset": {"id": "gsm8k"}}, "generator.verifiers is its id"),
         ("calculator_env", {"agents": {}}, "generator.args.agents: Extra"),
         ("calculator_env", {"agent": {"model": "gpt-9"}}, "names model=gpt-9, and has no client of its own"),
         ("calculator_env", {"agent": {"retries": {"max_retries": 2}}}, "generator.args has agent.retries"),
         ("calculator_env", {"retries": {"rules": [{"max_retries": 1}]}}, "generator.args has retries"),
-        ("calculator_env", {"agent": {"client": {"type": "eval", "base_url": "http://h/v1"}}}, "0 of its agents (agent) have no client"),
-        ("guessing_env_for_test", {"judge": {"client": None}}, "2 of its agents (agent, judge) have no client of their own: agent, judge"),
+        (
+            "calculator_env",
+            {"agent": {"client": {"type": "eval", "base_url": "http://h/v1"}}},
+            "0 of its agents (agent) have no client",
+        ),
+        (
+            "guessing_env_for_test",
+            {"judge": {"client": None}},
+            "2 of its agents (agent, judge) have no client of their own: agent, judge",
+        ),
         ("harnesses_for_test", {}, "with a function load_environment, it does not load"),
     ],
 )
-def test_what_can_never_be_trained_is_refused_before_any_rollout(name: str, args: dict[str, Any], said: str) -> None:
+def test_what_can_never_be_trained_is_refused_before_any_rollout(
+    name: str, args: dict[str, Any], said: str
+) -> None:
     for load in (harness_of, load_taskset):
         with pytest.raises(ConfigError) as error:
             load(name, args)
@@ -282,7 +336,9 @@ def test_the_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyP
 def test_a_rollout_logs_nothing_of_its_key(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         play("calculator_env", 0, use_the_calculator)
-    assert not [record for record in caplog.records if record.name.startswith(("verifiers", "httpx", "aiohttp"))]
+    assert not [
+        record for record in caplog.records if record.name.startswith(("verifiers", "httpx", "aiohttp"))
+    ]
 
 
 def test_the_shipped_config_runs_its_environment() -> None:
@@ -297,7 +353,9 @@ def without_downloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A `uv` that answers with this very interpreter, which has all that the library's programs import."""
     uv = tmp_path / "bin" / "uv"
     uv.parent.mkdir()
-    uv.write_text(f'#!/bin/sh\ncase "$*" in *--help) echo --script;; "python find"*) echo {sys.executable};; esac\n')
+    uv.write_text(
+        f'#!/bin/sh\ncase "$*" in *--help) echo --script;; "python find"*) echo {sys.executable};; esac\n'
+    )
     uv.chmod(uv.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{uv.parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))

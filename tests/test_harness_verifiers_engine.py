@@ -18,17 +18,18 @@ from gateway_cases import gateway_world
 from safetensors.torch import load_file, save_file
 from tiny_model import TINY_ARCHITECTURE, TINY_CHARACTERS
 
-from asyncrl.calling import Caller
+from asyncrl.agents import Outcome, Session, Task
+from asyncrl.agents.harness import HarnessSpec, build_harness
+from asyncrl.agents.verifiers import load_taskset
 from asyncrl.config import ScratchConfig
-from asyncrl.engines import EnginePool, EngineServer
-from asyncrl.harness import Outcome, Session, Task
-from asyncrl.harness.build import HarnessSpec, build_harness
-from asyncrl.harness.verifiers import load_taskset
-from asyncrl.producers.tokenizer import HFChatTokenizer
-from asyncrl.tasks.verifiers_env import VerifiersTask
-from asyncrl.trainer.scratch import ScratchSpec, make_scratch_model
-from asyncrl.types import Trajectory, VersionSpan, WeightManifest
-from asyncrl.wire import GenerateRequest, GenerateResponse
+from asyncrl.engines.own_server import EngineServer
+from asyncrl.engines.pool import EnginePool
+from asyncrl.http import Caller
+from asyncrl.messages.engine_calls import GenerateRequest, GenerateResponse
+from asyncrl.messages.records import Trajectory, VersionSpan, WeightManifest
+from asyncrl.rollouts.tokenizer import HFChatTokenizer
+from asyncrl.tasks.verifiers_task import VerifiersTask
+from asyncrl.trainer.model.scratch import ScratchSpec, make_scratch_model
 
 pytestmark = pytest.mark.slow
 
@@ -47,7 +48,9 @@ class ToldEngine(EngineServer):
 
     async def generate_segment(self, request: GenerateRequest, **kwargs: Any) -> GenerateResponse:
         if len(self.answers) == 2:
-            staged = staging_request({name: weight * 1.1 for name, weight in weights_of(self._model_dir).items()}, 1, self._folder)
+            staged = staging_request(
+                {name: weight * 1.1 for name, weight in weights_of(self._model_dir).items()}, 1, self._folder
+            )
             await self.commit(1, await self.prepare(WeightManifest(**staged.model_dump())), "abort")
         answer = await super().generate_segment(request, **kwargs)
         self.answers.append((request, answer))
@@ -56,7 +59,9 @@ class ToldEngine(EngineServer):
 
 def make_model_of_digits(folder: Path) -> Path:
     """A tiny model that says digits alone: each hidden state has a large first element, which the logits of all other tokens fall with."""
-    scratch = ScratchConfig(architecture={**TINY_ARCHITECTURE, "tie_word_embeddings": False}, characters=TINY_CHARACTERS + "GW")
+    scratch = ScratchConfig(
+        architecture={**TINY_ARCHITECTURE, "tie_word_embeddings": False}, characters=TINY_CHARACTERS + "GW"
+    )
     make_scratch_model(ScratchSpec(out=folder, seed=0, scratch=scratch))
     tokenizer, path = HFChatTokenizer(folder), folder / "model.safetensors"
     weights = load_file(path)
@@ -81,8 +86,15 @@ async def told_engine(url: str, model_dir: Path, folder: Path) -> AsyncIterator[
 
 async def play(engine: ToldEngine, tokenizer: HFChatTokenizer) -> tuple[Outcome, Trajectory]:
     """The environment's task 3, and the one branch of it."""
-    rules = {"vocab_size": tokenizer.vocab_size, "max_tokens": TURN_TOKENS, "max_prompt_tokens": 400, "max_length": 500}
-    async with gateway_world(EnginePool([engine], slots=4), tokenizer=tokenizer, tool_format="none", **rules) as world:
+    rules = {
+        "vocab_size": tokenizer.vocab_size,
+        "max_tokens": TURN_TOKENS,
+        "max_prompt_tokens": 400,
+        "max_length": 500,
+    }
+    async with gateway_world(
+        EnginePool([engine], slots=4), tokenizer=tokenizer, tool_format="none", **rules
+    ) as world:
         harness = build_harness(HarnessSpec(verifiers=ENVIRONMENT, args=ARGS))
         item = VerifiersTask(load_taskset(ENVIRONMENT, ARGS), size=10).prompt(3)
         session = Session(f"{world.url}/v1", world.session.key, "policy")
@@ -91,7 +103,9 @@ async def play(engine: ToldEngine, tokenizer: HFChatTokenizer) -> tuple[Outcome,
     return outcome, branch
 
 
-def test_the_branch_of_an_environment_of_many_turns_holds_what_the_engine_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_branch_of_an_environment_of_many_turns_holds_what_the_engine_sampled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
     model_dir = make_model_of_digits(tmp_path / "model")
     tokenizer = HFChatTokenizer(model_dir)
@@ -104,14 +118,25 @@ def test_the_branch_of_an_environment_of_many_turns_holds_what_the_engine_sample
     with engine_process("embedded", spec, tmp_path / "engine") as process:
         outcome, branch, answers = asyncio.run(story(process.url))
 
-    assert outcome == Outcome(0.0, {"reward/found": 0.0, "guesses": 5.0}), "a guess of two digits is never the secret of one"
+    assert outcome == Outcome(0.0, {"reward/found": 0.0, "guesses": 5.0}), (
+        "a guess of two digits is never the secret of one"
+    )
     assert len(answers) == NUM_TURNS
-    spans, loss_mask, logprobs = [], np.zeros(len(branch.token_ids), dtype=np.bool_), np.zeros(len(branch.token_ids), dtype=np.float32)
+    spans, loss_mask, logprobs = (
+        [],
+        np.zeros(len(branch.token_ids), dtype=np.bool_),
+        np.zeros(len(branch.token_ids), dtype=np.float32),
+    )
     for request, answer in answers:
         start, end = len(request.prompt_ids), len(request.prompt_ids) + TURN_TOKENS
-        assert branch.token_ids[:end].tolist() == [*request.prompt_ids, *answer.token_ids], "each answer stands behind its very prompt"
+        assert branch.token_ids[:end].tolist() == [*request.prompt_ids, *answer.token_ids], (
+            "each answer stands behind its very prompt"
+        )
         loss_mask[start:end], logprobs[start:end] = True, answer.logprobs
-        spans += [VersionSpan(start + span.start, start + span.end, span.version, engine=0) for span in answer.version_spans]
+        spans += [
+            VersionSpan(start + span.start, start + span.end, span.version, engine=0)
+            for span in answer.version_spans
+        ]
     assert np.array_equal(branch.loss_mask, loss_mask)
     assert branch.behaviour_logprobs.dtype == np.float32
     assert np.array_equal(branch.behaviour_logprobs, logprobs), "bit for bit"

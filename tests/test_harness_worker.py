@@ -16,18 +16,16 @@ from typing import Any
 import pytest
 from harness_gateway import WORKER_KEY, TestGateway, open_gateway, settled
 
-from asyncrl.calling import Caller
+from asyncrl.agents import Harness, Outcome, Session, Task
+from asyncrl.agents.harness import AnyTask, HarnessSpec, build_harness
+from asyncrl.agents.process_tree import find_family
+from asyncrl.agents.work_client import Worker
+from asyncrl.agents.worker import WorkerSpec, _key_in, gateway_url, run_worker
 from asyncrl.errors import ConfigError, RolloutFailure
-from asyncrl.harness import Harness, Outcome, Session, Task
-from asyncrl.harness.build import HarnessSpec, build_harness
-from asyncrl.harness.cli_work import _key_in, gateway_url, run_worker
-from asyncrl.harness.families import find_family
-from asyncrl.harness.leasing import Worker
-from asyncrl.harness.task import AnyTask
-from asyncrl.harness.worker import WorkerSpec
-from asyncrl.placement.process import ChildProcess
-from asyncrl.wire import find_fatal
-from asyncrl.worker_wire import WORKER_KEY_ENV, WorkerHealth
+from asyncrl.http import Caller
+from asyncrl.messages.base import find_fatal
+from asyncrl.messages.work import WORKER_KEY_ENV, WorkerHealth
+from asyncrl.placement.processes import ChildProcess
 
 
 class Steps:
@@ -50,7 +48,9 @@ class Steps:
 
 
 @contextlib.asynccontextmanager
-async def working(gateway: TestGateway, harness: Harness, *, slots: int = 2, key: str = WORKER_KEY) -> AsyncIterator[Worker]:
+async def working(
+    gateway: TestGateway, harness: Harness, *, slots: int = 2, key: str = WORKER_KEY
+) -> AsyncIterator[Worker]:
     caller = gateway.worker(key=key)
     worker = Worker(harness, caller, name="w", slots=slots)
     running = asyncio.ensure_future(worker.run())
@@ -71,10 +71,14 @@ def test_a_worker_runs_as_many_rollouts_as_it_has_slots_and_posts_what_came_of_t
     async def story() -> None:
         steps = Steps()
         async with open_gateway() as gateway, working(gateway, steps) as worker:
-            runs = [asyncio.ensure_future(gateway.run(number, info={"deep": [number]})) for number in range(3)]
+            runs = [
+                asyncio.ensure_future(gateway.run(number, info={"deep": [number]})) for number in range(3)
+            ]
             await settled(lambda: len(steps.ends) == 2)
             assert (gateway.leases.stats().queued, len(worker.holding)) == (1, 2)
-            assert steps.tasks[1] == Task("p1", ({"role": "user", "content": "What is 1?"},), {"deep": [1]}, 1000, 0, 0, answer="42")
+            assert steps.tasks[1] == Task(
+                "p1", ({"role": "user", "content": "What is 1?"},), {"deep": [1]}, 1000, 0, 0, answer="42"
+            )
             steps.ends["p1"].set_result(Outcome(0.5, {"turns": 2}, {"chatcmpl-0": 0.25}))
             assert await runs[1] == Outcome(0.5, {"turns": 2.0}, {"chatcmpl-0": 0.25})
             await settled(lambda: "p2" in steps.ends)
@@ -98,7 +102,9 @@ def test_a_worker_runs_as_many_rollouts_as_it_has_slots_and_posts_what_came_of_t
         ("says_text", "reward is 'good' (str)"),
     ],
 )
-def test_whatever_a_harness_raises_is_data_and_its_worker_goes_on(name: str, said: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_whatever_a_harness_raises_is_data_and_its_worker_goes_on(
+    name: str, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
     async def story() -> None:
         async with open_gateway() as gateway, working(gateway, python(name)):
             for _ in range(2):
@@ -117,7 +123,10 @@ def test_a_harness_that_reads_an_answer_that_it_is_not_given_is_told_so_and_gets
         async with open_gateway(give_answer=False) as gateway:
             caller = gateway.worker()
             running = asyncio.ensure_future(gateway.run(0))
-            with pytest.raises(ConfigError, match=r"task\.answer, which it is not given(.|\n)*set generator\.give_answer=true"):
+            with pytest.raises(
+                ConfigError,
+                match=r"task\.answer, which it is not given(.|\n)*set generator\.give_answer=true",
+            ):
                 await Worker(python("plain"), caller, name="w", slots=1).run()
             running.cancel()
             await caller.aclose()
@@ -131,8 +140,14 @@ def test_an_outcome_that_cannot_be_sent_is_a_failure() -> None:
         async with open_gateway() as gateway, working(gateway, steps):
             for wrong, said in (
                 (Outcome(1.0, {"x": float("inf")}), "metrics.x Input should be a finite number"),
-                (Outcome(turn_rewards={"a": 1.0}, branch_rewards={"a": 1.0}), "turn_rewards or branch_rewards, not both"),
-                (Outcome(1.0, {f"metric {number}": 1.0 for number in range(20_000)}), "bytes; 262144 is the limit"),
+                (
+                    Outcome(turn_rewards={"a": 1.0}, branch_rewards={"a": 1.0}),
+                    "turn_rewards or branch_rewards, not both",
+                ),
+                (
+                    Outcome(1.0, {f"metric {number}": 1.0 for number in range(20_000)}),
+                    "bytes; 262144 is the limit",
+                ),
                 (Outcome(1.0, {"é" * 200_000: 1.0}), "the outcome has 400"),
                 ("no outcome", "AttributeError"),
             ):
@@ -149,7 +164,10 @@ def test_an_outcome_that_cannot_be_sent_is_a_failure() -> None:
 def test_a_rollout_that_runs_past_its_limit_is_ended_by_its_worker() -> None:
     async def story() -> None:
         async with open_gateway() as gateway, working(gateway, python("sleeps")):
-            with pytest.raises(RolloutFailure, match=r"is not finished 0\.05 s after worker w began it; that is what was left"):
+            with pytest.raises(
+                RolloutFailure,
+                match=r"is not finished 0\.05 s after worker w began it; that is what was left",
+            ):
                 await gateway.run(0, timeout_s=0.05)
 
     asyncio.run(story())
@@ -171,8 +189,10 @@ def test_what_was_taken_back_is_cancelled_at_the_next_sign_of_life_and_its_slot_
     asyncio.run(story())
 
 
-def test_a_result_that_is_refused_holds_its_slot_no_longer_than_its_lease(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.harness.leasing.MAX_SIGN_PERIOD_S", 0.5)
+def test_a_result_that_is_refused_holds_its_slot_no_longer_than_its_lease(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("asyncrl.agents.work_client.MAX_SIGN_PERIOD_S", 0.5)
 
     async def story() -> None:
         steps = Steps()
@@ -197,7 +217,7 @@ def test_a_result_that_is_refused_holds_its_slot_no_longer_than_its_lease(monkey
 def test_a_worker_finds_a_gateway_that_was_started_again_and_gives_up_what_the_old_one_gave_it(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asyncrl.harness.leasing.MAX_SIGN_PERIOD_S", 0.5)
+    monkeypatch.setattr("asyncrl.agents.work_client.MAX_SIGN_PERIOD_S", 0.5)
 
     async def story() -> None:
         steps = Steps()
@@ -262,11 +282,13 @@ def test_a_wrong_key_and_a_harness_that_cannot_be_run_at_all_end_the_worker() ->
 # ---- processes
 
 
-def child(gateway: TestGateway, run_dir: Path, harness: HarnessSpec, *, slots: int = 2, **more: str) -> ChildProcess:
+def child(
+    gateway: TestGateway, run_dir: Path, harness: HarnessSpec, *, slots: int = 2, **more: str
+) -> ChildProcess:
     spec = WorkerSpec(name="worker-0", url=gateway.url, slots=slots, harness=harness)
     env = {"PYTHONPATH": str(Path(__file__).parent)} | more
     return ChildProcess(
-        "worker-0", "asyncrl.harness.worker", spec.model_dump_json(), run_dir=run_dir, secret="own-secret", env=env,
+        "worker-0", "asyncrl.agents.worker", spec.model_dump_json(), run_dir=run_dir, secret="own-secret", env=env,
         secrets={WORKER_KEY_ENV: WORKER_KEY},
     )  # fmt: skip
 
@@ -291,7 +313,9 @@ def test_the_worker_process_answers_health_runs_rollouts_and_ends_on_sigterm(tmp
                 health = await caller.get("/health", WorkerHealth, timeout_s=60.0)
                 assert (health.name, health.slots) == ("worker-0", 2)
                 said = await gateway.run(0)
-                assert said == Outcome(1.0, {"has_worker_key": 0.0, "is_hidden": 1.0}), "harnesses do not find the worker key"
+                assert said == Outcome(1.0, {"has_worker_key": 0.0, "is_hidden": 1.0}), (
+                    "harnesses do not find the worker key"
+                )
             assert process.returncode == 0
             assert gateway.leases.stats().workers == 0, "it said goodbye"
 
@@ -300,7 +324,9 @@ def test_the_worker_process_answers_health_runs_rollouts_and_ends_on_sigterm(tmp
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="no /proc to look into")
-def test_a_command_finds_no_key_in_the_environment_or_the_files_of_its_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_finds_no_key_in_the_environment_or_the_files_of_its_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(WORKER_KEY_ENV, WORKER_KEY)  # as it may be given to the run itself
     places = f"/proc/$PPID/environ /proc/$PPID/cmdline {tmp_path}/specs/*"
     look = f"cat {places} | grep -a -c -e '[w]orker-key' -e '[o]wn-secret' -e '[A]SYNCRL_SECRET'; true"  # it is in the spec itself
@@ -316,11 +342,15 @@ def test_a_command_finds_no_key_in_the_environment_or_the_files_of_its_worker(tm
 
 
 @pytest.mark.slow
-def test_a_harness_that_blocks_the_loop_loses_its_leases_but_health_is_answered_and_the_worker_comes_back(tmp_path: Path) -> None:
+def test_a_harness_that_blocks_the_loop_loses_its_leases_but_health_is_answered_and_the_worker_comes_back(
+    tmp_path: Path,
+) -> None:
     async def story() -> None:
         mark = tmp_path / "begun"
         async with open_gateway(lease_timeout_s=1.0) as gateway:
-            process = child(gateway, tmp_path, HarnessSpec(python="harnesses_for_test:blocks", args={"mark": str(mark)}))
+            process = child(
+                gateway, tmp_path, HarnessSpec(python="harnesses_for_test:blocks", args={"mark": str(mark)})
+            )
             async with started(process) as caller:
                 running = asyncio.ensure_future(gateway.run(0))
                 await settled(mark.exists)
@@ -344,7 +374,12 @@ def test_the_commands_of_a_worker_end_with_it(tmp_path: Path, how: str) -> None:
         (tmp_path / "tmp").mkdir()
         async with open_gateway() as gateway:
             script = f"env > {tmp_path}/env; trap '' TERM; sleep 3600 & while :; do sleep 1; done"
-            process = child(gateway, tmp_path, HarnessSpec(command=["/bin/bash", "-c", script]), TMPDIR=str(tmp_path / "tmp"))
+            process = child(
+                gateway,
+                tmp_path,
+                HarnessSpec(command=["/bin/bash", "-c", script]),
+                TMPDIR=str(tmp_path / "tmp"),
+            )
             async with started(process) as caller:
                 running = asyncio.ensure_future(gateway.run(0))
                 await settled(lambda: len(find_family(token(tmp_path / "env"))) >= 3)
@@ -389,11 +424,15 @@ def test_a_worker_whose_harness_cannot_be_found_says_so_in_its_last_words(tmp_pa
 
 
 @contextlib.asynccontextmanager
-async def elsewhere(gateway: TestGateway, *, key: str = WORKER_KEY, **arguments: Any) -> AsyncIterator[asyncio.subprocess.Process]:
+async def elsewhere(
+    gateway: TestGateway, *, key: str = WORKER_KEY, **arguments: Any
+) -> AsyncIterator[asyncio.subprocess.Process]:
     """What `asyncrl work` does, in a process of its own."""
-    program = f"from asyncrl.harness.cli_work import run_worker; run_worker({gateway.url + '/v1/'!r}, key=None, slots=3, **{arguments!r})"
+    program = f"from asyncrl.agents.worker import run_worker; run_worker({gateway.url + '/v1/'!r}, key=None, slots=3, **{arguments!r})"
     env = os.environ | {WORKER_KEY_ENV: key, "PYTHONPATH": str(Path(__file__).parent)}
-    process = await asyncio.create_subprocess_exec(sys.executable, "-c", program, env=env, stderr=asyncio.subprocess.PIPE)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", program, env=env, stderr=asyncio.subprocess.PIPE
+    )
     try:
         yield process
     finally:
@@ -418,7 +457,10 @@ def test_a_worker_elsewhere_works_and_ends_with_the_code_of_its_signal() -> None
 @pytest.mark.slow
 def test_ctrl_c_ends_a_worker_whose_harness_hangs_in_a_thread(tmp_path: Path) -> None:
     async def story() -> None:
-        arguments = {"python": "harnesses_for_test:hangs_in_thread", "args": json.dumps({"mark": str(tmp_path / "begun")})}
+        arguments = {
+            "python": "harnesses_for_test:hangs_in_thread",
+            "args": json.dumps({"mark": str(tmp_path / "begun")}),
+        }
         async with open_gateway() as gateway, elsewhere(gateway, **arguments) as process:
             running = asyncio.ensure_future(gateway.run(0))
             await settled((tmp_path / "begun").exists)

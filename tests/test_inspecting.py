@@ -16,16 +16,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from job_runs import environment, read_lines, run, write_config
-from journal_cases import admit, make_batch, make_partial, make_prompt, make_rollout, make_trajectory, open_journal, tell_ready
+from journal_cases import (
+    admit,
+    make_batch,
+    make_partial,
+    make_prompt,
+    make_rollout,
+    make_trajectory,
+    open_journal,
+    tell_ready,
+)
 
 from asyncrl.config import RunConfig, run_config_yaml
 from asyncrl.errors import ConfigError
 from asyncrl.journal.journal import Journal
-from asyncrl.running.conversation import Decoder, pieces
-from asyncrl.running.inspecting import render_inspect
-from asyncrl.trainer.client import pack_groups
+from asyncrl.messages.records import Batch, GroupId, Ticket, VersionSpan
+from asyncrl.observe.inspect import Decoder, pieces, render_inspect
 from asyncrl.trainer.record import append_line, trained_line
-from asyncrl.types import Batch, GroupId, Ticket, VersionSpan
+from asyncrl.trainer.trainer_client import pack_groups
 
 
 def record(run_dir: Path, batch: Batch) -> None:
@@ -85,7 +93,9 @@ def on_a_live_run(run_dir: Path, ask: Any) -> Any:
 
 
 def inspected(run_dir: Path, **options: Any) -> dict[str, Any]:
-    plain: dict[str, Any] = on_a_live_run(run_dir, lambda: json.loads(render_inspect(run_dir, as_json=True, **options)))
+    plain: dict[str, Any] = on_a_live_run(
+        run_dir, lambda: json.loads(render_inspect(run_dir, as_json=True, **options))
+    )
     assert plain["problems"] == []
     return plain
 
@@ -98,7 +108,13 @@ def test_a_run_says_where_its_groups_and_tokens_went_and_what_happened_to_it(tmp
     plain = inspected(tmp_path)
     journal = plain["journal"]
     assert journal["groups"] == {"failed": 1, "filtered": 1, "handed_back": 1, "running": 2, "taken": 4}
-    assert journal["wasted_tokens"] == {"retried": 10, "failed": 0, "filtered": 20, "handed_back": 10, "masked": 0}
+    assert journal["wasted_tokens"] == {
+        "retried": 10,
+        "failed": 0,
+        "filtered": 20,
+        "handed_back": 10,
+        "masked": 0,
+    }
     assert journal["sampled_tokens"] == 80 + 20 + 10 + 10
     assert (journal["num_trained"], journal["num_batches"], journal["failed_rollouts"]) == (1, 2, 2)
     assert [event["what"] for event in journal["events"]] == ["stuck", "engine lost", "restored"]
@@ -108,7 +124,10 @@ def test_a_run_says_where_its_groups_and_tokens_went_and_what_happened_to_it(tmp
 
 def test_people_are_told_the_same(tmp_path: Path) -> None:
     text = text_of(tmp_path)
-    assert "groups: 1 failed, 1 filtered, 1 handed back, 2 running, 4 taken; 1 of 2 batches trained; 2 rollouts failed." in text
+    assert (
+        "groups: 1 failed, 1 filtered, 1 handed back, 2 running, 4 taken; 1 of 2 batches trained; 2 rollouts failed."
+        in text
+    )
     assert "120 sampled in rollouts that ended, 40 wasted (33.3%)" in text
     assert "20 in groups that teach nothing" in text
     assert "checkpoint: policy_version 1 in checkpoints/step_1" in text
@@ -118,7 +137,9 @@ def test_people_are_told_the_same(tmp_path: Path) -> None:
 
 
 def test_masked_tokens_are_those_that_the_metrics_miss_among_the_trained(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "tokens/sampled": 40, "tokens/trained": 33, "perf/step_s": 1.0}\n')
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 0, "tokens/sampled": 40, "tokens/trained": 33, "perf/step_s": 1.0}\n'
+    )
     assert inspected(tmp_path)["journal"]["wasted_tokens"]["masked"] == 7
 
 
@@ -129,19 +150,29 @@ def test_the_story_of_a_trained_group_joins_journal_and_record(tmp_path: Path) -
     assert story["admitted_at"] <= story["ended_at"] <= story["trained_at"]
     assert story["messages"] == [{"role": "user", "content": "Question 1"}]
     first = story["rollouts"][0]
-    assert (first["state"], first["num_sampled"], first["reward"]) == ("finished", 10, make_trajectory(1, 0).reward)
-    assert first["pieces"] == [{"start": 2, "end": 12, "version": 0, "token_ids": make_trajectory(1, 0).token_ids[2:].tolist()}]
+    assert (first["state"], first["num_sampled"], first["reward"]) == (
+        "finished",
+        10,
+        make_trajectory(1, 0).reward,
+    )
+    assert first["pieces"] == [
+        {"start": 2, "end": 12, "version": 0, "token_ids": make_trajectory(1, 0).token_ids[2:].tolist()}
+    ]
     (step,) = plain["steps"]
     assert [entry["num_loss_tokens"] for entry in step["trajectories"]] == [10, 10]
 
 
-def test_a_rollout_with_several_branches_is_told_branch_by_branch_with_what_each_part_earned(tmp_path: Path) -> None:
+def test_a_rollout_with_several_branches_is_told_branch_by_branch_with_what_each_part_earned(
+    tmp_path: Path,
+) -> None:
     async def story() -> tuple[Any, str]:
         journal = await live(tmp_path)
         journal.rollout_finished_nowait(GroupId(8), make_rollout(8, 0, has_credits=True))
         await journal.flush()
         try:
-            return json.loads(render_inspect(tmp_path, as_json=True, group=8)), render_inspect(tmp_path, group=8)
+            return json.loads(render_inspect(tmp_path, as_json=True, group=8)), render_inspect(
+                tmp_path, group=8
+            )
         finally:
             await journal.aclose()
 
@@ -150,7 +181,9 @@ def test_a_rollout_with_several_branches_is_told_branch_by_branch_with_what_each
     assert (first["reward"], first["num_sampled"], second["state"]) == (0.25, 20, "running")
     assert plain["story"]["num_rollouts"] == 1
     assert "pieces" not in first
-    assert [branch["pieces"][0]["token_ids"] for branch in first["branches"]] == [b.token_ids[2:].tolist() for b in make_rollout(8, 0)]
+    assert [branch["pieces"][0]["token_ids"] for branch in first["branches"]] == [
+        b.token_ids[2:].tolist() for b in make_rollout(8, 0)
+    ]
     assert first["branches"][1]["credits"][0] == {"start": 2, "end": 7, "reward": 1.2, "unit": 2}
     words = " ".join(text.split())
     assert "sample 0: reward 0.250, 20 tokens, 0 interruptions branch 0: 10 tokens [v0, 2..11]" in words
@@ -216,12 +249,19 @@ def test_tokens_that_were_deleted_leave_the_groups_numbers(tmp_path: Path) -> No
     async def story() -> tuple[dict[str, Any], str]:
         journal = await live(tmp_path)
         await journal.compact(1)
-        answer = json.loads(render_inspect(tmp_path, as_json=True, group=0)), render_inspect(tmp_path, group=0)
+        answer = (
+            json.loads(render_inspect(tmp_path, as_json=True, group=0)),
+            render_inspect(tmp_path, group=0),
+        )
         await journal.aclose()
         return answer
 
     plain, text = asyncio.run(story())
-    assert (plain["story"]["has_tokens"], plain["story"]["rollouts"], plain["story"]["num_sampled"]) == (False, [], 20)
+    assert (plain["story"]["has_tokens"], plain["story"]["rollouts"], plain["story"]["num_sampled"]) == (
+        False,
+        [],
+        20,
+    )
     assert "2 rollouts, 20 tokens" in text
     assert "journal.keep" in text
 
@@ -253,7 +293,9 @@ def test_a_step_that_was_trained_again_on_other_tokens_is_found(tmp_path: Path) 
     batch = make_batch(1, 2, 3)
     group = batch.groups[0]
     other = replace(group.trajectories[0], token_ids=group.trajectories[0].token_ids + np.int32(1))
-    changed = replace(batch, groups=(replace(group, trajectories=(other, *group.trajectories[1:])), *batch.groups[1:]))
+    changed = replace(
+        batch, groups=(replace(group, trajectories=(other, *group.trajectories[1:])), *batch.groups[1:])
+    )
 
     def ask() -> list[str]:
         record(tmp_path, batch)
@@ -262,7 +304,9 @@ def test_a_step_that_was_trained_again_on_other_tokens_is_found(tmp_path: Path) 
         found: list[str] = json.loads(render_inspect(tmp_path, as_json=True))["violations"]
         return found
 
-    assert on_a_live_run(tmp_path, ask) == ["step 1 was trained again on other data than before it was restored"]
+    assert on_a_live_run(tmp_path, ask) == [
+        "step 1 was trained again on other data than before it was restored"
+    ]
 
 
 def decode_bytes(token_ids: Sequence[int]) -> str:
@@ -271,14 +315,21 @@ def decode_bytes(token_ids: Sequence[int]) -> str:
 
 
 @given(st.text(min_size=1, max_size=12), st.data())
-def test_the_pieces_of_a_completion_add_up_to_its_text_wherever_versions_change(text: str, data: st.DataObject) -> None:
+def test_the_pieces_of_a_completion_add_up_to_its_text_wherever_versions_change(
+    text: str, data: st.DataObject
+) -> None:
     ids = [7, 7, *text.encode()]
     cuts = sorted(data.draw(st.sets(st.integers(3, len(ids) - 1), max_size=4))) if len(ids) > 3 else []
     edges = [2, *cuts, len(ids)]
-    spans = [VersionSpan(start, end, version) for version, (start, end) in enumerate(zip(edges, edges[1:], strict=False))]
+    spans = [
+        VersionSpan(start, end, version)
+        for version, (start, end) in enumerate(zip(edges, edges[1:], strict=False))
+    ]
     found = pieces(ids, spans, Decoder(decode_bytes, "bytes"))
     assert "".join(piece["text"] for piece in found) == text
-    assert [(piece["start"], piece["end"], piece["version"]) for piece in found] == [(s.start, s.end, s.version) for s in spans]
+    assert [(piece["start"], piece["end"], piece["version"]) for piece in found] == [
+        (s.start, s.end, s.version) for s in spans
+    ]
 
 
 @pytest.mark.slow
@@ -287,19 +338,28 @@ def test_a_real_run_can_be_asked_for_the_conversation_of_a_group_without_torch(t
     answer = run(write_config(tmp_path, buffer={"max_staleness": 2}), run_dir, "trainer.num_steps=4")
     assert answer.returncode == 0, answer.stderr
     script = (
-        "import sys; from asyncrl.running.inspecting import render_inspect;"
+        "import sys; from asyncrl.observe.inspect import render_inspect;"
         "print(render_inspect(sys.argv[1], as_json=True, group=int(sys.argv[2]))); assert 'torch' not in sys.modules"
     )
     entry = read_lines(run_dir / "trained.jsonl")[-1]["trajectories"][0]
     asked = subprocess.run(
-        [sys.executable, "-c", script, str(run_dir), str(entry["group_id"])], capture_output=True, text=True, env=environment()
+        [sys.executable, "-c", script, str(run_dir), str(entry["group_id"])],
+        capture_output=True,
+        text=True,
+        env=environment(),
     )
     assert asked.returncode == 0, asked.stderr
     plain = json.loads(asked.stdout)
     story = plain["story"]
     assert plain["problems"] == []
-    assert (story["batch"], story["prompt_id"], story["messages"][-1]["role"]) == (3, entry["prompt_id"], "user")
-    (rollout,) = [rollout for rollout in story["rollouts"] if rollout["sample_index"] == entry["sample_index"]]
+    assert (story["batch"], story["prompt_id"], story["messages"][-1]["role"]) == (
+        3,
+        entry["prompt_id"],
+        "user",
+    )
+    (rollout,) = [
+        rollout for rollout in story["rollouts"] if rollout["sample_index"] == entry["sample_index"]
+    ]
     assert rollout["reward"] == entry["reward"]
     assert [[piece["start"], piece["end"], piece["version"]] for piece in rollout["pieces"]] == entry["spans"]
     assert all("text" in piece for piece in rollout["pieces"])

@@ -15,7 +15,7 @@ import pytest
 from job_runs import TESTS, children_of, environment, read_lines, wait_for_steps
 
 from asyncrl.journal.read import read_batch, reading
-from asyncrl.producers.tokenizer import HFChatTokenizer
+from asyncrl.rollouts.tokenizer import HFChatTokenizer
 
 pytestmark = pytest.mark.slow
 
@@ -28,9 +28,27 @@ SHORT = (
 
 def start_agent(run_dir: Path, *overrides: str) -> subprocess.Popen[str]:
     """`asyncrl run configs/agent.yaml`, small; started in the repository, as users do."""
-    command = [sys.executable, "-m", "asyncrl.cli", "run", "configs/agent.yaml", *SHORT, *overrides, "--run-dir", str(run_dir)]
+    command = [
+        sys.executable,
+        "-m",
+        "asyncrl.cli",
+        "run",
+        "configs/agent.yaml",
+        *SHORT,
+        *overrides,
+        "--run-dir",
+        str(run_dir),
+    ]
     env = environment(PYTHONPATH=f"{TESTS}:{ROOT}")
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, cwd=ROOT, start_new_session=True)
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=env,
+        cwd=ROOT,
+        start_new_session=True,
+    )
 
 
 def finish(process: subprocess.Popen[str]) -> None:
@@ -39,7 +57,7 @@ def finish(process: subprocess.Popen[str]) -> None:
 
 
 def workers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    return children_of(process, "asyncrl.harness.worker")
+    return children_of(process, "asyncrl.agents.worker")
 
 
 @pytest.fixture(scope="module")
@@ -71,15 +89,25 @@ def test_loss_is_on_what_the_model_sampled_and_never_on_what_the_tool_said(kille
         for line in read_lines(killed / "trained.jsonl") for each in line["trajectories"]
     }  # fmt: skip
     num_with_tool = 0
-    given = re.compile(r"<\|user\|>[a-f]<\|im_end\|><\|assistant\|>((<\|im_end\|>)?<\|tool\|>[0-5-]<\|im_end\|><\|assistant\|>){0,2}")
+    given = re.compile(
+        r"<\|user\|>[a-f]<\|im_end\|><\|assistant\|>((<\|im_end\|>)?<\|tool\|>[0-5-]<\|im_end\|><\|assistant\|>){0,2}"
+    )
     with reading(killed / "journal.sqlite") as connection:
         for version in range(10):
             for group in read_batch(connection, killed / "journal.sqlite", version).groups:
                 for trajectory in group.trajectories:
-                    context = tokenizer.decode(trajectory.token_ids[~trajectory.loss_mask].tolist(), skip_special_tokens=False)
+                    context = tokenizer.decode(
+                        trajectory.token_ids[~trajectory.loss_mask].tolist(), skip_special_tokens=False
+                    )
                     assert given.fullmatch(context), context
-                    record = trained.pop((version, group.group_id, trajectory.sample_index, trajectory.branch))
-                    assert record["num_loss_tokens"] == trajectory.loss_mask.sum() == sum(end - start for start, end, _ in record["spans"])
+                    record = trained.pop(
+                        (version, group.group_id, trajectory.sample_index, trajectory.branch)
+                    )
+                    assert (
+                        record["num_loss_tokens"]
+                        == trajectory.loss_mask.sum()
+                        == sum(end - start for start, end, _ in record["spans"])
+                    )
                     num_with_tool += "<|tool|>" in context
     assert not trained, "what was trained on is what was journaled"
     assert num_with_tool > 0, "no rollout came to a tool's answer"
@@ -91,12 +119,19 @@ def test_calls_are_counted_and_metrics_of_the_agent_are_there(killed: Path) -> N
     assert last["gateway/calls"] >= sum(step["task/tool_calls"] for step in metrics) * 16
     assert last["gateway/realigned"] + last["gateway/extended"] > 0
     assert last["gateway/forked"] == 0
-    assert all({"task/tool_calls", "task/right_name", "task/right_room", "harness/leased"} <= set(step) for step in metrics)
+    assert all(
+        {"task/tool_calls", "task/right_name", "task/right_room", "harness/leased"} <= set(step)
+        for step in metrics
+    )
 
 
 def test_the_staleness_bound_holds_for_conversations(killed: Path) -> None:
     answer = subprocess.run(
-        [sys.executable, "-m", "asyncrl.cli", "inspect", str(killed), "--json"], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-m", "asyncrl.cli", "inspect", str(killed), "--json"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
     )
     said: dict[str, Any] = json.loads(answer.stdout)
     assert said["bound_kept"] is True
@@ -122,7 +157,9 @@ def test_an_agent_that_blocks_its_worker_for_ever_costs_its_rollouts_and_not_the
     assert metrics[-1]["rollout/failed"] == 0, "each was tried again"
 
 
-def test_two_runs_with_one_seed_train_on_the_same_tokens_in_whatever_order_their_calls_arrive(tmp_path: Path) -> None:
+def test_two_runs_with_one_seed_train_on_the_same_tokens_in_whatever_order_their_calls_arrive(
+    tmp_path: Path,
+) -> None:
     records = []
     for name in ("first", "second"):
         process = start_agent(tmp_path / name, "trainer.num_steps=4", "buffer.max_staleness=0")

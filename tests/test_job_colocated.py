@@ -35,7 +35,9 @@ def test_a_colocated_run_equals_the_run_apart_and_the_plain_loop_bit_for_bit(
     tmp_path: Path,
     num_engines: int,
 ) -> None:
-    config = write_config(tmp_path, placement=TURNS, rollout={"num_engines": num_engines}, publisher={"chunk_bytes": 2**16})
+    config = write_config(
+        tmp_path, placement=TURNS, rollout={"num_engines": num_engines}, publisher={"chunk_bytes": 2**16}
+    )
     answer = run(config, tmp_path / "run")
     assert answer.returncode == 0, answer.stderr
     assert differences(reference, tmp_path / "run") == []
@@ -59,18 +61,27 @@ def test_two_trainer_processes_take_turns_as_they_train_apart(tmp_path: Path) ->
     assert differences_of_all(tmp_path / "apart", tmp_path / "turns") == []
 
 
-def test_merged_adapters_travel_in_chunks_and_adapters_alone_are_refused_before_anything_starts(tmp_path: Path) -> None:
+def test_merged_adapters_travel_in_chunks_and_adapters_alone_are_refused_before_anything_starts(
+    tmp_path: Path,
+) -> None:
     trainer = {"lora": {"rank": 4, "alpha": 8}, "num_steps": 4}
-    refused = run(write_config(tmp_path, placement=TURNS, trainer=trainer, publisher={"transport": "lora"}), tmp_path / "refused")
+    refused = run(
+        write_config(tmp_path, placement=TURNS, trainer=trainer, publisher={"transport": "lora"}),
+        tmp_path / "refused",
+    )
     assert refused.returncode == 2
     assert "an engine that sleeps has given its weights away" in refused.stderr
     assert not (tmp_path / "refused").exists()
     answer = run(write_config(tmp_path, placement=TURNS, trainer=trainer), tmp_path / "run")
     assert answer.returncode == 0, answer.stderr
-    assert max(step["policy/logprob_gap_max"] for step in read_lines(tmp_path / "run" / "metrics.jsonl")) <= 1e-4
+    assert (
+        max(step["policy/logprob_gap_max"] for step in read_lines(tmp_path / "run" / "metrics.jsonl")) <= 1e-4
+    )
 
 
-def test_an_evaluation_gets_whole_weights_at_its_versions_and_leaves_the_run_as_it_was(apart: Path, tmp_path: Path) -> None:
+def test_an_evaluation_gets_whole_weights_at_its_versions_and_leaves_the_run_as_it_was(
+    apart: Path, tmp_path: Path
+) -> None:
     task = {"python": "asyncrl.tasks.letters:Letters", "size": 8}
     config = write_config(tmp_path, placement=TURNS, eval={"task": task, "every": 5, "num_prompts": 4})
     process = start(config, tmp_path / "run")
@@ -93,7 +104,9 @@ def never(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("victim", ["controller", "trainer", "engine"])
-def test_whoever_is_killed_in_whatever_state_of_the_lease_the_run_is_one_never_killed(never: Path, tmp_path: Path, victim: str) -> None:
+def test_whoever_is_killed_in_whatever_state_of_the_lease_the_run_is_one_never_killed(
+    never: Path, tmp_path: Path, victim: str
+) -> None:
     run_dir = tmp_path / "run"
     process = start(never, run_dir)
     for number, state in enumerate(FROZEN):
@@ -106,7 +119,12 @@ def test_whoever_is_killed_in_whatever_state_of_the_lease_the_run_is_one_never_k
             wait_for_steps(run_dir, len(read_lines(run_dir / "metrics.jsonl")) + 2, process)
     _, stderr = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, stderr
-    assert violations(read_evidence(run_dir), promise_of(never), num_steps=len(read_lines(run_dir / "metrics.jsonl"))) == []
+    assert (
+        violations(
+            read_evidence(run_dir), promise_of(never), num_steps=len(read_lines(run_dir / "metrics.jsonl"))
+        )
+        == []
+    )
     assert differences_of_all(never.parent / "whole", run_dir) == []
     assert staging_of(process.pid) == []
 
@@ -139,7 +157,9 @@ def spoil_offloaded(trainer: psutil.Process) -> int:
 
 
 @pytest.mark.parametrize("state", ["generating", "handover to trainer", "training", "handover to engines"])
-def test_an_interrupt_in_any_state_ends_with_a_checkpoint_of_the_newest_version(never: Path, tmp_path: Path, state: str) -> None:
+def test_an_interrupt_in_any_state_ends_with_a_checkpoint_of_the_newest_version(
+    never: Path, tmp_path: Path, state: str
+) -> None:
     process = start(never, tmp_path / "run")
     wait_for_steps(tmp_path / "run", 1, process)
     with standing_in(state, process, tmp_path / "run", seed=2):

@@ -28,7 +28,11 @@ def test_an_on_policy_run_ends_the_same_however_often_it_is_killed(
     assert differences(on_policy.parent / "whole", tmp_path / "run") == []
 
 
-def test_an_asynchronous_run_loses_nothing_and_keeps_its_bound_however_often_it_is_killed(tmp_path: Path) -> None:
-    config = fuzz_config(tmp_path, buffer={"max_staleness": 3}, rollout={"num_engines": 2}, journal={"keep": "checkpoint"})
+def test_an_asynchronous_run_loses_nothing_and_keeps_its_bound_however_often_it_is_killed(
+    tmp_path: Path,
+) -> None:
+    config = fuzz_config(
+        tmp_path, buffer={"max_staleness": 3}, rollout={"num_engines": 2}, journal={"keep": "checkpoint"}
+    )
     crashes = Crashes(config, tmp_path / "run", seed=8, num_kills=5)
     assert crashes.live()

@@ -36,14 +36,19 @@ def differences(one: Path, other: Path) -> list[str]:
         for key in ("trajectories", "loss"):
             if left[key] != right[key]:
                 found.append(f"step {number}: {key}")
-    weights, others = load_file(one / "final" / "model.safetensors"), load_file(other / "final" / "model.safetensors")
+    weights, others = (
+        load_file(one / "final" / "model.safetensors"),
+        load_file(other / "final" / "model.safetensors"),
+    )
     assert weights.keys() == others.keys()
     found += [f"weights: {name}" for name in weights if weights[name].tobytes() != others[name].tobytes()]
     return found
 
 
 @pytest.mark.parametrize("num_engines", [1, 2])
-def test_a_run_at_max_staleness_0_equals_the_plain_loop_bit_for_bit(reference: Path, tmp_path: Path, num_engines: int) -> None:
+def test_a_run_at_max_staleness_0_equals_the_plain_loop_bit_for_bit(
+    reference: Path, tmp_path: Path, num_engines: int
+) -> None:
     run_dir = tmp_path / "run"
     answer = run(write_config(tmp_path), run_dir, f"rollout.num_engines={num_engines}")
     assert answer.returncode == 0, answer.stderr

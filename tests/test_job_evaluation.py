@@ -13,10 +13,10 @@ from job_runs import all_gone, children_of, read_lines, run, staging_of, start, 
 from safetensors.numpy import load_file
 
 from asyncrl.config import EvalConfig
-from asyncrl.producers.seeds import derive_seed
-from asyncrl.producers.tokenizer import HFChatTokenizer
-from asyncrl.tasks.held_out import read_eval_task
-from asyncrl.wire import GenerateRequest
+from asyncrl.messages.engine_calls import GenerateRequest
+from asyncrl.rollouts.rollout import derive_seed
+from asyncrl.rollouts.tokenizer import HFChatTokenizer
+from asyncrl.tasks.from_config import read_eval_task
 
 pytestmark = pytest.mark.slow
 EVAL: dict[str, Any] = {
@@ -33,9 +33,18 @@ def reward_under(model_dir: Path) -> float:
     tokenizer, rewards = HFChatTokenizer(model_dir), []
     with running_engine(model_dir, max_length=40) as engine:
         for prompt, sample in product(prompts, range(config.samples)):
-            ids, seed = list(tokenizer.encode_chat(prompt.messages)), derive_seed(config.seed, prompt.prompt_id, sample, 0)
-            request = GenerateRequest(request_id="r", prompt_ids=ids, max_tokens=24, temperature=config.temperature, seed=seed)
-            rewards.append(float(task.score(prompt, tokenizer.decode(engine.submit(request).result(timeout=60).token_ids))))  # type: ignore[arg-type]
+            ids, seed = (
+                list(tokenizer.encode_chat(prompt.messages)),
+                derive_seed(config.seed, prompt.prompt_id, sample, 0),
+            )
+            request = GenerateRequest(
+                request_id="r", prompt_ids=ids, max_tokens=24, temperature=config.temperature, seed=seed
+            )
+            rewards.append(
+                float(
+                    task.score(prompt, tokenizer.decode(engine.submit(request).result(timeout=60).token_ids))
+                )
+            )  # type: ignore[arg-type]
     return fmean(rewards)
 
 
@@ -60,7 +69,9 @@ def test_the_first_and_last_weights_and_each_multiple_are_evaluated(evaluated: P
     said = (evaluated.parent / "said.txt").read_text()
     assert said.count("\neval v") == len(lines)
     assert "WARNING" not in said, "a token of another version would have ended the evaluation with a warning"
-    on_steps = [line["eval/version"] for line in read_lines(evaluated / "metrics.jsonl") if "eval/version" in line]
+    on_steps = [
+        line["eval/version"] for line in read_lines(evaluated / "metrics.jsonl") if "eval/version" in line
+    ]
     assert on_steps == versions[: len(on_steps)]
     assert len(on_steps) >= 1
     assert (evaluated / "reward.png").is_file()
@@ -74,13 +85,20 @@ def test_what_is_evaluated_are_the_weights_of_that_version(evaluated: Path) -> N
     assert rewards[0] != rewards[-1], "the two could not be told apart"
 
 
-def test_a_run_at_max_staleness_0_is_the_same_bit_for_bit_without_evaluation(evaluated: Path, tmp_path: Path) -> None:
+def test_a_run_at_max_staleness_0_is_the_same_bit_for_bit_without_evaluation(
+    evaluated: Path, tmp_path: Path
+) -> None:
     answer = run(write_config(tmp_path, trainer={"num_steps": NUM_STEPS}), tmp_path / "run", timeout_s=240)
     assert answer.returncode == 0, answer.stderr
-    with_eval, without = read_lines(evaluated / "trained.jsonl"), read_lines(tmp_path / "run" / "trained.jsonl")
+    with_eval, without = (
+        read_lines(evaluated / "trained.jsonl"),
+        read_lines(tmp_path / "run" / "trained.jsonl"),
+    )
     assert len(with_eval) == NUM_STEPS
     assert with_eval == without
-    weights, others = (load_file(folder / "final" / "model.safetensors") for folder in (evaluated, tmp_path / "run"))
+    weights, others = (
+        load_file(folder / "final" / "model.safetensors") for folder in (evaluated, tmp_path / "run")
+    )
     assert all(weights[name].tobytes() == others[name].tobytes() for name in others)
 
 

@@ -10,7 +10,17 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from job_runs import all_gone, children_of, interrupt, read_lines, run, staging_of, start, wait_for_steps, write_config
+from job_runs import (
+    all_gone,
+    children_of,
+    interrupt,
+    read_lines,
+    run,
+    staging_of,
+    start,
+    wait_for_steps,
+    write_config,
+)
 
 pytestmark = pytest.mark.slow
 LONG = "trainer.num_steps=100000"
@@ -35,7 +45,10 @@ def test_a_run_whose_output_nobody_reads_goes_to_its_end(tmp_path: Path) -> None
     assert "standard output is not read" in (tmp_path / "run" / "logs" / "controller.log").read_text()
 
 
-@pytest.mark.parametrize(("victim", "name"), [("asyncrl_servers.embedded", "engine-0"), ("asyncrl.trainer.worker", "trainer-0")])
+@pytest.mark.parametrize(
+    ("victim", "name"),
+    [("asyncrl_servers.embedded", "engine-0"), ("asyncrl.trainer.rank_process", "trainer-0")],
+)
 def test_a_killed_process_ends_the_run_and_is_named(tmp_path: Path, victim: str, name: str) -> None:
     config = write_config(tmp_path, buffer={"max_staleness": 2}, supervision={"max_restarts": 0})
     process = start(config, tmp_path / "run", LONG)
@@ -130,7 +143,11 @@ def test_kill_9_of_the_controller_takes_its_children_with_it(tmp_path: Path) -> 
 
 
 def test_a_reward_that_always_raises_ends_the_run_and_is_quoted(tmp_path: Path) -> None:
-    answer = run(write_config(tmp_path, task={"python": "rewards_for_test:Raises"}), tmp_path / "run", "rollout.max_failed_groups=3")
+    answer = run(
+        write_config(tmp_path, task={"python": "rewards_for_test:Raises"}),
+        tmp_path / "run",
+        "rollout.max_failed_groups=3",
+    )
     assert_failed(answer, 1, "KeyError", "no such answer", "max_failed_groups=3")
 
 
@@ -145,15 +162,21 @@ def test_a_reward_that_raises_now_and_then_costs_rollouts_and_not_the_run(tmp_pa
 
 @pytest.mark.parametrize("pool", ["thread", "process"])
 def test_a_reward_that_hangs_ends_the_run_and_never_hangs_it(tmp_path: Path, pool: str) -> None:
-    config = write_config(tmp_path, task={"python": "rewards_for_test:Hangs", "reward_timeout_s": 0.5, "reward_pool": pool})
-    answer = run(config, tmp_path / "run", "rollout.max_failed_groups=2", "rollout.retries=0", "rollout.group_size=2")
+    config = write_config(
+        tmp_path, task={"python": "rewards_for_test:Hangs", "reward_timeout_s": 0.5, "reward_pool": pool}
+    )
+    answer = run(
+        config, tmp_path / "run", "rollout.max_failed_groups=2", "rollout.retries=0", "rollout.group_size=2"
+    )
     assert_failed(answer, 1, "reward")
 
 
 def test_a_reward_that_is_no_number_is_a_failure_and_not_a_zero(tmp_path: Path) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text('{"prompt": "a 1", "answer": "a"}\n')
-    config = write_config(tmp_path, task={"python": None, "files": [str(data)], "reward": "rewards_for_test:no_number"})
+    config = write_config(
+        tmp_path, task={"python": None, "files": [str(data)], "reward": "rewards_for_test:no_number"}
+    )
     answer = run(config, tmp_path / "run", "rollout.max_failed_groups=2")
     assert_failed(answer, 1, "number")
     assert read_lines(tmp_path / "run" / "metrics.jsonl") == []
@@ -175,7 +198,9 @@ def test_a_model_folder_with_broken_weights_is_named(tmp_path: Path, tiny_model_
     broken = tmp_path / "broken"
     broken.mkdir()
     for file in tiny_model_dir.iterdir():
-        (broken / file.name).write_bytes(file.read_bytes() if file.suffix != ".safetensors" else b"not weights")
+        (broken / file.name).write_bytes(
+            file.read_bytes() if file.suffix != ".safetensors" else b"not weights"
+        )
     config = write_config(tmp_path, model={"scratch": None, "path": str(broken)})
     assert_failed(run(config, tmp_path / "run"), 1, "broken")
 
@@ -213,7 +238,13 @@ def test_a_full_disk_is_told_without_a_traceback_and_with_the_way_out(tmp_path: 
     run_dir.mkdir()
     (run_dir / "trained.jsonl").symlink_to("/dev/full")  # the trainer's record, in the middle of the run
     (run_dir / ".summary.json.new").symlink_to("/dev/full")  # and what is written when that has failed
-    assert_failed(run(write_config(tmp_path), run_dir), 1, "trainer", "No space left on device", "free space on the disk")
+    assert_failed(
+        run(write_config(tmp_path), run_dir),
+        1,
+        "trainer",
+        "No space left on device",
+        "free space on the disk",
+    )
 
 
 def test_a_disk_that_is_full_at_the_very_end_is_told_too(tmp_path: Path) -> None:

@@ -37,7 +37,9 @@ def test_an_agent_that_misbehaves_in_every_way_costs_its_rollouts_and_not_the_ru
     assert said["floods"] == said["calls after its end"] == {410}
     assert metrics[-1]["rollout/retried"] > 0, "what failed was tried again; what ran out of time was not"
     assert metrics[-1]["harness/restarts"] == 0
-    assert metrics[-1]["rollout/abandoned"] == 1, "a call of the judge, which the end of the run has not waited for either"
+    assert metrics[-1]["rollout/abandoned"] == 1, (
+        "a call of the judge, which the end of the run has not waited for either"
+    )
     assert "rewards_for_test:JudgeThatNeverGivesUp did not end within" in ended.stdout + ended.stderr
 
     inspect = [sys.executable, "-m", "asyncrl.cli", "inspect", str(run_dir), "--json"]

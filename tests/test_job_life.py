@@ -20,27 +20,40 @@ from typing import Any
 import pytest
 from job_runs import environment, interrupt, write_config
 
-from asyncrl import job
-from asyncrl.buffer.stats import Tally
+from asyncrl.buffer.buffer import Tally
 from asyncrl.config import RunConfig, load_config, run_config_yaml
 from asyncrl.errors import ConfigError, EngineError, RoomError
-from asyncrl.job import Job
+from asyncrl.files import RunLock
 from asyncrl.journal.journal import Journal
-from asyncrl.journal.lock import RunLock
-from asyncrl.placement.cuda import CudaDevice
+from asyncrl.messages.records import Batch, GroupId, Prompt, StepReport, Ticket
+from asyncrl.placement.devices import CudaDevice
 from asyncrl.placement.staging import clear_own_staging, new_staging_dir
-from asyncrl.running import specs, startup, wiring
-from asyncrl.running.off_loop import in_daemon_thread
-from asyncrl.running.reporting import Reporter
-from asyncrl.running.resume import ResumePoint
-from asyncrl.running.run_folder import MODEL_PIN
-from asyncrl.running.startup import end_server
-from asyncrl.running.turns import SideBySide
+from asyncrl.run import build as wiring
+from asyncrl.run import loop as job
+from asyncrl.run import specs
+from asyncrl.run import start as startup
+from asyncrl.run.colocate import SideBySide
+from asyncrl.run.loop import Job
+from asyncrl.run.model_folder import in_daemon_thread
+from asyncrl.run.report import Reporter
+from asyncrl.run.resume import ResumePoint
+from asyncrl.run.run_folder import MODEL_PIN
+from asyncrl.run.start import end_server
 from asyncrl.testing.memory_journal import MemoryJournal
 from asyncrl.testing.virtual_time import all_blocked, run_virtual
-from asyncrl.types import Batch, GroupId, Prompt, StepReport, Ticket
 
-REPORTED = ("start", "close_console", "tell", "training_starts", "status", "step", "finish", "evaluated", "warn", "resumes")
+REPORTED = (
+    "start",
+    "close_console",
+    "tell",
+    "training_starts",
+    "status",
+    "step",
+    "finish",
+    "evaluated",
+    "warn",
+    "resumes",
+)
 
 
 def make_config(tmp_path: Path, **sections: Any) -> RunConfig:
@@ -86,20 +99,38 @@ async def nothing(*_: object) -> None:
 class House:
     """A job whose rooms are small fakes, beside those of the other tests: batches are given, a step waits to be let go."""
 
-    def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, version: int = 0, with_evaluation: bool = False) -> None:
+    def __init__(
+        self,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        *,
+        version: int = 0,
+        with_evaluation: bool = False,
+    ) -> None:
         config = make_config(tmp_path, trainer={"num_steps": 3})
         self.job = make_job(config, tmp_path)
         self.job.reporter._recorder.close()
-        monkeypatch.setattr(self.job, "reporter", SimpleNamespace(**dict.fromkeys(REPORTED, lambda *_, **__: None)))
+        monkeypatch.setattr(
+            self.job, "reporter", SimpleNamespace(**dict.fromkeys(REPORTED, lambda *_, **__: None))
+        )
         self.trainer, self.journal = FakeTrainer(version), MemoryJournal()
         self.batches = asyncio.Queue[Batch]()
         self.after_step: list[int] = []
         self.last: list[int] = []
         self.given: list[str] = []
         room = SimpleNamespace(run=for_ever, aclose=nothing, guard=for_ever, wait_last=for_ever)
-        publisher = SimpleNamespace(run=for_ever, start_before_nowait=lambda _: None, wait_exported_or_busy=nothing, wait_announced=nothing)
-        server = SimpleNamespace(child=SimpleNamespace(name="engine-eval", watch=lambda: None), check_alive=nothing)
-        turns: Any = SideBySide(publisher, num_steps=3, spawn=lambda coro, name: self.job._spawn(coro, name=name))  # type: ignore[arg-type]
+        publisher = SimpleNamespace(
+            run=for_ever,
+            start_before_nowait=lambda _: None,
+            wait_exported_or_busy=nothing,
+            wait_announced=nothing,
+        )
+        server = SimpleNamespace(
+            child=SimpleNamespace(name="engine-eval", watch=lambda: None), check_alive=nothing
+        )
+        turns: Any = SideBySide(
+            publisher, num_steps=3, spawn=lambda coro, name: self.job._spawn(coro, name=name)
+        )  # type: ignore[arg-type]
         self.rooms = SimpleNamespace(
             servers=(), trainer=self.trainer, producers=room, publisher=publisher, turns=turns, journal=self.journal, supervisors=(),
             feed=SimpleNamespace(order={}), buffer=SimpleNamespace(wait_batch=self.wait_batch),
@@ -112,7 +143,9 @@ class House:
             return self.rooms
 
         monkeypatch.setattr(job, "open_rooms", open_rooms)
-        monkeypatch.setattr(job, "make_watchdog", lambda *_, **__: SimpleNamespace(run=for_ever, look=lambda: None))
+        monkeypatch.setattr(
+            job, "make_watchdog", lambda *_, **__: SimpleNamespace(run=for_ever, look=lambda: None)
+        )
         monkeypatch.setattr(job, "heartbeat", lambda *_: None)
 
     async def wait_batch(self) -> Batch:
@@ -136,7 +169,9 @@ class House:
         self.job._on_signal(signal.SIGINT, main)
 
 
-def test_a_trainer_that_dies_while_it_saves_ends_the_run_once_it_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trainer_that_dies_while_it_saves_ends_the_run_once_it_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def story() -> None:
         house = House(tmp_path, monkeypatch, version=3)
         living = asyncio.create_task(house.job._live())
@@ -152,7 +187,9 @@ def test_a_trainer_that_dies_while_it_saves_ends_the_run_once_it_is_given_up(tmp
     run_virtual(story())
 
 
-def test_a_run_that_is_done_saves_its_weights_then_makes_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_is_done_saves_its_weights_then_makes_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def story() -> None:
         house = House(tmp_path, monkeypatch, version=2)
         living = asyncio.create_task(house.job._live())
@@ -177,7 +214,9 @@ def test_an_interrupt_during_the_last_evaluation_ends_the_run_with_everything_sa
         house.trainer.may_save.set()
         living = asyncio.create_task(house.job._live())
         await all_blocked()
-        assert (house.trainer.saved, house.last) == ([tmp_path / "final"], [3]), "the weights are safe before the last evaluation"
+        assert (house.trainer.saved, house.last) == ([tmp_path / "final"], [3]), (
+            "the weights are safe before the last evaluation"
+        )
         assert house.names >= {"publisher", "evaluation"}, "it needs both"
         assert "producers" not in house.names
         house.interrupt(living)
@@ -208,7 +247,9 @@ def test_a_signal_lets_the_step_in_hand_end_and_makes_a_checkpoint_instead_of_fi
     run_virtual(story())
 
 
-def test_a_signal_while_the_train_loop_waits_for_a_batch_ends_the_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_while_the_train_loop_waits_for_a_batch_ends_the_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def story() -> None:
         house = House(tmp_path, monkeypatch)
         living = asyncio.create_task(house.job._live())
@@ -238,10 +279,14 @@ def test_a_batch_that_comes_together_with_the_signal_is_trained_or_left_and_neve
     run_virtual(story())
 
 
-def test_a_signal_before_training_ends_the_run_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_before_training_ends_the_run_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def story() -> None:
         house = House(tmp_path, monkeypatch, version=1)
-        house.rooms.publisher.wait_announced = for_ever  # a resumed run brings its weights to the engines first
+        house.rooms.publisher.wait_announced = (
+            for_ever  # a resumed run brings its weights to the engines first
+        )
         living = asyncio.create_task(house.job._live())
         await all_blocked()
         house.interrupt(living)
@@ -252,12 +297,16 @@ def test_a_signal_before_training_ends_the_run_at_once(tmp_path: Path, monkeypat
     run_virtual(story())
 
 
-def test_a_foreign_error_at_the_start_is_named_and_ends_the_status_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_foreign_error_at_the_start_is_named_and_ends_the_status_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def open_rooms(*_: Any, **__: Any) -> Any:
         raise OverflowError("too large a number")
 
     monkeypatch.setattr(job, "open_rooms", open_rooms)
-    with pytest.raises(RoomError, match="controller: internal error OverflowError: too large a number") as caught:
+    with pytest.raises(
+        RoomError, match="controller: internal error OverflowError: too large a number"
+    ) as caught:
         asyncio.run(make_job(make_config(tmp_path), tmp_path).run())
     assert "controller.log" in caught.value.way_out
     assert json.loads((tmp_path / "status.json").read_text())["state"] == "failed"
@@ -313,18 +362,28 @@ def test_the_trainer_is_told_the_chat_template(tmp_path: Path) -> None:
     assert spec["chat_template"] == "own.jinja"
 
 
-def test_a_process_is_told_its_kind_of_device_and_sees_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(startup, "find_cuda_devices", lambda: (CudaDevice("4"), CudaDevice("GPU-b"), CudaDevice("GPU-c")))
+def test_a_process_is_told_its_kind_of_device_and_sees_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        startup, "find_cuda_devices", lambda: (CudaDevice("4"), CudaDevice("GPU-b"), CudaDevice("GPU-c"))
+    )
     config = make_config(tmp_path, trainer={"world_size": 2})
-    trainers, (engine,) = startup.make_servers(config, tmp_path / "model", tmp_path, tmp_path / "staging", "s3cret")
+    trainers, (engine,) = startup.make_servers(
+        config, tmp_path / "model", tmp_path, tmp_path / "staging", "s3cret"
+    )
     for server, names in zip([*trainers, engine], ["4,GPU-b", "4,GPU-b", "GPU-c"], strict=True):
         assert json.loads(server.child._spec)["device"] == "cuda"
         assert server.child._env["CUDA_VISIBLE_DEVICES"] == names
 
 
-def test_without_a_cuda_device_every_process_is_told_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_cuda_device_every_process_is_told_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(startup, "find_cuda_devices", tuple)  # nvidia-smi beside a CPU build of torch, say
-    (trainer,), (engine,) = startup.make_servers(make_config(tmp_path), tmp_path / "model", tmp_path, tmp_path / "staging", "s3cret")
+    (trainer,), (engine,) = startup.make_servers(
+        make_config(tmp_path), tmp_path / "model", tmp_path, tmp_path / "staging", "s3cret"
+    )
     assert (trainer.caller.short_s, engine.caller.short_s) == (60.0, 60.0)
     in_haste = make_config(tmp_path, rollout={"timeout_s": 50.0}, publisher={"timeout_s": 30.0})
     _, (hasty,) = startup.make_servers(in_haste, tmp_path / "model", tmp_path, tmp_path / "staging", "s3cret")
@@ -343,12 +402,24 @@ def test_an_abrupt_end_clears_this_processs_staging() -> None:
 
 def finish(tmp_path: Path, state: str) -> None:
     reporter = Reporter(make_config(tmp_path, observe={"console": "plain"}), tmp_path, "test")
-    metrics = dict.fromkeys(("step", "reward/mean", "tokens/trained", "tokens/sampled", "perf/wait_stragglers_s", "rollout/dropped"), 0.0)
+    metrics = dict.fromkeys(
+        (
+            "step",
+            "reward/mean",
+            "tokens/trained",
+            "tokens/sampled",
+            "perf/wait_stragglers_s",
+            "rollout/dropped",
+        ),
+        0.0,
+    )
     reporter._recorder.record_step({**metrics, "time_s": 1.0})
     reporter.finish(state, "" if state == "done" else "interrupted by SIGINT")
 
 
-def test_an_interrupted_run_says_how_to_go_on_and_names_no_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupted_run_says_how_to_go_on_and_names_no_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     finish(tmp_path, "interrupted")
     said = capsys.readouterr().out
     assert f"go on with: asyncrl run {tmp_path / 'config.yaml'} --run-dir {tmp_path}" in said
@@ -356,7 +427,9 @@ def test_an_interrupted_run_says_how_to_go_on_and_names_no_weights(tmp_path: Pat
     assert json.loads((tmp_path / "summary.json").read_text())["why"] == "interrupted by SIGINT"
 
 
-def test_a_run_that_was_refused_before_it_began_does_not_say_how_to_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_was_refused_before_it_began_does_not_say_how_to_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     refused = Job(make_config(tmp_path, observe={"console": "plain"}), tmp_path, "test", None, None)  # type: ignore[arg-type]
     refused._fail(ConfigError("model.path=x: there is no such folder"))
     assert "go on with" not in capsys.readouterr().out
@@ -366,12 +439,17 @@ def test_a_run_that_was_refused_before_it_began_does_not_say_how_to_go_on(tmp_pa
 
 
 def test_a_run_without_a_descriptor_left_names_that_limit_and_not_its_disk(tmp_path: Path) -> None:
-    for number, says in ((errno.EMFILE, "raise the limit of open files"), (errno.ENOSPC, "free space on its disk")):
+    for number, says in (
+        (errno.EMFILE, "raise the limit of open files"),
+        (errno.ENOSPC, "free space on its disk"),
+    ):
         job = Job(make_config(tmp_path), tmp_path, "test", None, None)  # type: ignore[arg-type]
         assert says in job._fail(OSError(number, os.strerror(number), "status.json")).way_out
 
 
-def test_a_status_that_cannot_be_written_for_want_of_a_descriptor_is_left_to_the_next_second(tmp_path: Path) -> None:
+def test_a_status_that_cannot_be_written_for_want_of_a_descriptor_is_left_to_the_next_second(
+    tmp_path: Path,
+) -> None:
     numbers = [errno.EMFILE, errno.EMFILE, 0, errno.ENOSPC]
 
     async def story() -> float:
@@ -400,7 +478,9 @@ def test_a_run_that_is_done_names_its_weights(tmp_path: Path, capsys: pytest.Cap
 
 def test_the_controller_keeps_no_line_of_a_step_but_the_last(tmp_path: Path) -> None:
     reporter = Reporter(make_config(tmp_path, observe={"console": "none"}), tmp_path, "test")
-    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {step}, "time_s": 1.0, "reward/mean": 0.5}}\n' for step in range(5000)))
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(f'{{"step": {step}, "time_s": 1.0, "reward/mean": 0.5}}\n' for step in range(5000))
+    )
     reporter.resumes(4000, [])
     assert reporter._last == {"step": 3999, "time_s": 1.0, "reward/mean": 0.5}
     reporter.finish("interrupted")
@@ -429,13 +509,17 @@ def test_steps_that_metrics_have_lost_are_told_at_a_resume(tmp_path: Path) -> No
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "time_s": 7.0, "reward/mean": 0.5}\n')
     reporter = Reporter(make_config(tmp_path, observe={"console": "none"}), tmp_path, "test")
     reporter.resumes(3, [])
-    assert reporter._warnings == ["steps 1..2 are missing in metrics.jsonl (lost before a sync: the machine stopped, or the file was cut)"]
+    assert reporter._warnings == [
+        "steps 1..2 are missing in metrics.jsonl (lost before a sync: the machine stopped, or the file was cut)"
+    ]
     assert time.monotonic() - reporter._trained_since_s >= 7.0
     reporter.finish("interrupted")
 
 
 def test_the_time_of_a_resumed_run_goes_on_where_its_last_step_was(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {step}, "time_s": {100.0 * step + 100}}}\n' for step in range(5)))
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(f'{{"step": {step}, "time_s": {100.0 * step + 100}}}\n' for step in range(5))
+    )
     reporter = Reporter(make_config(tmp_path), tmp_path, "test")
     reporter.resumes(3)
     assert reporter._last["step"] == 2
@@ -450,7 +534,9 @@ def test_the_time_of_a_resumed_run_goes_on_where_its_last_step_was(tmp_path: Pat
 def test_a_resume_that_ends_before_it_could_go_on_leaves_what_the_run_had_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str
 ) -> None:
-    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {step}, "time_s": 1.0}}\n' for step in range(9)))
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(f'{{"step": {step}, "time_s": 1.0}}\n' for step in range(9))
+    )
     (tmp_path / "summary.json").write_text('{"state": "done", "num_steps": 9}')
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
 
@@ -476,13 +562,28 @@ def test_a_resume_that_ends_before_it_could_go_on_leaves_what_the_run_had_writte
 def test_the_verdict_of_a_resumed_run_is_of_all_its_steps_and_not_of_what_was_counted_since(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    line = {"time_s": 1.0, "perf/step_s": 1.0, "perf/wait_stragglers_s": 0.5, "rollout/filtered": 40.0, "reward/mean": 0.0}
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"step": step, **line}) + "\n" for step in range(9)))
-    reporter = Reporter(make_config(tmp_path, buffer={"on_overdue": "wait", "filter": "equal_rewards"}), tmp_path, "test")
+    line = {
+        "time_s": 1.0,
+        "perf/step_s": 1.0,
+        "perf/wait_stragglers_s": 0.5,
+        "rollout/filtered": 40.0,
+        "reward/mean": 0.0,
+    }
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(json.dumps({"step": step, **line}) + "\n" for step in range(9))
+    )
+    reporter = Reporter(
+        make_config(tmp_path, buffer={"on_overdue": "wait", "filter": "equal_rewards"}), tmp_path, "test"
+    )
     reporter.resumes(9)
     monkeypatch.setattr(reporter, "_step_metrics", lambda *_: {"step": 9, **line})
     since: Any = SimpleNamespace(**asdict(Tally(straggler_s=0.5, num_straggler_waits=1)), consumed=4)
-    reporter.step(SimpleNamespace(buffer=SimpleNamespace(stats=lambda: since)), Batch(9, (), 0), StepReport(10, {}), step_s=1.0)  # type: ignore[arg-type]
+    reporter.step(
+        SimpleNamespace(buffer=SimpleNamespace(stats=lambda: since)),
+        Batch(9, (), 0),
+        StepReport(10, {}),
+        step_s=1.0,
+    )  # type: ignore[arg-type]
     reporter.finish("done")
     said = " ".join(json.loads((tmp_path / "summary.json").read_text())["sentences"])
     assert "on_overdue=wait cost 5.0 s (50.0%) in 10 of 10 batches" in said
@@ -490,7 +591,9 @@ def test_the_verdict_of_a_resumed_run_is_of_all_its_steps_and_not_of_what_was_co
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("body", ["time.sleep(600)", "ThreadPoolExecutor(1).submit(time.sleep, 600).result()"])
+@pytest.mark.parametrize(
+    "body", ["time.sleep(600)", "ThreadPoolExecutor(1).submit(time.sleep, 600).result()"]
+)
 def test_an_interrupt_ends_a_start_that_hangs(tmp_path: Path, body: str) -> None:
     (tmp_path / "hanging_task.py").write_text(
         "import time\nfrom concurrent.futures import ThreadPoolExecutor\nfrom pathlib import Path\n"
@@ -511,11 +614,15 @@ def test_an_interrupt_ends_a_start_that_hangs(tmp_path: Path, body: str) -> None
         assert process.poll() is None, process.communicate()
     stdout, stderr = interrupt(process, signal.SIGTERM)
     assert process.returncode == 143, stderr
-    assert f"go on with: asyncrl run {tmp_path / 'run' / 'config.yaml'} --run-dir {tmp_path / 'run'}" in stdout
+    assert (
+        f"go on with: asyncrl run {tmp_path / 'run' / 'config.yaml'} --run-dir {tmp_path / 'run'}" in stdout
+    )
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["why"] == "interrupted by SIGTERM"
 
 
-def test_a_folder_that_no_run_has_made_is_not_removed_from_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_no_run_has_made_is_not_removed_from_its_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = make_config(tmp_path)
     precious = tmp_path / "mine" / "model" / "precious"
     precious.parent.mkdir(parents=True)
@@ -544,7 +651,9 @@ def begun_run(tmp_path: Path, config: RunConfig) -> Path:
     return run_dir
 
 
-def test_weights_of_an_earlier_end_stay_whatever_becomes_of_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_of_an_earlier_end_stay_whatever_becomes_of_a_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = make_config(tmp_path)
     run_dir = begun_run(tmp_path, config)
     (run_dir / "final").rename(run_dir / ".final.old")  # killed between the two names
@@ -563,7 +672,9 @@ def test_weights_of_an_earlier_end_stay_whatever_becomes_of_a_start(tmp_path: Pa
         assert [*run_dir.glob(".final*"), *run_dir.glob(".adapter*"), *run_dir.glob(".model*")] == []
 
 
-def test_weights_of_a_run_that_was_killed_at_its_end_are_put_back_though_the_start_is_refused(tmp_path: Path) -> None:
+def test_weights_of_a_run_that_was_killed_at_its_end_are_put_back_though_the_start_is_refused(
+    tmp_path: Path,
+) -> None:
     config = make_config(tmp_path)
     run_dir = begun_run(tmp_path, config)
     (run_dir / "final").rename(run_dir / ".final.old")
@@ -580,7 +691,9 @@ def test_a_new_run_does_not_begin_where_it_would_replace_weights_that_are_not_it
     assert (tmp_path / "run" / "adapter").is_dir()
 
 
-def test_the_pin_of_a_failed_start_goes_and_that_of_a_run_stays_until_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pin_of_a_failed_start_goes_and_that_of_a_run_stays_until_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = make_config(tmp_path)
     begun, failed = begun_run(tmp_path, config), tmp_path / "failed"
     failed.mkdir()

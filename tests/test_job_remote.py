@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from job_runs import environment, read_lines, start, write_config
 
-from asyncrl.worker_wire import WORKER_KEY_ENV
+from asyncrl.messages.work import WORKER_KEY_ENV
 
 pytestmark = pytest.mark.slow
 
@@ -21,9 +21,23 @@ def start_worker(
     gateway: dict[str, Any], name: str, log: Path, *, agent: str = "harnesses_for_test:two_turns", **args: Any
 ) -> subprocess.Popen[bytes]:
     """`asyncrl work`, as a process of its own beside the run; `args` are the agent's."""
-    command = [sys.executable, "-m", "asyncrl.cli", "work", gateway["url"], "--python", agent, "--name", name, "--args", json.dumps(args)]
+    command = [
+        sys.executable,
+        "-m",
+        "asyncrl.cli",
+        "work",
+        gateway["url"],
+        "--python",
+        agent,
+        "--name",
+        name,
+        "--args",
+        json.dumps(args),
+    ]
     with log.open("wb") as output:
-        return subprocess.Popen(command, stdout=output, stderr=output, env=environment(**{WORKER_KEY_ENV: gateway["worker_key"]}))
+        return subprocess.Popen(
+            command, stdout=output, stderr=output, env=environment(**{WORKER_KEY_ENV: gateway["worker_key"]})
+        )
 
 
 def wait_until(condition: Any, process: subprocess.Popen[str], timeout_s: float = 90) -> None:
@@ -52,7 +66,11 @@ def test_a_second_worker_takes_over_from_one_that_is_killed(tmp_path: Path) -> N
         assert (run_dir / "gateway.json").stat().st_mode & 0o077 == 0, "the worker key is the owner's alone"
         gateway = json.loads((run_dir / "gateway.json").read_text())
         mark = tmp_path / "held"
-        holds = {"agent": "agents_for_test:plays_then_holds", "num_played": 2 * 2 * 4, "mark": str(mark)}  # steps, groups, rollouts
+        holds = {
+            "agent": "agents_for_test:plays_then_holds",
+            "num_played": 2 * 2 * 4,
+            "mark": str(mark),
+        }  # steps, groups, rollouts
         workers.append(start_worker(gateway, "first", tmp_path / "first.log", **holds))
         wait_until(mark.exists, process)
         workers[0].kill()
@@ -63,8 +81,14 @@ def test_a_second_worker_takes_over_from_one_that_is_killed(tmp_path: Path) -> N
         for each in (process, *workers):
             each.kill()
             each.wait()
-    assert f"{WORKER_KEY_ENV}={gateway['worker_key']} asyncrl work {gateway['url']}" in stdout + stderr, "it says what to start"
-    holders = [path.name for path in run_dir.rglob("*") if path.is_file() and gateway["worker_key"].encode() in path.read_bytes()]
+    assert f"{WORKER_KEY_ENV}={gateway['worker_key']} asyncrl work {gateway['url']}" in stdout + stderr, (
+        "it says what to start"
+    )
+    holders = [
+        path.name
+        for path in run_dir.rglob("*")
+        if path.is_file() and gateway["worker_key"].encode() in path.read_bytes()
+    ]
     assert holders == ["gateway.json"], "the key is printed, and in no log"
     metrics = read_lines(run_dir / "metrics.jsonl")
     assert len(metrics) == 8

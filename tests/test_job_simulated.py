@@ -9,13 +9,19 @@ import pytest
 
 from asyncrl.config import load_config
 from asyncrl.errors import ConfigError
-from asyncrl.running.specs import engine_spec
-from asyncrl_servers.simulated.spec import SimulatedSpec
+from asyncrl.run.specs import engine_spec
+from asyncrl_servers.simulated.simulated_state import SimulatedSpec
 
 
-def test_the_simulated_engine_is_told_its_latency_model_and_draws_from_the_models_vocabulary(tmp_path: Path) -> None:
+def test_the_simulated_engine_is_told_its_latency_model_and_draws_from_the_models_vocabulary(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "qwen3", "vocab_size": 31}')
-    config = load_config(job_runs.write_config(tmp_path, rollout={"engine": "simulated", "simulated": {"swap_s": 0.5, "mean_tokens": 9}}))
+    config = load_config(
+        job_runs.write_config(
+            tmp_path, rollout={"engine": "simulated", "simulated": {"swap_s": 0.5, "mean_tokens": 9}}
+        )
+    )
     spec = SimulatedSpec.model_validate_json(engine_spec(config, tmp_path, "engine-0"))
     assert (spec.vocab_size, spec.swap_s, spec.mean_tokens, spec.max_length) == (31, 0.5, 9, 40)
     defaults = SimulatedSpec(name="engine-0", slots=1, max_length=2)
@@ -28,11 +34,19 @@ def test_the_simulated_engine_is_told_its_latency_model_and_draws_from_the_model
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["rollout.simulated.sigma=0"], "rollout.simulated is the latency model of the simulated engine, and rollout.engine=embedded"),
-        (["rollout.engine=simulated", "trainer.logprob_gap_limit=0.1"], "trainer.logprob_gap_limit=0.1 compares the logprobs"),
+        (
+            ["rollout.simulated.sigma=0"],
+            "rollout.simulated is the latency model of the simulated engine, and rollout.engine=embedded",
+        ),
+        (
+            ["rollout.engine=simulated", "trainer.logprob_gap_limit=0.1"],
+            "trainer.logprob_gap_limit=0.1 compares the logprobs",
+        ),
     ],
 )
-def test_a_latency_model_for_another_engine_and_a_gap_to_no_model_are_refused(tmp_path: Path, overrides: list[str], words: str) -> None:
+def test_a_latency_model_for_another_engine_and_a_gap_to_no_model_are_refused(
+    tmp_path: Path, overrides: list[str], words: str
+) -> None:
     with pytest.raises(ConfigError, match=words):
         load_config(job_runs.write_config(tmp_path), overrides)
 

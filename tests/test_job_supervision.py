@@ -13,7 +13,17 @@ from pathlib import Path
 
 import psutil
 import pytest
-from job_runs import all_gone, children_of, interrupt, read_lines, run, staging_of, start, wait_for_steps, write_config
+from job_runs import (
+    all_gone,
+    children_of,
+    interrupt,
+    read_lines,
+    run,
+    staging_of,
+    start,
+    wait_for_steps,
+    write_config,
+)
 
 pytestmark = pytest.mark.slow
 ENGINE = "asyncrl_servers.embedded"
@@ -27,7 +37,10 @@ def engines(process: subprocess.Popen[str], index: int) -> list[psutil.Process]:
 
 
 def wait_for_engine(
-    process: subprocess.Popen[str], index: int, is_it: Callable[[psutil.Process], bool], timeout_s: float = 120
+    process: subprocess.Popen[str],
+    index: int,
+    is_it: Callable[[psutil.Process], bool],
+    timeout_s: float = 120,
 ) -> psutil.Process:
     """The process of engine-`index` that is as asked for."""
     deadline = time.monotonic() + timeout_s
@@ -64,7 +77,9 @@ def test_kill_9_of_the_only_engine_changes_nothing_of_what_is_trained_on(tmp_pat
     assert process.returncode == 0, stderr
     assert f"engine-0: process {engine.pid} was killed by SIGKILL" in stdout
     assert "starting it again, 1 of 3" in stdout
-    assert (tmp_path / "run" / "trained.jsonl").read_bytes() == (tmp_path / "whole" / "trained.jsonl").read_bytes()
+    assert (tmp_path / "run" / "trained.jsonl").read_bytes() == (
+        tmp_path / "whole" / "trained.jsonl"
+    ).read_bytes()
     assert read_lines(tmp_path / "run" / "metrics.jsonl")[-1]["engine/restarts"] == 1
     assert events(tmp_path / "run") == [("engine lost", "engine-0"), ("engine up", "engine-0")]
     assert staging_of(process.pid) == []
@@ -91,7 +106,9 @@ def test_a_run_goes_on_beside_a_frozen_engine_which_is_killed_and_used_again(tmp
 
     other = wait_for_engine(process, 0, lambda child: True)
     other.kill()
-    wait_for_more_steps(run_dir, 3, process)  # all of it by the engine that was frozen: the other one is not even started
+    wait_for_more_steps(
+        run_dir, 3, process
+    )  # all of it by the engine that was frozen: the other one is not even started
     assert engines(process, 0) in ([], [other])
     children = children_of(process)
     stdout, stderr = interrupt(process)
@@ -106,7 +123,9 @@ def test_an_engine_that_dies_too_often_ends_the_run_with_its_name_and_its_log(tm
     with socket.create_server(("127.0.0.1", 0)) as holder:
         port = holder.getsockname()[1]  # a given one, which the second process takes again
     supervision = {"backoff_s": 0.1, "max_restarts": 1}
-    config = write_config(tmp_path, buffer={"max_staleness": 2}, rollout={"ports": [port]}, supervision=supervision)
+    config = write_config(
+        tmp_path, buffer={"max_staleness": 2}, rollout={"ports": [port]}, supervision=supervision
+    )
     run_dir = tmp_path / "run"
     process = start(config, run_dir, "trainer.num_steps=100000")
     wait_for_steps(run_dir, 2, process)

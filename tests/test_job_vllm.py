@@ -13,11 +13,21 @@ from pathlib import Path
 
 import psutil
 import pytest
-from job_runs import all_gone, children_of, environment, interrupt, read_lines, run, staging_of, start, wait_for_steps
+from job_runs import (
+    all_gone,
+    children_of,
+    environment,
+    interrupt,
+    read_lines,
+    run,
+    staging_of,
+    start,
+    wait_for_steps,
+)
 from test_job_supervision import events, wait_for_engine, wait_for_more_steps
 from vllm_process import vllm_python
 
-from asyncrl.placement.foreign import KEY_ENV
+from asyncrl.placement.processes import KEY_ENV
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(900)]
 CONFIG = Path(__file__).parent.parent / "configs" / "quickstart-vllm.yaml"
@@ -63,12 +73,16 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_dir
 
 
-def test_two_runs_of_one_seed_on_one_vllm_train_on_the_same_tokens_rewards_and_losses(whole: Path, tmp_path: Path) -> None:
+def test_two_runs_of_one_seed_on_one_vllm_train_on_the_same_tokens_rewards_and_losses(
+    whole: Path, tmp_path: Path
+) -> None:
     finish(tmp_path / "run", *on_policy())
     assert trained(tmp_path / "run") == trained(whole)
     assert len(read_lines(whole / "trained.jsonl")) == 6
     finish(tmp_path / "other", *on_policy("seed=1", "trainer.num_steps=1"))
-    assert trained(tmp_path / "other") != trained(whole).splitlines(keepends=True)[0], "the comparison can fail"
+    assert trained(tmp_path / "other") != trained(whole).splitlines(keepends=True)[0], (
+        "the comparison can fail"
+    )
 
 
 def test_kill_9_of_the_only_vllm_changes_nothing_of_what_is_trained_on(whole: Path, tmp_path: Path) -> None:
@@ -89,7 +103,16 @@ def test_kill_9_of_the_only_vllm_changes_nothing_of_what_is_trained_on(whole: Pa
 
 def test_a_vllm_takes_weights_while_it_samples_and_the_trainer_sees_what_it_sampled(tmp_path: Path) -> None:
     evaluation = "eval={task: {python: 'asyncrl.tasks.letters:Letters'}, every: 10, num_prompts: 8, slots: 8}"
-    finish(tmp_path / "run", *small("trainer.num_steps=40", "rollout.slots=64", "rollout.group_size=8", "trainer.num_groups=8", evaluation))
+    finish(
+        tmp_path / "run",
+        *small(
+            "trainer.num_steps=40",
+            "rollout.slots=64",
+            "rollout.group_size=8",
+            "trainer.num_groups=8",
+            evaluation,
+        ),
+    )
     lines = read_lines(tmp_path / "run" / "metrics.jsonl")
     rewards = [line["reward/mean"] for line in lines]
     assert sum(rewards[-8:]) / 8 > sum(rewards[:8]) / 8 + 0.05, rewards
@@ -104,11 +127,15 @@ def test_a_vllm_takes_weights_while_it_samples_and_the_trainer_sees_what_it_samp
 def test_without_supervision_the_loss_of_the_only_vllm_ends_the_run_within_seconds_with_its_name(
     tmp_path: Path, number: signal.Signals
 ) -> None:
-    process = start(CONFIG, tmp_path / "run", *small(LONG, "supervision.max_restarts=0", "observe.heartbeat_s=20"))
+    process = start(
+        CONFIG, tmp_path / "run", *small(LONG, "supervision.max_restarts=0", "observe.heartbeat_s=20")
+    )
     wait_for_steps(tmp_path / "run", 2, process, START_S)
     children = [child for engine in children_of(process) for child in group_of(engine)]
     (engine,) = children_of(process, ENGINE)
-    for child in [engine] if number == signal.SIGKILL else engine.children(recursive=True):  # frozen: its HTTP server still answers
+    for child in (
+        [engine] if number == signal.SIGKILL else engine.children(recursive=True)
+    ):  # frozen: its HTTP server still answers
         child.send_signal(number)
     since_s = time.monotonic()
     _, stderr = process.communicate(timeout=120)
@@ -122,9 +149,17 @@ def test_without_supervision_the_loss_of_the_only_vllm_ends_the_run_within_secon
     assert staging_of(process.pid) == []
 
 
-def test_a_run_with_two_vllms_goes_on_beside_a_frozen_one_and_a_killed_one_and_uses_both_again(tmp_path: Path) -> None:
+def test_a_run_with_two_vllms_goes_on_beside_a_frozen_one_and_a_killed_one_and_uses_both_again(
+    tmp_path: Path,
+) -> None:
     run_dir = tmp_path / "run"
-    overrides = small(LONG, "rollout.num_engines=2", "buffer.max_staleness=2", "publisher.rolling=true", "observe.heartbeat_s=20")
+    overrides = small(
+        LONG,
+        "rollout.num_engines=2",
+        "buffer.max_staleness=2",
+        "publisher.rolling=true",
+        "observe.heartbeat_s=20",
+    )
     process = start(CONFIG, run_dir, *overrides)
     wait_for_steps(run_dir, 3, process, START_S)
     frozen = wait_for_engine(process, 1, lambda child: True)
@@ -152,17 +187,24 @@ def test_a_run_with_two_vllms_goes_on_beside_a_frozen_one_and_a_killed_one_and_u
     assert staging_of(process.pid) == []
 
 
-def wait_for_event(run_dir: Path, process: subprocess.Popen[str], event: tuple[str, str], timeout_s: float = 240.0) -> None:
+def wait_for_event(
+    run_dir: Path, process: subprocess.Popen[str], event: tuple[str, str], timeout_s: float = 240.0
+) -> None:
     deadline = time.monotonic() + timeout_s
     while event not in events(run_dir):
         assert time.monotonic() < deadline, f"no {event}"
         wait_for_more_steps(run_dir, 1, process)
 
 
-def test_an_argument_that_vllm_does_not_know_ends_the_start_with_the_names_it_may_mean(tmp_path: Path) -> None:
+def test_an_argument_that_vllm_does_not_know_ends_the_start_with_the_names_it_may_mean(
+    tmp_path: Path,
+) -> None:
     answer = run(CONFIG, tmp_path / "run", *small("rollout.vllm={max-num-batched-token: 512}"), timeout_s=200)
     assert answer.returncode == 1
-    assert "engine-0: rollout.vllm has max_num_batched_token, and vLLM has no argument of that name" in answer.stderr
+    assert (
+        "engine-0: rollout.vllm has max_num_batched_token, and vLLM has no argument of that name"
+        in answer.stderr
+    )
     assert "max_num_batched_tokens" in answer.stderr
     assert "Traceback" not in answer.stderr
 
@@ -171,11 +213,23 @@ def test_an_argument_that_vllm_does_not_know_ends_the_start_with_the_names_it_ma
 
 
 @pytest.fixture(scope="module")
-def served(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str, psutil.Process]]:
+def served(
+    whole: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[str, str, psutil.Process]]:
     """URL, key and process of a server that `asyncrl serve engine` keeps."""
     folder = tmp_path_factory.mktemp("served")
     overrides = small("model.scratch=none", f"model.path={whole / 'model'}")
-    command = [sys.executable, "-m", "asyncrl.cli", "serve", "engine", str(CONFIG), *overrides, "--run-dir", str(folder / "run")]
+    command = [
+        sys.executable,
+        "-m",
+        "asyncrl.cli",
+        "serve",
+        "engine",
+        str(CONFIG),
+        *overrides,
+        "--run-dir",
+        str(folder / "run"),
+    ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment())
     try:
         assert process.stdout is not None
@@ -224,7 +278,12 @@ def test_a_run_waits_for_a_server_of_somebody_else_that_hangs_and_goes_on_with_i
 ) -> None:
     url, key, engine = served
     monkeypatch.setenv(KEY_ENV, key)
-    foreign = ["model.scratch=none", f"model.path={whole / 'model'}", f"rollout.urls=['{url}']", "observe.heartbeat_s=20"]
+    foreign = [
+        "model.scratch=none",
+        f"model.path={whole / 'model'}",
+        f"rollout.urls=['{url}']",
+        "observe.heartbeat_s=20",
+    ]
     process = start(CONFIG, tmp_path / "run", *on_policy(*foreign))
     wait_for_steps(tmp_path / "run", 2, process, START_S)
     family = group_of(engine)

@@ -17,12 +17,29 @@ from hypothesis.extra import numpy as hnp
 from journal_cases import make_partial, make_trajectory, same_trajectory
 
 from asyncrl.errors import JournalError
-from asyncrl.journal.blobs import decode_partial, decode_prompt, decode_trajectory, encode_partial, encode_prompt, encode_trajectory
-from asyncrl.types import Credit, GroupId, PartialCompletion, Prompt, Ticket, Trajectory, VersionSpan
+from asyncrl.journal.tokens import (
+    decode_partial,
+    decode_prompt,
+    decode_trajectory,
+    encode_partial,
+    encode_prompt,
+    encode_trajectory,
+)
+from asyncrl.messages.records import (
+    Credit,
+    GroupId,
+    PartialCompletion,
+    Prompt,
+    Ticket,
+    Trajectory,
+    VersionSpan,
+)
 
 PATH = Path("journal.sqlite")
 numbers = st.floats(allow_nan=True, allow_infinity=True)
-spans = st.lists(st.builds(VersionSpan, *[st.integers(0, 2**40)] * 3, st.integers(-1, 99)), max_size=4).map(tuple)
+spans = st.lists(st.builds(VersionSpan, *[st.integers(0, 2**40)] * 3, st.integers(-1, 99)), max_size=4).map(
+    tuple
+)
 
 
 @st.composite
@@ -39,19 +56,34 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         draw(st.integers(0, 1000)),
         draw(st.dictionaries(st.text(), numbers, max_size=3)),
         draw(st.integers(0, 3)),
-        draw(st.lists(st.builds(Credit, st.integers(0, 50), st.integers(0, 50), numbers, st.integers(0, 9)), max_size=3).map(tuple)),
+        draw(
+            st.lists(
+                st.builds(Credit, st.integers(0, 50), st.integers(0, 50), numbers, st.integers(0, 9)),
+                max_size=3,
+            ).map(tuple)
+        ),
     )
 
 
 @given(trajectories(), st.integers(0, 2**50))
 def test_a_trajectory_comes_back_with_every_bit(trajectory: Trajectory, group_id: int) -> None:
     blob = encode_trajectory(group_id, trajectory)
-    assert same_trajectory(decode_trajectory(blob, group_id, trajectory.sample_index, trajectory.branch, PATH), trajectory)
+    assert same_trajectory(
+        decode_trajectory(blob, group_id, trajectory.sample_index, trajectory.branch, PATH), trajectory
+    )
 
 
-@given(st.lists(st.tuples(st.integers(0, 2**31 - 1), st.floats(width=32, allow_nan=False)), max_size=50), spans, st.integers(0, 9))
-def test_an_unfinished_completion_comes_back_with_every_bit(tokens: list[tuple[int, float]], found: Any, interruptions: int) -> None:
-    partial = PartialCompletion(tuple(t for t, _ in tokens), tuple(p for _, p in tokens), found, interruptions)
+@given(
+    st.lists(st.tuples(st.integers(0, 2**31 - 1), st.floats(width=32, allow_nan=False)), max_size=50),
+    spans,
+    st.integers(0, 9),
+)
+def test_an_unfinished_completion_comes_back_with_every_bit(
+    tokens: list[tuple[int, float]], found: Any, interruptions: int
+) -> None:
+    partial = PartialCompletion(
+        tuple(t for t, _ in tokens), tuple(p for _, p in tokens), found, interruptions
+    )
     assert repr(decode_partial(encode_partial(3, 1, partial), 3, 1, PATH)) == repr(partial)
 
 
@@ -62,7 +94,9 @@ def test_spans_from_before_engines_were_recorded_are_of_unknown_ones() -> None:
     for blob in blobs:
         whole = zlib.decompress(blob)
         head = json.loads(whole[4 : 4 + int.from_bytes(whole[:4], "little")])
-        assert {len(span) for span in head["spans"]} == {3}, "an engine that is not known is left out, as it was then"
+        assert {len(span) for span in head["spans"]} == {3}, (
+            "an engine that is not known is left out, as it was then"
+        )
     assert same_trajectory(decode_trajectory(blobs[0], 3, 1, 0, PATH), trajectory)
     assert decode_partial(blobs[1], 3, 1, PATH) == partial
     assert {span.engine for span in decode_partial(blobs[1], 3, 1, PATH).version_spans} == {-1}
@@ -80,7 +114,9 @@ plain = st.recursive(
 
 
 @given(plain, st.dictionaries(st.text() | st.just("__asyncrl__"), plain, max_size=3), st.text())
-def test_a_prompt_comes_back_with_the_types_of_its_answer(answer: Any, info: dict[str, Any], words: str) -> None:
+def test_a_prompt_comes_back_with_the_types_of_its_answer(
+    answer: Any, info: dict[str, Any], words: str
+) -> None:
     ticket, prompt = Ticket(GroupId(3), 2), Prompt("0/1", ({"role": "user", "content": words},), answer, info)
     found, is_whole = decode_prompt(encode_prompt(ticket, prompt), ticket, "0/1", PATH)
     assert is_whole
@@ -123,7 +159,12 @@ def test_a_changed_byte_is_found(data: st.DataObject) -> None:
             [
                 ("trajectory", encode_trajectory(1, make_trajectory(1, 0))),
                 ("partial", encode_partial(1, 0, make_partial(20))),
-                ("prompt", encode_prompt(Ticket(GroupId(1), 0), Prompt("0/1", ({"role": "user", "content": "?"},), 3))),
+                (
+                    "prompt",
+                    encode_prompt(
+                        Ticket(GroupId(1), 0), Prompt("0/1", ({"role": "user", "content": "?"},), 3)
+                    ),
+                ),
             ]
         )
     )

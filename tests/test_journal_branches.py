@@ -24,10 +24,10 @@ from journal_cases import (
 
 from asyncrl.errors import JournalError
 from asyncrl.journal import schema
-from asyncrl.journal.blobs import decode_trajectory, encode_trajectory
-from asyncrl.journal.inspect import batch_story, group_story, totals
 from asyncrl.journal.read import read_resume
-from asyncrl.types import Batch, Group, GroupId, Rollout
+from asyncrl.journal.story import batch_story, group_story, totals
+from asyncrl.journal.tokens import decode_trajectory, encode_trajectory
+from asyncrl.messages.records import Batch, Group, GroupId, Rollout
 
 OLD = Path(__file__).with_name("journal_schema_1.sql")
 
@@ -37,12 +37,22 @@ def same_rollout(one: Rollout, other: Rollout) -> bool:
 
 
 def group_of(group_id: int, *rollouts: Rollout) -> Group:
-    return Group(GroupId(group_id), make_group(group_id).prompt, tuple(branch for rollout in rollouts for branch in rollout))
+    return Group(
+        GroupId(group_id),
+        make_group(group_id).prompt,
+        tuple(branch for rollout in rollouts for branch in rollout),
+    )
 
 
-def test_a_rollout_is_counted_once_however_many_branches_it_has_before_compaction_and_after(tmp_path: Path) -> None:
+def test_a_rollout_is_counted_once_however_many_branches_it_has_before_compaction_and_after(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "journal.sqlite"
-    rollouts = (make_rollout(0, 0, num_branches=3, has_credits=True), make_rollout(0, 1, num_branches=1), make_rollout(0, 3))
+    rollouts = (
+        make_rollout(0, 0, num_branches=3, has_credits=True),
+        make_rollout(0, 1, num_branches=1),
+        make_rollout(0, 3),
+    )
 
     async def story() -> None:
         journal = open_journal(path)
@@ -59,7 +69,9 @@ def test_a_rollout_is_counted_once_however_many_branches_it_has_before_compactio
         whole = group_story(path, 0)
         assert whole is not None
         assert (whole.line.num_rollouts, whole.line.num_failed, whole.line.num_sampled) == (3, 1, 60)
-        assert whole.line.reward_mean == pytest.approx((0.25 + 1.25 + 3.25) / 3), "of rollouts, not of branches"
+        assert whole.line.reward_mean == pytest.approx((0.25 + 1.25 + 3.25) / 3), (
+            "of rollouts, not of branches"
+        )
         assert list(whole.rollouts) == [0, 1, 3]
         assert all(same_rollout(whole.rollouts[rollout[0].sample_index], rollout) for rollout in rollouts)
         found = batch_story(path, 0)
@@ -98,12 +110,16 @@ def test_a_batch_that_lacks_a_branch_is_refused(tmp_path: Path) -> None:
         (make_rollout(0, 0)[0], make_rollout(0, 1)[1]),
     ],
 )
-def test_what_are_not_the_branches_of_one_rollout_is_refused_and_nothing_of_it_is_written(tmp_path: Path, wrong: Rollout) -> None:
+def test_what_are_not_the_branches_of_one_rollout_is_refused_and_nothing_of_it_is_written(
+    tmp_path: Path, wrong: Rollout
+) -> None:
     async def story() -> None:
         journal = open_journal(tmp_path / "journal.sqlite")
         admit(journal, 0)
         journal.rollout_finished_nowait(GroupId(0), wrong)
-        with pytest.raises(JournalError, match=r"a rollout of group 0 has branches \(sample_index, branch\) \["):
+        with pytest.raises(
+            JournalError, match=r"a rollout of group 0 has branches \(sample_index, branch\) \["
+        ):
             await journal.flush()
         with pytest.raises(JournalError):
             await journal.aclose()
@@ -167,7 +183,10 @@ def test_any_rollouts_come_back_with_all_their_branches(
     tmp_path_factory: pytest.TempPathFactory, told: list[tuple[int, int, bool]]
 ) -> None:
     path = tmp_path_factory.mktemp("journal") / "journal.sqlite"
-    rollouts = {index: make_rollout(0, index, num_branches=count, has_credits=has_credits) for index, count, has_credits in told}
+    rollouts = {
+        index: make_rollout(0, index, num_branches=count, has_credits=has_credits)
+        for index, count, has_credits in told
+    }
 
     async def story() -> None:
         journal = open_journal(path)
@@ -214,7 +233,9 @@ def check_content(path: Path) -> None:
     (running,) = state.running
     assert same_rollout(running.rollouts[1], (make_trajectory(4, 1),))
     assert running.partials == {0: (1, 0, make_partial(5))}
-    lines = [story.line for story in (group_story(path, group_id) for group_id in range(6)) if story is not None]
+    lines = [
+        story.line for story in (group_story(path, group_id) for group_id in range(6)) if story is not None
+    ]
     assert [(line.state, line.num_rollouts, line.num_failed, line.num_sampled) for line in lines] == [
         ("taken", 2, 0, 20), ("taken", 2, 0, 20), ("ready", 2, 0, 20), ("ready", 2, 0, 20), ("running", 1, 0, 10), ("failed", 0, 1, 0),
     ]  # fmt: skip
@@ -246,7 +267,9 @@ def test_a_run_that_goes_on_brings_an_old_journal_up_to_date_and_writes_branches
     asyncio.run(open_journal(old).aclose())  # its integrity is checked
 
 
-def test_a_step_of_the_migration_that_fails_leaves_the_old_journal_whole(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_of_the_migration_that_fails_leaves_the_old_journal_whole(
+    old: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(schema, "MIGRATIONS", (*schema.MIGRATIONS, "CREATE TABLE groups (no INTEGER)"))
     with pytest.raises(JournalError, match="cannot be opened"):
         open_journal(old)

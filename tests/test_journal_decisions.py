@@ -12,8 +12,8 @@ from journal_cases import admit, make_batch, make_prompt, make_trajectory, open_
 
 from asyncrl.errors import JournalError
 from asyncrl.journal.journal import Journal
+from asyncrl.messages.records import GroupId, Ticket
 from asyncrl.testing.memory_journal import MemoryJournal
-from asyncrl.types import GroupId, Ticket
 
 
 def with_journal(tmp_path: Path, story: Callable[[Journal], Awaitable[None]]) -> None:
@@ -28,7 +28,9 @@ def with_journal(tmp_path: Path, story: Callable[[Journal], Awaitable[None]]) ->
 
 
 @pytest.mark.parametrize("kind", ["sqlite", "memory"])
-def test_the_same_batch_again_is_a_replay_and_another_of_that_version_is_refused(tmp_path: Path, kind: str) -> None:
+def test_the_same_batch_again_is_a_replay_and_another_of_that_version_is_refused(
+    tmp_path: Path, kind: str
+) -> None:
     async def story() -> None:
         journal = open_journal(tmp_path / "journal.sqlite") if kind == "sqlite" else MemoryJournal()
         tell_ready(journal, 0, 1, 2, 3)  # type: ignore[arg-type]
@@ -58,7 +60,9 @@ def test_the_same_batch_again_is_a_replay_and_another_of_that_version_is_refused
         (1, (7,), "group 7 was never admitted"),
     ],
 )
-def test_a_refused_batch_leaves_everything_as_it_was(tmp_path: Path, version: int, groups: tuple[int, ...], why: str) -> None:
+def test_a_refused_batch_leaves_everything_as_it_was(
+    tmp_path: Path, version: int, groups: tuple[int, ...], why: str
+) -> None:
     async def story(journal: Journal) -> None:
         tell_ready(journal, 0, 4)
         admit(journal, 5)
@@ -97,12 +101,30 @@ def test_a_replay_with_another_bound_is_no_replay(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tell", "why"),
     [
-        (lambda journal: journal.rollout_finished_nowait(GroupId(9), (make_trajectory(9, 0),)), "group 9, which was never admitted"),
-        (lambda journal: journal.rollout_finished_nowait(GroupId(1), (make_trajectory(1, 0),)), "rollout g1/r0 has ended already"),
-        (lambda journal: journal.rollout_failed_nowait(GroupId(1), 0, 1, "late"), "rollout g1/r0 has ended already"),
-        (lambda journal: journal.group_ended_nowait(GroupId(0), "failed", ""), "group 0 cannot become failed: it is ready"),
-        (lambda journal: journal.admitted_nowait(Ticket(GroupId(0), 0), make_prompt(0)), "group 0 is ready, with prompt 0/0"),
-        (lambda journal: journal.admitted_nowait(Ticket(GroupId(9), 0), make_prompt(0)), "group 0 has this prompt and is ready"),
+        (
+            lambda journal: journal.rollout_finished_nowait(GroupId(9), (make_trajectory(9, 0),)),
+            "group 9, which was never admitted",
+        ),
+        (
+            lambda journal: journal.rollout_finished_nowait(GroupId(1), (make_trajectory(1, 0),)),
+            "rollout g1/r0 has ended already",
+        ),
+        (
+            lambda journal: journal.rollout_failed_nowait(GroupId(1), 0, 1, "late"),
+            "rollout g1/r0 has ended already",
+        ),
+        (
+            lambda journal: journal.group_ended_nowait(GroupId(0), "failed", ""),
+            "group 0 cannot become failed: it is ready",
+        ),
+        (
+            lambda journal: journal.admitted_nowait(Ticket(GroupId(0), 0), make_prompt(0)),
+            "group 0 is ready, with prompt 0/0",
+        ),
+        (
+            lambda journal: journal.admitted_nowait(Ticket(GroupId(9), 0), make_prompt(0)),
+            "group 0 has this prompt and is ready",
+        ),
         (lambda journal: journal.trained_nowait(3, {}), "a step of batch 3, which was never taken"),
         (lambda journal: journal.group_ended_nowait(GroupId(1), "eaten", ""), "CHECK constraint failed"),
         (lambda journal: journal.trained_nowait(0, {"policy/loss": "nonsense"}), "ValueError"),
@@ -129,7 +151,10 @@ def test_nonsense_that_nobody_waits_for_ends_the_writing_and_all_before_it_is_ke
             await journal.aclose()
         journal = open_journal(tmp_path / "journal.sqlite")
         state = await journal.read_resume(0)
-        assert ([ticket.group_id for ticket, _ in state.ready], [record.ticket.group_id for record in state.running]) == ([0], [1])
+        assert (
+            [ticket.group_id for ticket, _ in state.ready],
+            [record.ticket.group_id for record in state.running],
+        ) == ([0], [1])
         await journal.aclose()
 
     asyncio.run(story())

@@ -17,10 +17,10 @@ from journal_cases import admit, make_batch, make_group, make_partial, open_jour
 
 from asyncrl.errors import JournalError
 from asyncrl.journal import schema
-from asyncrl.journal.inspect import batch_story, events, group_story, totals
 from asyncrl.journal.journal import Journal
 from asyncrl.journal.read import ResumeState
-from asyncrl.types import GroupId
+from asyncrl.journal.story import batch_story, events, group_story, totals
+from asyncrl.messages.records import GroupId
 
 NUM_GROUPS = 30
 
@@ -34,7 +34,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
         journal = open_journal(path)
         tell_ready(journal, *range(NUM_GROUPS), num_tokens=300)
         for version in range(3):
-            await journal.batch_taken(make_batch(version, *range(4 * version, 4 * version + 4), num_tokens=300))
+            await journal.batch_taken(
+                make_batch(version, *range(4 * version, 4 * version + 4), num_tokens=300)
+            )
         for group_id in range(NUM_GROUPS, NUM_GROUPS + 4):
             admit(journal, group_id)
             journal.segment_nowait(GroupId(group_id), 0, 0, 0, make_partial(100))
@@ -50,8 +52,12 @@ def read_all(path: Path) -> ResumeState:
         try:
             state = await journal.read_resume(0)
             for batch in state.batches():
-                assert all(same_group(group, make_group(group.group_id, num_tokens=300)) for group in batch.groups)
-            assert all(same_group(group, make_group(group.group_id, num_tokens=300)) for _, group in state.ready)
+                assert all(
+                    same_group(group, make_group(group.group_id, num_tokens=300)) for group in batch.groups
+                )
+            assert all(
+                same_group(group, make_group(group.group_id, num_tokens=300)) for _, group in state.ready
+            )
             assert all(record.partials[0] == (0, 0, make_partial(100)) for record in state.running)
             return state
         finally:
@@ -78,7 +84,9 @@ def test_a_closed_journal_is_one_file_that_can_be_copied(whole: Path, tmp_path: 
         ("folder", "cannot be opened"),
     ],
 )
-def test_a_damaged_file_is_found_when_it_is_opened(whole: Path, tmp_path: Path, damage: str, why: str) -> None:
+def test_a_damaged_file_is_found_when_it_is_opened(
+    whole: Path, tmp_path: Path, damage: str, why: str
+) -> None:
     path = tmp_path / "journal.sqlite"
     content = bytearray(whole.read_bytes())
     if damage == "page":
@@ -86,7 +94,9 @@ def test_a_damaged_file_is_found_when_it_is_opened(whole: Path, tmp_path: Path, 
             content[4096 * page : 4096 * page + 12] = b"\xff" * 12
     elif damage == "unread page":  # of a table that no resume reads: the check alone can find it
         with sqlite3.connect(whole) as connection:
-            (page,) = connection.execute("SELECT rootpage FROM sqlite_schema WHERE name = 'checkpoints'").fetchone()
+            (page,) = connection.execute(
+                "SELECT rootpage FROM sqlite_schema WHERE name = 'checkpoints'"
+            ).fetchone()
         connection.close()
         content[4096 * (page - 1) : 4096 * page] = b"\x07" * 4096
     elif damage == "half":
@@ -110,7 +120,9 @@ def test_a_damaged_file_is_found_when_it_is_opened(whole: Path, tmp_path: Path, 
         asyncio.run(open_journal(path).aclose())
 
 
-def test_flipped_bytes_anywhere_are_an_error_or_change_nothing_that_a_run_goes_on_from(whole: Path, tmp_path: Path) -> None:
+def test_flipped_bytes_anywhere_are_an_error_or_change_nothing_that_a_run_goes_on_from(
+    whole: Path, tmp_path: Path
+) -> None:
     content, draw = whole.read_bytes(), random.Random(0)
     found = harmless = 0
     for number in range(40):
@@ -125,7 +137,9 @@ def test_flipped_bytes_anywhere_are_an_error_or_change_nothing_that_a_run_goes_o
         else:
             harmless += 1
             assert [ticket.group_id for ticket, _ in state.ready] == list(range(12, NUM_GROUPS))
-            assert [record.ticket.group_id for record in state.running] == list(range(NUM_GROUPS, NUM_GROUPS + 4))
+            assert [record.ticket.group_id for record in state.running] == list(
+                range(NUM_GROUPS, NUM_GROUPS + 4)
+            )
             assert (state.next_version, state.requeued, state.num_drawn) == (3, {}, NUM_GROUPS + 4)
         shutil.rmtree(path.parent)
     assert found >= 20, f"{found} found, {harmless} harmless"
@@ -148,7 +162,9 @@ def killed_copies(tmp_path: Path, *names: str) -> None:
 
 
 @pytest.mark.parametrize("at", [2, 9, 17, 30, 32 + 5, 32 + 9, 32 + 24 + 100])
-def test_a_damaged_write_ahead_log_is_found_though_sqlite_would_drop_it_in_silence(tmp_path: Path, at: int) -> None:
+def test_a_damaged_write_ahead_log_is_found_though_sqlite_would_drop_it_in_silence(
+    tmp_path: Path, at: int
+) -> None:
     killed_copies(tmp_path, "b", "c")
     asyncio.run(open_journal(tmp_path / "b" / "journal.sqlite").aclose())
     log = tmp_path / "c" / "journal.sqlite-wal"
@@ -156,7 +172,9 @@ def test_a_damaged_write_ahead_log_is_found_though_sqlite_would_drop_it_in_silen
     content[at] ^= 0x10
     log.write_bytes(content)
     for _ in range(2):  # refused at the second start too
-        with pytest.raises(JournalError, match=r"sqlite-wal of .* is damaged: after 0 whole frames there are \d commits") as caught:
+        with pytest.raises(
+            JournalError, match=r"sqlite-wal of .* is damaged: after 0 whole frames there are \d commits"
+        ) as caught:
             open_journal(tmp_path / "c" / "journal.sqlite")
         assert log.read_bytes() == content, "what is left of the log stays where it is"
     assert "with its -wal file" in caught.value.way_out
@@ -168,7 +186,9 @@ def test_a_refused_file_leaves_the_log_beside_it_as_it_is(tmp_path: Path, damage
     path, log = tmp_path / "b" / "journal.sqlite", tmp_path / "b" / "journal.sqlite-wal"
     content, before = path.read_bytes(), log.read_bytes()
     if damage == "header":
-        log.write_bytes(before := before[: len(before) // 2] + b"\xff" * 5000 + before[len(before) // 2 + 5000 :])
+        log.write_bytes(
+            before := before[: len(before) // 2] + b"\xff" * 5000 + before[len(before) // 2 + 5000 :]
+        )
     else:
         path.write_bytes(b"Dear reader, this is no database\n" * 400 if damage == "text" else content[:100])
     for _ in range(2):
@@ -195,7 +215,11 @@ def locks_on(path: Path) -> list[str]:
     found = path.stat()
     place = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
     lines = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
-    return [mode for _, kind, _, mode, pid, where, *_ in lines if (kind, pid, where) == ("POSIX", str(os.getpid()), place)]
+    return [
+        mode
+        for _, kind, _, mode, pid, where, *_ in lines
+        if (kind, pid, where) == ("POSIX", str(os.getpid()), place)
+    ]
 
 
 def test_nothing_that_reads_beside_the_writer_takes_its_lock_from_it(tmp_path: Path) -> None:
@@ -209,7 +233,12 @@ def test_nothing_that_reads_beside_the_writer_takes_its_lock_from_it(tmp_path: P
         assert locks_on(path) == ["READ"]
         state = await journal.read_resume(0)
         assert locks_on(path) == ["READ"]
-        for look in (state.load_batch, lambda _: totals(path), lambda _: events(path), lambda _: group_story(path, 0)):
+        for look in (
+            state.load_batch,
+            lambda _: totals(path),
+            lambda _: events(path),
+            lambda _: group_story(path, 0),
+        ):
             look(0)
             assert locks_on(path) == ["READ"]
         batch_story(path, 0)
@@ -238,7 +267,9 @@ def test_a_new_journal_is_not_made_beside_the_log_of_an_old_one(whole: Path, tmp
     """SQLite would replay it: who moved journal.sqlite alone away had the old groups back, or damage."""
     path, log = tmp_path / "journal.sqlite", tmp_path / "journal.sqlite-wal"
     log.write_bytes(b"the newest groups")
-    with pytest.raises(JournalError, match=r"journal\.sqlite-wal without the journal that it belongs to") as caught:
+    with pytest.raises(
+        JournalError, match=r"journal\.sqlite-wal without the journal that it belongs to"
+    ) as caught:
         open_journal(path)
     assert f"move {log} there too" in caught.value.way_out
     assert (path.exists(), log.read_bytes()) == (False, b"the newest groups")
@@ -270,7 +301,9 @@ def test_a_journal_that_cannot_be_made_says_so(tmp_path: Path) -> None:
         open_journal(tmp_path / "nowhere" / "journal.sqlite")
 
 
-def test_an_older_file_is_brought_up_to_date_and_a_newer_one_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_older_file_is_brought_up_to_date_and_a_newer_one_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "journal.sqlite"
 
     async def write() -> None:
@@ -280,7 +313,11 @@ def test_an_older_file_is_brought_up_to_date_and_a_newer_one_refused(tmp_path: P
 
     asyncio.run(write())
     known = schema.MIGRATIONS
-    more = (*known, "ALTER TABLE groups ADD COLUMN mood TEXT DEFAULT 'calm'", "UPDATE groups SET mood = mood || '!'")
+    more = (
+        *known,
+        "ALTER TABLE groups ADD COLUMN mood TEXT DEFAULT 'calm'",
+        "UPDATE groups SET mood = mood || '!'",
+    )
     monkeypatch.setattr(schema, "MIGRATIONS", more)
     asyncio.run(open_journal(path).aclose())
     with sqlite3.connect(path) as connection:
@@ -290,11 +327,15 @@ def test_an_older_file_is_brought_up_to_date_and_a_newer_one_refused(tmp_path: P
     asyncio.run(open_journal(path).aclose())  # once is enough
     assert totals(path).groups == {"ready": 1}
     monkeypatch.setattr(schema, "MIGRATIONS", known)
-    with pytest.raises(JournalError, match=f"has schema version {len(more)}, this asyncrl knows {len(known)}"):
+    with pytest.raises(
+        JournalError, match=f"has schema version {len(more)}, this asyncrl knows {len(known)}"
+    ):
         open_journal(path)
 
 
-def test_a_migration_that_fails_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_migration_that_fails_leaves_the_file_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "journal.sqlite"
     asyncio.run(open_journal(path).aclose())
     known = schema.MIGRATIONS

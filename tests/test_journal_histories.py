@@ -10,10 +10,18 @@ from pathlib import Path
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from journal_cases import make_batch, make_group, make_partial, make_prompt, make_trajectory, open_journal, same_group
+from journal_cases import (
+    make_batch,
+    make_group,
+    make_partial,
+    make_prompt,
+    make_trajectory,
+    open_journal,
+    same_group,
+)
 
 from asyncrl.errors import JournalError
-from asyncrl.types import GroupId, Ticket
+from asyncrl.messages.records import GroupId, Ticket
 
 
 class Histories(RuleBasedStateMachine):
@@ -71,7 +79,10 @@ class Histories(RuleBasedStateMachine):
             self.partials[group, index] = num_tokens
 
     @precondition(lambda self: self.of("running"))
-    @rule(data=st.data(), state=st.sampled_from(["ready", "ready", "ready", "failed", "filtered", "handed_back"]))
+    @rule(
+        data=st.data(),
+        state=st.sampled_from(["ready", "ready", "ready", "failed", "filtered", "handed_back"]),
+    )
     def end(self, data: st.DataObject, state: str) -> None:
         group = data.draw(st.sampled_from(self.of("running")))
         if state == "ready":
@@ -103,7 +114,9 @@ class Histories(RuleBasedStateMachine):
     @rule(data=st.data())
     def take(self, data: st.DataObject) -> None:
         groups = data.draw(st.lists(st.sampled_from([*self.states, 1000]), min_size=1, max_size=3))
-        version = data.draw(st.sampled_from([len(self.batches), len(self.batches), max(0, len(self.batches) - 1)]))
+        version = data.draw(
+            st.sampled_from([len(self.batches), len(self.batches), max(0, len(self.batches) - 1)])
+        )
         is_replay = version < len(self.batches) and self.batches[version] == tuple(groups)
         is_next = version == len(self.batches) and len({*groups}) == len(groups)
         may = is_replay or (is_next and all(self.states.get(group) == "ready" for group in groups))
@@ -146,7 +159,9 @@ class Histories(RuleBasedStateMachine):
         assert list(state.requeued.items()) == list(self.counts().items())
         assert (state.num_drawn, state.next_group_id) == (len(set(self.prompts.values())), len(self.states))
         found = {
-            (record.ticket.group_id, index): len(item[2].token_ids) for record in state.running for index, item in record.partials.items()
+            (record.ticket.group_id, index): len(item[2].token_ids)
+            for record in state.running
+            for index, item in record.partials.items()
         }
         assert found == self.partials
         assert {record.ticket.group_id: set(record.rollouts) for record in state.running} == {
@@ -158,7 +173,9 @@ class Histories(RuleBasedStateMachine):
 
     def group(self, group_id: int):  # type: ignore[no-untyped-def]
         group = make_group(group_id)
-        return type(group)(group.group_id, make_prompt(self.prompts.get(group_id, group_id)), group.trajectories)
+        return type(group)(
+            group.group_id, make_prompt(self.prompts.get(group_id, group_id)), group.trajectories
+        )
 
     def batch(self, version: int, groups: list[int]):  # type: ignore[no-untyped-def]
         batch = make_batch(version, *groups)

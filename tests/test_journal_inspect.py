@@ -21,12 +21,12 @@ from journal_cases import (
     tell_ready,
 )
 
-from asyncrl.buffer.rule import HandBackReason
+from asyncrl.buffer.staleness import HandBackReason
 from asyncrl.errors import JournalError
-from asyncrl.journal.counted import Counted
-from asyncrl.journal.inspect import batch_story, events, group_story, totals
 from asyncrl.journal.journal import Journal
-from asyncrl.types import Batch, GroupId, Ticket
+from asyncrl.journal.read import Counted
+from asyncrl.journal.story import batch_story, events, group_story, totals
+from asyncrl.messages.records import Batch, GroupId, Ticket
 
 
 async def tell_a_run(path: Path) -> Journal:
@@ -68,25 +68,43 @@ def test_the_story_of_a_group_a_batch_and_the_run(tmp_path: Path) -> None:
         assert failed is not None
         assert dropped is not None
         assert again is not None
-        assert (failed.reason, failed.failures, failed.line.lost_tokens) == ("too few usable rollouts", {0: (2, "timed out")}, 12)
+        assert (failed.reason, failed.failures, failed.line.lost_tokens) == (
+            "too few usable rollouts",
+            {0: (2, "timed out")},
+            12,
+        )
         assert (dropped.line.lost_tokens, dropped.siblings, again.siblings) == (3, (6,), (5,))
         assert again.partials == {1: (0, 2, make_partial(4))}
         assert group_story(path, 99) is None
 
         one = batch_story(path, 1)
         assert one is not None
-        assert (one.min_version, one.mask_older, one.trained_s, one.tokens_by_version, one.masked_tokens) == (1, True, None, {0: 40}, 40)
+        assert (one.min_version, one.mask_older, one.trained_s, one.tokens_by_version, one.masked_tokens) == (
+            1,
+            True,
+            None,
+            {0: 40},
+            40,
+        )
         zeroth = batch_story(path, 0)
         assert zeroth is not None
         assert (zeroth.loss, zeroth.weights_digest, zeroth.masked_tokens) == (0.25, "digest", 0)
         assert zeroth.published_s is not None
-        assert [(line.group_id, line.num_rollouts, line.num_sampled) for line in zeroth.groups] == [(0, 2, 20), (1, 2, 20)]
+        assert [(line.group_id, line.num_rollouts, line.num_sampled) for line in zeroth.groups] == [
+            (0, 2, 20),
+            (1, 2, 20),
+        ]
         assert batch_story(path, 7) is None
 
         whole = totals(path)
         assert whole.groups == {"taken": 4, "failed": 1, "handed_back": 1, "running": 1}
         assert whole.sampled_tokens == {"taken": 80, "failed": 0, "handed_back": 10, "running": 0}
-        assert (whole.lost_tokens, whole.failed_rollouts, whole.num_batches, whole.num_trained) == (15, 1, 2, 1)
+        assert (whole.lost_tokens, whole.failed_rollouts, whole.num_batches, whole.num_trained) == (
+            15,
+            1,
+            2,
+            1,
+        )
         assert (whole.newest_published, whole.checkpoints) == (1, ((1, "checkpoints/step_1", "whole"),))
         assert [(event.what, event.detail) for event in events(path)] == [
             ("restored", {"version": 1}),
@@ -96,7 +114,11 @@ def test_the_story_of_a_group_a_batch_and_the_run(tmp_path: Path) -> None:
         report = await journal.compact(2)
         assert report.num_groups == 4, "what never was trained is younger than the batches, and stays"
         small = totals(path)
-        assert (small.groups, small.sampled_tokens, small.failed_rollouts) == (whole.groups, whole.sampled_tokens, 1)
+        assert (small.groups, small.sampled_tokens, small.failed_rollouts) == (
+            whole.groups,
+            whole.sampled_tokens,
+            1,
+        )
         assert (small.compacted_before, small.checkpoints) == (2, ((1, "checkpoints/step_1", "whole"),))
         gone, batch = group_story(path, 0), batch_story(path, 0)
         assert gone is not None
@@ -128,10 +150,16 @@ def test_what_was_counted_by_each_batch_and_by_now_is_in_the_journal(tmp_path: P
     asyncio.run(story())
 
 
-def test_dropped_are_those_that_the_staleness_rule_handed_back_and_not_those_of_a_resume(tmp_path: Path) -> None:
+def test_dropped_are_those_that_the_staleness_rule_handed_back_and_not_those_of_a_resume(
+    tmp_path: Path,
+) -> None:
     async def story() -> None:
         journal = open_journal(tmp_path / "journal.sqlite")
-        reasons = (*get_args(HandBackReason), "too old under the settings that it was resumed with", "its prompt cannot be written down")
+        reasons = (
+            *get_args(HandBackReason),
+            "too old under the settings that it was resumed with",
+            "its prompt cannot be written down",
+        )
         for group_id, reason in enumerate(reasons):
             admit(journal, group_id)
             journal.group_ended_nowait(GroupId(group_id), "handed_back", reason, requeued=1)
@@ -172,7 +200,10 @@ def test_a_long_run_that_is_compacted_stops_growing_but_for_a_line_a_group(tmp_p
     async def story() -> None:
         journal = open_journal(tmp_path / "journal.sqlite")
         for version in range(num_batches):
-            groups = tuple(make_group(group_id, num_tokens=300) for group_id in range(batch_size * version, batch_size * (version + 1)))
+            groups = tuple(
+                make_group(group_id, num_tokens=300)
+                for group_id in range(batch_size * version, batch_size * (version + 1))
+            )
             for group in groups:
                 admit(journal, group.group_id)
                 for trajectory in group.trajectories:
@@ -229,7 +260,11 @@ def test_checkpoints_are_removed_when_they_are_and_not_when_the_journal_forgets(
         await journal.aclose()
 
     asyncio.run(story())
-    assert totals(path).checkpoints == ((10, "step_10", "whole"), (20, "step_20", "removed"), (30, "step_30", "whole"))
+    assert totals(path).checkpoints == (
+        (10, "step_10", "whole"),
+        (20, "step_20", "removed"),
+        (30, "step_30", "whole"),
+    )
 
 
 def test_of_events_that_come_with_every_step_the_newest_stay_and_all_others(tmp_path: Path) -> None:

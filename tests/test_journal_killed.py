@@ -20,7 +20,7 @@ from journal_cases import make_group, make_prompt, open_journal, same_group, tel
 from journal_victim import NUM_BRANCHES
 
 from asyncrl.errors import JournalError
-from asyncrl.journal.lock import RunLock
+from asyncrl.files import RunLock
 from asyncrl.journal.read import ResumeState
 
 TESTS = Path(__file__).parent
@@ -30,7 +30,12 @@ TESTS = Path(__file__).parent
 def victim(path: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     """The writing process; killed at the end if it still runs."""
     command = [sys.executable, str(TESTS / "journal_victim.py"), str(path), *arguments]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": f"{TESTS}:{TESTS.parent}"})
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": f"{TESTS}:{TESTS.parent}"},
+    )
     try:
         yield process
     finally:
@@ -48,7 +53,9 @@ def check(path: Path, answers: list[str]) -> ResumeState:
         finally:
             await journal.aclose()
         for batch in state.batches():
-            assert all(same_group(group, make_group(group.group_id, branches=NUM_BRANCHES)) for group in batch.groups)
+            assert all(
+                same_group(group, make_group(group.group_id, branches=NUM_BRANCHES)) for group in batch.groups
+            )
         return state
 
     state = asyncio.run(story())
@@ -60,13 +67,20 @@ def check(path: Path, answers: list[str]) -> ResumeState:
         assert connection.execute("PRAGMA foreign_key_check").fetchall() == []
         taken = connection.execute("SELECT group_id FROM batch_groups").fetchall()
         assert taken == [*dict.fromkeys(taken)]
-        assert sorted(taken) == connection.execute("SELECT group_id FROM groups WHERE state = 'taken' ORDER BY 1").fetchall()
+        assert (
+            sorted(taken)
+            == connection.execute("SELECT group_id FROM groups WHERE state = 'taken' ORDER BY 1").fetchall()
+        )
         order = connection.execute("SELECT group_id FROM batch_groups ORDER BY version, position").fetchall()
         assert order == sorted(order), "groups were taken in the order of their admission"
     connection.close()
-    groups = [ticket.group_id for ticket, _ in state.ready] + [record.ticket.group_id for record in state.running]
+    groups = [ticket.group_id for ticket, _ in state.ready] + [
+        record.ticket.group_id for record in state.running
+    ]
     assert len({*groups, *(group_id for (group_id,) in taken)}) == len(groups) + len(taken)
-    assert all(same_group(group, make_group(group.group_id, branches=NUM_BRANCHES)) for _, group in state.ready)
+    assert all(
+        same_group(group, make_group(group.group_id, branches=NUM_BRANCHES)) for _, group in state.ready
+    )
     assert all(record.prompt == make_prompt(record.ticket.group_id) for record in state.running)
     return state
 
@@ -84,7 +98,9 @@ def test_a_process_that_is_killed_while_it_writes_leaves_all_that_was_durable(tm
             while time.monotonic() < until_s:  # not at an answer, but anywhere
                 pass
             process.send_signal(signal.SIGKILL)
-            answers += [line for line in process.stdout.read().splitlines(keepends=True) if line.endswith("\n")]
+            answers += [
+                line for line in process.stdout.read().splitlines(keepends=True) if line.endswith("\n")
+            ]
         assert process.returncode == -signal.SIGKILL
         state = check(path, answers)
         assert state.next_version >= next_version
@@ -141,7 +157,12 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "disk"
     folder.mkdir()
     mount = shutil.which("mount")
-    if mount is None or subprocess.run([mount, "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True).returncode:
+    if (
+        mount is None
+        or subprocess.run(
+            [mount, "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True
+        ).returncode
+    ):
         pytest.skip("no file system can be mounted here")
     yield folder
     subprocess.run(["umount", folder], check=True)

@@ -7,11 +7,21 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from journal_cases import admit, make_batch, make_group, make_partial, make_prompt, make_trajectory, open_journal, same_group, tell_ready
+from journal_cases import (
+    admit,
+    make_batch,
+    make_group,
+    make_partial,
+    make_prompt,
+    make_trajectory,
+    open_journal,
+    same_group,
+    tell_ready,
+)
 
 from asyncrl.errors import JournalError
 from asyncrl.journal.read import ResumeState
-from asyncrl.types import GroupId, Prompt, Ticket
+from asyncrl.messages.records import GroupId, Prompt, Ticket
 
 
 def resume(path: Path, checkpoint_version: int = 0) -> ResumeState:
@@ -27,7 +37,14 @@ def resume(path: Path, checkpoint_version: int = 0) -> ResumeState:
 
 def test_a_new_journal_begins_at_nothing(tmp_path: Path) -> None:
     state = resume(tmp_path / "journal.sqlite")
-    assert (state.next_version, state.ready, state.running, state.requeued, state.num_drawn, state.next_group_id) == (0, (), (), {}, 0, 0)
+    assert (
+        state.next_version,
+        state.ready,
+        state.running,
+        state.requeued,
+        state.num_drawn,
+        state.next_group_id,
+    ) == (0, (), (), {}, 0, 0)
     assert list(state.batches()) == []
 
 
@@ -63,7 +80,11 @@ def test_a_run_finds_its_batches_ready_groups_running_groups_and_prompts_again(t
     assert ticket == Ticket(GroupId(4), 0)
     assert same_group(group, make_group(4))
     five, six = state.running
-    assert (five.ticket, five.prompt, five.failures) == (Ticket(GroupId(5), 1), make_prompt(5), {0: (3, "it timed out")})
+    assert (five.ticket, five.prompt, five.failures) == (
+        Ticket(GroupId(5), 1),
+        make_prompt(5),
+        {0: (3, "it timed out")},
+    )
     assert list(five.rollouts) == [1]
     assert six.partials == {0: (1, 0, make_partial(5))}
     assert six.prompt_is_whole
@@ -112,21 +133,30 @@ def test_prompts_that_were_handed_back_come_in_the_order_in_which_they_were_draw
 def test_a_prompt_that_cannot_be_written_down_says_so(tmp_path: Path) -> None:
     async def story() -> None:
         journal = open_journal(tmp_path / "journal.sqlite")
-        journal.admitted_nowait(Ticket(GroupId(0), 0), Prompt("0/0", ({"role": "user", "content": "?"},), answer=object()))
+        journal.admitted_nowait(
+            Ticket(GroupId(0), 0), Prompt("0/0", ({"role": "user", "content": "?"},), answer=object())
+        )
         (record,) = (await journal.read_resume(0)).running
-        assert (record.prompt_is_whole, record.prompt.messages) == (False, ({"role": "user", "content": "?"},))
+        assert (record.prompt_is_whole, record.prompt.messages) == (
+            False,
+            ({"role": "user", "content": "?"},),
+        )
         await journal.aclose()
 
     asyncio.run(story())
 
 
-def test_a_checkpoint_that_is_newer_than_the_journal_means_that_the_journal_lost_something(tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_newer_than_the_journal_means_that_the_journal_lost_something(
+    tmp_path: Path,
+) -> None:
     async def story() -> None:
         journal = open_journal(tmp_path / "journal.sqlite")
         tell_ready(journal, 0)
         await journal.batch_taken(make_batch(0, 0))
         assert (await journal.read_resume(1)).next_version == 1
-        with pytest.raises(JournalError, match="its newest batch is 0, but there is a checkpoint at version 2"):
+        with pytest.raises(
+            JournalError, match="its newest batch is 0, but there is a checkpoint at version 2"
+        ):
             await journal.read_resume(2)
         await journal.aclose()
 
@@ -157,12 +187,22 @@ def test_a_journal_that_is_begun_anew_knows_what_was_before_it_when_it_is_needed
 
     asyncio.run(second_life())
     state = resume(path, checkpoint_version=4)
-    assert (state.next_version, state.num_drawn, state.next_group_id, state.requeued) == (4, 12, 17, {"0/10": 2})
-    with pytest.raises(JournalError, match="begins at version 4, and the newest whole checkpoint is of version 3.*every batch since"):
+    assert (state.next_version, state.num_drawn, state.next_group_id, state.requeued) == (
+        4,
+        12,
+        17,
+        {"0/10": 2},
+    )
+    with pytest.raises(
+        JournalError,
+        match="begins at version 4, and the newest whole checkpoint is of version 3.*every batch since",
+    ):
         resume(path, checkpoint_version=3)
 
 
-def test_a_prompt_comes_again_as_often_as_its_groups_were_requeued_and_with_the_newest_count(tmp_path: Path) -> None:
+def test_a_prompt_comes_again_as_often_as_its_groups_were_requeued_and_with_the_newest_count(
+    tmp_path: Path,
+) -> None:
     async def story() -> None:
         journal = open_journal(tmp_path / "journal.sqlite")
         for group_id in (0, 1, 2):
@@ -177,7 +217,10 @@ def test_a_prompt_comes_again_as_often_as_its_groups_were_requeued_and_with_the_
         journal.admitted_nowait(Ticket(GroupId(3), 1), again)
         state = await journal.read_resume(0)
         assert (state.requeued, state.num_drawn) == ({}, 3)
-        assert {record.prompt.prompt_id: record.prompt.num_handed_back for record in state.running} == {"0/2": 0, "0/0": 1}
+        assert {record.prompt.prompt_id: record.prompt.num_handed_back for record in state.running} == {
+            "0/2": 0,
+            "0/0": 1,
+        }
         journal.group_ended_nowait(GroupId(3), "handed_back", "dropped", requeued=2)
         await journal.compact(99)
         state = await journal.read_resume(1)

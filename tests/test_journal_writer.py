@@ -12,8 +12,8 @@ from journal_cases import admit, make_batch, make_partial, open_journal, tell_re
 
 from asyncrl.errors import JournalError
 from asyncrl.journal import schema
-from asyncrl.journal.inspect import totals
-from asyncrl.types import GroupId
+from asyncrl.journal.story import totals
+from asyncrl.messages.records import GroupId
 
 
 def test_the_loop_goes_on_while_the_disk_is_slow_and_the_batch_alone_waits(tmp_path: Path) -> None:
@@ -86,7 +86,9 @@ def test_a_decision_that_is_refused_halfway_has_changed_nothing(tmp_path: Path) 
 def test_each_commit_is_on_the_disk_when_it_returns(tmp_path: Path) -> None:
     async def story() -> None:
         journal = open_journal(tmp_path / "journal.sqlite")
-        asked = journal._writer.ask(lambda connection: [connection.execute(f"PRAGMA {name}").fetchone()[0] for name in pragmas])
+        asked = journal._writer.ask(
+            lambda connection: [connection.execute(f"PRAGMA {name}").fetchone()[0] for name in pragmas]
+        )
         assert await asyncio.wrap_future(asked) == [2, "wal", 2]
         await journal.aclose()
 
@@ -94,7 +96,9 @@ def test_each_commit_is_on_the_disk_when_it_returns(tmp_path: Path) -> None:
     asyncio.run(story())
 
 
-def test_a_file_that_another_program_holds_is_an_error_that_reaches_everybody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_another_program_holds_is_an_error_that_reaches_everybody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(schema, "BUSY_S", 0.05)
 
     async def story() -> None:

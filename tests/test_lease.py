@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 
 from asyncrl.errors import RoomError
-from asyncrl.placement.lease import TO_ENGINES, TO_TRAINER, Call, EngineCall, Lease, PushCall, Side, TrainerCall
+from asyncrl.placement.lease import (
+    TO_ENGINES,
+    TO_TRAINER,
+    Call,
+    EngineCall,
+    Lease,
+    PushCall,
+    Side,
+    TrainerCall,
+)
 
 
 def hand(lease: Lease, to: Side, *, now_s: float = 0.0, phase_s: float = 1.0) -> list[str]:
@@ -65,7 +74,10 @@ def test_every_phase_and_the_whole_are_timed() -> None:
     lease.begin_phase_nowait(102.5)
     lease.finish_phase_nowait(103.0, num_bytes=8)
     report = lease.finish_nowait(103.5)
-    assert [(time.name, time.seconds, time.num_bytes) for time in report.phases] == [("engines sleep", 2.5, 7), ("trainer onloads", 0.5, 8)]
+    assert [(time.name, time.seconds, time.num_bytes) for time in report.phases] == [
+        ("engines sleep", 2.5, 7),
+        ("trainer onloads", 0.5, 8),
+    ]
     assert report.seconds == 3.5
     assert lease.stats().handover_s == 3.5
     assert lease.stats().num_handovers == 1
@@ -88,7 +100,9 @@ def test_a_phase_that_fails_undoes_itself_and_those_before_it_in_reverse(num_don
         ("engines wake kv", EngineCall("sleep", ("kv",))),
     ]
     begun = [phase.name for phase in TO_ENGINES[: num_done + 1]]
-    assert [(undo.phase, undo.call) for undo in undos] == [call for call in reversed(calls) if call[0] in begun]
+    assert [(undo.phase, undo.call) for undo in undos] == [
+        call for call in reversed(calls) if call[0] in begun
+    ]
     report = lease.undone_nowait(2.0)
     assert report.failed == begun[-1]
     assert (lease.state, lease.owner) == ("training", "trainer")
@@ -130,7 +144,10 @@ def test_an_undo_that_fails_breaks_the_lease_and_both_are_named() -> None:
 def test_nobody_gets_a_turn_twice_or_while_another_handover_is_under_way() -> None:
     lease = Lease()
     hand(lease, "engines")
-    with pytest.raises(RoomError, match="a handover to the engines cannot begin .*generating.*one side at a time has the device"):
+    with pytest.raises(
+        RoomError,
+        match="a handover to the engines cannot begin .*generating.*one side at a time has the device",
+    ):
         lease.begin_nowait("engines", 0.0)
     lease.begin_nowait("trainer", 0.0)
     with pytest.raises(RoomError, match="a handover to the trainer cannot begin"):
@@ -155,7 +172,11 @@ def test_a_handover_cannot_skip_a_phase() -> None:
 
 
 def test_nothing_of_the_other_side_is_on_the_device_when_the_last_phase_begins() -> None:
-    slept = {part for phase in TO_TRAINER[:-1] if isinstance(phase.call, EngineCall) for part in phase.call.parts}
+    slept = {
+        part for phase in TO_TRAINER[:-1] if isinstance(phase.call, EngineCall) for part in phase.call.parts
+    }
     assert slept == {"weights", "kv"}
-    moved = {part for phase in TO_ENGINES[:-1] if isinstance(phase.call, TrainerCall) for part in phase.call.parts}
+    moved = {
+        part for phase in TO_ENGINES[:-1] if isinstance(phase.call, TrainerCall) for part in phase.call.parts
+    }
     assert moved == {"weights", "gradients", "optimizer"}

@@ -13,14 +13,22 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from asyncrl.errors import RoomError
-from asyncrl.placement.handover import ROUTINE, HandOver
-from asyncrl.placement.lease import Lease, Side
+from asyncrl.messages.base import EnginePart, Moved, TrainerPart
+from asyncrl.placement.lease import ROUTINE, HandOver, Lease, Side
 from asyncrl.testing.virtual_time import all_blocked, run_virtual
-from asyncrl.wire import EnginePart, Moved, TrainerPart
 
 TIMEOUT_S = 30.0
 Fault = Literal["refuse", "half", "break_after", "hang", "hang_after", "cancel", "cancel_after", "bug"]
-FAULTS: tuple[Fault, ...] = ("refuse", "half", "break_after", "hang", "hang_after", "cancel", "cancel_after", "bug")
+FAULTS: tuple[Fault, ...] = (
+    "refuse",
+    "half",
+    "break_after",
+    "hang",
+    "hang_after",
+    "cancel",
+    "cancel_after",
+    "bug",
+)
 
 
 @dataclass
@@ -39,13 +47,17 @@ class World:
     def __post_init__(self) -> None:
         self.engines = [FakeEngine(self, f"engine-{index}") for index in range(self.num_engines)]
         self.lease = Lease()
-        self.handover = HandOver(self.lease, self.engines, FakeTrainer(self), timeout_s=TIMEOUT_S, on_event=self.tell)
+        self.handover = HandOver(
+            self.lease, self.engines, FakeTrainer(self), timeout_s=TIMEOUT_S, on_event=self.tell
+        )
         self._calls = 0
         self.is_undoing = False
 
     def tell(self, kind: str, details: Mapping[str, Any]) -> None:
         self.events.append((kind, details))
-        self.is_undoing = kind == "handover failed" or (self.is_undoing and kind not in ("handover undone", "lease broken"))
+        self.is_undoing = kind == "handover failed" or (
+            self.is_undoing and kind not in ("handover undone", "lease broken")
+        )
 
     async def call(self, parts: Sequence[str], change: Any) -> Moved:
         """One call: `change(part)` for each part, unless a fault says otherwise."""
@@ -80,8 +92,12 @@ class World:
         """Two sets of weights are the most that both sides may hold together."""
         engine_parts = set().union(*(engine.awake for engine in self.engines))
         if self.lease.state != "idle" and self.lease.owner is not None:
-            assert not (self.trainer and "kv" in engine_parts), f"{self.trainer} beside the KV cache ({self.lease})"
-            assert not (self.trainer - {"weights"} and engine_parts), f"{self.trainer} beside {engine_parts} ({self.lease})"
+            assert not (self.trainer and "kv" in engine_parts), (
+                f"{self.trainer} beside the KV cache ({self.lease})"
+            )
+            assert not (self.trainer - {"weights"} and engine_parts), (
+                f"{self.trainer} beside {engine_parts} ({self.lease})"
+            )
 
     async def push(self) -> None:
         def bring(_part: str) -> None:
@@ -101,7 +117,11 @@ class World:
 
         async def story() -> BaseException | None:
             begin = self.handover.start(to) if self.lease.owner is None else None
-            work = begin or (self.handover.to_training(self.push) if to == "trainer" else self.handover.to_generating(self.push))
+            work = begin or (
+                self.handover.to_training(self.push)
+                if to == "trainer"
+                else self.handover.to_generating(self.push)
+            )
             self.task = asyncio.create_task(work, name="handover")
             (outcome,) = await asyncio.gather(self.task, return_exceptions=True)
             assert len(asyncio.all_tasks()) == 1, "something is still under way"
@@ -252,7 +272,10 @@ def test_the_error_names_the_phase_the_room_and_who_has_the_devices() -> None:
     error = world.run("trainer", {2: "refuse"})
     assert isinstance(error, RoomError)
     assert error.room == "placement"
-    assert "handing over failed while 'trainer onloads': it: no memory; undone, the devices belong to the engines as before" in str(error)
+    assert (
+        "handing over failed while 'trainer onloads': it: no memory; undone, the devices belong to the engines as before"
+        in str(error)
+    )
     assert isinstance(error.__cause__, RoomError)
     assert error.__cause__.room == "it"
 
@@ -262,7 +285,9 @@ def test_a_call_that_hangs_is_given_up_after_its_timeout_and_named() -> None:
     world.run("engines")
     error = world.run("trainer", {1: "hang"})
     assert f"engine-1: sleep was not done within {TIMEOUT_S} s" in str(error)
-    assert "Way out: raise publisher.timeout_s if the machine is slow, else read the log of engine-1." in str(error)
+    assert "Way out: raise publisher.timeout_s if the machine is slow, else read the log of engine-1." in str(
+        error
+    )
 
 
 def test_a_broken_lease_is_told_with_both_phases() -> None:
@@ -292,7 +317,9 @@ def test_a_bug_in_a_call_is_raised_as_it_is_once_everything_is_undone() -> None:
     world.run("engines")
     error = world.run("trainer", {2: "bug"})
     assert isinstance(error, KeyError)
-    assert error.__notes__ == ["in a handover, while 'trainer onloads'; undone, the devices belong to the engines as before"]
+    assert error.__notes__ == [
+        "in a handover, while 'trainer onloads'; undone, the devices belong to the engines as before"
+    ]
     world.assert_rests("engines")
 
 
@@ -317,9 +344,13 @@ def test_every_step_is_told_with_its_seconds_and_bytes() -> None:
     world.run("trainer")
     world.run("engines")
     assert [kind for kind, _ in world.events] == ["handover", *["handover phase"] * 5, "handed over"]
-    assert {kind for kind, _ in world.events} == ROUTINE, "of what happens in every step the journal keeps the newest alone"
+    assert {kind for kind, _ in world.events} == ROUTINE, (
+        "of what happens in every step the journal keeps the newest alone"
+    )
     assert world.events[0][1] == {"from": "training", "to": "engines"}
-    assert world.events[2][1] == {"phase": "engines wake weights", "seconds": 1.0, "num_bytes": 20}, "both engines at once"
+    assert world.events[2][1] == {"phase": "engines wake weights", "seconds": 1.0, "num_bytes": 20}, (
+        "both engines at once"
+    )
     assert world.events[-1][1] == {"to": "engines", "seconds": 5.0}
 
 

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from asyncrl.limits import Alarm, LoopClock, TimeLimit
 from asyncrl.testing.virtual_time import run_virtual, stand_still
+from asyncrl.waits import Alarm, LoopClock, TimeLimit
 
 
 async def until_over(timeout_s: float | None) -> float:

@@ -11,9 +11,9 @@ import pytest
 
 from asyncrl.config import TaskConfig
 from asyncrl.errors import ConfigError
+from asyncrl.messages.records import Prompt
 from asyncrl.tasks import Feed, build_task
-from asyncrl.tasks.build import build_score
-from asyncrl.types import Prompt
+from asyncrl.tasks.from_config import build_score
 
 MODULE = """
     class Good:
@@ -71,8 +71,14 @@ def test_a_reward_function_scores_rows_and_needs_no_rows_to_be_built(here: Path)
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("nowhere_here:Task", r"there is no module nowhere_here; modules are looked for in the working directory"),
-        ("needs_more_here:Task", r"importing needs_more_here raised ModuleNotFoundError: No module named 'a_package_that_is_not_here'"),
+        (
+            "nowhere_here:Task",
+            r"there is no module nowhere_here; modules are looked for in the working directory",
+        ),
+        (
+            "needs_more_here:Task",
+            r"importing needs_more_here raised ModuleNotFoundError: No module named 'a_package_that_is_not_here'",
+        ),
         ("broken_here:Task", r"importing broken_here raised AttributeError"),
         ("tasks_here:Goood", r"tasks_here has no Goood(.|\n)*did you mean Good\?"),
         ("tasks_here.Good", r"is not module:name"),
@@ -90,16 +96,23 @@ def test_a_task_that_cannot_be_had_says_what_is_missing(name: str, words: str) -
 
 def test_settings_that_a_task_does_not_know_are_named() -> None:
     with pytest.raises(
-        ConfigError, match=r"cannot be called as Good\(size=1000, seed=9, lenght=2\): got an unexpected keyword argument 'lenght'"
+        ConfigError,
+        match=r"cannot be called as Good\(size=1000, seed=9, lenght=2\): got an unexpected keyword argument 'lenght'",
     ):
         python_task("tasks_here:Good", args={"lenght": 2})
 
 
 def test_what_a_task_raises_while_it_is_built_is_shown_with_its_place() -> None:
-    with pytest.raises(ConfigError, match=r"Good\(.*length=-1\) raised ValueError: length=-1 is below 0 .tasks_here.py line 4."):
+    with pytest.raises(
+        ConfigError,
+        match=r"Good\(.*length=-1\) raised ValueError: length=-1 is below 0 .tasks_here.py line 4.",
+    ):
         python_task("tasks_here:Good", args={"length": -1})
 
 
 def test_a_reward_function_of_another_shape_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"two\(prompt, completion\) cannot be called as reward\(prompt, completion, answer\)"):
+    with pytest.raises(
+        ConfigError,
+        match=r"two\(prompt, completion\) cannot be called as reward\(prompt, completion, answer\)",
+    ):
         build_task(TaskConfig(files=["rows.jsonl"], reward="tasks_here:two"), 0)

@@ -14,9 +14,8 @@ from job_runs import write_config
 
 from asyncrl.config import load_config
 from asyncrl.errors import ConfigError
-from asyncrl.running import model_pin
-from asyncrl.running.model_folder import make_model_folder
-from asyncrl.running.model_pin import ModelPin
+from asyncrl.run import model_folder as model_pin
+from asyncrl.run.model_folder import ModelPin, make_model_folder
 
 
 @pytest.fixture
@@ -44,7 +43,9 @@ def begin(run_dir: Path, model: Path, given: str = "base") -> None:
         ("chat_template.jinja", b"{{ messages }}", "chat_template.jinja is new"),
     ],
 )
-def test_a_run_does_not_go_on_from_another_base_model(tmp_path: Path, model: Path, name: str, content: bytes | None, why: str) -> None:
+def test_a_run_does_not_go_on_from_another_base_model(
+    tmp_path: Path, model: Path, name: str, content: bytes | None, why: str
+) -> None:
     begin(tmp_path / "run", model)
     before = (tmp_path / "run" / "model.json").read_bytes()
     if content is None:
@@ -90,7 +91,9 @@ def test_the_weights_are_read_once_and_again_only_where_a_file_was_touched(
     assert len(read) == 3
     begin(tmp_path / "run", model)
     assert len(read) == 3
-    moved = Path(shutil.copytree(model, tmp_path / "elsewhere"))  # with its times; another path is another place of the same model
+    moved = Path(
+        shutil.copytree(model, tmp_path / "elsewhere")
+    )  # with its times; another path is another place of the same model
     os.utime(moved / "model.safetensors", (1, 1))
     begin(tmp_path / "run", moved, given="elsewhere")
     assert len(read) == 4
@@ -122,7 +125,9 @@ def test_a_model_of_the_hub_is_fetched_again_at_the_commit_that_the_run_began_wi
     assert ModelPin(tmp_path, "some/other").revision is None
 
 
-def test_a_model_that_was_accepted_becomes_the_runs_only_when_the_run_goes_on_with_it(tmp_path: Path, model: Path) -> None:
+def test_a_model_that_was_accepted_becomes_the_runs_only_when_the_run_goes_on_with_it(
+    tmp_path: Path, model: Path
+) -> None:
     begin(tmp_path / "run", model)
     before = (tmp_path / "run" / "model.json").read_bytes()
     (model / "model.safetensors").write_bytes(b"other weights")

@@ -15,7 +15,9 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("config_reference", ROOT / "scripts" / "config_reference.py")
+    spec = importlib.util.spec_from_file_location(
+        "config_reference", ROOT / "scripts" / "config_reference.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -27,7 +29,9 @@ def test_the_configuration_page_is_up_to_date(capsys: pytest.CaptureFixture[str]
     assert script().main(["--check"]) == 0, capsys.readouterr().err
 
 
-def test_a_page_that_differs_is_refused_with_the_command_that_writes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_page_that_differs_is_refused_with_the_command_that_writes_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     page = tmp_path / "page.md"
     assert script().main(["--check", "--page", str(page)]) == 1
     assert script().main(["--page", str(page)]) == 0

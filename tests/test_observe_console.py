@@ -11,11 +11,10 @@ from typing import TextIO
 import pytest
 from rich.console import Console as RichConsole
 
-from asyncrl.observe.console import Console, plain_line
-from asyncrl.observe.live_panel import PanelState, live_panel
-from asyncrl.observe.summary import summary_panel
+from asyncrl.observe.console import Console, PanelState, live_panel, plain_line
+from asyncrl.observe.run_numbers import TimeShares
 from asyncrl.observe.text import duration, sparkline
-from asyncrl.observe.verdict import TimeShares, Verdict
+from asyncrl.observe.verdict import Verdict, summary_panel
 
 METRICS = {
     "step": 11,
@@ -51,22 +50,37 @@ def drawn(renderable: object, width: int = 80) -> str:
 
 def test_a_plain_line_says_step_reward_staleness_and_where_the_time_went() -> None:
     line = plain_line(METRICS, num_steps=300, max_staleness=4)
-    assert line == "step  12/300  reward 0.413  staleness 1.2 (max 3 of 4)  0.41 s/step  train 71% wait 24% (gen)"
+    assert (
+        line
+        == "step  12/300  reward 0.413  staleness 1.2 (max 3 of 4)  0.41 s/step  train 71% wait 24% (gen)"
+    )
     assert plain_line({"step": 0}, num_steps=9, max_staleness=1) == "step 1/9"
-    assert "masked 2.0%" in plain_line(METRICS | {"sample/masked_fraction": 0.02}, num_steps=300, max_staleness=4)
+    assert "masked 2.0%" in plain_line(
+        METRICS | {"sample/masked_fraction": 0.02}, num_steps=300, max_staleness=4
+    )
 
 
 def test_a_step_that_was_skipped_says_so_with_its_batch_on_the_line_and_in_the_panel_for_good() -> None:
     skipped = METRICS | {"trainer/skipped_steps": 1.0}
-    assert "  step skipped: not finite (batch 11, counted from 0)  " in plain_line(skipped, num_steps=300, max_staleness=4)
+    assert "  step skipped: not finite (batch 11, counted from 0)  " in plain_line(
+        skipped, num_steps=300, max_staleness=4
+    )
     assert "3 steps skipped: not finite (batch 11, counted from 0)" in plain_line(
         METRICS | {"trainer/skipped_steps": 3}, num_steps=300, max_staleness=4
     )
-    assert "skipped" not in plain_line(METRICS | {"trainer/skipped_steps": 0.0}, num_steps=300, max_staleness=4)
+    assert "skipped" not in plain_line(
+        METRICS | {"trainer/skipped_steps": 0.0}, num_steps=300, max_staleness=4
+    )
     state = PanelState(run_name="r", num_steps=300, max_staleness=4, started_s=0.0)
-    for metrics in (METRICS | {"step": 3, "trainer/skipped_steps": 2.0}, skipped, METRICS | {"step": 12, "trainer/skipped_steps": 0.0}):
+    for metrics in (
+        METRICS | {"step": 3, "trainer/skipped_steps": 2.0},
+        skipped,
+        METRICS | {"step": 12, "trainer/skipped_steps": 0.0},
+    ):
         state.add_step(metrics)
-    assert "step skipped: not finite (batch 11, counted from 0), 3 in all" in drawn(live_panel(state, now_s=1.0))
+    assert "step skipped: not finite (batch 11, counted from 0), 3 in all" in drawn(
+        live_panel(state, now_s=1.0)
+    )
 
 
 def test_auto_is_plain_without_a_terminal_and_live_on_one() -> None:
@@ -117,14 +131,21 @@ def full_disk() -> TextIO:
 
 
 @pytest.mark.parametrize("make", [unread_pipe, full_disk])
-def test_nobody_who_reads_any_more_ends_no_run_and_is_logged_once(make: Callable[[], TextIO], caplog: pytest.LogCaptureFixture) -> None:
-    with make() as file, caplog.at_level(logging.WARNING):  # closing it, as the process does at its end, raises nothing either
+def test_nobody_who_reads_any_more_ends_no_run_and_is_logged_once(
+    make: Callable[[], TextIO], caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        make() as file,
+        caplog.at_level(logging.WARNING),
+    ):  # closing it, as the process does at its end, raises nothing either
         console = Console("plain", run_name="r", num_steps=300, max_staleness=4, file=file)
         console.say("saved")
         console.show_step(METRICS)
         console.show("a table")
         console.close()
-    assert len([record for record in caplog.records if "nothing is shown from here on" in record.message]) == 1
+    assert (
+        len([record for record in caplog.records if "nothing is shown from here on" in record.message]) == 1
+    )
 
 
 class ClosedTerminal(Terminal):
@@ -160,7 +181,14 @@ def test_the_panel_fits_its_width_and_shows_everything_by_name(width: int) -> No
     picture = drawn(live_panel(state, now_s=165.0), width)
     assert max(map(len, picture.splitlines())) <= width
     flat = " ".join(picture.replace("│", " ").split())
-    for words in ("12/300", "1 min 05 s", "1 min 58 s to go", "1.2 on average, 3 at most of 4 allowed", "train 71%", "wait stragglers 5%"):
+    for words in (
+        "12/300",
+        "1 min 05 s",
+        "1 min 58 s to go",
+        "1.2 on average, 3 at most of 4 allowed",
+        "train 71%",
+        "wait stragglers 5%",
+    ):
         assert words in flat
     for words in ("61 in flight", "1 failed", "2 retried", "33 interrupted"):
         assert words in flat
@@ -168,7 +196,9 @@ def test_the_panel_fits_its_width_and_shows_everything_by_name(width: int) -> No
 
 def test_the_summary_shows_the_verdict_in_80_columns() -> None:
     shares = TimeShares(training=0.5, generation=0.3, stragglers=0.1, publishing=0.05, other=0.05)
-    verdict = Verdict(50, 125.0, 0.1, 0.8, shares, "generation", ("Generation held the run back.", "Knob: more engines."))
+    verdict = Verdict(
+        50, 125.0, 0.1, 0.8, shares, "generation", ("Generation held the run back.", "Knob: more engines.")
+    )
     picture = drawn(summary_panel(verdict, title="quickstart"))
     assert "50 in 2 min 05 s, 2.50 s each" in picture
     assert "0.100 at first, 0.800 at last" in picture
@@ -187,7 +217,12 @@ def test_a_sparkline_averages_what_does_not_fit() -> None:
 
 
 def test_durations_read_like_a_person_says_them() -> None:
-    assert [duration(seconds) for seconds in (8.26, 245, 59.99, 7800)] == ["8.3 s", "4 min 05 s", "60.0 s", "2 h 10 min"]
+    assert [duration(seconds) for seconds in (8.26, 245, 59.99, 7800)] == [
+        "8.3 s",
+        "4 min 05 s",
+        "60.0 s",
+        "2 h 10 min",
+    ]
 
 
 def test_the_rewards_of_a_long_run_stay_few_and_evenly_spread() -> None:

@@ -28,11 +28,15 @@ def script() -> ModuleType:
 def write_run(root: Path, name: str, rewards: list[float], *, step_s: float = 1.0) -> None:
     folder = root / name
     folder.mkdir(parents=True)
-    lines = [{"step": n, "time_s": n * step_s, "reward/mean": reward} for n, reward in enumerate(rewards, start=1)]
+    lines = [
+        {"step": n, "time_s": n * step_s, "reward/mean": reward} for n, reward in enumerate(rewards, start=1)
+    ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def test_the_script_writes_a_picture_and_a_table_of_mean_and_extent(tmp_path: Path, script: ModuleType) -> None:
+def test_the_script_writes_a_picture_and_a_table_of_mean_and_extent(
+    tmp_path: Path, script: ModuleType
+) -> None:
     runs, out = tmp_path / "runs", tmp_path / "out"
     write_run(runs, "max_staleness_4-seed0", [0.0, 0.2, 0.4])
     write_run(runs, "max_staleness_4-seed1", [0.2, 0.6, 0.8, 0.9], step_s=2.0)
@@ -56,7 +60,9 @@ def test_over_time_the_line_ends_with_the_first_seed_that_ends(tmp_path: Path, s
     assert band.mean.tolist() == pytest.approx([0.25, 0.4375, 0.625])
 
 
-def test_half_a_last_line_is_left_out_and_any_other_bad_line_is_refused(tmp_path: Path, script: ModuleType) -> None:
+def test_half_a_last_line_is_left_out_and_any_other_bad_line_is_refused(
+    tmp_path: Path, script: ModuleType
+) -> None:
     write_run(tmp_path, "a-seed0", [0.1, 0.2])
     path = tmp_path / "a-seed0" / "metrics.jsonl"
     path.write_text(path.read_text() + '{"step": 3, "ti')
@@ -66,7 +72,9 @@ def test_half_a_last_line_is_left_out_and_any_other_bad_line_is_refused(tmp_path
         script.read_curve(path)
 
 
-def test_no_runs_and_a_run_without_steps_are_told_with_the_way_out(tmp_path: Path, script: ModuleType) -> None:
+def test_no_runs_and_a_run_without_steps_are_told_with_the_way_out(
+    tmp_path: Path, script: ModuleType
+) -> None:
     with pytest.raises(SystemExit, match="name run directories like"):
         script.read_runs(tmp_path)
     (tmp_path / "a-seed0").mkdir()

@@ -10,13 +10,15 @@ import objective_curves as script
 import pytest
 from objective_report import Pair, Run, Setting, comparisons, difference, settings_table
 
-from asyncrl.algorithms.names import resolve
+from asyncrl.algorithms.registry import resolve
 from asyncrl.config import load_config
 
 LABELS = {"a": "A", "b": "B"}
 
 
-def make_run(held_out: float | None = 0.5, reward: float = 0.5, *, num_steps: int = 20, filtered_share: float = 0.0) -> Run:
+def make_run(
+    held_out: float | None = 0.5, reward: float = 0.5, *, num_steps: int = 20, filtered_share: float = 0.0
+) -> Run:
     return Run(
         rewards=[0.0] * (num_steps - 2) + [reward - 0.1, reward + 0.1],
         ess=[0.5, 1.0],
@@ -38,23 +40,34 @@ def test_every_planned_run_has_a_valid_config_and_a_directory_of_its_own() -> No
     for run in planned:
         config = load_config(script.CONFIG, run.overrides(160))
         resolve(config.algorithm)  # refuses what corrects twice
-        assert (config.trainer.num_steps, config.seed, config.trainer.num_groups) == (160, run.seed, script.NUM_GROUPS)
+        assert (config.trainer.num_steps, config.seed, config.trainer.num_groups) == (
+            160,
+            run.seed,
+            script.NUM_GROUPS,
+        )
         assert config.buffer.look_ahead == config.buffer.max_staleness == run.setting.max_staleness
         assert (config.buffer.filter == "equal_rewards") == (run.setting.variant in script.FILTERED)
         assert config.eval is not None
         assert config.eval.every == 160
     drawn = {variant for variants in script.COLUMNS.values() for variant in variants}
     assert drawn == set(script.VARIANTS), "every objective is drawn"
-    assert {name for a, b, _ in script.QUESTIONS for name in (a, b)} == set(script.VARIANTS), "and asked about"
+    assert {name for a, b, _ in script.QUESTIONS for name in (a, b)} == set(script.VARIANTS), (
+        "and asked about"
+    )
 
 
 def test_no_correction_and_tis_are_what_they_are_called() -> None:
     recipes = {
-        name: resolve(load_config(script.CONFIG, script.Planned(Setting(name, 8), 0).overrides(6)).algorithm) for name in script.VARIANTS
+        name: resolve(load_config(script.CONFIG, script.Planned(Setting(name, 8), 0).overrides(6)).algorithm)
+        for name in script.VARIANTS
     }
     assert (recipes["naive"].ratio, recipes["naive"].correction) == ("proximal", "none")
     assert (recipes["grpo"].ratio, recipes["grpo"].correction) == ("behaviour", "none")
-    assert all((recipe.ratio, recipe.correction) == ("proximal", "tis") for name, recipe in recipes.items() if "tis" in name)
+    assert all(
+        (recipe.ratio, recipe.correction) == ("proximal", "tis")
+        for name, recipe in recipes.items()
+        if "tis" in name
+    )
 
 
 def test_a_difference_counts_if_it_is_larger_than_its_interval_over_seeds() -> None:
@@ -69,14 +82,21 @@ def test_a_difference_counts_if_it_is_larger_than_its_interval_over_seeds() -> N
 
 
 def test_the_words_name_what_counts_and_how_many_do_by_chance() -> None:
-    runs = {Setting("a", 0): seeds(0.1, 0.2, 0.3), Setting("b", 0): seeds(0.5, 0.6, 0.7), Setting("b", 8): seeds(0.5, 0.6, 0.8)}
+    runs = {
+        Setting("a", 0): seeds(0.1, 0.2, 0.3),
+        Setting("b", 0): seeds(0.5, 0.6, 0.7),
+        Setting("b", 8): seeds(0.5, 0.6, 0.8),
+    }
     pairs = [
         Pair(Setting("a", 0), Setting("b", 0), "is b better"),
         Pair(Setting("b", 0), Setting("b", 8), "what age costs"),
         Pair(Setting("a", 0), Setting("a", 8), "was not run"),
     ]
     said = comparisons(runs, pairs, LABELS, frozenset())
-    assert "| B at 0 against A at 0 | is b better | **+0.400 (needs 0.227)** | **+0.400 (needs 0.227)** |" in said
+    assert (
+        "| B at 0 against A at 0 | is b better | **+0.400 (needs 0.227)** | **+0.400 (needs 0.227)** |"
+        in said
+    )
     assert "of 2 comparisons 0.1 are expected to by chance alone" in said
     assert "- B at 0 against A at 0: higher by 0.400 (0.227 needed)." in said
     assert "- B at 8" not in said
@@ -87,7 +107,9 @@ def test_the_words_name_what_counts_and_how_many_do_by_chance() -> None:
 def test_where_nothing_differs_the_words_say_so_and_one_seed_says_nothing() -> None:
     pairs = [Pair(Setting("a", 0), Setting("b", 0), "is b better")]
     alike = {Setting("a", 0): seeds(0.1, 0.5), Setting("b", 0): seeds(0.2, 0.6)}
-    assert "**None of the 1 differences in held-out reward is larger" in comparisons(alike, pairs, LABELS, frozenset())
+    assert "**None of the 1 differences in held-out reward is larger" in comparisons(
+        alike, pairs, LABELS, frozenset()
+    )
     alone = {Setting("a", 0): seeds(0.1), Setting("b", 0): seeds(0.9)}
     assert "Nothing can be said of differences" in comparisons(alone, pairs, LABELS, frozenset())
     unheld = {Setting("a", 0): {0: make_run(None), 1: make_run(None)}, Setting("b", 0): seeds(0.9, 0.9)}
@@ -106,13 +128,20 @@ def test_the_table_has_means_over_seeds_and_the_last_tenth_of_the_steps() -> Non
     assert line == "| A | 8 | 2.0 | 0.500 ± 0.141 | 0.600, 0.800 | 0.700 ± 0.141 | 0.750 | - | 25% | 30 |"
 
 
-def write_run(root: Path, run: script.Planned, *, state: str = "done", held_out: float = 0.5, num_steps: int = 4) -> None:
+def write_run(
+    root: Path, run: script.Planned, *, state: str = "done", held_out: float = 0.5, num_steps: int = 4
+) -> None:
     folder = root / run.name
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text("seed: 0\n")
-    steps = [{"step": n, "time_s": 1.0 + n, "reward/mean": 0.1 * n, "policy/ess": 0.9, "rollout/filtered": 8 * n} for n in range(num_steps)]
+    steps = [
+        {"step": n, "time_s": 1.0 + n, "reward/mean": 0.1 * n, "policy/ess": 0.9, "rollout/filtered": 8 * n}
+        for n in range(num_steps)
+    ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
-    (folder / "summary.json").write_text(json.dumps({"state": state, "evaluation": {"eval/reward_mean": held_out}}))
+    (folder / "summary.json").write_text(
+        json.dumps({"state": state, "evaluation": {"eval/reward_mean": held_out}})
+    )
 
 
 def test_it_draws_what_is_done_and_tells_what_failed(tmp_path: Path) -> None:
@@ -120,7 +149,10 @@ def test_it_draws_what_is_done_and_tells_what_failed(tmp_path: Path) -> None:
     for run in script.plan(["grpo", "dapo"], [0, 1]):
         is_failed = run.name == "dapo-max_staleness_8-seed1"
         write_run(root, run, state="failed" if is_failed else "done", held_out=0.3 + 0.01 * run.seed)
-    assert script.main([str(root), "--only", "grpo", "dapo", "--seeds", "0", "1", "--out", str(out), "--draw"]) == 0
+    assert (
+        script.main([str(root), "--only", "grpo", "dapo", "--seeds", "0", "1", "--out", str(out), "--draw"])
+        == 0
+    )
     assert (out / "objectives.png").read_bytes().startswith(b"\x89PNG")
     rows = list(csv.DictReader((out / "objectives.csv").read_text().splitlines()))
     assert len(rows) == 4 * 4
@@ -130,7 +162,9 @@ def test_it_draws_what_is_done_and_tells_what_failed(tmp_path: Path) -> None:
     assert "| GRPO | 0 | - | 0.305 ± 0.007 | 0.300, 0.300 | 0.300 ± 0.000 | 0.900 | - | 43% | 4 |" in page
 
 
-def test_runs_that_are_done_or_failed_are_not_made_again_and_no_runs_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_that_are_done_or_failed_are_not_made_again_and_no_runs_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     planned = script.plan(["grpo"], [0])
     for run, state in zip(planned, ("done", "failed"), strict=True):
         write_run(tmp_path, run, state=state)

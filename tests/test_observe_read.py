@@ -21,23 +21,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.config import RunConfig, run_config_yaml
-from asyncrl.durable import lines_from_end
 from asyncrl.errors import ConfigError
-from asyncrl.journal.lock import RunLock
-from asyncrl.observe.read import render_status
+from asyncrl.files import RunLock, lines_from_end
+from asyncrl.messages.trainer_calls import BatchArrays, BatchHeader, TrajectoryHeader
+from asyncrl.observe.inspect import render_inspect
+from asyncrl.observe.known_waits import Wait
 from asyncrl.observe.recorder import Recorder, boot_id
 from asyncrl.observe.run_files import judge_state
 from asyncrl.observe.run_numbers import Steps
+from asyncrl.observe.status import render_status
 from asyncrl.observe.trained import TrainedRecord
-from asyncrl.observe.waits import Wait
-from asyncrl.running.inspecting import render_inspect
 from asyncrl.trainer.record import append_line, note_restored, trained_line
-from asyncrl.wire import BatchArrays, BatchHeader, TrajectoryHeader
 
 NUM_GROUPS = 2
 
 
-def make_run(run_dir: Path, *, num_steps: int = 3, state: str = "running", ages: tuple[int, int] = (0, 2), max_staleness: int = 2) -> None:
+def make_run(
+    run_dir: Path,
+    *,
+    num_steps: int = 3,
+    state: str = "running",
+    ages: tuple[int, int] = (0, 2),
+    max_staleness: int = 2,
+) -> None:
     """A run directory as the rooms write it: the real recorder, and the trainer's own record of each step."""
     config = RunConfig.model_validate(
         {
@@ -63,7 +69,12 @@ def make_run(run_dir: Path, *, num_steps: int = 3, state: str = "running", ages:
             }
         )
     recorder.write_status(
-        {"state": state, "step": num_steps, "waits": {"trainer": "generation"}, "oldest_rollouts": [["g7/r1", 12.0], ["g8/r0", 3.5]]}
+        {
+            "state": state,
+            "step": num_steps,
+            "waits": {"trainer": "generation"},
+            "oldest_rollouts": [["g7/r1", 12.0], ["g8/r0", 3.5]],
+        }
     )
     recorder.close()
 
@@ -75,14 +86,27 @@ def record_line(version: int, ages: tuple[int, int]) -> dict[str, Any]:
         group = version * NUM_GROUPS + index
         headers.append(
             TrajectoryHeader(
-                group_index=index, group_id=group, sample_index=0, prompt_id=f"e0-{group}", start=7 * index, end=7 * index + 7, reward=index
+                group_index=index,
+                group_id=group,
+                sample_index=0,
+                prompt_id=f"e0-{group}",
+                start=7 * index,
+                end=7 * index + 7,
+                reward=index,
             )
         )
         versions += [-1, -1, -1, max(0, version - age), version, version, version]
-    header = BatchHeader(version=version, min_version=max(0, version - 2), mask_older=False, trajectories=headers)
+    header = BatchHeader(
+        version=version, min_version=max(0, version - 2), mask_older=False, trajectories=headers
+    )
     ids = np.arange(14, dtype=np.int32)
     mask = np.array(versions) >= 0
-    arrays = BatchArrays(token_ids=ids, loss_mask=mask, behaviour_logprobs=np.zeros(14, np.float32), versions=np.array(versions, np.int32))
+    arrays = BatchArrays(
+        token_ids=ids,
+        loss_mask=mask,
+        behaviour_logprobs=np.zeros(14, np.float32),
+        versions=np.array(versions, np.int32),
+    )
     return trained_line(header, arrays, mask, 0.5, None)
 
 
@@ -113,7 +137,10 @@ def test_status_says_who_waits_for_whom_in_sentences(tmp_path: Path) -> None:
     recorder.write_status({"state": "running", "waits": [wait.as_dict()]})
     recorder.close()
     text = " ".join(render_status(tmp_path).replace("│", " ").split())
-    assert "train loop waits in TrainerClient.train for the optimizer step of batch 3, 12 s, to be woken by trainer-0" in text
+    assert (
+        "train loop waits in TrainerClient.train for the optimizer step of batch 3, 12 s, to be woken by trainer-0"
+        in text
+    )
 
 
 def test_a_run_that_says_running_while_its_process_is_gone_has_crashed(tmp_path: Path) -> None:
@@ -128,7 +155,12 @@ def test_a_run_that_says_running_while_its_process_is_gone_has_crashed(tmp_path:
 @pytest.mark.parametrize(
     ("elsewhere", "age_s", "state", "words"),
     [
-        ({"host": "node7", "boot_id": "other"}, 3.0, "running", "written 3 s ago, says running by process 17 on host node7. Whether that"),
+        (
+            {"host": "node7", "boot_id": "other"},
+            3.0,
+            "running",
+            "written 3 s ago, says running by process 17 on host node7. Whether that",
+        ),
         ({"host": "node7", "boot_id": "other"}, 300.0, "unknown", "asyncrl status"),
         ({"boot_id": "before"}, 300.0, "crashed", "was started again since"),
         ({"boot_id": "before"}, 3.0, "running", "cannot be seen"),
@@ -138,14 +170,22 @@ def test_a_run_that_cannot_be_seen_from_here_is_not_called_crashed(
     tmp_path: Path, elsewhere: dict[str, str], age_s: float, state: str, words: str
 ) -> None:
     make_run(tmp_path)
-    here = {"state": "running", "pid": 17, "host": socket.gethostname(), "boot_id": boot_id(), "updated_s": time.time() - age_s}
+    here = {
+        "state": "running",
+        "pid": 17,
+        "host": socket.gethostname(),
+        "boot_id": boot_id(),
+        "updated_s": time.time() - age_s,
+    }
     (tmp_path / "run.lock").touch()
     told = judge_state(here | elsewhere, tmp_path)
     assert told[0] == state
     assert words in told[1]
     assert judge_state(here, tmp_path)[0] == "crashed", "nobody holds its lock, and this is its machine"
     lock = RunLock(tmp_path / "run.lock").acquire()
-    assert judge_state(here, tmp_path)[0] == judge_state(here | elsewhere, tmp_path)[0] == "running", "over a shared file system, say"
+    assert judge_state(here, tmp_path)[0] == judge_state(here | elsewhere, tmp_path)[0] == "running", (
+        "over a shared file system, say"
+    )
     lock.release()
 
 
@@ -206,14 +246,18 @@ def test_inspect_recomputes_staleness_from_the_spans_and_finds_the_bound_kept(tm
     assert (last["step"], last["version"], last["group_ids"]) == (2, 2, [4, 5])
     assert last["tokens_by_version"] == {"0": 1, "2": 7}
     assert (last["staleness_mean"], last["staleness_max"], last["reward_mean"]) == (1.0, 2, 0.5)
-    assert "bound kept: 24 tokens of 6 trajectories in 3 steps, the oldest 2 versions" in " ".join(render_inspect(tmp_path).split())
+    assert "bound kept: 24 tokens of 6 trajectories in 3 steps, the oldest 2 versions" in " ".join(
+        render_inspect(tmp_path).split()
+    )
 
 
 def test_a_token_past_the_bound_is_found_whatever_the_metrics_say(tmp_path: Path) -> None:
     make_run(tmp_path, max_staleness=1)
     plain = inspected(tmp_path)
     assert plain["bound_kept"] is False
-    assert plain["violations"] == ["step 2, group 5, sample 0: tokens 3..3 are of version 0, 2 behind; 1 are allowed"]
+    assert plain["violations"] == [
+        "step 2, group 5, sample 0: tokens 3..3 are of version 0, 2 behind; 1 are allowed"
+    ]
     assert "BOUND OR RECORD BROKEN" in render_inspect(tmp_path)
 
 
@@ -353,7 +397,10 @@ def test_the_record_of_a_long_run_is_read_at_its_end_alone_when_the_trainer_goes
     assert path.read_text() == line * 50 + '{"restored": 7}\n'
 
 
-@given(st.lists(st.sampled_from([b"", b"a", b"\0" * 70_000, b"b" * 140_000, b"c" * 65_535]), max_size=6), st.booleans())
+@given(
+    st.lists(st.sampled_from([b"", b"a", b"\0" * 70_000, b"b" * 140_000, b"c" * 65_535]), max_size=6),
+    st.booleans(),
+)
 def test_lines_come_from_the_end_as_they_lie_in_the_file(lines: list[bytes], is_torn: bool) -> None:
     content = b"".join(line + b"\n" for line in lines) + (b"torn" if is_torn else b"")
     with tempfile.NamedTemporaryFile() as file:
@@ -367,9 +414,11 @@ def test_lines_come_from_the_end_as_they_lie_in_the_file(lines: list[bytes], is_
 # ---- long runs
 
 
-def test_no_line_of_a_long_run_is_read_twice_but_those_that_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_line_of_a_long_run_is_read_twice_but_those_that_are_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     num_steps, shown, parsed = 400, 150, list[bytes]()
-    monkeypatch.setattr("asyncrl.observe.read.SHOWN_STEPS", shown)
+    monkeypatch.setattr("asyncrl.observe.status.SHOWN_STEPS", shown)
 
     def counting(line: bytes, **_: Any) -> Any:
         parsed.append(line)
@@ -381,10 +430,16 @@ def test_no_line_of_a_long_run_is_read_twice_but_those_that_are_shown(tmp_path: 
     for module in ("run_files", "trained"):
         monkeypatch.setattr(f"asyncrl.observe.{module}.parse_line", counting)
     status = json.loads(render_status(tmp_path, as_json=True))
-    assert (status["steps_done"], len(parsed)) == (num_steps, num_steps + 1), "one line a step, the last one whole, and none of the record"
+    assert (status["steps_done"], len(parsed)) == (num_steps, num_steps + 1), (
+        "one line a step, the last one whole, and none of the record"
+    )
     parsed.clear()
     plain = inspected(tmp_path)
-    assert (plain["num_steps"], plain["bound_kept"], plain["num_trajectories"]) == (num_steps, True, 2 * num_steps)
+    assert (plain["num_steps"], plain["bound_kept"], plain["num_trajectories"]) == (
+        num_steps,
+        True,
+        2 * num_steps,
+    )
     assert len(parsed) == 2 * num_steps + 1 + shown
     assert [step["step"] for step in plain["steps"]] == list(range(num_steps - shown, num_steps))
     parsed.clear()
@@ -396,7 +451,12 @@ def test_no_line_of_a_long_run_is_read_twice_but_those_that_are_shown(tmp_path: 
 def test_the_run_that_the_benchmark_makes_up_is_one_that_kept_its_bound(tmp_path: Path) -> None:
     long_run.make_run(tmp_path, 30, 2, 4)
     plain = inspected(tmp_path)
-    assert (plain["bound_kept"], plain["problems"], plain["num_trajectories"], plain["staleness_max"]) == (True, [], 240, 4)
+    assert (plain["bound_kept"], plain["problems"], plain["num_trajectories"], plain["staleness_max"]) == (
+        True,
+        [],
+        240,
+        4,
+    )
     assert plain["journal"]["num_trained"] == len(plain["steps"]) == 30
 
 
@@ -408,7 +468,13 @@ def test_what_is_held_of_a_long_run_is_some_bytes_a_step(tmp_path: Path) -> None
     for version in range(2000):
         for index, entry in enumerate(fat["trajectories"]):
             entry |= {"group_id": 2 * version + index, "spans": [[3, 7, version]]}
-        steps.add({"step": version, "reward/mean": 0.5, **{f"some/metric_{index}": 1.5 * version for index in range(50)}})
+        steps.add(
+            {
+                "step": version,
+                "reward/mean": 0.5,
+                **{f"some/metric_{index}": 1.5 * version for index in range(50)},
+            }
+        )
         record.add(start, json.loads(json.dumps(fat | {"version": version})))
         start += 500
     held_bytes, _ = tracemalloc.get_traced_memory()
@@ -423,33 +489,91 @@ def test_what_is_held_of_a_long_run_is_some_bytes_a_step(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("name", "text", "problem"),
     [
-        ("metrics.jsonl", '{"step": "q", "perf/step_s": 1.0}', "metrics.jsonl object 4 is left out: step is no number in it"),
-        ("metrics.jsonl", '{"perf/step_s": 1.0}', "metrics.jsonl object 4 is left out: step is no number in it"),
-        ("metrics.jsonl", '{"step": 3, "perf/step_s": null}', "metrics.jsonl object 4: perf/step_s is no number and is left out"),
-        ("metrics.jsonl", '{"step": 3, "reward/mean": [1]}', "metrics.jsonl object 4: reward/mean is no number and is left out"),
-        ("metrics.jsonl", '{"step": 3, "time_s": 1e999}', "metrics.jsonl object 4: time_s is no number and is left out"),
-        ("metrics.jsonl", f'{{"step": 3, "time_s": {"9" * 400}}}', "metrics.jsonl object 4: time_s is no number and is left out"),
-        ("metrics.jsonl", '{"step": 3, "sample/staleness_max": 1, "sample/staleness_mean": "x"}', "metrics.jsonl object 4"),
+        (
+            "metrics.jsonl",
+            '{"step": "q", "perf/step_s": 1.0}',
+            "metrics.jsonl object 4 is left out: step is no number in it",
+        ),
+        (
+            "metrics.jsonl",
+            '{"perf/step_s": 1.0}',
+            "metrics.jsonl object 4 is left out: step is no number in it",
+        ),
+        (
+            "metrics.jsonl",
+            '{"step": 3, "perf/step_s": null}',
+            "metrics.jsonl object 4: perf/step_s is no number and is left out",
+        ),
+        (
+            "metrics.jsonl",
+            '{"step": 3, "reward/mean": [1]}',
+            "metrics.jsonl object 4: reward/mean is no number and is left out",
+        ),
+        (
+            "metrics.jsonl",
+            '{"step": 3, "time_s": 1e999}',
+            "metrics.jsonl object 4: time_s is no number and is left out",
+        ),
+        (
+            "metrics.jsonl",
+            f'{{"step": 3, "time_s": {"9" * 400}}}',
+            "metrics.jsonl object 4: time_s is no number and is left out",
+        ),
+        (
+            "metrics.jsonl",
+            '{"step": 3, "sample/staleness_max": 1, "sample/staleness_mean": "x"}',
+            "metrics.jsonl object 4",
+        ),
         ("metrics.jsonl", "[" * 100_000, "metrics.jsonl line 4 is no JSON object"),
-        ("eval.jsonl", "{}", "eval.jsonl object 1 is left out: policy_version, eval/version, eval/seconds is no number in it"),
-        ("eval.jsonl", '{"policy_version": 1, "eval/version": null, "eval/seconds": 1}', "eval.jsonl object 1 is left out: eval/version"),
+        (
+            "eval.jsonl",
+            "{}",
+            "eval.jsonl object 1 is left out: policy_version, eval/version, eval/seconds is no number in it",
+        ),
+        (
+            "eval.jsonl",
+            '{"policy_version": 1, "eval/version": null, "eval/seconds": 1}',
+            "eval.jsonl object 1 is left out: eval/version",
+        ),
         (
             "eval.jsonl",
             '{"policy_version": 1, "eval/version": 1, "eval/seconds": 1, "eval/reward_mean": 1}',
             "without lengths are left out",
         ),
-        ("trained.jsonl", '{"version": 1e999, "min_version": 0, "trajectories": []}', "trained.jsonl object 4 is no record of a step"),
-        ("trained.jsonl", '{"version": 3, "min_version": 0, "trajectories": [1]}', "trained.jsonl object 4 is no record of a step"),
-        ("status.json", '{"state": "running", "updated_s": "soon"}', "status.json: updated_s is no number and is left out"),
-        ("status.json", '{"state": "running", "updated_s": null}', "status.json: updated_s is no number and is left out"),
+        (
+            "trained.jsonl",
+            '{"version": 1e999, "min_version": 0, "trajectories": []}',
+            "trained.jsonl object 4 is no record of a step",
+        ),
+        (
+            "trained.jsonl",
+            '{"version": 3, "min_version": 0, "trajectories": [1]}',
+            "trained.jsonl object 4 is no record of a step",
+        ),
+        (
+            "status.json",
+            '{"state": "running", "updated_s": "soon"}',
+            "status.json: updated_s is no number and is left out",
+        ),
+        (
+            "status.json",
+            '{"state": "running", "updated_s": null}',
+            "status.json: updated_s is no number and is left out",
+        ),
         ("status.json", "[]", "status.json is no JSON object"),
         ("status.json", "[" * 100_000, "status.json is no JSON"),
         ("status.json", '{"state": [], "waits": [{"who": 1}], "pid": -7, "host": null}', ""),
         ("status.json", f'{{"state": "running", "pid": {10**30}, "host": 7, "boot_id": []}}', ""),
-        ("status.json", '{"state": "done", "waits": [{"who": 1, "where": 2, "what": 3, "waker": 4, "seconds": "x"}], "why": {}}', ""),
+        (
+            "status.json",
+            '{"state": "done", "waits": [{"who": 1, "where": 2, "what": 3, "waker": 4, "seconds": "x"}], "why": {}}',
+            "",
+        ),
     ],
 )
-def test_what_is_of_a_wrong_type_is_left_out_and_told(tmp_path: Path, name: str, text: str, problem: str) -> None:
+def test_what_is_of_a_wrong_type_is_left_out_and_told(
+    tmp_path: Path, name: str, text: str, problem: str
+) -> None:
     make_run(tmp_path)
     with (tmp_path / name).open("w" if name == "status.json" else "a") as file:
         file.write(text + "\n")
@@ -464,17 +588,24 @@ def test_a_file_that_cannot_be_read_is_told_and_the_others_are_shown(tmp_path: P
     make_run(tmp_path)
     (tmp_path / name).unlink(missing_ok=True)
     (tmp_path / name).mkdir()  # rights do not bind the superuser, whom tests may run as
-    told_in_status = f"{name} cannot be read: Is a directory" in json.loads(render_status(tmp_path, as_json=True))["problems"]
+    told_in_status = (
+        f"{name} cannot be read: Is a directory"
+        in json.loads(render_status(tmp_path, as_json=True))["problems"]
+    )
     assert told_in_status == (name != "trained.jsonl"), "status does not read it"
     assert f"{name} cannot be read: Is a directory" in inspected(tmp_path)["problems"]
 
 
-def test_a_directory_without_rights_is_a_config_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_without_rights_is_a_config_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def is_file(_: Path) -> bool:
         raise PermissionError(errno.EACCES, "Permission denied")
 
     make_run(tmp_path)
     monkeypatch.setattr(Path, "is_file", is_file)
     for render in (render_status, render_inspect):
-        with pytest.raises(ConfigError, match="is no run directory: it cannot be read \\(Permission denied\\)"):
+        with pytest.raises(
+            ConfigError, match="is no run directory: it cannot be read \\(Permission denied\\)"
+        ):
             render(tmp_path)

@@ -44,10 +44,16 @@ def test_metrics_without_a_step_are_refused(tmp_path: Path) -> None:
 def test_a_half_line_of_a_killed_process_spoils_no_other_line(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2, "rew')
     recorder = Recorder(tmp_path, tensorboard=False)
-    assert (tmp_path / "metrics.jsonl").read_text().endswith('"rew'), "the start may be refused: nothing is changed yet"
+    assert (tmp_path / "metrics.jsonl").read_text().endswith('"rew'), (
+        "the start may be refused: nothing is changed yet"
+    )
     recorder.record_step({"step": 2})
     recorder.close()
-    assert (tmp_path / "metrics.jsonl").read_text().splitlines() == ['{"step": 1}', '{"step": 2, "rew', '{"step": 2}']
+    assert (tmp_path / "metrics.jsonl").read_text().splitlines() == [
+        '{"step": 1}',
+        '{"step": 2, "rew',
+        '{"step": 2}',
+    ]
 
 
 def test_status_is_replaced_as_a_whole_and_says_which_process_wrote_it(tmp_path: Path) -> None:
@@ -72,7 +78,11 @@ def test_tensorboard_reads_back_what_was_recorded(tmp_path: Path) -> None:
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert events.Tags()["scalars"] == ["reward/mean"]
-    assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5), (3, 0.75)]
+    assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [
+        (1, 0.25),
+        (2, 0.5),
+        (3, 0.75),
+    ]
 
 
 def test_observe_never_imports_torch_not_even_when_it_writes(tmp_path: Path) -> None:
@@ -94,7 +104,9 @@ recorder.close()
 write_reward_plot(Path(sys.argv[1]), Steps(steps), title="t")
 assert "torch" not in sys.modules and "tensorflow" not in sys.modules
 """
-    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -118,7 +130,9 @@ def test_a_run_that_begins_again_from_nothing_keeps_no_step(tmp_path: Path) -> N
     assert lines(tmp_path) == []
 
 
-@pytest.mark.parametrize("text", ["12\n", "[1]\n", '{"reward/mean": 1}\n', '{"step": null}\n', "\n", "\0" * 4096, '{"lost": []}\n'])
+@pytest.mark.parametrize(
+    "text", ["12\n", "[1]\n", '{"reward/mean": 1}\n', '{"step": null}\n', "\n", "\0" * 4096, '{"lost": []}\n']
+)
 def test_what_is_no_line_of_a_step_behind_the_last_one_goes_too(tmp_path: Path, text: str) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n' + text)
     recorder = Recorder(tmp_path, tensorboard=False)
@@ -143,7 +157,9 @@ def test_steps_whose_lines_a_power_cut_took_are_marked_and_stay_marked(tmp_path:
     assert lines(tmp_path) == [{"step": 0}]
 
 
-def test_a_long_file_is_read_at_its_end_alone_when_a_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_file_is_read_at_its_end_alone_when_a_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     line = '{{"step": {}, "reward/mean": 0.5' + " " * 1000 + "}}\n"
     (tmp_path / "metrics.jsonl").write_text("".join(line.format(step) for step in range(3000)))
     parsed: list[bytes] = []

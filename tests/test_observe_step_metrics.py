@@ -4,11 +4,13 @@ from dataclasses import replace
 
 import numpy as np
 
+from asyncrl.messages.records import Batch, Group, GroupId, Prompt, Trajectory, VersionSpan
 from asyncrl.observe.step_metrics import batch_metrics
-from asyncrl.types import Batch, Group, GroupId, Prompt, Trajectory, VersionSpan
 
 
-def trajectory(reward: float, *spans: tuple[int, int, int], truncated: bool = False, interruptions: int = 0) -> Trajectory:
+def trajectory(
+    reward: float, *spans: tuple[int, int, int], truncated: bool = False, interruptions: int = 0
+) -> Trajectory:
     end = max(span[1] for span in spans)
     mask = np.zeros(end, dtype=np.bool_)
     for start, stop, _ in spans:
@@ -25,13 +27,19 @@ def trajectory(reward: float, *spans: tuple[int, int, int], truncated: bool = Fa
     )
 
 
-def batch_of(*trajectories: Trajectory, version: int = 7, min_version: int = 4, mask_older: bool = False) -> Batch:
+def batch_of(
+    *trajectories: Trajectory, version: int = 7, min_version: int = 4, mask_older: bool = False
+) -> Batch:
     groups = tuple(Group(GroupId(i), Prompt(str(i), ()), (t,)) for i, t in enumerate(trajectories))
     return Batch(version, groups, min_version, mask_older)
 
 
 def test_a_batch_is_measured_over_its_trajectories() -> None:
-    metrics = batch_metrics(batch_of(trajectory(0.0, (2, 4, 5), (4, 5, 6), truncated=True, interruptions=1), trajectory(1.0, (2, 3, 7))))
+    metrics = batch_metrics(
+        batch_of(
+            trajectory(0.0, (2, 4, 5), (4, 5, 6), truncated=True, interruptions=1), trajectory(1.0, (2, 3, 7))
+        )
+    )
     assert metrics == {
         "reward/mean": 0.5,
         "reward/std": 0.5,
@@ -65,7 +73,9 @@ def test_without_any_token_in_the_loss_no_staleness_is_claimed() -> None:
 
 
 def test_a_rollout_of_several_branches_counts_once_with_all_its_tokens_and_turns() -> None:
-    main = replace(trajectory(1.0, (2, 4, 5), (7, 9, 6), interruptions=2), metrics={"solved": 1.0, "calls": 3.0})
+    main = replace(
+        trajectory(1.0, (2, 4, 5), (7, 9, 6), interruptions=2), metrics={"solved": 1.0, "calls": 3.0}
+    )
     fork = replace(trajectory(1.0, (3, 4, 4), truncated=True), branch=1, metrics=main.metrics)
     other = replace(trajectory(0.0, (2, 3, 7)), sample_index=1, metrics={"solved": 0.0})
     metrics = batch_metrics(Batch(7, (Group(GroupId(0), Prompt("0", ()), (main, fork, other)),), 4))

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from asyncrl.observe import unread
-from asyncrl.observe.unread import outliving
+from asyncrl.observe import text as unread
+from asyncrl.observe.text import outliving
 
 
 @pytest.fixture
@@ -44,7 +44,9 @@ def test_lines_that_find_no_room_are_left_out_and_the_reader_is_told_how_many(
         shown.write("step 5001\n")
         after = read_all(reading)
     lines = before.splitlines()
-    assert [int(line.split()[1]) for line in lines] == list(range(len(lines))), "those that found room are whole and in order"
+    assert [int(line.split()[1]) for line in lines] == list(range(len(lines))), (
+        "those that found room are whole and in order"
+    )
     assert 500 < len(lines) < 5000
     assert after.split("\n") == [
         "",
@@ -56,7 +58,9 @@ def test_lines_that_find_no_room_are_left_out_and_the_reader_is_told_how_many(
     assert len([record for record in caplog.records if "standard output is not read" in record.message]) == 1
 
 
-def test_a_reader_that_is_slow_for_a_moment_misses_nothing(pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_that_is_slow_for_a_moment_misses_nothing(
+    pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     reading, writing = pipe
     got, waited_ms = [], list[float]()
 
@@ -78,7 +82,9 @@ def test_a_reader_that_is_slow_for_a_moment_misses_nothing(pipe: tuple[int, int]
     assert set(waited_ms) == {10.0}
 
 
-def test_a_full_pipe_is_waited_for_once_and_not_line_by_line(pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_pipe_is_waited_for_once_and_not_line_by_line(
+    pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     _, writing = pipe
     has_room, waited_ms = False, list[float]()
 

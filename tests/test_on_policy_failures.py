@@ -13,14 +13,16 @@ from journal_cases import open_journal
 from asyncrl.buffer.buffer import Buffer
 from asyncrl.config import BufferConfig
 from asyncrl.journal.journal import Journal
-from asyncrl.producers import Producers, RolloutRunner, SingleTurn
-from asyncrl.running.catching_up import restore
-from asyncrl.running.resume import ResumePoint
+from asyncrl.messages.records import Batch, Prompt, StepReport, UnfinishedGroup
+from asyncrl.rollouts.generators import SingleTurn
+from asyncrl.rollouts.producers import Producers
+from asyncrl.rollouts.rollout import RolloutRunner
+from asyncrl.run.restore import restore
+from asyncrl.run.resume import ResumePoint
 from asyncrl.tasks import Feed
 from asyncrl.testing.fakes import FakeEngine, FakeScorer, FakeTokenizer
 from asyncrl.testing.memory_journal import MemoryJournal
 from asyncrl.testing.virtual_time import run_virtual
-from asyncrl.types import Batch, Prompt, StepReport, UnfinishedGroup
 
 NUM_BATCHES, NUM_GROUPS, GROUP_SIZE = 4, 6, 2
 TRIES = {"0/1": 1, "0/4": 1, "0/8": 2, "0/9": 1, "0/10": 3}
@@ -53,15 +55,28 @@ class Life:
         self.engine = FakeEngine(latency_s=lambda _: latencies.uniform(1.0, 3.0))
         self.feed = Feed(Numbers(), seed=0, shuffle=False)
         self.buffer = Buffer(
-            BufferConfig(max_staleness=0, filter="none"), num_groups=NUM_GROUPS, num_batches=NUM_BATCHES, on_handed_back=lambda *_: None
+            BufferConfig(max_staleness=0, filter="none"),
+            num_groups=NUM_GROUPS,
+            num_batches=NUM_BATCHES,
+            on_handed_back=lambda *_: None,
         )
         self.unfinished: tuple[UnfinishedGroup, ...] = ()
         self.returning: list[tuple[int, Prompt]] = []
 
     async def play(self, *, version: int = 0, until_s: float = 1e9) -> None:
         """From batch `version` to the end of the run, or of this life."""
-        scorer = FakeScorer(lambda prompt, _: "no" if prompt.num_handed_back < TRIES.get(prompt.prompt_id, 0) else 1.0)
-        generator = SingleTurn(self.engine, FakeTokenizer(), scorer, run_seed=0, max_tokens=8, max_prompt_tokens=8, temperature=1.0)
+        scorer = FakeScorer(
+            lambda prompt, _: "no" if prompt.num_handed_back < TRIES.get(prompt.prompt_id, 0) else 1.0
+        )
+        generator = SingleTurn(
+            self.engine,
+            FakeTokenizer(),
+            scorer,
+            run_seed=0,
+            max_tokens=8,
+            max_prompt_tokens=8,
+            temperature=1.0,
+        )
         async with asyncio.TaskGroup() as tasks:
             producers = Producers(
                 self.buffer, self.feed, RolloutRunner(generator, timeout_s=None, retries=0), spawn=tasks.create_task,
@@ -87,7 +102,10 @@ class Life:
 
 
 def prompts_of(journal: MemoryJournal) -> list[list[str]]:
-    return [[group.prompt.seed_id for group in journal.batches[version].groups] for version in sorted(journal.batches)]
+    return [
+        [group.prompt.seed_id for group in journal.batches[version].groups]
+        for version in sorted(journal.batches)
+    ]
 
 
 @pytest.mark.parametrize("capacity", [64, 5])
@@ -103,7 +121,10 @@ class NoTrainer:
     """Its steps take no time and change nothing."""
 
     async def recover(
-        self, _: Path | None, batches: Callable[[], AsyncIterator[Batch]], on_step: Callable[[Batch, StepReport], None]
+        self,
+        _: Path | None,
+        batches: Callable[[], AsyncIterator[Batch]],
+        on_step: Callable[[Batch, StepReport], None],
     ) -> None:
         async for batch in batches():
             on_step(batch, StepReport(batch.version + 1, {}))
@@ -122,7 +143,9 @@ async def tell(journal: Journal, told: MemoryJournal) -> None:
 
 
 @pytest.mark.parametrize("killed_s", [0.5, 2.0, 2.4, 2.8, 4.5, 8.1, 8.5, 12.5])
-def test_batches_of_a_killed_run_with_failures_are_those_of_one_that_was_never_killed(tmp_path: Path, killed_s: float) -> None:
+def test_batches_of_a_killed_run_with_failures_are_those_of_one_that_was_never_killed(
+    tmp_path: Path, killed_s: float
+) -> None:
     told = MemoryJournal()
     run_virtual(Life(1, told).play(until_s=killed_s))
     second = Life(2, told)

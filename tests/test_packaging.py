@@ -17,14 +17,26 @@ ROOT = Path(__file__).parent.parent
 def test_the_wheel_installs_asyncrl_and_asyncrl_servers_and_nothing_else(tmp_path: Path) -> None:
     source = tmp_path / "source"  # a copy: a build writes beside the sources
     subprocess.run(["git", "clone", "--quiet", str(ROOT), str(source)], check=True)
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path), str(source)]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--wheel-dir",
+        str(tmp_path),
+        str(source),
+    ]
     subprocess.run(command, check=True, timeout=240)
     (wheel,) = tmp_path.glob("asyncrl-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     tops = {name.split("/")[0] for name in names if ".dist-info/" not in name}
     assert tops == {"asyncrl", "asyncrl_servers"}
-    assert {"asyncrl/py.typed", "asyncrl_servers/py.typed", "asyncrl_servers/embedded/__main__.py"} <= set(names)
+    assert {"asyncrl/py.typed", "asyncrl_servers/py.typed", "asyncrl_servers/embedded/__main__.py"} <= set(
+        names
+    )
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
@@ -35,7 +47,11 @@ def test_create_task_stands_in_job_alone() -> None:
         if path in owners or path.parent.name == "testing":
             continue
         calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
-        found = [node.lineno for node in calls if isinstance(node.func, ast.Attribute) and node.func.attr == "create_task"]
+        found = [
+            node.lineno
+            for node in calls
+            if isinstance(node.func, ast.Attribute) and node.func.attr == "create_task"
+        ]
         assert not found, f"{path}:{found}: create_task outside job.py; take `spawn` instead"
 
 

@@ -43,14 +43,18 @@ def test_numbers_lists_and_ranges_name_devices_and_words_do_not() -> None:
         ("{trainer: 0, inference: 1}", "{trainer: 0, rollout: 1}"),
     ],
 )
-def test_the_groups_and_names_of_other_frameworks_are_refused_with_what_to_write(placement: str, written: str) -> None:
+def test_the_groups_and_names_of_other_frameworks_are_refused_with_what_to_write(
+    placement: str, written: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         load(f"placement={placement}")
     assert f"write placement: {written}." in str(caught.value)
     load(f"placement={written}", "buffer.max_staleness=0")  # what it says can be written
 
 
-@pytest.mark.parametrize("devices", ["node0.1", "0.1", "0:1", "[0.1, 0.2]", "host@0", '["node0.0"]', "0-3:0-7"])
+@pytest.mark.parametrize(
+    "devices", ["node0.1", "0.1", "0:1", "[0.1, 0.2]", "host@0", '["node0.0"]', "0-3:0-7"]
+)
 def test_a_node_is_refused_for_now(devices: str) -> None:
     with pytest.raises(ConfigError, match="one machine so far"):
         load(f"placement.trainer={devices}")
@@ -84,18 +88,32 @@ def test_the_eval_engine_has_one_device(devices: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("trainer", "rollout"), [("auto", "trainer"), ("cpu", "trainer"), ("all", "trainer"), ("all", "all"), ("0", "[0]"), ("0-1", "[1, 0]")]
+    ("trainer", "rollout"),
+    [
+        ("auto", "trainer"),
+        ("cpu", "trainer"),
+        ("all", "trainer"),
+        ("all", "all"),
+        ("0", "[0]"),
+        ("0-1", "[1, 0]"),
+    ],
 )
-def test_turns_need_max_staleness_0_and_that_is_known_when_the_config_is_read(trainer: str, rollout: str) -> None:
+def test_turns_need_max_staleness_0_and_that_is_known_when_the_config_is_read(
+    trainer: str, rollout: str
+) -> None:
     devices = [f"placement.trainer={trainer}", f"placement.rollout={rollout}"]
     load(*devices, "buffer.max_staleness=0")
     with pytest.raises(
-        ConfigError, match=r"take turns: .* buffer.max_staleness=1 could never be used; set buffer.max_staleness=0, or give"
+        ConfigError,
+        match=r"take turns: .* buffer.max_staleness=1 could never be used; set buffer.max_staleness=0, or give",
     ):
         load(*devices, "buffer.max_staleness=1")
 
 
 def test_devices_of_which_only_some_are_shared_are_refused_with_the_reason() -> None:
-    with pytest.raises(ConfigError, match=r"share \[1\] and not the others: .* would wait with it; give both sides the same devices"):
+    with pytest.raises(
+        ConfigError,
+        match=r"share \[1\] and not the others: .* would wait with it; give both sides the same devices",
+    ):
         load("placement.trainer=0-1", "placement.rollout=1-2", "buffer.max_staleness=0")
     load("placement.trainer=0-1", "placement.rollout=2-3", "buffer.max_staleness=4")

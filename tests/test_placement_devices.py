@@ -9,8 +9,14 @@ from placement_cases import EVAL, Cases
 
 from asyncrl.config import PlacementConfig, RunConfig
 from asyncrl.errors import ConfigError
-from asyncrl.placement.cuda import CudaDevice, child_environ, find_cuda_devices, visible_names
-from asyncrl.placement.devices import Placement, place
+from asyncrl.placement.devices import (
+    CudaDevice,
+    Placement,
+    child_environ,
+    find_cuda_devices,
+    place,
+    visible_names,
+)
 
 CASES = Cases(["placement.trainer=auto", "placement.rollout=auto"])
 load, placed, refusal = CASES.load, CASES.placed, CASES.refusal
@@ -23,8 +29,16 @@ def test_without_a_cuda_device_auto_is_the_cpu_and_both_sides_work_at_once() -> 
 
 
 def test_the_cpu_is_shared_without_turns_unless_they_are_asked_for() -> None:
-    assert placed(0, "placement.trainer=cpu", "placement.rollout=cpu", "buffer.max_staleness=0").mode == "apart"
-    asked = placed(0, "placement.trainer=cpu", "placement.rollout=trainer", "buffer.max_staleness=0", "trainer.world_size=2")
+    assert (
+        placed(0, "placement.trainer=cpu", "placement.rollout=cpu", "buffer.max_staleness=0").mode == "apart"
+    )
+    asked = placed(
+        0,
+        "placement.trainer=cpu",
+        "placement.rollout=trainer",
+        "buffer.max_staleness=0",
+        "trainer.world_size=2",
+    )
     assert asked == Placement(("cpu", "cpu"), ("cpu",), None, "colocated")
 
 
@@ -46,13 +60,21 @@ def test_auto_takes_what_the_other_side_leaves() -> None:
 
 def test_one_cuda_device_is_shared_in_turns_at_max_staleness_0() -> None:
     for devices in ([], ["placement.trainer=cuda"], ["placement.rollout=0"], ["placement.trainer=all"]):
-        assert placed(1, "buffer.max_staleness=0", *devices) == Placement(("cuda:0",), ("cuda:0",), None, "colocated")
+        assert placed(1, "buffer.max_staleness=0", *devices) == Placement(
+            ("cuda:0",), ("cuda:0",), None, "colocated"
+        )
 
 
 def test_one_cuda_device_above_that_is_refused_with_the_ways_out() -> None:
     error = refusal(1, "buffer.max_staleness=1")
-    assert "no CUDA device left for placement.rollout, the other side has cuda:0, and buffer.max_staleness=1 wants both" in str(error)
-    assert error.way_out == "set buffer.max_staleness=0 (they take turns), or placement.rollout=cpu, or placement.trainer=cpu."
+    assert (
+        "no CUDA device left for placement.rollout, the other side has cuda:0, and buffer.max_staleness=1 wants both"
+        in str(error)
+    )
+    assert (
+        error.way_out
+        == "set buffer.max_staleness=0 (they take turns), or placement.rollout=cpu, or placement.trainer=cpu."
+    )
     for way_out in ("buffer.max_staleness=0", "placement.rollout=cpu", "placement.trainer=cpu"):
         placed(1, "buffer.max_staleness=1", way_out)
 
@@ -67,17 +89,27 @@ def test_a_trainer_on_all_devices_leaves_none() -> None:
 
 def test_the_same_devices_on_both_sides_mean_turns_in_whatever_order_they_are_written() -> None:
     shared = placed(
-        2, "placement.trainer=0-1", "placement.rollout=[1, 0]", "trainer.world_size=2", "rollout.num_engines=2", "buffer.max_staleness=0"
+        2,
+        "placement.trainer=0-1",
+        "placement.rollout=[1, 0]",
+        "trainer.world_size=2",
+        "rollout.num_engines=2",
+        "buffer.max_staleness=0",
     )
     assert shared.mode == "colocated"
     assert shared.rollout == ("cuda:1", "cuda:0")
-    assert placed(1, "placement.trainer=all", "placement.rollout=0", "buffer.max_staleness=0").mode == "colocated"
+    assert (
+        placed(1, "placement.trainer=all", "placement.rollout=0", "buffer.max_staleness=0").mode
+        == "colocated"
+    )
 
 
 def test_turns_that_only_the_machine_shows_are_refused_above_max_staleness_0() -> None:
     error = refusal(1, "placement.trainer=all", "placement.rollout=0", "buffer.max_staleness=2")
     assert "buffer.max_staleness=2 could never be used" in str(error)
-    error = refusal(2, "placement.trainer=all", "placement.rollout=0", "trainer.world_size=2", "buffer.max_staleness=0")
+    error = refusal(
+        2, "placement.trainer=all", "placement.rollout=0", "trainer.world_size=2", "buffer.max_staleness=0"
+    )
     assert "share [0] and not the others" in str(error)
 
 
@@ -91,10 +123,20 @@ def test_a_rank_has_a_device_of_its_own_and_no_named_device_is_idle() -> None:
 
 
 def test_engines_are_dealt_over_their_devices_and_none_of_those_may_be_idle() -> None:
-    assert placed(3, "placement.trainer=0", "placement.rollout=1-2", "rollout.num_engines=3").rollout == ("cuda:1", "cuda:2", "cuda:1")
+    assert placed(3, "placement.trainer=0", "placement.rollout=1-2", "rollout.num_engines=3").rollout == (
+        "cuda:1",
+        "cuda:2",
+        "cuda:1",
+    )
     error = refusal(3, "placement.trainer=0", "placement.rollout=1-2")
     assert error.way_out == "set rollout.num_engines=2, or name fewer: placement.rollout=[1]."
-    error = refusal(2, "placement.trainer=all", "placement.rollout=trainer", "trainer.world_size=2", "buffer.max_staleness=0")
+    error = refusal(
+        2,
+        "placement.trainer=all",
+        "placement.rollout=trainer",
+        "trainer.world_size=2",
+        "buffer.max_staleness=0",
+    )
     assert error.way_out == "set rollout.num_engines=2."
 
 
@@ -140,7 +182,9 @@ def test_the_eval_engine_is_no_part_of_turns() -> None:
 def test_whatever_is_not_refused_keeps_the_rules() -> None:
     base, num_placed = load(), 0
     forms = ("auto", "cpu", "cuda", "all", 0, 1, "0-1", "trainer")
-    for num_cuda, trainer, rollout, size, engines, bound in itertools.product((0, 1, 2, 4), forms[:-1], forms, (1, 2), (1, 2), (0, 2)):
+    for num_cuda, trainer, rollout, size, engines, bound in itertools.product(
+        (0, 1, 2, 4), forms[:-1], forms, (1, 2), (1, 2), (0, 2)
+    ):
         config = base.model_copy(
             update={
                 "placement": PlacementConfig(trainer=trainer, rollout=rollout),
@@ -187,10 +231,14 @@ def driver(tmp_path: Path, num: int) -> Path:
 
 def found(tmp_path: Path, num: int, visible: str | None = None, smi: str = SMI) -> tuple[CudaDevice, ...]:
     environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    return find_cuda_devices(driver_dir=driver(tmp_path, num), environ=environ, query=lambda: smi, is_built=lambda: True)
+    return find_cuda_devices(
+        driver_dir=driver(tmp_path, num), environ=environ, query=lambda: smi, is_built=lambda: True
+    )
 
 
-def test_the_driver_says_how_many_devices_there_are_and_nvidia_smi_what_they_have_free(tmp_path: Path) -> None:
+def test_the_driver_says_how_many_devices_there_are_and_nvidia_smi_what_they_have_free(
+    tmp_path: Path,
+) -> None:
     assert found(tmp_path, 2) == (CudaDevice("0", 80000 * 2**20), CudaDevice("1", 40000 * 2**20))
 
 
@@ -200,7 +248,10 @@ def test_without_nvidia_smi_the_free_memory_is_not_known(tmp_path: Path) -> None
 
 def test_devices_are_counted_among_the_visible_ones(tmp_path: Path) -> None:
     assert found(tmp_path, 2, visible="1") == (CudaDevice("1", 40000 * 2**20),)
-    assert [device.free_bytes for device in found(tmp_path / "..", 0, visible="GPU-bbbb,GPU-aaaa")] == [40000 * 2**20, 80000 * 2**20]
+    assert [device.free_bytes for device in found(tmp_path / "..", 0, visible="GPU-bbbb,GPU-aaaa")] == [
+        40000 * 2**20,
+        80000 * 2**20,
+    ]
     assert found(tmp_path / "..", 0, visible="") == ()
 
 
@@ -213,20 +264,31 @@ def test_the_first_name_that_is_no_device_hides_all_after_it() -> None:
 
 
 def test_a_torch_without_cuda_has_no_devices_whatever_the_driver_lists(tmp_path: Path) -> None:
-    assert find_cuda_devices(driver_dir=driver(tmp_path, 2), environ={}, query=lambda: SMI, is_built=lambda: False) == ()
+    assert (
+        find_cuda_devices(
+            driver_dir=driver(tmp_path, 2), environ={}, query=lambda: SMI, is_built=lambda: False
+        )
+        == ()
+    )
 
 
 def test_the_installed_torch_is_asked_without_being_imported() -> None:
     import torch
 
-    from asyncrl.placement.cuda import torch_has_cuda
+    from asyncrl.placement.devices import torch_has_cuda
 
     assert torch_has_cuda() == (torch.version.cuda is not None)
 
 
 def test_a_child_sees_its_devices_in_order_and_by_the_names_of_the_parent() -> None:
     cuda = (CudaDevice("3"), CudaDevice("GPU-bbbb"))
-    assert child_environ(("cuda:1", "cuda:0"), cuda, {}) == {"CUDA_VISIBLE_DEVICES": "GPU-bbbb,3", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-    assert child_environ(("cuda:0",), cuda, {"CUDA_DEVICE_ORDER": "FASTEST_FIRST"})["CUDA_DEVICE_ORDER"] == "FASTEST_FIRST"
+    assert child_environ(("cuda:1", "cuda:0"), cuda, {}) == {
+        "CUDA_VISIBLE_DEVICES": "GPU-bbbb,3",
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+    }
+    assert (
+        child_environ(("cuda:0",), cuda, {"CUDA_DEVICE_ORDER": "FASTEST_FIRST"})["CUDA_DEVICE_ORDER"]
+        == "FASTEST_FIRST"
+    )
     assert child_environ(("cpu",), (), {}).keys() == {"GLIBC_TUNABLES"}
     assert child_environ(("none",), cuda, {}) == {}

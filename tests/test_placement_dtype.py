@@ -12,13 +12,18 @@ from typer.testing import CliRunner
 from asyncrl.cli import app
 from asyncrl.config import RunConfig, load_config
 from asyncrl.errors import ConfigError
-from asyncrl.placement import dtype
-from asyncrl.placement.cuda import CudaDevice
-from asyncrl.placement.dtype import cpu_has_bfloat16, settle_dtype
-from asyncrl.running.resume import begun_dtype, find_resume
+from asyncrl.placement import choices as dtype
+from asyncrl.placement.choices import cpu_has_bfloat16, settle_dtype
+from asyncrl.placement.devices import CudaDevice
+from asyncrl.run.resume import begun_dtype, find_resume
 
 CONFIG: dict[str, Any] = {
-    "model": {"scratch": {"characters": "abcdef0123456789 ", "architecture": {"model_type": "qwen3", "hidden_size": 8}}},
+    "model": {
+        "scratch": {
+            "characters": "abcdef0123456789 ",
+            "architecture": {"model_type": "qwen3", "hidden_size": 8},
+        }
+    },
     "task": {"python": "asyncrl.tasks.letters:Letters"},
 }
 
@@ -48,7 +53,9 @@ def cuda(number: int) -> list[CudaDevice]:
 def test_auto_is_what_every_device_of_trainer_and_engines_computes_fast_in(
     tmp_path: Path, overrides: list[str], num_cuda: int, has_bfloat16: bool, chosen: str, why: str
 ) -> None:
-    config, words = settle_dtype(make_config(tmp_path, *overrides), cuda=cuda(num_cuda), has_bfloat16=has_bfloat16)
+    config, words = settle_dtype(
+        make_config(tmp_path, *overrides), cuda=cuda(num_cuda), has_bfloat16=has_bfloat16
+    )
     assert config.model.dtype == chosen
     assert words.startswith(f"model.dtype: auto is {chosen}: ")
     assert why in words
@@ -88,7 +95,9 @@ def test_a_run_that_goes_on_keeps_its_type_on_another_machine_and_refuses_anothe
     (folder / "checkpoints" / "step_00000001").mkdir(parents=True)
     (folder / "run.id").write_text("x\n")
     began, _ = settle_dtype(given, begun=begun_dtype(folder), cuda=[], has_bfloat16=False)
-    (folder / "config.yaml").write_text(yaml.safe_dump({**CONFIG, "model": {**CONFIG["model"], "dtype": began.model.dtype}}))
+    (folder / "config.yaml").write_text(
+        yaml.safe_dump({**CONFIG, "model": {**CONFIG["model"], "dtype": began.model.dtype}})
+    )
     config, words = settle_dtype(given, begun=begun_dtype(folder), cuda=cuda(2), has_bfloat16=True)
     assert config == began
     assert words == "model.dtype: auto is float32: as the run began"
@@ -96,7 +105,9 @@ def test_a_run_that_goes_on_keeps_its_type_on_another_machine_and_refuses_anothe
         find_resume(folder, make_config(tmp_path, "model.dtype=bfloat16"), "auto")
 
 
-def test_check_says_what_auto_is_and_what_bfloat16_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_says_what_auto_is_and_what_bfloat16_costs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(dtype, "cpu_has_bfloat16", lambda: False)
     make_config(tmp_path)
     for overrides, words in (
@@ -104,7 +115,14 @@ def test_check_says_what_auto_is_and_what_bfloat16_costs(tmp_path: Path, monkeyp
         (["model.dtype=bfloat16"], "model.dtype: bfloat16, and this CPU has no"),
     ):
         answer = CliRunner().invoke(
-            app, ["check", str(tmp_path / "dtype.yaml"), "placement.trainer=cpu", "placement.rollout=cpu", *overrides]
+            app,
+            [
+                "check",
+                str(tmp_path / "dtype.yaml"),
+                "placement.trainer=cpu",
+                "placement.rollout=cpu",
+                *overrides,
+            ],
         )
         assert answer.exit_code == 0, answer.output
         assert words in answer.output

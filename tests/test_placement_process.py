@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from asyncrl.errors import ConfigError, ConnectionShortage, RoomError
-from asyncrl.placement.process import ChildProcess, bind_socket, group_members
+from asyncrl.placement.processes import ChildProcess, bind_socket, group_members
 from asyncrl.placement.staging import clear_stale_staging, new_staging_dir, remove_staging_dir
 
 WARDED = """
@@ -90,7 +90,9 @@ def test_a_child_that_refuses_to_start_is_quoted_with_its_way_out(module: str, t
     asyncio.run(story())
 
 
-def test_a_child_inherits_none_of_the_keys_that_a_run_may_be_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_inherits_none_of_the_keys_that_a_run_may_be_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given: dict[str, str] = {}
 
     async def note(*_: object, env: dict[str, str], **__: object) -> None:
@@ -131,7 +133,9 @@ def test_a_killed_child_is_named_with_the_signal(module: str, tmp_path: Path) ->
     asyncio.run(story())
 
 
-def test_a_successor_answers_on_a_port_of_its_own_and_is_not_blamed_for_what_the_one_before_wrote(module: str, tmp_path: Path) -> None:
+def test_a_successor_answers_on_a_port_of_its_own_and_is_not_blamed_for_what_the_one_before_wrote(
+    module: str, tmp_path: Path
+) -> None:
     async def story() -> None:
         first = make_child(module, tmp_path, "refuse")
         await first.start()
@@ -208,13 +212,15 @@ class NoneFree(socket.socket):
 
 
 @pytest.mark.parametrize(
-    ("number", "says"), [(errno.EADDRINUSE, "ip_local_port_range"), (errno.EMFILE, "RLIMIT_NOFILE")], ids=["ports", "descriptors"]
+    ("number", "says"),
+    [(errno.EADDRINUSE, "ip_local_port_range"), (errno.EMFILE, "RLIMIT_NOFILE")],
+    ids=["ports", "descriptors"],
 )
 def test_a_child_that_this_machine_has_nothing_left_for_is_not_blamed_and_no_port_is(
     monkeypatch: pytest.MonkeyPatch, module: str, tmp_path: Path, number: int, says: str
 ) -> None:
     monkeypatch.setattr(NoneFree, "number", number)
-    monkeypatch.setattr("asyncrl.placement.process.socket.socket", NoneFree)
+    monkeypatch.setattr("asyncrl.placement.processes.socket.socket", NoneFree)
     with pytest.raises(ConnectionShortage, match=f"cannot start child.*{says}"):
         asyncio.run(make_child(module, tmp_path).start())
 
@@ -235,7 +241,10 @@ input()
 def staging_of_a_run(root: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
     """Another process that has a staging folder, with weights in it, and a child that outlives it."""
     with subprocess.Popen(
-        [sys.executable, "-c", HOLD_STAGING, str(root)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", HOLD_STAGING, str(root)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as owner:
         assert owner.stdout is not None
         folder, child = owner.stdout.readline().split()
@@ -253,7 +262,9 @@ def test_staging_of_a_killed_run_is_cleared_and_that_of_a_living_one_is_not_what
     other.mkdir()
     with staging_of_a_run(tmp_path) as (owner, folder):
         with monkeypatch.context() as patch:
-            patch.setattr(psutil, "pid_exists", lambda pid: False)  # in the PID namespace of another container
+            patch.setattr(
+                psutil, "pid_exists", lambda pid: False
+            )  # in the PID namespace of another container
             patch.setattr("psutil._pslinux.boot_time", lambda: 0.0)  # the clock was set
             assert clear_stale_staging(tmp_path) == []
         assert (folder / "v7.safetensors").exists()
@@ -265,7 +276,9 @@ def test_staging_of_a_killed_run_is_cleared_and_that_of_a_living_one_is_not_what
     assert list(tmp_path.iterdir()) == [other]
 
 
-def test_a_file_that_comes_while_a_folder_is_removed_does_not_keep_it_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_comes_while_a_folder_is_removed_does_not_keep_it_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, unlink = new_staging_dir(tmp_path), Path.unlink
     (folder / "v7").touch()
 
@@ -318,7 +331,9 @@ def test_a_warden_has_time_to_clear_up_after_its_leader_was_killed(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
     async def story() -> None:
-        child = ChildProcess("child-0", "warded_for_test", "{}", run_dir=tmp_path / "run", secret="s3cret", has_warden=True)
+        child = ChildProcess(
+            "child-0", "warded_for_test", "{}", run_dir=tmp_path / "run", secret="s3cret", has_warden=True
+        )
         await child.start()
         assert child.pid is not None
         await asyncio.to_thread(wait_for_file, tmp_path / "started")
@@ -344,8 +359,8 @@ def test_a_process_that_the_kernel_does_not_let_die_is_named_and_left(
         pid = child.pid
         assert pid is not None
         with monkeypatch.context() as patch:
-            patch.setattr("asyncrl.placement.process._signal_group", lambda *_: None)
-            patch.setattr("asyncrl.placement.process.KILL_TIMEOUT_S", 0.01)
+            patch.setattr("asyncrl.placement.processes._signal_group", lambda *_: None)
+            patch.setattr("asyncrl.placement.processes.KILL_TIMEOUT_S", 0.01)
             await child.aclose(0.01)
         assert f"process {pid} of child-0 is still there 0.01 s after SIGKILL (state: " in child.left
         assert child.left in caplog.text

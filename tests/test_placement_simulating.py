@@ -12,15 +12,28 @@ import yaml
 from asyncrl.config import load_config
 from asyncrl.errors import ConfigError
 from asyncrl.placement.devices import place
-from asyncrl.running.simulating import Case, apart, best_split, break_even, in_turns, simulation_text
+from asyncrl.run.simulate import Case, apart, best_split, break_even, in_turns, simulation_text
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "colocation.md"
-EVEN = Case(num_devices=4, num_groups=4, group_size=4, slots=4, ratio=1.0, sigma=0.0, handover_s=0.5, num_batches=20)
+EVEN = Case(
+    num_devices=4, num_groups=4, group_size=4, slots=4, ratio=1.0, sigma=0.0, handover_s=0.5, num_batches=20
+)
 
 
 def tail(**values: float) -> Case:
-    return Case(**{"num_devices": 4, "num_groups": 4, "group_size": 4, "slots": 4, "ratio": 1.0, "sigma": 1.0, "handover_s": 0.0} | values)  # type: ignore[arg-type]
+    return Case(
+        **{
+            "num_devices": 4,
+            "num_groups": 4,
+            "group_size": 4,
+            "slots": 4,
+            "ratio": 1.0,
+            "sigma": 1.0,
+            "handover_s": 0.0,
+        }
+        | values
+    )  # type: ignore[arg-type]
 
 
 def test_a_turn_is_generation_and_training_on_all_devices_and_its_handovers() -> None:
@@ -61,7 +74,11 @@ def test_what_simulate_prints_comes_from_the_config() -> None:
 @pytest.mark.parametrize(
     "option",
     [
-        *({name: value} for name in ("ratio", "sigma", "handover_s", "publish_s") for value in (-1.0, math.inf, math.nan, 1e308)),
+        *(
+            {name: value}
+            for name in ("ratio", "sigma", "handover_s", "publish_s")
+            for value in (-1.0, math.inf, math.nan, 1e308)
+        ),
         {"ratio": 0.0},
         {"ratio": 1e-320},
     ],
@@ -69,13 +86,17 @@ def test_what_simulate_prints_comes_from_the_config() -> None:
 def test_numbers_that_no_machine_has_are_refused_and_named(option: dict[str, float]) -> None:
     config = load_config(ROOT / "configs" / "quickstart.yaml")
     numbers = {"ratio": 1.0, "sigma": 0.5, "handover_s": 0.1, "publish_s": 0.0} | option
-    with pytest.raises(ConfigError, match="a ratio is within 1e-06..1e\\+06, sigma 0..10, a time 0..1e\\+06") as caught:
+    with pytest.raises(
+        ConfigError, match="a ratio is within 1e-06..1e\\+06, sigma 0..10, a time 0..1e\\+06"
+    ) as caught:
         simulation_text(config, num_devices=2, **numbers)
     (value,) = option.values()
     assert str(value) in str(caught.value)
 
 
-@pytest.mark.parametrize("option", [{"ratio": 1e-6}, {"ratio": 1e6}, {"sigma": 10.0}, {"handover_s": 1e6}, {"publish_s": 1e6}])
+@pytest.mark.parametrize(
+    "option", [{"ratio": 1e-6}, {"ratio": 1e6}, {"sigma": 10.0}, {"handover_s": 1e6}, {"publish_s": 1e6}]
+)
 def test_the_ends_of_what_is_allowed_can_be_simulated(option: dict[str, float]) -> None:
     config = load_config(ROOT / "configs" / "quickstart.yaml")
     numbers = {"ratio": 1.0, "sigma": 0.5, "handover_s": 0.1, "publish_s": 0.0} | option
@@ -98,7 +119,9 @@ def test_the_example_on_the_page_runs(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_the_settings_on_the_page_make_a_colocated_run(tmp_path: Path) -> None:
     (settings,) = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
-    values = yaml.safe_load((ROOT / "configs" / "quickstart.yaml").read_text(encoding="utf-8")) | yaml.safe_load(settings)
+    values = yaml.safe_load(
+        (ROOT / "configs" / "quickstart.yaml").read_text(encoding="utf-8")
+    ) | yaml.safe_load(settings)
     config_path = tmp_path / "c.yaml"
     config_path.write_text(yaml.safe_dump(values))
     assert place(load_config(config_path), num_cuda=1).mode == "colocated"

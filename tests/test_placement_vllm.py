@@ -12,16 +12,12 @@ from placement_cases import EVAL, Cases
 
 from asyncrl.config import RolloutConfig, RunConfig
 from asyncrl.errors import ConfigError
-from asyncrl.placement import interpreters
-from asyncrl.placement.chunk_way import chunk_way
-from asyncrl.placement.cuda import CudaDevice
-from asyncrl.placement.devices import NO_DEVICE, Placement, place
-from asyncrl.placement.foreign import ForeignProcess
-from asyncrl.placement.interpreters import find_vllm_python, import_folder
-from asyncrl.placement.plan import Plan, make_plan
+from asyncrl.placement import choices as interpreters
+from asyncrl.placement.choices import chunk_way, find_vllm_python, import_folder
+from asyncrl.placement.devices import NO_DEVICE, CudaDevice, Placement, place
+from asyncrl.placement.plan import Plan, make_plan, plan_text, transport_text
+from asyncrl.placement.processes import ForeignProcess
 from asyncrl.placement.staging import clear_own_staging, clear_stale_staging, disk_root, new_staging_dir
-from asyncrl.placement.table import plan_text
-from asyncrl.placement.ways import transport_text
 
 CASES = Cases(["rollout.engine=vllm", "placement.trainer=auto", "placement.rollout=auto"])
 load, placed, refusal = CASES.load, CASES.placed, CASES.refusal
@@ -55,7 +51,10 @@ def test_an_engine_that_is_split_has_devices_of_its_own_and_the_next_one_the_nex
 
 
 def test_auto_leaves_a_device_that_no_whole_engine_fits_on() -> None:
-    assert placed(4, "rollout.tensor_parallel=2", "rollout.num_engines=2").parallel == (("cuda:1", "cuda:2"), ("cuda:1", "cuda:2"))
+    assert placed(4, "rollout.tensor_parallel=2", "rollout.num_engines=2").parallel == (
+        ("cuda:1", "cuda:2"),
+        ("cuda:1", "cuda:2"),
+    )
 
 
 def test_devices_that_cannot_be_split_so_are_refused() -> None:
@@ -79,16 +78,26 @@ def test_a_vllm_on_the_cpu_takes_no_turns_because_it_gives_nothing_away() -> Non
 
 def test_nccl_needs_two_devices_and_ipc_one() -> None:
     assert placed(0, "publisher.transport=nccl").mode == "apart", "on the CPU it is gloo"
-    assert "of trainer and engines the rollout alone is on the CPU" in refusal(1, "publisher.transport=nccl", "placement.rollout=cpu").what
+    assert (
+        "of trainer and engines the rollout alone is on the CPU"
+        in refusal(1, "publisher.transport=nccl", "placement.rollout=cpu").what
+    )
     assert "placement.trainer=auto is the CPU here" in refusal(0, "publisher.transport=ipc").what
-    assert "NCCL cannot connect two processes on one device" in refusal(1, "publisher.transport=nccl", *TURNS).rule
+    assert (
+        "NCCL cannot connect two processes on one device"
+        in refusal(1, "publisher.transport=nccl", *TURNS).rule
+    )
     assert "names memory of one device" in refusal(2, "publisher.transport=ipc").rule
     assert placed(2, "publisher.transport=nccl").mode == "apart"
     assert placed(1, "publisher.transport=ipc", *TURNS).mode == "colocated"
 
 
 def test_servers_of_somebody_else_take_no_device_from_anybody() -> None:
-    urls = [*ON_PATH, "rollout.urls=['http://127.0.0.1:8000', 'http://127.0.0.1:8001']", "rollout.num_engines=2"]
+    urls = [
+        *ON_PATH,
+        "rollout.urls=['http://127.0.0.1:8000', 'http://127.0.0.1:8001']",
+        "rollout.num_engines=2",
+    ]
     assert placed(1, *urls) == Placement(("cuda:0",), (NO_DEVICE, NO_DEVICE), None, "apart")
     assert placed(0, *urls, EVAL).evaluation == "cpu"
     assert placed(2, *urls, EVAL).evaluation == "cuda:1", "the eval engine is ours"
@@ -100,8 +109,14 @@ def test_servers_of_somebody_else_take_no_device_from_anybody() -> None:
 def test_the_plan_names_the_python_of_each_process_and_counts_no_second_set_of_weights(python: Path) -> None:
     plan, config = planned(python, 0, "rollout.num_engines=2", "publisher.rolling=true", EVAL)
     engines = [process for process in plan.processes if process.side in ("engine", "eval")]
-    assert [engine.name for engine in engines if engine.has_vllm_python] == ["engine-0", "engine-1", "engine-eval"]
-    assert {engine.memory.copies for engine in engines if engine.memory} == {0}, "vLLM reads what is staged where it lies"
+    assert [engine.name for engine in engines if engine.has_vllm_python] == [
+        "engine-0",
+        "engine-1",
+        "engine-eval",
+    ]
+    assert {engine.memory.copies for engine in engines if engine.memory} == {0}, (
+        "vLLM reads what is staged where it lies"
+    )
     text = plan_text(plan, config)
     rows = {line.split()[0]: line.split() for line in text.splitlines() if line}
     assert rows["process"][:3] == ["process", "python", "device"]
@@ -150,10 +165,16 @@ def test_a_plan_with_servers_of_somebody_else_needs_no_vllm_here_but_for_the_eva
             ["publisher.transport=disk", "publisher.disk_dir=/data"],
             "as one file in /data, because engines on other machines can read it",
         ),
-        (0, ["publisher.canary_limit=none"], "each push: the digest of what was loaded; running requests: abort; all engines at once"),
+        (
+            0,
+            ["publisher.canary_limit=none"],
+            "each push: the digest of what was loaded; running requests: abort; all engines at once",
+        ),
     ],
 )
-def test_the_plan_says_how_weights_travel(python: Path, num_cuda: int, overrides: list[str], says: str) -> None:
+def test_the_plan_says_how_weights_travel(
+    python: Path, num_cuda: int, overrides: list[str], says: str
+) -> None:
     plan, config = planned(python, num_cuda, *overrides)
     assert says in plan_text(plan, config)
 
@@ -191,7 +212,10 @@ def test_auto_takes_the_one_beside_the_checkout_or_the_folder_of_the_setup(
     auto = RolloutConfig(engine="vllm")
     with pytest.raises(ConfigError, match="neither .* nor .*can import vllm") as caught:
         find_vllm_python(auto, checkout=tmp_path)
-    assert "pip install -e '.[vllm]' in the folder of asyncrl's checkout (CUDA), or `make setup-vllm` there (CPU)" in caught.value.way_out
+    assert (
+        "pip install -e '.[vllm]' in the folder of asyncrl's checkout (CUDA), or `make setup-vllm` there (CPU)"
+        in caught.value.way_out
+    )
     (tmp_path / ".venv-vllm").symlink_to(python.parent.parent)
     assert find_vllm_python(auto, checkout=tmp_path) == tmp_path / ".venv-vllm" / "bin" / "python"
     monkeypatch.setenv("VENV_VLLM", str(python.parent.parent))
@@ -203,7 +227,14 @@ def test_another_python_finds_our_two_packages_and_nothing_else_of_ours(tmp_path
     assert sorted(path.name for path in folder.iterdir()) == ["asyncrl", "asyncrl_servers"]
     ask = "import asyncrl, asyncrl_servers, sys; print(asyncrl.__file__)"
     bare = [getattr(sys, "_base_executable", sys.executable), "-S", "-c", ask]
-    told = subprocess.run(bare, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(folder)}, capture_output=True, text=True, check=True)
+    told = subprocess.run(
+        bare,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(folder)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert Path(told.stdout.strip()).is_relative_to(folder)
     assert import_folder(folder) == folder, "again, as in a run that goes on"
 
@@ -211,7 +242,9 @@ def test_another_python_finds_our_two_packages_and_nothing_else_of_ours(tmp_path
 # ---- a disk as staging
 
 
-def test_weights_on_a_disk_lie_in_a_folder_that_carries_host_and_owner_and_goes_with_them(tmp_path: Path) -> None:
+def test_weights_on_a_disk_lie_in_a_folder_that_carries_host_and_owner_and_goes_with_them(
+    tmp_path: Path,
+) -> None:
     config = load("publisher.transport=disk", f"publisher.disk_dir={tmp_path / 'weights'}")
     root = disk_root(config.publisher)
     assert root == tmp_path / "weights"

@@ -16,10 +16,10 @@ from job_runs import write_config
 from asyncrl import cli
 from asyncrl.config import load_config
 from asyncrl.errors import ConfigError
-from asyncrl.front_door.serve import serve_gateway
-from asyncrl.job import run_job
-from asyncrl.running.model_folder import find_on_disk
-from asyncrl.running.preflight import look
+from asyncrl.run.check import look
+from asyncrl.run.loop import run_job
+from asyncrl.run.model_folder import find_on_disk
+from asyncrl.run.serve import serve_gateway
 
 MODULE = """
     def few(current, anchor): return current
@@ -178,7 +178,11 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize(("sections", "words"), REFUSED.values(), ids=REFUSED)
 def test_check_refuses_what_cannot_run_with_exit_code_2(
-    sections: dict[str, Any], words: list[str], here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    sections: dict[str, Any],
+    words: list[str],
+    here: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     config = write_config(here, **sections)
     monkeypatch.setattr(sys, "argv", ["asyncrl", "check", str(config)])
@@ -190,7 +194,9 @@ def test_check_refuses_what_cannot_run_with_exit_code_2(
     assert "Way out: " in said
 
 
-@pytest.mark.parametrize("name", ["a model folder without weights", "an agent of another shape", "a line that is no JSON"])
+@pytest.mark.parametrize(
+    "name", ["a model folder without weights", "an agent of another shape", "a line that is no JSON"]
+)
 def test_a_run_refuses_the_same_before_it_has_started_a_process(name: str, here: Path) -> None:
     sections, words = REFUSED[name]
     with pytest.raises(ConfigError) as refusal:
@@ -208,17 +214,27 @@ def test_a_gateway_refuses_the_same_before_it_has_started_an_engine(here: Path) 
     assert not list((here / "run").glob("specs/*"))
 
 
-def test_what_needs_the_network_is_told_and_not_looked_at(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_needs_the_network_is_told_and_not_looked_at(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(here / "cache"))
     found = look(
-        load_config(write_config(here, model={"scratch": None, "path": "who/model"}, task={**FILES, "files": None, "dataset": "who/data"}))
+        load_config(
+            write_config(
+                here,
+                model={"scratch": None, "path": "who/model"},
+                task={**FILES, "files": None, "dataset": "who/data"},
+            )
+        )
     )
     assert found.task is None
     assert [line.partition(":")[0] for line in found.lines] == ["task", "model"]
     assert all("not looked at" in line and "network" in line for line in found.lines)
 
 
-def test_half_a_model_in_the_cache_of_the_hub_is_fetched_by_the_run_and_not_looked_at(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_a_model_in_the_cache_of_the_hub_is_fetched_by_the_run_and_not_looked_at(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cached = here / "cache" / "models--who--half"
     snapshot = cached / "snapshots" / ("0" * 40)
     snapshot.mkdir(parents=True)
@@ -226,10 +242,15 @@ def test_half_a_model_in_the_cache_of_the_hub_is_fetched_by_the_run_and_not_look
     (cached / "refs" / "main").write_text("0" * 40)
     (snapshot / "config.json").write_text('{"model_type": "qwen3"}')
     (snapshot / "model.safetensors").touch()
-    monkeypatch.setattr("huggingface_hub.snapshot_download", partial(snapshot_download, cache_dir=here / "cache"))
+    monkeypatch.setattr(
+        "huggingface_hub.snapshot_download", partial(snapshot_download, cache_dir=here / "cache")
+    )
     half = {"scratch": None, "path": "who/half"}
     assert find_on_disk(load_config(write_config(here, model=half)).model) == snapshot
-    assert "model: who/half is fetched from the hub" in look(load_config(write_config(here, model=half))).lines[-1]
+    assert (
+        "model: who/half is fetched from the hub"
+        in look(load_config(write_config(here, model=half))).lines[-1]
+    )
     with pytest.raises(ConfigError, match=r"model\.chat_template=broken\.jinja line 1"):
         look(load_config(write_config(here, model={**half, "chat_template": "broken.jinja"})))
 
@@ -244,7 +265,9 @@ def test_prompts_of_which_some_are_too_long_are_told_and_what_was_read_is_handed
     assert len(found.task) == 2
 
 
-def test_functions_of_the_right_shape_pass_though_they_would_fail_when_called_and_their_threads_are_not_waited_for(here: Path) -> None:
+def test_functions_of_the_right_shape_pass_though_they_would_fail_when_called_and_their_threads_are_not_waited_for(
+    here: Path,
+) -> None:
     own = {
         "algorithm": {"loss": "threads_here:loss", "advantage": "mine_here:right_advantage"},
         "generator": {"python": "mine_here:right_agent"},
@@ -254,7 +277,9 @@ def test_functions_of_the_right_shape_pass_though_they_would_fail_when_called_an
 
 
 @pytest.mark.parametrize("code", [0, 7])
-def test_functions_that_end_their_process_when_they_are_imported_are_refused_too(here: Path, code: int) -> None:
+def test_functions_that_end_their_process_when_they_are_imported_are_refused_too(
+    here: Path, code: int
+) -> None:
     (here / "leaves_here.py").write_text(f"import os\nprint('bye', flush=True)\nos._exit({code})\n")
     with pytest.raises(ConfigError, match=rf"ended with exit code {code}: bye"):
         look(load_config(write_config(here, algorithm={"loss": "leaves_here:loss"})))

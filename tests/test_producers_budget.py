@@ -10,23 +10,28 @@ import pytest
 
 from asyncrl.buffer.buffer import Buffer
 from asyncrl.config import BufferConfig
-from asyncrl.producers import RolloutRunner, SingleTurn
-from asyncrl.producers.producers import Producers
+from asyncrl.messages.records import Group, GroupId
+from asyncrl.rollouts.generators import SingleTurn
+from asyncrl.rollouts.producers import Producers
+from asyncrl.rollouts.rollout import RolloutRunner
 from asyncrl.testing.fakes import FakeEngine, FakeScorer, FakeSource, FakeTokenizer
 from asyncrl.testing.memory_journal import MemoryJournal
 from asyncrl.testing.virtual_time import run_virtual
-from asyncrl.types import Group, GroupId
 
 TIMEOUT_S = 600.0
 NUM_STEPS, NUM_GROUPS, GROUP_SIZE = 6, 2, 4
 
 
-def run_length_s(hung: str, *, max_staleness: int, on_overdue: Literal["wait", "mask", "drop"]) -> tuple[float, list[int]]:
+def run_length_s(
+    hung: str, *, max_staleness: int, on_overdue: Literal["wait", "mask", "drop"]
+) -> tuple[float, list[int]]:
     """Seconds of a run in which the engine never answers requests whose name begins so, and the usable rollouts of its groups."""
 
     async def story() -> tuple[float, list[int]]:
         loop = asyncio.get_running_loop()
-        engine = FakeEngine(latency_s=lambda request: 1e9 if hung and request.request_id.startswith(hung) else 5.0)
+        engine = FakeEngine(
+            latency_s=lambda request: 1e9 if hung and request.request_id.startswith(hung) else 5.0
+        )
         tasks, sizes = list[asyncio.Task[None]](), list[int]()
 
         def handed_back(group_id: GroupId, group: Group | None, reason: str) -> None:
@@ -73,6 +78,8 @@ def test_a_hung_rollout_costs_a_run_one_timeout_at_most_and_its_siblings_are_tra
     undisturbed_s, _ = run_length_s("", max_staleness=max_staleness, on_overdue=on_overdue)
     length_s, sizes = run_length_s(f"g{group_id}/r0/", max_staleness=max_staleness, on_overdue=on_overdue)
     assert length_s <= undisturbed_s + TIMEOUT_S
-    is_too_late = max_staleness > 0 and on_overdue == "mask" and group_id == 2  # masked whole, so its prompt is sampled again
+    is_too_late = (
+        max_staleness > 0 and on_overdue == "mask" and group_id == 2
+    )  # masked whole, so its prompt is sampled again
     assert sizes.count(GROUP_SIZE - 1) == (0 if is_too_late else 1)
     assert len(sizes) == NUM_GROUPS * NUM_STEPS

@@ -10,11 +10,13 @@ from buffer_groups import make_buffer
 
 from asyncrl.buffer.buffer import Buffer
 from asyncrl.errors import TaskError
-from asyncrl.producers import Producers, RolloutRunner, SingleTurn
+from asyncrl.messages.records import Prompt, SamplingRequest
+from asyncrl.rollouts.generators import SingleTurn
+from asyncrl.rollouts.producers import Producers
+from asyncrl.rollouts.rollout import RolloutRunner
 from asyncrl.testing.fakes import FakeEngine, FakeScorer, FakeSource, FakeTokenizer
 from asyncrl.testing.memory_journal import MemoryJournal
 from asyncrl.testing.virtual_time import run_virtual
-from asyncrl.types import Prompt, SamplingRequest
 
 BATCHES = 6
 
@@ -28,7 +30,9 @@ def uneven(prompt: Prompt, _: str) -> float:
 rewards: dict[str, int] = {}
 
 
-def make_producers(buffer: Buffer, tasks: asyncio.TaskGroup, *, latency_seed: int, scorer: FakeScorer) -> tuple[Producers, FakeEngine]:
+def make_producers(
+    buffer: Buffer, tasks: asyncio.TaskGroup, *, latency_seed: int, scorer: FakeScorer
+) -> tuple[Producers, FakeEngine]:
     draw = random.Random(latency_seed)
     latencies: dict[str, float] = {}
 
@@ -36,7 +40,9 @@ def make_producers(buffer: Buffer, tasks: asyncio.TaskGroup, *, latency_seed: in
         return latencies.setdefault(request.request_id, draw.uniform(0.1, 5.0))
 
     engine = FakeEngine(latency_s=latency_s)
-    generator = SingleTurn(engine, FakeTokenizer(), scorer, run_seed=0, max_tokens=50, max_prompt_tokens=16, temperature=1.0)
+    generator = SingleTurn(
+        engine, FakeTokenizer(), scorer, run_seed=0, max_tokens=50, max_prompt_tokens=16, temperature=1.0
+    )
     runner = RolloutRunner(generator, timeout_s=100.0, retries=0)
     producers = Producers(
         buffer,
@@ -57,9 +63,13 @@ def prompts_of_batches(max_staleness: int, latency_seed: int) -> list[list[str]]
     batches: list[list[str]] = []
 
     async def story() -> None:
-        buffer = make_buffer(num_groups=3, num_batches=BATCHES, max_staleness=max_staleness, filter_kind="equal_rewards")
+        buffer = make_buffer(
+            num_groups=3, num_batches=BATCHES, max_staleness=max_staleness, filter_kind="equal_rewards"
+        )
         async with asyncio.TaskGroup() as tasks:
-            producers, engine = make_producers(buffer, tasks, latency_seed=latency_seed, scorer=FakeScorer(uneven))
+            producers, engine = make_producers(
+                buffer, tasks, latency_seed=latency_seed, scorer=FakeScorer(uneven)
+            )
             running = tasks.create_task(producers.run(), name="producers")
             for version in range(BATCHES):
                 batch = await buffer.wait_batch()
@@ -94,10 +104,16 @@ def test_with_staleness_every_batch_is_full_of_prompts_that_teach_and_none_is_tr
 
 def test_a_task_whose_rewards_never_differ_ends_the_run_at_max_staleness_0_too() -> None:
     async def story() -> None:
-        buffer = make_buffer(num_groups=3, max_staleness=0, filter_kind="equal_rewards", max_filtered_groups=20)
-        with pytest.RaisesGroup(pytest.RaisesExc(TaskError, match="20 groups in a row had the same reward for all their rollouts")):
+        buffer = make_buffer(
+            num_groups=3, max_staleness=0, filter_kind="equal_rewards", max_filtered_groups=20
+        )
+        with pytest.RaisesGroup(
+            pytest.RaisesExc(TaskError, match="20 groups in a row had the same reward for all their rollouts")
+        ):
             async with asyncio.TaskGroup() as tasks:
-                producers, _ = make_producers(buffer, tasks, latency_seed=0, scorer=FakeScorer(lambda *_: 0.0))
+                producers, _ = make_producers(
+                    buffer, tasks, latency_seed=0, scorer=FakeScorer(lambda *_: 0.0)
+                )
                 tasks.create_task(producers.run(), name="producers")
                 await buffer.wait_batch()
 

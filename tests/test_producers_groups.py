@@ -13,15 +13,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.config import TaskConfig
-from asyncrl.engines import EnginePool, EngineServer
+from asyncrl.engines.own_server import EngineServer
+from asyncrl.engines.pool import EnginePool
 from asyncrl.errors import EngineError, RequestRefused, TaskError
-from asyncrl.producers import Generator, Producers, RolloutAttempt, RolloutRunner, SingleTurn
-from asyncrl.producers.single_turn import make_trajectory
+from asyncrl.messages.protocols import SamplingEngine, Scorer
+from asyncrl.messages.records import Completion, GroupId, Prompt, Rollout, SamplingRequest, VersionSpan
+from asyncrl.rollouts.generators import SingleTurn, make_trajectory
+from asyncrl.rollouts.producers import Producers
+from asyncrl.rollouts.rollout import Generator, RolloutAttempt, RolloutRunner
 from asyncrl.tasks import TaskScorer
-from asyncrl.testing.fakes import FakeEngine, FakeEngineServer, FakeScorer, FakeSink, FakeSource, FakeTokenizer
+from asyncrl.testing.fake_engine import FakeEngineServer
+from asyncrl.testing.fakes import FakeEngine, FakeScorer, FakeSink, FakeSource, FakeTokenizer
 from asyncrl.testing.memory_journal import MemoryJournal
 from asyncrl.testing.virtual_time import all_blocked, run_virtual
-from asyncrl.types import Completion, GroupId, Prompt, Rollout, SamplingEngine, SamplingRequest, Scorer, VersionSpan
 
 
 class House:
@@ -45,7 +49,13 @@ class House:
         self.engine = engine or FakeEngine()
         self.source, self.sink = FakeSource(), FakeSink(num_tickets)
         generator = generator or SingleTurn(
-            self.engine, FakeTokenizer(), scorer or FakeScorer(), run_seed=0, max_tokens=50, max_prompt_tokens=16, temperature=1.0
+            self.engine,
+            FakeTokenizer(),
+            scorer or FakeScorer(),
+            run_seed=0,
+            max_tokens=50,
+            max_prompt_tokens=16,
+            temperature=1.0,
         )
         self.journal = MemoryJournal()
         self.producers = Producers(
@@ -81,7 +91,9 @@ def play(story: Callable[[asyncio.TaskGroup], Awaitable[House]]) -> None:
 
 
 def by_id(latencies: dict[str, float], default: float = 1.0) -> Callable[[SamplingRequest], float]:
-    return lambda request: next((seconds for name, seconds in latencies.items() if request.request_id.startswith(name)), default)
+    return lambda request: next(
+        (seconds for name, seconds in latencies.items() if request.request_id.startswith(name)), default
+    )
 
 
 def test_groups_start_as_long_as_the_engines_have_free_slots() -> None:
@@ -94,7 +106,9 @@ def test_groups_start_as_long_as_the_engines_have_free_slots() -> None:
         assert repr(house.producers) == "<Producers 3 groups, 5/5 sampling, 0 failed>"
         await asyncio.sleep(1.0)
         await all_blocked()
-        assert house.admitted == [0, 1, 2, 3, 4], "the waiting rollout of group 2 first, then two groups in the four slots left"
+        assert house.admitted == [0, 1, 2, 3, 4], (
+            "the waiting rollout of group 2 first, then two groups in the four slots left"
+        )
         assert [group.group_id for group in house.sink.finished] == [0, 1]
         return house
 
@@ -142,7 +156,9 @@ def test_leave_that_comes_while_a_retry_takes_the_last_slot_is_not_used_yet() ->
         house = House(tasks, scorer=scorer, num_tickets=1, group_size=1, capacity=1)
         await asyncio.sleep(3.0)
         await all_blocked()
-        assert (house.admitted, house.producers.stats().sampling) == ([0], 0), "scored at 6 s; a slot is free, and no leave is given"
+        assert (house.admitted, house.producers.stats().sampling) == ([0], 0), (
+            "scored at 6 s; a slot is free, and no leave is given"
+        )
         await asyncio.sleep(3.0)  # the retry has begun
         house.sink.allow(1)
         await asyncio.sleep(0.5)
@@ -157,13 +173,20 @@ def test_leave_that_comes_while_a_retry_takes_the_last_slot_is_not_used_yet() ->
 def test_a_free_slot_goes_to_the_group_of_the_earliest_deadline() -> None:
     async def story(tasks: asyncio.TaskGroup) -> House:
         rewards: list[float | str] = ["no"]
-        scorer = FakeScorer(lambda prompt, _: rewards.pop() if rewards and prompt.prompt_id == "p0" else 1.0, latency_s=0.5)
+        scorer = FakeScorer(
+            lambda prompt, _: rewards.pop() if rewards and prompt.prompt_id == "p0" else 1.0, latency_s=0.5
+        )
         engine = FakeEngine(latency_s=by_id({"g0/r0/t0/a0": 1.0}, default=2.0))
         house = House(tasks, engine=engine, scorer=scorer, group_size=2, capacity=2)
         await asyncio.sleep(2.0)
         await all_blocked()
         # g0/r0 was sampled until 1.0 and failed at 1.5; g1/r0 has its slot since 1.0; at 2.0 g0/r1 leaves, and g1/r1 has waited longest
-        assert [request.request_id for request in engine.requests] == ["g0/r0/t0/a0", "g0/r1/t0/a0", "g1/r0/t0/a0", "g0/r0/t0/a1"]
+        assert [request.request_id for request in engine.requests] == [
+            "g0/r0/t0/a0",
+            "g0/r1/t0/a0",
+            "g1/r0/t0/a0",
+            "g0/r0/t0/a1",
+        ]
         return house
 
     play(story)
@@ -202,7 +225,9 @@ def test_a_ticket_is_asked_for_only_when_its_slots_are_free() -> None:
         house.sink.allow(1)
         house.sink.start_version = 1
         await asyncio.sleep(0.5)
-        assert house.admitted == [0], "leave was given, but the slots are taken: the ticket would be stamped too early"
+        assert house.admitted == [0], (
+            "leave was given, but the slots are taken: the ticket would be stamped too early"
+        )
         house.sink.start_version = 2
         house.engine.policy_version = 2  # type: ignore[attr-defined]
         await asyncio.sleep(0.5)
@@ -267,7 +292,13 @@ def test_a_failed_rollout_is_retried_with_another_seed_and_its_siblings_are_kept
         (group,) = house.sink.finished
         assert [trajectory.sample_index for trajectory in group.trajectories] == [0, 2]
         stats = house.producers.stats()
-        assert (stats.failed, stats.retried, stats.timeouts, stats.finished, stats.failed_groups) == (1, 2, 0, 2, 0)
+        assert (stats.failed, stats.retried, stats.timeouts, stats.finished, stats.failed_groups) == (
+            1,
+            2,
+            0,
+            2,
+            0,
+        )
         assert "too long" in stats.last_failure
         tried = [request for request in engine.requests if request.request_id.startswith("g0/r1")]
         assert [request.request_id for request in tried] == ["g0/r1/t0/a0", "g0/r1/t0/a1", "g0/r1/t0/a2"]
@@ -279,12 +310,25 @@ def test_a_failed_rollout_is_retried_with_another_seed_and_its_siblings_are_kept
 
 def test_a_group_goes_on_without_the_rollout_whose_time_is_up() -> None:
     async def story(tasks: asyncio.TaskGroup) -> House:
-        house = House(tasks, engine=FakeEngine(latency_s=by_id({"g0/r1": 1000.0})), num_tickets=1, group_size=3, timeout_s=10.0, retries=2)
+        house = House(
+            tasks,
+            engine=FakeEngine(latency_s=by_id({"g0/r1": 1000.0})),
+            num_tickets=1,
+            group_size=3,
+            timeout_s=10.0,
+            retries=2,
+        )
         await asyncio.sleep(10.5)
         (group,) = house.sink.finished
         assert [trajectory.sample_index for trajectory in group.trajectories] == [0, 2]
         stats = house.producers.stats()
-        assert (stats.failed, stats.retried, stats.timeouts, stats.finished, stats.failed_groups) == (1, 0, 1, 2, 0)
+        assert (stats.failed, stats.retried, stats.timeouts, stats.finished, stats.failed_groups) == (
+            1,
+            0,
+            1,
+            2,
+            0,
+        )
         assert "g0/r1 (prompt p0) is not finished after 10.0 s" in stats.last_failure
         return house
 
@@ -311,7 +355,9 @@ class SharedJudge:
 
 def test_a_judge_call_that_another_rollouts_time_limit_cancels_fails_both_rollouts_and_their_group() -> None:
     async def story(tasks: asyncio.TaskGroup) -> House:
-        scorer = TaskScorer(SharedJudge(), TaskConfig(python="x:y", reward_pool="inline", reward_timeout_s=5.0), seed=0)
+        scorer = TaskScorer(
+            SharedJudge(), TaskConfig(python="x:y", reward_pool="inline", reward_timeout_s=5.0), seed=0
+        )
         engine = FakeEngine(latency_s=by_id({"g0/r1": 2.0}))
         house = House(tasks, engine=engine, scorer=scorer, num_tickets=1, group_size=2, retries=0)
         await asyncio.sleep(20.0)
@@ -337,7 +383,9 @@ def test_a_group_with_one_usable_rollout_fails_and_hands_its_admission_back() ->
     play(story)
 
 
-def test_a_failed_groups_prompt_comes_again_with_other_seeds_once_another_has_not_failed_and_a_later_version_is_served() -> None:
+def test_a_failed_groups_prompt_comes_again_with_other_seeds_once_another_has_not_failed_and_a_later_version_is_served() -> (
+    None
+):
     async def story(tasks: asyncio.TaskGroup) -> House:
         fails = {"p0", "p1"}
         scorer = FakeScorer(lambda prompt, _: "the judge is down" if prompt.prompt_id in fails else 1.0)
@@ -345,23 +393,34 @@ def test_a_failed_groups_prompt_comes_again_with_other_seeds_once_another_has_no
         house = House(tasks, engine=engine, scorer=scorer, num_tickets=3, group_size=1, capacity=1, retries=0)
         await asyncio.sleep(1.5)
         assert list(house.sink.failed) == [0]
-        assert not house.source.handed_back, "while all fail, trying the same prompts again would use up their tries"
-        assert [prompt.prompt_id for prompt in house.producers.prompts_out()] == ["p1", "p0"], "a checkpoint knows of both"
+        assert not house.source.handed_back, (
+            "while all fail, trying the same prompts again would use up their tries"
+        )
+        assert [prompt.prompt_id for prompt in house.producers.prompts_out()] == ["p1", "p0"], (
+            "a checkpoint knows of both"
+        )
         await asyncio.sleep(2.0)
         assert [group.prompt.prompt_id for group in house.sink.finished] == ["p2"]
         fails.clear()
         house.sink.allow(1)
         await asyncio.sleep(1.5)
         assert [group.prompt.prompt_id for group in house.sink.finished] == ["p2", "p3"]
-        assert not house.source.handed_back, "a group of the same version gets a new prompt, however soon the first ones failed"
+        assert not house.source.handed_back, (
+            "a group of the same version gets a new prompt, however soon the first ones failed"
+        )
         assert [prompt.prompt_id for prompt in house.producers.prompts_out()] == ["p0", "p1"]
         house.sink.start_version = engine.policy_version = 1
         house.sink.allow(2)
         await asyncio.sleep(2.5)
-        assert [(prompt.prompt_id, prompt.num_handed_back) for prompt in house.source.handed_back] == [("p0", 1), ("p1", 1)]
+        assert [(prompt.prompt_id, prompt.num_handed_back) for prompt in house.source.handed_back] == [
+            ("p0", 1),
+            ("p1", 1),
+        ]
         assert {group.prompt.prompt_id for group in house.sink.finished} == {"p0", "p1", "p2", "p3"}
         assert len({request.seed for request in engine.requests}) == 6
-        assert [event[4] for event in house.journal.named("group_ended") if event[2] == "failed"] == [1, 1], "each is requeued once"
+        assert [event[4] for event in house.journal.named("group_ended") if event[2] == "failed"] == [1, 1], (
+            "each is requeued once"
+        )
         assert house.producers.stats().given_up == 0
         return house
 
@@ -379,8 +438,16 @@ def test_a_prompt_that_always_fails_is_given_up_and_its_tries_are_no_row_of_fail
             house.sink.start_version = engine.policy_version = version
             house.sink.allow(4)
             await asyncio.sleep(5.0)
-        assert (len(house.sink.finished), len(house.sink.failed), house.producers.stats().given_up) == (32, 8, 2)
-        tried = [prompt.num_handed_back for _, _, prompt in house.journal.named("admitted") if prompt.prompt_id == "p1"]
+        assert (len(house.sink.finished), len(house.sink.failed), house.producers.stats().given_up) == (
+            32,
+            8,
+            2,
+        )
+        tried = [
+            prompt.num_handed_back
+            for _, _, prompt in house.journal.named("admitted")
+            if prompt.prompt_id == "p1"
+        ]
         assert tried == [0, 1, 2, 3]
         requeued = [event[4] for event in house.journal.named("group_ended") if event[2] == "failed"]
         assert sorted(requeued, key=str) == [1, 1, 2, 2, 3, 3, None, None]
@@ -392,14 +459,29 @@ def test_a_prompt_that_always_fails_is_given_up_and_its_tries_are_no_row_of_fail
 
 def test_a_prompt_that_can_never_be_sampled_is_given_up_at_once_and_no_try_is_made() -> None:
     async def story(tasks: asyncio.TaskGroup) -> House:
-        house = House(tasks, engine=(engine := FakeEngine()), num_tickets=0, group_size=2, capacity=4, retries=2, max_hand_backs=3)
-        house.source.front.append(Prompt("long", ({"role": "user", "content": "a prompt of more tokens than sixteen"},)))
+        house = House(
+            tasks,
+            engine=(engine := FakeEngine()),
+            num_tickets=0,
+            group_size=2,
+            capacity=4,
+            retries=2,
+            max_hand_backs=3,
+        )
+        house.source.front.append(
+            Prompt("long", ({"role": "user", "content": "a prompt of more tokens than sixteen"},))
+        )
         for version in range(4):
             house.sink.start_version = engine.policy_version = version
             house.sink.allow(2)
             await asyncio.sleep(5.0)
-        assert [prompt.prompt_id for _, _, prompt in house.journal.named("admitted")] == ["long", *(f"p{number}" for number in range(7))]
-        assert [event[2:4] for event in house.journal.named("rollout_failed")] == [(0, 0), (1, 0)], "no attempt was made"
+        assert [prompt.prompt_id for _, _, prompt in house.journal.named("admitted")] == [
+            "long",
+            *(f"p{number}" for number in range(7)),
+        ]
+        assert [event[2:4] for event in house.journal.named("rollout_failed")] == [(0, 0), (1, 0)], (
+            "no attempt was made"
+        )
         assert "r1 cannot be sampled: prompt long has" in house.sink.failed[GroupId(0)]
         stats = house.producers.stats()
         assert (len(house.sink.finished), stats.failed_groups, stats.given_up, stats.retried) == (7, 1, 1, 0)
@@ -426,7 +508,9 @@ def test_too_many_failed_groups_in_a_row_end_the_run_with_the_last_failure() -> 
 
         with pytest.raises(ExceptionGroup) as caught:
             async with asyncio.TaskGroup() as tasks:
-                house = House(tasks, scorer=FakeScorer(always_broken), group_size=2, capacity=2, max_failed_groups=3)
+                house = House(
+                    tasks, scorer=FakeScorer(always_broken), group_size=2, capacity=2, max_failed_groups=3
+                )
         (error,) = caught.value.exceptions
         assert isinstance(error, TaskError)
         assert error.room == "producers"
@@ -434,7 +518,9 @@ def test_too_many_failed_groups_in_a_row_end_the_run_with_the_last_failure() -> 
         assert "division by zero at p2" in str(error)
         assert "rollout.max_failed_groups=3" in str(error)
         ended = [event[1:3] + event[4:] for event in house.journal.named("group_ended")]
-        assert ended == [(0, "failed", 1), (1, "failed", 1), (2, "failed", 1)], "an outage costs no prompt: a resume has all three"
+        assert ended == [(0, "failed", 1), (1, "failed", 1), (2, "failed", 1)], (
+            "an outage costs no prompt: a resume has all three"
+        )
 
     run_virtual(story())
 
@@ -468,7 +554,10 @@ def test_a_running_group_that_is_handed_back_is_cancelled_and_its_prompt_comes_f
         assert sorted(engine.cancelled) == ["g0/r0/t0/a0", "g0/r1/t0/a0"]
         assert house.producers.stats().dropped == 1
         await asyncio.sleep(2.0)
-        assert [(group.group_id, group.prompt.prompt_id) for group in house.sink.finished] == [(1, "p1"), (2, "p0")]
+        assert [(group.group_id, group.prompt.prompt_id) for group in house.sink.finished] == [
+            (1, "p1"),
+            (2, "p0"),
+        ]
         assert not house.sink.failed
         with pytest.raises(KeyError):
             house.producers.handed_back(GroupId(0), None, "overdue")
@@ -512,7 +601,9 @@ def test_tokens_older_than_the_ticket_end_the_run() -> None:
         with pytest.raises(ExceptionGroup) as caught:
             async with asyncio.TaskGroup() as tasks:
                 House(tasks).sink.start_version = 3
-        assert caught.group_contains(EngineError, match=r"g0/r0 has tokens of version 0; its group was admitted when every engine")
+        assert caught.group_contains(
+            EngineError, match=r"g0/r0 has tokens of version 0; its group was admitted when every engine"
+        )
 
     run_virtual(story())
 
@@ -536,7 +627,12 @@ def test_the_oldest_rollouts_are_named_with_their_age() -> None:
     capacity=st.integers(1, 7),
 )
 def test_every_ticket_is_answered_exactly_once_and_no_more_than_the_capacity_ever_sample(
-    latencies: list[float], is_bad: list[bool], is_unscored: list[bool], drops: list[float], group_size: int, capacity: int
+    latencies: list[float],
+    is_bad: list[bool],
+    is_unscored: list[bool],
+    drops: list[float],
+    group_size: int,
+    capacity: int,
 ) -> None:
     scores = cycle(is_unscored)
 
@@ -546,7 +642,9 @@ def test_every_ticket_is_answered_exactly_once_and_no_more_than_the_capacity_eve
 
     async def story(tasks: asyncio.TaskGroup) -> House:
         engine = FakeEngine(
-            latency_s=lambda request: 1000.0 if is_bad[number(request.request_id)] else latencies[number(request.request_id)]
+            latency_s=lambda request: (
+                1000.0 if is_bad[number(request.request_id)] else latencies[number(request.request_id)]
+            )
         )
         scorer = FakeScorer(lambda *_: "the judge is down" if next(scores) else 1.0, latency_s=3.0)
         house = House(
@@ -556,7 +654,9 @@ def test_every_ticket_is_answered_exactly_once_and_no_more_than_the_capacity_eve
         dropped = []
         for at_s in sorted(drops):
             await asyncio.sleep(max(0.0, at_s - asyncio.get_running_loop().time()))
-            answered = {group.group_id for group in house.sink.finished} | set(house.sink.failed) | set(dropped)
+            answered = (
+                {group.group_id for group in house.sink.finished} | set(house.sink.failed) | set(dropped)
+            )
             running = [ticket.group_id for ticket in house.sink.admitted if ticket.group_id not in answered]
             if running:
                 house.producers.handed_back(running[0], None, "overdue")
@@ -582,7 +682,14 @@ def test_every_ticket_is_answered_exactly_once_and_no_more_than_the_capacity_eve
 def test_a_timed_out_rollout_frees_its_slot_at_the_server() -> None:
     async def story(tasks: asyncio.TaskGroup) -> House:
         fake = FakeEngineServer(slots=2, decode_s=1.0)
-        house = House(tasks, engine=EnginePool([EngineServer(fake)], slots=2), num_tickets=1, group_size=2, timeout_s=10.5, retries=0)
+        house = House(
+            tasks,
+            engine=EnginePool([EngineServer(fake)], slots=2),
+            num_tickets=1,
+            group_size=2,
+            timeout_s=10.5,
+            retries=0,
+        )
         await asyncio.sleep(10.4)
         assert fake.num_running == 2
         await asyncio.sleep(0.2)

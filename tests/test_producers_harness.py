@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from asyncrl.errors import RolloutFailure, RolloutTimeout
-from asyncrl.producers.harness import HarnessGenerator
-from asyncrl.producers.rollout import FailedRollout, RolloutRunner
+from asyncrl.messages.protocols import Session
+from asyncrl.messages.records import GroupId, Outcome, Prompt, Rollout, Trajectory, VersionSpan, Work
+from asyncrl.rollouts.generators import HarnessGenerator
+from asyncrl.rollouts.rollout import FailedRollout, RolloutRunner
 from asyncrl.testing.memory_journal import MemoryJournal
 from asyncrl.testing.virtual_time import run_virtual
-from asyncrl.types import GroupId, Outcome, Prompt, Rollout, Session, Trajectory, VersionSpan, Work
 
 PROMPT = Prompt("e0/3", ({"role": "user", "content": "hi"},), answer="7")
 
@@ -49,7 +50,17 @@ class FakeSession:
         if self.text is None:
             raise RolloutFailure("nothing was sampled")
         ids, mask = np.array([1, 2], np.int32), np.array([False, True])
-        return (Trajectory(sample_index, ids, mask, np.zeros(2, np.float32), (VersionSpan(1, 2, 0),), reward, metrics=outcome.metrics),)
+        return (
+            Trajectory(
+                sample_index,
+                ids,
+                mask,
+                np.zeros(2, np.float32),
+                (VersionSpan(1, 2, 0),),
+                reward,
+                metrics=outcome.metrics,
+            ),
+        )
 
 
 class FakeHost:
@@ -107,7 +118,12 @@ def run(host: FakeHost, queue: FakeQueue, *, timeout_s: float | None = 10.0, ret
             host.log.append("started")
 
         return await runner.run(
-            GroupId(4), PROMPT, 2, wait_slot=wait_slot, stopped_sampling=lambda: host.log.append("stopped"), journal=MemoryJournal()
+            GroupId(4),
+            PROMPT,
+            2,
+            wait_slot=wait_slot,
+            stopped_sampling=lambda: host.log.append("stopped"),
+            journal=MemoryJournal(),
         )
 
     return run_virtual(story())
@@ -118,7 +134,9 @@ def test_the_work_carries_the_session_of_this_attempt_and_the_outcome_becomes_th
     (trajectory,) = run(host, queue)
     assert (trajectory.sample_index, trajectory.reward, trajectory.metrics) == (2, 1.0, {"turns": 2.0})
     assert queue.works == [Work("g4/r2", PROMPT, 2, 0, "key-0", 10.0)]
-    assert host.opened == [{"rollout_id": "g4/r2", "prompt_id": "e0/3", "sample_index": 2, "attempt": 0, "route_key": "g4/r2"}]
+    assert host.opened == [
+        {"rollout_id": "g4/r2", "prompt_id": "e0/3", "sample_index": 2, "attempt": 0, "route_key": "g4/r2"}
+    ]
     assert host.sessions[0].reason == "its harness has finished"
 
 
@@ -138,7 +156,9 @@ def test_the_session_ends_and_the_slot_is_free_before_the_task_scores_the_last_t
         (Outcome(0.0), 0.0),
     ],
 )
-def test_a_reward_of_the_harness_stands_and_without_one_the_mean_of_its_parts(outcome: Outcome, reward: float) -> None:
+def test_a_reward_of_the_harness_stands_and_without_one_the_mean_of_its_parts(
+    outcome: Outcome, reward: float
+) -> None:
     host = FakeHost()
     (trajectory,) = run(host, answering(outcome))
     assert trajectory.reward == reward

@@ -12,11 +12,20 @@ from hypothesis import strategies as st
 from test_producers_groups import House, play
 
 from asyncrl.errors import EngineError, TaskError
-from asyncrl.producers import derive_seed
-from asyncrl.producers.single_turn import make_trajectory
+from asyncrl.messages.records import (
+    Completion,
+    GroupId,
+    PartialCompletion,
+    Prompt,
+    Rollout,
+    Ticket,
+    UnfinishedGroup,
+    VersionSpan,
+)
+from asyncrl.rollouts.generators import make_trajectory
+from asyncrl.rollouts.rollout import derive_seed
 from asyncrl.testing.fakes import FakeEngine, FakeScorer
 from asyncrl.testing.virtual_time import all_blocked
-from asyncrl.types import Completion, GroupId, PartialCompletion, Prompt, Rollout, Ticket, UnfinishedGroup, VersionSpan
 
 PROMPT = Prompt("0/7", ({"role": "user", "content": "q"},))
 TICKET = Ticket(GroupId(7), 2)
@@ -24,7 +33,11 @@ PARTIAL = PartialCompletion((ord("a"), ord("b")), (-1.0, -2.0), (VersionSpan(0, 
 
 
 def done(index: int, *, version: int = 2) -> Rollout:
-    return (make_trajectory(index, (ord("q"),), Completion((ord("z"),), (-1.0,), (VersionSpan(0, 1, version),), "stop"), 0.5),)
+    return (
+        make_trajectory(
+            index, (ord("q"),), Completion((ord("z"),), (-1.0,), (VersionSpan(0, 1, version),), "stop"), 0.5
+        ),
+    )
 
 
 def engine_at(version: int) -> FakeEngine:
@@ -54,12 +67,20 @@ def test_finished_rollouts_are_not_sampled_again_and_the_others_get_the_seeds_th
         await all_blocked()
         assert isinstance(house.engine, FakeEngine)
         assert [request.request_id for request in house.engine.requests] == ["g7/r1/t0/a0", "g7/r3/t0/a0"]
-        assert [request.seed for request in house.engine.requests] == [derive_seed(0, "0/7", index, 0) for index in (1, 3)]
+        assert [request.seed for request in house.engine.requests] == [
+            derive_seed(0, "0/7", index, 0) for index in (1, 3)
+        ]
         assert house.engine.resumed == {}
         (group,) = house.sink.finished
         assert [trajectory.sample_index for trajectory in group.trajectories] == [0, 1, 2, 3]
-        assert [trajectory is first[index][0] for index, trajectory in enumerate(group.trajectories) if index in first] == [True, True]
-        assert house.journal.named("admitted") == [("admitted", TICKET, PROMPT)], "it was admitted once, by the killed run"
+        assert [
+            trajectory is first[index][0]
+            for index, trajectory in enumerate(group.trajectories)
+            if index in first
+        ] == [True, True]
+        assert house.journal.named("admitted") == [("admitted", TICKET, PROMPT)], (
+            "it was admitted once, by the killed run"
+        )
         assert [event[2][0].sample_index for event in house.journal.named("rollout_finished")] == [1, 3]
         assert house.journal.states[GroupId(7)] == "ready"
 
@@ -103,7 +124,13 @@ def test_an_attempt_that_fails_after_it_was_gone_on_with_is_tried_again_from_the
 
     rewards: list[float | str] = ["no", 1.0]
     scorer = FakeScorer(lambda *_: rewards.pop(0))
-    go_on(UnfinishedGroup(TICKET, PROMPT, {index: done(index) for index in (0, 2, 3)}, partials={1: (0, PARTIAL)}), check, scorer=scorer)
+    go_on(
+        UnfinishedGroup(
+            TICKET, PROMPT, {index: done(index) for index in (0, 2, 3)}, partials={1: (0, PARTIAL)}
+        ),
+        check,
+        scorer=scorer,
+    )
 
 
 def test_the_last_attempt_stays_the_last_one() -> None:
@@ -153,20 +180,36 @@ def test_a_group_whose_last_rollout_had_ended_is_finished_at_once() -> None:
         assert isinstance(house.engine, FakeEngine)
         assert house.engine.requests == []
 
-    go_on(UnfinishedGroup(TICKET, PROMPT, {index: done(index) for index in (0, 1, 3)}, {2: (3, "it timed out")}), check)
+    go_on(
+        UnfinishedGroup(
+            TICKET, PROMPT, {index: done(index) for index in (0, 1, 3)}, {2: (3, "it timed out")}
+        ),
+        check,
+    )
 
 
-def test_rollouts_beyond_a_group_size_that_was_lowered_stay_and_no_more_are_sampled_than_it_asks_for() -> None:
+def test_rollouts_beyond_a_group_size_that_was_lowered_stay_and_no_more_are_sampled_than_it_asks_for() -> (
+    None
+):
     async def check(house: House) -> None:
         await asyncio.sleep(2.0)
         assert isinstance(house.engine, FakeEngine)
-        assert [request.request_id for request in house.engine.requests] == ["g7/r1/t0/a0", "g7/r2/t0/a0", "g7/r3/t0/a0"]
+        assert [request.request_id for request in house.engine.requests] == [
+            "g7/r1/t0/a0",
+            "g7/r2/t0/a0",
+            "g7/r3/t0/a0",
+        ]
         (group,) = house.sink.finished
         assert [trajectory.sample_index for trajectory in group.trajectories] == [0, 1, 2, 3, 5, 6]
         assert house.journal.states[GroupId(7)] == "ready"
         assert house.producers.prompts_out() == []
 
-    go_on(UnfinishedGroup(TICKET, PROMPT, {index: done(index) for index in (0, 5, 6)}, {7: (3, "no")}, {4: (0, PARTIAL)}), check)
+    go_on(
+        UnfinishedGroup(
+            TICKET, PROMPT, {index: done(index) for index in (0, 5, 6)}, {7: (3, "no")}, {4: (0, PARTIAL)}
+        ),
+        check,
+    )
 
 
 def test_a_group_of_failures_fails_at_once_with_their_reason() -> None:
@@ -191,9 +234,15 @@ def test_groups_of_failures_in_a_row_end_the_run_as_ever() -> None:
     async def check(house: House) -> None:
         house.journal.admitted_nowait(TICKET, PROMPT)
         with pytest.raises(TaskError, match="1 groups in a row had too few usable rollouts"):
-            house.producers.resume_nowait(UnfinishedGroup(TICKET, PROMPT, {}, dict.fromkeys(range(4), (3, "no"))))
+            house.producers.resume_nowait(
+                UnfinishedGroup(TICKET, PROMPT, {}, dict.fromkeys(range(4), (3, "no")))
+            )
 
-    go_on(UnfinishedGroup(Ticket(GroupId(8), 2), PROMPT, {index: done(index) for index in range(4)}), check, max_failed_groups=1)
+    go_on(
+        UnfinishedGroup(Ticket(GroupId(8), 2), PROMPT, {index: done(index) for index in range(4)}),
+        check,
+        max_failed_groups=1,
+    )
 
 
 def test_rollouts_of_resumed_groups_have_slots_before_any_new_group_starts() -> None:
@@ -203,7 +252,11 @@ def test_rollouts_of_resumed_groups_have_slots_before_any_new_group_starts() -> 
         house.journal.admitted_nowait(TICKET, PROMPT)
         house.producers.resume_nowait(UnfinishedGroup(TICKET, PROMPT, {0: done(0)}))
         await all_blocked()
-        assert (house.admitted, house.producers.stats().sampling, house.producers.stats().waiting) == ([], 2, 1)
+        assert (house.admitted, house.producers.stats().sampling, house.producers.stats().waiting) == (
+            [],
+            2,
+            1,
+        )
         await asyncio.sleep(1.0)
         await all_blocked()
         assert house.admitted == [0]
@@ -229,15 +282,23 @@ def test_tokens_older_than_the_ticket_of_the_killed_run_still_end_the_run() -> N
         await asyncio.sleep(5.0)
 
     with pytest.raises(ExceptionGroup) as caught:
-        go_on(UnfinishedGroup(TICKET, PROMPT, {0: done(0), 1: done(1), 2: done(2)}), check, engine=engine_at(1))
+        go_on(
+            UnfinishedGroup(TICKET, PROMPT, {0: done(0), 1: done(1), 2: done(2)}), check, engine=engine_at(1)
+        )
     assert isinstance(caught.value.exceptions[0], EngineError)
     assert "has tokens of version 1" in str(caught.value.exceptions[0])
 
 
 @settings(max_examples=60, deadline=None)
-@given(states=st.lists(st.sampled_from(["done", "failed", "partial", "new"]), min_size=4, max_size=4), attempt=st.integers(0, 1))
+@given(
+    states=st.lists(st.sampled_from(["done", "failed", "partial", "new"]), min_size=4, max_size=4),
+    attempt=st.integers(0, 1),
+)
 def test_whatever_was_known_each_rollout_ends_once(states: list[str], attempt: int) -> None:
-    indices = {name: [index for index, state in enumerate(states) if state == name] for name in ("done", "failed", "partial", "new")}
+    indices = {
+        name: [index for index, state in enumerate(states) if state == name]
+        for name in ("done", "failed", "partial", "new")
+    }
 
     async def check(house: House) -> None:
         await asyncio.sleep(2.0)
@@ -252,7 +313,9 @@ def test_whatever_was_known_each_rollout_ends_once(states: list[str], attempt: i
             assert house.producers.prompts_out() == []
         else:
             assert list(house.sink.failed) == [7]
-            assert house.producers.prompts_out() == [replace(PROMPT, num_handed_back=1)], "set aside until a group has not failed"
+            assert house.producers.prompts_out() == [replace(PROMPT, num_handed_back=1)], (
+                "set aside until a group has not failed"
+            )
 
     unfinished = UnfinishedGroup(
         TICKET, PROMPT, {index: done(index) for index in indices["done"]}, dict.fromkeys(indices["failed"], (2, "no")),

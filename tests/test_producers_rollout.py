@@ -10,18 +10,27 @@ from typing import Any
 import pytest
 
 from asyncrl.errors import EngineError, RequestRefused, RewardFailure, RolloutFailure, RolloutTimeout
-from asyncrl.producers import FailedRollout, RolloutAttempt, RolloutRunner, SingleTurn, derive_seed
+from asyncrl.messages.records import Credit, GroupId, Prompt, Rollout, VersionSpan
+from asyncrl.rollouts.generators import SingleTurn
+from asyncrl.rollouts.rollout import FailedRollout, RolloutAttempt, RolloutRunner, derive_seed
 from asyncrl.testing.fakes import FakeEngine, FakeScorer, FakeTokenizer
 from asyncrl.testing.memory_journal import MemoryJournal
 from asyncrl.testing.virtual_time import run_virtual, stand_still
-from asyncrl.types import Credit, GroupId, Prompt, Rollout, VersionSpan
 
 PROMPT = Prompt("p7", ({"role": "user", "content": "hello"},))
 
 
-def single_turn(engine: FakeEngine, scorer: FakeScorer | None = None, *, max_prompt_tokens: int = 8) -> SingleTurn:
+def single_turn(
+    engine: FakeEngine, scorer: FakeScorer | None = None, *, max_prompt_tokens: int = 8
+) -> SingleTurn:
     return SingleTurn(
-        engine, FakeTokenizer(), scorer or FakeScorer(), run_seed=3, max_tokens=6, max_prompt_tokens=max_prompt_tokens, temperature=0.7
+        engine,
+        FakeTokenizer(),
+        scorer or FakeScorer(),
+        run_seed=3,
+        max_tokens=6,
+        max_prompt_tokens=max_prompt_tokens,
+        temperature=0.7,
     )
 
 
@@ -75,15 +84,22 @@ async def run(runner: RolloutRunner) -> Rollout | FailedRollout:
     async def no_wait() -> None:
         """As many slots as anybody wants."""
 
-    return await runner.run(GroupId(4), PROMPT, 1, wait_slot=no_wait, stopped_sampling=lambda: None, journal=MemoryJournal())
+    return await runner.run(
+        GroupId(4), PROMPT, 1, wait_slot=no_wait, stopped_sampling=lambda: None, journal=MemoryJournal()
+    )
 
 
 def test_single_turn_records_every_token_of_prompt_and_completion() -> None:
     async def story() -> None:
-        engine, scorer = FakeEngine(tokens=lambda _: 3), FakeScorer(lambda _, text: 0.5 if text == "zzz" else 0.0)
+        engine, scorer = (
+            FakeEngine(tokens=lambda _: 3),
+            FakeScorer(lambda _, text: 0.5 if text == "zzz" else 0.0),
+        )
         engine.policy_version = 9
         stopped: list[float] = []
-        attempt = RolloutAttempt(GroupId(4), PROMPT, 1, 0, lambda: stopped.append(asyncio.get_running_loop().time()))
+        attempt = RolloutAttempt(
+            GroupId(4), PROMPT, 1, 0, lambda: stopped.append(asyncio.get_running_loop().time())
+        )
         (trajectory,) = await single_turn(engine, scorer).run_attempt(attempt)
         assert trajectory.token_ids.tolist() == [*map(ord, "hello"), *map(ord, "zzz")]
         assert trajectory.loss_mask.tolist() == [False] * 5 + [True] * 3
@@ -143,8 +159,9 @@ def test_a_retry_has_what_the_attempts_before_have_left_of_the_one_budget() -> N
         assert isinstance(outcome, FailedRollout)
         assert asyncio.get_running_loop().time() == 10.0
         assert [attempt.attempt for attempt in generator.seen] == [0, 1]
-        assert "is not finished after 10.0 s; rollout.timeout_s=10.0 is the limit of all its attempts together; this was number 2" in str(
-            outcome.failure
+        assert (
+            "is not finished after 10.0 s; rollout.timeout_s=10.0 is the limit of all its attempts together; this was number 2"
+            in str(outcome.failure)
         )
 
     run_virtual(story())
@@ -176,7 +193,9 @@ def test_a_retry_waits_for_a_worker_off_the_clock_too() -> None:
     run_virtual(story())
 
 
-@pytest.mark.parametrize("error", [RewardFailure("no number"), RequestRefused("too long"), RolloutFailure("bad"), KeyError("turn")])
+@pytest.mark.parametrize(
+    "error", [RewardFailure("no number"), RequestRefused("too long"), RolloutFailure("bad"), KeyError("turn")]
+)
 def test_whatever_goes_wrong_in_a_rollout_is_data_after_the_last_retry(error: Exception) -> None:
     async def story() -> None:
         runner = RolloutRunner(Scripted(*[failing(error)] * 3), timeout_s=10.0, retries=2)
@@ -200,7 +219,9 @@ def test_a_timeout_says_which_rollout_and_which_limit() -> None:
 
 def test_a_timeout_error_of_the_generators_own_is_not_the_rollouts_limit() -> None:
     async def story() -> None:
-        outcome = await run(RolloutRunner(Scripted(failing(TimeoutError("a tool"))), timeout_s=2.5, retries=0))
+        outcome = await run(
+            RolloutRunner(Scripted(failing(TimeoutError("a tool"))), timeout_s=2.5, retries=0)
+        )
         assert isinstance(outcome, FailedRollout)
         assert "raised TimeoutError: a tool" in str(outcome.failure)
 
@@ -210,7 +231,9 @@ def test_a_timeout_error_of_the_generators_own_is_not_the_rollouts_limit() -> No
 def test_a_broken_room_passes_the_boundary() -> None:
     async def story() -> None:
         with pytest.raises(EngineError, match="engine-0: died"):
-            await run(RolloutRunner(Scripted(failing(EngineError("engine-0", "died"))), timeout_s=2.5, retries=2))
+            await run(
+                RolloutRunner(Scripted(failing(EngineError("engine-0", "died"))), timeout_s=2.5, retries=2)
+            )
 
     run_virtual(story())
 
@@ -233,7 +256,9 @@ def test_a_seed_depends_on_who_asks_and_on_nothing_else() -> None:
              for turn in (0, 1) for attempt in (0, 1)}  # fmt: skip
     assert len(seeds) == 32
     assert all(0 <= seed < 2**63 for seed in seeds)
-    assert derive_seed(0, "p1", 0, 0, attempt=0) == derive_seed(0, "p1", 0, 0) == 4802785385995688842, "a run repeats on another machine"
+    assert derive_seed(0, "p1", 0, 0, attempt=0) == derive_seed(0, "p1", 0, 0) == 4802785385995688842, (
+        "a run repeats on another machine"
+    )
 
 
 @pytest.mark.parametrize(("taken_s", "run_s"), [(0.0, 8.5), (1000.0, 8.5), (9.9, 8.5)])
@@ -268,7 +293,9 @@ def test_a_clock_that_is_set_after_its_attempt_has_ended_means_nothing(run_s: fl
 
 def test_a_clock_without_limit_may_be_held_and_restarted() -> None:
     async def story() -> None:
-        assert not isinstance(await run(RolloutRunner(Waiting(10.0, 10**6), timeout_s=None, retries=0)), FailedRollout)
+        assert not isinstance(
+            await run(RolloutRunner(Waiting(10.0, 10**6), timeout_s=None, retries=0)), FailedRollout
+        )
 
     run_virtual(story())
 
@@ -298,11 +325,16 @@ def test_a_clock_whose_time_is_up_cannot_be_turned_back() -> None:
         (({}, {}), "[(1, 0), (1, 0)]"),
         (({}, {"branch": 1, "sample_index": 0}), "[(1, 0), (0, 1)]"),
         (({}, {"branch": 1, "reward": 0.75}), "has branches with rewards [1.0, 0.75]"),
-        (({"credits": (Credit(5, 6, 1.0, 0),)}, {"branch": 1}), "has branches with credits and branches without"),
+        (
+            ({"credits": (Credit(5, 6, 1.0, 0),)}, {"branch": 1}),
+            "has branches with credits and branches without",
+        ),
         (({}, {"branch": 1, "version_spans": ()}), "has a branch without a sampled token"),
     ],
 )
-def test_branches_that_do_not_make_one_rollout_are_a_failure_of_it(changes: tuple[dict[str, Any], ...], why: str) -> None:
+def test_branches_that_do_not_make_one_rollout_are_a_failure_of_it(
+    changes: tuple[dict[str, Any], ...], why: str
+) -> None:
     async def wrong() -> Rollout:
         (branch,) = await good()
         return tuple(replace(branch, **{"reward": 1.0, **change}) for change in changes)
@@ -310,7 +342,11 @@ def test_branches_that_do_not_make_one_rollout_are_a_failure_of_it(changes: tupl
     async def story() -> None:
         outcome = await run(RolloutRunner(Scripted(wrong), timeout_s=10.0, retries=0))
         assert isinstance(outcome, FailedRollout)
-        assert f"g4/r1 (prompt p7) {why}" in str(outcome.failure) if why.startswith("has") else why in str(outcome.failure)
+        assert (
+            f"g4/r1 (prompt p7) {why}" in str(outcome.failure)
+            if why.startswith("has")
+            else why in str(outcome.failure)
+        )
 
     run_virtual(story())
 
@@ -322,6 +358,8 @@ def test_a_controller_that_stood_still_takes_that_time_from_no_rollout() -> None
         return await good()
 
     async def story() -> None:
-        assert not isinstance(await run(RolloutRunner(Scripted(slow), timeout_s=10.0, retries=0)), FailedRollout)
+        assert not isinstance(
+            await run(RolloutRunner(Scripted(slow), timeout_s=10.0, retries=0)), FailedRollout
+        )
 
     run_virtual(story())

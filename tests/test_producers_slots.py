@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from asyncrl.producers.slots import Slots
+from asyncrl.rollouts.rollout import Slots
 from asyncrl.testing.virtual_time import all_blocked, run_virtual
 
 

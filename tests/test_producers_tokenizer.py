@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from text_tokenizers import SPECIAL, byte_fallback, byte_level, save
 
 from asyncrl.errors import ConfigError
-from asyncrl.producers import HFChatTokenizer
+from asyncrl.rollouts.tokenizer import HFChatTokenizer
 
 CHAT = [{"role": "user", "content": "2+2=?"}]
 
@@ -26,7 +26,9 @@ def test_a_chat_becomes_the_ids_that_transformers_gives_and_back(tiny_model_dir:
 
     tokenizer = HFChatTokenizer(tiny_model_dir)
     reference = AutoTokenizer.from_pretrained(tiny_model_dir)
-    expected = reference.apply_chat_template(CHAT, add_generation_prompt=True, tokenize=True, return_dict=False)
+    expected = reference.apply_chat_template(
+        CHAT, add_generation_prompt=True, tokenize=True, return_dict=False
+    )
     ids = tokenizer.encode_chat(CHAT)
     assert ids == tuple(expected)
     assert tokenizer.decode(ids) == "2+2=?", "special tokens are left out"
@@ -34,7 +36,7 @@ def test_a_chat_becomes_the_ids_that_transformers_gives_and_back(tiny_model_dir:
 
 def test_it_needs_no_torch(tiny_model_dir: Path) -> None:
     code = (
-        "import sys; from asyncrl.producers import HFChatTokenizer; "
+        "import sys; from asyncrl.rollouts import HFChatTokenizer; "
         f"t = HFChatTokenizer({str(tiny_model_dir)!r}); t.decode(t.encode_chat({CHAT!r})); "
         "assert 'torch' not in sys.modules, 'torch was imported'"
     )
@@ -49,7 +51,9 @@ def test_a_template_file_replaces_the_tokenizers_own(tiny_model_dir: Path, tmp_p
     assert tokenizer.decode(tokenizer.encode_chat(CHAT)) == "2+2=?="
 
 
-def test_a_tokenizer_without_a_template_is_refused_with_the_way_out(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_without_a_template_is_refused_with_the_way_out(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
     bare = tmp_path / "bare"
     shutil.copytree(tiny_model_dir, bare)
     (bare / "chat_template.jinja").unlink(missing_ok=True)
@@ -81,25 +85,41 @@ def test_a_chat_that_is_rendered_and_encoded_gives_the_ids_that_transformers_giv
     from transformers import AutoTokenizer
 
     reference = AutoTokenizer.from_pretrained(bos_tokenizer.model_path)
-    chat = [*CHAT, {"role": "assistant", "content": "Grüße \U0001f600"}, {"role": "user", "content": "  42\n"}]
-    expected = tuple(reference.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=False))
+    chat = [
+        *CHAT,
+        {"role": "assistant", "content": "Grüße \U0001f600"},
+        {"role": "user", "content": "  42\n"},
+    ]
+    expected = tuple(
+        reference.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=False)
+    )
     ids = bos_tokenizer.encode(bos_tokenizer.render(chat))
     assert ids == bos_tokenizer.encode_chat(chat) == expected
     assert ids.count(reference.bos_token_id) == 1
-    assert reference("a")["input_ids"][0] == reference.bos_token_id, "this tokenizer would have added one of its own"
+    assert reference("a")["input_ids"][0] == reference.bos_token_id, (
+        "this tokenizer would have added one of its own"
+    )
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(text=st.lists(st.text(max_size=8) | st.sampled_from([*SPECIAL, "the fox ", "\n\n"]), max_size=6).map("".join))
+@given(
+    text=st.lists(st.text(max_size=8) | st.sampled_from([*SPECIAL, "the fox ", "\n\n"]), max_size=6).map(
+        "".join
+    )
+)
 def test_any_text_gives_the_ids_that_transformers_gives(bos_tokenizer: HFChatTokenizer, text: str) -> None:
     reference = bos_tokenizer._tokenizer
     assert bos_tokenizer.encode(text) == tuple(reference.encode(text, add_special_tokens=False))
     ids = bos_tokenizer.encode(text)
     for skip in (True, False):
-        assert bos_tokenizer.decode(ids, skip_special_tokens=skip) == reference.decode(list(ids), skip_special_tokens=skip)
+        assert bos_tokenizer.decode(ids, skip_special_tokens=skip) == reference.decode(
+            list(ids), skip_special_tokens=skip
+        )
 
 
-def test_the_parts_of_a_rendered_chat_are_encoded_without_an_added_token(bos_tokenizer: HFChatTokenizer) -> None:
+def test_the_parts_of_a_rendered_chat_are_encoded_without_an_added_token(
+    bos_tokenizer: HFChatTokenizer,
+) -> None:
     without = bos_tokenizer.render(CHAT, add_generation_prompt=False)
     prompt = bos_tokenizer.render(CHAT).removeprefix(without)
     assert prompt == "<|start_header_id|>assistant\n\n"
@@ -107,7 +127,9 @@ def test_the_parts_of_a_rendered_chat_are_encoded_without_an_added_token(bos_tok
     assert bos_tokenizer.decode(bos_tokenizer.encode(prompt), skip_special_tokens=False) == prompt
 
 
-def test_what_a_template_refuses_is_a_value_error_with_its_own_words(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_what_a_template_refuses_is_a_value_error_with_its_own_words(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
     template = tmp_path / "chat.jinja"
 
     def refusal(text: str, messages: list[dict[str, Any]]) -> str:
@@ -137,7 +159,9 @@ def test_tools_reach_the_template_and_no_tools_are_none(tiny_model_dir: Path, tm
     assert tokenizer.template == "{{ tools | tojson if tools else 'no tools' }}"
 
 
-def test_arguments_of_tool_calls_reach_a_template_in_the_form_that_it_reads(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_arguments_of_tool_calls_reach_a_template_in_the_form_that_it_reads(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
     template = tmp_path / "chat.jinja"
     said = '{"b": 1.50,"a": "x"}'
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": said}}
@@ -145,12 +169,17 @@ def test_arguments_of_tool_calls_reach_a_template_in_the_form_that_it_reads(tiny
 
     def rendered(expression: str) -> str:
         template.write_text(
-            "{% for call in messages[-1].tool_calls %}{% set arguments = call.function.arguments %}" + expression + "{% endfor %}"
+            "{% for call in messages[-1].tool_calls %}{% set arguments = call.function.arguments %}"
+            + expression
+            + "{% endfor %}"
         )
         return HFChatTokenizer(tiny_model_dir, chat_template=template).render(chat)
 
     assert rendered("{{ arguments | tojson }}") == '{"b": 1.5, "a": "x"}', "an object: not quoted once more"
-    assert rendered("{% if arguments is string %}{{ arguments }}{% else %}{{ arguments | tojson }}{% endif %}") == said
+    assert (
+        rendered("{% if arguments is string %}{{ arguments }}{% else %}{{ arguments | tojson }}{% endif %}")
+        == said
+    )
     assert rendered("{{ 'f(' + arguments + ')' }}") == f"f({said})", "a template that wants text gets it"
     call["function"]["arguments"] = {"b": 1.5}
     assert rendered("{{ 'f(' + arguments + ')' }}") == 'f({"b": 1.5})'
@@ -184,7 +213,7 @@ def test_a_lone_surrogate_is_refused_by_its_place(bos_tokenizer: HFChatTokenizer
 def test_the_end_ids_are_those_of_the_embedded_engine(tiny_model_dir: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from asyncrl_servers.embedded.model import _eos_ids
+    from asyncrl_servers.embedded.decoder import _eos_ids
 
     folder = tmp_path / "several"
     shutil.copytree(tiny_model_dir, folder)
@@ -193,7 +222,11 @@ def test_the_end_ids_are_those_of_the_embedded_engine(tiny_model_dir: Path, tmp_
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": 9}))
     of_engine = _eos_ids(AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder))
-    assert HFChatTokenizer(folder).end_ids == of_engine == {7, 5, 9, HFChatTokenizer(tiny_model_dir).encode("<|im_end|>")[0]}
+    assert (
+        HFChatTokenizer(folder).end_ids
+        == of_engine
+        == {7, 5, 9, HFChatTokenizer(tiny_model_dir).encode("<|im_end|>")[0]}
+    )
     (folder / "generation_config.json").unlink()
     assert 9 in HFChatTokenizer(folder).end_ids
     (folder / "generation_config.json").write_text("{")
@@ -203,15 +236,23 @@ def test_the_end_ids_are_those_of_the_embedded_engine(tiny_model_dir: Path, tmp_
 
 @pytest.mark.parametrize("make", [byte_level, byte_fallback])
 @pytest.mark.parametrize(
-    "text", ["the quick fox", " " * 300, "\U0001f680" * 40, "Grüße\n\n\x00\x7f", ""], ids=["words", "spaces", "rockets", "odd", "none"]
+    "text",
+    ["the quick fox", " " * 300, "\U0001f680" * 40, "Grüße\n\n\x00\x7f", ""],
+    ids=["words", "spaces", "rockets", "odd", "none"],
 )
-def test_a_text_has_at_least_its_bytes_over_max_token_bytes_tokens(make: Any, text: str, tmp_path: Path) -> None:
+def test_a_text_has_at_least_its_bytes_over_max_token_bytes_tokens(
+    make: Any, text: str, tmp_path: Path
+) -> None:
     tokenizer = save(make(), tmp_path / "tokenizer")
     assert len(tokenizer.encode(text)) * tokenizer.max_token_bytes >= len(text.encode())
 
 
-def test_the_model_may_know_more_ids_than_the_vocabulary_has(bos_tokenizer: HFChatTokenizer, tiny_model_dir: Path, tmp_path: Path) -> None:
-    assert bos_tokenizer.vocab_size == 1 + max(bos_tokenizer._tokenizer.get_vocab().values()), "there is no config.json"
+def test_the_model_may_know_more_ids_than_the_vocabulary_has(
+    bos_tokenizer: HFChatTokenizer, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    assert bos_tokenizer.vocab_size == 1 + max(bos_tokenizer._tokenizer.get_vocab().values()), (
+        "there is no config.json"
+    )
     folder = tmp_path / "padded"
     shutil.copytree(tiny_model_dir, folder)
     config = json.loads((folder / "config.json").read_text())
@@ -220,7 +261,9 @@ def test_the_model_may_know_more_ids_than_the_vocabulary_has(bos_tokenizer: HFCh
     assert HFChatTokenizer(folder).vocab_size == 128
 
 
-def test_it_tells_text_from_special_tokens_and_which_are_bytes_of_a_run(bos_tokenizer: HFChatTokenizer, tmp_path: Path) -> None:
+def test_it_tells_text_from_special_tokens_and_which_are_bytes_of_a_run(
+    bos_tokenizer: HFChatTokenizer, tmp_path: Path
+) -> None:
     special = {bos_tokenizer.encode(token)[0] for token in SPECIAL}
     assert not special & bos_tokenizer.text_ids
     assert set(bos_tokenizer.encode("the fox \u20ac")) <= bos_tokenizer.text_ids

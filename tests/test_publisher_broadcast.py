@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.engines import EngineServer
+from asyncrl.engines.own_server import EngineServer
 from asyncrl.errors import EngineError, EngineLost, TrainerError
-from asyncrl.publisher import Broadcasts, Publisher
-from asyncrl.testing.fakes import FakeEngineServer, FakeTrainer
+from asyncrl.messages.base import BroadcastRequest, BroadcastResponse, GroupSeat
+from asyncrl.sync.broadcast import Broadcasts
+from asyncrl.sync.publisher import Publisher
+from asyncrl.testing.fake_engine import FakeEngineServer
+from asyncrl.testing.fakes import FakeTrainer
 from asyncrl.testing.virtual_time import all_blocked, run_virtual
-from asyncrl.wire import BroadcastRequest, BroadcastResponse, GroupSeat
 
 
 class FakeSender:
@@ -65,7 +67,12 @@ def test_the_trainer_sends_once_and_only_when_all_wait() -> None:
         assert not sender.asked
         await asyncio.gather(first, two)
         (request,) = sender.asked
-        assert (request.version, request.seat.rank, request.seat.size, request.seat.timeout_s) == (1, 0, 5, 5.0)
+        assert (request.version, request.seat.rank, request.seat.size, request.seat.timeout_s) == (
+            1,
+            0,
+            5,
+            5.0,
+        )
         assert [receivers.seats[name][0].rank for name in ("a", "b")] == [1, 3]
         assert {seat.path for (seat,) in receivers.seats.values()} == {request.seat.path}
 
@@ -170,9 +177,14 @@ def test_an_engine_that_fails_after_all_was_sent_fails_alone() -> None:
 
 
 @pytest.mark.parametrize("is_one_kept", [True, False])
-def test_no_export_takes_the_place_of_the_announced_one_while_an_engine_is_brought_up_with_it(is_one_kept: bool) -> None:
+def test_no_export_takes_the_place_of_the_announced_one_while_an_engine_is_brought_up_with_it(
+    is_one_kept: bool,
+) -> None:
     async def story() -> None:
-        trainer, engines = FakeTrainer(), [FakeEngineServer(f"engine-{index}", prepare_s=2.0) for index in range(2)]
+        trainer, engines = (
+            FakeTrainer(),
+            [FakeEngineServer(f"engine-{index}", prepare_s=2.0) for index in range(2)],
+        )
         publisher = Publisher(
             trainer, [EngineServer(engine) for engine in engines],
             interrupt="abort", timeout_s=60.0, on_served=lambda _: None, is_one_kept=is_one_kept,

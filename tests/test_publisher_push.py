@@ -10,40 +10,55 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.calling import shortage
-from asyncrl.engines import EngineServer
+from asyncrl.engines.own_server import EngineServer
 from asyncrl.errors import ConnectionShortage, EngineLost, PublishError
-from asyncrl.publisher import Publisher
-from asyncrl.publisher.to_all import ToAll
-from asyncrl.testing.fakes import FakeEngineServer, FakeTrainer
+from asyncrl.http import shortage
+from asyncrl.messages.records import Batch, WeightManifest
+from asyncrl.sync.publisher import Publisher
+from asyncrl.sync.to_all import ToAll
+from asyncrl.testing.fake_engine import FakeEngineServer
+from asyncrl.testing.fakes import FakeTrainer
 from asyncrl.testing.virtual_time import all_blocked, run_virtual
-from asyncrl.types import Batch, WeightManifest
 
 
 class House:
     """A publisher between a fake trainer and fake engine servers."""
 
     def __init__(
-        self, tasks: asyncio.TaskGroup, trainer: FakeTrainer, fakes: Sequence[FakeEngineServer], *, timeout_s: float = 60.0
+        self,
+        tasks: asyncio.TaskGroup,
+        trainer: FakeTrainer,
+        fakes: Sequence[FakeEngineServer],
+        *,
+        timeout_s: float = 60.0,
     ) -> None:
         self.trainer, self.fakes = trainer, fakes
         self.served: list[int] = []
         self.served_at: list[float] = []
         targets = [EngineServer(fake) for fake in fakes]
-        self.publisher = Publisher(trainer, targets, interrupt="abort", timeout_s=timeout_s, on_served=self._on_served)
+        self.publisher = Publisher(
+            trainer, targets, interrupt="abort", timeout_s=timeout_s, on_served=self._on_served
+        )
         self.running = tasks.create_task(self.publisher.run(), name="publisher")
 
     def _on_served(self, version: int) -> None:
-        assert all(fake.policy_version == version for fake in self.fakes), "announced only when every engine serves it"
+        assert all(fake.policy_version == version for fake in self.fakes), (
+            "announced only when every engine serves it"
+        )
         self.served.append(version)
         self.served_at.append(asyncio.get_running_loop().time())
 
 
 def engines(count: int = 2, *, prepare_s: float = 2.0, swap_s: float = 0.5) -> list[FakeEngineServer]:
-    return [FakeEngineServer(f"engine-{index}", prepare_s=prepare_s, swap_s=swap_s * (index + 1)) for index in range(count)]
+    return [
+        FakeEngineServer(f"engine-{index}", prepare_s=prepare_s, swap_s=swap_s * (index + 1))
+        for index in range(count)
+    ]
 
 
-async def fails(trainer: FakeTrainer, fakes: Sequence[FakeEngineServer], *, timeout_s: float = 60.0) -> tuple[House, PublishError]:
+async def fails(
+    trainer: FakeTrainer, fakes: Sequence[FakeEngineServer], *, timeout_s: float = 60.0
+) -> tuple[House, PublishError]:
     houses = []
 
     async def run() -> None:
@@ -70,7 +85,13 @@ def test_a_version_is_announced_after_every_engine_serves_it() -> None:
         assert (house.served, house.served_at) == ([1], [4.0]), "export 1 s, prepare 2 s, the slower swap 1 s"
         stats = house.publisher.stats()
         assert (stats.version, stats.published, stats.skipped, stats.num_bytes) == (1, 1, 0, 1000)
-        assert (stats.publish_s, stats.export_s, stats.prepare_s, stats.commit_s, stats.pause_s) == (4.0, 1.0, 2.0, 1.0, 1.0)
+        assert (stats.publish_s, stats.export_s, stats.prepare_s, stats.commit_s, stats.pause_s) == (
+            4.0,
+            1.0,
+            2.0,
+            1.0,
+            1.0,
+        )
         assert repr(house.publisher) == "<Publisher idle, v1 on 2 engines, 0 skipped>"
 
     run_virtual(story())
@@ -130,7 +151,10 @@ def test_a_digest_that_differs_is_an_error_with_both_and_nothing_is_announced_or
         fakes = engines()
         fakes[1].corrupt_digest = True
         house, error = await fails(FakeTrainer(), fakes)
-        assert "engine-1 loaded policy_version 1 with digest corrupt, the trainer sent w1 (1 tensors, 1000 bytes)" in str(error)
+        assert (
+            "engine-1 loaded policy_version 1 with digest corrupt, the trainer sent w1 (1 tensors, 1000 bytes)"
+            in str(error)
+        )
         assert "so 1 was not announced" in str(error)
         assert (house.served, [fake.policy_version for fake in fakes]) == ([], [0, 0])
 
@@ -145,7 +169,7 @@ def test_a_digest_that_differs_after_the_swap_is_an_error_too() -> None:
             return manifest.digest
 
         async def commit(self, version: int, digest: str, interrupt: object) -> object:
-            from asyncrl.types import CommitReport
+            from asyncrl.messages.records import CommitReport
 
             return CommitReport(version, "stale", 0.0, 0)
 
@@ -154,7 +178,9 @@ def test_a_digest_that_differs_after_the_swap_is_an_error_too() -> None:
         trainer = FakeTrainer()
         trainer.step()
         publisher = Publisher(trainer, [Target()], interrupt="keep", timeout_s=9.0, on_served=served.append)  # type: ignore[list-item]
-        with pytest.raises(PublishError, match="engine-0 serves policy_version 1 with digest stale, the trainer sent w1"):
+        with pytest.raises(
+            PublishError, match="engine-0 serves policy_version 1 with digest stale, the trainer sent w1"
+        ):
             await publisher.run()
         assert served == []
 
@@ -179,7 +205,9 @@ def test_a_push_that_this_machine_has_no_connection_for_is_no_failure_of_the_eng
 
     async def story() -> None:
         lost: list[EngineLost] = []
-        push = ToAll(1, [EngineServer(fake) for fake in engines()], served=0, timeout_s=60.0, on_lost=lost.append)
+        push = ToAll(
+            1, [EngineServer(fake) for fake in engines()], served=0, timeout_s=60.0, on_lost=lost.append
+        )
         with pytest.raises(ConnectionShortage, match="which may be well"):
             await push.on_all("prepare", prepare)
         assert not lost
@@ -209,7 +237,9 @@ def test_an_engine_that_died_before_is_named_in_prepare() -> None:
         ),
     ],
 )
-def test_a_phase_that_does_not_end_in_time_is_an_error_that_names_who_was_silent(prepare_s: float, swap_s: float, says: str) -> None:
+def test_a_phase_that_does_not_end_in_time_is_an_error_that_names_who_was_silent(
+    prepare_s: float, swap_s: float, says: str
+) -> None:
     async def story() -> None:
         _, error = await fails(FakeTrainer(), engines(prepare_s=prepare_s, swap_s=swap_s))
         assert says in str(error)
@@ -245,7 +275,10 @@ def test_an_export_that_outlived_a_restart_has_its_whole_time_again() -> None:
         running = asyncio.create_task(publisher.run(), name="publisher")
         trainer.step()
         await asyncio.sleep(4.0)
-        trainer.num_restarts, trainer.export_s = 1, 4.0  # the call sleeps through it, and is made again by its new process
+        trainer.num_restarts, trainer.export_s = (
+            1,
+            4.0,
+        )  # the call sleeps through it, and is made again by its new process
         await asyncio.sleep(10.0)
         assert served == [1]
         running.cancel()
@@ -267,10 +300,16 @@ def test_an_export_that_does_not_end_in_time_is_an_error() -> None:
     prepare_s=st.floats(0.0, 5.0),
     swap_s=st.floats(0.0, 1.0),
 )
-def test_the_newest_version_is_always_served_in_the_end(gaps: list[float], export_s: float, prepare_s: float, swap_s: float) -> None:
+def test_the_newest_version_is_always_served_in_the_end(
+    gaps: list[float], export_s: float, prepare_s: float, swap_s: float
+) -> None:
     async def story() -> None:
         async with asyncio.TaskGroup() as tasks:
-            house = House(tasks, FakeTrainer(train_s=0.0, export_s=export_s), engines(prepare_s=prepare_s, swap_s=swap_s))
+            house = House(
+                tasks,
+                FakeTrainer(train_s=0.0, export_s=export_s),
+                engines(prepare_s=prepare_s, swap_s=swap_s),
+            )
             clock = asyncio.get_running_loop().time
             for version, gap in enumerate(gaps, start=1):
                 await asyncio.sleep(gap)

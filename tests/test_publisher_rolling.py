@@ -10,12 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.engines import EngineServer
+from asyncrl.engines.own_server import EngineServer
 from asyncrl.errors import EngineLost, PublishError
-from asyncrl.publisher import Publisher
-from asyncrl.testing.fakes import FakeEngineServer, FakeTrainer
+from asyncrl.messages.records import CommitReport, Interrupt
+from asyncrl.sync.publisher import Publisher
+from asyncrl.testing.fake_engine import FakeEngineServer
+from asyncrl.testing.fakes import FakeTrainer
 from asyncrl.testing.virtual_time import run_virtual
-from asyncrl.types import CommitReport, Interrupt
 
 PREPARE_S = 2.0
 
@@ -48,7 +49,10 @@ class House:
         timeout_s: float = 60,
     ) -> None:
         self.trainer = FakeTrainer(export_s=1.0)
-        self.fakes = [FakeEngineServer(f"engine-{i}", prepare_s=PREPARE_S, swap_s=swap_s) for i, swap_s in enumerate(swaps_s)]
+        self.fakes = [
+            FakeEngineServer(f"engine-{i}", prepare_s=PREPARE_S, swap_s=swap_s)
+            for i, swap_s in enumerate(swaps_s)
+        ]
         self.targets = [Target(fake, self._on_swap) for fake in self.fakes]
         self.swapping: set[str] = set()
         self.peak_swapping = 0
@@ -75,7 +79,9 @@ class House:
 
     def _on_served(self, version: int) -> None:
         live = [fake for fake in self.fakes if fake.name not in self.lost]
-        assert all(fake.policy_version == version for fake in live), "the oldest version that any live engine serves is the one that counts"
+        assert all(fake.policy_version == version for fake in live), (
+            "the oldest version that any live engine serves is the one that counts"
+        )
         self.served.append((version, asyncio.get_running_loop().time()))
 
 
@@ -124,7 +130,9 @@ def test_with_one_engine_rolling_changes_nothing() -> None:
         house.trainer.step()
         await asyncio.sleep(20.0)
 
-    assert live(story, 2.0).served == live(story, 2.0, is_rolling=False).served == [(1, 1.0 + PREPARE_S + 2.0)]
+    assert (
+        live(story, 2.0).served == live(story, 2.0, is_rolling=False).served == [(1, 1.0 + PREPARE_S + 2.0)]
+    )
 
 
 def test_an_engine_that_dies_in_its_turn_does_not_stop_those_after_it() -> None:
@@ -265,4 +273,8 @@ def test_whoever_lives_serves_the_newest_version_in_the_end(
     assert versions[-1] == len(gaps_s), "the dead and the frozen stop nobody"
     assert set(house.lost) <= {f"engine-{index}" for index in deaths}
     for target in house.targets:
-        assert target.policy_version == len(gaps_s) or target.name in house.lost or int(target.name[-1]) in deaths
+        assert (
+            target.policy_version == len(gaps_s)
+            or target.name in house.lost
+            or int(target.name[-1]) in deaths
+        )

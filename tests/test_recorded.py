@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from recorded_cases import SAMPLED_BY, Credit, make_branch, make_prompt, make_record, rollouts_equal
 
 from asyncrl.errors import ConfigError
-from asyncrl.recorded import RecordedRollout, RecordFile, read_recording
-from asyncrl.types import Trajectory, VersionSpan
+from asyncrl.messages.records import Trajectory, VersionSpan
+from asyncrl.rollouts.recording import RecordedRollout, RecordFile, read_recording
 
 
 def write(path: Path, *records: RecordedRollout) -> None:
@@ -43,7 +43,9 @@ def branches(draw: Any, index: int, branch: int, has_credits: bool) -> Trajector
 
 
 @given(data=st.data(), has_credits=st.booleans(), num_branches=st.integers(1, 3))
-def test_what_is_read_is_what_was_written_bit_for_bit(data: Any, has_credits: bool, num_branches: int) -> None:
+def test_what_is_read_is_what_was_written_bit_for_bit(
+    data: Any, has_credits: bool, num_branches: int
+) -> None:
     rollout = tuple(data.draw(branches(0, number, has_credits)) for number in range(num_branches))
     rollout = tuple(replace(branch, reward=rollout[0].reward) for branch in rollout)
     prompt = make_prompt(3, answer={"a": [1, None, "\u2028 x\n"]}, info={"k": 0.25})
@@ -63,11 +65,17 @@ def test_people_can_read_what_was_said_and_a_rollout_without_a_reward_has_none(t
     assert header == {
         "format": "asyncrl-rollouts", "version": 1, "model_digest": "aaaa", "dtype": "float32", "tokenizer": "bbbb", "temperature": 1.0
     }  # fmt: skip
-    assert (line["branches"][0]["text"], line["branches"][0]["loss"], line["reward"]) == ("said", [[2, 4]], None)
+    assert (line["branches"][0]["text"], line["branches"][0]["loss"], line["reward"]) == (
+        "said",
+        [[2, 4]],
+        None,
+    )
     assert read_recording(path).rollouts[0].reward is None
 
 
-def test_versions_without_an_engine_are_of_an_unknown_one_and_written_as_they_were_before_there_was_one(tmp_path: Path) -> None:
+def test_versions_without_an_engine_are_of_an_unknown_one_and_written_as_they_were_before_there_was_one(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "r.jsonl"
     write(path, make_record())
     line = json.loads(path.read_text().splitlines()[1])
@@ -75,7 +83,10 @@ def test_versions_without_an_engine_are_of_an_unknown_one_and_written_as_they_we
     assert read_recording(path).rollouts[0].rollout[0].version_spans == (VersionSpan(2, 4, 0, -1),)
     line["branches"][0]["versions"] = [[2, 3, 0, 0], [3, 4, 0, 1]]
     path.write_text(path.read_text().splitlines()[0] + "\n" + json.dumps(line) + "\n")
-    assert read_recording(path).rollouts[0].rollout[0].version_spans == (VersionSpan(2, 3, 0, 0), VersionSpan(3, 4, 0, 1))
+    assert read_recording(path).rollouts[0].rollout[0].version_spans == (
+        VersionSpan(2, 3, 0, 0),
+        VersionSpan(3, 4, 0, 1),
+    )
 
 
 def test_a_file_that_is_opened_again_goes_on_and_keeps_its_header(tmp_path: Path) -> None:
@@ -83,7 +94,9 @@ def test_a_file_that_is_opened_again_goes_on_and_keeps_its_header(tmp_path: Path
     write(path, make_record(0))
     write(path, make_record(1))
     assert [record.prompt.prompt_id for record in read_recording(path).rollouts] == ["0/0", "0/1"]
-    with pytest.raises(ConfigError, match=r"sampled from something else: the weights: aaaa then, cccc now(.|\n)*Way out"):
+    with pytest.raises(
+        ConfigError, match=r"sampled from something else: the weights: aaaa then, cccc now(.|\n)*Way out"
+    ):
         RecordFile(path, replace(SAMPLED_BY, model_digest="cccc"))
     with pytest.raises(ConfigError, match="holds something already"):
         RecordFile(path, SAMPLED_BY, must_be_new=True)
@@ -103,12 +116,26 @@ def test_a_torn_last_line_is_refused_with_its_number(tmp_path: Path, cut: int) -
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda line: line["branches"][0]["behaviour_logprobs"].append(-1.0), "3 logprobs for 2 sampled tokens"),
-        (lambda line: line["branches"][0].update(behaviour_logprobs=[-0.1, -0.2]), "a logprob is no float32 value"),
-        (lambda line: line["branches"][0].update(loss=[[2, 9]]), r"loss \[\(2, 9\)\] are no spans of 6 tokens"),
+        (
+            lambda line: line["branches"][0]["behaviour_logprobs"].append(-1.0),
+            "3 logprobs for 2 sampled tokens",
+        ),
+        (
+            lambda line: line["branches"][0].update(behaviour_logprobs=[-0.1, -0.2]),
+            "a logprob is no float32 value",
+        ),
+        (
+            lambda line: line["branches"][0].update(loss=[[2, 9]]),
+            r"loss \[\(2, 9\)\] are no spans of 6 tokens",
+        ),
         (lambda line: line["branches"][0].update(loss=[[2, 3], [3, 4]]), "are no spans of 6 tokens"),
         (lambda line: line["branches"][0].update(versions=[[2, 3, 0]]), "versions do not cover"),
-        (lambda line: line["branches"][0].update(credits=[{"start": 2, "end": 3, "reward": 1.0, "unit": 0}]), "credits do not cover"),
+        (
+            lambda line: line["branches"][0].update(
+                credits=[{"start": 2, "end": 3, "reward": 1.0, "unit": 0}]
+            ),
+            "credits do not cover",
+        ),
         (lambda line: line.update(reward=float("nan")), "reward: Input should be a finite number"),
         (lambda line: line.update(rewrad=1.0), "rewrad: Extra inputs are not permitted"),
         (lambda line: line.update(branches=[]), "branches: List should have at least 1 item"),
@@ -116,7 +143,9 @@ def test_a_torn_last_line_is_refused_with_its_number(tmp_path: Path, cut: int) -
         (lambda line: line.update(sample_index=1), "sample 1 of prompt 0/0 is in line 2 already"),
     ],
 )
-def test_a_line_that_says_what_cannot_be_is_refused_with_its_number(tmp_path: Path, change: Any, said: str) -> None:
+def test_a_line_that_says_what_cannot_be_is_refused_with_its_number(
+    tmp_path: Path, change: Any, said: str
+) -> None:
     path = tmp_path / "r.jsonl"
     write(path, make_record(0, 1), make_record(0, 0))
     *lines, last = path.read_text().splitlines()
@@ -127,7 +156,9 @@ def test_a_line_that_says_what_cannot_be_is_refused_with_its_number(tmp_path: Pa
         read_recording(path)
 
 
-@pytest.mark.parametrize("text", ["", "hello\n", "[]\n", '{"format": "other", "version": 1}\n', '{"prompt": 1}\n'])
+@pytest.mark.parametrize(
+    "text", ["", "hello\n", "[]\n", '{"format": "other", "version": 1}\n', '{"prompt": 1}\n']
+)
 def test_what_is_no_recording_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "r.jsonl"
     path.write_text(text)

@@ -12,14 +12,13 @@ from typing import Any, Literal, cast
 import pytest
 from test_catching_up import Life, lives, save_checkpoint
 
-from asyncrl.checkpoint import manifest
-from asyncrl.checkpoint.checkpoints import Checkpoints
+from asyncrl.checkpoints import manifest
+from asyncrl.checkpoints.folder import Checkpoints
 from asyncrl.config import CheckpointConfig
 from asyncrl.errors import TrainerLost
-from asyncrl.running.catching_up import recover_trainer
-from asyncrl.running.checkpointing import Checkpointer
-from asyncrl.trainer.client import TrainerClient
-from asyncrl.types import Batch, StepReport
+from asyncrl.messages.records import Batch, StepReport
+from asyncrl.run.restore import Checkpointer, recover_trainer
+from asyncrl.trainer.trainer_client import TrainerClient
 
 Place = Literal["reading", "loading", "training"]
 """Where a recovery stands: checkpoint 1 is compared with its manifest, the trainer loads it, it trains on batch 1 of 1 and 2."""
@@ -30,7 +29,11 @@ class Gate:
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self.reached, self._opened, self._opened_to_threads = asyncio.Event(), asyncio.Event(), threading.Event()
+        self.reached, self._opened, self._opened_to_threads = (
+            asyncio.Event(),
+            asyncio.Event(),
+            threading.Event(),
+        )
 
     async def pass_through(self) -> None:
         self.reached.set()
@@ -53,7 +56,9 @@ class NewTrainer:
         self.loaded: str | None = None
         self.trained: list[int] = []
 
-    async def recover(self, state: Path | None, batches: AsyncIterator[Batch], on_step: Callable[[Batch, StepReport], None]) -> None:
+    async def recover(
+        self, state: Path | None, batches: AsyncIterator[Batch], on_step: Callable[[Batch, StepReport], None]
+    ) -> None:
         await self._pass("loading")
         if state is not None:
             self.loaded = (state / "weights").read_text()
@@ -104,7 +109,12 @@ class House:
             return self.tasks[-1]
 
         self.checkpointer = Checkpointer(
-            self.checkpoints, self.writing, life.journal, controller_state=dict, spawn=spawn, warn=self.told.append
+            self.checkpoints,
+            self.writing,
+            life.journal,
+            controller_state=dict,
+            spawn=spawn,
+            warn=self.told.append,
         )
 
     async def begin(self) -> None:
@@ -113,11 +123,15 @@ class House:
         await self.checkpointer.after_step(3)
 
     async def recover(self, client: object) -> None:
-        await recover_trainer(cast(TrainerClient, client), self.life.journal, self.checkpoints, 3, num_batches=20)
+        await recover_trainer(
+            cast(TrainerClient, client), self.life.journal, self.checkpoints, 3, num_batches=20
+        )
 
 
 @pytest.mark.parametrize("place", ["reading", "loading", "training"])
-def test_what_a_recovery_goes_back_to_stays_until_it_is_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: Place) -> None:
+def test_what_a_recovery_goes_back_to_stays_until_it_is_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: Place
+) -> None:
     async def story(life: Life) -> None:
         gate, house = Gate(), House(life, tmp_path)
         sha256_of = manifest.sha256_of
@@ -150,7 +164,9 @@ def test_a_checkpoint_whose_trainer_dies_while_it_is_written_holds_up_no_recover
         await house.begin()
         trainer = NewTrainer(gate, "reading")
         await house.recover(trainer)
-        assert (trainer.loaded, trainer.trained) == ("1", [1, 2]), "though nobody has told the checkpointer yet"
+        assert (trainer.loaded, trainer.trained) == ("1", [1, 2]), (
+            "though nobody has told the checkpointer yet"
+        )
         house.writing.is_lost = True
         house.writing.is_written.set()
         await asyncio.wait(house.tasks)
@@ -159,7 +175,9 @@ def test_a_checkpoint_whose_trainer_dies_while_it_is_written_holds_up_no_recover
     lives(tmp_path / "journal.sqlite", story)
 
 
-def test_a_recovery_that_is_cut_off_lets_the_checkpoint_be_finished_and_the_next_one_goes_back_to_that(tmp_path: Path) -> None:
+def test_a_recovery_that_is_cut_off_lets_the_checkpoint_be_finished_and_the_next_one_goes_back_to_that(
+    tmp_path: Path,
+) -> None:
     async def story(life: Life) -> None:
         gate, house = Gate(), House(life, tmp_path)
         await house.begin()

@@ -16,7 +16,7 @@ import pytest
 from journal_cases import make_group, open_journal, rollouts_of
 from resume_checker import Evidence, JournalGroup, Promise, changes, read_evidence, violations
 
-from asyncrl.types import Batch, Group, GroupId, Prompt, Ticket, Trajectory
+from asyncrl.messages.records import Batch, Group, GroupId, Prompt, Ticket, Trajectory
 
 PROMISE = Promise(seed=5, num_prompts=7, num_groups=2, group_size=2, max_staleness=1)
 NUM_STEPS = 4
@@ -25,12 +25,16 @@ Lines = list[dict[str, Any]]
 
 def prompt_of(draw: int) -> Prompt:
     epoch, place = divmod(draw, PROMISE.num_prompts)
-    return Prompt(f"{epoch}/{np.random.default_rng([PROMISE.seed, epoch]).permutation(PROMISE.num_prompts)[place]}", ())
+    return Prompt(
+        f"{epoch}/{np.random.default_rng([PROMISE.seed, epoch]).permutation(PROMISE.num_prompts)[place]}", ()
+    )
 
 
 def group_of(group_id: int, draw: int, version: int) -> Group:
     """Its last rollout has two branches."""
-    return replace(make_group(group_id, size=PROMISE.group_size, branches=2, version=version), prompt=prompt_of(draw))
+    return replace(
+        make_group(group_id, size=PROMISE.group_size, branches=2, version=version), prompt=prompt_of(draw)
+    )
 
 
 def entry_of(group: Group, trajectory: Trajectory) -> dict[str, Any]:
@@ -50,7 +54,12 @@ def entry_of(group: Group, trajectory: Trajectory) -> dict[str, Any]:
 def line_of(batch: Batch) -> dict[str, Any]:
     entries = [entry_of(group, trajectory) for group in batch.groups for trajectory in group.trajectories]
     total = sum(entry["num_loss_tokens"] for entry in entries)
-    return {"version": batch.version, "loss": batch.version / 3, "num_loss_tokens": total, "trajectories": entries}
+    return {
+        "version": batch.version,
+        "loss": batch.version / 3,
+        "num_loss_tokens": total,
+        "trajectories": entries,
+    }
 
 
 async def tell_history(journal: Any) -> list[Batch]:
@@ -115,7 +124,9 @@ def test_an_honest_history_has_no_violation(run_dir: Path) -> None:
     evidence = read_evidence(run_dir)
     assert found_in(run_dir) == []
     assert [group.state for group in evidence.groups[8:]] == ["ready", "failed", "handed_back", "running"]
-    assert sum(len(group.branches) for group in evidence.groups) == 27, "nine groups of two rollouts, one of which has two branches"
+    assert sum(len(group.branches) for group in evidence.groups) == 27, (
+        "nine groups of two rollouts, one of which has two branches"
+    )
     assert found_in(run_dir, replace(PROMISE, max_staleness=0)) != []
 
 
@@ -235,7 +246,10 @@ def test_on_policy_prompts_out_of_their_order_are_found(tmp_path: Path) -> None:
             for rollout in rollouts_of(group):
                 journal.rollout_finished_nowait(group.group_id, rollout)
             journal.group_ended_nowait(group.group_id, "ready", "")
-        batches = [Batch(0, (groups[draws[0]], groups[draws[1]]), 0), Batch(1, (groups[draws[2]], groups[draws[3]]), 1)]
+        batches = [
+            Batch(0, (groups[draws[0]], groups[draws[1]]), 0),
+            Batch(1, (groups[draws[2]], groups[draws[3]]), 1),
+        ]
         for batch in batches:
             await journal.batch_taken(batch)
         await journal.aclose()
@@ -251,15 +265,23 @@ def test_what_a_resume_has_lost_or_altered_is_found(run_dir: Path) -> None:
     assert changes(before, before) == []
     groups = list(before.groups)
     assert changes(replace(before, groups=tuple(groups[:-1])), before) == []
-    assert changes(before, replace(before, groups=tuple(groups[:-1]))) == [f"group 11 (prompt {prompt_of(10).prompt_id}, running) is gone"]
+    assert changes(before, replace(before, groups=tuple(groups[:-1]))) == [
+        f"group 11 (prompt {prompt_of(10).prompt_id}, running) is gone"
+    ]
     again = replace(groups[0], state="running", version=None)
     assert "was taken with prompt" in changes(before, replace(before, groups=(again, *groups[1:])))[0]
     moved = replace(groups[0], version=1)
-    assert changes(before, replace(before, groups=(moved, *groups[1:]))) == ["group 0 has moved from batch 0 to 1"]
+    assert changes(before, replace(before, groups=(moved, *groups[1:]))) == [
+        "group 0 has moved from batch 0 to 1"
+    ]
     other = replace(groups[0], branches={0: (0.5, 12, 0, "")})
-    assert changes(before, replace(before, groups=(other, *groups[1:]))) == ["rollouts of group 0 have changed"]
+    assert changes(before, replace(before, groups=(other, *groups[1:]))) == [
+        "rollouts of group 0 have changed"
+    ]
     assert changes(before, replace(before, batches={})) == ["a batch has changed"]
-    assert changes(before, replace(before, record=before.record[1:])) == ["lines of the trained record have changed"]
+    assert changes(before, replace(before, record=before.record[1:])) == [
+        "lines of the trained record have changed"
+    ]
 
 
 def test_on_policy_failed_prompts_that_come_again_too_early_or_too_late_are_found() -> None:
@@ -270,7 +292,11 @@ def test_on_policy_failed_prompts_that_come_again_too_early_or_too_late_are_foun
             for group_id, (draw, version) in enumerate([(0, 0), *places])
         ]
         groups = (replace(failed, state="failed", requeued=1), *others)
-        return [text for text in violations(Evidence(groups, {}, ()), replace(PROMISE, max_staleness=0)) if "came again" in text]
+        return [
+            text
+            for text in violations(Evidence(groups, {}, ()), replace(PROMISE, max_staleness=0))
+            if "came again" in text
+        ]
 
     assert found((1, 0), (0, 1), (2, 1)) == found((1, 0)) == []
     assert "came again at its version, as group 1" in found((0, 0))[0]

@@ -14,10 +14,10 @@ import pytest
 
 from asyncrl.config import ObserveConfig, load_config
 from asyncrl.errors import ConfigError
-from asyncrl.front_door.door import say, say_secret
-from asyncrl.front_door.serve import serve_gateway
-from asyncrl.job import run_job
-from asyncrl.running.run_folder import logging_to, make_run_dir
+from asyncrl.run.loop import run_job
+from asyncrl.run.run_folder import logging_to, make_run_dir
+from asyncrl.run.serve import serve_gateway
+from asyncrl.run.serve_life import say, say_secret
 
 
 def mode(path: Path) -> int:
@@ -25,7 +25,9 @@ def mode(path: Path) -> int:
 
 
 @pytest.mark.parametrize(("readable_by", "expected"), [("owner", 0o700), ("group", 0o750), ("all", 0o755)])
-def test_a_run_directory_is_its_owners_alone_unless_the_config_says_otherwise(readable_by: str, expected: int, tmp_path: Path) -> None:
+def test_a_run_directory_is_its_owners_alone_unless_the_config_says_otherwise(
+    readable_by: str, expected: int, tmp_path: Path
+) -> None:
     config, folder = ObserveConfig.model_validate({"readable_by": readable_by}), tmp_path / "runs" / "new"
     make_run_dir(folder, config.dir_mode)
     assert mode(folder) == expected
@@ -64,7 +66,9 @@ def test_a_writable_directory_of_another_user_is_taken_and_its_open_mode_is_told
             make_run_dir(volume, 0o750)
         assert (volume / "logs").is_dir()
         said = capsys.readouterr().err
-        assert (f"WARNING: {volume} has mode 0777 and belongs to another user, so it cannot be made 0750" in said) == (has == 0o777)
+        assert (
+            f"WARNING: {volume} has mode 0777 and belongs to another user, so it cannot be made 0750" in said
+        ) == (has == 0o777)
 
 
 def test_a_secret_is_printed_and_never_logged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,7 +88,9 @@ def test_a_secret_is_printed_and_never_logged(tmp_path: Path, capsys: pytest.Cap
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
 @pytest.mark.parametrize("begin", [run_job, serve_gateway])
-def test_a_controller_whose_agents_run_beside_it_hides_its_memory(begin: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_controller_whose_agents_run_beside_it_hides_its_memory(
+    begin: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def is_readable() -> int:
         return libc.prctl(3, 0, 0, 0, 0)  # type: ignore[no-any-return]  # PR_GET_DUMPABLE
 
@@ -94,7 +100,9 @@ def test_a_controller_whose_agents_run_beside_it_hides_its_memory(begin: Any, tm
     try:
         libc.prctl(4, 1, 0, 0, 0)
         with pytest.raises(ConfigError, match="JUDGE_API_KEY"):
-            begin(load_config(shell_agent, ["generator.pass_env=[JUDGE_API_KEY]"]), tmp_path / "run", name="run")
+            begin(
+                load_config(shell_agent, ["generator.pass_env=[JUDGE_API_KEY]"]), tmp_path / "run", name="run"
+            )
         assert not is_readable()
     finally:
         libc.prctl(4, 1, 0, 0, 0)

@@ -24,11 +24,14 @@ from resume_checker import Promise, read_evidence, violations
 from serving_agents_for_test import __name__ as agents
 from test_job_resume import kill_tree
 
-from asyncrl.recorded import Recording, read_recording
+from asyncrl.rollouts.recording import Recording, read_recording
 
 pytestmark = pytest.mark.slow
 SERVE = [sys.executable, "-m", "asyncrl.cli", "serve"]
-AGENT: dict[str, Any] = {"generator": {"python": f"{agents}:two_turns"}, "rollout": {"max_prompt_tokens": 64, "group_size": 3}}
+AGENT: dict[str, Any] = {
+    "generator": {"python": f"{agents}:two_turns"},
+    "rollout": {"max_prompt_tokens": 64, "group_size": 3},
+}
 
 
 Serve = Callable[..., subprocess.Popen[str]]
@@ -41,7 +44,9 @@ def serve() -> Iterator[Serve]:
 
         def begin(*arguments: str | Path) -> subprocess.Popen[str]:
             command, pipe = [*SERVE, *map(str, arguments)], subprocess.PIPE
-            process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment(), start_new_session=True)
+            process = subprocess.Popen(
+                command, stdout=pipe, stderr=pipe, text=True, env=environment(), start_new_session=True
+            )
             stack.enter_context(process)
             stack.callback(process.kill)
             return process
@@ -61,12 +66,16 @@ def lines_until(process: subprocess.Popen[str], text: str) -> list[str]:
 
 
 def ended(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*SERVE, *map(str, arguments)], capture_output=True, text=True, timeout=120, env=environment())
+    return subprocess.run(
+        [*SERVE, *map(str, arguments)], capture_output=True, text=True, timeout=120, env=environment()
+    )
 
 
 def shell(line: str, exports: str) -> Any:
     """The JSON that a command line prints, pasted into a shell after the exports."""
-    answer = subprocess.run(["bash", "-c", f"{exports}\n{line}"], capture_output=True, text=True, timeout=60, check=True)
+    answer = subprocess.run(
+        ["bash", "-c", f"{exports}\n{line}"], capture_output=True, text=True, timeout=60, check=True
+    )
     return json.loads(answer.stdout)
 
 
@@ -79,20 +88,32 @@ def token_shas(recording: Recording) -> dict[str, list[str]]:
     return {f"replay/{number}": shas for number, shas in enumerate(found.values())}
 
 
-def test_an_agent_is_tried_by_hand_with_what_the_gateway_says_and_each_outcome_is_a_recorded_rollout(tmp_path: Path, serve: Serve) -> None:
-    config, file = write_config(tmp_path, rollout={"max_prompt_tokens": 100}, gateway={"max_calls": 2}), tmp_path / "rollouts.jsonl"
+def test_an_agent_is_tried_by_hand_with_what_the_gateway_says_and_each_outcome_is_a_recorded_rollout(
+    tmp_path: Path, serve: Serve
+) -> None:
+    config, file = (
+        write_config(tmp_path, rollout={"max_prompt_tokens": 100}, gateway={"max_calls": 2}),
+        tmp_path / "rollouts.jsonl",
+    )
     process = serve("gateway", config, "--record", file, "--run-dir", tmp_path / "served")
     said = lines_until(process, "Ctrl-C ends the gateway")
     children = children_of(process)
     exports = "\n".join(line for line in said if "_KEY=" in line or "_URL=" in line)
     chat, outcome = (line.strip() for line in said if "curl" in line)
 
-    client = openai.OpenAI(base_url=re.findall(r"URL=(\S+)", exports)[0], api_key=re.findall(r"KEY=(\S+)", exports)[0], max_retries=0)
+    client = openai.OpenAI(
+        base_url=re.findall(r"URL=(\S+)", exports)[0],
+        api_key=re.findall(r"KEY=(\S+)", exports)[0],
+        max_retries=0,
+    )
     with contextlib.closing(client):
         messages: list[Any] = [{"role": "user", "content": "b 2"}]
         for _ in range(3):  # one more than gateway.max_calls
             answer = client.chat.completions.create(model="policy", messages=messages)
-            messages += [{"role": "assistant", "content": answer.choices[0].message.content}, {"role": "user", "content": "a 1"}]
+            messages += [
+                {"role": "assistant", "content": answer.choices[0].message.content},
+                {"role": "user", "content": "a 1"},
+            ]
         assert answer.id == "chatcmpl-2"
         assert shell(outcome.replace("1.0", "0.5"), exports) == {}
         assert shell(chat, exports)["id"] == "chatcmpl-0", "the key goes on, in a session of its own"
@@ -112,14 +133,18 @@ def test_an_agent_is_tried_by_hand_with_what_the_gateway_says_and_each_outcome_i
     assert "2 went on from recorded tokens" in stdout
     records = read_recording(file).rollouts
     assert [record.reward for record in records] == [0.5, 1.0, None]
-    assert [record.rollout[0].sample_index for record in records] == [0, 0, 1], "the last two are samples of one prompt"
+    assert [record.rollout[0].sample_index for record in records] == [0, 0, 1], (
+        "the last two are samples of one prompt"
+    )
     assert records[0].prompt.messages == ({"role": "user", "content": "b 2"},)
     assert records[1].rollout[0].token_ids.tolist() != records[2].rollout[0].token_ids.tolist(), "drawn anew"
     assert "<|user|>b 2<|im_end|><|assistant|>" in file.read_text()
     assert (tmp_path / "served" / "logs" / "engine-0.log").is_file()
     log = (tmp_path / "served" / "logs" / "controller.log").read_text()
     assert "gateway ready" in log
-    assert not [key for key in re.findall(r"KEY=(\S+)", exports) if key in log], "keys are printed and never logged"
+    assert not [key for key in re.findall(r"KEY=(\S+)", exports) if key in log], (
+        "keys are printed and never logged"
+    )
     assert (tmp_path / "served").stat().st_mode & 0o777 == 0o700
 
 
@@ -128,7 +153,10 @@ def test_the_configs_own_agent_is_run_on_some_prompts_and_recorded(tmp_path: Pat
     process = serve("gateway", config, "--rollouts", "2", "--record", file, "--run-dir", tmp_path / "served")
     said = lines_until(process, "[1/6]")
     children = children_of(process)
-    assert {name for name in ("engine-0", "worker-0") if children_of(process, name)} == {"engine-0", "worker-0"}
+    assert {name for name in ("engine-0", "worker-0") if children_of(process, name)} == {
+        "engine-0",
+        "worker-0",
+    }
     stdout, stderr = process.communicate(timeout=60)
     assert process.returncode == 0, stderr
     assert all_gone(children)
@@ -141,8 +169,19 @@ def test_the_configs_own_agent_is_run_on_some_prompts_and_recorded(tmp_path: Pat
     assert {record.rollout[0].metrics["turns"] for record in records} == {2.0}
 
     again = ended("gateway", config, "--rollouts", "1", "--record", file)
-    assert (again.returncode, again.stderr.startswith(f"ConfigError: {file} holds something already")) == (2, True)
-    nothing = ended("gateway", config, f"generator.python={agents}:says_nothing", "--rollouts", "1", "--run-dir", tmp_path / "served")
+    assert (again.returncode, again.stderr.startswith(f"ConfigError: {file} holds something already")) == (
+        2,
+        True,
+    )
+    nothing = ended(
+        "gateway",
+        config,
+        f"generator.python={agents}:says_nothing",
+        "--rollouts",
+        "1",
+        "--run-dir",
+        tmp_path / "served",
+    )
     assert nothing.returncode == 1
     assert "3 of 3 rollouts failed, the last one: the harness ended with 0 completions" in nothing.stdout
 
@@ -161,8 +200,15 @@ def test_whatever_ends_a_gateway_nothing_of_it_is_left(tmp_path: Path, serve: Se
     said = lines_until(process, "/generate")
     exports = next(line for line in said if "export" in line)
     health, generate = (shell(line, exports) for line in said if "curl" in line)
-    assert re.findall(r"KEY=(\S+)", exports)[0] not in (tmp_path / "served" / "logs" / "controller.log").read_text()
-    assert (health["policy_version"], len(generate["token_ids"]), generate["finish_reason"]) == (0, 8, "length")
+    assert (
+        re.findall(r"KEY=(\S+)", exports)[0]
+        not in (tmp_path / "served" / "logs" / "controller.log").read_text()
+    )
+    assert (health["policy_version"], len(generate["token_ids"]), generate["finish_reason"]) == (
+        0,
+        8,
+        "length",
+    )
     (engine,) = children_of(process)
     engine.kill()
     _, stderr = process.communicate(timeout=60)
@@ -180,18 +226,31 @@ def test_whatever_ends_a_gateway_nothing_of_it_is_left(tmp_path: Path, serve: Se
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A file with four rollouts of ten prompts, the second of which lacks one, and the config that they were sampled by."""
     folder = tmp_path_factory.mktemp("recorded")
-    answer = ended("gateway", write_config(folder), "--rollouts", "10", "--record", folder / "all.jsonl", "--run-dir", folder / "served")
+    answer = ended(
+        "gateway",
+        write_config(folder),
+        "--rollouts",
+        "10",
+        "--record",
+        folder / "all.jsonl",
+        "--run-dir",
+        folder / "served",
+    )
     assert answer.returncode == 0, answer.stderr
     header, *lines = (folder / "all.jsonl").read_text().splitlines(keepends=True)
     records = [json.loads(line) for line in lines]
     second = list(dict.fromkeys(record["prompt"]["prompt_id"] for record in records))[1]
-    dropped = [line for line, record in zip(lines, records, strict=True) if record["prompt"]["prompt_id"] == second][-1]
+    dropped = [
+        line for line, record in zip(lines, records, strict=True) if record["prompt"]["prompt_id"] == second
+    ][-1]
     (folder / "rollouts.jsonl").write_text(header + "".join(line for line in lines if line is not dropped))
     return folder / "rollouts.jsonl"
 
 
 def replay_config(folder: Path, recorded: Path, **sections: Any) -> Path:
-    return write_config(folder, **{"task": {"replay": str(recorded)}, "trainer": {"num_steps": 5}, **sections})
+    return write_config(
+        folder, **{"task": {"replay": str(recorded)}, "trainer": {"num_steps": 5}, **sections}
+    )
 
 
 def trained_on(run_dir: Path) -> dict[tuple[str, int], tuple[int, str]]:
@@ -203,7 +262,9 @@ def trained_on(run_dir: Path) -> dict[tuple[str, int], tuple[int, str]]:
     return found
 
 
-def test_a_run_begins_with_the_recorded_rollouts_and_samples_what_is_missing(recorded: Path, whole: Path) -> None:
+def test_a_run_begins_with_the_recorded_rollouts_and_samples_what_is_missing(
+    recorded: Path, whole: Path
+) -> None:
     said = " ".join((whole.parent / "said.txt").read_text().split())
     assert "39 recorded rollouts of 10 prompts, of which at most 15 can be taken" in said
     assert "15 recorded rollouts were taken in place of sampled ones" in said
@@ -213,7 +274,10 @@ def test_a_run_begins_with_the_recorded_rollouts_and_samples_what_is_missing(rec
         taken = [trained[prompt_id, index] == (0, sha) for index, sha in enumerate(shas[prompt_id])]
         assert all(taken) == (number < 4), "on-policy, the four groups of the first batch are of version 0"
         assert (prompt_id, 3) in trained, "what is missing or too old was sampled"
-    assert violations(read_evidence(whole), promise(whole.parent / "config-for-test.yaml", 10), num_steps=5) == []
+    assert (
+        violations(read_evidence(whole), promise(whole.parent / "config-for-test.yaml", 10), num_steps=5)
+        == []
+    )
 
 
 @pytest.fixture(scope="module")
@@ -234,7 +298,9 @@ def promise(config: Path, num_replayed: int) -> Promise:
 def test_a_killed_run_neither_loses_nor_repeats_a_recorded_rollout(
     recorded: Path, whole: Path, tmp_path: Path, max_staleness: int, num_steps: int
 ) -> None:
-    config = replay_config(tmp_path, recorded, buffer={"max_staleness": max_staleness}, checkpoint={"every": 2})
+    config = replay_config(
+        tmp_path, recorded, buffer={"max_staleness": max_staleness}, checkpoint={"every": 2}
+    )
     process = start(config, tmp_path / "run")
     while not num_admitted(tmp_path / "run"):
         assert process.poll() is None, process.communicate()
@@ -250,13 +316,19 @@ def test_a_killed_run_neither_loses_nor_repeats_a_recorded_rollout(
     evidence = read_evidence(tmp_path / "run")
     assert violations(evidence, promise(config, 10), num_steps=5) == []
     shas, trained = token_shas(read_recording(recorded)), trained_on(tmp_path / "run")
-    at_start = {group.prompt_id for group in evidence.groups if group.start_version == 0 and group.prompt_id.startswith("replay/")}
+    at_start = {
+        group.prompt_id
+        for group in evidence.groups
+        if group.start_version == 0 and group.prompt_id.startswith("replay/")
+    }
     assert len(at_start) >= 4
     for prompt_id in at_start:
         assert [trained[prompt_id, index][1] for index in range(len(shas[prompt_id]))] == shas[prompt_id]
     if max_staleness == 0:
         found = differences(whole, tmp_path / "run")
-        assert [what for what in found if not what.endswith(": tokens/generated")] == [], "the journal does not know which were recorded"
+        assert [what for what in found if not what.endswith(": tokens/generated")] == [], (
+            "the journal does not know which were recorded"
+        )
 
 
 def num_admitted(run_dir: Path) -> int:
@@ -274,11 +346,18 @@ def test_rollouts_of_other_weights_are_refused_with_both_digests(recorded: Path,
 
 
 def test_an_evaluation_runs_the_agent_at_one_version_and_nothing_of_it_is_trained_on(tmp_path: Path) -> None:
-    evaluation = {"task": {"python": "asyncrl.tasks.letters:Letters", "size": 6}, "every": 2, "num_prompts": 6, "slots": 4}
+    evaluation = {
+        "task": {"python": "asyncrl.tasks.letters:Letters", "size": 6},
+        "every": 2,
+        "num_prompts": 6,
+        "slots": 4,
+    }
     config = write_config(tmp_path, **AGENT, eval=evaluation, trainer={"num_steps": 4})
     answer = run(config, tmp_path / "with")
     assert answer.returncode == 0, answer.stderr
-    assert "WARNING" not in answer.stdout, "a token of another version would end the evaluation with a warning"
+    assert "WARNING" not in answer.stdout, (
+        "a token of another version would end the evaluation with a warning"
+    )
     lines = read_lines(tmp_path / "with" / "eval.jsonl")
     assert (lines[0]["policy_version"], lines[-1]["policy_version"]) == (0, 4)
     assert all(line["eval/failed"] == 0 for line in lines)

@@ -12,11 +12,13 @@ from pathlib import Path
 import pytest
 from job_runs import environment
 
-from asyncrl.recorded import read_recording
+from asyncrl.rollouts.recording import read_recording
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
-COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", PAGE, flags=re.DOTALL) for line in block.splitlines()]
+COMMANDS = [
+    line for block in re.findall(r"```bash\n(.*?)```", PAGE, flags=re.DOTALL) for line in block.splitlines()
+]
 
 
 @pytest.mark.slow
@@ -32,7 +34,9 @@ def test_every_command_of_the_page_does_what_the_page_says(tmp_path: Path) -> No
     assert "mean reward" in by_config
     assert len(read_recording(tmp_path / "first.jsonl").rollouts) == 64
     assert read_recording(tmp_path / "tried.jsonl").rollouts == ()
-    assert "first.jsonl: 64 recorded rollouts of 8 prompts, of which at most 64 can be taken" in " ".join(check.split())
+    assert "first.jsonl: 64 recorded rollouts of 8 prompts, of which at most 64 can be taken" in " ".join(
+        check.split()
+    )
     assert "64 recorded rollouts were taken in place of sampled ones" in " ".join(trained.split())
     assert "/generate" in engine
 
@@ -44,7 +48,12 @@ def run(command: str, folder: Path) -> str:
     words += ["trainer.num_steps=2"] if words[1] == "run" else []
     pipe = subprocess.PIPE
     with subprocess.Popen(
-        [sys.executable, "-m", "asyncrl.cli", *words[1:]], cwd=folder, stdout=pipe, stderr=pipe, text=True, env=environment()
+        [sys.executable, "-m", "asyncrl.cli", *words[1:]],
+        cwd=folder,
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
+        env=environment(),
     ) as process:
         try:
             assert process.stdout is not None

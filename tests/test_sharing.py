@@ -18,9 +18,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from asyncrl import sharing
-from asyncrl.sharing import GRANULE, CudaDriver, CudaMemory, MappedFile, make_memory, open_memory, shared_digest, word_sum
-from asyncrl.wire import MemoryHandle
+from asyncrl.messages.base import MemoryHandle
+from asyncrl.weights import shared_memory as sharing
+from asyncrl.weights.shared_memory import (
+    GRANULE,
+    CudaDriver,
+    CudaMemory,
+    MappedFile,
+    make_memory,
+    open_memory,
+    shared_digest,
+    word_sum,
+)
 
 CPU = torch.device("cpu")
 DEVICE = torch.device("cuda", 1)
@@ -64,7 +73,9 @@ assert driver._library.num_held() == 0
 """
 
 
-def test_what_one_process_writes_into_device_memory_another_reads_and_writes_through_the_handle(stub: str) -> None:
+def test_what_one_process_writes_into_device_memory_another_reads_and_writes_through_the_handle(
+    stub: str,
+) -> None:
     driver = CudaDriver(stub)
     memory = HostCudaMemory.made(3 * 2**20, DEVICE, driver)
     assert memory.handle.num_bytes == 4 * 2**20, "whole granules"
@@ -100,7 +111,11 @@ def test_what_the_driver_refuses_is_an_error_with_the_call_and_its_reason(stub: 
     with pytest.raises(OSError, match="cuMemAlloc_v2 failed with 2: out of memory"):
         HostCudaMemory.made(2**50, DEVICE, driver)
     with pytest.raises(OSError, match="cuIpcOpenMemHandle_v2 failed with 400: invalid resource handle"):
-        HostCudaMemory.opened(MemoryHandle(kind="cuda", name=base64.b64encode(bytes(64)).decode(), num_bytes=GRANULE), DEVICE, driver)
+        HostCudaMemory.opened(
+            MemoryHandle(kind="cuda", name=base64.b64encode(bytes(64)).decode(), num_bytes=GRANULE),
+            DEVICE,
+            driver,
+        )
     with pytest.raises(OSError, match="has 64 bytes, this one 3"):
         HostCudaMemory.opened(MemoryHandle(kind="cuda", name="QUJD", num_bytes=GRANULE), DEVICE, driver)
     with pytest.raises(OSError, match="cuDeviceGet failed with 101"):
@@ -157,14 +172,23 @@ def sum_of(data: bytes) -> bytes:
     return (total & MASK).to_bytes(8, "little") + data[end:]
 
 
-@given(st.binary(min_size=2, max_size=200), st.sampled_from([torch.uint8, torch.bfloat16, torch.float32, torch.float64]))
+@given(
+    st.binary(min_size=2, max_size=200),
+    st.sampled_from([torch.uint8, torch.bfloat16, torch.float32, torch.float64]),
+)
 def test_a_sum_of_words_is_that_of_the_bytes_whatever_the_dtype(data: bytes, dtype: torch.dtype) -> None:
     data = data[: len(data) // dtype.itemsize * dtype.itemsize]
-    tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype) if data else torch.empty(0, dtype=dtype)
+    tensor = (
+        torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype)
+        if data
+        else torch.empty(0, dtype=dtype)
+    )
     assert word_sum(tensor) == sum_of(data)
 
 
-def test_a_sum_of_words_goes_on_over_pieces_and_takes_views_that_begin_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sum_of_words_goes_on_over_pieces_and_takes_views_that_begin_anywhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     tensor = torch.randn(1001).to(torch.bfloat16)
     expected = [word_sum(tensor), word_sum(tensor[3:].clone())]
     assert expected[0] == sum_of(bytes(tensor.view(torch.uint8).tolist()))
@@ -173,8 +197,12 @@ def test_a_sum_of_words_goes_on_over_pieces_and_takes_views_that_begin_anywhere(
 
 
 @given(st.data())
-@pytest.mark.parametrize("checksum", [word_sum, lambda tensor: shared_digest("w", tensor)], ids=["words", "xxh3"])
-def test_a_changed_bit_swapped_rows_and_a_shift_change_the_checksum(checksum: object, data: st.DataObject) -> None:
+@pytest.mark.parametrize(
+    "checksum", [word_sum, lambda tensor: shared_digest("w", tensor)], ids=["words", "xxh3"]
+)
+def test_a_changed_bit_swapped_rows_and_a_shift_change_the_checksum(
+    checksum: object, data: st.DataObject
+) -> None:
     assert callable(checksum)
     tensor = torch.randn(data.draw(st.integers(2, 40)), 4)
     changed = tensor.clone().view(torch.uint8).flatten()
@@ -184,7 +212,9 @@ def test_a_changed_bit_swapped_rows_and_a_shift_change_the_checksum(checksum: ob
     assert checksum(changed.view(torch.float32).view(tensor.shape)) != expected
     assert checksum(tensor.roll(1, 0)) != expected
     top = torch.tensor([0, -(2**63), 0, 0])
-    assert len({checksum(top.roll(shift).view(torch.float64)) for shift in range(4)}) == 4, "words that differ in their top bit alone"
+    assert len({checksum(top.roll(shift).view(torch.float64)) for shift in range(4)}) == 4, (
+        "words that differ in their top bit alone"
+    )
     assert checksum(tensor.clone()) == expected
 
 
@@ -213,13 +243,17 @@ sys.stdin.readline()
 
 @pytest.mark.gpu
 @pytest.mark.slow
-def test_on_a_device_another_process_sees_each_new_content_and_sums_are_those_of_the_cpu(tmp_path: Path) -> None:
+def test_on_a_device_another_process_sees_each_new_content_and_sums_are_those_of_the_cpu(
+    tmp_path: Path,
+) -> None:
     device = torch.device("cuda")
     memory = make_memory(50 * 10**6, device, tmp_path)
     memory.data.random_(0, 256)
     memory.settle()
     assert word_sum(memory.data) == word_sum(memory.data.cpu())
-    with subprocess.Popen([sys.executable, "-c", OPEN_ON_DEVICE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+    with subprocess.Popen(
+        [sys.executable, "-c", OPEN_ON_DEVICE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
         assert other.stdin is not None
         assert other.stdout is not None
         other.stdin.write(memory.handle.model_dump_json() + "\n")

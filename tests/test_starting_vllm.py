@@ -12,20 +12,30 @@ import pytest
 
 from asyncrl.config import RunConfig, load_config
 from asyncrl.errors import ConfigError, EngineError, EngineLost, RoomError
-from asyncrl.placement.foreign import KEY_ENV, ForeignProcess
-from asyncrl.publisher import Publisher
-from asyncrl.running import startup
-from asyncrl.running.specs import canary_tokens, engine_spec, trainer_spec
-from asyncrl.running.turns import SideBySide
-from asyncrl.testing.fakes import FakeEngineServer, FakeTrainer
+from asyncrl.messages.base import EnginePart, Moved
+from asyncrl.messages.engine_calls import EngineHealth
+from asyncrl.placement.processes import KEY_ENV, ForeignProcess
+from asyncrl.run import start as startup
+from asyncrl.run.colocate import SideBySide
+from asyncrl.run.specs import canary_tokens, engine_spec, trainer_spec
+from asyncrl.sync.publisher import Publisher
+from asyncrl.testing.fake_engine import FakeEngineServer
+from asyncrl.testing.fakes import FakeTrainer
 from asyncrl.testing.virtual_time import run_virtual
 from asyncrl.trainer.spec import TrainerSpec
-from asyncrl.wire import EngineHealth, EnginePart, Moved
-from asyncrl_servers.vllm.spec import VllmSpec
+from asyncrl_servers.vllm.arguments import VllmSpec
 
 QUICKSTART = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
 HEALTH = EngineHealth(
-    name="engine-0", kind="vllm", policy_version=0, slots=4, max_length=64, num_running=0, num_queued=0, tokens_generated=0, device="cpu"
+    name="engine-0",
+    kind="vllm",
+    policy_version=0,
+    slots=4,
+    max_length=64,
+    num_running=0,
+    num_queued=0,
+    tokens_generated=0,
+    device="cpu",
 )
 
 
@@ -34,7 +44,9 @@ def load(*overrides: str) -> RunConfig:
 
 
 def spec(*overrides: str, device: str = "cpu", **knobs: Any) -> VllmSpec:
-    return VllmSpec.model_validate_json(engine_spec(load(*overrides), Path("/model"), "engine-0", device=device, **knobs))
+    return VllmSpec.model_validate_json(
+        engine_spec(load(*overrides), Path("/model"), "engine-0", device=device, **knobs)
+    )
 
 
 # ---- what it is told
@@ -42,7 +54,13 @@ def spec(*overrides: str, device: str = "cpu", **knobs: Any) -> VllmSpec:
 
 def test_the_server_takes_the_spec_that_it_is_given() -> None:
     told = spec("rollout.vllm={max-num-batched-tokens: 512}", "rollout.slots=3")
-    assert (told.model_path, told.dtype, told.device, told.slots, told.max_length) == ("/model", "float32", "cpu", 3, 56)
+    assert (told.model_path, told.dtype, told.device, told.slots, told.max_length) == (
+        "/model",
+        "float32",
+        "cpu",
+        3,
+        56,
+    )
     assert (told.args, told.transport, told.has_adapters) == ({"max-num-batched-tokens": 512}, "shm", False)
 
 
@@ -58,7 +76,9 @@ def test_adapters_bring_their_rank() -> None:
 
 def test_an_engine_that_takes_turns_can_sleep_unless_the_user_says_otherwise() -> None:
     assert spec(device="cuda:0", takes_turns=True).args == {"enable_sleep_mode": True}
-    assert spec("rollout.vllm={enable-sleep-mode: false}", device="cuda:0", takes_turns=True).args == {"enable-sleep-mode": False}
+    assert spec("rollout.vllm={enable-sleep-mode: false}", device="cuda:0", takes_turns=True).args == {
+        "enable-sleep-mode": False
+    }
 
 
 def test_the_eval_engine_has_slots_of_its_own_and_is_not_split() -> None:
@@ -77,16 +97,22 @@ def test_the_eval_engine_has_slots_of_its_own_and_is_not_split() -> None:
         (["rollout.max_tokens=1", "rollout.max_prompt_tokens=1"], 2),
     ],
 )
-def test_the_trainer_is_asked_for_a_canary_that_fits_and_only_where_somebody_compares_it(overrides: list[str], num: int) -> None:
+def test_the_trainer_is_asked_for_a_canary_that_fits_and_only_where_somebody_compares_it(
+    overrides: list[str], num: int
+) -> None:
     config = load(*overrides)
     assert canary_tokens(config) == num
-    told = TrainerSpec.model_validate_json(trainer_spec(config, Path("/model"), Path("/run"), Path("/staging")))
+    told = TrainerSpec.model_validate_json(
+        trainer_spec(config, Path("/model"), Path("/run"), Path("/staging"))
+    )
     assert told.canary_tokens == num
 
 
 def test_to_the_trainer_a_disk_is_a_staging_folder_like_any_other() -> None:
     config = load("publisher.transport=disk", "publisher.disk_dir=/data")
-    told = TrainerSpec.model_validate_json(trainer_spec(config, Path("/model"), Path("/run"), Path("/data/asyncrl-1")))
+    told = TrainerSpec.model_validate_json(
+        trainer_spec(config, Path("/model"), Path("/run"), Path("/data/asyncrl-1"))
+    )
     assert (told.transport, told.staging_dir) == ("shm", Path("/data/asyncrl-1"))
 
 
@@ -99,7 +125,11 @@ def test_its_process_runs_under_vllms_python_and_sees_our_two_packages_alone(tmp
     for engine in engines:
         child = engine.child
         assert isinstance(child, startup.ChildProcess)
-        assert (child.module, child._python, child.renewed()._python) == ("asyncrl_servers.vllm", python, python)
+        assert (child.module, child._python, child.renewed()._python) == (
+            "asyncrl_servers.vllm",
+            python,
+            python,
+        )
         folder = Path(child._env["PYTHONPATH"])
         assert sorted(path.name for path in folder.iterdir()) == ["asyncrl", "asyncrl_servers"]
         assert json.loads(child._spec)["name"] == child.name
@@ -174,8 +204,15 @@ def test_one_that_dies_before_it_is_ready_is_named_with_how_it_died() -> None:
 
 def test_one_that_never_gets_ready_is_named_with_its_log_the_rule_and_the_way_out() -> None:
     async def story() -> None:
-        error = EngineError("engine-0", "is not ready after 900 s", rule="a start has so long", way_out="take a smaller model.")
-        with pytest.raises(RoomError, match="engine-0: did not come up: is not ready after 900 s; the end of its log") as caught:
+        error = EngineError(
+            "engine-0",
+            "is not ready after 900 s",
+            rule="a start has so long",
+            way_out="take a smaller model.",
+        )
+        with pytest.raises(
+            RoomError, match="engine-0: did not come up: is not ready after 900 s; the end of its log"
+        ) as caught:
             await startup.wait_ready(server(Asked(error)))
         assert (caught.value.rule, caught.value.way_out) == (error.rule, error.way_out)
 
@@ -185,7 +222,9 @@ def test_one_that_never_gets_ready_is_named_with_its_log_the_rule_and_the_way_ou
 def test_one_with_wrong_flags_is_a_wrong_setting_and_is_not_waited_for() -> None:
     async def story() -> None:
         with pytest.raises(ConfigError, match="--logprobs-mode"):
-            await startup.wait_ready(server(Asked(ConfigError("engine-0 lacks --logprobs-mode processed_logprobs"))))
+            await startup.wait_ready(
+                server(Asked(ConfigError("engine-0 lacks --logprobs-mode processed_logprobs")))
+            )
 
     run_virtual(story())
 
@@ -196,7 +235,8 @@ def test_its_heartbeat_goes_through_its_client() -> None:
         await well.check_alive(3.0)
         assert well.health == HEALTH
         with pytest.raises(
-            RoomError, match=r"the server at http://127.0.0.1:1 does not answer: hangs; observe.heartbeat_s=3.0 is the limit"
+            RoomError,
+            match=r"the server at http://127.0.0.1:1 does not answer: hangs; observe.heartbeat_s=3.0 is the limit",
         ):
             await server(Asked(EngineLost("engine-0", "hangs"))).check_alive(3.0)
 
@@ -206,10 +246,14 @@ def test_its_heartbeat_goes_through_its_client() -> None:
 # ---- servers of somebody else
 
 
-def test_servers_of_somebody_else_get_the_key_of_the_environment_and_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_servers_of_somebody_else_get_the_key_of_the_environment_and_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(KEY_ENV, "their key")
     config = load("model.scratch=none", "model.path=some/model", "rollout.urls=['http://127.0.0.1:8000/']")
-    (trainer,), (engine,) = startup.make_servers(config, tmp_path / "model", tmp_path, tmp_path / "staging", "s3cret")
+    (trainer,), (engine,) = startup.make_servers(
+        config, tmp_path / "model", tmp_path, tmp_path / "staging", "s3cret"
+    )
     assert isinstance(engine.child, ForeignProcess)
     assert (engine.caller._secret, trainer.caller._secret) == ("their key", "s3cret")
 
@@ -223,13 +267,21 @@ def test_servers_of_somebody_else_get_the_key_of_the_environment_and_no_process(
     run_virtual(story())
 
 
-def side_by_side(tasks: asyncio.TaskGroup, fake: FakeEngineServer, *, are_engines_ours: bool) -> tuple[SideBySide, FakeTrainer, list[int]]:
-    from asyncrl.engines import EngineServer
+def side_by_side(
+    tasks: asyncio.TaskGroup, fake: FakeEngineServer, *, are_engines_ours: bool
+) -> tuple[SideBySide, FakeTrainer, list[int]]:
+    from asyncrl.engines.own_server import EngineServer
 
     served: list[int] = []
     trainer = FakeTrainer()
-    publisher = Publisher(trainer, [EngineServer(fake)], interrupt="abort", timeout_s=60, on_served=served.append)
-    return SideBySide(publisher, num_steps=3, spawn=tasks.create_task, are_engines_ours=are_engines_ours), trainer, served
+    publisher = Publisher(
+        trainer, [EngineServer(fake)], interrupt="abort", timeout_s=60, on_served=served.append
+    )
+    return (
+        SideBySide(publisher, num_steps=3, spawn=tasks.create_task, are_engines_ours=are_engines_ours),
+        trainer,
+        served,
+    )
 
 
 @pytest.mark.parametrize("are_engines_ours", [True, False])

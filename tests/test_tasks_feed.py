@@ -43,7 +43,9 @@ def ids(feed: Feed, number: int) -> list[str]:
 
 def test_every_epoch_holds_each_prompt_once_in_another_order() -> None:
     drawn = ids(make_feed(20), 60)
-    epochs = [[int(prompt_id.split("/")[1]) for prompt_id in drawn[start : start + 20]] for start in (0, 20, 40)]
+    epochs = [
+        [int(prompt_id.split("/")[1]) for prompt_id in drawn[start : start + 20]] for start in (0, 20, 40)
+    ]
     assert all(sorted(epoch) == list(range(20)) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
     assert [prompt_id.split("/")[0] for prompt_id in drawn] == ["0"] * 20 + ["1"] * 20 + ["2"] * 20
@@ -92,8 +94,15 @@ def test_a_prompt_that_is_not_out_cannot_be_handed_back() -> None:
         feed.hand_back_nowait(ahead)
 
 
-@given(size=st.integers(1, 7), shuffle=st.booleans(), moves=st.lists(st.integers(-3, 3), max_size=40), data=st.data())
-def test_a_feed_that_loads_a_saved_state_goes_on_with_the_same_prompts(size: int, shuffle: bool, moves: list[int], data: Any) -> None:
+@given(
+    size=st.integers(1, 7),
+    shuffle=st.booleans(),
+    moves=st.lists(st.integers(-3, 3), max_size=40),
+    data=st.data(),
+)
+def test_a_feed_that_loads_a_saved_state_goes_on_with_the_same_prompts(
+    size: int, shuffle: bool, moves: list[int], data: Any
+) -> None:
     feed, out = make_feed(size, shuffle=shuffle), []
     for move in moves:
         if move >= 0 or not out:
@@ -116,7 +125,10 @@ def test_a_state_of_another_task_or_seed_is_refused() -> None:
 
 def test_a_system_prompt_stands_before_every_prompt() -> None:
     prompt = make_feed(1, system_prompt="be short").next_nowait()
-    assert prompt.messages == ({"role": "system", "content": "be short"}, {"role": "user", "content": "item 0"})
+    assert prompt.messages == (
+        {"role": "system", "content": "be short"},
+        {"role": "user", "content": "item 0"},
+    )
 
 
 def test_two_system_messages_are_refused() -> None:
@@ -134,7 +146,9 @@ def test_a_task_without_prompts_is_refused_at_the_start() -> None:
 def test_a_task_that_raises_or_gives_nonsense_is_named_with_the_index() -> None:
     task = Numbers(1)
     task.prompt = lambda index: {}[index]  # type: ignore[method-assign]
-    with pytest.raises(TaskError, match=r"prompt 0 of <Numbers>: making it raised KeyError: 0 .test_tasks_feed.py line \d+"):
+    with pytest.raises(
+        TaskError, match=r"prompt 0 of <Numbers>: making it raised KeyError: 0 .test_tasks_feed.py line \d+"
+    ):
         Feed(task, seed=0, shuffle=False).next_nowait()
     task.prompt = lambda index: 5  # type: ignore[method-assign, return-value, assignment]
     with pytest.raises(TaskError, match="prompt 0 of <Numbers> is no prompt: 5"):
@@ -159,7 +173,9 @@ def test_a_cursor_told_in_prompts_goes_on_as_the_one_that_was_saved() -> None:
 @given(
     size=st.integers(1, 6), shuffle=st.booleans(), moves=st.lists(st.integers(-3, 3), max_size=40), runs=st.sets(st.integers(0, 9)),
 )  # fmt: skip
-def test_a_feed_that_is_restored_goes_on_as_the_one_that_was_killed(size: int, shuffle: bool, moves: list[int], runs: set[int]) -> None:
+def test_a_feed_that_is_restored_goes_on_as_the_one_that_was_killed(
+    size: int, shuffle: bool, moves: list[int], runs: set[int]
+) -> None:
     feed, out, seen = make_feed(size, shuffle=shuffle), [], set[str]()
     for move in moves:
         for _ in range(move):

@@ -12,8 +12,8 @@ import pytest
 
 from asyncrl.config import TaskConfig
 from asyncrl.errors import ConfigError
+from asyncrl.messages.records import Prompt
 from asyncrl.tasks import Item, build_task
-from asyncrl.types import Prompt
 
 ROWS = [{"prompt": "2+2?", "answer": "4", "level": 1}, {"prompt": "3+3?", "answer": "6", "level": 2}]
 
@@ -52,8 +52,13 @@ def test_columns_go_by_the_names_of_the_config(tmp_path: Path) -> None:
 
 
 def test_chat_messages_are_a_prompt_too_and_parquets_empty_fields_are_left_out(tmp_path: Path) -> None:
-    messages = [{"role": "user", "content": "hi", "name": None}, {"role": "assistant", "content": "yes?", "name": None}]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"prompt": messages, "answer": "1"}]), tmp_path / "a.parquet")
+    messages = [
+        {"role": "user", "content": "hi", "name": None},
+        {"role": "assistant", "content": "yes?", "name": None},
+    ]
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist([{"prompt": messages, "answer": "1"}]), tmp_path / "a.parquet"
+    )
     assert len(task_of(str(tmp_path / "a.parquet")).prompt(0).content) == 2
 
 
@@ -65,9 +70,14 @@ def test_the_reward_gets_the_answer_of_its_row(tmp_path: Path) -> None:
 
 def test_a_missing_column_names_the_columns_that_exist(tmp_path: Path) -> None:
     file = write_jsonl(tmp_path / "a.jsonl", [{"question": "2+2?", "answer": "4"}])
-    with pytest.raises(ConfigError, match="line 1 has no column prompt .task.prompt_column.; its columns are question, answer"):
+    with pytest.raises(
+        ConfigError,
+        match="line 1 has no column prompt .task.prompt_column.; its columns are question, answer",
+    ):
         task_of(file)
-    with pytest.raises(ConfigError, match=r"no column gold(.|\n)*Way out: set task.answer_column to one of them, or to none"):
+    with pytest.raises(
+        ConfigError, match=r"no column gold(.|\n)*Way out: set task.answer_column to one of them, or to none"
+    ):
         task_of(file, prompt_column="question", answer_column="gold")
 
 
@@ -92,7 +102,16 @@ def test_a_line_that_is_no_object_is_refused(tmp_path: Path, line: bytes) -> Non
 
 @pytest.mark.parametrize(
     "prompt",
-    [7, None, "", [], ["hi"], [{"role": "user"}], [{"role": "user", "content": 3}], [{"role": "user", "content": "a", "tool": "b"}]],
+    [
+        7,
+        None,
+        "",
+        [],
+        ["hi"],
+        [{"role": "user"}],
+        [{"role": "user", "content": 3}],
+        [{"role": "user", "content": "a", "tool": "b"}],
+    ],
 )
 def test_a_prompt_that_is_no_text_is_named_by_its_place(tmp_path: Path, prompt: object) -> None:
     file = write_jsonl(tmp_path / "a.jsonl", [ROWS[0], {"prompt": prompt, "answer": "1"}])

@@ -9,14 +9,16 @@ import pytest
 
 from asyncrl.config import TaskConfig
 from asyncrl.errors import ConfigError
+from asyncrl.messages.records import Prompt
 from asyncrl.tasks import Feed, build_task
-from asyncrl.types import Prompt
 
 TWO_DIGITS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 
 
 def gym(name: str = "chain_sum", *, seed: int = 1, **settings: Any) -> Any:
-    return build_task(TaskConfig(reasoning_gym=name, **{"size": 20, "args": TWO_DIGITS, **settings}), seed=seed)
+    return build_task(
+        TaskConfig(reasoning_gym=name, **{"size": 20, "args": TWO_DIGITS, **settings}), seed=seed
+    )
 
 
 def first_prompt(task: Any) -> Prompt:
@@ -39,7 +41,9 @@ def test_the_score_is_the_librarys_own() -> None:
     assert task.score(prompt, answer) == task.score(prompt, f" {answer}\n") == 1.0
     assert task.score(prompt, f"Two steps ... <answer>{answer}</answer>") == 1.0
     sentence = f"It is {answer}"
-    assert task.score(prompt, sentence) == len(answer) / len(sentence), "the library gives a sentence part of the reward"
+    assert task.score(prompt, sentence) == len(answer) / len(sentence), (
+        "the library gives a sentence part of the reward"
+    )
     assert task.score(prompt, "no idea") == task.score(prompt, "") == 0.0
 
 

@@ -8,9 +8,9 @@ import pytest
 
 from asyncrl.config import TaskConfig
 from asyncrl.errors import ConfigError
+from asyncrl.messages.records import Prompt
 from asyncrl.tasks import Feed, build_task
 from asyncrl.tasks.letters import Letters
-from asyncrl.types import Prompt
 
 TASK = Letters(size=1000, seed=0)
 FEED = Feed(TASK, seed=0, shuffle=False)
@@ -35,7 +35,14 @@ def test_the_right_answer_scores_1_and_nothing_else_does() -> None:
     for prompt in PROMPTS[:50]:
         letter, count = asked(prompt)
         right = letter * count
-        for wrong in ("", right + letter, right[1:], right[1:] + "9", right + " ", prompt.messages[-1]["content"]):
+        for wrong in (
+            "",
+            right + letter,
+            right[1:],
+            right[1:] + "9",
+            right + " ",
+            prompt.messages[-1]["content"],
+        ):
             assert TASK.score(prompt, wrong) < 1.0
 
 
@@ -70,7 +77,9 @@ def test_each_step_towards_the_answer_pays() -> None:
 
 def test_the_system_prompt_does_not_change_the_score() -> None:
     user = {"role": "user", "content": "b 4"}
-    assert TASK.score(Prompt("0/0", ({"role": "system", "content": "a 9"}, user)), "bbbb") == pytest.approx(1.0)
+    assert TASK.score(Prompt("0/0", ({"role": "system", "content": "a 9"}, user)), "bbbb") == pytest.approx(
+        1.0
+    )
 
 
 def test_counts_are_small_with_a_long_tail() -> None:
@@ -88,7 +97,9 @@ def test_prompts_depend_on_seed_and_index_alone() -> None:
     assert [other.prompt(i) for i in range(5)] != [TASK.prompt(i) for i in range(5)]
 
 
-@pytest.mark.parametrize("args", [{"letters": "aab"}, {"letters": "a1"}, {"median_count": 50.0}, {"sigma": -1.0}])
+@pytest.mark.parametrize(
+    "args", [{"letters": "aab"}, {"letters": "a1"}, {"median_count": 50.0}, {"sigma": -1.0}]
+)
 def test_settings_that_make_no_task_are_refused(args: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=r"asyncrl.tasks.letters:Letters(.|\n)*raised ValueError"):
         build_task(TaskConfig(python="asyncrl.tasks.letters:Letters", args=args), seed=0)

@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from asyncrl.config import TaskConfig
+from asyncrl.messages.records import Prompt
 from asyncrl.tasks import TaskScorer
-from asyncrl.tasks.math_reward import math_reward
-from asyncrl.tasks.rows import Rows, RowTask
-from asyncrl.types import Prompt
+from asyncrl.tasks.sources import math_reward
+from asyncrl.tasks.task import Rows, RowTask
 
 PROMPT = Prompt("0/0", ())
 CASES = [
@@ -32,7 +32,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(("answer", "completion", "reward"), CASES)
-def test_a_completion_is_right_if_its_answer_is_the_same_mathematics(answer: object, completion: str, reward: float) -> None:
+def test_a_completion_is_right_if_its_answer_is_the_same_mathematics(
+    answer: object, completion: str, reward: float
+) -> None:
     assert math_reward(PROMPT, completion, answer) == reward
 
 
@@ -50,6 +52,10 @@ def test_a_reference_that_is_no_mathematics_is_an_error_and_not_a_reward_of_0(an
 
 def test_math_runs_in_processes_unless_the_config_says_otherwise() -> None:
     task = RowTask(Rows([], str), lambda prompt, completion: 0.0, prompt_column="prompt", answer_column=None)
-    for settings, kind in (({}, "process"), ({"reward_pool": "thread"}, "thread"), ({"reward": "m:f"}, "thread")):
+    for settings, kind in (
+        ({}, "process"),
+        ({"reward_pool": "thread"}, "thread"),
+        ({"reward": "m:f"}, "thread"),
+    ):
         config = TaskConfig(**{"files": ["x.jsonl"], "reward": "math", **settings})
         assert kind in repr(TaskScorer(task, config, seed=0))

@@ -22,10 +22,10 @@ import pytest
 
 from asyncrl.config import TaskConfig
 from asyncrl.errors import RewardFailure, TaskError
+from asyncrl.messages.records import Prompt
 from asyncrl.tasks import TaskScorer, build_task
-from asyncrl.tasks.outcome import as_outcome
+from asyncrl.tasks.task import as_outcome
 from asyncrl.testing.virtual_time import all_blocked, run_virtual
-from asyncrl.types import Prompt
 
 PROMPT = Prompt("0/7", ({"role": "user", "content": "say x"},), answer="x")
 
@@ -102,14 +102,24 @@ def test_the_reward_function_gets_prompt_and_completion(pool: str) -> None:
 @pytest.mark.parametrize("pool", ["inline", "thread"])
 @pytest.mark.parametrize(
     ("function", "words"),
-    [(raises, "raised KeyError: 'no such thing' .test_tasks_scorer.py line"), (exits, "SystemExit: 3"), (stops, "StopIteration")],
+    [
+        (raises, "raised KeyError: 'no such thing' .test_tasks_scorer.py line"),
+        (exits, "SystemExit: 3"),
+        (stops, "StopIteration"),
+    ],
 )
 def test_what_the_reward_function_raises_is_a_failure(pool: str, function: Any, words: str) -> None:
-    with pytest.raises(RewardFailure, match=rf"the reward of prompt 0/7 raised .*{words.removeprefix('raised ')}(.|\n)*'an answer'"):
+    with pytest.raises(
+        RewardFailure,
+        match=rf"the reward of prompt 0/7 raised .*{words.removeprefix('raised ')}(.|\n)*'an answer'",
+    ):
         asyncio.run(score_once(function, pool))
 
 
-@pytest.mark.parametrize("value", [1, 0, True, False, 0.25, np.float32(0.25), np.int64(3), np.bool_(True), np.array([0.5]), np.array(2)])
+@pytest.mark.parametrize(
+    "value",
+    [1, 0, True, False, 0.25, np.float32(0.25), np.int64(3), np.bool_(True), np.array([0.5]), np.array(2)],
+)
 def test_numbers_of_all_kinds_are_rewards(value: Any) -> None:
     assert as_outcome(value).reward == float(np.asarray(value).item())
 
@@ -122,7 +132,21 @@ def test_a_tensor_with_one_element_is_a_reward() -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [None, "1.0", float("nan"), float("inf"), 1e39, -1e19, np.float64("nan"), 1j, [1.0], np.array([1.0, 2.0]), {}, np.array([])]
+    "value",
+    [
+        None,
+        "1.0",
+        float("nan"),
+        float("inf"),
+        1e39,
+        -1e19,
+        np.float64("nan"),
+        1j,
+        [1.0],
+        np.array([1.0, 2.0]),
+        {},
+        np.array([]),
+    ],
 )
 def test_what_is_no_finite_number_is_a_failure(value: Any) -> None:
     assert as_outcome(value).failure.startswith("returned ")
@@ -220,7 +244,9 @@ def test_one_hung_thread_costs_one_worker_and_its_own_rollout_alone() -> None:
     asyncio.run(story())
 
 
-@pytest.mark.parametrize(("function", "name"), [(runs_what_is_cancelled, "CancelledError"), (is_interrupted, "KeyboardInterrupt")])
+@pytest.mark.parametrize(
+    ("function", "name"), [(runs_what_is_cancelled, "CancelledError"), (is_interrupted, "KeyboardInterrupt")]
+)
 def test_whatever_a_score_raises_in_a_thread_its_worker_is_free_again(function: Any, name: str) -> None:
     async def story() -> None:
         async with scorer_of(function, "thread", reward_workers=1) as scorer:
@@ -236,8 +262,12 @@ def test_when_every_thread_hangs_all_callers_learn_it_and_the_way_out() -> None:
     gate = threading.Event()
 
     async def story() -> None:
-        async with scorer_of(lambda prompt, completion: gate.wait(30.0), "thread", reward_workers=2, reward_timeout_s=0.1) as scorer:
-            found = await asyncio.gather(*(scorer.score(PROMPT, "") for _ in range(6)), return_exceptions=True)
+        async with scorer_of(
+            lambda prompt, completion: gate.wait(30.0), "thread", reward_workers=2, reward_timeout_s=0.1
+        ) as scorer:
+            found = await asyncio.gather(
+                *(scorer.score(PROMPT, "") for _ in range(6)), return_exceptions=True
+            )
             assert [type(error) for error in found] == [RewardFailure] * 2 + [TaskError] * 4
             assert "Way out: set task.reward_pool=process" in str(found[-1])
             with pytest.raises(TaskError, match="all 2 reward threads"):
@@ -249,7 +279,12 @@ def test_when_every_thread_hangs_all_callers_learn_it_and_the_way_out() -> None:
 
 def run_python(code: str, **settings: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60, check=False, **settings
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        **settings,
     )
 
 
@@ -320,10 +355,18 @@ def test_processes_survive_whatever_the_reward_function_does(rewards: Path) -> N
             assert await scorer.score(PROMPT, "fine") == 1.0
             assert await scorer.score(PROMPT, "torch") == 0.0, "torch was loaded into a reward process"
             found = await asyncio.gather(
-                *(scorer.score(PROMPT, word) for word in ("hang", "hang", "hang", "die", "raise", "none", "fine")), return_exceptions=True
+                *(
+                    scorer.score(PROMPT, word)
+                    for word in ("hang", "hang", "hang", "die", "raise", "none", "fine")
+                ),
+                return_exceptions=True,
             )
             assert [type(error) for error in found[:-1]] == [RewardFailure] * 6
-            words = ["did not return within 1.0 s"] * 3 + ["ended its process .exit code 7.", "raised KeyError", "returned None"]
+            words = ["did not return within 1.0 s"] * 3 + [
+                "ended its process .exit code 7.",
+                "raised KeyError",
+                "returned None",
+            ]
             for error, word in zip(found, words, strict=False):
                 with pytest.raises(RewardFailure, match=word):
                     raise error  # type: ignore[misc]
@@ -367,7 +410,9 @@ def test_a_score_that_cannot_be_built_in_a_process_ends_the_run(rewards: Path) -
         scorer = process_scorer("rewards_here:plain", reward_workers=1)
         (rewards / "rewards_here.py").write_text("raise ValueError('not here')")
         try:
-            with pytest.raises(TaskError, match=r"cannot build the score function(.|\n)*not here(.|\n)*Way out"):
+            with pytest.raises(
+                TaskError, match=r"cannot build the score function(.|\n)*not here(.|\n)*Way out"
+            ):
                 await scorer.score(PROMPT, "x")
         finally:
             await scorer.aclose()

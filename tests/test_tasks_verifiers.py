@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import yaml
 
+from asyncrl.agents.verifiers import INFO_KEY, load_taskset
 from asyncrl.config import RunConfig, TaskConfig, load_config
 from asyncrl.errors import ConfigError, RewardFailure
-from asyncrl.harness.verifiers import INFO_KEY, load_taskset
+from asyncrl.messages.records import Prompt
 from asyncrl.tasks import Feed, TaskScorer, build_task
-from asyncrl.tasks import verifiers_env as of_tasks
-from asyncrl.tasks.build import build_score, look_at_task
+from asyncrl.tasks import verifiers_task as of_tasks
+from asyncrl.tasks.from_config import build_score, look_at_task
 from asyncrl.tasks.task import Task
-from asyncrl.types import Prompt
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "verifiers_env"
 SCRATCH = {"architecture": {"model_type": "llama"}, "characters": "ab"}
@@ -31,7 +31,9 @@ def in_the_examples(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def task_of(name: str = "calculator_env", args: dict[str, Any] | None = None, **settings: Any) -> Task:
-    return build_task(TaskConfig(verifiers=True, **settings), 0, load_taskset=lambda: load_taskset(name, args or {}))
+    return build_task(
+        TaskConfig(verifiers=True, **settings), 0, load_taskset=lambda: load_taskset(name, args or {})
+    )
 
 
 def prompts_of(task: Task, count: int, seed: int = 0) -> list[Prompt]:
@@ -44,7 +46,9 @@ def test_the_prompts_are_the_tasks_of_the_environment_with_ids_that_stay() -> No
     first, second = (prompts_of(task_of(args=args), 40) for _ in range(2))
     assert first == second
     assert len({prompt.prompt_id for prompt in first}) == 40
-    assert {prompt.prompt_id.partition("/")[2] for prompt in first[:20]} == {str(index) for index in range(20)}
+    assert {prompt.prompt_id.partition("/")[2] for prompt in first[:20]} == {
+        str(index) for index in range(20)
+    }
     assert [message["role"] for message in first[0].messages] == ["system", "user"]
     assert first[0].messages[1]["content"].startswith("What is ")
 
@@ -66,11 +70,15 @@ def test_tasks_without_an_end_are_as_many_as_the_size_says() -> None:
 
 
 def test_a_task_that_cannot_be_made_ends_the_run_and_is_named() -> None:
-    with pytest.raises(ConfigError, match="task 3 of GuessingTaskset: making it raised LookupError: no more rows"):
+    with pytest.raises(
+        ConfigError, match="task 3 of GuessingTaskset: making it raised LookupError: no more rows"
+    ):
         task_of("guessing_env_for_test", {"taskset": {"fail_at": 3}})
 
 
-def test_prompts_in_messages_are_shown_as_text_and_pictures_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_in_messages_are_shown_as_text_and_pictures_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     import calculator_env
     import verifiers.v1 as vf
 
@@ -140,7 +148,9 @@ def test_checking_a_config_loads_the_environment_and_reads_no_tasks() -> None:
         ({"files": ["rows.jsonl"]}, "its harness gave no reward"),
     ],
 )
-def test_a_reward_that_nobody_gives_is_a_failed_rollout(tmp_path: Path, config: dict[str, Any], said: str, pool: str) -> None:
+def test_a_reward_that_nobody_gives_is_a_failed_rollout(
+    tmp_path: Path, config: dict[str, Any], said: str, pool: str
+) -> None:
     if "files" in config:
         path = tmp_path / "rows.jsonl"
         path.write_text('{"prompt": "Hi", "answer": "x"}\n')
@@ -164,7 +174,9 @@ def test_a_reward_that_nobody_gives_is_a_failed_rollout(tmp_path: Path, config: 
 
 
 def run_config(task: dict[str, Any], generator: dict[str, Any] | None = None, **more: Any) -> RunConfig:
-    return RunConfig.model_validate({"model": {"scratch": SCRATCH}, "task": task, "generator": generator or {}, **more})
+    return RunConfig.model_validate(
+        {"model": {"scratch": SCRATCH}, "task": task, "generator": generator or {}, **more}
+    )
 
 
 def test_a_harness_may_give_the_rewards_of_any_prompts() -> None:
@@ -179,22 +191,56 @@ def test_a_harness_may_give_the_rewards_of_any_prompts() -> None:
 @pytest.mark.parametrize(
     ("task", "generator", "said"),
     [
-        ({"verifiers": True}, {}, "takes the tasks of the environment that generator.verifiers names, and it names none"),
+        (
+            {"verifiers": True},
+            {},
+            "takes the tasks of the environment that generator.verifiers names, and it names none",
+        ),
         ({"verifiers": True}, {"python": "a:b"}, "and it names none"),
-        ({"python": "a:B"}, {"verifiers": "wordle"}, "generator.verifiers=wordle runs the tasks of its own environment"),
-        ({"verifiers": True, "python": "a:B"}, {"verifiers": "wordle"}, r"exactly one of .*\(given: python, verifiers\)"),
+        (
+            {"python": "a:B"},
+            {"verifiers": "wordle"},
+            "generator.verifiers=wordle runs the tasks of its own environment",
+        ),
+        (
+            {"verifiers": True, "python": "a:B"},
+            {"verifiers": "wordle"},
+            r"exactly one of .*\(given: python, verifiers\)",
+        ),
         ({"verifiers": True, "reward": "math"}, {"verifiers": "wordle"}, "a verifiers task scores itself"),
-        ({"verifiers": True, "system_prompt": "Hi"}, {"verifiers": "wordle"}, "generator.args.taskset.system_prompt"),
+        (
+            {"verifiers": True, "system_prompt": "Hi"},
+            {"verifiers": "wordle"},
+            "generator.args.taskset.system_prompt",
+        ),
         ({"verifiers": True, "args": {"a": 1}}, {"verifiers": "wordle"}, "its settings are generator.args"),
         ({}, {"verifiers": "wordle"}, "none of them"),
-        ({"files": ["r"]}, {"python": "a:b", "outcomes": "posted"}, "generator.outcomes=posted is for programs"),
-        ({"files": ["r"]}, {"python": "a:b", "pass_env": ["X"]}, "generator.pass_env is for generator.command"),
+        (
+            {"files": ["r"]},
+            {"python": "a:b", "outcomes": "posted"},
+            "generator.outcomes=posted is for programs",
+        ),
+        (
+            {"files": ["r"]},
+            {"python": "a:b", "pass_env": ["X"]},
+            "generator.pass_env is for generator.command",
+        ),
         ({"files": ["r"]}, {"command": ["c"], "env": {"X": "1"}, "pass_env": ["X"]}, "both give X"),
-        ({"files": ["r"]}, {"python": "a:b", "outcomes": "none"}, "leaves the reward to the task, and task has none"),
-        ({"files": ["r"], "reward": "math"}, {"give_answer": True}, "are for a harness, and the generator has none"),
+        (
+            {"files": ["r"]},
+            {"python": "a:b", "outcomes": "none"},
+            "leaves the reward to the task, and task has none",
+        ),
+        (
+            {"files": ["r"], "reward": "math"},
+            {"give_answer": True},
+            "are for a harness, and the generator has none",
+        ),
     ],
 )
-def test_sections_that_do_not_fit_together_are_refused(task: dict[str, Any], generator: dict[str, Any], said: str) -> None:
+def test_sections_that_do_not_fit_together_are_refused(
+    task: dict[str, Any], generator: dict[str, Any], said: str
+) -> None:
     with pytest.raises(ValueError, match=said):
         run_config(task, generator)
 
@@ -202,16 +248,26 @@ def test_sections_that_do_not_fit_together_are_refused(task: dict[str, Any], gen
 @pytest.mark.parametrize("held_out", [{"files": ["rows.jsonl"]}, {"verifiers": True}])
 def test_an_evaluation_needs_a_reward_of_its_own(held_out: dict[str, Any]) -> None:
     task, generator = {"verifiers": True}, {"verifiers": "wordle"}
-    assert run_config(task, generator, eval={"task": {"files": ["rows.jsonl"], "reward": "math"}}).eval is not None
+    assert (
+        run_config(task, generator, eval={"task": {"files": ["rows.jsonl"], "reward": "math"}}).eval
+        is not None
+    )
     with pytest.raises(ValueError, match=r"eval\.task\.\w+ .*without any harness"):
         run_config(task, generator, eval={"task": held_out})
 
 
 def test_the_shipped_config_and_the_page_make_prompts() -> None:
     page = (EXAMPLE.parents[1] / "docs" / "verifiers.md").read_text(encoding="utf-8")
-    shown = [yaml.safe_load(block) for block in page.split("```yaml\n")[1:] for block in [block.partition("```")[0]]]
+    shown = [
+        yaml.safe_load(block)
+        for block in page.split("```yaml\n")[1:]
+        for block in [block.partition("```")[0]]
+    ]
     assert len(shown) >= 2
-    assert any(part["generator"] == load_config(EXAMPLE / "calculator.yaml").generator.model_dump(exclude_unset=True) for part in shown)
+    assert any(
+        part["generator"] == load_config(EXAMPLE / "calculator.yaml").generator.model_dump(exclude_unset=True)
+        for part in shown
+    )
     for part in shown:
         config = run_config(part["task"], part["generator"])
         assert config.generator.verifiers is not None

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from asyncrl.messages.records import Batch, Completion, Prompt, StepReport, VersionSpan
 from asyncrl.testing.sync_reference import SyncParts, SyncStep, sync_reference
-from asyncrl.types import Batch, Completion, Prompt, StepReport, VersionSpan
 
 
 class Bandit:
@@ -22,7 +22,9 @@ class Bandit:
 
     def next_prompt(self) -> Prompt:
         self.num_prompts += 1
-        return Prompt(prompt_id=f"e0-{self.num_prompts}", messages=({"role": "user", "content": "ab"},), answer=3)
+        return Prompt(
+            prompt_id=f"e0-{self.num_prompts}", messages=({"role": "user", "content": "ab"},), answer=3
+        )
 
     def generate(self, requests: Sequence[tuple[Sequence[int], int]]) -> list[Completion]:
         return [self.sample(seed) for _, seed in requests]
@@ -65,7 +67,14 @@ def play(num_steps: int = 2, **changes: Any) -> tuple[Bandit, list[SyncStep]]:
 
 def test_every_step_samples_with_the_weights_of_the_step_before() -> None:
     bandit, steps = play()
-    assert bandit.calls == [*["generate v0"] * 4, "train v0", "load v1", *["generate v1"] * 4, "train v1", "load v2"]
+    assert bandit.calls == [
+        *["generate v0"] * 4,
+        "train v0",
+        "load v1",
+        *["generate v1"] * 4,
+        "train v1",
+        "load v2",
+    ]
     first = [(97, 98, 10 % 7), (97, 98, 11 % 7, 11 % 7), (97, 98, 20 % 7), (97, 98, 21 % 7, 21 % 7)]
     assert steps[0].token_ids == first
     assert steps[1].token_ids[0] == (97, 98, 2 + 30 % 7)

@@ -42,7 +42,13 @@ def test_timers_fire_in_order_of_their_time_not_of_their_making() -> None:
                 tasks.create_task(wake_after(delay_s))
         return seen
 
-    assert run_virtual(story(), start_s=10.0) == [(0.0, 10.0), (0.5, 10.5), (1.0, 11.0), (3.0, 13.0), (259200.0, 259210.0)]
+    assert run_virtual(story(), start_s=10.0) == [
+        (0.0, 10.0),
+        (0.5, 10.5),
+        (1.0, 11.0),
+        (3.0, 13.0),
+        (259200.0, 259210.0),
+    ]
 
 
 def test_the_clock_works_where_one_float_step_is_above_a_nanosecond() -> None:
@@ -170,7 +176,10 @@ def test_a_task_that_never_lets_the_clock_go_on_is_an_error() -> None:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(spin(), name="spinner")
 
-    with pytest.raises(BusyLoopError, match=r"time stands still at t=0\.0 s after 500 rounds of the loop: spinner is in .*spin"):
+    with pytest.raises(
+        BusyLoopError,
+        match=r"time stands still at t=0\.0 s after 500 rounds of the loop: spinner is in .*spin",
+    ):
         run_virtual(story(), max_rounds=500)
 
 

@@ -12,18 +12,21 @@ from hypothesis import strategies as st
 from tiny_model import make_tiny_model
 from transformers import AutoModelForCausalLM
 
-from asyncrl.trainer.arena import GROUP_BYTES, LARGE_PAGE, gather, new_places
-from asyncrl.trainer.memory import HostMemory
+from asyncrl.trainer.host_memory import GROUP_BYTES, LARGE_PAGE, HostMemory, gather, new_places
 
 
 @given(st.lists(st.integers(1, 5 * mmap.PAGESIZE), min_size=1, max_size=20))
-def test_places_are_whole_pages_one_after_the_other_from_a_large_page_on_each_a_storage(sizes: list[int]) -> None:
+def test_places_are_whole_pages_one_after_the_other_from_a_large_page_on_each_a_storage(
+    sizes: list[int],
+) -> None:
     places = new_places(sizes)
     assert places[0].data_ptr() % LARGE_PAGE == 0
     for place, size in zip(places, sizes, strict=True):
         assert size <= len(place) < size + mmap.PAGESIZE
         assert place.untyped_storage().nbytes() == len(place)
-        assert HostMemory().movable(place.untyped_storage()) == (0, len(place)), "nothing of it stays when it is freed"
+        assert HostMemory().movable(place.untyped_storage()) == (0, len(place)), (
+            "nothing of it stays when it is freed"
+        )
     for before, after in zip(places, places[1:], strict=False):
         assert after.data_ptr() == before.data_ptr() + len(before)
 
@@ -39,7 +42,14 @@ def test_tensors_move_with_their_values_once_and_what_is_seen_elsewhere_or_a_sin
     optimizer = torch.optim.AdamW([parameter])
     assert gather(tensors) >= parameter.nbytes + moment.nbytes
     assert all(torch.equal(tensor, old) for tensor, old in zip(tensors, before, strict=True))
-    assert [tensor.data_ptr() == place for tensor, place in zip(tensors, places, strict=True)] == [False, False, True, True, True, False]
+    assert [tensor.data_ptr() == place for tensor, place in zip(tensors, places, strict=True)] == [
+        False,
+        False,
+        True,
+        True,
+        True,
+        False,
+    ]
     assert view[0] == seen[10]
     assert gather(tensors) == 0
     optimizer.step()

@@ -11,10 +11,9 @@ from hypothesis import given, settings
 from packing_cases import Rows, batch_of, random_groups, trees
 from torch import Tensor
 
-from asyncrl.trainer import attention_kernels
-from asyncrl.trainer.attention import _Merged, packed_attention, plain_attention
-from asyncrl.trainer.attention_kernels import CudaKernel
-from asyncrl.trainer.packing import Layout, pack
+from asyncrl.trainer.model import attention as attention_kernels
+from asyncrl.trainer.model.attention import CudaKernel, _Merged, packed_attention, plain_attention
+from asyncrl.trainer.model.packing import Layout, pack
 
 SHARED = random_groups([[30, 70, 1, 9], [40], [5, 60]], prompt=25)
 
@@ -25,11 +24,16 @@ def layout_of(groups: Rows) -> Layout | None:
     return micros[0].layout if micros else None
 
 
-def tensors(layout: Layout, dtype: torch.dtype, heads: int = 6, key_heads: int = 2, width: int = 16) -> list[Tensor]:
+def tensors(
+    layout: Layout, dtype: torch.dtype, heads: int = 6, key_heads: int = 2, width: int = 16
+) -> list[Tensor]:
     """Query, key, value as a model makes them, and a gradient of the output."""
     random = torch.Generator().manual_seed(0)
     sizes = (heads, key_heads, key_heads, heads)
-    made = [torch.randn(1, layout.num_tokens, size, width, generator=random).to(dtype).transpose(1, 2) for size in sizes]
+    made = [
+        torch.randn(1, layout.num_tokens, size, width, generator=random).to(dtype).transpose(1, 2)
+        for size in sizes
+    ]
     return [tensor.requires_grad_(index < 3) for index, tensor in enumerate(made)]
 
 
@@ -43,7 +47,8 @@ def row_by_row(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale:
         future = torch.ones(len(places), len(places), dtype=torch.bool).triu(1)
         scores = (query[0, :, places] @ keys.mT * scale).masked_fill(future, -torch.inf)
         output = output.index_put(
-            (torch.tensor(0), torch.arange(query.shape[1])[:, None], torch.tensor(places)), scores.softmax(-1) @ values
+            (torch.tensor(0), torch.arange(query.shape[1])[:, None], torch.tensor(places)),
+            scores.softmax(-1) @ values,
         )
     return output
 
@@ -61,7 +66,9 @@ def test_any_tree_gives_the_outputs_and_gradients_of_separate_sequences(groups: 
     if layout is None:
         return
     made = tensors(layout, torch.float64)
-    for found, expected in zip(results(packed_attention, made, layout), results(row_by_row, made, layout), strict=True):
+    for found, expected in zip(
+        results(packed_attention, made, layout), results(row_by_row, made, layout), strict=True
+    ):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
@@ -70,7 +77,9 @@ def test_in_float32_it_agrees_to_rounding_for_any_number_of_key_heads(key_heads:
     layout = layout_of(SHARED)
     assert layout is not None
     made = tensors(layout, torch.float32, key_heads=key_heads)
-    for found, expected in zip(results(packed_attention, made, layout), results(row_by_row, made, layout), strict=True):
+    for found, expected in zip(
+        results(packed_attention, made, layout), results(row_by_row, made, layout), strict=True
+    ):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -84,7 +93,9 @@ def test_in_half_precision_the_backward_pass_agrees_with_float32_of_the_same_num
     assert layout is not None
     made = tensors(layout, dtype)
     wide = [tensor.detach().float().requires_grad_(index < 3) for index, tensor in enumerate(made)]
-    for found, expected in zip(results(packed_attention, made, layout), results(row_by_row, wide, layout), strict=True):
+    for found, expected in zip(
+        results(packed_attention, made, layout), results(row_by_row, wide, layout), strict=True
+    ):
         assert found.dtype == dtype
         assert float((found.float() - expected).norm() / expected.norm()) < 0.01
 
@@ -93,12 +104,17 @@ def test_plain_attention_for_other_devices_gives_the_same() -> None:
     layout = layout_of(SHARED)
     assert layout is not None
     made = tensors(layout, torch.float64)
-    for found, expected in zip(results(plain_attention, made, layout), results(packed_attention, made, layout), strict=True):
+    for found, expected in zip(
+        results(plain_attention, made, layout), results(packed_attention, made, layout), strict=True
+    ):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
 def ends_of(cumulative: Tensor) -> list[slice]:
-    return [slice(first, last) for first, last in zip(cumulative.tolist()[:-1], cumulative.tolist()[1:], strict=True)]
+    return [
+        slice(first, last)
+        for first, last in zip(cumulative.tolist()[:-1], cumulative.tolist()[1:], strict=True)
+    ]
 
 
 def varlen(query: Tensor, key: Tensor, value: Tensor, *options: Any, scale: float) -> tuple[Tensor, Tensor]:
@@ -107,7 +123,10 @@ def varlen(query: Tensor, key: Tensor, value: Tensor, *options: Any, scale: floa
     outputs, logsums = [], []
     for here, there in zip(ends_of(queries), ends_of(keys), strict=True):
         output, logsum = attention_kernels._flash(
-            *(tensor[part].transpose(0, 1)[None] for tensor, part in ((query, here), (key, there), (value, there))),
+            *(
+                tensor[part].transpose(0, 1)[None]
+                for tensor, part in ((query, here), (key, there), (value, there))
+            ),
             0.0,
             is_causal,
             scale=scale,
@@ -118,7 +137,14 @@ def varlen(query: Tensor, key: Tensor, value: Tensor, *options: Any, scale: floa
 
 
 def varlen_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, logsum: Tensor, *options: Any, scale: float
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    logsum: Tensor,
+    *options: Any,
+    scale: float,
 ) -> list[Tensor]:
     queries, keys, _, _, _, is_causal, _, _ = options
     parts = []
@@ -142,7 +168,9 @@ def test_the_layout_of_the_cuda_kernel_is_right(monkeypatch: pytest.MonkeyPatch)
         output: Tensor = _Merged.apply(query, key, value, layout, scale, CudaKernel)
         return output
 
-    for found, expected in zip(results(on_cuda, made, layout), results(packed_attention, made, layout), strict=True):
+    for found, expected in zip(
+        results(on_cuda, made, layout), results(packed_attention, made, layout), strict=True
+    ):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
@@ -153,7 +181,9 @@ def test_on_cuda_it_agrees_with_the_cpu(dtype: torch.dtype) -> None:
     assert layout is not None
     made = tensors(layout, dtype, width=64)
     there = [tensor.detach().cuda().requires_grad_(index < 3) for index, tensor in enumerate(made)]
-    for found, expected in zip(results(packed_attention, there, layout), results(packed_attention, made, layout), strict=True):
+    for found, expected in zip(
+        results(packed_attention, there, layout), results(packed_attention, made, layout), strict=True
+    ):
         assert float((found.cpu().float() - expected.float()).norm() / expected.float().norm()) < 0.02
 
 
@@ -168,7 +198,9 @@ def test_what_one_sequence_holds_changes_no_bit_of_another(dtype: torch.dtype) -
     for tensor in changed[:3]:
         tensor[:, :, own] = torch.randn_like(tensor[:, :, own])
     others = np.setdiff1d(np.arange(layout.num_tokens), np.arange(layout.num_tokens)[own])
-    before, after = (packed_attention(*parts[:3], layout, 0.3).detach()[:, :, others] for parts in (made, changed))
+    before, after = (
+        packed_attention(*parts[:3], layout, 0.3).detach()[:, :, others] for parts in (made, changed)
+    )
     assert torch.equal(before, after)
 
 
@@ -178,5 +210,8 @@ def test_the_same_call_gives_the_same_bits(dtype: torch.dtype) -> None:
     assert layout is not None
     made = tensors(layout, dtype)
     assert all(
-        torch.equal(*pair) for pair in zip(results(packed_attention, made, layout), results(packed_attention, made, layout), strict=True)
+        torch.equal(*pair)
+        for pair in zip(
+            results(packed_attention, made, layout), results(packed_attention, made, layout), strict=True
+        )
     )

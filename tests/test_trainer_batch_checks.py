@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from trainer_cases import changed, make_batch
 
-from asyncrl.serving import Refused
+from asyncrl.http import Refused
+from asyncrl.messages.trainer_calls import BatchArrays, BatchHeader
 from asyncrl.trainer.batch_checks import check_batch, loss_tokens
-from asyncrl.wire import BatchArrays, BatchHeader
 
 
 def at(array: np.ndarray, index: int, value: object) -> np.ndarray:
@@ -50,12 +50,21 @@ def test_a_batch_for_another_version_is_refused_with_both_values() -> None:
         ({"token_ids": lambda a: at(a.token_ids, 7, 52)}, "token id 52 of g10/r0, position 7"),
         ({"token_ids": lambda a: at(a.token_ids, 0, -1)}, "token id -1 of g10/r0, position 0"),
         ({"token_ids": lambda a: a.token_ids.astype(np.int64)}, "token_ids is int64"),
-        ({"behaviour_logprobs": lambda a: at(a.behaviour_logprobs, 6, np.nan)}, "behaviour_logprob nan of g10/r0, position 6"),
-        ({"behaviour_logprobs": lambda a: at(a.behaviour_logprobs, 5, 0.5)}, "behaviour_logprob 0.5 of g10/r0, position 5"),
+        (
+            {"behaviour_logprobs": lambda a: at(a.behaviour_logprobs, 6, np.nan)},
+            "behaviour_logprob nan of g10/r0, position 6",
+        ),
+        (
+            {"behaviour_logprobs": lambda a: at(a.behaviour_logprobs, 5, 0.5)},
+            "behaviour_logprob 0.5 of g10/r0, position 5",
+        ),
         ({"versions": lambda a: at(a.versions, 5, 1)}, "version 1 of g10/r0, position 5"),
         ({"versions": lambda a: at(a.versions, 5, -1)}, "version -1 of g10/r0, position 5"),
         ({"versions": lambda a: a.versions[:-1]}, "versions is int32"),
-        ({"loss_mask": lambda a: at(a.loss_mask, 0, True), "versions": lambda a: at(a.versions, 0, 0)}, "sampled first token"),
+        (
+            {"loss_mask": lambda a: at(a.loss_mask, 0, True), "versions": lambda a: at(a.versions, 0, 0)},
+            "sampled first token",
+        ),
     ],
 )
 def test_a_wrong_array_is_refused_with_the_place_and_the_value(values: dict[str, Any], message: str) -> None:
@@ -76,7 +85,9 @@ def test_a_wrong_array_is_refused_with_the_place_and_the_value(values: dict[str,
         (4, {"group_index": 0}, "g11/r1 has group_index 0 after group 1"),
     ],
 )
-def test_a_wrong_structure_is_refused_with_the_trajectory(index: int, values: dict[str, Any], message: str) -> None:
+def test_a_wrong_structure_is_refused_with_the_trajectory(
+    index: int, values: dict[str, Any], message: str
+) -> None:
     header, arrays = make_batch()
     error = refusal(with_trajectory(header, index, **values), arrays)
     assert error.status == 422
@@ -100,7 +111,10 @@ def test_an_old_token_is_refused_with_the_worst_ones_values_unless_it_may_be_mas
     with pytest.raises(Refused) as caught:
         loss_tokens(header, arrays)
     assert caught.value.status == 409
-    assert "g10/r1, position 5 was sampled at version 2, and 2 tokens are older than min_version 5 in batch 7" in caught.value.body.error
+    assert (
+        "g10/r1, position 5 was sampled at version 2, and 2 tokens are older than min_version 5 in batch 7"
+        in caught.value.body.error
+    )
     kept = loss_tokens(header.model_copy(update={"mask_older": True}), arrays)
     assert np.flatnonzero(arrays.loss_mask & ~kept).tolist() == [5, second]
 

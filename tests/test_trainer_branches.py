@@ -16,19 +16,23 @@ from packing_cases import batch_of
 from trainer_cases import changed, make_spec, naive_logprobs
 from transformers import AutoModelForCausalLM
 
-from asyncrl.serving import Refused
-from asyncrl.trainer import packing
-from asyncrl.trainer.batch_checks import check_batch
-from asyncrl.trainer.packing import pack
-from asyncrl.trainer.plan_check import Plan
+from asyncrl.http import Refused
+from asyncrl.messages.trainer_calls import BatchArrays, BatchHeader, CreditHeader
+from asyncrl.trainer.batch_checks import check_batch, find_units
+from asyncrl.trainer.model import packing
+from asyncrl.trainer.model.packing import pack
+from asyncrl.trainer.model.plan_check import Plan
 from asyncrl.trainer.record import trained_line
 from asyncrl.trainer.shares import mini_batches, split_tokens
 from asyncrl.trainer.step import TrainStep
-from asyncrl.trainer.units import find_units
-from asyncrl.wire import BatchArrays, BatchHeader, CreditHeader
 
 MakeStep = Callable[..., TrainStep]
-CREDITS = {"no credits": ("none",), "turns": ("turn",), "branches": ("branch",), "all kinds": ("none", "turn", "branch")}
+CREDITS = {
+    "no credits": ("none",),
+    "turns": ("turn",),
+    "branches": ("branch",),
+    "all kinds": ("none", "turn", "branch"),
+}
 
 
 @pytest.fixture
@@ -42,20 +46,28 @@ def make_step(tiny_model_dir: Path, tmp_path: Path) -> MakeStep:
     return make
 
 
-def loss_and_gradients(step: TrainStep, header: BatchHeader, arrays: BatchArrays) -> tuple[float, dict[str, torch.Tensor]]:
+def loss_and_gradients(
+    step: TrainStep, header: BatchHeader, arrays: BatchArrays
+) -> tuple[float, dict[str, torch.Tensor]]:
     check_batch(header, arrays, step.policy_version, 52)
     sums = step._accumulate(step._numbers(header, arrays, arrays.loss_mask), arrays.loss_mask)
-    found = {name: master.grad.clone() for name, master in step._masters.named.items() if master.grad is not None}
+    found = {
+        name: master.grad.clone() for name, master in step._masters.named.items() if master.grad is not None
+    }
     step._optimizer.zero_grad()
     return sums.loss, found
 
 
 def plain_gradients(model: Any, loss: torch.Tensor) -> tuple[float, dict[str, torch.Tensor]]:
     loss.backward()
-    return float(loss.detach()), {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return float(loss.detach()), {
+        name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None
+    }
 
 
-def assert_same(found: tuple[float, dict[str, torch.Tensor]], expected: tuple[float, dict[str, torch.Tensor]]) -> None:
+def assert_same(
+    found: tuple[float, dict[str, torch.Tensor]], expected: tuple[float, dict[str, torch.Tensor]]
+) -> None:
     assert found[0] == pytest.approx(expected[0], abs=1e-6)
     assert found[1].keys() == expected[1].keys()
     for name, gradient in expected[1].items():
@@ -66,14 +78,23 @@ def assert_same(found: tuple[float, dict[str, torch.Tensor]], expected: tuple[fl
 @pytest.mark.parametrize("aggregate", ["token", "sequence"])
 @pytest.mark.parametrize("credits", CREDITS)
 def test_loss_and_gradient_are_those_of_a_plain_computation_branch_by_branch(
-    make_step: MakeStep, tiny_model_dir: Path, credits: str, aggregate: str, is_padded: bool, monkeypatch: pytest.MonkeyPatch
+    make_step: MakeStep,
+    tiny_model_dir: Path,
+    credits: str,
+    aggregate: str,
+    is_padded: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(packing, "MIN_SHARED_TOKENS", 1)
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
     header, arrays = make_branch_batch(3, credits=CREDITS[credits])
     assert max(entry.branch for entry in header.trajectories) == 2
-    expected = plain_loss(model, header, arrays, plain_advantages(header, len(arrays.token_ids)), aggregate=aggregate)
-    step = make_step(is_padded=is_padded, algorithm={"aggregate": aggregate}, trainer={"micro_batch_tokens": 150})
+    expected = plain_loss(
+        model, header, arrays, plain_advantages(header, len(arrays.token_ids)), aggregate=aggregate
+    )
+    step = make_step(
+        is_padded=is_padded, algorithm={"aggregate": aggregate}, trainer={"micro_batch_tokens": 150}
+    )
     assert_same(loss_and_gradients(step, header, arrays), plain_gradients(model, expected))
 
 
@@ -88,7 +109,9 @@ def test_a_shared_prefix_may_hold_tokens_that_carry_loss_in_one_branch_and_are_c
     fork.turn(rng, 3, 4)
     header, arrays = batch_of([[(branch.token_ids, branch.mask) for branch in (main, fork)]])
     (micro,) = pack(header, arrays, arrays.loss_mask, 10**6, torch.device("cpu"))
-    assert micro.layout.families == ((17, 5 + 6),), "the first turn is computed once, and five of its tokens carry loss"
+    assert micro.layout.families == ((17, 5 + 6),), (
+        "the first turn is computed once, and five of its tokens carry loss"
+    )
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
     step = make_step()
     found = step._forward(step.policy, header, arrays, arrays.loss_mask)
@@ -105,17 +128,24 @@ def test_every_sampled_token_is_in_one_unit_one_step_one_rank_and_one_micro_batc
     check_batch(header, arrays, 0, 52)
     units = find_units(header, len(arrays.token_ids))
     expected = plain_units(header)
-    assert (units.rewards, units.groups) == ([reward for reward, _ in expected.values()], [key[0] - 10 for key in expected])
+    assert (units.rewards, units.groups) == (
+        [reward for reward, _ in expected.values()],
+        [key[0] - 10 for key in expected],
+    )
     for number, (_, places) in enumerate(expected.values()):
         assert (units.unit_N[places] == number).all()
     assert (units.unit_N[arrays.loss_mask] >= 0).all()
     assert units.count(arrays.loss_mask).sum() == arrays.loss_mask.sum()
     steps = mini_batches(header, arrays.loss_mask, count)
     assert np.array_equal(np.sum(steps, axis=0), arrays.loss_mask)
-    assert np.array_equal(np.sum(split_tokens(header, arrays, arrays.loss_mask, count), axis=0), arrays.loss_mask)
+    assert np.array_equal(
+        np.sum(split_tokens(header, arrays, arrays.loss_mask, count), axis=0), arrays.loss_mask
+    )
     for chosen in steps:
         micros = pack(header, arrays, chosen, max_tokens, torch.device("cpu"))
-        assert np.concatenate([micro.source_M for micro in micros]).tolist() == np.flatnonzero(chosen).tolist()
+        assert (
+            np.concatenate([micro.source_M for micro in micros]).tolist() == np.flatnonzero(chosen).tolist()
+        )
 
 
 def test_advantages_of_units_follow_the_tokens_and_not_the_order_of_turns(make_step: MakeStep) -> None:
@@ -123,9 +153,13 @@ def test_advantages_of_units_follow_the_tokens_and_not_the_order_of_turns(make_s
     step = make_step()
     before = step._numbers(header, arrays, arrays.loss_mask).advantage_N
     turned = [entry.model_copy(update={"credits": entry.credits[::-1]}) for entry in header.trajectories]
-    after = step._numbers(header.model_copy(update={"trajectories": turned}), arrays, arrays.loss_mask).advantage_N
+    after = step._numbers(
+        header.model_copy(update={"trajectories": turned}), arrays, arrays.loss_mask
+    ).advantage_N
     np.testing.assert_allclose(after, before, atol=1e-6)
-    np.testing.assert_allclose(before[arrays.loss_mask], plain_advantages(header, len(before))[arrays.loss_mask], atol=1e-5)
+    np.testing.assert_allclose(
+        before[arrays.loss_mask], plain_advantages(header, len(before))[arrays.loss_mask], atol=1e-5
+    )
     assert len(np.unique(before[arrays.loss_mask])) > len(header.trajectories)
 
 
@@ -134,11 +168,15 @@ def test_a_rollout_without_credits_is_one_sample_over_all_its_branches(make_step
     advantage_N = make_step()._numbers(header, arrays, arrays.loss_mask).advantage_N
     found: dict[tuple[int, int], set[float]] = {}
     for entry in header.trajectories:
-        found.setdefault((entry.group_id, entry.sample_index), set()).update(advantage_N[entry.start : entry.end].tolist())
+        found.setdefault((entry.group_id, entry.sample_index), set()).update(
+            advantage_N[entry.start : entry.end].tolist()
+        )
     assert all(len(values) == 1 for values in found.values())
     for group_id in (10, 11, 12):
         values = [min(advantages) for (group, _), advantages in found.items() if group == group_id]
-        assert (len(values), sum(values)) == (3, pytest.approx(0.0, abs=1e-6)), "each rollout counts once in the mean"
+        assert (len(values), sum(values)) == (3, pytest.approx(0.0, abs=1e-6)), (
+            "each rollout counts once in the mean"
+        )
 
 
 def test_the_overlong_penalty_is_for_all_sampled_tokens_of_a_unit(make_step: MakeStep) -> None:
@@ -156,7 +194,10 @@ def test_the_overlong_penalty_is_for_all_sampled_tokens_of_a_unit(make_step: Mak
 
 def test_the_kl_penalty_in_the_reward_is_the_sum_over_a_units_loss_tokens(make_step: MakeStep) -> None:
     header, arrays = make_branch_batch(3, mask_older=True, min_version=0)
-    step = make_step(algorithm={"kl_coefficient": 0.5, "kl_in": "reward", "kl_estimator": "k1"}, trainer={"learning_rate": 1e-3})
+    step = make_step(
+        algorithm={"kl_coefficient": 0.5, "kl_in": "reward", "kl_estimator": "k1"},
+        trainer={"learning_rate": 1e-3},
+    )
     reference = step._forward(step.policy, header, arrays, arrays.loss_mask)
     step.train(header, arrays)
     proximal = step._forward(step.policy, header, arrays, arrays.loss_mask)
@@ -173,16 +214,25 @@ def test_the_kl_penalty_in_the_reward_is_the_sum_over_a_units_loss_tokens(make_s
 def test_any_cut_into_micro_batches_gives_the_same_gradient(make_step: MakeStep, loss: str) -> None:
     header, arrays = make_branch_batch(6)
     whole = loss_and_gradients(make_step(algorithm={"loss": loss}), header, arrays)
-    assert_same(loss_and_gradients(make_step(algorithm={"loss": loss}, trainer={"micro_batch_tokens": 40}), header, arrays), whole)
+    assert_same(
+        loss_and_gradients(
+            make_step(algorithm={"loss": loss}, trainer={"micro_batch_tokens": 40}), header, arrays
+        ),
+        whole,
+    )
 
 
-def test_a_batch_of_branches_is_trained_in_mini_batches_and_epochs_and_recorded_branch_by_branch(make_step: MakeStep) -> None:
+def test_a_batch_of_branches_is_trained_in_mini_batches_and_epochs_and_recorded_branch_by_branch(
+    make_step: MakeStep,
+) -> None:
     header, arrays = make_branch_batch(3)
     step = make_step(trainer={"mini_batches": 3, "epochs": 2})
     metrics = step.train(header, arrays)
     assert (metrics["trainer/optimizer_steps"], metrics["tokens/trained"]) == (6, arrays.loss_mask.sum())
     entries = trained_line(header, arrays, arrays.loss_mask, 0.0, None)["trajectories"]
-    assert [(entry["sample_index"], entry["branch"]) for entry in entries] == [(t.sample_index, t.branch) for t in header.trajectories]
+    assert [(entry["sample_index"], entry["branch"]) for entry in entries] == [
+        (t.sample_index, t.branch) for t in header.trajectories
+    ]
     assert sum(end - start for entry in entries for start, end, _ in entry["spans"]) == arrays.loss_mask.sum()
 
 
@@ -204,19 +254,43 @@ def refusal(header: BatchHeader, arrays: BatchArrays) -> str:
     [
         (lambda credits: credits[1:], "is in 0 credits"),
         (lambda credits: [*credits, credits[-1].model_copy(update={"unit": 90})], "is in 2 credits"),
-        (lambda credits: [credits[0].model_copy(update={"end": credits[0].end - 1}), *credits[1:]], "cover every loss token once"),
-        (lambda credits: [credits[0].model_copy(update={"start": -1}), *credits[1:]], "has a credit for tokens [-1, "),
-        (lambda credits: [*credits, CreditHeader(start=3, end=3, reward=0.0, unit=9)], "has a credit for tokens [3, 3)"),
-        (lambda credits: [credits[0].model_copy(update={"end": 10**6}), *credits[1:]], "has a credit for tokens ["),
+        (
+            lambda credits: [credits[0].model_copy(update={"end": credits[0].end - 1}), *credits[1:]],
+            "cover every loss token once",
+        ),
+        (
+            lambda credits: [credits[0].model_copy(update={"start": -1}), *credits[1:]],
+            "has a credit for tokens [-1, ",
+        ),
+        (
+            lambda credits: [*credits, CreditHeader(start=3, end=3, reward=0.0, unit=9)],
+            "has a credit for tokens [3, 3)",
+        ),
+        (
+            lambda credits: [credits[0].model_copy(update={"end": 10**6}), *credits[1:]],
+            "has a credit for tokens [",
+        ),
         (lambda credits: [credits[0].model_copy(update={"unit": -1}), *credits[1:]], "its unit 0 or more"),
-        (lambda credits: [credits[0].model_copy(update={"reward": float("nan")}), *credits[1:]], "has reward nan"),
-        (lambda credits: [credits[0].model_copy(update={"unit": credits[1].unit}), *credits[1:]], "a unit of a rollout has one reward"),
+        (
+            lambda credits: [credits[0].model_copy(update={"reward": float("nan")}), *credits[1:]],
+            "has reward nan",
+        ),
+        (
+            lambda credits: [credits[0].model_copy(update={"unit": credits[1].unit}), *credits[1:]],
+            "a unit of a rollout has one reward",
+        ),
         (lambda credits: [], "credits cover every loss token of a rollout, or there are none"),
     ],
 )
-def test_credits_that_do_not_add_up_are_refused(change: Callable[[list[CreditHeader]], list[CreditHeader]], words: str) -> None:
+def test_credits_that_do_not_add_up_are_refused(
+    change: Callable[[list[CreditHeader]], list[CreditHeader]], words: str
+) -> None:
     header, arrays = make_branch_batch(3, credits=("turn",))
-    index = next(number for number, entry in enumerate(header.trajectories) if len(entry.credits) > 1 and entry.branch == 1)
+    index = next(
+        number
+        for number, entry in enumerate(header.trajectories)
+        if len(entry.credits) > 1 and entry.branch == 1
+    )
     entry = header.trajectories[index]
     text = refusal(with_entry(header, index, credits=change(entry.credits)), arrays)
     assert words in text
@@ -227,7 +301,9 @@ def test_a_unit_with_two_rewards_in_two_branches_is_refused() -> None:
     header, arrays = make_branch_batch(3, credits=("turn",))
     index = next(number for number, entry in enumerate(header.trajectories) if entry.branch == 1)
     moved = header.trajectories[index].credits[0].model_copy(update={"unit": 0, "reward": 2.5})
-    text = refusal(with_entry(header, index, credits=[moved, *header.trajectories[index].credits[1:]]), arrays)
+    text = refusal(
+        with_entry(header, index, credits=[moved, *header.trajectories[index].credits[1:]]), arrays
+    )
     assert "has reward 2.5, the first that is told is" in text
 
 
@@ -247,13 +323,19 @@ def test_branches_with_different_rewards_are_refused() -> None:
 )
 def test_branches_out_of_order_are_refused(values: dict[str, int], words: str) -> None:
     header, arrays = make_branch_batch(3, credits=("none",))
-    index = next(number for number, entry in enumerate(header.trajectories) if entry.branch == 1 and entry.sample_index == 0)
+    index = next(
+        number
+        for number, entry in enumerate(header.trajectories)
+        if entry.branch == 1 and entry.sample_index == 0
+    )
     assert words in refusal(with_entry(header, index, **values), arrays)
 
 
 def test_samples_out_of_order_are_refused() -> None:
     header, arrays = make_branch_batch(4, credits=("none",), group_size=2)
-    swapped = [entry.model_copy(update={"sample_index": 1 - entry.sample_index}) for entry in header.trajectories]
+    swapped = [
+        entry.model_copy(update={"sample_index": 1 - entry.sample_index}) for entry in header.trajectories
+    ]
     assert "comes after sample 1" in refusal(header.model_copy(update={"trajectories": swapped}), arrays)
 
 
@@ -263,4 +345,6 @@ def test_a_unit_whose_tokens_are_all_too_old_still_counts_in_its_groups_mean(mak
     has_loss = arrays.loss_mask.copy()
     has_loss[first.start : first.end] = False
     advantage_N = make_step()._numbers(header, changed(arrays), has_loss).advantage_N
-    np.testing.assert_allclose(advantage_N[has_loss], plain_advantages(header, len(has_loss))[has_loss], atol=1e-5)
+    np.testing.assert_allclose(
+        advantage_N[has_loss], plain_advantages(header, len(has_loss))[has_loss], atol=1e-5
+    )

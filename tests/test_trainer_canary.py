@@ -17,13 +17,12 @@ from torch import Tensor
 from trainer_cases import make_batch, make_spec
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from asyncrl.calling import CallRefused
-from asyncrl.serving import Refused
+from asyncrl.http import CallRefused, Refused
+from asyncrl.messages.trainer_calls import Canary, ExportChunkRequest, ExportChunkResponse, ExportResponse
 from asyncrl.trainer.canary import _micro_batch, canary_ids, make_canary
+from asyncrl.trainer.model.plan_check import Plan
+from asyncrl.trainer.model.policy import Policy
 from asyncrl.trainer.movable_step import MovableStep
-from asyncrl.trainer.plan_check import Plan
-from asyncrl.trainer.policy import Policy
-from asyncrl.wire import Canary, ExportChunkRequest, ExportChunkResponse, ExportResponse
 
 NUM_TOKENS = 160
 MakeStep = Callable[..., MovableStep]
@@ -36,7 +35,9 @@ def make_step(tmp_path: Path) -> MakeStep:
 
     def make(*, model_dir: Path = folder, num_steps: int = 1, **values: Any) -> MovableStep:
         (tmp_path / "staging").mkdir(exist_ok=True)
-        step = MovableStep(make_spec(model_dir, tmp_path, **{"canary_tokens": NUM_TOKENS, "chunk_bytes": 10_000, **values}))
+        step = MovableStep(
+            make_spec(model_dir, tmp_path, **{"canary_tokens": NUM_TOKENS, "chunk_bytes": 10_000, **values})
+        )
         for version in range(num_steps):
             step.train(*make_batch(version=version))
         return step
@@ -81,10 +82,15 @@ def test_the_canary_is_what_transformers_says_with_the_weights_in_the_file(
         seen.append(answer.canary)
         step.train(*make_batch(version=version))
     assert seen[0].token_ids == seen[1].token_ids
-    assert all(distance(one, torch.tensor(other.logprobs), other.next_logprob) > 1e-2 for one, other in zip(seen, seen[1:], strict=False))
+    assert all(
+        distance(one, torch.tensor(other.logprobs), other.next_logprob) > 1e-2
+        for one, other in zip(seen, seen[1:], strict=False)
+    )
 
 
-def test_with_adapters_alone_in_the_file_it_is_what_the_merged_model_says(make_step: MakeStep, tmp_path: Path) -> None:
+def test_with_adapters_alone_in_the_file_it_is_what_the_merged_model_says(
+    make_step: MakeStep, tmp_path: Path
+) -> None:
     step = make_step(num_steps=2, trainer={"lora": {"rank": 4}}, transport="lora")
     answer = step.export(tmp_path / "adapters.safetensors")
     assert answer.kind == "lora"
@@ -107,10 +113,14 @@ def test_in_bfloat16_it_is_of_the_rounded_weights_as_the_loss_sees_them(
     assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
     assert distance(answer.canary, *plain(weights, tmp_path / "model", answer.canary.token_ids)) < 0.1
     micro = _micro_batch(answer.canary.token_ids, torch.device("cpu"))
-    assert step.policy(micro)[0].tolist()[:-1] == answer.canary.logprobs, "bit for bit what the loss would get"
+    assert step.policy(micro)[0].tolist()[:-1] == answer.canary.logprobs, (
+        "bit for bit what the loss would get"
+    )
 
 
-@pytest.mark.parametrize("plan", [Plan(False, True), Plan(False, False), Plan(True, False), Plan(True, True, window=8)])
+@pytest.mark.parametrize(
+    "plan", [Plan(False, True), Plan(False, False), Plan(True, False), Plan(True, True, window=8)]
+)
 def test_however_a_model_is_run_its_canary_is_the_same(tiny_model_dir: Path, plan: Plan) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
     expected = plain(dict(model.state_dict()), tiny_model_dir, canary_ids(52, 40))
@@ -120,7 +130,12 @@ def test_however_a_model_is_run_its_canary_is_the_same(tiny_model_dir: Path, pla
 def test_the_text_goes_over_the_whole_vocabulary_and_is_always_the_same() -> None:
     ids = canary_ids(150_000, NUM_TOKENS)
     assert ids == canary_ids(150_000, NUM_TOKENS)
-    assert (len(set(ids)), min(ids) < 10_000, max(ids) > 140_000, max(ids) < 150_000) == (NUM_TOKENS, True, True, True)
+    assert (len(set(ids)), min(ids) < 10_000, max(ids) > 140_000, max(ids) < 150_000) == (
+        NUM_TOKENS,
+        True,
+        True,
+        True,
+    )
 
 
 def test_one_stale_tensor_anywhere_in_a_push_shows_in_the_canary(make_step: MakeStep, tmp_path: Path) -> None:
@@ -135,10 +150,14 @@ def test_one_stale_tensor_anywhere_in_a_push_shows_in_the_canary(make_step: Make
     for name in changed:
         logprobs, _ = plain({**new, name: old[name]}, tmp_path / "model", answer.canary.token_ids)
         gap = float(np.abs(np.array(answer.canary.logprobs) - logprobs.numpy()).mean())
-        assert gap > 1e-3, f"{name} alone is old by one step of learning rate 0.01: a hundred times what float32 differs by"
+        assert gap > 1e-3, (
+            f"{name} alone is old by one step of learning rate 0.01: a hundred times what float32 differs by"
+        )
 
 
-def test_the_last_chunk_carries_the_canary_of_the_whole_and_no_other_does(make_step: MakeStep, tmp_path: Path) -> None:
+def test_the_last_chunk_carries_the_canary_of_the_whole_and_no_other_does(
+    make_step: MakeStep, tmp_path: Path
+) -> None:
     for values in ({}, {"trainer": {"lora": {"rank": 4}}}):
         step = make_step(**values)
         chunks: list[ExportChunkResponse] = []
@@ -151,14 +170,18 @@ def test_the_last_chunk_carries_the_canary_of_the_whole_and_no_other_does(make_s
         assert chunks[-1].canary is not None
 
 
-def test_none_is_computed_unless_it_is_asked_for_and_training_goes_on_as_without(make_step: MakeStep, tmp_path: Path) -> None:
+def test_none_is_computed_unless_it_is_asked_for_and_training_goes_on_as_without(
+    make_step: MakeStep, tmp_path: Path
+) -> None:
     without, with_canary = make_step(canary_tokens=0), make_step()
     assert without.export(tmp_path / "a.safetensors").canary is None
     with_canary.export(tmp_path / "b.safetensors")
     for step in (without, with_canary):
         step.train(*make_batch(version=1))
     assert without.weights_digest() == with_canary.weights_digest()
-    with pytest.raises(ValidationError, match="canary_tokens=1, and the first token of a text has no logprob"):
+    with pytest.raises(
+        ValidationError, match="canary_tokens=1, and the first token of a text has no logprob"
+    ):
         make_step(canary_tokens=1)
 
 
@@ -182,7 +205,11 @@ def chunks_of(group: Group, version: int) -> list[ExportChunkResponse]:
     chunks: list[ExportChunkResponse] = []
     while not chunks or not chunks[-1].is_last:
         message = ExportChunkRequest(version=version, index=len(chunks))
-        chunks.append(group.ask(lambda caller: caller.post("/export_chunk", message, ExportChunkResponse, timeout_s=TIMEOUT_S)))  # noqa: B023
+        chunks.append(
+            group.ask(
+                lambda caller: caller.post("/export_chunk", message, ExportChunkResponse, timeout_s=TIMEOUT_S)
+            )
+        )  # noqa: B023
     return chunks
 
 
@@ -192,7 +219,9 @@ def chunks_of(group: Group, version: int) -> list[ExportChunkResponse]:
     [({}, 1e-5), ({"trainer": {"lora": {"rank": 4}}}, 1e-5), ({"dtype": "bfloat16"}, 0.1)],
     ids=["float32", "adapters", "bfloat16"],
 )
-def test_two_ranks_say_what_one_says(make_step: MakeStep, tmp_path: Path, values: dict[str, Any], limit: float) -> None:
+def test_two_ranks_say_what_one_says(
+    make_step: MakeStep, tmp_path: Path, values: dict[str, Any], limit: float
+) -> None:
     alone = make_step(num_steps=1, **values)
     expected = alone.export(tmp_path / "alone.safetensors").canary
     assert expected is not None
@@ -202,7 +231,12 @@ def test_two_ranks_say_what_one_says(make_step: MakeStep, tmp_path: Path, values
         answer: ExportResponse = group.export()
         assert answer.canary is not None
         assert distance(answer.canary, torch.tensor(expected.logprobs), expected.next_logprob) < limit
-        assert distance(answer.canary, *plain(load_file(answer.path), tmp_path / "model", answer.canary.token_ids)) < limit
+        assert (
+            distance(
+                answer.canary, *plain(load_file(answer.path), tmp_path / "model", answer.canary.token_ids)
+            )
+            < limit
+        )
         chunks = chunks_of(group, 1)
         assert [chunk.canary for chunk in chunks] == [*[None] * (len(chunks) - 1), answer.canary]
         assert group.train(*make_batch(version=1)).policy_version == 2, "all ranks are where they were"

@@ -15,11 +15,11 @@ from tiny_model import make_tiny_model
 from torch import Tensor
 from trainer_cases import make_batch, make_spec
 
-from asyncrl.serving import Refused
-from asyncrl.trainer.chunks import cut
+from asyncrl.http import Refused
+from asyncrl.messages.trainer_calls import ExportChunkResponse
 from asyncrl.trainer.movable_step import MovableStep
-from asyncrl.trainer.weights import digest_of
-from asyncrl.wire import ExportChunkResponse
+from asyncrl.weights.chunk_export import cut
+from asyncrl.weights.export import digest_of
 
 CHUNK_BYTES = 10_000
 MakeStep = Callable[..., MovableStep]
@@ -46,7 +46,12 @@ def chunks_of(step: MovableStep) -> list[tuple[ExportChunkResponse, dict[str, Te
 
 @pytest.mark.parametrize(
     "values",
-    [{}, {"dtype": "bfloat16"}, {"trainer": {"lora": {"rank": 4}}}, {"trainer": {"lora": {"rank": 4}}, "dtype": "bfloat16"}],
+    [
+        {},
+        {"dtype": "bfloat16"},
+        {"trainer": {"lora": {"rank": 4}}},
+        {"trainer": {"lora": {"rank": 4}}, "dtype": "bfloat16"},
+    ],
     ids=["float32", "bfloat16", "lora", "lora in bfloat16"],
 )
 def test_the_chunks_together_are_the_export_in_its_order_and_with_its_digest(
@@ -60,7 +65,11 @@ def test_the_chunks_together_are_the_export_in_its_order_and_with_its_digest(
         assert len(chunks) > 3
         tensors: dict[str, Tensor] = {}
         for index, (answer, chunk) in enumerate(chunks):
-            assert (answer.version, answer.index, answer.is_last) == (version, index, index == len(chunks) - 1)
+            assert (answer.version, answer.index, answer.is_last) == (
+                version,
+                index,
+                index == len(chunks) - 1,
+            )
             assert answer.digest == digest_of(chunk)
             assert answer.num_tensors == len(chunk)
             assert answer.num_bytes == sum(tensor.nbytes for tensor in chunk.values())
@@ -70,12 +79,17 @@ def test_the_chunks_together_are_the_export_in_its_order_and_with_its_digest(
             tensors.update(chunk)
         expected = load_file(whole.path)
         assert list(tensors) == sorted(expected)
-        assert all(torch.equal(tensors[name], tensor) and tensors[name].dtype == tensor.dtype for name, tensor in expected.items())
+        assert all(
+            torch.equal(tensors[name], tensor) and tensors[name].dtype == tensor.dtype
+            for name, tensor in expected.items()
+        )
         assert sum(answer.num_bytes for answer, _ in chunks) == whole.num_bytes
 
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=20), st.integers(1, 60))
-def test_a_chunk_is_what_fits_or_one_tensor_that_does_not_and_none_could_take_the_next_one(sizes: list[int], chunk_bytes: int) -> None:
+def test_a_chunk_is_what_fits_or_one_tensor_that_does_not_and_none_could_take_the_next_one(
+    sizes: list[int], chunk_bytes: int
+) -> None:
     by_name = {f"{index:02}": size for index, size in enumerate(sizes)}
     chunks = cut(by_name, chunk_bytes)
     assert [name for chunk in chunks for name in chunk] == list(by_name)
@@ -84,7 +98,9 @@ def test_a_chunk_is_what_fits_or_one_tensor_that_does_not_and_none_could_take_th
     assert all(size + by_name[later[0]] > chunk_bytes for size, later in zip(total, chunks[1:], strict=False))
 
 
-def test_all_chunks_go_through_one_file_which_has_the_length_of_its_chunk(make_step: MakeStep, tmp_path: Path) -> None:
+def test_all_chunks_go_through_one_file_which_has_the_length_of_its_chunk(
+    make_step: MakeStep, tmp_path: Path
+) -> None:
     step = make_step()
     chunks_of(step)
     (file,) = (tmp_path / "staging").iterdir()
@@ -95,7 +111,9 @@ def test_all_chunks_go_through_one_file_which_has_the_length_of_its_chunk(make_s
     assert file.stat().st_size == 8 + head + last.num_bytes
 
 
-def test_a_trainer_that_is_started_again_goes_on_with_any_chunk_and_knows_the_digest_of_all(make_step: MakeStep, tmp_path: Path) -> None:
+def test_a_trainer_that_is_started_again_goes_on_with_any_chunk_and_knows_the_digest_of_all(
+    make_step: MakeStep, tmp_path: Path
+) -> None:
     first = make_step()
     chunks = chunks_of(first)
     again = make_step()
@@ -123,7 +141,9 @@ def test_what_is_no_chunk_of_the_newest_weights_is_refused(make_step: MakeStep) 
     step = make_step()
     with pytest.raises(Refused, match="chunk 99 was asked for, and version 0 has "):
         step.chunk_names(0, 99)
-    with pytest.raises(Refused, match="a chunk of version 1 was asked for while the trainer is at policy_version 0"):
+    with pytest.raises(
+        Refused, match="a chunk of version 1 was asked for while the trainer is at policy_version 0"
+    ):
         step.chunk_names(1, 0)
     adapters = make_step(trainer={"lora": {"rank": 4}}, transport="lora")
     with pytest.raises(Refused, match="transport=lora sends the adapters alone") as refused:
@@ -131,7 +151,9 @@ def test_what_is_no_chunk_of_the_newest_weights_is_refused(make_step: MakeStep) 
     assert refused.value.body.way_out.startswith("POST /export")
 
 
-def test_a_chunk_that_cannot_be_written_is_an_error_and_can_be_asked_for_again(make_step: MakeStep, tmp_path: Path) -> None:
+def test_a_chunk_that_cannot_be_written_is_an_error_and_can_be_asked_for_again(
+    make_step: MakeStep, tmp_path: Path
+) -> None:
     step = make_step()
     (tmp_path / "staging" / "chunk.safetensors").symlink_to("/dev/full")
     step.chunk_names(0, 0)

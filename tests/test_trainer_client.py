@@ -11,15 +11,27 @@ import pytest
 from pydantic import BaseModel
 from safetensors.numpy import load, save
 
-from asyncrl.calling import Caller, CallLost, CallRefused
 from asyncrl.errors import TrainerError
+from asyncrl.http import Caller, CallLost, CallRefused
+from asyncrl.messages.base import ErrorBody
+from asyncrl.messages.records import (
+    Batch,
+    Credit,
+    Group,
+    GroupId,
+    Prompt,
+    Trajectory,
+    VersionSpan,
+    WeightManifest,
+)
+from asyncrl.messages.trainer_calls import Canary, ExportResponse, TrainResponse, pack_batch, unpack_batch
 from asyncrl.testing.virtual_time import all_blocked, run_virtual
-from asyncrl.trainer.client import TrainerClient, pack_groups, token_versions
-from asyncrl.types import Batch, Credit, Group, GroupId, Prompt, Trajectory, VersionSpan, WeightManifest
-from asyncrl.wire import Canary, ErrorBody, ExportResponse, TrainResponse, pack_batch, unpack_batch
+from asyncrl.trainer.trainer_client import TrainerClient, pack_groups, token_versions
 
 
-def make_trajectory(sample_index: int = 0, spans: tuple[VersionSpan, ...] = (VersionSpan(2, 4, 3), VersionSpan(4, 5, 4))) -> Trajectory:
+def make_trajectory(
+    sample_index: int = 0, spans: tuple[VersionSpan, ...] = (VersionSpan(2, 4, 3), VersionSpan(4, 5, 4))
+) -> Trajectory:
     return Trajectory(
         sample_index=sample_index,
         token_ids=np.arange(10, 15, dtype=np.int32) + sample_index,
@@ -32,7 +44,11 @@ def make_trajectory(sample_index: int = 0, spans: tuple[VersionSpan, ...] = (Ver
 
 def make_types_batch(version: int = 4) -> Batch:
     groups = tuple(
-        Group(GroupId(index), Prompt(f"0-{index}", ({"role": "user", "content": "hi"},)), (make_trajectory(0), make_trajectory(2)))
+        Group(
+            GroupId(index),
+            Prompt(f"0-{index}", ({"role": "user", "content": "hi"},)),
+            (make_trajectory(0), make_trajectory(2)),
+        )
         for index in (7, 9)
     )
     return Batch(version=version, groups=groups, min_version=3, mask_older=True)
@@ -46,12 +62,16 @@ class FakeTrainer:
     def __init__(self, failure: Exception | None = None, answer_offset: int = 1) -> None:
         self.failure, self.answer_offset = failure, answer_offset
 
-    async def post(self, path: str, body: BaseModel | bytes | None, answer: type[Any], *, timeout_s: float | None) -> Any:
+    async def post(
+        self, path: str, body: BaseModel | bytes | None, answer: type[Any], *, timeout_s: float | None
+    ) -> Any:
         await asyncio.sleep(1.0)
         if self.failure is not None:
             raise self.failure
         assert isinstance(body, bytes)
-        return TrainResponse(policy_version=unpack_batch(body)[0].version + self.answer_offset, metrics={"policy/loss": 0.25})
+        return TrainResponse(
+            policy_version=unpack_batch(body)[0].version + self.answer_offset, metrics={"policy/loss": 0.25}
+        )
 
 
 def client_of(trainer: FakeTrainer, policy_version: int = 4) -> TrainerClient:
@@ -73,7 +93,9 @@ def test_groups_are_packed_one_after_the_other_with_a_version_a_token() -> None:
 
 def test_each_token_says_which_engine_sampled_it() -> None:
     moved = make_trajectory(spans=(VersionSpan(2, 3, 3, 0), VersionSpan(3, 4, 3, 1), VersionSpan(4, 5, 4, 1)))
-    batch = replace(make_types_batch(), groups=(Group(GroupId(7), Prompt("0-7", ()), (moved, make_trajectory(2))),))
+    batch = replace(
+        make_types_batch(), groups=(Group(GroupId(7), Prompt("0-7", ()), (moved, make_trajectory(2))),)
+    )
     _, arrays = unpack_batch(pack_batch(*pack_groups(batch)))
     assert arrays.engines.tolist() == [-1, -1, 0, 1, 1, *[-1] * 5]
     assert arrays.versions.tolist() == [-1, -1, 3, 3, 4] * 2
@@ -89,23 +111,35 @@ def test_a_batch_that_was_saved_before_engines_were_recorded_reads_as_of_unknown
 class Exporting(FakeTrainer):
     """Answers /export with what a worker says over its connection."""
 
-    async def post(self, path: str, body: BaseModel | bytes | None, answer: type[Any], *, timeout_s: float | None) -> Any:
+    async def post(
+        self, path: str, body: BaseModel | bytes | None, answer: type[Any], *, timeout_s: float | None
+    ) -> Any:
         canary = Canary(token_ids=[5, 1, 2], logprobs=[-1.5, -0.1], next_logprob=-0.3)
-        sent = ExportResponse(version=4, path="/dev/shm/v4", digest="d", num_tensors=2, num_bytes=9, kind="lora", canary=canary)
+        sent = ExportResponse(
+            version=4, path="/dev/shm/v4", digest="d", num_tensors=2, num_bytes=9, kind="lora", canary=canary
+        )
         return answer.model_validate_json(sent.model_dump_json())
 
 
 def test_what_is_published_carries_the_canary_of_the_export() -> None:
     canary = Canary(token_ids=[5, 1, 2], logprobs=[-1.5, -0.1], next_logprob=-0.3)
-    assert run_virtual(client_of(Exporting()).export()) == WeightManifest(4, "/dev/shm/v4", "d", 2, 9, "lora", canary)
+    assert run_virtual(client_of(Exporting()).export()) == WeightManifest(
+        4, "/dev/shm/v4", "d", 2, 9, "lora", canary
+    )
 
 
 def test_branches_and_credits_cross_to_the_worker() -> None:
     main = replace(make_trajectory(0), credits=(Credit(2, 4, 1.0, 0), Credit(4, 5, 0.25, 1)))
     fork = replace(main, branch=1, credits=(Credit(0, 5, 0.25, 1),))
-    batch = replace(make_types_batch(), groups=(Group(GroupId(7), Prompt("0-7", ()), (main, fork, make_trajectory(2))),))
+    batch = replace(
+        make_types_batch(), groups=(Group(GroupId(7), Prompt("0-7", ()), (main, fork, make_trajectory(2))),)
+    )
     header, _ = unpack_batch(pack_batch(*pack_groups(batch)))
-    assert [(t.sample_index, t.branch, t.reward) for t in header.trajectories] == [(0, 0, 0.5), (0, 1, 0.5), (2, 0, 2.5)]
+    assert [(t.sample_index, t.branch, t.reward) for t in header.trajectories] == [
+        (0, 0, 0.5),
+        (0, 1, 0.5),
+        (2, 0, 2.5),
+    ]
     assert [[tuple(credit.model_dump().values()) for credit in t.credits] for t in header.trajectories] == [
         [(2, 4, 1.0, 0), (4, 5, 0.25, 1)], [(0, 5, 0.25, 1)], [],
     ]  # fmt: skip
@@ -120,7 +154,9 @@ def test_branches_and_credits_cross_to_the_worker() -> None:
         (VersionSpan(2, 6, 3),),
     ],
 )
-def test_spans_that_do_not_cover_the_sampled_tokens_exactly_are_refused(spans: tuple[VersionSpan, ...]) -> None:
+def test_spans_that_do_not_cover_the_sampled_tokens_exactly_are_refused(
+    spans: tuple[VersionSpan, ...],
+) -> None:
     with pytest.raises(TrainerError, match="do not cover its 3 sampled tokens"):
         token_versions(make_trajectory(spans=spans))
 
@@ -159,7 +195,9 @@ LOST = CallLost("t", "/train", "ServerDisconnectedError")
         (LOST, "no answer to /train: ServerDisconnectedError", "log"),
     ],
 )
-def test_a_refusal_or_a_lost_worker_is_a_trainer_error_with_a_way_out(failure: Exception, message: str, way_out: str) -> None:
+def test_a_refusal_or_a_lost_worker_is_a_trainer_error_with_a_way_out(
+    failure: Exception, message: str, way_out: str
+) -> None:
     client = client_of(FakeTrainer(failure))
     with pytest.raises(TrainerError) as caught:
         run_virtual(client.train(make_types_batch()))

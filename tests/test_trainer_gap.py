@@ -11,10 +11,18 @@ import numpy as np
 import pytest
 from trainer_cases import changed, make_batch, make_spec, naive_logprobs
 
-from asyncrl.serving import Refused
-from asyncrl.trainer.gap import MIN_ENGINE_TOKENS, Gap, gap_advice, gap_metrics, gap_words, measure_gaps, worst_gap
+from asyncrl.http import Refused
+from asyncrl.messages.trainer_calls import BatchArrays, BatchHeader
+from asyncrl.trainer.gap import (
+    MIN_ENGINE_TOKENS,
+    Gap,
+    gap_advice,
+    gap_metrics,
+    gap_words,
+    measure_gaps,
+    worst_gap,
+)
 from asyncrl.trainer.step import TrainStep
-from asyncrl.wire import BatchArrays, BatchHeader
 
 MakeStep = Callable[..., TrainStep]
 
@@ -68,7 +76,9 @@ def test_the_only_engine_is_named_and_one_that_is_not_known_is_not() -> None:
     only = [Gap(None, 100, 0.1, 0.2), Gap(0, 100, 0.1, 0.2)]
     worst = worst_gap(only, 0.05)
     assert worst is not None
-    assert gap_words(worst, only) == "engine-0 and trainer disagree by 0.1 nats on average on 100 fresh tokens"
+    assert (
+        gap_words(worst, only) == "engine-0 and trainer disagree by 0.1 nats on average on 100 fresh tokens"
+    )
     assert gap_advice(worst, only).startswith("check that")
     few = [Gap(None, 9, 0.1, 0.2), Gap(0, 9, 0.1, 0.2)]
     worst = worst_gap(few, 0.05)
@@ -77,7 +87,9 @@ def test_the_only_engine_is_named_and_one_that_is_not_known_is_not() -> None:
     unknown = only[:1]
     worst = worst_gap(unknown, 0.05)
     assert worst is not None
-    assert gap_words(worst, unknown) == "engine and trainer disagree by 0.1 nats on average on 100 fresh tokens"
+    assert (
+        gap_words(worst, unknown) == "engine and trainer disagree by 0.1 nats on average on 100 fresh tokens"
+    )
 
 
 def test_of_many_engines_the_worst_are_named() -> None:
@@ -90,7 +102,10 @@ def test_of_many_engines_the_worst_are_named() -> None:
 
 
 def test_a_gap_that_is_not_finite_is_above_no_limit_for_its_step_is_skipped_anyway() -> None:
-    assert worst_gap([Gap(None, 100, float("nan"), float("nan")), Gap(0, 100, float("nan"), float("nan"))], 0.01) is None
+    assert (
+        worst_gap([Gap(None, 100, float("nan"), float("nan")), Gap(0, 100, float("nan"), float("nan"))], 0.01)
+        is None
+    )
 
 
 # ---- with a real model
@@ -125,7 +140,9 @@ def test_a_step_reports_the_gap_of_each_engine_with_fresh_tokens(make_step: Make
     assert metrics["policy/logprob_gap_mean/engine-1"] == pytest.approx(0.02, abs=1e-5)
     assert metrics["policy/logprob_gap_max/engine-1"] == pytest.approx(0.02, abs=2e-5)
     assert metrics["policy/logprob_gap_mean"] == pytest.approx(0.02 * share, abs=1e-5)
-    stale = changed(arrays, versions=np.where(arrays.engines == 1, 0, np.where(arrays.loss_mask, 1, -1)).astype(np.int32))
+    stale = changed(
+        arrays, versions=np.where(arrays.engines == 1, 0, np.where(arrays.loss_mask, 1, -1)).astype(np.int32)
+    )
     again = step.train(header.model_copy(update={"version": 1, "min_version": 0}), stale)
     assert "policy/logprob_gap_mean/engine-0" in again
     assert "policy/logprob_gap_mean/engine-1" not in again, "none of its tokens is fresh"
@@ -140,14 +157,22 @@ def test_past_the_limit_the_engine_that_is_off_is_named_and_nothing_is_trained(m
     with pytest.raises(Refused) as caught:
         step.train(header, arrays)
     body = caught.value.body
-    assert f"engine-1 and trainer disagree by 0.2 nats on average on {num_off} fresh tokens (engine-0 by " in body.error
-    assert body.rule == "trainer.logprob_gap_limit=0.15, for the mean of all fresh tokens and for that of each engine"
+    assert (
+        f"engine-1 and trainer disagree by 0.2 nats on average on {num_off} fresh tokens (engine-0 by "
+        in body.error
+    )
+    assert (
+        body.rule
+        == "trainer.logprob_gap_limit=0.15, for the mean of all fresh tokens and for that of each engine"
+    )
     assert body.way_out.startswith("what engine-1 alone has")
     assert body.way_out.endswith("or raise trainer.logprob_gap_limit.")
     assert (step.policy_version, step.weights_digest()) == (0, before)
 
 
-def test_from_a_twentieth_of_a_nat_the_log_warns_once_with_advice(make_step: MakeStep, caplog: pytest.LogCaptureFixture) -> None:
+def test_from_a_twentieth_of_a_nat_the_log_warns_once_with_advice(
+    make_step: MakeStep, caplog: pytest.LogCaptureFixture
+) -> None:
     step = make_step()
     with caplog.at_level(logging.WARNING, "asyncrl.trainer"):
         step.train(*sampled_by_two(step, 0.04))

@@ -19,15 +19,25 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from asyncrl.config import LoraConfig
 from asyncrl.errors import ConfigError
-from asyncrl.trainer.lora_layer import ADAPTER, MergedLinear, merge
-from asyncrl.trainer.lora_targets import find_targets
+from asyncrl.trainer.model.lora import ADAPTER, MergedLinear, find_targets, merge
 from asyncrl.trainer.step import TrainStep
 
 LORA: dict[str, Any] = {"rank": 4, "alpha": 8.0}
 
 
-def make_step(model_dir: Path, folder: Path, *, lora: dict[str, Any] | None = None, trainer: dict[str, Any] | None = None, **values: Any):
-    return TrainStep(make_spec(model_dir, folder, trainer={"lora": LORA if lora is None else lora, **(trainer or {})}, **values))
+def make_step(
+    model_dir: Path,
+    folder: Path,
+    *,
+    lora: dict[str, Any] | None = None,
+    trainer: dict[str, Any] | None = None,
+    **values: Any,
+):
+    return TrainStep(
+        make_spec(
+            model_dir, folder, trainer={"lora": LORA if lora is None else lora, **(trainer or {})}, **values
+        )
+    )
 
 
 def trained(step: TrainStep, num_batches: int = 3) -> TrainStep:
@@ -56,7 +66,9 @@ def test_adapters_alone_are_trained_and_the_base_keeps_its_bits_in_the_dtype_of_
 ) -> None:
     step = trained(make_step(tiny_model_dir, tmp_path, dtype=dtype))
     assert len(step._masters.named) == 2 * 14, "A and B of seven linear layers in each of two decoder layers"
-    assert all(".lora_" in name and master.dtype == torch.float32 for name, master in step._masters.named.items())
+    assert all(
+        ".lora_" in name and master.dtype == torch.float32 for name, master in step._masters.named.items()
+    )
     assert len(step._optimizer.state) == 2 * 14
     base = base_of(tiny_model_dir)
     for name, parameter in step.policy.model.named_parameters():
@@ -69,7 +81,9 @@ def test_adapters_alone_are_trained_and_the_base_keeps_its_bits_in_the_dtype_of_
             assert torch.equal(parameter, base[name.replace(".base_layer", "")].to(parameter.dtype))
 
 
-def test_the_gradient_of_an_adapter_is_that_of_the_full_weight_carried_over_to_its_factors(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_the_gradient_of_an_adapter_is_that_of_the_full_weight_carried_over_to_its_factors(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
     """With W + s B A as the weight, dB = s dW A^T, and dA = s B^T dW, which is 0 while B is."""
     header, arrays = make_batch()
     gradients = []
@@ -97,14 +111,23 @@ def test_a_layer_with_an_adapter_has_the_gradients_of_adding_it_to_the_output(bi
     added = layer.get_base_layer()(x) + 2.0 * (x @ inputs[1].T) @ inputs[2].T
     assert torch.allclose(layer(x), added, atol=1e-5)
     expected = torch.autograd.grad((added * weight_of_output).sum(), inputs)
-    for found, wanted in zip(torch.autograd.grad((layer(x) * weight_of_output).sum(), inputs), expected, strict=True):
+    for found, wanted in zip(
+        torch.autograd.grad((layer(x) * weight_of_output).sum(), inputs), expected, strict=True
+    ):
         assert torch.allclose(found, wanted, atol=1e-4)
 
 
-def test_a_change_too_small_for_bfloat16_is_no_change_for_trainer_and_engine_alike_and_still_has_a_gradient() -> None:
+def test_a_change_too_small_for_bfloat16_is_no_change_for_trainer_and_engine_alike_and_still_has_a_gradient() -> (
+    None
+):
     torch.manual_seed(0)
-    layer = MergedLinear(nn.Linear(6, 5, bias=False), ADAPTER, r=3, lora_alpha=3, config=peft.LoraConfig()).bfloat16()
-    base, x = nn.init.uniform_(layer.get_base_layer().weight, 0.25, 1.0), torch.rand(7, 6, dtype=torch.bfloat16)
+    layer = MergedLinear(
+        nn.Linear(6, 5, bias=False), ADAPTER, r=3, lora_alpha=3, config=peft.LoraConfig()
+    ).bfloat16()
+    base, x = (
+        nn.init.uniform_(layer.get_base_layer().weight, 0.25, 1.0),
+        torch.rand(7, 6, dtype=torch.bfloat16),
+    )
     for size, is_visible in ((1e-5, False), (1.0, True)):
         nn.init.constant_(layer.lora_B[ADAPTER].weight, size)
         weight = merge(base, layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight, 1.0)
@@ -115,7 +138,9 @@ def test_a_change_too_small_for_bfloat16_is_no_change_for_trainer_and_engine_ali
         layer.zero_grad()
 
 
-def test_new_adapters_change_nothing_and_depend_on_the_seed_alone(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_new_adapters_change_nothing_and_depend_on_the_seed_alone(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
     steps = [make_step(tiny_model_dir, tmp_path, seed=seed) for seed in (1, 1, 2)]
     assert steps[0].weights_digest() == steps[1].weights_digest() != steps[2].weights_digest()
     plain = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
@@ -126,7 +151,11 @@ def test_new_adapters_change_nothing_and_depend_on_the_seed_alone(tiny_model_dir
 def test_the_export_for_engines_that_know_no_adapters_is_the_base_plus_scale_times_b_a(
     tiny_model_dir: Path, tmp_path: Path, dtype: str
 ) -> None:
-    step = trained(make_step(tiny_model_dir, tmp_path, lora={**LORA, "targets": ["q_proj", "mlp.down_proj"]}, dtype=dtype))
+    step = trained(
+        make_step(
+            tiny_model_dir, tmp_path, lora={**LORA, "targets": ["q_proj", "mlp.down_proj"]}, dtype=dtype
+        )
+    )
     answer = step.export(tmp_path / "v3.safetensors")
     assert answer.kind == "weights"
     exported, base, model = load_file(answer.path), base_of(tiny_model_dir), step.policy.model
@@ -136,19 +165,35 @@ def test_the_export_for_engines_that_know_no_adapters_is_the_base_plus_scale_tim
         expected = base[name].to(getattr(torch, dtype)).float()
         if name.endswith(("q_proj.weight", "down_proj.weight")):
             layer = model.get_submodule(name.removesuffix(".weight"))
-            expected = expected + 2.0 * layer.lora_B["default"].weight.float() @ layer.lora_A["default"].weight.float()
+            expected = (
+                expected
+                + 2.0 * layer.lora_B["default"].weight.float() @ layer.lora_A["default"].weight.float()
+            )
             num_changed += not torch.equal(weight, base[name].to(weight.dtype))
         assert torch.equal(weight, expected.to(weight.dtype)), name
     assert num_changed == 4
 
 
-def test_the_adapters_alone_are_exported_with_their_scale_in_far_fewer_bytes(tiny_model_dir: Path, tmp_path: Path) -> None:
-    step = trained(make_step(tiny_model_dir, tmp_path, lora={**LORA, "targets": ["q_proj"]}, transport="lora", dtype="bfloat16"))
+def test_the_adapters_alone_are_exported_with_their_scale_in_far_fewer_bytes(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    step = trained(
+        make_step(
+            tiny_model_dir, tmp_path, lora={**LORA, "targets": ["q_proj"]}, transport="lora", dtype="bfloat16"
+        )
+    )
     answer = step.export(tmp_path / "v3.safetensors")
     exported = load_file(answer.path)
     path = "model.layers.1.self_attn.q_proj"
-    assert set(exported) == {"scale", *(f"{path.replace('1', layer)}.lora_{kind}.weight" for layer in "01" for kind in "AB")}
-    assert (float(exported["scale"]), exported[f"{path}.lora_A.weight"].shape, exported[f"{path}.lora_B.weight"].shape) == (
+    assert set(exported) == {
+        "scale",
+        *(f"{path.replace('1', layer)}.lora_{kind}.weight" for layer in "01" for kind in "AB"),
+    }
+    assert (
+        float(exported["scale"]),
+        exported[f"{path}.lora_A.weight"].shape,
+        exported[f"{path}.lora_B.weight"].shape,
+    ) == (
         2.0,
         (4, 32),
         (32, 4),
@@ -157,7 +202,9 @@ def test_the_adapters_alone_are_exported_with_their_scale_in_far_fewer_bytes(tin
     assert (answer.kind, answer.num_tensors, answer.num_bytes) == ("lora", 5, 4 + 4 * 4 * 32 * 2)
 
 
-def test_saved_merged_and_saved_alone_both_open_elsewhere_with_the_logprobs_of_the_policy(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_saved_merged_and_saved_alone_both_open_elsewhere_with_the_logprobs_of_the_policy(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
     step = trained(make_step(tiny_model_dir, tmp_path))
     step.save(tmp_path / "final")
     step.save(tmp_path / "adapter", merged=False)
@@ -166,15 +213,27 @@ def test_saved_merged_and_saved_alone_both_open_elsewhere_with_the_logprobs_of_t
         assert len(modes) == 1, "weights and config are read by the same people"
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "final", dtype=torch.float32)
     assert np.abs(plain_logprobs(merged) - logprobs(step)).max() < 1e-5
-    saved_config, config = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "final", tiny_model_dir))
+    saved_config, config = (
+        json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "final", tiny_model_dir)
+    )
     assert saved_config == config
     base = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
-    with pytest.warns(FutureWarning, match="is_gradient_checkpointing"):  # peft 0.21 asks transformers 5.23 by an old name
+    with pytest.warns(
+        FutureWarning, match="is_gradient_checkpointing"
+    ):  # peft 0.21 asks transformers 5.23 by an old name
         with_adapters = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
     assert np.abs(plain_logprobs(with_adapters) - logprobs(step)).max() < 1e-5
     written = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert written["base_model_name_or_path"] == str(tiny_model_dir)
-    assert written["target_modules"] == ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+    assert written["target_modules"] == [
+        "down_proj",
+        "gate_proj",
+        "k_proj",
+        "o_proj",
+        "q_proj",
+        "up_proj",
+        "v_proj",
+    ]
 
 
 def test_adapters_cannot_be_saved_where_all_weights_are_trained(tiny_model_dir: Path, tmp_path: Path) -> None:
@@ -183,7 +242,9 @@ def test_adapters_cannot_be_saved_where_all_weights_are_trained(tiny_model_dir: 
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_reference_is_the_same_model_without_its_adapters_bit_for_bit(tiny_model_dir: Path, tmp_path: Path, dtype: str) -> None:
+def test_the_reference_is_the_same_model_without_its_adapters_bit_for_bit(
+    tiny_model_dir: Path, tmp_path: Path, dtype: str
+) -> None:
     step = make_step(tiny_model_dir, tmp_path, dtype=dtype, algorithm={"kl_coefficient": 0.1})
     header, arrays = make_batch(version=3)
     before = logprobs(step)
@@ -196,7 +257,8 @@ def test_the_reference_is_the_same_model_without_its_adapters_bit_for_bit(tiny_m
 
 def test_gradient_checkpointing_gives_the_same_adapters(tiny_model_dir: Path, tmp_path: Path) -> None:
     plain, checkpointed = (
-        trained(make_step(tiny_model_dir, tmp_path, trainer={"gradient_checkpointing": flag}), 2) for flag in (False, True)
+        trained(make_step(tiny_model_dir, tmp_path, trainer={"gradient_checkpointing": flag}), 2)
+        for flag in (False, True)
     )
     for name, master in plain._masters.named.items():
         assert torch.allclose(master, checkpointed._masters.named[name], atol=1e-6)
@@ -245,7 +307,9 @@ def test_a_weight_that_two_layers_share_is_refused() -> None:
 
 
 @pytest.mark.slow
-def test_two_ranks_train_export_and_save_the_adapters_that_one_does(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_two_ranks_train_export_and_save_the_adapters_that_one_does(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
     tolerances, algorithm = {"float32": 1e-4, "bfloat16": 0.1}, {"kl_coefficient": 0.1}
     spec = make_spec(tiny_model_dir, tmp_path, trainer={"lora": LORA, "world_size": 2}, algorithm=algorithm)
     spec.staging_dir.mkdir()
@@ -255,14 +319,27 @@ def test_two_ranks_train_export_and_save_the_adapters_that_one_does(tiny_model_d
         header, arrays = make_batch(version=3)
         two = np.load(tmp_path / dtype / "logprobs.npz")
         assert np.abs(two["logprobs"] - logprobs(alone)).max() < tolerance
-        assert np.abs(two["reference"] - alone._reference_logprobs(header, arrays, arrays.loss_mask)).max() < tolerance
-        exported, adapters = (load_file(tmp_path / dtype / f"{name}.safetensors") for name in ("weights", "lora"))
+        assert (
+            np.abs(two["reference"] - alone._reference_logprobs(header, arrays, arrays.loss_mask)).max()
+            < tolerance
+        )
+        exported, adapters = (
+            load_file(tmp_path / dtype / f"{name}.safetensors") for name in ("weights", "lora")
+        )
         saved = load_file(tmp_path / dtype / "adapter" / "adapter_model.safetensors")
-        for found, expected in ((exported, alone._adapters.merged()), (adapters, alone._adapters.export_tensors())):
+        for found, expected in (
+            (exported, alone._adapters.merged()),
+            (adapters, alone._adapters.export_tensors()),
+        ):
             assert found.keys() == expected.keys()
             for name, tensor in expected.items():
                 assert float((found[name].float() - tensor.float()).abs().mean()) < tolerance / 10, name
         assert {f"base_model.model.{name}" for name in adapters} - {"base_model.model.scale"} == set(saved)
-        assert all(torch.equal(tensor, adapters[name.removeprefix("base_model.model.")]) for name, tensor in saved.items())
-        for name, weight in AutoModelForCausalLM.from_pretrained(tmp_path / dtype / "final").named_parameters():
+        assert all(
+            torch.equal(tensor, adapters[name.removeprefix("base_model.model.")])
+            for name, tensor in saved.items()
+        )
+        for name, weight in AutoModelForCausalLM.from_pretrained(
+            tmp_path / dtype / "final"
+        ).named_parameters():
             assert torch.equal(weight, exported[name]), name

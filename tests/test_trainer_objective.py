@@ -12,9 +12,9 @@ import torch
 from engine_in_process import make_request, running_engine
 from trainer_cases import changed, make_batch, make_spec
 
-from asyncrl.serving import Refused
+from asyncrl.http import Refused
+from asyncrl.messages.trainer_calls import BatchArrays, BatchHeader, TrajectoryHeader
 from asyncrl.trainer.step import TrainStep
-from asyncrl.wire import BatchArrays, BatchHeader, TrajectoryHeader
 
 MakeStep = Callable[..., TrainStep]
 Answer = tuple[torch.Tensor, dict[str, Any]]
@@ -34,7 +34,11 @@ def loss_with_words(current_M: torch.Tensor, *_: Any) -> Answer:
 
 
 def loss_with_fixed_names(current_M: torch.Tensor, *_: Any) -> Answer:
-    return current_M * 1.0, {"ess": torch.tensor(-1e6), "loss": torch.tensor(-1e6), "mine": 2.0 * len(current_M)}
+    return current_M * 1.0, {
+        "ess": torch.tensor(-1e6),
+        "loss": torch.tensor(-1e6),
+        "mine": 2.0 * len(current_M),
+    }
 
 
 def advantage_with_gradient(reward_B: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
@@ -42,25 +46,33 @@ def advantage_with_gradient(reward_B: torch.Tensor, _: torch.Tensor) -> torch.Te
 
 
 @pytest.mark.parametrize("name", ["loss_with_statistics_a_token", "loss_with_words"])
-def test_statistics_that_are_no_numbers_are_refused_by_the_name_of_the_loss(make_step: MakeStep, name: str) -> None:
+def test_statistics_that_are_no_numbers_are_refused_by_the_name_of_the_loss(
+    make_step: MakeStep, name: str
+) -> None:
     with pytest.raises(Refused, match=f"algorithm.loss=test_trainer_objective:{name} returned") as caught:
         make_step(algorithm={"loss": f"test_trainer_objective:{name}"}).train(*make_batch())
     assert "one number each" in caught.value.body.rule
 
 
 def test_a_statistic_of_the_users_own_hides_no_metric_that_is_always_there(make_step: MakeStep) -> None:
-    metrics = make_step(algorithm={"loss": "test_trainer_objective:loss_with_fixed_names"}).train(*make_batch())
+    metrics = make_step(algorithm={"loss": "test_trainer_objective:loss_with_fixed_names"}).train(
+        *make_batch()
+    )
     assert 0 < metrics["policy/ess"] <= 1
     assert metrics["policy/loss"] > -100
     assert metrics["policy/mine"] == pytest.approx(2.0)
 
 
 def test_an_advantage_of_the_users_own_may_have_a_gradient(make_step: MakeStep) -> None:
-    metrics = make_step(algorithm={"advantage": "test_trainer_objective:advantage_with_gradient"}).train(*make_batch())
+    metrics = make_step(algorithm={"advantage": "test_trainer_objective:advantage_with_gradient"}).train(
+        *make_batch()
+    )
     assert metrics["policy/grad_norm"] > 0
 
 
-@pytest.mark.parametrize("algorithm", [{"loss": "decoupled_ppo"}, {"loss": "tis"}, {"loss": "m2po"}, {"kl_coefficient": 0.1}])
+@pytest.mark.parametrize(
+    "algorithm", [{"loss": "decoupled_ppo"}, {"loss": "tis"}, {"loss": "m2po"}, {"kl_coefficient": 0.1}]
+)
 def test_logprobs_that_are_nan_skip_the_step_whatever_else_is_made_of_them_and_training_goes_on_after(
     make_step: MakeStep, algorithm: dict[str, Any]
 ) -> None:
@@ -71,7 +83,9 @@ def test_logprobs_that_are_nan_skip_the_step_whatever_else_is_made_of_them_and_t
         weight[10] = torch.nan
     metrics = step.train(*make_batch(version=0))
     assert metrics["trainer/skipped_steps"] == 1
-    assert {"policy/loss", "policy/grad_norm"} <= {name for name, value in metrics.items() if np.isnan(value)}, "0.0 would be a lie"
+    assert {"policy/loss", "policy/grad_norm"} <= {
+        name for name, value in metrics.items() if np.isnan(value)
+    }, "0.0 would be a lie"
     assert all(np.isfinite(value) for name, value in metrics.items() if not name.startswith("policy/"))
     assert (step.spec.failed_dir / "step_0.safetensors").exists()
     with torch.no_grad():
@@ -97,10 +111,15 @@ def sampled_batch(model_dir: Path, temperature: float) -> tuple[BatchHeader, Bat
     with running_engine(model_dir) as engine:
         for group in range(4):
             prompt = tuple(range(6 + group, 12 + group))
-            answer = engine.submit(make_request(f"r{group}", prompt, seed=group, temperature=temperature)).result(timeout=60)
+            answer = engine.submit(
+                make_request(f"r{group}", prompt, seed=group, temperature=temperature)
+            ).result(timeout=60)
             start = len(columns)
             columns += [(token, False, 0.0, -1) for token in prompt]
-            columns += [(token, True, logprob, 0) for token, logprob in zip(answer.token_ids, answer.logprobs, strict=True)]
+            columns += [
+                (token, True, logprob, 0)
+                for token, logprob in zip(answer.token_ids, answer.logprobs, strict=True)
+            ]
             headers.append(
                 TrajectoryHeader(
                     group_index=group // 2, group_id=group // 2, sample_index=group % 2, prompt_id="p",
@@ -127,10 +146,14 @@ def test_the_trainers_logprobs_are_those_that_the_engine_sampled_with_at_its_tem
     assert another["policy/logprob_gap_max"] > 0.05, "another temperature would be seen"
 
 
-def test_a_mini_batch_that_is_masked_out_is_left_out_and_the_schedule_goes_on_all_the_same(make_step: MakeStep) -> None:
+def test_a_mini_batch_that_is_masked_out_is_left_out_and_the_schedule_goes_on_all_the_same(
+    make_step: MakeStep,
+) -> None:
     header, arrays = make_batch(version=3, min_version=2, mask_older=True, num_groups=2)
     half = next(entry.start for entry in header.trajectories if entry.group_index == 1)
-    versions = np.where(np.arange(len(arrays.versions)) >= half, np.minimum(arrays.versions, 0), arrays.versions)
+    versions = np.where(
+        np.arange(len(arrays.versions)) >= half, np.minimum(arrays.versions, 0), arrays.versions
+    )
     step = make_step(trainer={"mini_batches": 2, "epochs": 3, "num_steps": 10, "schedule": "linear"})
     step.policy_version, step.num_optimizer_steps = 3, 18
     metrics = step.train(header, changed(arrays, versions=versions))

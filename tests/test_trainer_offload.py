@@ -18,14 +18,14 @@ from tiny_model import make_tiny_model
 from torch import Tensor
 from trainer_cases import make_batch, make_spec
 
-from asyncrl.serving import Refused
-from asyncrl.trainer.memory import HostMemory
+from asyncrl.http import Refused
+from asyncrl.messages.base import TrainerPart
+from asyncrl.trainer.host_memory import HostMemory
 from asyncrl.trainer.movable_step import MovableStep
-from asyncrl.trainer.parking import Parking
+from asyncrl.trainer.offload import Parking
 from asyncrl.trainer.ranks import ALONE
 from asyncrl.trainer.step import TrainStep
-from asyncrl.trainer.stores import HostBuffers, HostFile
-from asyncrl.wire import TrainerPart
+from asyncrl.weights.stores import HostBuffers, HostFile
 
 ALL: tuple[TrainerPart, ...] = ("weights", "gradients", "optimizer")
 MakeStep = Callable[..., MovableStep]
@@ -83,9 +83,25 @@ def test_a_trainer_that_was_offloaded_between_its_steps_takes_the_steps_of_one_t
     step = make_step(folder, **values)
     between: list[list[tuple[str, tuple[TrainerPart, ...]]]] = [
         [("offload", ALL), ("onload", ALL)],  # before there is any optimizer state
-        [("offload", ("gradients", "optimizer")), ("offload", ("weights",)), ("onload", ("weights", "optimizer"))],
-        [("offload", ("optimizer",)), ("offload", ALL), ("offload", ALL), ("onload", ("optimizer",)), ("onload", ALL), ("onload", ALL)],
-        [("offload", ("weights",)), ("onload", ("weights",)), ("offload", ("optimizer",)), ("onload", ("optimizer",))],
+        [
+            ("offload", ("gradients", "optimizer")),
+            ("offload", ("weights",)),
+            ("onload", ("weights", "optimizer")),
+        ],
+        [
+            ("offload", ("optimizer",)),
+            ("offload", ALL),
+            ("offload", ALL),
+            ("onload", ("optimizer",)),
+            ("onload", ALL),
+            ("onload", ALL),
+        ],
+        [
+            ("offload", ("weights",)),
+            ("onload", ("weights",)),
+            ("offload", ("optimizer",)),
+            ("onload", ("optimizer",)),
+        ],
     ]
     for version, moves in enumerate(between):
         for move, parts in moves:
@@ -105,10 +121,14 @@ def test_what_is_away_has_no_memory_and_moves_are_counted_once(make_step: MakeSt
     num_parameters = sum(parameter.numel() for parameter in step.policy.parameters())
     moved = step.offload(("optimizer",))
     assert moved.num_bytes / (num_parameters * 12) >= 0.8, "float32 masters and two moments"
-    assert moved.num_bytes <= num_parameters * 12 + mmap.PAGESIZE * len(optimizer), "by whole pages, at most one more for each tensor"
+    assert moved.num_bytes <= num_parameters * 12 + mmap.PAGESIZE * len(optimizer), (
+        "by whole pages, at most one more for each tensor"
+    )
     assert are_gone(optimizer)
     assert not are_gone(weights), "an export needs no more than these"
-    assert step.offload(("weights", "optimizer")).num_bytes >= 0.75 * num_parameters * 4, "policy and reference in bfloat16, and buffers"
+    assert step.offload(("weights", "optimizer")).num_bytes >= 0.75 * num_parameters * 4, (
+        "policy and reference in bfloat16, and buffers"
+    )
     assert are_gone(weights)
     assert step.offload(ALL).num_bytes == 0
     assert step.offloaded == ["weights", "gradients", "optimizer"]
@@ -117,7 +137,9 @@ def test_what_is_away_has_no_memory_and_moves_are_counted_once(make_step: MakeSt
     assert step.offloaded == ["weights", "gradients"]
 
 
-def test_gradients_that_are_left_over_are_dropped_and_the_next_step_makes_its_own(make_step: MakeStep) -> None:
+def test_gradients_that_are_left_over_are_dropped_and_the_next_step_makes_its_own(
+    make_step: MakeStep,
+) -> None:
     step = make_step()
     weight = next(step.policy.parameters())
     weight.grad = torch.ones_like(weight)
@@ -181,11 +203,16 @@ def test_a_checkpoint_of_an_offloaded_trainer_is_that_of_one_which_is_not(
     assert loaded == [step.weights_digest()] * 2
 
 
-def test_a_part_that_a_full_disk_does_not_take_stays_where_it_was_and_the_error_says_so(make_step: MakeStep, tmp_path: Path) -> None:
+def test_a_part_that_a_full_disk_does_not_take_stays_where_it_was_and_the_error_says_so(
+    make_step: MakeStep, tmp_path: Path
+) -> None:
     plain, step = make_step(), make_step()
     for one in (plain, step):
         one.train(*make_batch())
-    with full_disk(), pytest.raises(Refused, match=r"cannot offload weights, optimizer to .*/offload: OSError") as refused:
+    with (
+        full_disk(),
+        pytest.raises(Refused, match=r"cannot offload weights, optimizer to .*/offload: OSError") as refused,
+    ):
         step.offload(("weights", "optimizer"))
     assert refused.value.status == 507
     assert refused.value.body.rule == "what cannot be moved stays where it was"
@@ -199,7 +226,9 @@ def test_a_part_that_a_full_disk_does_not_take_stays_where_it_was_and_the_error_
     assert step.weights_digest() == plain.weights_digest()
 
 
-def test_the_file_has_no_name_so_that_no_end_of_the_process_leaves_it_behind(make_step: MakeStep, tmp_path: Path) -> None:
+def test_the_file_has_no_name_so_that_no_end_of_the_process_leaves_it_behind(
+    make_step: MakeStep, tmp_path: Path
+) -> None:
     step = make_step()
     step.offload(ALL)
     assert list((tmp_path / "offload").iterdir()) == []
@@ -226,7 +255,10 @@ def test_tensors_over_a_mapped_file_and_with_a_numpy_view_are_moved_too(tmp_path
 def test_a_store_gives_back_what_was_put_at_each_offset_wherever_slabs_end(data: st.DataObject) -> None:
     store = HostBuffers(torch.device("cpu"), slab_bytes=2 ** data.draw(st.integers(0, 4)))
     for _ in range(2):  # the second time into what the first has made
-        pieces = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in data.draw(st.lists(st.integers(0, 40), max_size=5))]
+        pieces = [
+            torch.randint(0, 256, (size,), dtype=torch.uint8)
+            for size in data.draw(st.lists(st.integers(0, 40), max_size=5))
+        ]
         offsets = [sum(len(piece) for piece in pieces[:index]) for index in range(len(pieces))]
         store.reserve(sum(len(piece) for piece in pieces))
         for offset, piece in zip(offsets, pieces, strict=True):
@@ -254,14 +286,20 @@ def test_a_file_is_made_once_and_grows_to_the_most_it_has_held(tmp_path: Path) -
         store.wait()
 
 
-def test_storages_that_are_set_to_size_0_as_on_a_device_come_back_to_the_bit_too(paged_model_dir: Path, tmp_path: Path) -> None:
+def test_storages_that_are_set_to_size_0_as_on_a_device_come_back_to_the_bit_too(
+    paged_model_dir: Path, tmp_path: Path
+) -> None:
     spec = make_spec(paged_model_dir, tmp_path, dtype="bfloat16", algorithm={"kl_coefficient": 0.1})
-    steps_agree(spec, ALONE, tmp_path)  # in float32 the weights of a model on the CPU lie in a mapped file, which has one size
+    steps_agree(
+        spec, ALONE, tmp_path
+    )  # in float32 the weights of a model on the CPU lie in a mapped file, which has one size
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_on_a_device_parts_go_to_pinned_memory_and_come_back_to_the_bit(make_step: MakeStep, tmp_path: Path, dtype: str) -> None:
+def test_on_a_device_parts_go_to_pinned_memory_and_come_back_to_the_bit(
+    make_step: MakeStep, tmp_path: Path, dtype: str
+) -> None:
     step = make_step(device="cuda", dtype=dtype)
     step.train(*make_batch())
     digest, before = step.weights_digest(), torch.cuda.memory_allocated()

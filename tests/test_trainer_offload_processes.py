@@ -16,18 +16,12 @@ from tiny_model import make_tiny_model
 from torch import multiprocessing
 from trainer_cases import make_batch, make_spec
 
-from asyncrl.calling import CallRefused
 from asyncrl.errors import TrainerError
-from asyncrl.trainer.client import TrainerClient
-from asyncrl.trainer.weights import digest_of
-from asyncrl.wire import (
-    ExportChunkResponse,
-    Moved,
-    StateRequest,
-    StateSaved,
-    TrainerHealth,
-    TrainerPart,
-)
+from asyncrl.http import CallRefused
+from asyncrl.messages.base import Moved, TrainerPart
+from asyncrl.messages.trainer_calls import ExportChunkResponse, StateRequest, StateSaved, TrainerHealth
+from asyncrl.trainer.trainer_client import TrainerClient
+from asyncrl.weights.export import digest_of
 
 pytestmark = pytest.mark.slow
 
@@ -47,7 +41,11 @@ def chunk(group: Group, version: int, index: int) -> ExportChunkResponse:
 
 
 def save_state(group: Group, path: Path) -> None:
-    group.ask(lambda caller: caller.post("/begin_save_state", StateRequest(path=str(path)), StateSaved, timeout_s=TIMEOUT_S))
+    group.ask(
+        lambda caller: caller.post(
+            "/begin_save_state", StateRequest(path=str(path)), StateSaved, timeout_s=TIMEOUT_S
+        )
+    )
     group.ask(lambda caller: caller.post("/wait_save_state", b"", TrainerHealth, timeout_s=TIMEOUT_S))
 
 
@@ -101,7 +99,9 @@ def big_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_resident_memory_drops_by_what_was_offloaded_and_is_back_after_onload(big_model_dir: Path, tmp_path: Path, world_size: int) -> None:
+def test_resident_memory_drops_by_what_was_offloaded_and_is_back_after_onload(
+    big_model_dir: Path, tmp_path: Path, world_size: int
+) -> None:
     with running(big_model_dir, tmp_path / "w", world_size) as group:
         group.train(*make_batch())
         save_state(group, tmp_path / "first")  # imports, and its copy stays
@@ -114,31 +114,49 @@ def test_resident_memory_drops_by_what_was_offloaded_and_is_back_after_onload(bi
 
         save_state(group, tmp_path / "state")
         saved = resident(group)
-        assert sum(saved) - sum(away) <= moved.num_bytes * 0.7, "the copy that it was written from is freed again"
+        assert sum(saved) - sum(away) <= moved.num_bytes * 0.7, (
+            "the copy that it was written from is freed again"
+        )
 
-        with torn_file(group.processes[-1].pid), pytest.raises(TrainerError, match="cannot onload weights, gradients, optimizer") as no:
+        with (
+            torn_file(group.processes[-1].pid),
+            pytest.raises(TrainerError, match="cannot onload weights, gradients, optimizer") as no,
+        ):
             onload(group, *ALL)
         assert "what cannot be moved stays offloaded" in str(no.value)
         assert [group.health(rank).offloaded for rank in range(world_size)] == [list(ALL)] * world_size
-        assert sum(resident(group)) - sum(saved) <= moved.num_bytes * 0.7, "no rank keeps what another could not take"
+        assert sum(resident(group)) - sum(saved) <= moved.num_bytes * 0.7, (
+            "no rank keeps what another could not take"
+        )
 
         still_away = resident(group)
         assert onload(group, "weights", "optimizer").num_bytes == moved.num_bytes
         back = resident(group)
-        assert sum(back) - sum(still_away) >= 0.5 * moved.num_bytes, "the allocator may have let go of other memory meanwhile"
+        assert sum(back) - sum(still_away) >= 0.5 * moved.num_bytes, (
+            "the allocator may have let go of other memory meanwhile"
+        )
         assert sum(back) <= sum(before) + moved.num_bytes * 0.7
         group.train(*make_batch(version=1))
         print(f"{world_size} ranks: {moved}; resident {before} -> {away} -> {back}")
 
 
-def test_two_ranks_that_were_offloaded_give_the_bits_of_two_that_never_were(paged_model_dir: Path, tmp_path: Path) -> None:
-    with running(paged_model_dir, tmp_path / "plain") as plain, running(paged_model_dir, tmp_path / "moved") as moved:
+def test_two_ranks_that_were_offloaded_give_the_bits_of_two_that_never_were(
+    paged_model_dir: Path, tmp_path: Path
+) -> None:
+    with (
+        running(paged_model_dir, tmp_path / "plain") as plain,
+        running(paged_model_dir, tmp_path / "moved") as moved,
+    ):
         for version in range(4):
-            assert (offload(moved, "optimizer").num_bytes > 0) == (version > 0), "there are moments once there was a step"
+            assert (offload(moved, "optimizer").num_bytes > 0) == (version > 0), (
+                "there are moments once there was a step"
+            )
             offload(moved, *ALL)
             assert offload(moved, *ALL).num_bytes == 0
             if version == 2:
-                with pytest.raises(CallRefused, match="cannot train: weights and optimizer are offloaded") as refused:
+                with pytest.raises(
+                    CallRefused, match="cannot train: weights and optimizer are offloaded"
+                ) as refused:
                     moved.train(*make_batch(version=version))
                 assert refused.value.status == 409
                 with pytest.raises(CallRefused, match="cannot export: weights are offloaded"):
@@ -147,26 +165,41 @@ def test_two_ranks_that_were_offloaded_give_the_bits_of_two_that_never_were(page
                     moved.save(tmp_path / "saved")
                 save_state(moved, tmp_path / "state")
             onload(moved, *ALL)
-            expected, actual = (group.train(*make_batch(version=version, seed=version)).metrics for group in (plain, moved))
+            expected, actual = (
+                group.train(*make_batch(version=version, seed=version)).metrics for group in (plain, moved)
+            )
             assert {**actual, "perf/train_s": 0} == {**expected, "perf/train_s": 0}
         assert moved.export().digest == plain.export().digest
-        plain.ask(lambda caller: caller.post("/load_state", StateRequest(path=str(tmp_path / "state")), TrainerHealth, timeout_s=TIMEOUT_S))
+        plain.ask(
+            lambda caller: caller.post(
+                "/load_state", StateRequest(path=str(tmp_path / "state")), TrainerHealth, timeout_s=TIMEOUT_S
+            )
+        )
         for version in (2, 3):
             plain.train(*make_batch(version=version, seed=version))
         assert moved.export().digest == plain.export().digest, "the state was saved while it was away"
 
 
-def test_shards_whose_storages_are_set_to_size_0_as_on_a_device_come_back_to_the_bit_too(paged_model_dir: Path, tmp_path: Path) -> None:
+def test_shards_whose_storages_are_set_to_size_0_as_on_a_device_come_back_to_the_bit_too(
+    paged_model_dir: Path, tmp_path: Path
+) -> None:
     (tmp_path / "staging").mkdir()
-    specs = [make_spec(paged_model_dir, tmp_path, trainer={"world_size": 2}, dtype=dtype) for dtype in ("float32", "bfloat16")]
+    specs = [
+        make_spec(paged_model_dir, tmp_path, trainer={"world_size": 2}, dtype=dtype)
+        for dtype in ("float32", "bfloat16")
+    ]
     multiprocessing.spawn(rank_main, ([spec.model_dump_json() for spec in specs], tmp_path), nprocs=2)
 
 
-def test_a_part_that_one_rank_cannot_offload_stays_on_all_of_them(paged_model_dir: Path, tmp_path: Path) -> None:
+def test_a_part_that_one_rank_cannot_offload_stays_on_all_of_them(
+    paged_model_dir: Path, tmp_path: Path
+) -> None:
     with running(paged_model_dir, tmp_path / "w") as group:
         group.train(*make_batch())
         with limited(group.processes[1].pid, resource.RLIMIT_FSIZE, 20_000):
-            with pytest.raises(TrainerError, match=r"cannot offload weights, gradients, optimizer to .* on rank 1: OSError") as refused:
+            with pytest.raises(
+                TrainerError, match=r"cannot offload weights, gradients, optimizer to .* on rank 1: OSError"
+            ) as refused:
                 offload(group, *ALL)
         assert refused.value.rule == "what cannot be moved stays where it was"
         assert [group.health(rank).offloaded for rank in range(2)] == [[], []]
@@ -185,19 +218,30 @@ def all_chunks(group: Group, version: int) -> list[ExportChunkResponse]:
     return answers
 
 
-def test_two_ranks_gather_chunk_by_chunk_and_take_no_more_memory_than_one(big_model_dir: Path, tmp_path: Path) -> None:
+def test_two_ranks_gather_chunk_by_chunk_and_take_no_more_memory_than_one(
+    big_model_dir: Path, tmp_path: Path
+) -> None:
     chunk_bytes = 6 * MB
     with running(big_model_dir, tmp_path / "w", chunk_bytes=chunk_bytes) as group:
         assert [group.health(rank).policy_version for rank in range(2)] == [0, 0]
         whole = None
-        for turn, limit in enumerate([1.5 * chunk_bytes + 8 * MB, 1.5 * chunk_bytes]):  # the first time with whatever has its first use
+        for turn, limit in enumerate(
+            [1.5 * chunk_bytes + 8 * MB, 1.5 * chunk_bytes]
+        ):  # the first time with whatever has its first use
             for process in group.processes:
-                Path(f"/proc/{process.pid}/clear_refs").write_text("5", encoding="ascii")  # sets the peak back to what is resident
+                Path(f"/proc/{process.pid}/clear_refs").write_text(
+                    "5", encoding="ascii"
+                )  # sets the peak back to what is resident
             before = resident(group)
             answers = all_chunks(group, 0)
-            growth = [status_bytes(process.pid, "VmHWM") - was for process, was in zip(group.processes, before, strict=True)]
+            growth = [
+                status_bytes(process.pid, "VmHWM") - was
+                for process, was in zip(group.processes, before, strict=True)
+            ]
             num_bytes = sum(answer.num_bytes for answer in answers)
-            print(f"turn {turn}: {num_bytes} bytes in {len(answers)} chunks of {chunk_bytes}, peak memory grew by {growth} bytes by rank")
+            print(
+                f"turn {turn}: {num_bytes} bytes in {len(answers)} chunks of {chunk_bytes}, peak memory grew by {growth} bytes by rank"
+            )
             assert max(growth) <= limit, growth
             assert len(answers) > 5
             assert max(answer.num_bytes for answer in answers) <= chunk_bytes
@@ -214,7 +258,9 @@ def test_a_chunk_that_cannot_be_written_leaves_all_ranks_ready(paged_model_dir: 
         assert group.health(0).policy_version == 0
         file = tmp_path / "w" / "staging" / "chunk.safetensors"
         file.symlink_to("/dev/full")
-        with pytest.raises(TrainerError, match=r"was refused \(507\): cannot write chunk 0 into .*No space left") as refused:
+        with pytest.raises(
+            TrainerError, match=r"was refused \(507\): cannot write chunk 0 into .*No space left"
+        ) as refused:
             chunk(group, 0, 0)
         assert "lower publisher.chunk_bytes" in refused.value.way_out
         file.unlink()

@@ -10,10 +10,11 @@ from pydantic import BaseModel
 from test_trainer_supervision import House
 
 from asyncrl.errors import TrainerError
+from asyncrl.messages.base import Moved
+from asyncrl.messages.trainer_calls import ExportChunkRequest, ExportChunkResponse, OffloadRequest
 from asyncrl.testing.fake_trainer import FakeTrainerServer
 from asyncrl.testing.virtual_time import run_virtual
-from asyncrl.trainer.client import TrainerClient
-from asyncrl.wire import ExportChunkRequest, ExportChunkResponse, Moved, OffloadRequest
+from asyncrl.trainer.trainer_client import TrainerClient
 
 
 class MovableServer(FakeTrainerServer):
@@ -33,7 +34,9 @@ class MovableServer(FakeTrainerServer):
             self.away = self.away | set(body.parts) if path == "/offload" else self.away - set(body.parts)
             return Moved(num_bytes=abs(len(self.away) - before), seconds=0.0)
         if isinstance(body, ExportChunkRequest):
-            return ExportChunkResponse(**body.model_dump(), path="fake", digest="d", num_tensors=1, num_bytes=1, is_last=True)
+            return ExportChunkResponse(
+                **body.model_dump(), path="fake", digest="d", num_tensors=1, num_bytes=1, is_last=True
+            )
         return await super()._work(path, body)
 
 
@@ -68,7 +71,9 @@ def test_moves_and_chunks_pass_through_and_a_lost_call_is_made_again() -> None:
     in_house(story)
 
 
-def test_new_processes_are_off_the_device_where_the_lost_ones_were_and_only_once_they_are_where_they_were() -> None:
+def test_new_processes_are_off_the_device_where_the_lost_ones_were_and_only_once_they_are_where_they_were() -> (
+    None
+):
     async def story(house: MovableHouse) -> None:
         await house.go(2)
         await house.trainer.offload(["weights", "gradients", "optimizer"])
@@ -79,7 +84,9 @@ def test_new_processes_are_off_the_device_where_the_lost_ones_were_and_only_once
         house.trainer.is_up = False
         await house.trainer.wait_up()
         assert house.movable.away == {"gradients", "optimizer"}
-        assert house.movable.calls == ["/train", "/train", "/offload"], "what is trained again needs all of it"
+        assert house.movable.calls == ["/train", "/train", "/offload"], (
+            "what is trained again needs all of it"
+        )
         await house.trainer.onload(["optimizer"])
         await house.go(1)
         house.check()

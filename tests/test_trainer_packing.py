@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from packing_cases import Rows, batch_of, random_groups, trees
 
-from asyncrl.trainer import packing
-from asyncrl.trainer.packing import MicroBatch, pack
-from asyncrl.wire import BatchArrays, BatchHeader
+from asyncrl.messages.trainer_calls import BatchArrays, BatchHeader
+from asyncrl.trainer.model import packing
+from asyncrl.trainer.model.packing import MicroBatch, pack
 
 CPU = torch.device("cpu")
 
@@ -35,7 +35,10 @@ def test_every_loss_token_is_there_once_with_its_own_context(groups: Rows, max_t
         for index, (prefix_start, prefix, own_start, own) in enumerate(micro.layout.rows):
             entry = header.trajectories[micro.trajectory_S[index]]
             places = [*range(prefix_start, prefix_start + prefix), *range(own_start, own_start + own)]
-            assert micro.token_ids_N[places].tolist() == arrays.token_ids[entry.start : entry.start + prefix + own].tolist()
+            assert (
+                micro.token_ids_N[places].tolist()
+                == arrays.token_ids[entry.start : entry.start + prefix + own].tolist()
+            )
             assert micro.position_N[places].tolist() == list(range(prefix + own))
             offset = micro.source_M[sequence_M == index] - entry.start
             assert [places[before] for before in offset - 1] == predict_M[sequence_M == index].tolist()
@@ -105,7 +108,10 @@ def test_a_sequence_longer_than_the_limit_is_alone_and_whole() -> None:
 
 def test_on_a_cpu_a_micro_batch_is_no_larger_than_its_caches_like(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(packing.MOST_TOKENS, "cpu", 30)
-    assert [micro.layout.num_tokens for micro in packed(random_groups([[9], [9], [9]], prompt=7))[2]] == [30, 15]
+    assert [micro.layout.num_tokens for micro in packed(random_groups([[9], [9], [9]], prompt=7))[2]] == [
+        30,
+        15,
+    ]
 
 
 def test_sequences_without_loss_are_left_out_and_a_batch_of_them_is_empty() -> None:

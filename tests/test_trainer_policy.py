@@ -14,10 +14,10 @@ from packing_cases import Rows, batch_of, naive, random_groups, trees
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from asyncrl.trainer import plan_check
-from asyncrl.trainer.packing import MicroBatch, pack
-from asyncrl.trainer.plan_check import Plan, find_plan
-from asyncrl.trainer.policy import Policy
+from asyncrl.trainer.model import plan_check
+from asyncrl.trainer.model.packing import MicroBatch, pack
+from asyncrl.trainer.model.plan_check import Plan, find_plan
+from asyncrl.trainer.model.policy import Policy
 
 GROUPS = random_groups([[5, 60, 1, 9], [40], [3, 3, 30]])
 COMMON = {
@@ -39,11 +39,21 @@ PACKED: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "llama": {},
     "mistral": {"sliding_window": None},
-    "gemma2": {"attn_logit_softcapping": None, "final_logit_softcapping": 2.0, "query_pre_attn_scalar": 8, "sliding_window": 1000},
+    "gemma2": {
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": 2.0,
+        "query_pre_attn_scalar": 8,
+        "sliding_window": 1000,
+    },
     "olmo2": {},
     "phi3": {},
     "granite": {"logits_scaling": 2.0},
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1},
+    "qwen3_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "decoder_sparse_step": 1,
+    },
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256},
 }
 PADDED: dict[str, dict[str, Any]] = {
@@ -56,13 +66,17 @@ def make_model(kind: str = "qwen3", dtype: torch.dtype = torch.float32, **change
     torch.manual_seed(0)
     settings = {**COMMON, **PACKED.get(kind, PADDED.get(kind, {})), **changes}
     # The same weights whatever the dtype; buffers, such as a rotary embedding's frequencies, stay as they are made.
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings), dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(kind, **settings), dtype=torch.float32
+    ).eval()
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model
 
 
-def run(policy: Policy, groups: Rows, max_tokens: int = 10**6, temperature: float = 1.0) -> tuple[Tensor, dict[str, Tensor]]:
+def run(
+    policy: Policy, groups: Rows, max_tokens: int = 10**6, temperature: float = 1.0
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Logprobs in the batch's order, and gradients of their sum weighted by 1, 2, 3, ...: one backward pass a micro-batch."""
     header, arrays = batch_of(groups)
     policy.zero_grad()
@@ -84,10 +98,16 @@ def run_plain(model: Any, groups: Rows, temperature: float = 1.0) -> tuple[Tenso
 
 
 def gradients(model: Any) -> dict[str, Tensor]:
-    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return {
+        name: parameter.grad.clone()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
 
 
-def assert_same(found: tuple[Tensor, dict[str, Tensor]], expected: tuple[Tensor, dict[str, Tensor]], limit: float) -> None:
+def assert_same(
+    found: tuple[Tensor, dict[str, Tensor]], expected: tuple[Tensor, dict[str, Tensor]], limit: float
+) -> None:
     """Logprobs to 10 * limit, in nats; the whole gradient to `limit`, relative, and each parameter's to 10 * limit."""
     torch.testing.assert_close(found[0].double(), expected[0].double(), rtol=0, atol=10 * limit)
     assert found[1].keys() == expected[1].keys()
@@ -101,7 +121,9 @@ def assert_same(found: tuple[Tensor, dict[str, Tensor]], expected: tuple[Tensor,
 
 @pytest.mark.parametrize("kind", PACKED)
 def test_usual_architectures_run_packed_and_give_plain_gradients(kind: str) -> None:
-    model = make_model(kind, torch.float32 if kind == "qwen3_moe" else torch.float64)  # its experts' kernel knows no float64
+    model = make_model(
+        kind, torch.float32 if kind == "qwen3_moe" else torch.float64
+    )  # its experts' kernel knows no float64
     expected = run_plain(model, GROUPS, 0.7)
     policy = Policy(model)
     assert policy.plan.is_packed, policy.plan.reason
@@ -129,7 +151,9 @@ def test_a_soft_cap_that_small_logits_do_not_feel_is_found_and_computed_once_the
 
 
 @pytest.mark.parametrize("kind", PADDED)
-def test_others_are_found_out_told_in_the_log_and_run_padded(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_others_are_found_out_told_in_the_log_and_run_padded(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
     model = make_model(kind)
     expected = run_plain(model, GROUPS)
     before = model.config._attn_implementation
@@ -152,7 +176,9 @@ def test_any_tree_and_any_cut_give_plain_gradients(groups: Rows, max_tokens: int
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_group_whose_sequences_are_all_the_same_has_no_own_tokens_and_still_trains(dtype: torch.dtype) -> None:
+def test_a_group_whose_sequences_are_all_the_same_has_no_own_tokens_and_still_trains(
+    dtype: torch.dtype,
+) -> None:
     (row,) = random_groups([[6]])[0]
     header, arrays = batch_of([[row] * 4])
     policy = Policy(make_model().to(dtype))
@@ -173,7 +199,10 @@ def test_in_float32_logprobs_agree_to_1e_5_and_gradients_to_1e_6() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_padded_and_packed_give_the_same(dtype: torch.dtype) -> None:
-    packed, padded = Policy(make_model(dtype=dtype)), Policy(make_model(dtype=dtype), Plan(False, True, reason="asked for"))
+    packed, padded = (
+        Policy(make_model(dtype=dtype)),
+        Policy(make_model(dtype=dtype), Plan(False, True, reason="asked for")),
+    )
     assert packed.plan.is_packed
     one, other = run(packed, GROUPS), run(padded, GROUPS)
     if dtype == torch.float32:
@@ -269,7 +298,9 @@ def test_without_gradient_nothing_is_kept() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_plan_check_sees_a_model_whose_sequences_see_each_other(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plan_check_sees_a_model_whose_sequences_see_each_other(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An attention that takes packed tokens for one long sequence is the mistake that it is there for."""
     real = plan_check.packed_inputs
 

@@ -29,7 +29,9 @@ def test_a_rank_that_dies_while_batches_are_trained_again_costs_another_restart(
         await house.steps(2)
         house.server.die()
         going = house.go(1)
-        await asyncio.sleep(house.trainer.config.backoff_s + START_S + TRAIN_S / 2)  # new ranks are at the first batch again
+        await asyncio.sleep(
+            house.trainer.config.backoff_s + START_S + TRAIN_S / 2
+        )  # new ranks are at the first batch again
         assert house.trainer.num_restarts == 1
         house.server.refuse["/train"] = BROKEN
         asyncio.get_running_loop().call_later(TRAIN_S, house.server.peers[0].die)

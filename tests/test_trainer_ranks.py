@@ -21,23 +21,34 @@ from tiny_model import make_tiny_model
 from trainer_cases import changed, make_batch, make_spec
 from transformers import AutoModelForCausalLM
 
-from asyncrl.calling import CallLost, CallRefused
 from asyncrl.config import load_config
 from asyncrl.errors import ConfigError, RoomError
-from asyncrl.running import startup
+from asyncrl.http import CallLost, CallRefused
+from asyncrl.messages.base import find_fatal
+from asyncrl.messages.trainer_calls import (
+    BatchArrays,
+    BatchHeader,
+    ExportResponse,
+    TrainerHealth,
+    TrainResponse,
+)
+from asyncrl.run import start as startup
 from asyncrl.trainer.ranks import ALONE, join_ranks
 from asyncrl.trainer.shares import split_tokens
 from asyncrl.trainer.step import TrainStep
-from asyncrl.trainer.weights import digest_of
-from asyncrl.wire import BatchArrays, BatchHeader, ExportResponse, TrainerHealth, TrainResponse, find_fatal
+from asyncrl.weights.export import digest_of
 
 
 def aged(header: BatchHeader, arrays: BatchArrays) -> tuple[BatchHeader, BatchArrays]:
     """As if every third sequence had been sampled by the version before."""
     versions = arrays.versions.copy()
     for entry in header.trajectories[::3]:
-        versions[entry.start : entry.end] = np.where(arrays.loss_mask[entry.start : entry.end], max(header.version - 1, 0), -1)
-    return header.model_copy(update={"min_version": max(header.version - 1, 0)}), changed(arrays, versions=versions)
+        versions[entry.start : entry.end] = np.where(
+            arrays.loss_mask[entry.start : entry.end], max(header.version - 1, 0), -1
+        )
+    return header.model_copy(update={"min_version": max(header.version - 1, 0)}), changed(
+        arrays, versions=versions
+    )
 
 
 def compare(
@@ -57,7 +68,9 @@ def compare(
     """Train one process and several on the same batches: metrics and exported weights agree within `atol`."""
     (folder / "alone").mkdir()
     alone = TrainStep(make_spec(model_dir, folder / "alone", trainer=trainer, **values))
-    with running(model_dir, folder / "ranks", world_size, trainer={**(trainer or {}), **(only_ranks or {})}, **values) as group:
+    with running(
+        model_dir, folder / "ranks", world_size, trainer={**(trainer or {}), **(only_ranks or {})}, **values
+    ) as group:
         for version in range(num_steps):
             header, arrays = aged(*make(version))
             expected, actual = alone.train(header, arrays), group.train(header, arrays).metrics
@@ -75,22 +88,34 @@ def compare(
             torch.testing.assert_close(actual_weights[name], tensor, rtol=0, atol=atol)
         group.save(folder / "saved")
         model = AutoModelForCausalLM.from_pretrained(folder / "saved")
-        assert digest_of({name: parameter.detach() for name, parameter in model.named_parameters()}) == export.digest
-        assert len(job_runs.read_lines(group.folder / "trained.jsonl")) == num_steps, "one line a batch, not one a rank"
+        assert (
+            digest_of({name: parameter.detach() for name, parameter in model.named_parameters()})
+            == export.digest
+        )
+        assert len(job_runs.read_lines(group.folder / "trained.jsonl")) == num_steps, (
+            "one line a batch, not one a rank"
+        )
 
 
 @given(st.data(), st.integers(1, 5))
-def test_every_loss_token_goes_to_one_rank_whole_sequences_and_no_rank_is_off_by_more_than_one(data: st.DataObject, num_ranks: int) -> None:
+def test_every_loss_token_goes_to_one_rank_whole_sequences_and_no_rank_is_off_by_more_than_one(
+    data: st.DataObject, num_ranks: int
+) -> None:
     group_sizes = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=6))
-    header, arrays = make_batch(num_groups=sum(group_sizes), group_size=1, seed=data.draw(st.integers(0, 1000)))
+    header, arrays = make_batch(
+        num_groups=sum(group_sizes), group_size=1, seed=data.draw(st.integers(0, 1000))
+    )
     groups = [group for group, size in enumerate(group_sizes) for _ in range(size)]
-    trajectories = [entry.model_copy(update={"group_index": group}) for entry, group in zip(header.trajectories, groups, strict=True)]
+    trajectories = [
+        entry.model_copy(update={"group_index": group})
+        for entry, group in zip(header.trajectories, groups, strict=True)
+    ]
     header = header.model_copy(update={"trajectories": trajectories})
     has_loss = (
         arrays.loss_mask
-        & np.array(data.draw(st.lists(st.booleans(), min_size=len(trajectories), max_size=len(trajectories))))[
-            np.repeat(np.arange(len(trajectories)), [entry.end - entry.start for entry in trajectories])
-        ]
+        & np.array(
+            data.draw(st.lists(st.booleans(), min_size=len(trajectories), max_size=len(trajectories)))
+        )[np.repeat(np.arange(len(trajectories)), [entry.end - entry.start for entry in trajectories])]
     )
     if not has_loss.any():
         has_loss = arrays.loss_mask
@@ -157,17 +182,33 @@ def test_so_they_do_with_more_steps_a_batch_extra_passes_checkpointing_and_uneve
 @pytest.mark.slow
 def test_in_bfloat16_they_agree_within_its_precision(tiny_model_dir: Path, tmp_path: Path) -> None:
     compare(
-        tiny_model_dir, tmp_path, atol=2e-2, dtype="bfloat16", trainer={"learning_rate": 1e-3}, only_ranks={"gradient_checkpointing": True}
+        tiny_model_dir,
+        tmp_path,
+        atol=2e-2,
+        dtype="bfloat16",
+        trainer={"learning_rate": 1e-3},
+        only_ranks={"gradient_checkpointing": True},
     )
 
 
 @pytest.mark.slow
-def test_adapters_are_trained_merged_and_saved_by_several_ranks_as_by_one(tiny_model_dir: Path, tmp_path: Path) -> None:
-    compare(tiny_model_dir, tmp_path, atol=1e-5, num_steps=2, trainer={"lora": {"rank": 4}}, algorithm={"kl_coefficient": 0.1})
+def test_adapters_are_trained_merged_and_saved_by_several_ranks_as_by_one(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    compare(
+        tiny_model_dir,
+        tmp_path,
+        atol=1e-5,
+        num_steps=2,
+        trainer={"lora": {"rank": 4}},
+        algorithm={"kl_coefficient": 0.1},
+    )
 
 
 @pytest.mark.slow
-def test_a_refusal_leaves_all_ranks_ready_and_all_answer_health_and_end_with_the_parent(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_a_refusal_leaves_all_ranks_ready_and_all_answer_health_and_end_with_the_parent(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
     with running(tiny_model_dir, tmp_path / "w") as group:
         with pytest.raises(CallRefused, match="batch 7 came while the trainer is at policy_version 0"):
             group.train(*make_batch(version=7))
@@ -177,7 +218,9 @@ def test_a_refusal_leaves_all_ranks_ready_and_all_answer_health_and_end_with_the
             group.save(tmp_path / "adapters", merged=False)
         assert group.train(*make_batch(num_groups=1, group_size=2)).policy_version == 1
         group.save(tmp_path / "saved")
-        assert [group.health(rank) for rank in range(2)] == [TrainerHealth(policy_version=1, device="cpu", is_busy=False)] * 2
+        assert [group.health(rank) for rank in range(2)] == [
+            TrainerHealth(policy_version=1, device="cpu", is_busy=False)
+        ] * 2
         with pytest.raises(CallLost, match="status 404"):
             group.ask(lambda caller: caller.post("/export", b"", ExportResponse, timeout_s=TIMEOUT_S), rank=1)
         for process in group.processes:
@@ -197,7 +240,9 @@ def loss(current, *rest):
 
 
 @pytest.mark.slow
-def test_an_error_on_one_rank_ends_it_with_its_reason_and_rank_0_does_not_hang(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_an_error_on_one_rank_ends_it_with_its_reason_and_rank_0_does_not_hang(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "w"
     folder.mkdir()
     (folder / "planted_loss.py").write_text(ONE_BREAKS)
@@ -216,7 +261,9 @@ def test_an_error_on_one_rank_ends_it_with_its_reason_and_rank_0_does_not_hang(t
 
 @pytest.mark.slow
 def test_a_rank_that_hangs_is_an_error_after_the_timeout(tiny_model_dir: Path, tmp_path: Path) -> None:
-    with running(tiny_model_dir, tmp_path / "w", trainer={"timeout_s": 15}) as group:  # of what the ranks do at the start, too
+    with running(
+        tiny_model_dir, tmp_path / "w", trainer={"timeout_s": 15}
+    ) as group:  # of what the ranks do at the start, too
         assert group.health(1).policy_version == 0
         group.processes[1].send_signal(signal.SIGSTOP)
         with pytest.raises(CallRefused, match="Timed out"):
@@ -224,13 +271,17 @@ def test_a_rank_that_hangs_is_an_error_after_the_timeout(tiny_model_dir: Path, t
 
 
 @pytest.mark.slow
-def test_a_rank_that_cannot_start_ends_the_start_of_the_others_that_wait_for_it(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_a_rank_that_cannot_start_ends_the_start_of_the_others_that_wait_for_it(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
     config = load_config(job_runs.write_config(tmp_path, trainer={"world_size": 2}))
     (tmp_path / "empty").mkdir()
 
     async def story() -> None:
         trainers, _ = startup.make_servers(config, tiny_model_dir, tmp_path, tmp_path / "staging", "s3cret")
-        trainers[1].child._spec = trainers[1].child._spec.replace(str(tiny_model_dir), str(tmp_path / "empty"))
+        trainers[1].child._spec = trainers[1].child._spec.replace(
+            str(tiny_model_dir), str(tmp_path / "empty")
+        )
         try:
             for server in trainers:
                 await startup.start(server)
@@ -245,13 +296,24 @@ def test_a_rank_that_cannot_start_ends_the_start_of_the_others_that_wait_for_it(
 
 @pytest.mark.slow
 def test_on_the_padded_plan_all_ranks_make_the_same_number_of_forward_passes(tmp_path: Path) -> None:
-    model_dir = make_tiny_model(tmp_path / "model", use_sliding_window=True, sliding_window=12, max_window_layers=0)
-    compare(model_dir, tmp_path, atol=1e-5, num_steps=2, trainer={"learning_rate": 1e-3}, only_ranks={"micro_batch_tokens": 60})
+    model_dir = make_tiny_model(
+        tmp_path / "model", use_sliding_window=True, sliding_window=12, max_window_layers=0
+    )
+    compare(
+        model_dir,
+        tmp_path,
+        atol=1e-5,
+        num_steps=2,
+        trainer={"learning_rate": 1e-3},
+        only_ranks={"micro_batch_tokens": 60},
+    )
 
 
 @pytest.mark.slow
 def test_a_run_with_two_ranks_trains_and_one_that_is_killed_ends_it_by_name(tmp_path: Path) -> None:
-    config = job_runs.write_config(tmp_path, trainer={"world_size": 2, "num_steps": 3}, supervision={"max_restarts": 0})
+    config = job_runs.write_config(
+        tmp_path, trainer={"world_size": 2, "num_steps": 3}, supervision={"max_restarts": 0}
+    )
     done = job_runs.run(config, tmp_path / "done")
     assert done.returncode == 0, done.stderr
     assert len(job_runs.read_lines(tmp_path / "done" / "metrics.jsonl")) == 3

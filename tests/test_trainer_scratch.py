@@ -14,10 +14,10 @@ from tiny_model import TINY_ARCHITECTURE, TINY_CHARACTERS, make_tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.config import ScratchConfig
-from asyncrl.producers import HFChatTokenizer
-from asyncrl.trainer.scratch import ScratchSpec, main, make_random_model, make_scratch_model
-from asyncrl.trainer.scratch_tokenizer import make_character_tokenizer
-from asyncrl.wire import ErrorBody, find_fatal
+from asyncrl.messages.base import ErrorBody, find_fatal
+from asyncrl.rollouts.tokenizer import HFChatTokenizer
+from asyncrl.trainer.model.scratch import ScratchSpec, main, make_random_model, make_scratch_model
+from asyncrl.trainer.model.scratch_tokenizer import make_character_tokenizer
 
 TOKENIZER = make_character_tokenizer(TINY_CHARACTERS)
 
@@ -27,17 +27,26 @@ def folder_bytes(folder: Path) -> dict[str, bytes]:
 
 
 def test_the_same_seed_gives_the_same_bytes_and_another_seed_other_weights(tmp_path: Path) -> None:
-    first, again, other = (folder_bytes(make_tiny_model(tmp_path / name, seed=seed)) for name, seed in (("a", 1), ("b", 1), ("c", 2)))
+    first, again, other = (
+        folder_bytes(make_tiny_model(tmp_path / name, seed=seed))
+        for name, seed in (("a", 1), ("b", 1), ("c", 2))
+    )
     assert first == again
     assert first["model.safetensors"] != other["model.safetensors"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "c"], "no unfinished folder stays behind"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "c"], (
+        "no unfinished folder stays behind"
+    )
 
 
 def test_the_folder_opens_with_the_auto_classes(tiny_model_dir: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
     assert model.config.vocab_size == len(tokenizer) == 6 + len(TINY_CHARACTERS)
-    assert model.generation_config.eos_token_id == tokenizer.eos_token_id == tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert (
+        model.generation_config.eos_token_id
+        == tokenizer.eos_token_id
+        == tokenizer.convert_tokens_to_ids("<|im_end|>")
+    )
     text = "a  b, c\n.\n? 12 ."
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
@@ -61,7 +70,9 @@ def test_the_chat_template_ends_with_the_assistants_turn() -> None:
     assert TOKENIZER.decode(TOKENIZER.encode(text), skip_special_tokens=True) == "be kindhi"
 
 
-def test_with_a_tool_role_there_is_one_more_special_token_and_chats_with_tool_calls_are_rendered(tmp_path: Path) -> None:
+def test_with_a_tool_role_there_is_one_more_special_token_and_chats_with_tool_calls_are_rendered(
+    tmp_path: Path,
+) -> None:
     tokenizer = make_character_tokenizer(TINY_CHARACTERS, has_tool_role=True)
     assert len(tokenizer) == len(TOKENIZER) + 1
     tokenizer.save_pretrained(tmp_path)
@@ -88,21 +99,29 @@ def test_with_a_tool_role_there_is_one_more_special_token_and_chats_with_tool_ca
 def test_without_a_tool_role_a_chat_is_rendered_as_with_one_where_both_can(tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "a"}]
     with_tools = make_character_tokenizer(TINY_CHARACTERS, has_tool_role=True)
-    assert with_tools.apply_chat_template(chat, tokenize=False) == TOKENIZER.apply_chat_template(chat, tokenize=False)
+    assert with_tools.apply_chat_template(chat, tokenize=False) == TOKENIZER.apply_chat_template(
+        chat, tokenize=False
+    )
     assert "<|tool|>" not in TOKENIZER.get_vocab()
 
 
 def test_the_folder_has_the_tool_role_that_the_config_asks_for(tmp_path: Path) -> None:
     scratch = ScratchConfig(architecture=TINY_ARCHITECTURE, characters=TINY_CHARACTERS, has_tool_role=True)
     make_scratch_model(ScratchSpec(out=tmp_path / "model", seed=0, scratch=scratch))
-    assert len({path.stat().st_mode & 0o777 for path in (tmp_path / "model").iterdir()}) == 1, "safetensors' own 0600 is not kept"
+    assert len({path.stat().st_mode & 0o777 for path in (tmp_path / "model").iterdir()}) == 1, (
+        "safetensors' own 0600 is not kept"
+    )
     assert "<|tool|>" in AutoTokenizer.from_pretrained(tmp_path / "model").all_special_tokens
-    assert json.loads((tmp_path / "model" / "config.json").read_text())["vocab_size"] == 7 + len(TINY_CHARACTERS)
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["vocab_size"] == 7 + len(
+        TINY_CHARACTERS
+    )
 
 
-def test_the_folder_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_is_on_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     synced: list[bool] = []
-    monkeypatch.setattr("asyncrl.durable.sync_tree", lambda _: synced.append((tmp_path / "model").exists()))
+    monkeypatch.setattr("asyncrl.files.sync_tree", lambda _: synced.append((tmp_path / "model").exists()))
     scratch = ScratchConfig(architecture=TINY_ARCHITECTURE, characters=TINY_CHARACTERS)
     make_scratch_model(ScratchSpec(out=tmp_path / "model", seed=0, scratch=scratch))
     assert (synced, [path.name for path in tmp_path.iterdir()]) == ([False], ["model"])
@@ -126,7 +145,10 @@ def test_a_spec_that_makes_no_model_ends_with_what_to_correct(
     def fatal(**values: object) -> ErrorBody:
         spec = tmp_path / "spec.json"
         scratch = {"architecture": TINY_ARCHITECTURE, "characters": TINY_CHARACTERS}
-        spec.write_text(json.dumps({"out": str(tmp_path / "model"), "seed": 0, "scratch": scratch, **values}), encoding="utf-8")
+        spec.write_text(
+            json.dumps({"out": str(tmp_path / "model"), "seed": 0, "scratch": scratch, **values}),
+            encoding="utf-8",
+        )
         monkeypatch.setattr(sys, "argv", ["scratch", "--spec", str(spec)])
         with pytest.raises(SystemExit):
             main()
@@ -145,6 +167,11 @@ def test_a_spec_that_makes_no_model_ends_with_what_to_correct(
 def test_the_command_makes_the_folder(tmp_path: Path) -> None:
     spec = tmp_path / "spec.json"
     scratch = {"architecture": TINY_ARCHITECTURE, "characters": TINY_CHARACTERS}
-    spec.write_text(json.dumps({"out": str(tmp_path / "model"), "seed": 0, "scratch": scratch, "dtype": "bfloat16"}), encoding="utf-8")
-    subprocess.run([sys.executable, "-m", "asyncrl.trainer.scratch", "--spec", spec], check=True, timeout=120)
+    spec.write_text(
+        json.dumps({"out": str(tmp_path / "model"), "seed": 0, "scratch": scratch, "dtype": "bfloat16"}),
+        encoding="utf-8",
+    )
+    subprocess.run(
+        [sys.executable, "-m", "asyncrl.trainer.model.scratch", "--spec", spec], check=True, timeout=120
+    )
     assert str(AutoModelForCausalLM.from_pretrained(tmp_path / "model").dtype) == "torch.bfloat16"

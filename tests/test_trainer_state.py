@@ -20,9 +20,9 @@ from torch import multiprocessing
 from trainer_cases import make_batch, make_spec, naive_logprobs
 from transformers import AutoModelForCausalLM
 
-from asyncrl import durable
-from asyncrl.checkpoint.checkpoints import Checkpoints
-from asyncrl.checkpoint.manifest import check_manifest
+from asyncrl import files as durable
+from asyncrl.checkpoints.folder import Checkpoints
+from asyncrl.checkpoints.manifest import check_manifest
 from asyncrl.config import CheckpointConfig
 from asyncrl.trainer.state import Progress
 from asyncrl.trainer.state_folder import FileEntry, StateError, _entry, read_manifest
@@ -52,7 +52,10 @@ def change_a_byte(file: Path) -> None:
         {},
         {"dtype": "bfloat16"},
         {"trainer": {"lora": LORA}},
-        {"trainer": {"schedule": "cosine", "num_steps": 5, "mini_batches": 2}, "algorithm": {"kl_coefficient": 0.1}},
+        {
+            "trainer": {"schedule": "cosine", "num_steps": 5, "mini_batches": 2},
+            "algorithm": {"kl_coefficient": 0.1},
+        },
     ],
     ids=["float32", "bfloat16", "lora", "schedule and reference"],
 )
@@ -72,7 +75,9 @@ def test_three_steps_and_a_load_and_two_are_the_same_bits_as_five_steps(
     assert step._optimizer.param_groups[0]["lr"] == learning_rate
     train(step, 3, 5)
     assert step.weights_digest() == whole.weights_digest()
-    exports = [one.export(tmp_path / f"{number}.safetensors").digest for number, one in enumerate([step, whole])]
+    exports = [
+        one.export(tmp_path / f"{number}.safetensors").digest for number, one in enumerate([step, whole])
+    ]
     assert exports[0] == exports[1], "the weights that the model computes with are those of the masters"
     assert step._optimizer.param_groups[0]["lr"] == whole._optimizer.param_groups[0]["lr"]
 
@@ -92,7 +97,9 @@ def test_the_schedule_goes_on_at_the_batch_where_it_was_if_epochs_were_changed(
     assert changed._optimizer.param_groups[0]["lr"] == pytest.approx(peak * (0.5 - (now - 1) / (4 * now)))
 
 
-def test_a_state_from_before_the_first_step_takes_back_what_came_after(make_step: MakeStep, tmp_path: Path) -> None:
+def test_a_state_from_before_the_first_step_takes_back_what_came_after(
+    make_step: MakeStep, tmp_path: Path
+) -> None:
     step = make_step()
     before = step.weights_digest()
     step.num_skipped_in_a_row = 2
@@ -104,7 +111,9 @@ def test_a_state_from_before_the_first_step_takes_back_what_came_after(make_step
     assert not any(step._optimizer.state.get(master) for master in step._masters.named.values())
 
 
-def test_training_beside_the_writing_does_not_reach_what_is_written(make_step: MakeStep, tmp_path: Path) -> None:
+def test_training_beside_the_writing_does_not_reach_what_is_written(
+    make_step: MakeStep, tmp_path: Path
+) -> None:
     step, may_write = make_step(), threading.Event()
     train(step, 0, 2)
     at_save = step.weights_digest()
@@ -123,12 +132,16 @@ def test_training_beside_the_writing_does_not_reach_what_is_written(make_step: M
     assert (loaded.policy_version, loaded.weights_digest()) == (2, at_save)
 
     step.begin_save_state(tmp_path / "other").wait()
-    assert buffers == {name: buffer.data_ptr() for name, buffer in step._state._host.items()}, "host memory is taken once"
+    assert buffers == {name: buffer.data_ptr() for name, buffer in step._state._host.items()}, (
+        "host memory is taken once"
+    )
     loaded.load_state(tmp_path / "other")
     assert (loaded.policy_version, loaded.weights_digest()) == (4, step.weights_digest())
 
 
-def test_a_save_that_fails_leaves_nothing_and_the_next_one_succeeds(make_step: MakeStep, tmp_path: Path) -> None:
+def test_a_save_that_fails_leaves_nothing_and_the_next_one_succeeds(
+    make_step: MakeStep, tmp_path: Path
+) -> None:
     step = make_step()
     train(step, 0, 1)
     with pytest.raises(StateError, match="exists already"):
@@ -160,7 +173,12 @@ def test_a_save_that_fails_leaves_nothing_and_the_next_one_succeeds(make_step: M
         ("__0_0.distcp", Path.unlink),
         (".metadata", change_a_byte),
         (".metadata", Path.unlink),
-        ("state.json", lambda file: file.write_text(file.read_text().replace('"policy_version": 1', '"policy_version": 3'))),
+        (
+            "state.json",
+            lambda file: file.write_text(
+                file.read_text().replace('"policy_version": 1', '"policy_version": 3')
+            ),
+        ),
         ("state.json", lambda file: os.truncate(file, 100)),
         ("state.json", Path.unlink),
     ],
@@ -225,7 +243,9 @@ def test_every_byte_of_a_checkpoint_is_hashed_once_when_it_is_made_and_once_when
     assert bytes_since() > 0, "what nobody has compared is compared by the trainer"
 
 
-def test_an_index_that_would_run_something_is_refused_even_with_a_forged_manifest(make_step: MakeStep, tmp_path: Path) -> None:
+def test_an_index_that_would_run_something_is_refused_even_with_a_forged_manifest(
+    make_step: MakeStep, tmp_path: Path
+) -> None:
     class Evil:
         def __reduce__(self) -> tuple[Any, ...]:
             return os.mkdir, (str(tmp_path / "was here"),)
@@ -252,10 +272,14 @@ def test_the_state_of_another_model_is_refused_with_the_reason(make_step: MakeSt
     assert set(read_manifest(tmp_path / "adapters").shapes) == set(adapted._masters.named)
     assert all("lora" in name for name in adapted._masters.named)
     wider = make_step(make_tiny_model(tmp_path / "wider", intermediate_size=96))
-    with pytest.raises(StateError, match=r"another model: 6 weights differ.*\[32, 64\] there and \[32, 96\] here"):
+    with pytest.raises(
+        StateError, match=r"another model: 6 weights differ.*\[32, 64\] there and \[32, 96\] here"
+    ):
         wider.load_state(tmp_path / "all")
     with pytest.raises(StateError, match=r"1 weights differ, e.g. lm_head.weight is missing there"):
-        make_step(make_tiny_model(tmp_path / "untied", tie_word_embeddings=False)).load_state(tmp_path / "all")
+        make_step(make_tiny_model(tmp_path / "untied", tie_word_embeddings=False)).load_state(
+            tmp_path / "all"
+        )
     with pytest.raises(StateError, match=r"holds adapters \(rank 4, .*\), and this run trains all weights"):
         step.load_state(tmp_path / "adapters")
     with pytest.raises(StateError, match="holds all weights, and this run trains adapters"):
@@ -264,7 +288,9 @@ def test_the_state_of_another_model_is_refused_with_the_reason(make_step: MakeSt
         make_step(trainer={"lora": {**LORA, "alpha": 16.0}}).load_state(tmp_path / "adapters")
 
 
-def test_the_exported_folder_opens_with_from_pretrained_and_gives_the_trainers_logprobs(make_step: MakeStep, tmp_path: Path) -> None:
+def test_the_exported_folder_opens_with_from_pretrained_and_gives_the_trainers_logprobs(
+    make_step: MakeStep, tmp_path: Path
+) -> None:
     step = make_step()
     train(step, 0, 2)
     step.save(tmp_path / "exported")
@@ -279,7 +305,10 @@ def test_the_exported_folder_opens_with_from_pretrained_and_gives_the_trainers_l
 def test_two_ranks_save_shards_that_one_and_two_load_and_two_load_what_one_saved(
     make_step: MakeStep, tiny_model_dir: Path, tmp_path: Path
 ) -> None:
-    runs: dict[str, dict[str, Any]] = {"all": {"trainer": {}}, "lora": {"trainer": {"lora": LORA}, "dtype": "bfloat16"}}
+    runs: dict[str, dict[str, Any]] = {
+        "all": {"trainer": {}},
+        "lora": {"trainer": {"lora": LORA}, "dtype": "bfloat16"},
+    }
     steps = {name: make_step(**values) for name, values in runs.items()}
     for name, step in steps.items():
         (tmp_path / name).mkdir()
@@ -294,8 +323,12 @@ def test_two_ranks_save_shards_that_one_and_two_load_and_two_load_what_one_saved
     (tmp_path / "staging").mkdir()
     for values in runs.values():
         values["trainer"]["world_size"] = 2
-    specs = {name: make_spec(tiny_model_dir, tmp_path, **values).model_dump_json() for name, values in runs.items()}
-    context = multiprocessing.start_processes(rank_main, (specs, tmp_path), nprocs=2, join=False, start_method="spawn")
+    specs = {
+        name: make_spec(tiny_model_dir, tmp_path, **values).model_dump_json() for name, values in runs.items()
+    }
+    context = multiprocessing.start_processes(
+        rank_main, (specs, tmp_path), nprocs=2, join=False, start_method="spawn"
+    )
     assert context is not None
     while not context.join():
         pass
@@ -306,5 +339,8 @@ def test_two_ranks_save_shards_that_one_and_two_load_and_two_load_what_one_saved
     assert not same(one.values(), torch.load(tmp_path / "one.pt"))
     for name, step in steps.items():
         step.load_state(tmp_path / name / "two")
-        assert (step.policy_version, step.weights_digest()) == (2, (tmp_path / name / "two.digest").read_text())
+        assert (step.policy_version, step.weights_digest()) == (
+            2,
+            (tmp_path / name / "two.digest").read_text(),
+        )
         train(step, 2, 3)

@@ -15,10 +15,10 @@ from trainer_cases import changed, make_batch, make_spec, naive_logprobs
 from transformers import AutoModelForCausalLM
 
 from asyncrl.errors import ConfigError
-from asyncrl.serving import Refused
-from asyncrl.trainer import loading
+from asyncrl.http import Refused
+from asyncrl.messages.trainer_calls import BatchArrays, BatchHeader, unpack_batch
+from asyncrl.trainer.model import parts as loading
 from asyncrl.trainer.step import TrainStep
-from asyncrl.wire import BatchArrays, BatchHeader, unpack_batch
 
 MakeStep = Callable[..., TrainStep]
 
@@ -39,7 +39,9 @@ def accumulate(step: TrainStep, header: BatchHeader, arrays: BatchArrays) -> Any
 def gradients(step: TrainStep, header: BatchHeader, arrays: BatchArrays) -> dict[str, torch.Tensor]:
     """Gradients of one optimizer step, taken before the optimizer sees them."""
     accumulate(step, header, arrays)
-    result = {name: master.grad.clone() for name, master in step._masters.named.items() if master.grad is not None}
+    result = {
+        name: master.grad.clone() for name, master in step._masters.named.items() if master.grad is not None
+    }
     step._optimizer.zero_grad()
     return result
 
@@ -56,19 +58,27 @@ def logprobs(step: TrainStep, header: BatchHeader, arrays: BatchArrays) -> np.nd
 def naive_gradients(model: Any, header: BatchHeader, arrays: BatchArrays) -> dict[str, torch.Tensor]:
     """PPO's clipped loss over one plain forward a sequence, full logits, autograd alone; clip range 0.2."""
     rewards = torch.tensor([entry.reward for entry in header.trajectories], dtype=torch.float64).view(2, 3)
-    advantages = ((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, correction=0, keepdim=True) + 1e-4)).flatten()
+    advantages = (
+        (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, correction=0, keepdim=True) + 1e-4)
+    ).flatten()
     total = torch.zeros(())
     for entry, advantage in zip(header.trajectories, advantages.tolist(), strict=True):
         ids = torch.from_numpy(arrays.token_ids[entry.start : entry.end].astype(np.int64))
-        current = torch.log_softmax(model(input_ids=ids[None]).logits[0, :-1], -1).gather(-1, ids[1:, None])[:, 0]
+        current = torch.log_softmax(model(input_ids=ids[None]).logits[0, :-1], -1).gather(-1, ids[1:, None])[
+            :, 0
+        ]
         sampled = torch.from_numpy(arrays.loss_mask[entry.start + 1 : entry.end])
-        ratio = (current - torch.from_numpy(arrays.behaviour_logprobs[entry.start + 1 : entry.end]))[sampled].exp()
+        ratio = (current - torch.from_numpy(arrays.behaviour_logprobs[entry.start + 1 : entry.end]))[
+            sampled
+        ].exp()
         total = total - torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).sum()
     (total / int(arrays.loss_mask.sum())).backward()
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-def test_the_gradient_is_that_of_a_plain_full_softmax_implementation(make_step: MakeStep, tiny_model_dir: Path) -> None:
+def test_the_gradient_is_that_of_a_plain_full_softmax_implementation(
+    make_step: MakeStep, tiny_model_dir: Path
+) -> None:
     header, arrays = make_batch()
     expected = naive_gradients(AutoModelForCausalLM.from_pretrained(tiny_model_dir), header, arrays)
     actual = gradients(make_step(), header, arrays)
@@ -78,7 +88,9 @@ def test_the_gradient_is_that_of_a_plain_full_softmax_implementation(make_step: 
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [1, 30, 60, 100])
-def test_any_cut_into_micro_batches_gives_the_same_gradient(make_step: MakeStep, micro_batch_tokens: int) -> None:
+def test_any_cut_into_micro_batches_gives_the_same_gradient(
+    make_step: MakeStep, micro_batch_tokens: int
+) -> None:
     header, arrays = make_batch(num_groups=3, group_size=4)
     whole = gradients(make_step(), header, arrays)
     cut = gradients(make_step(trainer={"micro_batch_tokens": micro_batch_tokens}), header, arrays)
@@ -87,10 +99,14 @@ def test_any_cut_into_micro_batches_gives_the_same_gradient(make_step: MakeStep,
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
-def test_logprobs_are_those_of_the_tempered_distribution(make_step: MakeStep, tiny_model_dir: Path, temperature: float) -> None:
+def test_logprobs_are_those_of_the_tempered_distribution(
+    make_step: MakeStep, tiny_model_dir: Path, temperature: float
+) -> None:
     header, arrays = make_batch()
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
-    expected = np.where(arrays.loss_mask, naive_logprobs(model, header, arrays, temperature), 0).astype(np.float32)
+    expected = np.where(arrays.loss_mask, naive_logprobs(model, header, arrays, temperature), 0).astype(
+        np.float32
+    )
     step = make_step(temperature=temperature)
     np.testing.assert_allclose(logprobs(step, header, arrays), expected, atol=2e-5)
     metrics = make_step(temperature=temperature).train(header, changed(arrays, behaviour_logprobs=expected))
@@ -132,7 +148,10 @@ def test_steps_on_the_same_batch_make_the_good_answers_likelier(make_step: MakeS
     step = make_step(trainer={"learning_rate": 1e-3})
     exact = logprobs(step, header, arrays)
     for version in range(5):
-        step.train(header.model_copy(update={"version": version, "min_version": 0}), changed(arrays, behaviour_logprobs=exact))
+        step.train(
+            header.model_copy(update={"version": version, "min_version": 0}),
+            changed(arrays, behaviour_logprobs=exact),
+        )
     assert advance(logprobs(step, header, arrays)) > advance(exact) + 0.05
 
 
@@ -191,11 +210,16 @@ def test_a_step_without_a_finite_gradient_is_skipped_saved_and_counted_and_the_t
         assert np.isnan(metrics["policy/loss"])
         assert np.isnan(metrics["policy/grad_norm"])
         assert f"batch {version} (groups 10, 11): step skipped, loss" in caplog.text
-        saved_header, saved_arrays = unpack_batch((step.spec.failed_dir / f"step_{version}.safetensors").read_bytes())
+        saved_header, saved_arrays = unpack_batch(
+            (step.spec.failed_dir / f"step_{version}.safetensors").read_bytes()
+        )
         assert saved_header == header
         assert all(np.array_equal(value, getattr(saved_arrays, name)) for name, value in dict(arrays).items())
     assert all(torch.equal(before[name], weight) for name, weight in weights(step).items())
-    assert [json.loads(line)["loss"] for line in step.spec.record_path.read_text().splitlines()] == [None, None]
+    assert [json.loads(line)["loss"] for line in step.spec.record_path.read_text().splitlines()] == [
+        None,
+        None,
+    ]
     with pytest.raises(Refused, match=r"batch 2 \(groups 10, 11\) gave .* policy_version stays 2") as caught:
         step.train(*make_batch(version=2))
     assert "trainer.max_skipped_steps=3" in caught.value.body.rule
@@ -203,7 +227,9 @@ def test_a_step_without_a_finite_gradient_is_skipped_saved_and_counted_and_the_t
     assert all(weight.grad is None for weight in step._masters.named.values())
 
 
-def test_a_loss_whose_statistics_are_not_finite_is_refused_with_the_batch_saved_and_the_weights_untouched(make_step: MakeStep) -> None:
+def test_a_loss_whose_statistics_are_not_finite_is_refused_with_the_batch_saved_and_the_weights_untouched(
+    make_step: MakeStep,
+) -> None:
     step = make_step(algorithm={"loss": "test_trainer_step:nan_statistic"})
     before = weights(step)
     with pytest.raises(Refused, match="my_fraction"):
@@ -219,7 +245,9 @@ def test_a_loss_function_that_returns_something_else_is_refused_by_name(make_ste
         make_step(algorithm={"loss": "test_trainer_step:no_loss"}).train(*make_batch())
 
 
-@pytest.mark.parametrize("name", ["no_such_module:f", "asyncrl.algorithms.surrogates:no_such", "asyncrl.trainer.gap:GAP_WARNING"])
+@pytest.mark.parametrize(
+    "name", ["no_such_module:f", "asyncrl.algorithms.losses:no_such", "asyncrl.trainer.gap:GAP_WARNING"]
+)
 def test_a_function_that_is_not_there_ends_the_start_with_its_key(make_step: MakeStep, name: str) -> None:
     with pytest.raises(ConfigError, match=f"algorithm.loss={name}"):
         make_step(algorithm={"loss": name})
@@ -229,7 +257,10 @@ def test_a_model_that_cannot_fit_is_refused_with_the_numbers_before_it_is_alloca
     make_step: MakeStep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loading, "STATE_BYTES", 2**50)
-    with pytest.raises(ConfigError, match=r"needs \d+.\d GiB for gradients and optimizer state of 0 M parameters, and \d+.\d GiB are free"):
+    with pytest.raises(
+        ConfigError,
+        match=r"needs \d+.\d GiB for gradients and optimizer state of 0 M parameters, and \d+.\d GiB are free",
+    ):
         make_step()
 
 
@@ -243,7 +274,9 @@ def test_a_gap_past_the_limit_is_refused_with_advice(make_step: MakeStep) -> Non
     assert step.policy_version == 0
 
 
-def test_the_gap_is_measured_on_fresh_tokens_alone_and_left_out_where_there_are_none(make_step: MakeStep) -> None:
+def test_the_gap_is_measured_on_fresh_tokens_alone_and_left_out_where_there_are_none(
+    make_step: MakeStep,
+) -> None:
     header, arrays = make_batch(version=0)
     step = make_step(trainer={"logprob_gap_limit": 1e-6})
     step.policy_version = 1
@@ -254,8 +287,14 @@ def test_the_gap_is_measured_on_fresh_tokens_alone_and_left_out_where_there_are_
 
 def test_the_gradient_is_clipped_and_the_norm_reported_is_that_before(make_step: MakeStep) -> None:
     header, arrays = make_batch()
-    norm = torch.stack([gradient.norm() for gradient in gradients(make_step(), header, arrays).values()]).norm().item()
-    assert make_step(trainer={"max_grad_norm": 1e-3}).train(header, arrays)["policy/grad_norm"] == pytest.approx(norm, rel=1e-4)
+    norm = (
+        torch.stack([gradient.norm() for gradient in gradients(make_step(), header, arrays).values()])
+        .norm()
+        .item()
+    )
+    assert make_step(trainer={"max_grad_norm": 1e-3}).train(header, arrays)[
+        "policy/grad_norm"
+    ] == pytest.approx(norm, rel=1e-4)
 
 
 def test_metrics_have_the_fixed_names(make_step: MakeStep) -> None:
@@ -278,7 +317,10 @@ def test_the_record_says_which_tokens_carried_loss_at_which_version(make_step: M
     versions[first.start + 5] = 3
     versions[first.start + 6 : first.start + 8] = 5
     step.policy_version = 6
-    metrics = step.train(header.model_copy(update={"version": 6, "min_version": 5, "mask_older": True}), changed(arrays, versions=versions))
+    metrics = step.train(
+        header.model_copy(update={"version": 6, "min_version": 5, "mask_older": True}),
+        changed(arrays, versions=versions),
+    )
     lines = [json.loads(line) for line in step.spec.record_path.read_text().splitlines()]
     assert lines.pop(0)["lost"] == [0, 5], "of batches that this record has never seen"
     assert len(lines) == 1
@@ -289,10 +331,17 @@ def test_the_record_says_which_tokens_carried_loss_at_which_version(make_step: M
     assert entry["spans"] == [[6, 8, 5], [8, length, 6]]
     assert (entry["num_tokens"], entry["num_loss_tokens"]) == (length, length - 6)
     assert entry["tokens_sha"] == hashlib.sha256(arrays.token_ids[: first.end].tobytes()).hexdigest()[:16]
-    assert (entry["group_id"], entry["sample_index"], entry["prompt_id"], entry["reward"]) == (10, 0, "p0", first.reward)
+    assert (entry["group_id"], entry["sample_index"], entry["prompt_id"], entry["reward"]) == (
+        10,
+        0,
+        "p0",
+        first.reward,
+    )
 
 
-def test_bfloat16_trains_float32_masters_and_the_model_gets_them_rounded(make_step: MakeStep, tmp_path: Path) -> None:
+def test_bfloat16_trains_float32_masters_and_the_model_gets_them_rounded(
+    make_step: MakeStep, tmp_path: Path
+) -> None:
     step = make_step(dtype="bfloat16", trainer={"learning_rate": 1e-6})
     header, arrays = make_batch()
     exact = logprobs(make_step(), header, arrays)
@@ -304,7 +353,9 @@ def test_bfloat16_trains_float32_masters_and_the_model_gets_them_rounded(make_st
     assert min(changes) > 0
     for name, parameter in step.policy.model.named_parameters():
         assert torch.equal(parameter, weights(step)[name].bfloat16())
-    assert step.export(tmp_path / "w.safetensors").num_bytes == 2 * sum(p.numel() for p in step.policy.model.parameters())
+    assert step.export(tmp_path / "w.safetensors").num_bytes == 2 * sum(
+        p.numel() for p in step.policy.model.parameters()
+    )
 
 
 @pytest.mark.gpu
@@ -314,7 +365,11 @@ def test_cuda_in_bfloat16_agrees_with_the_cpu(make_step: MakeStep) -> None:
     step = make_step(device="cuda")
     assert step.dtype == torch.bfloat16
     losses = [
-        step.train(header.model_copy(update={"version": v, "min_version": 0}), changed(arrays, behaviour_logprobs=exact)) for v in range(3)
+        step.train(
+            header.model_copy(update={"version": v, "min_version": 0}),
+            changed(arrays, behaviour_logprobs=exact),
+        )
+        for v in range(3)
     ]
     assert losses[0]["policy/logprob_gap_mean"] < 0.1
 
@@ -332,13 +387,17 @@ def test_a_batch_of_several_optimizer_steps_makes_one_version_and_its_clipping_s
     assert metrics["trainer/optimizer_steps"] == mini_batches * epochs
     last = mini_batches * epochs - 1
     assert metrics["trainer/learning_rate"] == pytest.approx(1e-2 * (1 - last / (10 * mini_batches * epochs)))
-    assert metrics["policy/clip_fraction"] > 0, "with a learning rate of 0.01 the later steps leave the clip range"
+    assert metrics["policy/clip_fraction"] > 0, (
+        "with a learning rate of 0.01 the later steps leave the clip range"
+    )
     assert metrics["policy/logprob_gap_max"] < 2e-5, "measured before the first step alone"
     assert metrics["tokens/trained"] == arrays.loss_mask.sum()
     assert len(step.spec.record_path.read_text().splitlines()) == 1
 
 
-def test_mini_batches_are_optimizer_steps_on_their_groups_one_after_the_other(make_step: MakeStep, tmp_path: Path) -> None:
+def test_mini_batches_are_optimizer_steps_on_their_groups_one_after_the_other(
+    make_step: MakeStep, tmp_path: Path
+) -> None:
     header, arrays = make_batch(num_groups=2)
     together = make_step(trainer={"mini_batches": 2})
     together.train(header, arrays)
@@ -346,7 +405,13 @@ def test_mini_batches_are_optimizer_steps_on_their_groups_one_after_the_other(ma
     half = next(entry.start for entry in header.trajectories if entry.group_index == 1)
     for version, part in enumerate([slice(0, half), slice(half, None)]):
         entries = [
-            entry.model_copy(update={"group_index": 0, "start": entry.start - (part.start or 0), "end": entry.end - (part.start or 0)})
+            entry.model_copy(
+                update={
+                    "group_index": 0,
+                    "start": entry.start - (part.start or 0),
+                    "end": entry.end - (part.start or 0),
+                }
+            )
             for entry in header.trajectories
             if entry.group_index == version
         ]
@@ -357,7 +422,9 @@ def test_mini_batches_are_optimizer_steps_on_their_groups_one_after_the_other(ma
     assert together.weights_digest() == apart.weights_digest()
 
 
-def test_the_kl_to_the_initial_weights_is_zero_at_first_and_holds_the_policy_back_later(make_step: MakeStep) -> None:
+def test_the_kl_to_the_initial_weights_is_zero_at_first_and_holds_the_policy_back_later(
+    make_step: MakeStep,
+) -> None:
     free, held = make_step(), make_step(algorithm={"kl_coefficient": 10.0})
     distance = []
     for step in (free, held):
@@ -372,7 +439,9 @@ def test_the_kl_to_the_initial_weights_is_zero_at_first_and_holds_the_policy_bac
     assert distance[1] < distance[0]
 
 
-def test_the_kl_in_the_reward_and_the_overlong_penalty_change_the_advantages_that_they_should(make_step: MakeStep) -> None:
+def test_the_kl_in_the_reward_and_the_overlong_penalty_change_the_advantages_that_they_should(
+    make_step: MakeStep,
+) -> None:
     header, arrays = make_batch()
     plain, penalised = make_step(), make_step(algorithm={"overlong_tokens": 10}, max_tokens=20)
     kl = make_step(algorithm={"kl_coefficient": 0.5, "kl_in": "reward", "kl_estimator": "k1"})

@@ -14,12 +14,12 @@ from journal_cases import make_batch
 
 from asyncrl.config import SupervisionConfig
 from asyncrl.errors import CheckpointError, JournalError, RoomError, TrainerError, TrainerLost
-from asyncrl.publisher import Publisher
-from asyncrl.running.trainer_supervision import LivingTrainer
+from asyncrl.messages.records import Batch
+from asyncrl.run.supervise_trainer import LivingTrainer
+from asyncrl.sync.publisher import Publisher
 from asyncrl.testing.fake_trainer import FakeTrainerProcess, FakeTrainerServer
 from asyncrl.testing.virtual_time import DeadlockError, all_blocked, run_virtual
-from asyncrl.trainer.client import TrainerClient
-from asyncrl.types import Batch
+from asyncrl.trainer.trainer_client import TrainerClient
 
 START_S, TRAIN_S, HEARTBEAT_S = 5.0, 1.0, 3.0
 
@@ -135,7 +135,9 @@ def test_a_batch_is_in_the_weights_once_whenever_the_trainer_dies(moment: str, s
         assert house.server.calls.count("/load_state") == (1 if state_at else 0)
         died_s = 3.0 + {"before": 0.0, "during": 0.5, "after": 1.0}[moment]
         load_s, replay_s = (house.server.load_s, 1.0) if state_at else (0.0, 3.0)
-        assert now_s() == died_s + 1.0 + START_S + load_s + replay_s + 2.0, "backoff, start, load, replay, and two steps"
+        assert now_s() == died_s + 1.0 + START_S + load_s + replay_s + 2.0, (
+            "backoff, start, load, replay, and two steps"
+        )
 
     live(story, state_at=state_at)
 
@@ -148,7 +150,10 @@ def test_what_is_told_and_noted_of_a_restart() -> None:
 
     house = live(story)
     assert house.told == ["trainer-0: process 17 was killed by SIGKILL; starting the trainer again, 1 of 3"]
-    assert [(what, detail["restart"]) for what, detail in house.events] == [("trainer lost", 1), ("trainer up", 1)]
+    assert [(what, detail["restart"]) for what, detail in house.events] == [
+        ("trainer lost", 1),
+        ("trainer up", 1),
+    ]
     assert house.events[1][1]["policy_version"] == 2
     assert house.cleared_at == [2.0 + 1.0], "where the ranks find each other is cleared before new ones start"
     assert repr(house.trainer) == "<LivingTrainer up, 1/3 restarts, <TrainerClient v3 at fake://trainer-0>>"
@@ -220,7 +225,9 @@ def test_a_step_that_hangs_because_another_rank_is_gone_goes_on_with_new_ranks(e
         await running
         house.check()
         assert house.told[0].startswith("trainer-1: process 17")
-        assert [len(rank.started_at) for rank in house.ranks] == [1, 1], "all of them are new: they share their collectives"
+        assert [len(rank.started_at) for rank in house.ranks] == [1, 1], (
+            "all of them are new: they share their collectives"
+        )
 
     live(story, num_ranks=2)
 
@@ -263,7 +270,9 @@ def test_a_call_that_breaks_while_the_process_lives_is_a_loss_too() -> None:
 
 @pytest.mark.parametrize("moment_s", [0.0, 1.0, 2.5, 4.5, 5.0])
 @pytest.mark.parametrize("state_at", [0, 2])
-def test_a_trainer_that_dies_while_a_run_catches_up_starts_over_and_each_batch_is_told_once(moment_s: float, state_at: int) -> None:
+def test_a_trainer_that_dies_while_a_run_catches_up_starts_over_and_each_batch_is_told_once(
+    moment_s: float, state_at: int
+) -> None:
     async def story(house: House) -> None:
         house.journal = [make_batch(version, 2 * version, 2 * version + 1) for version in range(5)]
         told: list[int] = []
@@ -271,7 +280,9 @@ def test_a_trainer_that_dies_while_a_run_catches_up_starts_over_and_each_batch_i
             house.server.states[str(house.state)] = weights_of(state_at)
         asyncio.get_running_loop().call_later(moment_s, house.server.die)
         await house.trainer.recover(
-            house.state if state_at else None, lambda: house.load(state_at, 5), lambda batch, report: told.append(report.policy_version)
+            house.state if state_at else None,
+            lambda: house.load(state_at, 5),
+            lambda batch, report: told.append(report.policy_version),
         )
         assert told == list(range(state_at + 1, 6))
         await house.steps(1)
@@ -352,12 +363,22 @@ def test_waits_between_restarts_double_and_end_at_30_s() -> None:
         house.server.die()
         await house.steps(1)
         starts = house.ranks[0].started_at
-        assert [round(later - before, 9) for before, later in zip(starts, starts[1:], strict=False)] == [4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
+        assert [round(later - before, 9) for before, later in zip(starts, starts[1:], strict=False)] == [
+            4.0,
+            8.0,
+            16.0,
+            30.0,
+            30.0,
+            30.0,
+        ]
 
     live(story, max_restarts=7, backoff_s=2.0)
 
 
-@pytest.mark.parametrize("error", [JournalError("batch 1 is not in it"), TrainerError("trainer", "/train was refused"), KeyError("x")])
+@pytest.mark.parametrize(
+    "error",
+    [JournalError("batch 1 is not in it"), TrainerError("trainer", "/train was refused"), KeyError("x")],
+)
 def test_what_recovering_breaks_on_that_is_no_loss_ends_the_run(error: Exception) -> None:
     async def story(house: House) -> None:
         async def recover(_: int) -> None:
@@ -410,7 +431,9 @@ def test_calls_sleep_while_the_trainer_is_away_and_all_go_on_when_it_is_back() -
         await all_blocked()
         assert house.server.calls.count("/export") == 0
         await asyncio.sleep(START_S)
-        assert (house.trainer.is_up, house.trainer.is_starting) == (False, False), "it trains again, and the progress shows"
+        assert (house.trainer.is_up, house.trainer.is_starting) == (False, False), (
+            "it trains again, and the progress shows"
+        )
         assert house.server.calls.count("/export") == 0, "nobody reaches it on its way"
         assert [(await call).version for call in calls] == [2, 2, 2]
         await step
@@ -492,7 +515,9 @@ def test_checkpoints_hear_of_a_loss_and_are_not_tried_again() -> None:
         await asyncio.wait({writing})
         assert isinstance(writing.exception(), TrainerLost)
 
-    with pytest.raises(ExceptionGroup) as caught:  # the task is the test's own: its error comes out of the group
+    with pytest.raises(
+        ExceptionGroup
+    ) as caught:  # the task is the test's own: its error comes out of the group
         live(story)
     assert [type(error) for error in caught.value.exceptions] == [TrainerLost]
 
@@ -524,12 +549,19 @@ def test_a_state_that_cannot_be_written_is_no_loss() -> None:
 # ---- everything at once
 
 Move = tuple[float, str, int]
-MOVES = st.lists(st.tuples(st.floats(0.0, 12.0), st.sampled_from(["die", "freeze", "export"]), st.integers(0, 1)), max_size=12)
+MOVES = st.lists(
+    st.tuples(st.floats(0.0, 12.0), st.sampled_from(["die", "freeze", "export"]), st.integers(0, 1)),
+    max_size=12,
+)
 
 
 @settings(max_examples=80, deadline=None)
-@given(moves=MOVES, num_ranks=st.integers(1, 2), state_at=st.integers(0, 4), reap_s=st.sampled_from([0.0, 0.3]))
-def test_whatever_dies_each_batch_is_in_the_weights_once(moves: list[Move], num_ranks: int, state_at: int, reap_s: float) -> None:
+@given(
+    moves=MOVES, num_ranks=st.integers(1, 2), state_at=st.integers(0, 4), reap_s=st.sampled_from([0.0, 0.3])
+)
+def test_whatever_dies_each_batch_is_in_the_weights_once(
+    moves: list[Move], num_ranks: int, state_at: int, reap_s: float
+) -> None:
     async def story(house: House) -> None:
         for rank in house.ranks:
             rank.reap_s = reap_s
@@ -537,7 +569,9 @@ def test_whatever_dies_each_batch_is_in_the_weights_once(moves: list[Move], num_
         for gap_s, what, where in moves:
             await asyncio.sleep(gap_s)
             if what == "export":
-                exports.append((house.trainer.policy_version, house.tasks.create_task(house.trainer.export())))
+                exports.append(
+                    (house.trainer.policy_version, house.tasks.create_task(house.trainer.export()))
+                )
             else:
                 getattr(house.ranks[where % num_ranks].server, what)()
         await running

@@ -15,7 +15,7 @@ from trainer_cases import make_batch, make_spec
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.trainer.step import TrainStep
-from asyncrl.trainer.weights import digest_of, export_weights, in_export_dtype, named_weights
+from asyncrl.weights.export import digest_of, export_weights, in_export_dtype, named_weights
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -42,8 +42,17 @@ def test_a_persistent_buffer_is_exported_and_a_passing_one_is_not(tmp_path: Path
     weights = in_export_dtype(named_weights(model), torch.bfloat16)
     answer = export_weights(weights, tmp_path / "w.safetensors", 0)
     loaded = load_file(answer.path)
-    assert set(loaded) == {"0.weight", "1.weight", "1.bias", "1.running_mean", "1.running_var", "1.num_batches_tracked"}
-    assert loaded["1.num_batches_tracked"].dtype == torch.int64, "only floating point weights change their dtype"
+    assert set(loaded) == {
+        "0.weight",
+        "1.weight",
+        "1.bias",
+        "1.running_mean",
+        "1.running_var",
+        "1.num_batches_tracked",
+    }
+    assert loaded["1.num_batches_tracked"].dtype == torch.int64, (
+        "only floating point weights change their dtype"
+    )
     assert answer.digest == digest_of(loaded)
     with safe_open(answer.path, "pt") as file:
         assert file.metadata() == {"format": "pt"}
@@ -57,7 +66,9 @@ def test_an_export_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("tie_word_embeddings", [True, False])
-def test_a_saved_folder_opens_with_the_auto_classes_and_has_the_trained_weights(tmp_path: Path, tie_word_embeddings: bool) -> None:
+def test_a_saved_folder_opens_with_the_auto_classes_and_has_the_trained_weights(
+    tmp_path: Path, tie_word_embeddings: bool
+) -> None:
     folder = make_tiny_model(tmp_path / "model", tie_word_embeddings=tie_word_embeddings)
     template = tmp_path / "template.jinja"
     template.write_text("{{ messages[0]['content'] }}", encoding="utf-8")
@@ -91,7 +102,7 @@ def test_weights_that_were_saved_before_go_once_the_new_ones_are_whole(
 
     with monkeypatch.context() as patch:  # in the middle: some files of the new folder are there
         patch.setattr("asyncrl.trainer.step.load_tokenizer", lambda _: SimpleNamespace(save_pretrained=full))
-        patch.setattr("asyncrl.trainer.lora.save_file", full)
+        patch.setattr("asyncrl.trainer.model.lora.save_file", full)
         with pytest.raises(OSError, match="No space left"):
             step.save(folder, merged=merged)
     assert content() == before

@@ -22,20 +22,19 @@ from safetensors.torch import load_file
 from trainer_cases import changed, make_batch, make_spec
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from asyncrl.calling import Caller, CallRefused
-from asyncrl.trainer.step import TrainStep
-from asyncrl.trainer.weights import digest_of
-from asyncrl.wire import (
-    SECRET_ENV,
+from asyncrl.http import Caller, CallRefused
+from asyncrl.messages.base import SECRET_ENV, find_fatal
+from asyncrl.messages.trainer_calls import (
     ExportResponse,
     SaveRequest,
     StateRequest,
     StateSaved,
     TrainerHealth,
     TrainResponse,
-    find_fatal,
     pack_batch,
 )
+from asyncrl.trainer.step import TrainStep
+from asyncrl.weights.export import digest_of
 
 pytestmark = pytest.mark.slow
 
@@ -87,7 +86,7 @@ def running(model_dir: Path, folder: Path, **values: object) -> Iterator[Worker]
     spec.write_text(make_spec(model_dir, folder, **values).model_dump_json(), encoding="utf-8")
     with socket.create_server(("127.0.0.1", 0)) as listener, (folder / "log").open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "asyncrl.trainer.worker", "--spec", str(spec), "--fd", str(listener.fileno())],
+            [sys.executable, "-m", "asyncrl.trainer.rank_process", "--spec", str(spec), "--fd", str(listener.fileno())],
             stdin=subprocess.PIPE, stdout=log, stderr=log, pass_fds=[listener.fileno()],
             env={**os.environ, SECRET_ENV: "s3cret", "PYTHONPATH": str(folder)},
         )  # fmt: skip
@@ -121,7 +120,9 @@ def test_a_run_of_the_worker_is_bit_for_bit_that_of_a_step_in_process_and_ends_w
             export = worker.export()
             assert export.digest == here.weights_digest() == digest_of(load_file(export.path))
             assert export.version == version + 1
-            assert len((worker.folder / "trained.jsonl").read_text().splitlines()) == version + 1, "written before the answer"
+            assert len((worker.folder / "trained.jsonl").read_text().splitlines()) == version + 1, (
+                "written before the answer"
+            )
         assert sorted(path.name for path in worker.staging.iterdir()) == ["v3.safetensors", "v4.safetensors"]
         assert stat.S_IMODE(worker.staging.stat().st_mode) == 0o700
         assert worker.process.stdin is not None
@@ -135,7 +136,10 @@ def test_a_batch_for_another_version_is_refused_with_409_and_both_values(worker:
     with pytest.raises(CallRefused) as caught:
         worker.train(pack_batch(*make_batch(version=version + 7)))
     assert caught.value.status == 409
-    assert f"batch {version + 7} came while the trainer is at policy_version {version}" in caught.value.body.error
+    assert (
+        f"batch {version + 7} came while the trainer is at policy_version {version}"
+        in caught.value.body.error
+    )
     assert worker.health().policy_version == version
 
 
@@ -152,15 +156,25 @@ def test_a_body_that_is_no_batch_is_refused_and_the_worker_lives_on(worker: Work
 
 def test_save_writes_a_folder_that_opens_and_replaces_one_that_exists(worker: Worker, tmp_path: Path) -> None:
     def save() -> TrainerHealth:
-        return worker.ask(lambda caller: caller.post("/save", SaveRequest(path=str(tmp_path / "hf")), TrainerHealth, timeout_s=TIMEOUT_S))
+        return worker.ask(
+            lambda caller: caller.post(
+                "/save", SaveRequest(path=str(tmp_path / "hf")), TrainerHealth, timeout_s=TIMEOUT_S
+            )
+        )
 
     save()
     assert len(AutoTokenizer.from_pretrained(tmp_path / "hf")) == 52
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
-    assert digest_of({name: parameter.detach() for name, parameter in model.named_parameters()}) == worker.export().digest
+    assert (
+        digest_of({name: parameter.detach() for name, parameter in model.named_parameters()})
+        == worker.export().digest
+    )
     before = (tmp_path / "hf").stat().st_ino
     save()
-    assert ((tmp_path / "hf").stat().st_ino == before, [path.name for path in tmp_path.glob(".hf*")]) == (False, [])
+    assert ((tmp_path / "hf").stat().st_ino == before, [path.name for path in tmp_path.glob(".hf*")]) == (
+        False,
+        [],
+    )
 
 
 def test_a_caller_without_the_secret_is_turned_away(worker: Worker) -> None:

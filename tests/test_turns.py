@@ -67,7 +67,9 @@ def test_a_step_is_two_handovers_and_its_version_is_announced_at_the_end_of_the_
         assert stats.num_bytes == (4000 + 2) + (1 + 2000 + 10 * NUM_CHUNKS + 1 + 2000)
         publisher = house.publisher.stats()
         assert (publisher.version, publisher.published, publisher.num_bytes) == (1, 1, 10 * NUM_CHUNKS)
-        assert (publisher.export_s, publisher.prepare_s) == pytest.approx((NUM_CHUNKS * MOVE_S, NUM_CHUNKS * MOVE_S))
+        assert (publisher.export_s, publisher.prepare_s) == pytest.approx(
+            (NUM_CHUNKS * MOVE_S, NUM_CHUNKS * MOVE_S)
+        )
 
     live(story)
 
@@ -131,7 +133,9 @@ def test_requests_that_an_empty_turn_interrupts_get_the_tokens_that_they_would_h
 
 @pytest.mark.parametrize("num_engines", [1, 2])
 @pytest.mark.parametrize("path", ["/sleep", "/wake", "/load_chunk", "/commit"])
-def test_an_engine_that_dies_in_a_handover_comes_back_with_the_announced_weights(path: str, num_engines: int) -> None:
+def test_an_engine_that_dies_in_a_handover_comes_back_with_the_announced_weights(
+    path: str, num_engines: int
+) -> None:
     async def story(house: House) -> None:
         await house.step()
         house.fakes[-1].dies_at = path
@@ -202,7 +206,9 @@ def test_a_trainer_that_has_no_memory_ends_the_run_with_the_phase_and_the_engine
         houses.append(house)
         await house.step()
         house.worker.refuse["/onload"] = "the disk is full"
-        with pytest.raises(RoomError, match="'trainer onloads'.*the disk is full.*undone, the devices belong to the engines"):
+        with pytest.raises(
+            RoomError, match="'trainer onloads'.*the disk is full.*undone, the devices belong to the engines"
+        ):
             await house.turns.to_trainer()
         assert all(fake.parts.can_serve and fake.policy_version == 1 for fake in house.fakes)
         await house.step()
@@ -234,7 +240,9 @@ def test_a_lease_that_breaks_while_an_engine_is_brought_up_ends_the_run_with_why
 
 @pytest.mark.parametrize("max_restarts", [0, 2])
 @pytest.mark.parametrize("path", ["/onload", "/offload", "/export_chunk"])
-def test_a_trainer_that_is_given_up_in_a_handover_ends_the_run_then_and_no_undo_waits_for_it(path: str, max_restarts: int) -> None:
+def test_a_trainer_that_is_given_up_in_a_handover_ends_the_run_then_and_no_undo_waits_for_it(
+    path: str, max_restarts: int
+) -> None:
     given_up_s: list[float] = []
 
     async def play() -> None:
@@ -262,7 +270,9 @@ def test_a_wrong_digest_is_never_announced() -> None:
 
     error = fails(story)
     assert "'push weights'" in str(error)
-    assert "engine-1 loaded chunk 0 of policy_version 1 with digest corrupt, the trainer sent c0" in str(error)
+    assert "engine-1 loaded chunk 0 of policy_version 1 with digest corrupt, the trainer sent c0" in str(
+        error
+    )
     assert isinstance(error.__cause__, PublishError)
 
 
@@ -338,7 +348,10 @@ def tokens_of_six_steps(kills: Kills) -> list[list[tuple[int, ...]]]:
         await killing
         await asyncio.sleep(20 * START_S)
         assert house.announced == [1, 2, 3, 4, 5, 6]
-        assert house.published == [(version, "|".join(["w", *(f"p{index}#0" for index in range(version))])) for version in range(1, 7)]
+        assert house.published == [
+            (version, "|".join(["w", *(f"p{index}#0" for index in range(version))]))
+            for version in range(1, 7)
+        ]
         assert house.pool.stats().down == ()
         assert [fake.weights for fake in house.fakes] == [house.published[-1][1]] * 2
 
@@ -352,6 +365,12 @@ def undisturbed() -> list[list[tuple[int, ...]]]:
 
 
 @settings(max_examples=25, deadline=None)
-@given(kills=st.lists(st.tuples(st.floats(0.0, 20.0), st.sampled_from(["trainer", "engine-0", "engine-1"])), max_size=6))
-def test_whoever_dies_whenever_the_steps_and_the_tokens_are_those_of_a_run_without(undisturbed: Any, kills: Kills) -> None:
+@given(
+    kills=st.lists(
+        st.tuples(st.floats(0.0, 20.0), st.sampled_from(["trainer", "engine-0", "engine-1"])), max_size=6
+    )
+)
+def test_whoever_dies_whenever_the_steps_and_the_tokens_are_those_of_a_run_without(
+    undisturbed: Any, kills: Kills
+) -> None:
     assert tokens_of_six_steps(kills) == undisturbed

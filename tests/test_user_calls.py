@@ -15,13 +15,14 @@ import pytest
 
 from asyncrl.config import TaskConfig
 from asyncrl.errors import RewardFailure, RolloutFailure, RolloutTimeout, TaskError
-from asyncrl.producers import FailedRollout, RolloutRunner, SingleTurn
+from asyncrl.messages.records import GroupId, Prompt
+from asyncrl.rollouts.generators import SingleTurn
+from asyncrl.rollouts.rollout import FailedRollout, RolloutRunner
 from asyncrl.tasks import TaskScorer
 from asyncrl.testing.fakes import FakeEngine, FakeTokenizer
 from asyncrl.testing.memory_journal import MemoryJournal
 from asyncrl.testing.virtual_time import all_blocked, run_virtual, stand_still
-from asyncrl.types import GroupId, Prompt
-from asyncrl.user_calls import GRACE_S, MAX_ABANDONED, UserCalls, abandon, end_what_is_left
+from asyncrl.user_code import GRACE_S, MAX_ABANDONED, UserCalls, abandon, end_what_is_left
 
 PROMPT = Prompt("p0", ({"role": "user", "content": "hi"},))
 
@@ -50,7 +51,9 @@ class Judged:
         return "hi"
 
 
-def make_scorer(score: Callable[..., Awaitable[float]], told: list[str], *, timeout_s: float = 10.0) -> TaskScorer:
+def make_scorer(
+    score: Callable[..., Awaitable[float]], told: list[str], *, timeout_s: float = 10.0
+) -> TaskScorer:
     config = TaskConfig(python="my_judge:Task", reward_pool="inline", reward_timeout_s=timeout_s)
     return TaskScorer(Judged(score), config, seed=0, warn=told.append)
 
@@ -61,7 +64,9 @@ def test_a_reward_that_swallows_its_cancellation_is_a_failure_and_its_function_i
         scorer = make_scorer(swallows, told)
         for number in range(1, 4):
             started_s = now_s()
-            with pytest.raises(RewardFailure, match=r"did not return within 10.0 s \(task.reward_timeout_s\)"):
+            with pytest.raises(
+                RewardFailure, match=r"did not return within 10.0 s \(task.reward_timeout_s\)"
+            ):
                 await scorer.score(PROMPT, "")
             assert now_s() == started_s + 10.0 + GRACE_S
             assert scorer.num_abandoned == number
@@ -75,12 +80,22 @@ def test_a_reward_that_swallows_its_cancellation_is_a_failure_and_its_function_i
 def test_a_rollout_whose_reward_swallows_everything_ends_with_its_time_and_when_it_is_cancelled() -> None:
     async def story() -> None:
         scorer = make_scorer(swallows, [], timeout_s=1e6)
-        single_turn = SingleTurn(FakeEngine(), FakeTokenizer(), scorer, run_seed=0, max_tokens=8, max_prompt_tokens=8, temperature=1.0)
+        single_turn = SingleTurn(
+            FakeEngine(),
+            FakeTokenizer(),
+            scorer,
+            run_seed=0,
+            max_tokens=8,
+            max_prompt_tokens=8,
+            temperature=1.0,
+        )
         runner = RolloutRunner(single_turn, timeout_s=20.0, retries=2)
 
         async def no_wait() -> None: ...
 
-        run = partial(runner.run, GroupId(0), PROMPT, wait_slot=no_wait, stopped_sampling=int, journal=MemoryJournal())
+        run = partial(
+            runner.run, GroupId(0), PROMPT, wait_slot=no_wait, stopped_sampling=int, journal=MemoryJournal()
+        )
         outcome = await run(0)
         assert isinstance(outcome, FailedRollout)
         assert isinstance(outcome.failure, RolloutTimeout)
@@ -158,7 +173,9 @@ def test_what_a_call_returns_and_raises_passes_and_so_does_its_own_cancellation(
     run_virtual(story())
 
 
-def test_too_many_abandoned_calls_end_the_run_with_the_name_of_the_function_and_those_that_end_at_last_do_not_count() -> None:
+def test_too_many_abandoned_calls_end_the_run_with_the_name_of_the_function_and_those_that_end_at_last_do_not_count() -> (
+    None
+):
     async def story() -> None:
         gate = asyncio.Event()
 
@@ -169,10 +186,13 @@ def test_too_many_abandoned_calls_end_the_run_with_the_name_of_the_function_and_
             return 1.0
 
         scorer = make_scorer(swallows_until_the_gate_opens, [])
-        found = await asyncio.gather(*(scorer.score(PROMPT, "") for _ in range(MAX_ABANDONED)), return_exceptions=True)
+        found = await asyncio.gather(
+            *(scorer.score(PROMPT, "") for _ in range(MAX_ABANDONED)), return_exceptions=True
+        )
         assert {type(error) for error in found} == {RewardFailure}
         with pytest.raises(
-            TaskError, match=rf"{MAX_ABANDONED} calls of the reward function my_judge:Task(.|\n)*Way out: .*except Exception:"
+            TaskError,
+            match=rf"{MAX_ABANDONED} calls of the reward function my_judge:Task(.|\n)*Way out: .*except Exception:",
         ):
             await scorer.score(PROMPT, "")
         gate.set()
@@ -238,7 +258,9 @@ def test_an_interrupted_end_does_not_wait_for_a_task_that_never_ends() -> None:
 
     with pytest.raises(asyncio.CancelledError):
         run_virtual(end_what_is_left(story()))
-    assert left_behind[0] not in known, "while it was waited for, too: a KeyboardInterrupt ends that without a word"
+    assert left_behind[0] not in known, (
+        "while it was waited for, too: a KeyboardInterrupt ends that without a word"
+    )
 
 
 EXIT = """
@@ -297,5 +319,11 @@ HUNG_THREADS = """
 
 def test_threads_that_hang_hold_up_neither_others_nor_the_end_of_the_process() -> None:
     """A judge that is asked in asyncio.to_thread, without a timeout: asyncio's own threads are few, and joined at the end."""
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(HUNG_THREADS)], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(HUNG_THREADS)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert (done.returncode, done.stderr) == (7, "")

@@ -10,12 +10,13 @@ import pytest
 from fake_vllm import FakeVllm
 from test_publisher_broadcast import FakeSender
 
-from asyncrl.engines import VllmFacts, VllmServer
+from asyncrl.engines.vllm.facts import VllmFacts
+from asyncrl.engines.vllm.vllm_server import VllmServer
 from asyncrl.errors import EngineLost
-from asyncrl.publisher import Broadcasts
+from asyncrl.messages.base import GroupSeat
+from asyncrl.messages.records import WeightManifest
+from asyncrl.sync.broadcast import Broadcasts
 from asyncrl.testing.virtual_time import all_blocked, run_virtual
-from asyncrl.types import WeightManifest
-from asyncrl.wire import GroupSeat
 
 
 class ReceivingVllm(FakeVllm):
@@ -62,7 +63,13 @@ async def publish(server: VllmServer, version: int) -> None:
 
 
 def routes_of(fake: FakeVllm) -> list[str]:
-    names = {"/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update", "/update_weight_version"}
+    names = {
+        "/init_weight_transfer_engine",
+        "/start_weight_update",
+        "/update_weights",
+        "/finish_weight_update",
+        "/update_weight_version",
+    }
     return [call for call in fake.calls if call.partition("?")[0] in {*names, "/pause", "/resume"}]
 
 
@@ -75,11 +82,22 @@ def test_a_commit_goes_through_vllms_own_routes_in_their_order_and_joins_once() 
             await asyncio.gather(*(server.prepare(manifest(version)) for server in servers))
             await asyncio.gather(*(server.commit(version, f"d{version}", "abort") for server in servers))
         assert [server.policy_version for server in servers] == [2, 2]
-        update = ["/start_weight_update", "/update_weights", "/finish_weight_update", "/update_weight_version", "/resume"]
+        update = [
+            "/start_weight_update",
+            "/update_weights",
+            "/finish_weight_update",
+            "/update_weight_version",
+            "/resume",
+        ]
         for fake in fakes:
             pause = next(call for call in fake.calls if call.startswith("/pause"))
             assert routes_of(fake) == [pause, "/init_weight_transfer_engine", *update, pause, *update]
-            assert fake.infos[1]["update_info"] == {"version": 1, "digest": "d1", "num_tensors": 2, "num_bytes": 8}
+            assert fake.infos[1]["update_info"] == {
+                "version": 1,
+                "digest": "d1",
+                "num_tensors": 2,
+                "num_bytes": 8,
+            }
 
     run_virtual(story())
 
@@ -90,7 +108,9 @@ def test_an_engine_that_dies_before_the_broadcast_leaves_it_to_the_others() -> N
         fakes, servers = await two_ready(sender)
         await asyncio.gather(*(server.prepare(manifest(1)) for server in servers))
         fakes[1].die()
-        outcomes = await asyncio.gather(*(server.commit(1, "d1", "abort") for server in servers), return_exceptions=True)
+        outcomes = await asyncio.gather(
+            *(server.commit(1, "d1", "abort") for server in servers), return_exceptions=True
+        )
         assert isinstance(outcomes[1], EngineLost)
         assert servers[0].policy_version == 1
         assert sender.asked[0].seat.size == 2
@@ -116,7 +136,10 @@ def test_an_engine_that_is_given_up_while_it_is_frozen_leaves_too() -> None:
 def test_an_update_that_fails_in_vllm_is_the_loss_of_that_engine() -> None:
     async def story() -> None:
         fake = ReceivingVllm("engine-0")
-        fake.refused["/update_weights"] = 500, "weights of version 1 in the broadcast have digest x, announced was d1"
+        fake.refused["/update_weights"] = (
+            500,
+            "weights of version 1 in the broadcast have digest x, announced was d1",
+        )
         server = server_over(fake, Broadcasts(FakeSender(), Path("/staging"), timeout_s=5.0))
         await server.ready(10.0)
         with pytest.raises(EngineLost, match="announced was d1"):

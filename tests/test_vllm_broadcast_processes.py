@@ -17,15 +17,17 @@ from rank_processes import Group, running
 from trainer_cases import changed, make_batch
 from vllm_process import SECRET, VllmProcess, vllm_process
 
-from asyncrl.calling import Caller
-from asyncrl.engines import VllmFacts, VllmServer
+from asyncrl.engines.vllm.facts import VllmFacts
+from asyncrl.engines.vllm.vllm_server import VllmServer
 from asyncrl.errors import EngineLost
-from asyncrl.publisher import Broadcasts
-from asyncrl.publisher.push import Push
-from asyncrl.trainer.client import TrainerClient
-from asyncrl.trainer.scratch_tokenizer import make_character_tokenizer
-from asyncrl.types import WeightManifest
-from asyncrl.wire import ExportChunkRequest, ExportChunkResponse, GenerateRequest, TrainResponse, pack_batch
+from asyncrl.http import Caller
+from asyncrl.messages.engine_calls import GenerateRequest
+from asyncrl.messages.records import WeightManifest
+from asyncrl.messages.trainer_calls import ExportChunkRequest, ExportChunkResponse, TrainResponse, pack_batch
+from asyncrl.sync.broadcast import Broadcasts
+from asyncrl.sync.publisher import Push
+from asyncrl.trainer.model.scratch_tokenizer import make_character_tokenizer
+from asyncrl.trainer.trainer_client import TrainerClient
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 MAX_LENGTH, SLOTS = 512, 8
@@ -49,11 +51,17 @@ class House:
 
     def run(self, story: Any, *, num_servers: int) -> None:
         async def within() -> None:
-            callers = [Caller(f"engine-{i}", server.url, SECRET) for i, server in enumerate(self.servers[:num_servers])]
+            callers = [
+                Caller(f"engine-{i}", server.url, SECRET)
+                for i, server in enumerate(self.servers[:num_servers])
+            ]
             trainer_caller = Caller("trainer", self.trainer.urls[0], "s3cret")
             trainer = TrainerClient(trainer_caller, timeout_s=100.0)
             broadcasts = Broadcasts(trainer, self.trainer.folder, timeout_s=60.0)
-            engines = [self.client(caller, served(server)) for caller, server in zip(callers, self.servers, strict=False)]
+            engines = [
+                self.client(caller, served(server))
+                for caller, server in zip(callers, self.servers, strict=False)
+            ]
             try:
                 async with asyncio.timeout(300):
                     for engine in engines:
@@ -82,14 +90,30 @@ def house_with(folder: Path, num_servers: int) -> Iterator[House]:
     tokenizer = make_character_tokenizer("abcdefghijklmnopqrstuvwxyz0123456789 .,!?")
     model_path = make_qwen3(folder / "model", vocab_size=len(tokenizer))
     tokenizer.save_pretrained(model_path)
-    spec = {"model_path": str(model_path), "dtype": "float32", "device": "cpu", "max_length": MAX_LENGTH, "slots": SLOTS}
+    spec = {
+        "model_path": str(model_path),
+        "dtype": "float32",
+        "device": "cpu",
+        "max_length": MAX_LENGTH,
+        "slots": SLOTS,
+    }
     with ExitStack() as stack:
         servers = [
-            stack.enter_context(vllm_process({**spec, "name": f"engine-{i}", "transport": "nccl"}, folder / f"server-{i}"))
+            stack.enter_context(
+                vllm_process({**spec, "name": f"engine-{i}", "transport": "nccl"}, folder / f"server-{i}")
+            )
             for i in range(num_servers)
         ]
         trainer = stack.enter_context(
-            running(model_path, folder / "trainer", 1, transport="nccl", is_file_wanted=True, canary_tokens=160, chunk_bytes=40_000)
+            running(
+                model_path,
+                folder / "trainer",
+                1,
+                transport="nccl",
+                is_file_wanted=True,
+                canary_tokens=160,
+                chunk_bytes=40_000,
+            )
         )
         for server in servers:
             server.wait_ready()
@@ -103,12 +127,16 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
 
 
 async def sample(engine: VllmServer) -> tuple[list[int], list[float]]:
-    answer = await engine.generate_segment(GenerateRequest(request_id="look", prompt_ids=[5, 6, 7, 8], max_tokens=24, seed=3))
+    answer = await engine.generate_segment(
+        GenerateRequest(request_id="look", prompt_ids=[5, 6, 7, 8], max_tokens=24, seed=3)
+    )
     assert [span.version for span in answer.version_spans] == [engine.policy_version]
     return answer.token_ids, answer.logprobs
 
 
-async def push(manifest: WeightManifest, engines: list[VllmServer], served: int, lost: list[EngineLost] | None = None) -> None:
+async def push(
+    manifest: WeightManifest, engines: list[VllmServer], served: int, lost: list[EngineLost] | None = None
+) -> None:
     told = None if lost is None else lost.append
     await Push(manifest, engines, served=served, interrupt="abort", timeout_s=100.0, on_lost=told).run()
 
@@ -152,11 +180,19 @@ def test_weights_that_are_not_those_announced_are_never_served(house: House) -> 
     house.run(story, num_servers=1)
 
 
-def test_chunks_in_memory_that_the_trainer_shares_are_loaded_as_they_were_written(house: House, tmp_path: Path) -> None:
+def test_chunks_in_memory_that_the_trainer_shares_are_loaded_as_they_were_written(
+    house: House, tmp_path: Path
+) -> None:
     """The way of transport=ipc, but for the calls of CUDA's driver that make and open the memory: here it is a mapped file."""
     server = house.servers[0]
     with running(
-        house.model_path, tmp_path / "trainer", 1, transport="ipc", chunks="memory", canary_tokens=160, chunk_bytes=40_000
+        house.model_path,
+        tmp_path / "trainer",
+        1,
+        transport="ipc",
+        chunks="memory",
+        canary_tokens=160,
+        chunk_bytes=40_000,
     ) as other:
         handles = set[str]()
         for index in range(100):
@@ -164,9 +200,23 @@ def test_chunks_in_memory_that_the_trainer_shares_are_loaded_as_they_were_writte
             chunk = other.ask(partial(post_chunk, message))
             assert chunk.memory is not None
             handles.add(chunk.memory.handle.name)
-            asked = chunk.model_dump(include={"version", "index", "path", "memory", "digest", "num_tensors", "num_bytes", "is_last"})
+            asked = chunk.model_dump(
+                include={
+                    "version",
+                    "index",
+                    "path",
+                    "memory",
+                    "digest",
+                    "num_tensors",
+                    "num_bytes",
+                    "is_last",
+                }
+            )
             if index == 0:
-                assert "announced was 0000" in server.rpc("asyncrl_load_chunk", **{**asked, "digest": "0" * 32})["error"]
+                assert (
+                    "announced was 0000"
+                    in server.rpc("asyncrl_load_chunk", **{**asked, "digest": "0" * 32})["error"]
+                )
             assert server.rpc("asyncrl_load_chunk", **asked) == {"ok": True, "digest": chunk.digest}
             if chunk.is_last:
                 break
@@ -175,14 +225,18 @@ def test_chunks_in_memory_that_the_trainer_shares_are_loaded_as_they_were_writte
         assert server.rpc("asyncrl_finish_chunks", version=0) == {"ok": True, "digest": chunk.whole_digest}
         assert chunk.canary is not None
         _, logprobs = server.generate(chunk.canary.token_ids, salt="memory", max_tokens=1)
-        assert abs(logprobs[0] - chunk.canary.next_logprob) < 1e-4, "the weights of the start, of which this trainer is"
+        assert abs(logprobs[0] - chunk.canary.next_logprob) < 1e-4, (
+            "the weights of the start, of which this trainer is"
+        )
 
 
 async def post_chunk(message: ExportChunkRequest, caller: Caller) -> ExportChunkResponse:
     return await caller.post("/export_chunk", message, ExportChunkResponse, timeout_s=60)
 
 
-def test_a_server_that_is_killed_between_its_pause_and_the_broadcast_leaves_it_to_the_other(house: House) -> None:
+def test_a_server_that_is_killed_between_its_pause_and_the_broadcast_leaves_it_to_the_other(
+    house: House,
+) -> None:
     """The last story: afterwards one server is gone."""
 
     async def story(trainer: TrainerClient, engines: list[VllmServer]) -> None:

@@ -17,14 +17,25 @@ import pytest
 from engine_in_process import make_qwen3
 from vllm_process import SECRET, VllmProcess, vllm_process
 
-from asyncrl.serving import Refused
-from asyncrl.wire import find_fatal
-from asyncrl_servers.vllm.arguments import ELSEWHERE, KV_CACHE, build_arguments
-from asyncrl_servers.vllm.last_words import last_error
-from asyncrl_servers.vllm.memory import MIN_BYTES, kv_cache_bytes
-from asyncrl_servers.vllm.spec import VllmSpec
+from asyncrl.http import Refused
+from asyncrl.messages.base import find_fatal
+from asyncrl_servers.vllm.arguments import (
+    ELSEWHERE,
+    KV_CACHE,
+    MIN_BYTES,
+    VllmSpec,
+    build_arguments,
+    kv_cache_bytes,
+)
+from asyncrl_servers.vllm.environment import last_error
 
-SPEC: dict[str, Any] = {"name": "engine-0", "dtype": "float32", "device": "cpu", "max_length": 512, "slots": 16}
+SPEC: dict[str, Any] = {
+    "name": "engine-0",
+    "dtype": "float32",
+    "device": "cpu",
+    "max_length": 512,
+    "slots": 16,
+}
 OTHERS = (
     "block_size max_num_batched_tokens enable_prefix_caching no_enable_prefix_caching kv_cache_memory_bytes gpu_memory_utilization "
     "enforce_eager no_enforce_eager compilation_config cudagraph_capture_sizes disable_uvicorn_access_log disable_fastapi_docs max_loras"
@@ -40,8 +51,8 @@ def test_what_the_run_depends_on_is_always_given_to_vllm(tmp_path: Path) -> None
     given = arguments_of(tmp_path)
     for option in ("--enable-scale-out", "--enable-prompt-tokens-details", "--enforce-eager", "--logprobs-mode=processed_logprobs",
                    "--served-model-name=policy", "--max-num-seqs=16", "--max-model-len=512", "--generation-config=vllm",
-                   "--worker-extension-cls=asyncrl_servers.vllm.worker.WeightLoader",
-                   "--distributed-executor-backend=asyncrl_servers.vllm.executor.CpuExecutor"):  # fmt: skip
+                   "--worker-extension-cls=asyncrl_servers.vllm.worker_extension.WeightLoader",
+                   "--distributed-executor-backend=asyncrl_servers.vllm.mending.CpuExecutor"):  # fmt: skip
         assert option in given
     assert not any("secret" in option or "api-key" in option for option in given)
 
@@ -84,14 +95,22 @@ def test_an_argument_that_is_set_elsewhere_is_refused_with_the_place(tmp_path: P
 
 @pytest.mark.parametrize("transport", ["shm", "lora", "nccl"])
 def test_nothing_that_a_user_gives_is_silently_replaced(tmp_path: Path, transport: str) -> None:
-    ours = {option[2:].partition("=")[0].replace("-", "_") for option in arguments_of(tmp_path, transport=transport) if option[:2] == "--"}
-    assert ours - KV_CACHE - {"enforce_eager", "distributed_executor_backend"} <= ELSEWHERE.keys()  # those give way to what is given
+    ours = {
+        option[2:].partition("=")[0].replace("-", "_")
+        for option in arguments_of(tmp_path, transport=transport)
+        if option[:2] == "--"
+    }
+    assert (
+        ours - KV_CACHE - {"enforce_eager", "distributed_executor_backend"} <= ELSEWHERE.keys()
+    )  # those give way to what is given
     with pytest.raises(Refused) as refused:
         arguments_of(tmp_path, args={"max-num-batched-tokens": 64, "max_num_batched_tokens": 128})
     assert "twice" in refused.value.body.error
 
 
-def test_the_kv_cache_holds_all_slots_on_cpu_and_is_vllms_business_on_cuda_or_where_the_user_says_so(tmp_path: Path) -> None:
+def test_the_kv_cache_holds_all_slots_on_cpu_and_is_vllms_business_on_cuda_or_where_the_user_says_so(
+    tmp_path: Path,
+) -> None:
     config = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
     (tmp_path / "config.json").write_text(json.dumps(config))
     token_bytes = 2 * 4 * 2 * 64 * 4
@@ -106,8 +125,13 @@ def test_the_kv_cache_holds_all_slots_on_cpu_and_is_vllms_business_on_cuda_or_wh
     assert not any(kv in option for option in arguments_of(tmp_path, args={"gpu_memory_utilization": 0.3}))
 
 
-@pytest.mark.parametrize(("transport", "backend"), [("shm", "shm"), ("disk", "shm"), ("nccl", "broadcast"), ("ipc", "shm"), ("lora", None)])
-def test_the_transport_chooses_vllms_backend_and_adapters(tmp_path: Path, transport: str, backend: str | None) -> None:
+@pytest.mark.parametrize(
+    ("transport", "backend"),
+    [("shm", "shm"), ("disk", "shm"), ("nccl", "broadcast"), ("ipc", "shm"), ("lora", None)],
+)
+def test_the_transport_chooses_vllms_backend_and_adapters(
+    tmp_path: Path, transport: str, backend: str | None
+) -> None:
     given = arguments_of(tmp_path, transport=transport, lora_rank=12)
     assert (backend is None) == ("--weight-transfer-config" not in given)
     if backend is not None:
@@ -152,12 +176,21 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def shared_memory_of(server: VllmProcess) -> set[str]:
     """The shared memory files that processes of this server have mapped."""
     maps = [Path(f"/proc/{pid}/maps") for pid in server.group()]
-    return {name for path in maps if path.exists() for name in re.findall(r"/dev/shm/[^\s]+", path.read_text())}
+    return {
+        name for path in maps if path.exists() for name in re.findall(r"/dev/shm/[^\s]+", path.read_text())
+    }
 
 
 def scratch_of(server: VllmProcess) -> Path:
-    environ = [Path(f"/proc/{pid}/environ").read_bytes() for pid in server.group() if pid != server.process.pid]
-    found = {match.decode() for text in environ for match in re.findall(rb"\0TMPDIR=([^\0]+)", text) if b"asyncrl-vllm" in match}
+    environ = [
+        Path(f"/proc/{pid}/environ").read_bytes() for pid in server.group() if pid != server.process.pid
+    ]
+    found = {
+        match.decode()
+        for text in environ
+        for match in re.findall(rb"\0TMPDIR=([^\0]+)", text)
+        if b"asyncrl-vllm" in match
+    }
     assert len(found) == 1
     return Path(found.pop())
 
@@ -182,9 +215,14 @@ class TestAServer:
 
     def test_every_route_answers_to_the_secret_alone(self, server: VllmProcess) -> None:
         routes = re.findall(r"Route: (\S+), Methods: (\S+)", server.read_log())
-        assert {"/health", "/pause", "/collective_rpc", "/inference/v1/generate", "/update_weights", "/v1/models"} <= {
-            path for path, _ in routes
-        }
+        assert {
+            "/health",
+            "/pause",
+            "/collective_rpc",
+            "/inference/v1/generate",
+            "/update_weights",
+            "/v1/models",
+        } <= {path for path, _ in routes}
         for path, methods in [*routes, ("/metrics", "GET"), ("/nowhere", "GET"), ("/docs", "GET")]:
             for method in methods.replace(",", " ").split():
                 for secret in (None, "", SECRET + "x", SECRET[:-1]):
@@ -210,14 +248,18 @@ class TestAServer:
         ):
             assert expected in config
 
-    def test_seeded_requests_with_split_prefills_live_and_answer_bit_for_bit_as_alone(self, server: VllmProcess) -> None:
+    def test_seeded_requests_with_split_prefills_live_and_answer_bit_for_bit_as_alone(
+        self, server: VllmProcess
+    ) -> None:
         """Sixteen prompts of 300 tokens in steps of 256: each prefill is split. Without the mended seeds this ends the engine."""
         drawn = random.Random(3)
         prompts = [[drawn.randrange(50) for _ in range(300)] for _ in range(16)]
 
         def ask(case: tuple[str, int]) -> tuple[list[int], list[float]]:
             salt, index = case
-            return server.generate(prompts[index], salt=f"{salt}{index}", temperature=1.0, seed=index, max_tokens=40)
+            return server.generate(
+                prompts[index], salt=f"{salt}{index}", temperature=1.0, seed=index, max_tokens=40
+            )
 
         alone = [ask(("alone", index)) for index in range(16)]
         with ThreadPoolExecutor(16) as pool:
@@ -229,7 +271,12 @@ class TestAServer:
 
     def test_requests_with_and_without_a_seed_run_side_by_side(self, server: VllmProcess) -> None:
         with ThreadPoolExecutor(16) as pool:
-            answers = list(pool.map(lambda seed: server.generate([1, 2, 3] * 60, temperature=1.0, **seed), [{}, {"seed": 4}] * 8))
+            answers = list(
+                pool.map(
+                    lambda seed: server.generate([1, 2, 3] * 60, temperature=1.0, **seed),
+                    [{}, {"seed": 4}] * 8,
+                )
+            )
         assert all(len(tokens) == len(logprobs) == 16 for tokens, logprobs in answers)
         assert len({tuple(tokens) for tokens, _ in answers[1::2]}) == 1
 
@@ -241,7 +288,9 @@ def started(model: Path, folder: Path, **fields: Any) -> Any:
 class TestItsEnd:
     pytestmark = slow_vllm
 
-    def test_a_server_whose_api_process_is_killed_leaves_no_process_and_no_shared_memory(self, model: Path, tmp_path: Path) -> None:
+    def test_a_server_whose_api_process_is_killed_leaves_no_process_and_no_shared_memory(
+        self, model: Path, tmp_path: Path
+    ) -> None:
         with started(model, tmp_path) as server:
             server.wait_ready()
             shared, scratch = shared_memory_of(server), scratch_of(server)
@@ -252,7 +301,9 @@ class TestItsEnd:
             assert not [name for name in shared if Path(name).exists()]
             assert not scratch.exists()
 
-    def test_a_server_whose_parent_is_gone_ends_with_all_its_processes(self, model: Path, tmp_path: Path) -> None:
+    def test_a_server_whose_parent_is_gone_ends_with_all_its_processes(
+        self, model: Path, tmp_path: Path
+    ) -> None:
         with started(model, tmp_path) as server:
             server.wait_ready()
             shared = shared_memory_of(server)
@@ -262,10 +313,14 @@ class TestItsEnd:
             server.wait_group_ended()
             assert not [name for name in shared if Path(name).exists()]
 
-    def test_a_server_whose_worker_is_killed_ends_by_itself_and_says_so(self, model: Path, tmp_path: Path) -> None:
+    def test_a_server_whose_worker_is_killed_ends_by_itself_and_says_so(
+        self, model: Path, tmp_path: Path
+    ) -> None:
         with started(model, tmp_path) as server:
             server.wait_ready()
-            (worker,) = [pid for pid in server.group() if b"Worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+            (worker,) = [
+                pid for pid in server.group() if b"Worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+            ]
             os.kill(worker, signal.SIGKILL)
             assert server.process.wait(120) == 1
             fatal = find_fatal(server.read_log())
@@ -273,7 +328,9 @@ class TestItsEnd:
             assert "engine-0: vLLM's engine died: Worker proc" in fatal.error
             server.wait_group_ended()
 
-    def test_a_server_whose_parent_is_gone_while_it_starts_ends_too(self, model: Path, tmp_path: Path) -> None:
+    def test_a_server_whose_parent_is_gone_while_it_starts_ends_too(
+        self, model: Path, tmp_path: Path
+    ) -> None:
         with started(model, tmp_path) as server:
             server.wait_group_of(4)  # server, warden, resource tracker, engine
             assert server.process.stdin is not None

@@ -16,7 +16,7 @@ from engine_in_process import make_qwen3, weights_of
 from safetensors.torch import save_file
 from vllm_process import VllmProcess, vllm_process
 
-from asyncrl_servers.embedded.weight_files import digest_tensors
+from asyncrl_servers.embedded.loaded_weights import digest_tensors
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -28,7 +28,10 @@ _salts = itertools.count()
 def outputs_of(server: VllmProcess) -> Outputs:
     """Greedy tokens and one sampled row, nothing of it from a prefix cache."""
     greedy = [server.generate(prompt, salt=f"s{next(_salts)}", max_tokens=24) for prompt in PROMPTS]
-    return [*greedy, server.generate(PROMPTS[1], salt=f"s{next(_salts)}", max_tokens=24, temperature=1.0, seed=5)]
+    return [
+        *greedy,
+        server.generate(PROMPTS[1], salt=f"s{next(_salts)}", max_tokens=24, temperature=1.0, seed=5),
+    ]
 
 
 @dataclass
@@ -47,12 +50,19 @@ class House:
         save_file({key: tensor.detach().clone() for key, tensor in tensors.items()}, f"{path}.partial")
         Path(f"{path}.partial").replace(path)
         num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-        return {"path": str(path), "digest": digest_tensors(tensors), "num_tensors": len(tensors), "num_bytes": num_bytes}
+        return {
+            "path": str(path),
+            "digest": digest_tensors(tensors),
+            "num_tensors": len(tensors),
+            "num_bytes": num_bytes,
+        }
 
     def stage(self, version: int, **request: Any) -> dict[str, Any]:
         """Ask until it is staged, or refused."""
         end = time.monotonic() + 60
-        while (answer := self.server.rpc("asyncrl_stage", version=version, kind="weights", **request)).get("state") == "hashing":
+        while (answer := self.server.rpc("asyncrl_stage", version=version, kind="weights", **request)).get(
+            "state"
+        ) == "hashing":
             assert time.monotonic() < end, "it is hashed for ever"
             time.sleep(0.01)
         return answer
@@ -64,7 +74,9 @@ class House:
         if "error" in staged:
             return staged
         assert staged["digest"] == request["digest"]
-        return self.server.rpc("asyncrl_load", version=version, digest=request["digest"], chunk_bytes=chunk_bytes)
+        return self.server.rpc(
+            "asyncrl_load", version=version, digest=request["digest"], chunk_bytes=chunk_bytes
+        )
 
     def plant(self, fault: str) -> None:
         assert self.server.rpc("asyncrl_plant", fault=fault) == {"ok": True}
@@ -78,7 +90,10 @@ class House:
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
 def house(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
     folder = tmp_path_factory.mktemp("vllm")
-    models = {name: make_qwen3(folder / name, seed, tie_word_embeddings=request.param) for name, seed in (("A", 0), ("B", 1))}
+    models = {
+        name: make_qwen3(folder / name, seed, tie_word_embeddings=request.param)
+        for name, seed in (("A", 0), ("B", 1))
+    }
     weights = {name: weights_of(path) for name, path in models.items()}
     (folder / "path").mkdir()
     (folder / "path" / "faulty_vllm_worker.py").symlink_to(Path(__file__).parent / "faulty_vllm_worker.py")
@@ -101,7 +116,10 @@ def test_loaded_weights_answer_bit_for_bit_as_a_fresh_server_does(house: House, 
     answer = house.push(house.weights["B"], chunk_bytes)
     num_tensors = len(house.weights["B"])
     assert answer["ok"], answer
-    assert (answer["num_tensors"], answer["num_bytes"]) == (num_tensors, sum(tensor.nbytes for tensor in house.weights["B"].values()))
+    assert (answer["num_tensors"], answer["num_bytes"]) == (
+        num_tensors,
+        sum(tensor.nbytes for tensor in house.weights["B"].values()),
+    )
     assert answer["num_chunks"] == {1: num_tensors, 10**9: 1}.get(chunk_bytes, answer["num_chunks"])
     assert outputs_of(house.server) == house.fresh["B"]
     assert house.fresh["B"] != house.fresh["A"]
@@ -109,14 +127,27 @@ def test_loaded_weights_answer_bit_for_bit_as_a_fresh_server_does(house: House, 
     assert outputs_of(house.server) == house.fresh["A"]
 
 
-def test_weights_that_come_chunk_by_chunk_through_one_file_answer_as_a_fresh_server_does(house: House) -> None:
+def test_weights_that_come_chunk_by_chunk_through_one_file_answer_as_a_fresh_server_does(
+    house: House,
+) -> None:
     house.serve("A")
     version, path = next(house.versions), house.folder / "one-file.safetensors"
-    parts = [dict(itertools.islice(house.weights["B"].items(), start, start + 7)) for start in range(0, len(house.weights["B"]), 7)]
+    parts = [
+        dict(itertools.islice(house.weights["B"].items(), start, start + 7))
+        for start in range(0, len(house.weights["B"]), 7)
+    ]
     for index, part in enumerate(parts):
         request = house.write(part, "chunk")
-        path.write_bytes(Path(request["path"]).read_bytes())  # in place: the same file on disk for every chunk
-        chunk = {**request, "path": str(path), "version": version, "index": index, "is_last": index == len(parts) - 1}
+        path.write_bytes(
+            Path(request["path"]).read_bytes()
+        )  # in place: the same file on disk for every chunk
+        chunk = {
+            **request,
+            "path": str(path),
+            "version": version,
+            "index": index,
+            "is_last": index == len(parts) - 1,
+        }
         assert house.server.rpc("asyncrl_load_chunk", **chunk) == {"ok": True, "digest": request["digest"]}
     answer = house.server.rpc("asyncrl_finish_chunks", version=version)
     assert answer == {"ok": True, "digest": digest_tensors(house.weights["B"])}
@@ -130,10 +161,14 @@ def test_weights_through_vllms_own_transfer_routes_answer_as_a_fresh_server_does
     server.post("/start_weight_update")
     for start in range(0, len(house.weights["B"]), 13):
         request = house.write(dict(itertools.islice(house.weights["B"].items(), start, start + 13)), "native")
-        server.post("/update_weights", {"update_info": {"path": request["path"], "digest": request["digest"]}})
+        server.post(
+            "/update_weights", {"update_info": {"path": request["path"], "digest": request["digest"]}}
+        )
     server.post("/finish_weight_update", {"weight_version": "41"})
     assert outputs_of(server) == house.fresh["B"]
-    choice = server.post("/inference/v1/generate", {"token_ids": [1, 2], "sampling_params": {"max_tokens": 2}})["choices"][0]
+    choice = server.post(
+        "/inference/v1/generate", {"token_ids": [1, 2], "sampling_params": {"max_tokens": 2}}
+    )["choices"][0]
     assert choice["weight_versions"] == [{"version": "41", "start": 0, "end": 2}]
 
 
@@ -145,14 +180,19 @@ def test_a_wrong_digest_is_refused_on_each_way_and_the_old_weights_serve_on(hous
     staged = house.stage(version, **request)
     assert "announced was 00000000" in staged["error"]
     assert "prepare again" in staged["way_out"]
-    assert "staged is nothing" in house.server.rpc("asyncrl_load", version=version, digest="0" * 32, chunk_bytes=10**9)["error"]
+    assert (
+        "staged is nothing"
+        in house.server.rpc("asyncrl_load", version=version, digest="0" * 32, chunk_bytes=10**9)["error"]
+    )
     chunk = house.server.rpc("asyncrl_load_chunk", version=version, index=0, is_last=True, **request)
     assert "announced was 00000000" in chunk["error"]
     assert outputs_of(house.server) == house.fresh["A"]
 
 
 @only_tied
-def test_a_file_that_takes_long_to_hash_is_hashed_once_and_refused_if_it_is_not_what_was_announced(house: House) -> None:
+def test_a_file_that_takes_long_to_hash_is_hashed_once_and_refused_if_it_is_not_what_was_announced(
+    house: House,
+) -> None:
     request = house.write({"large": torch.zeros(2**26)}, "large") | {"digest": "0" * 32}
     version = next(house.versions)
     first = house.server.rpc("asyncrl_stage", version=version, kind="weights", **request)
@@ -161,7 +201,9 @@ def test_a_file_that_takes_long_to_hash_is_hashed_once_and_refused_if_it_is_not_
 
 
 @only_tied
-def test_vllms_own_routes_refuse_a_wrong_digest_and_the_server_lives_and_says_what_to_do(house: House) -> None:
+def test_vllms_own_routes_refuse_a_wrong_digest_and_the_server_lives_and_says_what_to_do(
+    house: House,
+) -> None:
     house.serve("A")
     request = house.write(house.weights["B"])
     house.server.post("/start_weight_update")
@@ -180,21 +222,34 @@ def test_staged_weights_are_loaded_under_their_own_digest_alone(house: House) ->
     other = house.server.rpc("asyncrl_load", version=version, digest="1" * 32, chunk_bytes=10**9)["error"]
     assert "digest 11111" in other
     assert f"with digest {request['digest']}" in other
-    assert "staged is version" in house.server.rpc("asyncrl_load", version=version + 1000, digest=request["digest"], chunk_bytes=1)["error"]
+    assert (
+        "staged is version"
+        in house.server.rpc("asyncrl_load", version=version + 1000, digest=request["digest"], chunk_bytes=1)[
+            "error"
+        ]
+    )
     assert house.server.rpc("asyncrl_drop") == {"ok": True}
-    assert "staged is nothing" in house.server.rpc("asyncrl_load", version=version, digest=request["digest"], chunk_bytes=1)["error"]
+    assert (
+        "staged is nothing"
+        in house.server.rpc("asyncrl_load", version=version, digest=request["digest"], chunk_bytes=1)["error"]
+    )
     assert outputs_of(house.server) == house.fresh["A"]
 
 
 @only_tied
-def test_a_torn_file_a_missing_one_and_another_count_are_refused_and_the_old_weights_serve_on(house: House) -> None:
+def test_a_torn_file_a_missing_one_and_another_count_are_refused_and_the_old_weights_serve_on(
+    house: House,
+) -> None:
     house.serve("A")
     request = house.write(house.weights["B"])
     torn = house.folder / "torn.safetensors"
     torn.write_bytes(Path(request["path"]).read_bytes()[:-1000])
     version = next(house.versions)
     assert "cannot read the weights file" in house.stage(version, **(request | {"path": str(torn)}))["error"]
-    assert "no weights file" in house.stage(version, **(request | {"path": str(house.folder / "nothing")}))["error"]
+    assert (
+        "no weights file"
+        in house.stage(version, **(request | {"path": str(house.folder / "nothing")}))["error"]
+    )
     assert "announced were 99" in house.stage(version, **(request | {"num_tensors": 99}))["error"]
     assert outputs_of(house.server) == house.fresh["A"]
 
@@ -211,7 +266,9 @@ def test_names_that_changed_places_are_a_wrong_digest(house: House) -> None:
 
 
 @only_tied
-@pytest.mark.parametrize("name", ["model.layers.1.self_attn.k_proj.weight", "model.embed_tokens.weight", "model.norm.weight"])
+@pytest.mark.parametrize(
+    "name", ["model.layers.1.self_attn.k_proj.weight", "model.embed_tokens.weight", "model.norm.weight"]
+)
 def test_a_set_without_one_tensor_is_refused_and_the_server_says_that_it_is_of_no_version_until_a_whole_set_is_loaded(
     house: House, name: str
 ) -> None:
@@ -228,10 +285,15 @@ def test_a_set_without_one_tensor_is_refused_and_the_server_says_that_it_is_of_n
 
 
 @only_tied
-def test_a_tensor_that_the_model_does_not_know_is_refused_and_a_whole_set_heals_the_server(house: House) -> None:
+def test_a_tensor_that_the_model_does_not_know_is_refused_and_a_whole_set_heals_the_server(
+    house: House,
+) -> None:
     house.serve("A")
     known = "model.layers.2.mlp.down_proj.weight"
-    renamed = {key.replace(known, "model.layers.2.mlp.elsewhere.weight"): tensor for key, tensor in house.weights["B"].items()}
+    renamed = {
+        key.replace(known, "model.layers.2.mlp.elsewhere.weight"): tensor
+        for key, tensor in house.weights["B"].items()
+    }
     assert "error" in house.push(renamed)
     house.serve("B")
     assert outputs_of(house.server) == house.fresh["B"]
@@ -241,7 +303,10 @@ def test_a_tensor_that_the_model_does_not_know_is_refused_and_a_whole_set_heals_
 def test_chunks_out_of_order_are_refused_and_an_update_that_is_dropped_says_so(house: House) -> None:
     house.serve("A")
     version = next(house.versions)
-    request = house.write(dict(itertools.islice(house.weights["B"].items(), 5)), "chunk") | {"version": version, "is_last": False}
+    request = house.write(dict(itertools.islice(house.weights["B"].items(), 5)), "chunk") | {
+        "version": version,
+        "is_last": False,
+    }
     assert "expected chunk 0" in house.server.rpc("asyncrl_load_chunk", index=3, **request)["error"]
     assert "no update of version" in house.server.rpc("asyncrl_finish_chunks", version=version)["error"]
     assert outputs_of(house.server) == house.fresh["A"]
@@ -306,4 +371,10 @@ def test_an_extension_method_answers_nonsense_with_an_error_and_never_raises(hou
     for method in ("asyncrl_stage", "asyncrl_load", "asyncrl_load_chunk", "asyncrl_finish_chunks"):
         assert "error" in house.server.rpc(method, nonsense=1)
     facts = house.server.rpc("asyncrl_facts")
-    assert (facts["extension"], facts["device"], facts["dtype"], facts["num_workers"], facts["vocab_size"]) == (1, "cpu", "float32", 1, 50)
+    assert (
+        facts["extension"],
+        facts["device"],
+        facts["dtype"],
+        facts["num_workers"],
+        facts["vocab_size"],
+    ) == (1, "cpu", "float32", 1, 50)

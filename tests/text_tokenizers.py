@@ -5,10 +5,19 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from transformers import PreTrainedTokenizerFast
 
-from asyncrl.producers import HFChatTokenizer
+from asyncrl.rollouts.tokenizer import HFChatTokenizer
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog. Der schnelle braune Fuchs; Grüße, größer, 12 + 30 = 42.",
@@ -32,9 +41,13 @@ def byte_level(corpus: list[str] = CORPUS) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator(corpus, trainers.BpeTrainer(vocab_size=420, initial_alphabet=alphabet, special_tokens=SPECIAL))
+    tokenizer.train_from_iterator(
+        corpus, trainers.BpeTrainer(vocab_size=420, initial_alphabet=alphabet, special_tokens=SPECIAL)
+    )
     bos_id = tokenizer.token_to_id(BOS)
-    tokenizer.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, bos_id)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", special_tokens=[(BOS, bos_id)]
+    )
     return tokenizer
 
 
@@ -44,9 +57,13 @@ def byte_fallback(corpus: list[str] = CORPUS) -> Tokenizer:
     trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=SPECIAL)
     learner = Tokenizer(models.BPE(unk_token="<unk>"))
     learner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    learner.train_from_iterator([line.encode("ascii", "ignore").decode().replace("\n", "") for line in corpus], trainer)
+    learner.train_from_iterator(
+        [line.encode("ascii", "ignore").decode().replace("\n", "") for line in corpus], trainer
+    )
     tokenizer = Tokenizer.from_str(_with_bytes(learner.to_str(), byte_tokens))
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
     return tokenizer
 
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from asyncrl.config import ScratchConfig
-from asyncrl.trainer.scratch import ScratchSpec, make_scratch_model
+from asyncrl.trainer.model.scratch import ScratchSpec, make_scratch_model
 
 TINY_CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 .,:+-*=?\n"
 

@@ -29,7 +29,8 @@ class ToolsTask(vf.Task[ToolsData]):
 class ToolsTaskset(vf.Taskset[ToolsTask, vf.TasksetConfig]):
     def load(self) -> list[ToolsTask]:
         return [
-            ToolsTask(ToolsData(prompt=f"Write {word} backwards.", answer=word[::-1]), self.config.task) for word in ("abc", "stressed")
+            ToolsTask(ToolsData(prompt=f"Write {word} backwards.", answer=word[::-1]), self.config.task)
+            for word in ("abc", "stressed")
         ]
 
     @classmethod

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from asyncrl.config import AlgorithmConfig, TrainerConfig
-from asyncrl.running.specs import objective_spec
+from asyncrl.messages.trainer_calls import BatchArrays, BatchHeader, TrajectoryHeader
+from asyncrl.run.specs import objective_spec
 from asyncrl.trainer.spec import TrainerSpec
-from asyncrl.wire import BatchArrays, BatchHeader, TrajectoryHeader
 
 
 def make_spec(
@@ -37,7 +37,13 @@ def make_spec(
 
 
 def make_batch(
-    *, version: int = 0, min_version: int | None = None, mask_older: bool = False, num_groups: int = 2, group_size: int = 3, seed: int = 0
+    *,
+    version: int = 0,
+    min_version: int | None = None,
+    mask_older: bool = False,
+    num_groups: int = 2,
+    group_size: int = 3,
+    seed: int = 0,
 ) -> tuple[BatchHeader, BatchArrays]:
     """Random tokens of the tiny model, prompts of 5, completions of 1 to 20 tokens, all sampled at `version`."""
     rng = np.random.default_rng(seed)
@@ -60,7 +66,10 @@ def make_batch(
     mask = np.array(masks)
     return (
         BatchHeader(
-            version=version, min_version=version if min_version is None else min_version, mask_older=mask_older, trajectories=headers
+            version=version,
+            min_version=version if min_version is None else min_version,
+            mask_older=mask_older,
+            trajectories=headers,
         ),
         BatchArrays(
             token_ids=rng.integers(6, 52, start).astype(np.int32),
@@ -81,6 +90,11 @@ def naive_logprobs(model: Any, header: BatchHeader, arrays: BatchArrays, tempera
     for entry in header.trajectories:
         ids = torch.from_numpy(arrays.token_ids[entry.start : entry.end].astype(np.int64))
         with torch.no_grad():
-            logits = model(input_ids=ids[None], attention_mask=torch.ones_like(ids[None])).logits[0, :-1].double() / temperature
-        logprobs[entry.start + 1 : entry.end] = torch.log_softmax(logits, -1).gather(-1, ids[1:, None])[:, 0].float().numpy()
+            logits = (
+                model(input_ids=ids[None], attention_mask=torch.ones_like(ids[None])).logits[0, :-1].double()
+                / temperature
+            )
+        logprobs[entry.start + 1 : entry.end] = (
+            torch.log_softmax(logits, -1).gather(-1, ids[1:, None])[:, 0].float().numpy()
+        )
     return logprobs

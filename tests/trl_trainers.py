@@ -47,7 +47,11 @@ def trl_loss(
     inputs = made._generate_and_score_completions([{"prompt": "p"}] * len(sampled.lengths))
     made._get_per_token_logps_and_entropies = _answers(sampled, sampled.current_M)
     loss = made._compute_loss(made.model, inputs)
-    metrics = {name: values[-1] for name, values in made._metrics["train"].items() if values and math.isfinite(values[-1])}
+    metrics = {
+        name: values[-1]
+        for name, values in made._metrics["train"].items()
+        if values and math.isfinite(values[-1])
+    }
     return loss, metrics, inputs["advantages"]
 
 
@@ -62,7 +66,11 @@ def _answers(sampled: Sampled, value_M: Tensor) -> Any:
 def _make(trainer: Any, sampled: Sampled, changes: dict[str, Any]) -> Any:
     lists, texts = [[1] * length for length in sampled.lengths], ["c"] * len(sampled.lengths)
     behaviour = [part.tolist() for part in sampled.behaviour_M.split(sampled.lengths)]
-    generated = (lists, lists, texts) if trainer is RLOOTrainer else (lists, lists, None, texts, behaviour, {}, None, None)
+    generated = (
+        (lists, lists, texts)
+        if trainer is RLOOTrainer
+        else (lists, lists, None, texts, behaviour, {}, None, None)
+    )
     args = SimpleNamespace(
         delta=None, use_bias_correction_kl=False, steps_per_generation=1, gradient_accumulation_steps=1,
         per_device_train_batch_size=len(lists), gradient_checkpointing_kwargs=None,

@@ -8,20 +8,31 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from asyncrl.calling import CallRefused
 from asyncrl.config import SupervisionConfig
-from asyncrl.engines import EnginePool, EngineServer
+from asyncrl.engines.own_server import EngineServer
+from asyncrl.engines.pool import EnginePool
 from asyncrl.errors import EngineLost
-from asyncrl.publisher import ChunkPublisher
-from asyncrl.running.supervision import EngineSupervisor
-from asyncrl.running.trainer_supervision import LivingTrainer
-from asyncrl.running.turns import TakingTurns
-from asyncrl.testing.fake_process import FakeEngineProcess
-from asyncrl.testing.fake_trainer import FakeTrainerProcess, FakeTrainerServer
-from asyncrl.testing.fakes import FakeEngineServer
-from asyncrl.trainer.client import TrainerClient
-from asyncrl.types import Batch, Completion, Group, GroupId, Prompt, SamplingRequest, StepReport, Trajectory, VersionSpan
-from asyncrl.wire import ErrorBody, ExportChunkRequest, ExportChunkResponse, Moved, OffloadRequest
+from asyncrl.http import CallRefused
+from asyncrl.messages.base import ErrorBody, Moved
+from asyncrl.messages.records import (
+    Batch,
+    Completion,
+    Group,
+    GroupId,
+    Prompt,
+    SamplingRequest,
+    StepReport,
+    Trajectory,
+    VersionSpan,
+)
+from asyncrl.messages.trainer_calls import ExportChunkRequest, ExportChunkResponse, OffloadRequest
+from asyncrl.run.colocate import TakingTurns
+from asyncrl.run.supervise import EngineSupervisor
+from asyncrl.run.supervise_trainer import LivingTrainer
+from asyncrl.sync.chunk_push import ChunkPublisher
+from asyncrl.testing.fake_engine import FakeEngineServer
+from asyncrl.testing.fake_trainer import FakeEngineProcess, FakeTrainerProcess, FakeTrainerServer
+from asyncrl.trainer.trainer_client import TrainerClient
 
 DECODE_S, START_S, TIMEOUT_S, MOVE_S = 0.01, 5.0, 60.0, 0.5
 NUM_CHUNKS = 3
@@ -72,7 +83,11 @@ class TurnTrainer(FakeTrainerServer):
             before = len(self.away)
             self.away = self.away | set(body.parts) if path == "/offload" else self.away - set(body.parts)
             return Moved(num_bytes=abs(len(self.away) - before), seconds=0.0)
-        needed = {"/train": {"weights", "optimizer"}, "/export_chunk": {"weights"}, "/export": {"weights"}}.get(path, set())
+        needed = {
+            "/train": {"weights", "optimizer"},
+            "/export_chunk": {"weights"},
+            "/export": {"weights"},
+        }.get(path, set())
         if needed & self.away:
             raise CallRefused(self.name, path, 409, ErrorBody(error=f"{needed & self.away} offloaded"))
         if isinstance(body, ExportChunkRequest):
@@ -89,7 +104,9 @@ class TurnTrainer(FakeTrainerServer):
 class House:
     """The rooms around a handover, real ones. `announced`: versions in their order."""
 
-    def __init__(self, tasks: asyncio.TaskGroup, *, num_engines: int = 2, max_restarts: int = 20, num_steps: int = 1000) -> None:
+    def __init__(
+        self, tasks: asyncio.TaskGroup, *, num_engines: int = 2, max_restarts: int = 20, num_steps: int = 1000
+    ) -> None:
         self.tasks = tasks
         self.worker, self.fakes = (
             TurnTrainer(),
@@ -118,16 +135,35 @@ class House:
             on_lost=on_lost,
         )  # fmt: skip
         self.turns = TakingTurns(
-            self.targets, self.trainer, self.publisher, num_steps=num_steps, timeout_s=TIMEOUT_S, on_event=self.tell, on_lost=on_lost
+            self.targets,
+            self.trainer,
+            self.publisher,
+            num_steps=num_steps,
+            timeout_s=TIMEOUT_S,
+            on_event=self.tell,
+            on_lost=on_lost,
         )
         self.supervisors = {
             process.name: EngineSupervisor(
-                process, target, self.pool, self.turns, config, heartbeat_s=3.0, warn=lambda _: None, on_event=self.tell
+                process,
+                target,
+                self.pool,
+                self.turns,
+                config,
+                heartbeat_s=3.0,
+                warn=lambda _: None,
+                on_event=self.tell,
             )
             for process, target in zip(self.processes, self.targets, strict=True)
         }
-        self.running = [tasks.create_task(self.trainer.run(), name="watch trainer"), tasks.create_task(self._watch(), name="watch memory")]
-        self.running += [tasks.create_task(supervisor.run(), name=f"watch {name}") for name, supervisor in self.supervisors.items()]
+        self.running = [
+            tasks.create_task(self.trainer.run(), name="watch trainer"),
+            tasks.create_task(self._watch(), name="watch memory"),
+        ]
+        self.running += [
+            tasks.create_task(supervisor.run(), name=f"watch {name}")
+            for name, supervisor in self.supervisors.items()
+        ]
 
     async def begin(self) -> None:
         """As a run starts: the engines are asleep until their first turn."""
@@ -183,8 +219,14 @@ class House:
         self.supervisors[error.room].lost_nowait(error)
 
     def _on_served(self, version: int) -> None:
-        live = [fake for fake in self.fakes if fake.name not in self.pool.stats().down and not fake.has_ended.is_set()]
-        assert {fake.policy_version for fake in live} <= {version}, "announced only when every live engine serves it"
+        live = [
+            fake
+            for fake in self.fakes
+            if fake.name not in self.pool.stats().down and not fake.has_ended.is_set()
+        ]
+        assert {fake.policy_version for fake in live} <= {version}, (
+            "announced only when every live engine serves it"
+        )
         assert all(fake.parts.can_serve for fake in live), "announced only when every live engine can sample"
         self.announced.append(version)
 
@@ -198,7 +240,9 @@ def make_batch(version: int) -> Batch:
         behaviour_logprobs=np.array([0.0, -1.0], np.float32), version_spans=(VersionSpan(1, 2, version),), reward=1.0, is_truncated=False,
     )  # fmt: skip
     prompt = Prompt(f"p{version}", ())
-    return Batch(version=version, groups=(Group(GroupId(version), prompt, (trajectory,)),), min_version=version)
+    return Batch(
+        version=version, groups=(Group(GroupId(version), prompt, (trajectory,)),), min_version=version
+    )
 
 
 def make_request(name: str = "r0", *, max_tokens: int = 20, seed: int = 1) -> SamplingRequest:

@@ -15,7 +15,12 @@ import psutil
 from crash_fuzz import CHILDREN, PATIENCE_S
 from job_runs import all_gone, children_of
 
-FROZEN = {"generating": "engine", "handover to trainer": "trainer", "training": "trainer", "handover to engines": "engine"}
+FROZEN = {
+    "generating": "engine",
+    "handover to trainer": "trainer",
+    "training": "trainer",
+    "handover to engines": "engine",
+}
 """State -> who is frozen in the state before it, or in it, so that the run stands still in it."""
 SETTLE_S = 0.4
 
@@ -29,7 +34,11 @@ def state_of(run_dir: Path, *, since_s: float = 0.0) -> str:
         query = "select what, detail from events where what in ('handover', 'handed over') and s > ? order by id desc limit 1"
         for what, detail in db.execute(query, (since_s,)).fetchall():
             to = json.loads(detail)["to"]
-            return f"handover to {to}" if what == "handover" else {"trainer": "training", "engines": "generating"}[to]
+            return (
+                f"handover to {to}"
+                if what == "handover"
+                else {"trainer": "training", "engines": "generating"}[to]
+            )
     return ""
 
 

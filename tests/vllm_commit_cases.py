@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 from fake_vllm import FakeVllm
 
-from asyncrl.engines import VllmFacts, VllmServer
+from asyncrl.engines.vllm.facts import VllmFacts
+from asyncrl.engines.vllm.vllm_server import VllmServer
 from asyncrl.errors import EngineLost
-from asyncrl.types import CommitReport, Completion, Interrupt, WeightManifest
-from asyncrl.wire import Canary, GenerateRequest, GenerateResponse
+from asyncrl.messages.engine_calls import GenerateRequest, GenerateResponse
+from asyncrl.messages.records import CommitReport, Completion, Interrupt, WeightManifest
+from asyncrl.messages.trainer_calls import Canary
 
 SLOTS = 4
 MODES: list[Interrupt] = ["abort", "keep", "keep_kv", "wait"]
@@ -19,7 +21,12 @@ PROMPT = (1, 2, 3)
 
 
 def server_over(
-    fake: FakeVllm, *, retries: int = 1, warnings: list[str] | None = None, mark: str = "", starts_fresh: bool = True
+    fake: FakeVllm,
+    *,
+    retries: int = 1,
+    warnings: list[str] | None = None,
+    mark: str = "",
+    starts_fresh: bool = True,
 ) -> VllmServer:
     facts = VllmFacts("/model", "float32", fake.slots, 1000, (), False, "cpu", starts_fresh=starts_fresh)
     warn = (lambda _: None) if warnings is None else warnings.append
@@ -29,10 +36,14 @@ def server_over(
 def manifest(version: int, *, has_canary: bool = True) -> WeightManifest:
     logprob = -(1 + version) / 100
     canary = Canary(token_ids=[7, 8, 9, 10], logprobs=[logprob] * 3, next_logprob=logprob)
-    return WeightManifest(version, f"/dev/shm/w{version}", f"d{version}", 2, 8, canary=canary if has_canary else None)
+    return WeightManifest(
+        version, f"/dev/shm/w{version}", f"d{version}", 2, 8, canary=canary if has_canary else None
+    )
 
 
-async def publish(server: VllmServer, version: int, interrupt: Interrupt = "abort", *, has_canary: bool = True) -> CommitReport:
+async def publish(
+    server: VllmServer, version: int, interrupt: Interrupt = "abort", *, has_canary: bool = True
+) -> CommitReport:
     what = manifest(version, has_canary=has_canary)
     await server.prepare(what)
     return await server.commit(version, what.digest, interrupt)

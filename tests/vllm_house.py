@@ -17,11 +17,14 @@ from torch import Tensor
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 from vllm_process import SECRET, VllmProcess, vllm_process
 
-from asyncrl.calling import Caller
-from asyncrl.engines import VllmFacts, VllmServer
-from asyncrl.trainer.scratch_tokenizer import make_character_tokenizer
-from asyncrl.types import WeightManifest
-from asyncrl.wire import Canary, EngineHealth, GenerateRequest, weights_digest
+from asyncrl.engines.vllm.facts import VllmFacts
+from asyncrl.engines.vllm.vllm_server import VllmServer
+from asyncrl.http import Caller
+from asyncrl.messages.base import weights_digest
+from asyncrl.messages.engine_calls import EngineHealth, GenerateRequest
+from asyncrl.messages.records import WeightManifest
+from asyncrl.messages.trainer_calls import Canary
+from asyncrl.trainer.model.scratch_tokenizer import make_character_tokenizer
 
 SLOTS, MAX_LENGTH, CANARY_LIMIT = 16, 768, 1e-3
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789 .,!?"
@@ -52,7 +55,9 @@ class House:
         }  # fmt: skip
         return VllmFacts(**{**given, **changes})
 
-    def run(self, story: Callable[[VllmServer], Awaitable[None]], *, url: str | None = None, **settings: Any) -> None:
+    def run(
+        self, story: Callable[[VllmServer], Awaitable[None]], *, url: str | None = None, **settings: Any
+    ) -> None:
         """A story with a client of its own, on the weights that the story before left."""
 
         async def within() -> None:
@@ -72,7 +77,9 @@ class House:
 
         asyncio.run(within())
         with contextlib.suppress(OSError):  # a story may end the server
-            self.process.post("/update_weight_version", {"new_version": str(self.version)})  # the next client knows no second attempt
+            self.process.post(
+                "/update_weight_version", {"new_version": str(self.version)}
+            )  # the next client knows no second attempt
 
     def warn(self, words: str) -> None:
         self.warnings.append(words)
@@ -85,27 +92,42 @@ class House:
 
     def request(self, **fields: Any) -> GenerateRequest:
         self.num_requests += 1
-        given = {"request_id": f"request {self.num_requests}", "prompt_ids": [10, 11, 12], "max_tokens": 20, "seed": 5}
+        given = {
+            "request_id": f"request {self.num_requests}",
+            "prompt_ids": [10, 11, 12],
+            "max_tokens": 20,
+            "seed": 5,
+        }
         return GenerateRequest(**{**given, **fields})
 
     def weights(self, seed: int) -> dict[str, Tensor]:
         """Other weights of the same model, far enough for other tokens."""
         random = torch.Generator().manual_seed(seed)
-        return {name: one + 0.05 * torch.randn(one.shape, generator=random) for name, one in self.base.items()}
+        return {
+            name: one + 0.05 * torch.randn(one.shape, generator=random) for name, one in self.base.items()
+        }
 
-    def stage(self, version: int, weights: dict[str, Tensor], *, has_canary: bool = True, **changes: Any) -> WeightManifest:
+    def stage(
+        self, version: int, weights: dict[str, Tensor], *, has_canary: bool = True, **changes: Any
+    ) -> WeightManifest:
         """Write them as the trainer does, with its canary."""
         path = self.scratch / f"weights-{version}.safetensors"
         save_file({name: one.contiguous() for name, one in weights.items()}, path)
-        digest = weights_digest((name, "float32", tuple(one.shape), one.numpy().tobytes()) for name, one in weights.items())
+        digest = weights_digest(
+            (name, "float32", tuple(one.shape), one.numpy().tobytes()) for name, one in weights.items()
+        )
         num_bytes = sum(one.nbytes for one in weights.values())
         canary = self.canary(weights) if has_canary else None
         self.pushed[version] = weights
-        return replace(WeightManifest(version, str(path), digest, len(weights), num_bytes, canary=canary), **changes)
+        return replace(
+            WeightManifest(version, str(path), digest, len(weights), num_bytes, canary=canary), **changes
+        )
 
     def canary(self, weights: dict[str, Tensor], num_tokens: int = 160) -> Canary:
         """Long enough for a block of the prefix cache, which is 128 tokens on a CPU."""
-        ids = torch.randint(0, len(self.tokenizer), (num_tokens,), generator=torch.Generator().manual_seed(0)).tolist()
+        ids = torch.randint(
+            0, len(self.tokenizer), (num_tokens,), generator=torch.Generator().manual_seed(0)
+        ).tolist()
         logprobs = self.logprobs(weights, ids)
         told = [float(logprobs[index, token]) for index, token in enumerate(ids[1:])]
         return Canary(token_ids=ids, logprobs=told, next_logprob=float(logprobs[-1].max()))
@@ -114,7 +136,9 @@ class House:
     def logprobs(self, weights: dict[str, Tensor], ids: Sequence[int], temperature: float = 1.0) -> Tensor:
         """[T, V]: what transformers says comes after each of these ids."""
         self.model.load_state_dict(weights, strict=False)
-        return torch.log_softmax(self.model(torch.tensor([list(ids)])).logits[0].float() / temperature, dim=-1)
+        return torch.log_softmax(
+            self.model(torch.tensor([list(ids)])).logits[0].float() / temperature, dim=-1
+        )
 
     def gap(self, weights: dict[str, Tensor], prompt_ids: Sequence[int], token_ids: Sequence[int], logprobs: Sequence[float],
             temperature: float = 1.0, start: int = 0, end: int | None = None) -> float:  # fmt: skip
@@ -144,7 +168,15 @@ def vllm_house(folder: Path, *, path: tuple[Path, ...] = (), **spec: Any) -> Ite
         process.wait_ready()
         base = {name: one.detach().clone() for name, one in weights_of(model_path).items()}
         model = Qwen3ForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
-        house = House(process, model_path, folder, base, AutoTokenizer.from_pretrained(model_path), model, bool(spec.get("has_adapters")))
+        house = House(
+            process,
+            model_path,
+            folder,
+            base,
+            AutoTokenizer.from_pretrained(model_path),
+            model,
+            bool(spec.get("has_adapters")),
+        )
         house.pushed[0] = base
         yield house
 

@@ -20,8 +20,8 @@ from typing import Any
 import psutil
 import pytest
 
-from asyncrl.placement.process import group_members
-from asyncrl.wire import SECRET_ENV
+from asyncrl.messages.base import SECRET_ENV
+from asyncrl.placement.processes import group_members
 
 ROOT = Path(__file__).parent.parent
 SECRET = "a secret for tests"
@@ -48,7 +48,9 @@ class VllmProcess:
     def read_log(self) -> str:
         return self.log.read_text(encoding="utf-8", errors="replace")
 
-    def post(self, path: str, body: object = None, *, secret: str | None = SECRET, timeout_s: float = 120.0) -> Any:
+    def post(
+        self, path: str, body: object = None, *, secret: str | None = SECRET, timeout_s: float = 120.0
+    ) -> Any:
         """The JSON that a POST of JSON answers. Raises urllib.error.HTTPError."""
         return self._ask("POST", path, json.dumps({} if body is None else body).encode(), secret, timeout_s)
 
@@ -61,7 +63,9 @@ class VllmProcess:
         result: dict[str, Any] = answer["results"][0]
         return result
 
-    def generate(self, prompt_ids: list[int], *, salt: str | None = None, **sampling: Any) -> tuple[list[int], list[float]]:
+    def generate(
+        self, prompt_ids: list[int], *, salt: str | None = None, **sampling: Any
+    ) -> tuple[list[int], list[float]]:
         """Tokens and logprobs of one request. `salt` divides the prefix cache."""
         params = {"max_tokens": 16, "temperature": 0, "logprobs": 0, "ignore_eos": True, **sampling}
         body = {"token_ids": prompt_ids, "sampling_params": params} | ({"cache_salt": salt} if salt else {})
@@ -94,25 +98,34 @@ class VllmProcess:
         end = time.monotonic() + timeout_s
         while left := self.group():
             if time.monotonic() > end:
-                raise AssertionError(f"processes of the vLLM server live on: {left}\n{self.read_log()[-3000:]}")
+                raise AssertionError(
+                    f"processes of the vLLM server live on: {left}\n{self.read_log()[-3000:]}"
+                )
             time.sleep(0.05)
 
     def _ask(self, method: str, path: str, body: bytes | None, secret: str | None, timeout_s: float) -> Any:
-        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {secret}"} if secret is not None else {})
+        headers = {"Content-Type": "application/json"} | (
+            {"Authorization": f"Bearer {secret}"} if secret is not None else {}
+        )
         request = urllib.request.Request(self.url + path, data=body, headers=headers, method=method)
         try:
             with urllib.request.urlopen(request, timeout=timeout_s) as answer:
                 text = answer.read()
         except urllib.error.HTTPError as error:
             with error:  # else its socket stays open until the garbage collector finds it
-                raise urllib.error.HTTPError(error.url, error.code, error.read().decode(), error.headers, None) from None
+                raise urllib.error.HTTPError(
+                    error.url, error.code, error.read().decode(), error.headers, None
+                ) from None
         return json.loads(text) if text else None
 
 
 def package_path(folder: Path) -> Path:
     """A folder that has our two packages and nothing else, for PYTHONPATH: vLLM's Python must not see our site-packages."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name, source in {"asyncrl": ROOT / "asyncrl", "asyncrl_servers": ROOT / "servers" / "asyncrl_servers"}.items():
+    for name, source in {
+        "asyncrl": ROOT / "asyncrl",
+        "asyncrl_servers": ROOT / "servers" / "asyncrl_servers",
+    }.items():
         if not (folder / name).exists():
             (folder / name).symlink_to(source)
     return folder
@@ -132,13 +145,25 @@ def vllm_process(
     spec_file.write_text(json.dumps(spec), encoding="utf-8")
     with socket.create_server(("127.0.0.1", 0), backlog=512) as listener, log.open("wb") as output:
         process = subprocess.Popen(
-            [str(python), "-m", "asyncrl_servers.vllm", "--spec", str(spec_file), "--fd", str(listener.fileno())],
+            [
+                str(python),
+                "-m",
+                "asyncrl_servers.vllm",
+                "--spec",
+                str(spec_file),
+                "--fd",
+                str(listener.fileno()),
+            ],
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=output,
             pass_fds=[listener.fileno()],
             cwd=folder,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (package_path(folder / "path"), *path))), **(env or {})},
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(map(str, (package_path(folder / "path"), *path))),
+                **(env or {}),
+            },
             start_new_session=True,
         )
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -159,7 +184,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait(10)
     process.kill()
     process.wait()
-    psutil.wait_procs(group_members(process.pid), timeout=20)  # its warden ends them, and takes shared memory and scratch folder away
+    psutil.wait_procs(
+        group_members(process.pid), timeout=20
+    )  # its warden ends them, and takes shared memory and scratch folder away
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

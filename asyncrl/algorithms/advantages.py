@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from asyncrl.algorithms.tokens import check_vector
+from asyncrl.algorithms.aggregate import check_vector
 
 EPSILON = 1e-4
 """Added to the standard deviation, in units of reward, so that scores which differ by noise alone do not become large."""
@@ -70,7 +70,9 @@ def _centred(reward_B: Tensor, group_B: Tensor) -> tuple[Tensor, Tensor]:
     centred_B = reward_B - _group_sum(reward_B, group_B) / size_B
     # Equal rewards can have a mean that rounds to another number: ask for equality itself, not for a difference of 0.
     lowest_G, highest_G = (
-        torch.full((_num_groups(group_B),), limit, device=reward_B.device).scatter_reduce(0, group_B, reward_B, how)
+        torch.full((_num_groups(group_B),), limit, device=reward_B.device).scatter_reduce(
+            0, group_B, reward_B, how
+        )
         for limit, how in ((torch.inf, "amin"), (-torch.inf, "amax"))
     )
     return torch.where((lowest_G == highest_G)[group_B], torch.zeros_like(centred_B), centred_B), size_B
@@ -83,3 +85,20 @@ def _group_sum(value_B: Tensor, group_B: Tensor) -> Tensor:
 
 def _num_groups(group_B: Tensor) -> int:
     return int(group_B.max()) + 1 if group_B.numel() else 0
+
+
+# Penalties that are added to a reward before advantages are made of it. Knows lengths alone.
+
+
+def overlong_penalty(length_B: Tensor, max_tokens: int, overlong_tokens: int) -> Tensor:
+    """float32 [B] in [-1, 0]: 0 up to max_tokens - overlong_tokens, from there linear down to -1 at max_tokens, -1 beyond.
+
+    `length_B` int64, sampled tokens of each sample; overlong_tokens = 0 is no penalty. DAPO, https://arxiv.org/abs/2503.14476,
+    equation 13. Raises ValueError for another shape or dtype, and unless 0 <= overlong_tokens <= max_tokens.
+    """
+    check_vector("length_B", length_B, torch.int64)
+    if not 0 <= overlong_tokens <= max_tokens:
+        raise ValueError(f"overlong_tokens={overlong_tokens} must be from 0 to max_tokens={max_tokens}")
+    if overlong_tokens == 0:
+        return torch.zeros(length_B.shape, device=length_B.device)
+    return ((max_tokens - overlong_tokens - length_B).float() / overlong_tokens).clamp(-1.0, 0.0)

@@ -4,17 +4,121 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
 from asyncrl.buffer.filter import GroupFilter
 from asyncrl.buffer.look_ahead import LookAhead
-from asyncrl.buffer.refusals import no_sampled_token
-from asyncrl.buffer.rule import HandedBack, StalenessRule
-from asyncrl.buffer.stats import BufferStats, Tally
-from asyncrl.buffer.waiting import WaitMeter
+from asyncrl.buffer.staleness import HandedBack, StalenessRule, WaitCause, no_sampled_token
 from asyncrl.config import BufferConfig
 from asyncrl.errors import WouldWait
-from asyncrl.types import Batch, Finished, Group, GroupId, Prompt, Ticket, WaitReport
+from asyncrl.messages.records import Batch, Finished, Group, GroupId, Prompt, Ticket, WaitReport
+
+# What the buffer can be asked: one frozen record of counts. All counts are of the whole run so far unless the field says otherwise.
+
+
+@dataclass(frozen=True, slots=True)
+class BufferStats:
+    """Where the groups are, and what the choice of on_overdue cost or saved.
+
+    Right now:
+        admitted = consumed + running + ready (what failed, was filtered or handed back does not count); open: groups that may be admitted;
+        next_batch, served, look_ahead: the rule's three numbers;
+        oldest_running, oldest_running_start_version: the group that has run longest, None if none runs.
+    Left over:
+        failed: groups failed, last_failure the newest reason; filtered: groups replaced because they teach nothing (buffer.filter),
+        filtered_tokens what they had sampled; dropped: handed back as too old (on_overdue=drop),
+        dropped_tokens those of them that were ready (what running ones had sampled is not known here);
+        all_masked: handed back because no token was young enough (on_overdue=mask).
+    Waited, in seconds, by cause (see asyncrl.types.WaitReport); num_straggler_waits: batches that waited for a straggler.
+    What another choice would have changed:
+        straggler_s is what `mask` and `drop` would have saved at most (they may be held up by generation a moment later).
+        waited_groups, waited_tokens (`wait`): groups that finished while the next batch waited for groups of their deadline, and their
+        tokens of the versions that `mask` would have had to mask next, had it taken the batch at once. An estimate: waiting for one
+        group shifts all that follows. `drop` would have generated these groups again, whole.
+        masked_groups, masked_tokens (`mask`): trained on with masked tokens; consumed_tokens: all sampled tokens trained on or masked.
+        hurried_batches (`mask`, `drop`): batches taken although something left behind was or became overdue; `wait` would have waited.
+    """
+
+    admitted: int
+    consumed: int
+    running: int
+    ready: int
+    open: int
+    next_batch: int
+    served: int
+    look_ahead: int
+    oldest_running: GroupId | None
+    oldest_running_start_version: int | None
+    failed: int
+    last_failure: str
+    filtered: int
+    filtered_tokens: int
+    dropped: int
+    dropped_tokens: int
+    all_masked: int
+    generation_s: float
+    straggler_s: float
+    publishing_s: float
+    num_straggler_waits: int
+    waited_groups: int
+    waited_tokens: int
+    masked_groups: int
+    masked_tokens: int
+    consumed_tokens: int
+    hurried_batches: int
+
+
+@dataclass(slots=True)
+class Tally:
+    """The counters behind BufferStats that the rule does not keep itself."""
+
+    failed: int = 0
+    last_failure: str = ""
+    filtered: int = 0
+    filtered_tokens: int = 0
+    dropped: int = 0
+    dropped_tokens: int = 0
+    all_masked: int = 0
+    generation_s: float = 0.0
+    straggler_s: float = 0.0
+    publishing_s: float = 0.0
+    num_straggler_waits: int = 0
+    waited_groups: int = 0
+    waited_tokens: int = 0
+    masked_groups: int = 0
+    masked_tokens: int = 0
+    consumed_tokens: int = 0
+    hurried_batches: int = 0
+
+
+# Splits the trainer's waiting into its causes. Is told the time, reads no clock.
+
+
+class WaitMeter:
+    """Seconds waited so far, by cause. Whoever changes the rule's state calls `change` with the time and what is waited for now.
+
+    Life: opened with the time and the cause at the start of a wait; each change closes a stretch of one cause; None is no wait.
+    """
+
+    def __init__(self, now_s: float, cause: WaitCause | None) -> None:
+        self._since_s, self._cause = now_s, cause
+        self._seconds: dict[WaitCause, float] = {"generation": 0.0, "stragglers": 0.0, "publishing": 0.0}
+
+    def change(self, now_s: float, cause: WaitCause | None) -> None:
+        """From `now_s` on the wait is for `cause`."""
+        if self._cause is not None:
+            self._seconds[self._cause] += now_s - self._since_s
+        self._since_s, self._cause = now_s, cause
+
+    def report(self) -> WaitReport:
+        """The stretches closed so far."""
+        seconds = self._seconds
+        return WaitReport(
+            generation_s=seconds["generation"],
+            stragglers_s=seconds["stragglers"],
+            publishing_s=seconds["publishing"],
+        )
+
 
 OnHandedBack = Callable[[GroupId, Group | None, str], None]
 """(group_id, the group if it was ready, None if it runs and must stop, "dropped" or "all_masked")."""
@@ -36,7 +140,9 @@ class Buffer:
 
     name = "buffer"
 
-    def __init__(self, config: BufferConfig, *, num_groups: int, num_batches: int, on_handed_back: OnHandedBack) -> None:
+    def __init__(
+        self, config: BufferConfig, *, num_groups: int, num_batches: int, on_handed_back: OnHandedBack
+    ) -> None:
         self.config, self._on_handed_back = config, on_handed_back
         self._auto = LookAhead(config.max_staleness) if config.look_ahead == "auto" else None
         self._rule = StalenessRule(
@@ -44,7 +150,9 @@ class Buffer:
             num_batches=num_batches,
             max_staleness=config.max_staleness,
             on_overdue=config.on_overdue,
-            look_ahead=LookAhead(config.max_staleness).current if config.look_ahead == "auto" else config.look_ahead,
+            look_ahead=LookAhead(config.max_staleness).current
+            if config.look_ahead == "auto"
+            else config.look_ahead,
         )
         self._filter = GroupFilter(config.filter, max_in_a_row=config.max_filtered_groups)
         self._ready: dict[GroupId, Group] = {}
@@ -61,14 +169,18 @@ class Buffer:
             f"{rule.num_ready} ready of {rule.num_groups}, {rule.num_open} open, look_ahead {rule.look_ahead}/{rule.max_staleness}>"
         )
 
-    def restore_nowait(self, version: int, next_group_id: int, running: Sequence[Ticket], ready: Sequence[Group]) -> tuple[GroupId, ...]:
+    def restore_nowait(
+        self, version: int, next_group_id: int, running: Sequence[Ticket], ready: Sequence[Group]
+    ) -> tuple[GroupId, ...]:
         """Before anything else: go on where a killed run stood, with batch `version` next and its weights served.
 
         Returns the groups that are not taken back, for the settings have changed and no batch can use them any more. `on_handed_back`
         does not hear of them.
         """
         starts = {ticket.group_id: ticket.start_version for ticket in running}
-        late = self._rule.restore_nowait(version, next_group_id, starts, {group.group_id: _versions(group) for group in ready})
+        late = self._rule.restore_nowait(
+            version, next_group_id, starts, {group.group_id: _versions(group) for group in ready}
+        )
         self._ready.update((group.group_id, group) for group in ready if group.group_id not in late)
         self._changed()
         return late
@@ -151,7 +263,11 @@ class Buffer:
 
     def take_nowait(self) -> Batch:
         """The next batch. Raises WouldWait while the rule allows none, and RoomError after the last one."""
-        is_hurried = self._rule.on_overdue != "wait" and self._rule.waits_for is None and self._rule.first_in_danger() is not None
+        is_hurried = (
+            self._rule.on_overdue != "wait"
+            and self._rule.waits_for is None
+            and self._rule.first_in_danger() is not None
+        )
         choice = self._rule.take_nowait()
         min_version = max(0, choice.version - self._rule.max_staleness)
         batch = Batch(
@@ -232,7 +348,9 @@ class Buffer:
 
     def _adapt(self, now_s: float, num_spare: int) -> None:
         if self._auto is not None and self._last_take_s is not None:
-            self._rule.set_look_ahead(self._auto.batch_taken(now_s - self._last_take_s, self._last_wait, num_spare))
+            self._rule.set_look_ahead(
+                self._auto.batch_taken(now_s - self._last_take_s, self._last_wait, num_spare)
+            )
             self._changed()
         self._last_take_s = now_s
 
@@ -241,7 +359,9 @@ class Buffer:
             danger = self._rule.first_in_danger()
             if danger is not None and self._rule.deadline_of(group.group_id) <= danger:
                 self._tally.waited_groups += 1
-                self._tally.waited_tokens += _num_tokens(group, before_version=danger - self._rule.max_staleness + 1)
+                self._tally.waited_tokens += _num_tokens(
+                    group, before_version=danger - self._rule.max_staleness + 1
+                )
 
     def _count_wait(self, wait: WaitReport) -> None:
         self._tally.generation_s += wait.generation_s
@@ -262,7 +382,9 @@ def _versions(group: Group) -> tuple[int, int]:
     for trajectory in group.trajectories:
         if not trajectory.version_spans:
             raise no_sampled_token(group.group_id, trajectory.sample_index)
-    return group.oldest_version, max(span.version for trajectory in group.trajectories for span in trajectory.version_spans)
+    return group.oldest_version, max(
+        span.version for trajectory in group.trajectories for span in trajectory.version_spans
+    )
 
 
 def _num_tokens(group: Group, *, before_version: int | None) -> int:

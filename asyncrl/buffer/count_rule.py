@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
-from asyncrl.buffer.refusals import after_the_last_batch
-from asyncrl.buffer.rule import Choice, WaitCause
+from asyncrl.buffer.staleness import Choice, WaitCause, after_the_last_batch
 from asyncrl.errors import WouldWait
-from asyncrl.types import GroupId, Ticket
+from asyncrl.messages.records import GroupId, Ticket
 
 CountOrder = Literal["completion", "oldest_first"]
 
@@ -25,7 +24,9 @@ class CountRule:
         self.num_groups, self.num_batches, self.max_staleness = num_groups, num_batches, max_staleness
         self.look_ahead = max_staleness
         self.next_batch = self.served = 0
-        self._key: Callable[[GroupId], int] = int if order == "oldest_first" else lambda _: 0  # a stable sort keeps completion order
+        self._key: Callable[[GroupId], int] = (
+            int if order == "oldest_first" else lambda _: 0
+        )  # a stable sort keeps completion order
         self._num_issued = self._num_failed = 0
         self._running: set[GroupId] = set()
         self._finished: list[GroupId] = []
@@ -46,7 +47,11 @@ class CountRule:
         """What the next batch waits for; None if it can be taken now."""
         if len(self._finished) >= self.num_groups:
             return None
-        return "publishing" if len(self._finished) + len(self._running) < self.num_groups and not self.num_open else "generation"
+        return (
+            "publishing"
+            if len(self._finished) + len(self._running) < self.num_groups and not self.num_open
+            else "generation"
+        )
 
     def set_served_nowait(self, version: int) -> None:
         """Every engine serves `version` from now on."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import Literal
 
-from asyncrl.buffer.refusals import all_filtered
-from asyncrl.types import Group
+from asyncrl.buffer.staleness import all_filtered
+from asyncrl.messages.records import Group
 
 FilterKind = Literal["none", "equal_rewards"]
 
@@ -24,7 +24,9 @@ def _rewards(group: Group) -> set[float]:
     """Of all its samples: what its rollouts earned, or, where they have credits, what each part of them did."""
     rewards = set[float]()
     for trajectory in group.trajectories:
-        rewards.update((credit.reward for credit in trajectory.credits) if trajectory.credits else (trajectory.reward,))
+        rewards.update(
+            (credit.reward for credit in trajectory.credits) if trajectory.credits else (trajectory.reward,)
+        )
     return rewards
 
 

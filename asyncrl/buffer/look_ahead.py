@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
-from asyncrl.types import WaitReport
+from asyncrl.messages.records import WaitReport
 
 START = 2
 FIRST_WINDOW, WINDOW, PROBE_WINDOW, MEMORY = 5, 12, 24, 48
@@ -75,7 +75,10 @@ class LookAhead:
         if self._settling > 0:
             self._settling -= 1
             return self.current
-        self._samples = [*self._samples[1 - MEMORY :], _Sample(interval_s, wait.generation_s + wait.publishing_s, num_spare)]
+        self._samples = [
+            *self._samples[1 - MEMORY :],
+            _Sample(interval_s, wait.generation_s + wait.publishing_s, num_spare),
+        ]
         self._until_decision -= 1
         if self._until_decision <= 0:
             self._until_decision = WINDOW
@@ -95,7 +98,10 @@ class LookAhead:
         else:
             doubt = 0.0 if self._try_lower else math.hypot(before.error, now.error)
             gain = before.interval_s / now.interval_s * (1 + doubt)
-            needed, self._try_lower = max(before.look_ahead, math.ceil((before.look_ahead + 1) * gain) - 1), True
+            needed, self._try_lower = (
+                max(before.look_ahead, math.ceil((before.look_ahead + 1) * gain) - 1),
+                True,
+            )
             if needed >= now.look_ahead:
                 self._raise_hold = FIRST_HOLD
                 return True
@@ -117,7 +123,12 @@ class LookAhead:
                 self._lower_from = self._batch + self._lower_hold
                 self._lower_hold *= 2
                 self._move(self.current + 1)
-            elif self._batch >= self._raise_from and self._try_lower and lack > CLEAR_LACK_FRACTION and self.current > START:
+            elif (
+                self._batch >= self._raise_from
+                and self._try_lower
+                and lack > CLEAR_LACK_FRACTION
+                and self.current > START
+            ):
                 self._try(self.current - 1)
             elif self._batch >= self._raise_from and self.current < self.max_staleness:
                 without_lack = math.ceil((self.current + 1) / max(1 - lack, 1e-9) - 0.25) - 1
@@ -137,7 +148,9 @@ class LookAhead:
         self._came_down = False
 
     def _measured(self) -> _Measured:
-        samples = self._samples if self._try_lower else self._samples[-WINDOW:]  # at first the change may be of the workload, and new
+        samples = (
+            self._samples if self._try_lower else self._samples[-WINDOW:]
+        )  # at first the change may be of the workload, and new
         intervals = [max(sample.interval_s, 1e-9) for sample in samples]
         mean = fmean(intervals)
         return _Measured(self.current, mean, stdev(intervals) / math.sqrt(len(intervals)) / mean)

@@ -14,10 +14,10 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from asyncrl.buffer.buffer import WaitMeter
 from asyncrl.buffer.look_ahead import LookAhead
-from asyncrl.buffer.rule import Choice, HandedBack, WaitCause
-from asyncrl.buffer.waiting import WaitMeter
-from asyncrl.types import GroupId, Ticket, WaitReport
+from asyncrl.buffer.staleness import Choice, HandedBack, WaitCause
+from asyncrl.messages.records import GroupId, Ticket, WaitReport
 
 
 class AnyRule(Protocol):
@@ -129,14 +129,35 @@ class _Tally:
 class Simulation:
     """One run. `run()` plays it to its end; raises RuntimeError if nothing can happen any more (a deadlock of the rule)."""
 
-    def __init__(self, rule: AnyRule, workload: Workload, *, max_staleness: int, masks: bool, auto: LookAhead | None = None) -> None:
-        self.rule, self.workload, self.max_staleness, self.masks, self.auto = rule, workload, max_staleness, masks, auto
+    def __init__(
+        self,
+        rule: AnyRule,
+        workload: Workload,
+        *,
+        max_staleness: int,
+        masks: bool,
+        auto: LookAhead | None = None,
+    ) -> None:
+        self.rule, self.workload, self.max_staleness, self.masks, self.auto = (
+            rule,
+            workload,
+            max_staleness,
+            masks,
+            auto,
+        )
         self.now_s = 0.0
-        self._failures, self._filters = random.Random(~workload.seed), random.Random(f"filter/{workload.seed}")
+        self._failures, self._filters = (
+            random.Random(~workload.seed),
+            random.Random(f"filter/{workload.seed}"),
+        )
         self._num_drawn = 0
         self._back: list[tuple[int, int]] = []  # heap of (prompt, its num_handed_back)
-        self._failed_in_a_row: list[tuple[int, tuple[int, int]]] = []  # (start version, what will be in _back)
-        self._returning: list[tuple[int, tuple[int, int]]] = []  # of the rows before, until a later version is served
+        self._failed_in_a_row: list[
+            tuple[int, tuple[int, int]]
+        ] = []  # (start version, what will be in _back)
+        self._returning: list[
+            tuple[int, tuple[int, int]]
+        ] = []  # of the rows before, until a later version is served
         self._events: list[tuple[float, int, str, int, int]] = []
         self._sequence = 0
         self._groups: dict[GroupId, _Group] = {}
@@ -157,7 +178,9 @@ class Simulation:
         self._settle()
         while self.rule.next_batch < self.rule.num_batches or self._is_training:
             if not self._events:
-                raise RuntimeError(f"deadlock at batch {self.rule.next_batch}: waits for {self.rule.waits_for}, nothing runs")
+                raise RuntimeError(
+                    f"deadlock at batch {self.rule.next_batch}: waits for {self.rule.waits_for}, nothing runs"
+                )
             self.now_s, _, kind, first, second = heapq.heappop(self._events)
             match kind:
                 case "rollout":
@@ -195,7 +218,11 @@ class Simulation:
         for start_version, prompt_back in self._returning:
             if start_version < ticket.start_version:
                 heapq.heappush(self._back, prompt_back)
-        self._returning = [(start_version, back) for start_version, back in self._returning if start_version >= ticket.start_version]
+        self._returning = [
+            (start_version, back)
+            for start_version, back in self._returning
+            if start_version >= ticket.start_version
+        ]
         if self._back:
             prompt, num_handed_back = heapq.heappop(self._back)
         else:
@@ -256,7 +283,9 @@ class Simulation:
             heapq.heappush(self._back, prompt)
         if not handed_back.was_ready:
             now_s = self.now_s
-            self._free_slots += sum(r.started_s >= 0 and r.started_s + r.length_s > now_s for r in group.rollouts)
+            self._free_slots += sum(
+                r.started_s >= 0 and r.started_s + r.length_s > now_s for r in group.rollouts
+            )
 
     def _take_if_formed(self) -> None:
         if self._meter is None:
@@ -269,11 +298,18 @@ class Simulation:
         self._tally.waits.append(wait)
         self._tally.look_aheads.append(self.rule.look_ahead)
         choice = self.rule.take_nowait()
-        self.batches.append((choice.version, tuple((int(g), self._weigh(choice.version, self._groups.pop(g))) for g in choice.group_ids)))
+        self.batches.append(
+            (
+                choice.version,
+                tuple((int(g), self._weigh(choice.version, self._groups.pop(g))) for g in choice.group_ids),
+            )
+        )
         for handed_back in choice.handed_back:
             self._hand_back(handed_back)
         if self.auto is not None:
-            self.rule.look_ahead = self.auto.batch_taken(self.now_s - self._last_take_s, wait, self._num_spare)
+            self.rule.look_ahead = self.auto.batch_taken(
+                self.now_s - self._last_take_s, wait, self._num_spare
+            )
         self._last_take_s = self.now_s
         self._is_training = True
         self._at(self.workload.train_s, "trained")
@@ -287,7 +323,9 @@ class Simulation:
         for rollout in group.rollouts:
             self._tally.tokens += rollout.length_s
             if self.masks and rollout.oldest < min_version:
-                self._tally.masked += min(rollout.length_s, self._served_at_s[min_version] - rollout.started_s)
+                self._tally.masked += min(
+                    rollout.length_s, self._served_at_s[min_version] - rollout.started_s
+                )
         return oldest
 
     def _train_done(self) -> None:

@@ -1,8 +1,7 @@
 """The settings of a run. Knows what is allowed; knows no room, no torch, no device."""
 
-from asyncrl.config.learning import AlgorithmConfig, LoraConfig, TrainerConfig
-from asyncrl.config.load import load_config, run_config_yaml
-from asyncrl.config.loop import (
+from asyncrl.config.base import CheckpointConfig, JournalConfig, SupervisionConfig
+from asyncrl.config.generation import (
     BufferConfig,
     EvalConfig,
     ObserveConfig,
@@ -10,10 +9,18 @@ from asyncrl.config.loop import (
     RolloutConfig,
     SimulatedConfig,
 )
-from asyncrl.config.model import GatewayConfig, GeneratorConfig, ModelConfig, Outcomes, ScratchConfig, TaskConfig
+from asyncrl.config.learning import AlgorithmConfig, LoraConfig, TrainerConfig
+from asyncrl.config.load import load_config, run_config_yaml
+from asyncrl.config.model_task import (
+    GatewayConfig,
+    GeneratorConfig,
+    ModelConfig,
+    Outcomes,
+    ScratchConfig,
+    TaskConfig,
+)
 from asyncrl.config.placement import PlacementConfig
-from asyncrl.config.run import RunConfig
-from asyncrl.config.safety import CheckpointConfig, JournalConfig, SupervisionConfig
+from asyncrl.config.run_config import RunConfig
 
 __all__ = [
     "AlgorithmConfig",

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from asyncrl.config.run import RunConfig
+from asyncrl.config.run_config import RunConfig
 from asyncrl.errors import ConfigError
 
 
@@ -72,7 +72,9 @@ def _key(name: str, info: FieldInfo) -> Key:
     if info.is_required():
         default = "must be given"
     else:
-        value = info.get_default(call_default_factory=True) if info.default is PydanticUndefined else info.default
+        value = (
+            info.get_default(call_default_factory=True) if info.default is PydanticUndefined else info.default
+        )
         default = _value_text(value)
     return Key(name, _type_text(info), default, " ".join((info.description or "").split()))
 

@@ -78,7 +78,9 @@ class AlgorithmConfig(FrozenConfig):
     """Built-in name (ppo_clip, dapo, decoupled_ppo, reinforce, tis, mis, icepop, cispo, gspo, m2po) or `module:function`."""
     ratio: Literal["auto", "behaviour", "proximal"] = "auto"
     """Policy below the line of the loss's probability ratio (auto = what the loss's paper says)."""
-    correction: Literal["auto", "none", "tis", "tis_sequence", "mis", "mis_sequence", "icepop", "m2po"] = "auto"
+    correction: Literal["auto", "none", "tis", "tis_sequence", "mis", "mis_sequence", "icepop", "m2po"] = (
+        "auto"
+    )
     """Weight, without gradient, on each token's loss for the step from the behaviour to the proximal policy: truncated (tis)
     or masked (mis) importance weights a token or a sequence, icepop, m2po (auto = what the loss's paper says)."""
     aggregate: Literal["auto", "token", "sequence", "constant"] = "auto"

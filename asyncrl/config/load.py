@@ -11,7 +11,7 @@ from typing import Any, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from asyncrl.config.run import RunConfig
+from asyncrl.config.run_config import RunConfig
 from asyncrl.errors import ConfigError
 
 
@@ -42,7 +42,9 @@ class _AsRead(yaml.SafeDumper):
     """Escapes the line ends of Unicode, which YAML would fold into a plain one when it reads them back."""
 
     def represent_str(self, data: str) -> yaml.ScalarNode:
-        return self.represent_scalar("tag:yaml.org,2002:str", data, style='"' if re.search("[\x85\u2028\u2029]", data) else None)
+        return self.represent_scalar(
+            "tag:yaml.org,2002:str", data, style='"' if re.search("[\x85\u2028\u2029]", data) else None
+        )
 
 
 _AsRead.add_representer(str, _AsRead.represent_str)
@@ -129,12 +131,15 @@ def _read(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"cannot read the config {path}: {error}", way_out="give the path of a YAML file, e.g. configs/quickstart.yaml."
+            f"cannot read the config {path}: {error}",
+            way_out="give the path of a YAML file, e.g. configs/quickstart.yaml.",
         ) from error
     try:
         values = _unshared(_parse(text, _KeysOnce, str(path)))
     except _NO_YAML as error:
-        raise ConfigError(f"{path} cannot be read as YAML: {error}", way_out="correct that line or value.") from error
+        raise ConfigError(
+            f"{path} cannot be read as YAML: {error}", way_out="correct that line or value."
+        ) from error
     if not isinstance(values, dict):
         raise ConfigError(
             f"{path} holds {type(values).__name__}, not sections",
@@ -147,7 +152,9 @@ def _read(path: Path) -> dict[str, Any]:
 def _apply(values: dict[str, Any], override: str) -> None:
     key, separator, text = override.partition("=")
     if not separator or not key:
-        raise ConfigError(f"override {override!r} is not key=value", way_out="write it like buffer.max_staleness=4.")
+        raise ConfigError(
+            f"override {override!r} is not key=value", way_out="write it like buffer.max_staleness=4."
+        )
     *sections, name = key.split(".")
     target: Any = values
     for section in sections:
@@ -156,13 +163,17 @@ def _apply(values: dict[str, Any], override: str) -> None:
             break
     if not isinstance(target, dict):
         raise ConfigError(
-            f"override {override!r}: {'.'.join(sections)} is not a section", way_out="give a key of a section, like trainer.num_steps=10."
+            f"override {override!r}: {'.'.join(sections)} is not a section",
+            way_out="give a key of a section, like trainer.num_steps=10.",
         )
     try:
         is_free = key not in all_keys()  # inside task.args, say: no model is there to know what none means
         target[name] = None if text == "none" and is_free else _unshared(_parse(text, yaml.SafeLoader, key))
     except _NO_YAML as error:
-        raise ConfigError(f"override {override[:80]!r}: the value is not YAML: {str(error)[:400]}", way_out="quote the value.") from error
+        raise ConfigError(
+            f"override {override[:80]!r}: the value is not YAML: {str(error)[:400]}",
+            way_out="quote the value.",
+        ) from error
 
 
 def _explain(problem: Mapping[str, Any], path: str) -> str:
@@ -170,7 +181,9 @@ def _explain(problem: Mapping[str, Any], path: str) -> str:
     if problem["type"] == "extra_forbidden":
         closest = _closest(problem["loc"])
         meaning = f" ({EXPLAINED[closest]})" if closest in EXPLAINED else ""
-        return f"{where} in {path} is not a known key" + (f"; did you mean {closest}{meaning}?" if closest else ".")
+        return f"{where} in {path} is not a known key" + (
+            f"; did you mean {closest}{meaning}?" if closest else "."
+        )
     if problem["type"] == "missing":
         return f"{where} is missing in {path}."
     if problem["type"] in ("list_type", "tuple_type") and isinstance(problem["input"], str):
@@ -195,7 +208,9 @@ def _closest(location: Sequence[str | int]) -> str | None:
     by_name = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == section}
     if found := difflib.get_close_matches(name, list(by_name), n=1, cutoff=0.65):
         return by_name[found[0]]
-    elsewhere = [key for key in known if section not in (key, key.rpartition(".")[0])] if section in known else known
+    elsewhere = (
+        [key for key in known if section not in (key, key.rpartition(".")[0])] if section in known else known
+    )
     if found := difflib.get_close_matches(wrong, elsewhere, n=1, cutoff=0.75):
         return found[0]
     by_name = {key.rpartition(".")[2]: key for key in known}

@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import NonNegativeInt, field_validator, model_validator
 
 from asyncrl.config.base import FrozenConfig
+from asyncrl.config.generation import PublisherConfig, RolloutConfig
 
 Devices = Literal["auto", "cpu", "cuda", "all"] | NonNegativeInt | str | list[NonNegativeInt]
 """auto, cpu, cuda, all, the number of a CUDA device, a list of numbers, or a range like 0-3. Anything else is refused by `_checked`."""
@@ -18,7 +20,13 @@ RANGE = re.compile(r"(\d+)-(\d+)")
 FORMS = "auto, cpu, cuda, all, a device number like 0, a list like [0, 1], or a range like 0-3"
 ONE_MACHINE = "devices are those of one machine so far, so a node cannot be named: write the device number alone, like 0, [0, 1] or 0-3"
 FOREIGN_NAMES = {"actor": "trainer", "train": "trainer", "learner": "trainer", "policy": "trainer"}
-FOREIGN_NAMES |= {"inference": "rollout", "generation": "rollout", "generator": "rollout", "engine": "rollout", "engines": "rollout"}
+FOREIGN_NAMES |= {
+    "inference": "rollout",
+    "generation": "rollout",
+    "generator": "rollout",
+    "engine": "rollout",
+    "engines": "rollout",
+}
 """What other frameworks call the two sides."""
 
 
@@ -48,7 +56,9 @@ class PlacementConfig(FrozenConfig):
         if value == "trainer" and info.field_name == "rollout":
             return value
         if value == "rollout" and info.field_name == "trainer":
-            raise ValueError("write it the other way round: placement.rollout=trainer, and the devices in placement.trainer")
+            raise ValueError(
+                "write it the other way round: placement.rollout=trainer, and the devices in placement.trainer"
+            )
         checked = _checked(value)
         if info.field_name == "eval" and not (checked in ("auto", "cpu") or isinstance(checked, int)):
             raise ValueError("one engine evaluates, on one device: auto, cpu, or the number of a CUDA device")
@@ -58,8 +68,12 @@ class PlacementConfig(FrozenConfig):
         """Why these devices and this bound exclude each other, as far as it can be known without looking at the machine."""
         trainer, rollout = numbers_of(self.trainer), numbers_of(self.rollout)
         is_same = trainer is not None and rollout is not None and set(trainer) == set(rollout)
-        if max_staleness > 0 and (self.rollout == "trainer" or is_same or self.trainer == self.rollout == "all"):
-            what = turns_need_no_staleness(f"placement.trainer={self.trainer}, placement.rollout={self.rollout}", max_staleness)
+        if max_staleness > 0 and (
+            self.rollout == "trainer" or is_same or self.trainer == self.rollout == "all"
+        ):
+            what = turns_need_no_staleness(
+                f"placement.trainer={self.trainer}, placement.rollout={self.rollout}", max_staleness
+            )
             return f"{what}; {TURNS_WAY_OUT}"
         if trainer is not None and rollout is not None and not is_same and set(trainer) & set(rollout):
             return f"{partly_shared(trainer, rollout)}; {PARTLY_WAY_OUT}"
@@ -125,7 +139,9 @@ def _checked(value: Any) -> Any:
 def _checked_list(value: list[Any]) -> list[Any]:
     if not value:
         raise ValueError("the list of devices is empty; name one at least, or write cpu")
-    if any(isinstance(item, float) or (isinstance(item, str) and re.search(r"[.:@]", item)) for item in value):
+    if any(
+        isinstance(item, float) or (isinstance(item, str) and re.search(r"[.:@]", item)) for item in value
+    ):
         raise ValueError(ONE_MACHINE)
     if not all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in value):
         raise ValueError("a list holds device numbers, like [0, 1]")
@@ -154,3 +170,77 @@ def _instead_of(values: Mapping[Any, Any]) -> str:
     foreign = ", ".join(str(key) for key in values if _is_foreign(str(key)))
     turns = "; sides that share devices take turns, at buffer.max_staleness=0" if is_shared else ""
     return f"`{foreign}`: the two sides are called trainer (an actor elsewhere) and rollout here{turns}; write placement: {{{written}}}"
+
+
+# Which ways of the weights exclude which engines and places, as far as it can be known without looking at the machine.
+
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+BETWEEN_DEVICES = ("nccl", "ipc")
+"""Transports from device to device. On the CPU nccl is gloo's broadcast, and ipc is not to be had."""
+
+
+def transport_conflict(
+    rollout: RolloutConfig, publisher: PublisherConfig, placement: PlacementConfig, *, has_adapters: bool
+) -> str | None:
+    """Why weights cannot go this way to these engines, and what to write instead; None if nothing speaks against it."""
+    transport = publisher.transport
+    if transport == "lora" and not has_adapters:
+        return "publisher.transport=lora publishes adapters, and trainer.lora is none; set trainer.lora={rank: 16}"
+    if transport == "lora" and rollout.engine == "simulated":
+        return "publisher.transport=lora needs an engine with weights, and rollout.engine=simulated has none"
+    if transport in BETWEEN_DEVICES and (
+        conflict := _between_devices_conflict(rollout, publisher, placement, has_adapters=has_adapters)
+    ):
+        return conflict
+    return None if rollout.urls is None else _foreign_conflict(rollout.urls, placement, transport)
+
+
+def _between_devices_conflict(
+    rollout: RolloutConfig, publisher: PublisherConfig, placement: PlacementConfig, *, has_adapters: bool
+) -> str | None:
+    transport = publisher.transport
+    if rollout.engine != "vllm":
+        return (
+            f"publisher.transport={transport} is vLLM's own weight transfer, and rollout.engine={rollout.engine} has none; "
+            "set publisher.transport=shm, or rollout.engine=vllm"
+        )
+    for side in ("trainer", "rollout"):
+        if transport == "ipc" and getattr(placement, side) == "cpu":
+            return (
+                f"publisher.transport={transport} goes from CUDA device to CUDA device, and placement.{side} is cpu; "
+                f"set publisher.transport=shm, or give placement.{side} a CUDA device"
+            )
+    if transport == "nccl" and publisher.rolling:
+        return (
+            "publisher.transport=nccl sends each version once, to all engines together, and publisher.rolling has them swap one after the "
+            "other; set publisher.rolling=false, or publisher.transport=shm"
+        )
+    return None
+
+
+def _foreign_conflict(urls: list[str], placement: PlacementConfig, transport: str) -> str | None:
+    """Of servers that somebody else started."""
+    if placement.rollout == "trainer":
+        return (
+            "placement.rollout=trainer has the engines sleep while the trainer works, and the servers of rollout.urls are somebody else's; "
+            "remove rollout.urls, or set placement.rollout=auto"
+        )
+    if transport == "lora":
+        return (
+            "publisher.transport=lora needs servers that were started with room for the adapters, and how the servers of rollout.urls were "
+            "started is not for the run to say; set publisher.transport=shm (adapters are merged), or remove rollout.urls"
+        )
+    if transport in BETWEEN_DEVICES:
+        return (
+            f"publisher.transport={transport} connects devices that the run has placed, and where the servers of rollout.urls are is not "
+            "known; set publisher.transport=shm on one machine, or disk"
+        )
+    elsewhere = [url for url in urls if urlsplit(url).hostname not in LOOPBACK]
+    if transport == "shm" and elsewhere:
+        return (
+            f"publisher.transport=shm hands weights over in the memory of this machine, which {elsewhere[0]} cannot read; "
+            "set publisher.transport=disk and publisher.disk_dir to a folder that both machines share (on this very machine, write the "
+            "server as http://127.0.0.1:PORT)"
+        )
+    return None

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from asyncrl.journal.blobs import encode_partial, encode_prompt, encode_trajectory
 from asyncrl.journal.refusals import (
     admitted_twice,
     batch_differs,
@@ -23,7 +22,8 @@ from asyncrl.journal.refusals import (
     not_one_rollout,
     told_twice,
 )
-from asyncrl.types import Batch, GroupId, PartialCompletion, Prompt, Rollout, Ticket
+from asyncrl.journal.tokens import encode_partial, encode_prompt, encode_trajectory
+from asyncrl.messages.records import Batch, GroupId, PartialCompletion, Prompt, Rollout, Ticket
 
 Taken = Literal["taken", "replayed"]
 """What batch_taken says: the batch is new, or it was taken before and is the same."""
@@ -37,16 +37,23 @@ def text(given: object) -> str:
 def admitted(connection: sqlite3.Connection, ticket: Ticket, prompt: Prompt, now_s: float) -> None:
     """The group runs. A resumed run may tell it again of a group that runs already."""
     prompt_id = text(prompt.prompt_id)
-    row = connection.execute("SELECT prompt_id, start_version, state FROM groups WHERE group_id = ?", (ticket.group_id,)).fetchone()
+    row = connection.execute(
+        "SELECT prompt_id, start_version, state FROM groups WHERE group_id = ?", (ticket.group_id,)
+    ).fetchone()
     if row is not None:
         if row == (prompt_id, ticket.start_version, "running"):
             return
-        raise admitted_twice(ticket.group_id, prompt_id, f"group {ticket.group_id} is {row[2]}, with prompt {row[0]}")
+        raise admitted_twice(
+            ticket.group_id, prompt_id, f"group {ticket.group_id} is {row[2]}, with prompt {row[0]}"
+        )
     other = connection.execute(
-        "SELECT group_id, state FROM groups WHERE prompt_id = ? AND state IN ('running', 'ready', 'taken')", (prompt_id,)
+        "SELECT group_id, state FROM groups WHERE prompt_id = ? AND state IN ('running', 'ready', 'taken')",
+        (prompt_id,),
     ).fetchone()
     if other is not None:
-        raise admitted_twice(ticket.group_id, prompt_id, f"group {other[0]} has this prompt and is {other[1]}")
+        raise admitted_twice(
+            ticket.group_id, prompt_id, f"group {other[0]} has this prompt and is {other[1]}"
+        )
     connection.execute(
         "INSERT INTO groups (group_id, prompt_id, start_version, state, admitted_s) VALUES (?, ?, ?, 'running', ?)",
         (ticket.group_id, prompt_id, ticket.start_version, now_s),
@@ -55,7 +62,9 @@ def admitted(connection: sqlite3.Connection, ticket: Ticket, prompt: Prompt, now
     connection.execute("INSERT INTO prompts VALUES (?, ?)", (ticket.group_id, blob))
 
 
-def began_at(connection: sqlite3.Connection, version: int, num_drawn: int, out: Mapping[str, int], next_group_id: int) -> None:
+def began_at(
+    connection: sqlite3.Connection, version: int, num_drawn: int, out: Mapping[str, int], next_group_id: int
+) -> None:
     """What was before this journal, whose run goes on from a checkpoint without the one that it had."""
     counts = {text(prompt_id): num_handed_back for prompt_id, num_handed_back in out.items()}
     before = {"version": version, "num_drawn": num_drawn, "out": counts, "next_group_id": next_group_id}
@@ -68,15 +77,29 @@ def order(connection: sqlite3.Connection, what: Mapping[str, Any]) -> None:
 
 
 def segment(
-    connection: sqlite3.Connection, group_id: GroupId, sample_index: int, attempt: int, turn: int, partial: PartialCompletion
+    connection: sqlite3.Connection,
+    group_id: GroupId,
+    sample_index: int,
+    attempt: int,
+    turn: int,
+    partial: PartialCompletion,
 ) -> None:
     """The whole of an unfinished completion, in place of what was there."""
-    if _state(connection, group_id, "a segment") != "running" or _has_ended(connection, group_id, sample_index):
+    if _state(connection, group_id, "a segment") != "running" or _has_ended(
+        connection, group_id, sample_index
+    ):
         return
     _lose(connection, "group_id = ? AND sample_index = ? AND attempt < ?", group_id, sample_index, attempt)
     connection.execute(
         "INSERT OR REPLACE INTO segments (group_id, sample_index, attempt, turn, num_tokens, blob) VALUES (?, ?, ?, ?, ?, ?)",
-        (group_id, sample_index, attempt, turn, len(partial.token_ids), encode_partial(group_id, sample_index, partial)),
+        (
+            group_id,
+            sample_index,
+            attempt,
+            turn,
+            len(partial.token_ids),
+            encode_partial(group_id, sample_index, partial),
+        ),
     )
 
 
@@ -84,7 +107,9 @@ def rollout_finished(connection: sqlite3.Connection, group_id: GroupId, rollout:
     """The rollout's tokens, all its branches; its segments go."""
     if _state(connection, group_id, "a rollout") != "running":
         return
-    if [branch.branch for branch in rollout] != list(range(len(rollout))) or len({branch.sample_index for branch in rollout}) != 1:
+    if [branch.branch for branch in rollout] != list(range(len(rollout))) or len(
+        {branch.sample_index for branch in rollout}
+    ) != 1:
         raise not_one_rollout(group_id, [(branch.sample_index, branch.branch) for branch in rollout])
     sample_index = rollout[0].sample_index
     if _has_ended(connection, group_id, sample_index):
@@ -106,20 +131,33 @@ def rollout_finished(connection: sqlite3.Connection, group_id: GroupId, rollout:
             for branch in rollout
         ],
     )
-    connection.execute("DELETE FROM segments WHERE group_id = ? AND sample_index = ?", (group_id, sample_index))
+    connection.execute(
+        "DELETE FROM segments WHERE group_id = ? AND sample_index = ?", (group_id, sample_index)
+    )
 
 
-def rollout_failed(connection: sqlite3.Connection, group_id: GroupId, sample_index: int, num_attempts: int, why: str) -> None:
+def rollout_failed(
+    connection: sqlite3.Connection, group_id: GroupId, sample_index: int, num_attempts: int, why: str
+) -> None:
     """Why the rollout has no trajectory; its segments go."""
     if _state(connection, group_id, "a rollout") != "running":
         return
     if _has_ended(connection, group_id, sample_index):
         raise told_twice(group_id, sample_index)
-    connection.execute("INSERT INTO failures VALUES (?, ?, ?, ?)", (group_id, sample_index, num_attempts, text(why)))
+    connection.execute(
+        "INSERT INTO failures VALUES (?, ?, ?, ?)", (group_id, sample_index, num_attempts, text(why))
+    )
     _lose(connection, "group_id = ? AND sample_index = ?", group_id, sample_index)
 
 
-def group_ended(connection: sqlite3.Connection, group_id: GroupId, state: str, reason: str, requeued: int | None, now_s: float) -> None:
+def group_ended(
+    connection: sqlite3.Connection,
+    group_id: GroupId,
+    state: str,
+    reason: str,
+    requeued: int | None,
+    now_s: float,
+) -> None:
     """From running to any end, or from ready to handed_back."""
     found = _state(connection, group_id, "the end")
     if found != "running" and (found, state) != ("ready", "handed_back"):
@@ -134,12 +172,21 @@ def group_ended(connection: sqlite3.Connection, group_id: GroupId, state: str, r
 def batch_taken(connection: sqlite3.Connection, batch: Batch, now_s: float) -> Taken:
     """The batch, its groups in order, and the groups' new state: together or not at all."""
     version, group_ids = batch.version, [group.group_id for group in batch.groups]
-    row = connection.execute("SELECT min_version, mask_older FROM batches WHERE version = ?", (version,)).fetchone()
+    row = connection.execute(
+        "SELECT min_version, mask_older FROM batches WHERE version = ?", (version,)
+    ).fetchone()
     if row is not None:
-        taken = [row[0] for row in connection.execute("SELECT group_id FROM batch_groups WHERE version = ? ORDER BY position", (version,))]
+        taken = [
+            row[0]
+            for row in connection.execute(
+                "SELECT group_id FROM batch_groups WHERE version = ? ORDER BY position", (version,)
+            )
+        ]
         if (taken, *row) != (group_ids, batch.min_version, int(batch.mask_older)):
             found = f"it was taken with groups {taken}, min_version {row[0]}, mask_older {bool(row[1])}; this one has groups {group_ids}, "
-            raise batch_differs(version, f"{found}min_version {batch.min_version}, mask_older {batch.mask_older}")
+            raise batch_differs(
+                version, f"{found}min_version {batch.min_version}, mask_older {batch.mask_older}"
+            )
         return "replayed"
     newest = connection.execute("SELECT max(version) FROM batches").fetchone()[0]
     if newest is not None and version != newest + 1:
@@ -151,12 +198,23 @@ def batch_taken(connection: sqlite3.Connection, batch: Batch, now_s: float) -> T
         "INSERT INTO batches (version, min_version, mask_older, num_groups, taken_s) VALUES (?, ?, ?, ?, ?)",
         (version, batch.min_version, int(batch.mask_older), len(group_ids), now_s),
     )
-    connection.executemany("INSERT INTO batch_groups VALUES (?, ?, ?)", [(version, place, found) for place, found in enumerate(group_ids)])
-    connection.executemany("UPDATE groups SET state = 'taken' WHERE group_id = ?", [(group_id,) for group_id in group_ids])
+    connection.executemany(
+        "INSERT INTO batch_groups VALUES (?, ?, ?)",
+        [(version, place, found) for place, found in enumerate(group_ids)],
+    )
+    connection.executemany(
+        "UPDATE groups SET state = 'taken' WHERE group_id = ?", [(group_id,) for group_id in group_ids]
+    )
     return "taken"
 
 
-def trained(connection: sqlite3.Connection, version: int, metrics: Mapping[str, Any], weights_digest: str | None, now_s: float) -> None:
+def trained(
+    connection: sqlite3.Connection,
+    version: int,
+    metrics: Mapping[str, Any],
+    weights_digest: str | None,
+    now_s: float,
+) -> None:
     """The batch has become a step; the newest telling counts, for a resumed run trains it again."""
     loss = metrics.get("policy/loss")
     changed = connection.execute(
@@ -172,16 +230,28 @@ def published(connection: sqlite3.Connection, version: int, digest: str, now_s: 
     connection.execute("INSERT OR REPLACE INTO publishes VALUES (?, ?, ?)", (version, digest, now_s))
 
 
-def checkpointed(connection: sqlite3.Connection, version: int, path: str, beside: Sequence[int], now_s: float) -> None:
+def checkpointed(
+    connection: sqlite3.Connection, version: int, path: str, beside: Sequence[int], now_s: float
+) -> None:
     """It is whole on disk, and of the others those in `beside` are still there."""
-    connection.execute("INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?, 'whole')", (version, text(path), now_s))
+    connection.execute(
+        "INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?, 'whole')", (version, text(path), now_s)
+    )
     kept = json.dumps([version, *beside])
-    connection.execute("UPDATE checkpoints SET state = 'removed' WHERE version NOT IN (SELECT value FROM json_each(?))", (kept,))
+    connection.execute(
+        "UPDATE checkpoints SET state = 'removed' WHERE version NOT IN (SELECT value FROM json_each(?))",
+        (kept,),
+    )
 
 
-def event(connection: sqlite3.Connection, what: str, detail: Mapping[str, Any], keep: int | None, now_s: float) -> None:
+def event(
+    connection: sqlite3.Connection, what: str, detail: Mapping[str, Any], keep: int | None, now_s: float
+) -> None:
     """Something worth telling later: a restart, a resume, what a watchdog saw. `keep`: the newest so many of that name stay."""
-    connection.execute("INSERT INTO events (s, what, detail) VALUES (?, ?, ?)", (now_s, text(what), json.dumps(detail, default=str)))
+    connection.execute(
+        "INSERT INTO events (s, what, detail) VALUES (?, ?, ?)",
+        (now_s, text(what), json.dumps(detail, default=str)),
+    )
     if keep is not None:
         older = "SELECT id FROM events WHERE what = ? ORDER BY id DESC LIMIT -1 OFFSET ?"
         connection.execute(f"DELETE FROM events WHERE id IN ({older})", (text(what), keep))
@@ -189,10 +259,14 @@ def event(connection: sqlite3.Connection, what: str, detail: Mapping[str, Any], 
 
 def _lose(connection: sqlite3.Connection, where: str, group_id: GroupId, *rest: int) -> None:
     """Delete segments that nothing will come of, and count their tokens."""
-    lost = connection.execute(f"SELECT sum(num_tokens) FROM segments WHERE {where}", (group_id, *rest)).fetchone()[0]
+    lost = connection.execute(
+        f"SELECT sum(num_tokens) FROM segments WHERE {where}", (group_id, *rest)
+    ).fetchone()[0]
     if lost is not None:
         connection.execute(f"DELETE FROM segments WHERE {where}", (group_id, *rest))
-        connection.execute("UPDATE groups SET lost_tokens = lost_tokens + ? WHERE group_id = ?", (lost, group_id))
+        connection.execute(
+            "UPDATE groups SET lost_tokens = lost_tokens + ? WHERE group_id = ?", (lost, group_id)
+        )
 
 
 def _refuse_unready(connection: sqlite3.Connection, batch: Batch) -> None:

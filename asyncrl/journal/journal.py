@@ -11,15 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from asyncrl.files import RunLock
 from asyncrl.journal import decisions, schema
-from asyncrl.journal.compact import CompactReport, compact_some, vacuum_some
 from asyncrl.journal.decisions import Taken
-from asyncrl.journal.lock import RunLock
 from asyncrl.journal.read import ResumeState, read_resume
 from asyncrl.journal.refusals import SQLITE_ERRORS, cannot_open
-from asyncrl.journal.wal import check_wal, commits_in
+from asyncrl.journal.schema import check_wal, commits_in
 from asyncrl.journal.writer import Writer
-from asyncrl.types import Batch, GroupId, PartialCompletion, Prompt, Rollout, Ticket
+from asyncrl.messages.records import Batch, GroupId, PartialCompletion, Prompt, Rollout, Ticket
 
 Ended = Literal["ready", "failed", "filtered", "handed_back"]
 
@@ -55,9 +54,7 @@ class Journal:
 
     def __repr__(self) -> str:
         stats = self.stats()
-        return (
-            f"<Journal {self.path}, {stats.pending} pending, {stats.written} written in {stats.commits} commits, {stats.num_bytes} bytes>"
-        )
+        return f"<Journal {self.path}, {stats.pending} pending, {stats.written} written in {stats.commits} commits, {stats.num_bytes} bytes>"
 
     @classmethod
     def open(cls, path: Path, *, run_id: str, lock: RunLock | None = None) -> Journal:
@@ -80,7 +77,9 @@ class Journal:
         """The group starts. Again for a group that runs already, after a resume, it changes nothing."""
         self._writer.put(decisions.admitted, ticket, prompt, time.time())
 
-    def segment_nowait(self, group_id: GroupId, sample_index: int, attempt: int, turn: int, partial: PartialCompletion) -> None:
+    def segment_nowait(
+        self, group_id: GroupId, sample_index: int, attempt: int, turn: int, partial: PartialCompletion
+    ) -> None:
         """So much of the completion is there; replaces what was told of the same rollout before."""
         self._writer.put(decisions.segment, group_id, sample_index, attempt, turn, partial)
 
@@ -88,11 +87,15 @@ class Journal:
         """One rollout of the group ended well: all its branches, or none of them."""
         self._writer.put(decisions.rollout_finished, group_id, rollout)
 
-    def rollout_failed_nowait(self, group_id: GroupId, sample_index: int, num_attempts: int, why: str) -> None:
+    def rollout_failed_nowait(
+        self, group_id: GroupId, sample_index: int, num_attempts: int, why: str
+    ) -> None:
         """One rollout of the group failed at each of its attempts."""
         self._writer.put(decisions.rollout_failed, group_id, sample_index, num_attempts, why)
 
-    def group_ended_nowait(self, group_id: GroupId, state: Ended, reason: str, *, requeued: int | None = None) -> None:
+    def group_ended_nowait(
+        self, group_id: GroupId, state: Ended, reason: str, *, requeued: int | None = None
+    ) -> None:
         """The group runs no more, or (handed_back) is ready no more. `requeued`: its prompt comes again, with that num_handed_back."""
         self._writer.put(decisions.group_ended, group_id, state, reason, requeued, time.time())
 
@@ -107,7 +110,9 @@ class Journal:
         taken: Taken = await asyncio.wrap_future(self._writer.ask(decisions.batch_taken, batch, time.time()))
         return taken
 
-    def trained_nowait(self, version: int, metrics: Mapping[str, float], weights_digest: str | None = None) -> None:
+    def trained_nowait(
+        self, version: int, metrics: Mapping[str, float], weights_digest: str | None = None
+    ) -> None:
         """The batch `version` was trained on (policy_version is version + 1 now). Told again after a resume, it replaces."""
         self._writer.put(decisions.trained, version, dict(metrics), weights_digest, time.time())
 
@@ -123,7 +128,9 @@ class Journal:
         """The run goes on from weights `version`; the batches from there on are trained again."""
         self.event_nowait("restored", {"version": version})
 
-    def began_at_nowait(self, version: int, num_drawn: int, out: Mapping[str, int], next_group_id: int) -> None:
+    def began_at_nowait(
+        self, version: int, num_drawn: int, out: Mapping[str, int], next_group_id: int
+    ) -> None:
         """A new journal of an old run, which goes on from a checkpoint alone. To be told before any group is admitted.
 
         `num_drawn` prompts were drawn by then; those in `out` are to come again, with that num_handed_back, all others are consumed.
@@ -197,7 +204,9 @@ def _connect(path: Path, run_id: str) -> sqlite3.Connection:
     schema.check_file(path)
     commits = commits_in(path.with_name(f"{path.name}-wal"))
     try:
-        with closing(schema.connect(path, is_read_only=True)) as beside:  # closed last: a refused journal keeps its log, as it is
+        with closing(
+            schema.connect(path, is_read_only=True)
+        ) as beside:  # closed last: a refused journal keeps its log, as it is
             schema.check(beside, path, run_id)
             connection = schema.connect(path, is_read_only=False)
             try:
@@ -213,3 +222,69 @@ def _connect(path: Path, run_id: str) -> sqlite3.Connection:
 
 def _nothing(_: sqlite3.Connection) -> None:
     """A decision that changes nothing: it is answered when all before it is durable."""
+
+
+# Deletes what no resume can need: the tokens of batches before every checkpoint. Runs in the writer's thread; knows no loop.
+#
+# What stays of a group is one short row, its place in its batch, and five numbers: about 100 bytes.
+
+
+_GROUPS_A_STEP = 200
+_PAGES_A_STEP = 500
+
+
+@dataclass(frozen=True, slots=True)
+class CompactReport:
+    """Groups whose tokens were deleted, and pages of the file that were given back to the disk."""
+
+    num_groups: int
+    num_pages: int
+
+
+def compact_some(connection: sqlite3.Connection, before_version: int) -> int:
+    """Delete the prompts and tokens of some groups; returns of how many, 0 when none is left."""
+    taken = connection.execute(
+        "SELECT g.group_id FROM batch_groups b JOIN groups g USING (group_id)"
+        " WHERE b.version >= (SELECT CAST(value AS INTEGER) FROM meta WHERE key = 'compacted_before') AND b.version < ?"
+        " AND g.num_rollouts IS NULL ORDER BY b.version, b.position LIMIT ?",
+        (before_version, _GROUPS_A_STEP),
+    ).fetchall()
+    newest = connection.execute(
+        "SELECT max(group_id) FROM batch_groups WHERE version = ?", (before_version - 1,)
+    ).fetchone()[0]
+    wasted = connection.execute(
+        "SELECT group_id FROM groups WHERE state IN ('failed', 'filtered', 'handed_back') AND num_rollouts IS NULL AND group_id <= ?"
+        " ORDER BY group_id LIMIT ?",
+        (-1 if newest is None else newest, _GROUPS_A_STEP),
+    ).fetchall()
+    for (group_id,) in taken + wasted:
+        _shrink(connection, group_id)
+    if len(taken) < _GROUPS_A_STEP:
+        connection.execute(
+            "UPDATE meta SET value = ?1 WHERE key = 'compacted_before' AND CAST(value AS INTEGER) < CAST(?1 AS INTEGER)",
+            (str(before_version),),
+        )
+    return len(taken) + len(wasted)
+
+
+def vacuum_some(connection: sqlite3.Connection) -> int:
+    """Give some free pages back to the disk; returns how many, 0 when there are none."""
+    num_pages = min(int(connection.execute("PRAGMA freelist_count").fetchone()[0]), _PAGES_A_STEP)
+    for _ in range(
+        num_pages
+    ):  # sqlite3 takes one step of a statement without columns, and a step frees one page, whatever N is
+        connection.execute("PRAGMA incremental_vacuum(1)")
+    return num_pages
+
+
+def _shrink(connection: sqlite3.Connection, group_id: int) -> None:
+    connection.execute(
+        "UPDATE groups SET num_failed = (SELECT count(*) FROM failures f WHERE f.group_id = groups.group_id),"
+        " (num_rollouts, num_sampled, oldest_version, reward_mean) ="
+        " (SELECT count(CASE WHEN branch = 0 THEN 1 END), total(num_sampled), min(oldest_version),"
+        " avg(CASE WHEN branch = 0 THEN reward END) FROM trajectories t WHERE t.group_id = groups.group_id)"
+        " WHERE group_id = ?",
+        (group_id,),
+    )
+    for table in ("prompts", "trajectories", "failures", "segments"):
+        connection.execute(f"DELETE FROM {table} WHERE group_id = ?", (group_id,))

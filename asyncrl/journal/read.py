@@ -12,11 +12,70 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from asyncrl.journal.blobs import decode_partial, decode_prompt, decode_trajectory
-from asyncrl.journal.counted import Counted, read_counted
 from asyncrl.journal.refusals import SQLITE_ERRORS, begins_later, cannot_open, damaged, deleted
 from asyncrl.journal.schema import check_file, connect, show_as_newest
-from asyncrl.types import Batch, Group, GroupId, PartialCompletion, Prompt, Rollout, Ticket, Trajectory
+from asyncrl.journal.tokens import decode_partial, decode_prompt, decode_trajectory
+from asyncrl.messages.records import (
+    Batch,
+    Group,
+    GroupId,
+    PartialCompletion,
+    Prompt,
+    Rollout,
+    Ticket,
+    Trajectory,
+)
+
+# What a journal says that a run has generated and given up: counters of a run that goes on begin with it. Reads alone; knows no loop.
+
+
+_SUMS = """
+SELECT total(sampled + lost_tokens), total(failed), total(state = 'filtered'), total(iif(state = 'filtered', sampled, 0)),
+    total(state = 'handed_back' AND reason IN ('dropped', 'all_masked')), total(state = 'failed'),
+    total(state IN ('handed_back', 'failed') AND requeued IS NULL)
+FROM (SELECT state, reason, requeued, lost_tokens,
+    coalesce(num_sampled, (SELECT sum(num_sampled) FROM trajectories t WHERE t.group_id = g.group_id), 0)
+        + coalesce((SELECT sum(num_tokens) FROM segments s WHERE s.group_id = g.group_id), 0) AS sampled,
+    coalesce(num_failed, (SELECT count(*) FROM failures f WHERE f.group_id = g.group_id)) AS failed
+    FROM groups g WHERE group_id > ? AND group_id <= ?)
+"""
+_ALL = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """`generated`: tokens that the journal was told of; `failed`: rollouts; `filtered`, with their tokens, and the rest: groups.
+
+    `dropped`: handed back by the staleness rule while the run went on, for one of its two reasons; what a resume hands back has others.
+    `given_up`: those of `dropped` and `failed_groups` whose prompt does not come again.
+    """
+
+    generated: int = 0
+    failed: int = 0
+    filtered: int = 0
+    filtered_tokens: int = 0
+    dropped: int = 0
+    failed_groups: int = 0
+    given_up: int = 0
+
+
+def read_counted(connection: sqlite3.Connection, start: int, stop: int) -> tuple[Counted, ...]:
+    """After each of the batches start .. stop - 1, and last of all the groups there are. Raises sqlite3.Error.
+
+    After a batch: of the groups up to the newest that any batch so far has taken. On-policy that is exact, for no later group had begun.
+    """
+    newest = dict(
+        connection.execute(
+            "SELECT version, max(max(group_id)) OVER (ORDER BY version) FROM batch_groups WHERE version < ? GROUP BY version",
+            (stop,),
+        )
+    )
+    found, sums, below = list[Counted](), [0] * 7, -1
+    for last in (*(newest[version] for version in range(start, stop)), _ALL):
+        row = connection.execute(_SUMS, (below, last)).fetchone()
+        sums, below = [before + int(value) for before, value in zip(sums, row, strict=True)], last
+        found.append(Counted(*sums))
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,7 +151,9 @@ class reading:  # noqa: N801  used as `with reading(path) as connection`
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         self._connection.close()
-        if isinstance(error, sqlite3.Error | ValueError | TypeError):  # the last two: a number that a flipped bit made something else
+        if isinstance(
+            error, sqlite3.Error | ValueError | TypeError
+        ):  # the last two: a number that a flipped bit made something else
             raise cannot_open(self.path, error) from error
 
 
@@ -111,7 +172,12 @@ def read_resume(path: Path, checkpoint_version: int) -> ResumeState:
             checkpoint_version=checkpoint_version,
             next_version=next_version,
             ready=tuple(
-                (group.ticket, _group(path, group.ticket.group_id, group.prompt, rollouts.get(group.ticket.group_id, {})))
+                (
+                    group.ticket,
+                    _group(
+                        path, group.ticket.group_id, group.prompt, rollouts.get(group.ticket.group_id, {})
+                    ),
+                )
                 for group in alive
                 if group.state == "ready"
             ),
@@ -127,9 +193,13 @@ def read_resume(path: Path, checkpoint_version: int) -> ResumeState:
                 for group in alive
                 if group.state == "running"
             ),
-            requeued={prompt_id: count for prompt_id, count in before.out.items() if prompt_id not in admitted}
+            requeued={
+                prompt_id: count for prompt_id, count in before.out.items() if prompt_id not in admitted
+            }
             | {prompt_id: count for prompt_id, (count, _) in requeued.items()},
-            returning=frozenset(prompt_id for prompt_id, (_, failed_at) in requeued.items() if failed_at == next_version),
+            returning=frozenset(
+                prompt_id for prompt_id, (_, failed_at) in requeued.items() if failed_at == next_version
+            ),
             num_drawn=before.num_drawn + len(admitted.difference(before.out)),
             next_group_id=GroupId(max(before.next_group_id, _num_issued(connection))),
             order=_order(connection),
@@ -139,7 +209,9 @@ def read_resume(path: Path, checkpoint_version: int) -> ResumeState:
 
 def read_batch(connection: sqlite3.Connection, path: Path, version: int) -> Batch:
     """A batch as it was taken. Raises JournalError if it is not there, or its tokens were deleted."""
-    row = connection.execute("SELECT min_version, mask_older, num_groups FROM batches WHERE version = ?", (version,)).fetchone()
+    row = connection.execute(
+        "SELECT min_version, mask_older, num_groups FROM batches WHERE version = ?", (version,)
+    ).fetchone()
     if row is None:
         raise damaged(path, f"batch {version} is not in it")
     found = connection.execute(
@@ -155,7 +227,14 @@ def read_batch(connection: sqlite3.Connection, path: Path, version: int) -> Batc
         if prompt is None:
             raise deleted(path, version)
         rollouts = rollouts_of(connection, group_id, path)
-        groups.append(_group(path, group_id, decode_prompt(prompt, Ticket(group_id, start_version), prompt_id, path)[0], rollouts))
+        groups.append(
+            _group(
+                path,
+                group_id,
+                decode_prompt(prompt, Ticket(group_id, start_version), prompt_id, path)[0],
+                rollouts,
+            )
+        )
     return Batch(version, tuple(groups), row[0], mask_older=bool(row[1]))
 
 
@@ -193,7 +272,9 @@ def _next_version(connection: sqlite3.Connection, path: Path, checkpoint_version
     if newest is None:
         return checkpoint_version  # nothing was trained, or the journal was begun anew from a checkpoint
     if newest + 1 < checkpoint_version:
-        raise damaged(path, f"its newest batch is {newest}, but there is a checkpoint at version {checkpoint_version}")
+        raise damaged(
+            path, f"its newest batch is {newest}, but there is a checkpoint at version {checkpoint_version}"
+        )
     return int(newest) + 1
 
 
@@ -214,8 +295,12 @@ def _check_states(connection: sqlite3.Connection, path: Path) -> None:
         " (SELECT count(*) FROM batch_groups b JOIN groups g USING (group_id) JOIN batches USING (version) WHERE g.state = 'taken')"
     ).fetchone()
     if not taken == given == found:
-        raise damaged(path, f"{taken} groups are taken, {found} of them are in batches, which were made of {given}")
-    first, last, count = connection.execute("SELECT min(version), max(version), count(*) FROM batches").fetchone()
+        raise damaged(
+            path, f"{taken} groups are taken, {found} of them are in batches, which were made of {given}"
+        )
+    first, last, count = connection.execute(
+        "SELECT min(version), max(version), count(*) FROM batches"
+    ).fetchone()
     if count and last - first + 1 != count:
         raise damaged(path, f"it has {count} batches with versions {first} to {last}")
 
@@ -246,7 +331,8 @@ def _groups_alive(connection: sqlite3.Connection, path: Path) -> list[_Alive]:
 def rollouts_of(connection: sqlite3.Connection, group_id: int, path: Path) -> dict[int, Rollout]:
     """The finished rollouts of a group by sample_index."""
     rows = connection.execute(
-        "SELECT group_id, sample_index, branch, blob FROM trajectories WHERE group_id = ? ORDER BY sample_index, branch", (group_id,)
+        "SELECT group_id, sample_index, branch, blob FROM trajectories WHERE group_id = ? ORDER BY sample_index, branch",
+        (group_id,),
     )
     return _rollouts(rows, path).get(group_id, {})
 
@@ -267,25 +353,39 @@ def _rollouts(rows: Iterable[tuple[int, int, int, bytes]], path: Path) -> dict[i
         if branch != len(branches):
             raise damaged(path, f"g{group_id}/r{index} has branch {branch} after {len(branches)} others")
         branches.append(decode_trajectory(blob, group_id, index, branch, path))
-    return {group_id: {index: tuple(branches) for index, branches in group.items()} for group_id, group in found.items()}
+    return {
+        group_id: {index: tuple(branches) for index, branches in group.items()}
+        for group_id, group in found.items()
+    }
 
 
 def _group(path: Path, group_id: int, prompt: Prompt, rollouts: Mapping[int, Rollout]) -> Group:
     if not rollouts:
         raise damaged(path, f"group {group_id} is ready or taken, and has no trajectory")
-    return Group(GroupId(group_id), prompt, tuple(branch for rollout in rollouts.values() for branch in rollout))
+    return Group(
+        GroupId(group_id), prompt, tuple(branch for rollout in rollouts.values() for branch in rollout)
+    )
 
 
 def _failures(connection: sqlite3.Connection, group_id: int) -> dict[int, tuple[int, str]]:
-    rows = connection.execute("SELECT sample_index, attempts, why FROM failures WHERE group_id = ? ORDER BY sample_index", (group_id,))
+    rows = connection.execute(
+        "SELECT sample_index, attempts, why FROM failures WHERE group_id = ? ORDER BY sample_index",
+        (group_id,),
+    )
     return {index: (attempts, why) for index, attempts, why in rows}
 
 
-def _partials(connection: sqlite3.Connection, path: Path, group_id: int) -> dict[int, tuple[int, int, PartialCompletion]]:
+def _partials(
+    connection: sqlite3.Connection, path: Path, group_id: int
+) -> dict[int, tuple[int, int, PartialCompletion]]:
     rows = connection.execute(
-        "SELECT sample_index, attempt, turn, blob FROM segments WHERE group_id = ? ORDER BY sample_index", (group_id,)
+        "SELECT sample_index, attempt, turn, blob FROM segments WHERE group_id = ? ORDER BY sample_index",
+        (group_id,),
     )
-    return {index: (attempt, turn, decode_partial(blob, group_id, index, path)) for index, attempt, turn, blob in rows}
+    return {
+        index: (attempt, turn, decode_partial(blob, group_id, index, path))
+        for index, attempt, turn, blob in rows
+    }
 
 
 def _requeued(connection: sqlite3.Connection) -> dict[str, tuple[int, int | None]]:

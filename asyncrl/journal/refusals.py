@@ -21,7 +21,9 @@ SQLITE_ERRORS = (sqlite3.Error, UnicodeDecodeError)
 
 def damaged(where: object, why: str) -> JournalError:
     """The file is not what was written."""
-    return JournalError(f"{where} is damaged: {why}", rule="a run goes on from a whole journal alone", way_out=_ASIDE)
+    return JournalError(
+        f"{where} is damaged: {why}", rule="a run goes on from a whole journal alone", way_out=_ASIDE
+    )
 
 
 def log_left(log: Path) -> JournalError:
@@ -79,7 +81,9 @@ def cannot_open(path: Path, error: Exception) -> JournalError:
     return JournalError(
         f"{path} cannot be opened: {error}",
         rule="a run writes its journal first",
-        way_out="free space on its disk." if is_full else "see to its disk, its rights, and to other programs that hold it open.",
+        way_out="free space on its disk."
+        if is_full
+        else "see to its disk, its rights, and to other programs that hold it open.",
     )
 
 
@@ -89,7 +93,9 @@ def cannot_write(path: Path, error: Exception) -> JournalError:
     if isinstance(error, UnicodeDecodeError) or name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):
         return damaged(path, str(error))
     if name in _FULL:
-        way_out = "free space on the disk of the run directory, then resume: all that was written before is whole."
+        way_out = (
+            "free space on the disk of the run directory, then resume: all that was written before is whole."
+        )
     elif name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
         way_out = "end the program that holds the file open for writing, then resume."
     else:
@@ -112,13 +118,17 @@ def broken(path: Path, error: Exception) -> JournalError:
 
 def closed(path: Path) -> JournalError:
     """Told too late."""
-    return JournalError(f"{path} is closed", rule="the journal is closed after everything that writes to it", way_out=_BUG)
+    return JournalError(
+        f"{path} is closed", rule="the journal is closed after everything that writes to it", way_out=_BUG
+    )
 
 
 def group_unknown(group_id: int, what: str) -> JournalError:
     """Never admitted."""
     return JournalError(
-        f"{what} of group {group_id}, which was never admitted", rule="a group's life begins with its admission", way_out=_BUG
+        f"{what} of group {group_id}, which was never admitted",
+        rule="a group's life begins with its admission",
+        way_out=_BUG,
     )
 
 
@@ -134,7 +144,9 @@ def admitted_twice(group_id: int, prompt_id: str, found: str) -> JournalError:
 def told_twice(group_id: int, sample_index: int) -> JournalError:
     """A rollout ended twice."""
     return JournalError(
-        f"rollout g{group_id}/r{sample_index} has ended already", rule="a rollout ends once, finished or failed", way_out=_BUG
+        f"rollout g{group_id}/r{sample_index} has ended already",
+        rule="a rollout ends once, finished or failed",
+        way_out=_BUG,
     )
 
 
@@ -176,4 +188,8 @@ def batch_differs(version: int, found: str) -> JournalError:
 
 def batch_unknown(version: int, what: str) -> JournalError:
     """Something is told of a batch that was never taken."""
-    return JournalError(f"{what} of batch {version}, which was never taken", rule="a batch is taken, then trained on", way_out=_BUG)
+    return JournalError(
+        f"{what} of batch {version}, which was never taken",
+        rule="a batch is taken, then trained on",
+        way_out=_BUG,
+    )

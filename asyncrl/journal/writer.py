@@ -49,7 +49,9 @@ class Writer:
         self._is_stopped = False
         self._connection = connection
         self._queue: SimpleQueue[_Job | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="journal", daemon=True)  # a run that crashes must not hang on it
+        self._thread = threading.Thread(
+            target=self._run, name="journal", daemon=True
+        )  # a run that crashes must not hang on it
         self._thread.start()
 
     def put(self, decide: Decision, *args: object) -> None:
@@ -144,7 +146,9 @@ class Writer:
 
     def _fail(self, failure: JournalError, jobs: list[_Job]) -> None:
         if self._connection.in_transaction:
-            with contextlib.suppress(sqlite3.Error):  # the disk is gone: what was not committed is not in the file either way
+            with contextlib.suppress(
+                sqlite3.Error
+            ):  # the disk is gone: what was not committed is not in the file either way
                 self._connection.execute("ROLLBACK")
         self._failure = failure
         self._answer([(job, failure) for job in jobs])

@@ -15,7 +15,9 @@ MAX_POINTS = 2000
 _RAW, _SMOOTH, _EVAL = "#9ecae1", "#08519c", "#d94801"
 
 
-def write_reward_plot(run_dir: Path, steps: Steps, *, title: str, evaluations: Sequence[Mapping[str, Any]] = ()) -> Path:
+def write_reward_plot(
+    run_dir: Path, steps: Steps, *, title: str, evaluations: Sequence[Mapping[str, Any]] = ()
+) -> Path:
     """Write RUN_DIR/reward.png: reward/mean of each step, its running mean, and evaluations as points with their standard error.
 
     An evaluation stands where its version was published. Of very long runs each point is the mean of a stretch. Returns the path.
@@ -57,10 +59,14 @@ def _draw_evaluations(panel: Any, axis: str, evaluations: Sequence[Mapping[str, 
     shown = [line for line in evaluations if "eval/reward_mean" in line]
     if not shown:
         return
-    across = [line["policy_version"] if axis == "step" else line["time_s"] - line["eval/seconds"] for line in shown]
+    across = [
+        line["policy_version"] if axis == "step" else line["time_s"] - line["eval/seconds"] for line in shown
+    ]
     means = [line["eval/reward_mean"] for line in shown]
     errors = [line.get("eval/standard_error", 0.0) for line in shown]
-    panel.errorbar(across, means, yerr=errors, fmt="o", markersize=4, capsize=2, color=_EVAL, label="eval/reward_mean")
+    panel.errorbar(
+        across, means, yerr=errors, fmt="o", markersize=4, capsize=2, color=_EVAL, label="eval/reward_mean"
+    )
 
 
 def smoothing_window(num_steps: int) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from asyncrl.durable import LOST, cut_at, lines_from_end
+from asyncrl.files import LOST, cut_at, lines_from_end
 
 METRICS_FILE = "metrics.jsonl"
 STATUS_FILE = "status.json"
@@ -35,7 +35,9 @@ class Recorder:
     def __init__(self, run_dir: str | Path, *, tensorboard: bool = True) -> None:
         self.run_dir = Path(run_dir)
         self._tensorboard = TensorBoardWriter(self.run_dir / "tensorboard") if tensorboard else None
-        (self.run_dir / METRICS_FILE).touch()  # not opened yet: a half line is mended once the run is known to go on
+        (
+            self.run_dir / METRICS_FILE
+        ).touch()  # not opened yet: a half line is mended once the run is known to go on
         self._file: Any = None
         self._eval_file: Any = None
         self._owner = {"pid": os.getpid(), "host": socket.gethostname(), "boot_id": boot_id()}
@@ -83,7 +85,9 @@ class Recorder:
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
         self._file.flush()
         if self._tensorboard is not None:
-            self._tensorboard.add({name: value for name, value in finite.items() if not name.startswith(EVAL_PREFIX)})
+            self._tensorboard.add(
+                {name: value for name, value in finite.items() if not name.startswith(EVAL_PREFIX)}
+            )
 
     def record_evaluation(self, line: Mapping[str, Any]) -> None:
         """Append one evaluation; `policy_version` must be in it, and is the step of its eval/* scalars in TensorBoard."""
@@ -133,8 +137,12 @@ class TensorBoardWriter:
             from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
             self._writer = EventFileWriter(str(self._log_dir), flush_secs=5)
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items() if name != "step"]
-        self._writer.add_event(Event(wall_time=time.time(), step=int(metrics["step"]), summary=Summary(value=values)))
+        values = [
+            Summary.Value(tag=name, simple_value=value) for name, value in metrics.items() if name != "step"
+        ]
+        self._writer.add_event(
+            Event(wall_time=time.time(), step=int(metrics["step"]), summary=Summary(value=values))
+        )
 
     def close(self) -> None:
         """Flush and close."""

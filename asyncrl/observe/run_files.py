@@ -37,7 +37,9 @@ _WORDS = (NOT_FINITE, "last_failure")
 """Values of a line that are no metrics."""
 _FINITE = core_schema.float_schema(strict=True, allow_inf_nan=False)
 _COLUMNS_OF = SchemaValidator(
-    core_schema.typed_dict_schema({name: core_schema.typed_dict_field(_FINITE, required=name == "step") for name in COLUMNS})
+    core_schema.typed_dict_schema(
+        {name: core_schema.typed_dict_field(_FINITE, required=name == "step") for name in COLUMNS}
+    )
 )
 """Of a line of metrics.jsonl: the metrics that are asked of all steps. Refuses what is none."""
 MAX_PROBLEMS = 100
@@ -97,7 +99,13 @@ def _why_no_run(folder: Path) -> str | None:
     try:
         if (folder / CONFIG_FILE).is_file():
             return None
-        return "is not there" if not folder.exists() else "is no directory" if not folder.is_dir() else f"holds no {CONFIG_FILE}"
+        return (
+            "is not there"
+            if not folder.exists()
+            else "is no directory"
+            if not folder.is_dir()
+            else f"holds no {CONFIG_FILE}"
+        )
     except OSError as error:  # rights, above all
         return f"cannot be read ({error.strerror})"
 
@@ -113,7 +121,9 @@ def _read_text(path: Path, problems: list[str]) -> str | None:
         return None
 
 
-def read_steps(run_dir: Path, problems: list[str], step: int | None = None) -> tuple[Steps, Mapping[str, Any] | None]:
+def read_steps(
+    run_dir: Path, problems: list[str], step: int | None = None
+) -> tuple[Steps, Mapping[str, Any] | None]:
     """What metrics.jsonl says of all steps, and all that it says of `step`. What cannot be believed is told in `problems`."""
     path, steps = run_dir / METRICS_FILE, Steps()
     newest = wanted = None
@@ -131,10 +141,16 @@ def _whole_line(path: Path, start: int) -> dict[str, Any]:
     """All metrics of the line that begins there."""
     with path.open("rb") as file:
         file.seek(start)
-        return {name: value for name, value in parse_line(file.readline()).items() if name == NOT_FINITE or _is_number(value)}
+        return {
+            name: value
+            for name, value in parse_line(file.readline()).items()
+            if name == NOT_FINITE or _is_number(value)
+        }
 
 
-def lines_of(path: Path, problems: list[str], quick: Parser | None = None) -> Iterator[tuple[int, dict[str, Any], bool]]:
+def lines_of(
+    path: Path, problems: list[str], quick: Parser | None = None
+) -> Iterator[tuple[int, dict[str, Any], bool]]:
     """(where it begins, the object, whether `quick` took it) of each line of a file, one at a time.
 
     `quick` may raise ValueError of a good line: from_json, the default, is three times as fast as json, and stricter. What cannot be
@@ -152,7 +168,10 @@ def lines_of(path: Path, problems: list[str], quick: Parser | None = None) -> It
                     yield start, value, is_quick
                 elif not line.endswith(b"\n"):
                     num = len(line.decode("utf-8", "replace"))
-                    tell(problems, f"{path.name} ends in half a line ({num} characters), which is left out: it was being written")
+                    tell(
+                        problems,
+                        f"{path.name} ends in half a line ({num} characters), which is left out: it was being written",
+                    )
                 else:
                     shown = line[:240].decode("utf-8", "replace").rstrip("\n")[:60]
                     tell(problems, f"{path.name} line {number} is no JSON object and is left out: {shown!r}")
@@ -164,7 +183,9 @@ def lines_of(path: Path, problems: list[str], quick: Parser | None = None) -> It
 
 
 def _parse(line: bytes) -> Any:
-    return from_json(line, cache_strings=False)  # to look each string up costs more than to make it: no line is kept
+    return from_json(
+        line, cache_strings=False
+    )  # to look each string up costs more than to make it: no line is kept
 
 
 def parse_line(line: bytes) -> Any:
@@ -185,8 +206,17 @@ def tell(problems: list[str], problem: str) -> None:
 
 def read_evaluations(run_dir: Path, problems: list[str]) -> list[dict[str, Any]]:
     """Lines of eval.jsonl that have what every evaluation has; what is no number in them is left out and told in `problems`."""
-    lines = [line for _, line in _metrics_of(run_dir / EVAL_FILE, problems, ("policy_version", "eval/version", "eval/seconds"))]
-    whole = [line for line in lines if "eval/reward_mean" not in line or {"eval/length_mean", "eval/truncated_fraction"} <= line.keys()]
+    lines = [
+        line
+        for _, line in _metrics_of(
+            run_dir / EVAL_FILE, problems, ("policy_version", "eval/version", "eval/seconds")
+        )
+    ]
+    whole = [
+        line
+        for line in lines
+        if "eval/reward_mean" not in line or {"eval/length_mean", "eval/truncated_fraction"} <= line.keys()
+    ]
     if len(whole) < len(lines):
         problems.append(f"{EVAL_FILE}: {len(lines) - len(whole)} evaluations without lengths are left out")
     return whole
@@ -208,7 +238,9 @@ def _metrics_of(
             continue
         wrong = [name for name, value in line.items() if name not in _WORDS and not _is_number(value)]
         if missing := [name for name in needed if name in wrong or name not in line]:
-            tell(problems, f"{path.name} object {number} is left out: {', '.join(missing)} is no number in it")
+            tell(
+                problems, f"{path.name} object {number} is left out: {', '.join(missing)} is no number in it"
+            )
             continue
         if wrong:
             tell(problems, f"{path.name} object {number}: {', '.join(wrong)} is no number and is left out")
@@ -241,7 +273,10 @@ def _is_number(value: object) -> bool:
 def judge_state(status: Mapping[str, Any], folder: Path) -> tuple[State, str]:
     """What the run does, and a sentence about it, from status.json and from whether its lock is held."""
     if not status:
-        return "unknown", f"there is no readable {STATUS_FILE}; the run ended before it began, or another version wrote it."
+        return (
+            "unknown",
+            f"there is no readable {STATUS_FILE}; the run ended before it began, or another version wrote it.",
+        )
     said = status.get("state")
     age_s = max(0.0, time.time() - float(status.get("updated_s", 0.0)))
     if said in ("starting", "running"):
@@ -252,7 +287,9 @@ def judge_state(status: Mapping[str, Any], folder: Path) -> tuple[State, str]:
     return "unknown", f"status.json says {said!r}, which is no state of a run."
 
 
-def _judge_going(said: Literal["starting", "running"], status: Mapping[str, Any], age_s: float, folder: Path) -> tuple[State, str]:
+def _judge_going(
+    said: Literal["starting", "running"], status: Mapping[str, Any], age_s: float, folder: Path
+) -> tuple[State, str]:
     """Crashed is only what can be seen from here to have ended: on this machine, since it was started."""
     here, is_held = socket.gethostname(), _is_held(folder / LOCK_FILE)
     host = status.get("host", here)
@@ -262,11 +299,16 @@ def _judge_going(said: Literal["starting", "running"], status: Mapping[str, Any]
         return said, f"{process} is {said}{quiet}."
     written = f"status.json, written {age_s:.0f} s ago, says {said}"
     if is_held is False and status.get("boot_id") == boot_id():
-        return "crashed", (f"{written}, but {process} is gone: the run was killed or crashed. Read {folder / 'logs' / 'controller.log'}.")
+        return "crashed", (
+            f"{written}, but {process} is gone: the run was killed or crashed. Read {folder / 'logs' / 'controller.log'}."
+        )
     if age_s <= _QUIET_S:
         return said, f"{written} by {process}. Whether that lives cannot be seen from {here}."
     if host == here:
-        return "crashed", f"{written} by {process}; {here} was started again since. Read {folder / 'logs' / 'controller.log'}."
+        return (
+            "crashed",
+            f"{written} by {process}; {here} was started again since. Read {folder / 'logs' / 'controller.log'}.",
+        )
     return "unknown", (
         f"{written} by {process}, and nothing since. Whether that lives cannot be seen from {here}: ask `asyncrl status {folder}` there."
     )

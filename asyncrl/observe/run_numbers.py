@@ -13,9 +13,30 @@ from typing import Any
 from asyncrl.config import RunConfig
 
 COLUMNS = (
-    *("step", "time_s", "reward/mean", "tokens/sampled", "tokens/trained", "perf/step_s", "perf/train_s", "perf/publish_s"),
-    *("perf/wait_generation_s", "perf/wait_stragglers_s", "perf/wait_publishing_s", "perf/handover_s", "sample/staleness_mean"),
-    *("rollout/inflight", "rollout/dropped", "rollout/filtered", "rollout/filtered_tokens", "rollout/given_up"),
+    *(
+        "step",
+        "time_s",
+        "reward/mean",
+        "tokens/sampled",
+        "tokens/trained",
+        "perf/step_s",
+        "perf/train_s",
+        "perf/publish_s",
+    ),
+    *(
+        "perf/wait_generation_s",
+        "perf/wait_stragglers_s",
+        "perf/wait_publishing_s",
+        "perf/handover_s",
+        "sample/staleness_mean",
+    ),
+    *(
+        "rollout/inflight",
+        "rollout/dropped",
+        "rollout/filtered",
+        "rollout/filtered_tokens",
+        "rollout/given_up",
+    ),
     "trainer/skipped_steps",
 )
 """Metrics that are asked of all steps."""
@@ -145,7 +166,13 @@ def overdue_from_steps(steps: Steps, config: RunConfig) -> OverdueNumbers:
 def masked_tokens(steps: Steps) -> int:
     """Sampled tokens that batches trained on without a loss weight."""
     both = zip(steps.column("tokens/sampled"), steps.column("tokens/trained"), strict=True)
-    return int(sum(max(0.0, sampled - (0.0 if math.isnan(trained) else trained)) for sampled, trained in both if sampled == sampled))
+    return int(
+        sum(
+            max(0.0, sampled - (0.0 if math.isnan(trained) else trained))
+            for sampled, trained in both
+            if sampled == sampled
+        )
+    )
 
 
 def total(steps: Steps, name: str) -> float:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from statistics import fmean, pstdev
 
 import numpy as np
 
-from asyncrl.types import Batch, Rollout, Trajectory
+from asyncrl.messages.records import Batch, Rollout, Trajectory
 
 
 def batch_metrics(batch: Batch) -> dict[str, float]:
@@ -27,7 +27,9 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
     task/NAME                          mean of Trajectory.metrics[NAME] over the rollouts that have it
     """
     rollouts: list[Rollout] = [
-        tuple(branches) for group in batch.groups for _, branches in groupby(group.trajectories, lambda branch: branch.sample_index)
+        tuple(branches)
+        for group in batch.groups
+        for _, branches in groupby(group.trajectories, lambda branch: branch.sample_index)
     ]
     rewards = [rollout[0].reward for rollout in rollouts]
     kept = [[_kept(branch, batch) for branch in rollout] for rollout in rollouts]
@@ -39,9 +41,13 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
         "reward/mean": fmean(rewards),
         "reward/std": pstdev(rewards),
         "sample/length_mean": num_sampled / len(rollouts),
-        "sample/truncated_fraction": fmean(any(branch.is_truncated for branch in rollout) for rollout in rollouts),
+        "sample/truncated_fraction": fmean(
+            any(branch.is_truncated for branch in rollout) for rollout in rollouts
+        ),
         "sample/masked_fraction": 1 - num_trained / num_sampled if num_sampled else 0.0,
-        "sample/interrupted_fraction": fmean(any(branch.num_interruptions for branch in rollout) for rollout in rollouts),
+        "sample/interrupted_fraction": fmean(
+            any(branch.num_interruptions for branch in rollout) for rollout in rollouts
+        ),
         "tokens/sampled": num_sampled,
         "tokens/trained": num_trained,
     }
@@ -51,13 +57,20 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
         "sample/turns_mean": [sum(_num_turns(branch) for branch in rollout) for rollout in rollouts],
         "sample/branches_mean": [len(rollout) for rollout in rollouts],
     }
-    return metrics | {name: fmean(numbers) for name, numbers in counts.items() if max(numbers) > 1} | _told(rollouts)
+    return (
+        metrics
+        | {name: fmean(numbers) for name, numbers in counts.items() if max(numbers) > 1}
+        | _told(rollouts)
+    )
 
 
 def _told(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """What generators and tasks say of their rollouts; it is the same at each branch."""
     names = dict.fromkeys(name for rollout in rollouts for name in rollout[0].metrics)
-    return {f"task/{name}": fmean(rollout[0].metrics[name] for rollout in rollouts if name in rollout[0].metrics) for name in names}
+    return {
+        f"task/{name}": fmean(rollout[0].metrics[name] for rollout in rollouts if name in rollout[0].metrics)
+        for name in names
+    }
 
 
 def _num_turns(branch: Trajectory) -> int:
@@ -74,3 +87,35 @@ def _kept(trajectory: Trajectory, batch: Batch) -> tuple[int, int | None]:
             num += num_in_loss
             versions.append(span.version)
     return num, min(versions, default=None)
+
+
+# Totals that outlive the process that counts them: over an engine that is started again, and over a resume. Knows names and numbers.
+
+
+class Totals:
+    """Counters of the whole run by metric name.
+
+    Life:       begins at 0, or where starts_from says, then add() is told what each source has counted since it began.
+    Invariant:  a total never falls. A source that says less than before began anew: all that it says was counted since.
+    """
+
+    def __init__(self) -> None:
+        self._totals: dict[str, float] = {}
+        self._seen: dict[tuple[str, str], float] = {}
+
+    def __repr__(self) -> str:
+        return f"<Totals {self._totals}>"
+
+    def starts_from(self, totals: Mapping[str, float]) -> None:
+        """What was counted before, by other processes; a total that is higher stays."""
+        for name, value in totals.items():
+            self._totals[name] = max(value, self._totals.get(name, value))
+
+    def add(self, counted: Mapping[str, float | Mapping[str, float]]) -> dict[str, float]:
+        """The totals of these names, now that their sources (one, or several by name) have counted so far."""
+        for name, value in counted.items():
+            for source, now in (value if isinstance(value, Mapping) else {"": value}).items():
+                before = self._seen.get((name, source), 0)
+                self._totals[name] = self._totals.get(name, 0) + (now - before if now >= before else now)
+                self._seen[name, source] = now
+        return {name: self._totals.get(name, 0) for name in counted}

@@ -31,14 +31,19 @@ def story_tables(summary: Mapping[str, Any]) -> Iterator[RenderableType]:
 
 def _run(run: Mapping[str, Any]) -> Iterator[RenderableType]:
     groups = ", ".join(f"{num} {state.replace('_', ' ')}" for state, num in run["groups"].items()) or "none"
-    yield Text(f"groups: {groups}; {run['num_trained']} of {run['num_batches']} batches trained; {run['failed_rollouts']} rollouts failed.")
+    yield Text(
+        f"groups: {groups}; {run['num_trained']} of {run['num_batches']} batches trained; {run['failed_rollouts']} rollouts failed."
+    )
     sampled = run["sampled_tokens"]
     wasted = {name: num for name, num in run["wasted_tokens"].items() if num}
     if not wasted:
         yield Text(f"tokens: {sampled} sampled in rollouts that ended, none wasted.")
     else:
         total = sum(wasted.values())
-        yield Text(f"tokens: {sampled} sampled in rollouts that ended, {total} wasted ({total / max(1, sampled):.1%}):", style="yellow")
+        yield Text(
+            f"tokens: {sampled} sampled in rollouts that ended, {total} wasted ({total / max(1, sampled):.1%}):",
+            style="yellow",
+        )
         for name, num in wasted.items():
             yield Text(f"  {num} {_WASTE[name]}")
     for checkpoint in run["checkpoints"]:
@@ -54,7 +59,9 @@ def _run(run: Mapping[str, Any]) -> Iterator[RenderableType]:
 def _batch(batch: Mapping[str, Any]) -> Iterator[RenderableType]:
     trained = f"trained {batch['trained_at']}" if batch["trained_at"] else "not trained yet"
     published = f", served {batch['published_at']}" if batch["published_at"] else ""
-    yield Text(f"batch {batch['version']}: taken {batch['taken_at']}, {trained}{published}; no loss below version {batch['min_version']}.")
+    yield Text(
+        f"batch {batch['version']}: taken {batch['taken_at']}, {trained}{published}; no loss below version {batch['min_version']}."
+    )
     if batch["weights_digest"]:
         yield Text(f"weights after it: {batch['weights_digest']}")
     if batch["tokens_by_version"] is None:
@@ -63,8 +70,21 @@ def _batch(batch: Mapping[str, Any]) -> Iterator[RenderableType]:
         counts = " ".join(f"v{version}:{num}" for version, num in batch["tokens_by_version"].items())
         yield Text(f"sampled tokens by version: {counts}; {batch['masked_tokens']} of them masked")
     table = Table(box=None, padding=(0, 1))
-    names = ("group_id", "num_rollouts", "num_failed", "num_sampled", "oldest_version", "reward_mean", "retried_tokens", "prompt_id")
-    for name, title in zip(names, ("group", "rollouts", "failed", "sampled", "oldest", "reward", "retried", "prompt"), strict=True):
+    names = (
+        "group_id",
+        "num_rollouts",
+        "num_failed",
+        "num_sampled",
+        "oldest_version",
+        "reward_mean",
+        "retried_tokens",
+        "prompt_id",
+    )
+    for name, title in zip(
+        names,
+        ("group", "rollouts", "failed", "sampled", "oldest", "reward", "retried", "prompt"),
+        strict=True,
+    ):
         table.add_column(title, justify="left" if name == "prompt_id" else "right", overflow="fold")
     for line in batch["groups"]:
         table.add_row(*(Text(_plain(line[name])) for name in names))
@@ -80,7 +100,9 @@ def _story(story: Mapping[str, Any]) -> Iterator[RenderableType]:
         yield Text(f"groups of the same prompt: {', '.join(map(str, story['same_prompt']))}")
     if not story["has_tokens"]:
         numbers = f"{story['num_rollouts']} rollouts, {story['num_sampled']} tokens, mean reward {_plain(story['reward_mean'])}"
-        yield Text(f"{numbers}. Its tokens were deleted, as no checkpoint needs them any more (journal.keep).")
+        yield Text(
+            f"{numbers}. Its tokens were deleted, as no checkpoint needs them any more (journal.keep)."
+        )
         return
     for message in story["messages"]:
         yield Text.assemble((f"{message['role']}: ", "cyan"), message["content"])
@@ -113,7 +135,10 @@ def _rollout(rollout: Mapping[str, Any]) -> Text:
     _append_branch(text, rollout)
     for branch in rollout.get("branches", ()):
         text.append(f"\n branch {branch['branch']}: ", "green")
-        text.append(f"{branch['num_sampled']} tokens" + (", cut at rollout.max_tokens" if branch["is_truncated"] else ""))
+        text.append(
+            f"{branch['num_sampled']} tokens"
+            + (", cut at rollout.max_tokens" if branch["is_truncated"] else "")
+        )
         _append_branch(text, branch)
     return text
 
@@ -143,8 +168,12 @@ def _ended(story: Mapping[str, Any]) -> str:
 
 def _detail(detail: Mapping[str, Any]) -> str:
     """One line; what is long (the report of the watchdog) is for --json."""
-    parts = [f"{name} {_plain(value)}" for name, value in detail.items() if not isinstance(value, (list, dict))]
-    parts += [f"{name} {len(value)} entries" for name, value in detail.items() if isinstance(value, (list, dict))]
+    parts = [
+        f"{name} {_plain(value)}" for name, value in detail.items() if not isinstance(value, (list, dict))
+    ]
+    parts += [
+        f"{name} {len(value)} entries" for name, value in detail.items() if isinstance(value, (list, dict))
+    ]
     return ", ".join(parts).replace("\n", " ")
 
 

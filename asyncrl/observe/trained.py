@@ -75,7 +75,10 @@ class TrainedBatch:
 
     def as_dict(self, *, with_trajectories: bool) -> dict[str, Any]:
         """Plain values for JSON."""
-        ages, rewards = self.staleness, [t.reward for t in self.trajectories if t.branch == 0]  # that of the rollout
+        ages, rewards = (
+            self.staleness,
+            [t.reward for t in self.trajectories if t.branch == 0],
+        )  # that of the rollout
         plain: dict[str, Any] = {
             "step": self.step,
             "version": self.version,
@@ -103,7 +106,9 @@ def trajectory_dict(batch: TrainedBatch, trajectory: TrainedTrajectory) -> dict[
         "reward": trajectory.reward,
         "num_tokens": trajectory.num_tokens,
         "num_loss_tokens": trajectory.num_loss_tokens,
-        "staleness": batch.version - min(version for *_, version in trajectory.spans) if trajectory.spans else None,
+        "staleness": batch.version - min(version for *_, version in trajectory.spans)
+        if trajectory.spans
+        else None,
         "spans": [list(span) for span in trajectory.spans],
     }
 
@@ -159,8 +164,14 @@ class TrainedRecord:
                 self._places.put(group, earlier)
                 self._find_twice(start, line, earlier, self._rows[at * len(_ROW) + 1], group)
         dropped = self._before.get(version)
-        if dropped is not None and len(self.replay_faults) < _MAX_FAULTS and _data(self._read(dropped)) != _data(_parse(line)):
-            self.replay_faults.append(f"step {version} was trained again on other data than before it was restored")
+        if (
+            dropped is not None
+            and len(self.replay_faults) < _MAX_FAULTS
+            and _data(self._read(dropped)) != _data(_parse(line))
+        ):
+            self.replay_faults.append(
+                f"step {version} was trained again on other data than before it was restored"
+            )
         self._rows.extend(numbers)
 
     def violations(self) -> list[str]:
@@ -237,12 +248,19 @@ class TrainedRecord:
             del self._rows[-len(_ROW) :]
         self._faults = [(start, fault) for start, fault in self._faults if start not in gone]
 
-    def _find_twice(self, start: int, line: Mapping[str, Any], earlier: int, before: int, group_id: int) -> None:
+    def _find_twice(
+        self, start: int, line: Mapping[str, Any], earlier: int, before: int, group_id: int
+    ) -> None:
         """A group is trained on in one step; which of its trajectories were there before is read again."""
         if len(self._faults) < _MAX_FAULTS:
             batches = (_parse(line), self._read(earlier))
-            both = set.intersection(*({t.name for t in batch.trajectories if t.group_id == group_id} for batch in batches))
-            self._faults += [(start, f"step {batches[0].step}, {name}: was trained on in step {before} already") for name in sorted(both)]
+            both = set.intersection(
+                *({t.name for t in batch.trajectories if t.group_id == group_id} for batch in batches)
+            )
+            self._faults += [
+                (start, f"step {batches[0].step}, {name}: was trained on in step {before} already")
+                for name in sorted(both)
+            ]
 
     def _why_lost(self, first: int, last: int) -> str | None:
         """The reason that the record gives for all of these; of several marks that meet, that of the first."""
@@ -262,13 +280,18 @@ def read_record(path: Path, problems: list[str], max_staleness: int) -> TrainedR
         try:
             record.add(start, line)
         except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
-            tell(problems, f"{path.name} object {number} is no record of a step and is left out: {type(error).__name__} {error}")
+            tell(
+                problems,
+                f"{path.name} object {number} is no record of a step and is left out: {type(error).__name__} {error}",
+            )
     return record
 
 
 _ROW = ("start", "version", "num_trajectories", "num_loss_tokens", "sum_of_ages", "num_ages", "largest_age")
 _MAX_FAULTS = 1000
-_FIELDS = itemgetter("group_id", "sample_index", "branch", "num_tokens", "num_loss_tokens", "reward", "prompt_id", "spans")
+_FIELDS = itemgetter(
+    "group_id", "sample_index", "branch", "num_tokens", "num_loss_tokens", "reward", "prompt_id", "spans"
+)
 
 
 class _Suspect(Exception):  # noqa: N818  it never leaves this file

@@ -6,14 +6,74 @@ import asyncio
 import faulthandler
 import logging
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from asyncrl.config import SupervisionConfig
 from asyncrl.errors import RoomError
-from asyncrl.observe.stacks import task_stacks, thread_stacks
-from asyncrl.observe.stuck import StuckReport
-from asyncrl.observe.waits import ChildState, Reported, Wait, WaitClock
+from asyncrl.observe.known_waits import ChildState, Reported, Wait, WaitClock, known_function, place_of
+from asyncrl.waits import Place, task_stacks, thread_stacks
+
+# What a run looks like that does not move, for people and as plain values. Knows waits; knows no rooms, no clock.
+
+
+@dataclass(frozen=True, slots=True)
+class StuckReport:
+    """What a run looks like that has not moved for `seconds`."""
+
+    seconds: float
+    waits: tuple[Wait, ...]
+    oldest: tuple[tuple[str, float, str], ...]
+    """(rollout, seconds since its start, where it waits)."""
+    children: tuple[ChildState, ...] = ()
+    marks: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, seconds: float, waits: tuple[Wait, ...], reported: Reported, children: tuple[ChildState, ...]
+    ) -> StuckReport:
+        """With the places of the oldest rollouts looked up."""
+        oldest = []
+        for rollout, age_s in reported.oldest:
+            place = place_of(rollout, reported.places)
+            oldest.append((rollout, age_s, "a place unknown" if place is None else _where(place)))
+        return cls(seconds, waits, tuple(oldest), children, reported.marks)
+
+    @property
+    def blame(self) -> str:
+        """The processes that are not well, or who waits for whom if all of them are."""
+        ill = [str(child) for child in self.children if not child.is_well]
+        return "; ".join(ill or map(str, self.waits)) or "no room waits in a function that is known"
+
+    def text(self) -> str:
+        """For people: a line each wait, rollout and process."""
+        lines = [f"nothing has moved for {self.seconds:.0f} s"]
+        lines += [f"  {wait}" for wait in self.waits]
+        lines += [
+            f"  rollout {rollout} runs for {age_s:.0f} s, in {where}" for rollout, age_s, where in self.oldest
+        ]
+        lines += [f"  {child}" for child in self.children]
+        lines.append("  at: " + ", ".join(f"{name} {value:.0f}" for name, value in self.marks.items()))
+        return "\n".join(lines)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for the journal."""
+        return {
+            "seconds": round(self.seconds, 1),
+            "waits": [wait.as_dict() for wait in self.waits],
+            "oldest": [[rollout, round(age_s, 1), where] for rollout, age_s, where in self.oldest],
+            "children": [str(child) for child in self.children],
+        }
+
+
+def _where(place: Place) -> str:
+    """EnginePool.generate on engine-1, turn 0."""
+    function = known_function(place)
+    server = place.name_below(function)
+    turn = next((part[1:] for part in place.request.split("/") if part[:1] == "t" and part[1:].isdigit()), "")
+    return function + (f" on {server}" if server else "") + (f", turn {turn}" if turn else "")
+
 
 log = logging.getLogger("asyncrl.watchdog")
 
@@ -96,7 +156,13 @@ class Watchdog:
     ) -> None:
         """`report(with_rollouts)`: what the run says of itself, with the places of its rollouts or without."""
         self._settings, self._report, self._log_path = settings, report, log_path
-        self._tell, self._way_out, self._ask_children, self._restart, self._note = tell, way_out, ask_children, restart, note
+        self._tell, self._way_out, self._ask_children, self._restart, self._note = (
+            tell,
+            way_out,
+            ask_children,
+            restart,
+            note,
+        )
         self._clock: StuckClock | None = None
         self._wait_clock = WaitClock()
         self.num_reports = 0
@@ -116,7 +182,9 @@ class Watchdog:
             try:
                 while True:
                     until_s = max(clock.due_s, now())
-                    faulthandler.dump_traceback_later(until_s - now() + self._settings.watchdog_s, file=file)  # unless the loop comes back
+                    faulthandler.dump_traceback_later(
+                        until_s - now() + self._settings.watchdog_s, file=file
+                    )  # unless the loop comes back
                     await asyncio.sleep(until_s - now())
                     clock.forgive(max(0.0, now() - until_s))
                     self._look(with_rollouts=False)
@@ -137,7 +205,9 @@ class Watchdog:
         reported, now_s = self._report(with_rollouts), asyncio.get_running_loop().time()
         clock = self._started_clock()
         clock.look(reported.marks, now_s)
-        if reported.is_mending:  # else an engine that takes longer to load than watchdog_s would be restarted for ever
+        if (
+            reported.is_mending
+        ):  # else an engine that takes longer to load than watchdog_s would be restarted for ever
             clock.reset(now_s)
         return reported, self._wait_clock.waits(reported, now_s)
 

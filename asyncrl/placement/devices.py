@@ -14,14 +14,26 @@ own: trainer and engines on cpu run apart, side by side, unless rollout is `trai
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from asyncrl.config import RunConfig
-from asyncrl.config.placement import PARTLY_WAY_OUT, TURNS_WAY_OUT, numbers_of, partly_shared, turns_need_no_staleness
+from asyncrl.config.placement import (
+    PARTLY_WAY_OUT,
+    TURNS_WAY_OUT,
+    numbers_of,
+    partly_shared,
+    turns_need_no_staleness,
+)
 from asyncrl.errors import ConfigError
-from asyncrl.placement.vllm_rules import refuse_for_vllm
 
 Mode = Literal["apart", "colocated"]
 NO_DEVICE = "none"
@@ -66,7 +78,10 @@ def place(config: RunConfig, num_cuda: int) -> Placement:
             raise ConfigError(partly_shared(trainer, rollout), way_out=f"{PARTLY_WAY_OUT}.")
         is_turns = True
     if is_turns and config.buffer.max_staleness > 0:
-        raise ConfigError(turns_need_no_staleness(_written(config), config.buffer.max_staleness), way_out=f"{TURNS_WAY_OUT}.")
+        raise ConfigError(
+            turns_need_no_staleness(_written(config), config.buffer.max_staleness),
+            way_out=f"{TURNS_WAY_OUT}.",
+        )
     _check_engines(config, rollout, is_turns)
     ranks = _deal(trainer, config.trainer.world_size)
     parallel = _deal_groups(rollout, config.rollout.num_engines, config.rollout.tensor_parallel)
@@ -101,7 +116,9 @@ def _settle(config: RunConfig, num_cuda: int) -> tuple[Numbers, Numbers, bool]:
         return first, first, True
     rollout, is_rollout_open = _written_numbers("placement.rollout", placement.rollout, num_cuda)
     has_none = config.rollout.engine == "simulated" or config.rollout.urls is not None
-    if has_none and is_rollout_open:  # a latency model, and a server somewhere else, take no device from anybody
+    if (
+        has_none and is_rollout_open
+    ):  # a latency model, and a server somewhere else, take no device from anybody
         rollout, is_rollout_open = None, False
     if is_trainer_open:
         taken = () if is_rollout_open else rollout or ()
@@ -159,7 +176,11 @@ def _take_turns(config: RunConfig, numbers: tuple[int, ...], key: str) -> bool:
     fewer = ""
     if len(numbers) > 1:
         is_by_size = other == "placement.trainer" and config.placement.trainer in ("auto", "cuda")
-        fewer = f", or trainer.world_size={len(numbers) - 1}" if is_by_size else f", or name fewer devices in {other}"
+        fewer = (
+            f", or trainer.world_size={len(numbers) - 1}"
+            if is_by_size
+            else f", or name fewer devices in {other}"
+        )
     raise ConfigError(
         f"{_written(config)}: there is no CUDA device left for {key}, the other side has {', '.join(f'cuda:{n}' for n in numbers)}, and "
         f"buffer.max_staleness={config.buffer.max_staleness} wants both sides to work at once",
@@ -176,12 +197,17 @@ def _check_ranks(config: RunConfig, trainer: Numbers) -> None:
     names = ", ".join(f"cuda:{number}" for number in trainer)
     what = f"placement.trainer={config.placement.trainer} is {len(trainer)} CUDA device{'s' if len(trainer) > 1 else ''} ({names})"
     if len(trainer) < size:
-        what, named = f"{what}, and trainer.world_size={size}", f"{size} devices, or cpu, in placement.trainer"
+        what, named = (
+            f"{what}, and trainer.world_size={size}",
+            f"{size} devices, or cpu, in placement.trainer",
+        )
     else:
         what += f", and trainer.world_size={size} would leave {len(trainer) - size} of them idle"
         named = f"fewer: placement.trainer={list(trainer[:size])}"
     raise ConfigError(
-        what, rule="each trainer process has a device of its own", way_out=f"set trainer.world_size={len(trainer)}, or name {named}."
+        what,
+        rule="each trainer process has a device of its own",
+        way_out=f"set trainer.world_size={len(trainer)}, or name {named}.",
     )
 
 
@@ -202,14 +228,18 @@ def _check_engines(config: RunConfig, rollout: Numbers, is_turns: bool) -> None:
     raise ConfigError(
         f"placement.rollout={config.placement.rollout} is {len(rollout)} CUDA devices, and rollout.num_engines={engines} would leave "
         f"{len(rollout) - engines * split} of them idle",
-        rule="an engine works on one device" if split == 1 else f"an engine works on rollout.tensor_parallel={split} devices",
+        rule="an engine works on one device"
+        if split == 1
+        else f"an engine works on rollout.tensor_parallel={split} devices",
         way_out=f"set rollout.num_engines={len(rollout) // split}{fewer}.",
     )
 
 
 def _deal(numbers: Numbers, num: int) -> tuple[str, ...]:
     """A device for each of `num` processes, dealt in turn."""
-    return tuple("cpu" if numbers is None else f"cuda:{numbers[index % len(numbers)]}" for index in range(num))
+    return tuple(
+        "cpu" if numbers is None else f"cuda:{numbers[index % len(numbers)]}" for index in range(num)
+    )
 
 
 def _deal_groups(numbers: Numbers, num: int, size: int) -> tuple[tuple[str, ...], ...]:
@@ -218,7 +248,9 @@ def _deal_groups(numbers: Numbers, num: int, size: int) -> tuple[tuple[str, ...]
     return tuple(dealt[index * size : (index + 1) * size] for index in range(num))
 
 
-def _eval_device(config: RunConfig, ranks: Sequence[str], parallel: Sequence[Sequence[str]], num_cuda: int, mode: Mode) -> str:
+def _eval_device(
+    config: RunConfig, ranks: Sequence[str], parallel: Sequence[Sequence[str]], num_cuda: int, mode: Mode
+) -> str:
     """Where the eval engine goes, which is split over no devices. It works beside training at any time: on CUDA it has no part in turns
     and no place with the trainer.
     """
@@ -248,3 +280,166 @@ def _eval_device(config: RunConfig, ranks: Sequence[str], parallel: Sequence[Seq
 
 def _written(config: RunConfig) -> str:
     return f"placement.trainer={config.placement.trainer}, placement.rollout={config.placement.rollout}"
+
+
+# Which CUDA devices a run may use, and how much of their memory is free. Looks at the driver's files and programs; knows no torch.
+#
+# Devices are numbered among those that CUDA_VISIBLE_DEVICES leaves, in the order of the bus, which is that of nvidia-smi.
+
+
+DRIVER_DIR = Path("/proc/driver/nvidia/gpus")
+QUERY = ("--query-gpu=index,uuid,memory.free", "--format=csv,noheader,nounits")
+QUERY_TIMEOUT_S = 20.0
+HUGETLB = "glibc.malloc.hugetlb"
+"""Of GLIBC_TUNABLES since glibc 2.35: 1 = madvise(MADV_HUGEPAGE) for what malloc takes. Others ignore the variable."""
+
+
+@dataclass(frozen=True, slots=True)
+class CudaDevice:
+    """One device. `name`: how CUDA_VISIBLE_DEVICES of a child process calls it. `free_bytes`: None where nvidia-smi does not say."""
+
+    name: str
+    free_bytes: int | None = None
+
+
+def find_cuda_devices(
+    *,
+    driver_dir: Path = DRIVER_DIR,
+    environ: Mapping[str, str] | None = None,
+    query: Callable[[], str] | None = None,
+    is_built: Callable[[], bool] | None = None,
+) -> tuple[CudaDevice, ...]:
+    """The devices that torch can use here: none beside a torch that was built without CUDA, whatever the driver lists."""
+    if not (is_built or torch_has_cuda)():
+        return ()
+    told = _read_query((query or ask_nvidia_smi)())
+    num_devices = (
+        sum(1 for _ in driver_dir.iterdir()) if driver_dir.is_dir() else len(told)
+    )  # WSL has no such folder
+    free = {name: row[2] for row in told for name in (row[0], row[1])}
+    visible = (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES")
+    return tuple(CudaDevice(name, free.get(name)) for name in visible_names(visible, num_devices))
+
+
+def visible_names(visible: str | None, num_devices: int) -> tuple[str, ...]:
+    """The names that CUDA_VISIBLE_DEVICES leaves (None: not set). As CUDA reads it, the first that is no device hides all after it."""
+    if visible is None:
+        return tuple(str(number) for number in range(num_devices))
+    names: list[str] = []
+    for name in (part.strip() for part in visible.split(",")):
+        is_number = name.isdigit() and int(name) < num_devices
+        if not (is_number or (num_devices and name.startswith(("GPU-", "MIG-")))):
+            break
+        names.append(name)
+    return tuple(names)
+
+
+def child_environ(
+    devices: Sequence[str], cuda: Sequence[CudaDevice], environ: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Variables that show a child process these devices (`cuda:1`, ...) and no others, in this order; on the CPU those of its memory."""
+    if not devices or not all(device.startswith("cuda:") for device in devices):
+        return _large_pages(os.environ if environ is None else environ) if "cpu" in devices else {}
+    names = [cuda[int(device.removeprefix("cuda:"))].name for device in devices]
+    order = (os.environ if environ is None else environ).get("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names), "CUDA_DEVICE_ORDER": order}
+
+
+def _large_pages(environ: Mapping[str, str]) -> dict[str, str]:
+    """Have glibc ask for large pages: new memory then costs a fifth (gradients, each step, where turns give it back in between)."""
+    given = environ.get("GLIBC_TUNABLES", "")
+    return {} if HUGETLB in given else {"GLIBC_TUNABLES": ":".join(filter(None, [given, f"{HUGETLB}=1"]))}
+
+
+@functools.cache
+def ask_nvidia_smi() -> str:
+    """What nvidia-smi says, '' where there is none or it fails. Asked once a process, before it starts anything."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return ""
+    try:
+        done = subprocess.run(
+            [program, *QUERY], capture_output=True, text=True, timeout=QUERY_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def _read_query(text: str) -> list[tuple[str, str, int | None]]:
+    """(index, uuid, free bytes) of each line; MiB are told."""
+    rows = []
+    for line in text.splitlines():
+        parts = [part.strip() for part in line.split(",")]
+        if len(parts) == 3 and parts[0].isdigit():
+            rows.append((parts[0], parts[1], int(parts[2]) * 2**20 if parts[2].isdigit() else None))
+    return rows
+
+
+@functools.cache
+def torch_has_cuda() -> bool:
+    """Whether the installed torch was built with CUDA; reads its version file and does not import it."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return False
+    try:
+        text = (Path(spec.origin).parent / "version.py").read_text(encoding="utf-8")
+    except OSError:
+        return False
+    return re.search(r"^cuda\b[^=]*=\s*['\"]", text, flags=re.MULTILINE) is not None
+
+
+# What vLLM, and the ways of weights that only it knows, cannot do on these devices. Pure: is told the devices.
+
+
+def refuse_for_vllm(
+    config: RunConfig, ranks: Sequence[str], engines: Sequence[str], *, is_turns: bool
+) -> None:
+    """Raise ConfigError for devices of trainer ranks and engines on which vLLM, or the transport, would fail later."""
+    if config.rollout.engine != "vllm":
+        return
+    on_cpu = [side for side, devices in (("trainer", ranks), ("rollout", engines)) if "cpu" in devices]
+    if is_turns and "rollout" in on_cpu:
+        raise ConfigError(
+            f"placement.rollout={config.placement.rollout} has a vLLM on the CPU take turns with the trainer",
+            rule="turns need an engine that gives its memory away, and vLLM frees nothing on the CPU when it is told to sleep",
+            way_out="set placement.rollout=cpu (side by side, at buffer.max_staleness=0 too), or rollout.engine=embedded.",
+        )
+    if config.rollout.tensor_parallel > 1 and "rollout" in on_cpu and config.rollout.urls is None:
+        raise ConfigError(
+            f"rollout.tensor_parallel={config.rollout.tensor_parallel}, and the engines are on the CPU",
+            rule="an engine is split over CUDA devices; on the CPU it works with rollout.threads",
+            way_out="set rollout.tensor_parallel=1, or name CUDA devices in placement.rollout.",
+        )
+    transport = config.publisher.transport
+    if transport == "nccl" and len({"cpu" in devices for devices in (ranks, engines)}) > 1:
+        raise ConfigError(
+            f"publisher.transport=nccl, and of trainer and engines the {on_cpu[0]} alone is on the CPU",
+            rule="a broadcast is between CUDA devices (NCCL), or between processes on the CPU (gloo)",
+            way_out="set publisher.transport=shm, or place both sides on devices of one kind.",
+        )
+    if transport == "ipc" and on_cpu:
+        raise ConfigError(
+            f"publisher.transport={transport}, and placement.{on_cpu[0]}={getattr(config.placement, on_cpu[0])} is the CPU here",
+            rule="a CUDA IPC handle is of memory on a CUDA device",
+            way_out="set publisher.transport=shm, or place both sides on CUDA devices.",
+        )
+    if transport == "nccl" and is_turns:
+        raise ConfigError(
+            "publisher.transport=nccl, and trainer and engines take turns on the same device",
+            rule="NCCL cannot connect two processes on one device",
+            way_out="set publisher.transport=ipc, or shm.",
+        )
+    if transport == "ipc" and len({*ranks, *engines}) > 1 and is_turns:
+        raise ConfigError(
+            f"publisher.transport=ipc, and {len({*ranks, *engines})} devices take turns",
+            rule="rank 0 has the chunks on its device, and an engine sees its own devices alone",
+            way_out="set publisher.transport=shm, which works on any number of devices, or use one device.",
+        )
+    if transport == "ipc" and not is_turns:
+        raise ConfigError(
+            "publisher.transport=ipc, and trainer and engines are on different devices",
+            rule="a CUDA IPC handle names memory of one device for processes on that device",
+            way_out="set publisher.transport=nccl, or shm; or have both sides take turns (placement.rollout=trainer, "
+            "buffer.max_staleness=0).",
+        )

@@ -72,7 +72,9 @@ def new_staging_dir(disk_dir: Path | None = None) -> Path:
         if lock is not None:
             _held[folder] = lock
             return folder
-        shutil.rmtree(folder, ignore_errors=True)  # taken for an old one before it was locked, and removed or about to be
+        shutil.rmtree(
+            folder, ignore_errors=True
+        )  # taken for an old one before it was locked, and removed or about to be
 
 
 def remove_staging_dir(folder: Path) -> None:
@@ -138,7 +140,9 @@ def _remove(folder: Path, lock: int) -> None:
             if not folder.name.endswith(_GONE):
                 folder = folder.rename(folder.with_name(folder.name + _GONE))
             for path in [path for path in folder.iterdir() if path.name != LOCK]:
-                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(
+                    missing_ok=True
+                )
             (folder / LOCK).unlink(missing_ok=True)
             folder.rmdir()
     finally:

@@ -1,7 +1,7 @@
 """Prompts in, rewards out. Knows datasets and reward functions; knows no engine, no version, no torch."""
 
-from asyncrl.tasks.build import build_task
 from asyncrl.tasks.feed import Feed
+from asyncrl.tasks.from_config import build_task
 from asyncrl.tasks.scorer import TaskScorer
 from asyncrl.tasks.task import Item, Task
 

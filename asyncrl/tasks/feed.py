@@ -12,9 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncrl.errors import ConfigError, TaskError
-from asyncrl.tasks.outcome import caught
-from asyncrl.tasks.task import Item, Task, as_messages
-from asyncrl.types import Prompt
+from asyncrl.messages.records import Prompt
+from asyncrl.tasks.task import Item, Task, as_messages, caught
 
 
 class Feed:
@@ -40,7 +39,9 @@ class Feed:
         self._name = name or repr(task)
         if len(task) == 0:
             raise ConfigError(
-                f"the task {self._name} has no prompts", rule="a run needs at least one", way_out="give it data, or task.size >= 1."
+                f"the task {self._name} has no prompts",
+                rule="a run needs at least one",
+                way_out="give it data, or task.size >= 1.",
             )
         self._task, self._seed, self._shuffle, self._system_prompt = task, seed, shuffle, system_prompt
         self._num_prompts = len(task)
@@ -81,7 +82,12 @@ class Feed:
     @property
     def order(self) -> dict[str, Any]:
         """What the order of prompts follows from, fit for JSON: a position means something under the same one alone."""
-        return {"num_prompts": self._num_prompts, "seed": self._seed, "shuffle": self._shuffle, "num_first": len(self._first)}
+        return {
+            "num_prompts": self._num_prompts,
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+            "num_first": len(self._first),
+        }
 
     def check_order(self, saved: Mapping[str, Any]) -> None:
         """Raise TaskError if a saved order is another one."""
@@ -151,7 +157,9 @@ class Feed:
         with caught() as boundary:
             found = self._task.prompt(index)
         if boundary.error is not None:
-            raise TaskError("tasks", f"{place}: making it {boundary.failure}", way_out="mend the task's prompt().") from boundary.error
+            raise TaskError(
+                "tasks", f"{place}: making it {boundary.failure}", way_out="mend the task's prompt()."
+            ) from boundary.error
         item = found if isinstance(found, Item) else Item(found)
         try:
             messages = as_messages(item.content, place)

@@ -9,15 +9,22 @@ from __future__ import annotations
 import math
 import random
 
+from asyncrl.messages.records import Prompt
 from asyncrl.tasks.task import Item
-from asyncrl.types import Prompt
 
 
 class Letters:
     """`size` prompts "LETTER COUNT"; letters are drawn evenly, counts from a lognormal, clipped to 1 .. max_count."""
 
     def __init__(
-        self, *, size: int, seed: int, letters: str = "abcdef", median_count: float = 4.0, sigma: float = 0.8, max_count: int = 40
+        self,
+        *,
+        size: int,
+        seed: int,
+        letters: str = "abcdef",
+        median_count: float = 4.0,
+        sigma: float = 0.8,
+        max_count: int = 40,
     ) -> None:
         if len(set(letters)) != len(letters) or not letters.isalpha():
             raise ValueError(f"letters={letters!r}: give letters, each once")

@@ -7,34 +7,33 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel
 
-from asyncrl.calling import Answer, Caller, CallLost, CallRefused, Part
-from asyncrl.limits import TimeLimit
-from asyncrl.testing.fake_run import END_TOKEN, FakeRun, fake_token
-from asyncrl.testing.fake_sleep import FakeParts
-from asyncrl.wire import (
+from asyncrl.http import Answer, Caller, CallLost, CallRefused, Part
+from asyncrl.messages.base import EnginePart, ErrorBody, Moved
+from asyncrl.messages.engine_calls import (
     AbortRequest,
     AbortResponse,
     CommitRequest,
     CommitResponse,
     EngineHealth,
-    ErrorBody,
     GenerateChunk,
     GenerateRequest,
     GenerateResponse,
     LoadChunkRequest,
     LoadChunkResponse,
-    Moved,
     PrepareRequest,
     PrepareResponse,
     SleepRequest,
+    Span,
     WakeRequest,
 )
+from asyncrl.waits import TimeLimit
 
 __all__ = ["END_TOKEN", "FakeEngineServer"]
 
@@ -85,7 +84,9 @@ class FakeEngineServer(Caller):
         self._first_weights = weights
 
     def __repr__(self) -> str:
-        return f"<FakeEngineServer {self.name} {self.num_running}/{self.slots} running, v{self.policy_version}>"
+        return (
+            f"<FakeEngineServer {self.name} {self.num_running}/{self.slots} running, v{self.policy_version}>"
+        )
 
     @property
     def num_running(self) -> int:
@@ -136,7 +137,9 @@ class FakeEngineServer(Caller):
         )
         return answer.model_validate(values.model_dump())
 
-    async def post(self, path: str, body: BaseModel | bytes | None, answer: type[Answer], *, timeout_s: float | None) -> Answer:
+    async def post(
+        self, path: str, body: BaseModel | bytes | None, answer: type[Answer], *, timeout_s: float | None
+    ) -> Answer:
         """POST of every route; within `timeout_s`, as the real one."""
         process = self.has_ended
         calls: Mapping[str, Callable[[Any], Any]] = {
@@ -157,7 +160,9 @@ class FakeEngineServer(Caller):
             raise CallLost(self.name, path, f"no answer within {timeout_s} s") from None
         return answer.model_validate(result.model_dump())
 
-    async def stream(self, path: str, body: BaseModel, part: type[Part], last: type[Answer]) -> AsyncGenerator[Part | Answer, None]:
+    async def stream(
+        self, path: str, body: BaseModel, part: type[Part], last: type[Answer]
+    ) -> AsyncGenerator[Part | Answer, None]:
         """POST /generate with `stream`."""
         assert isinstance(body, GenerateRequest)
         process = self.has_ended
@@ -178,7 +183,9 @@ class FakeEngineServer(Caller):
                     return answer
         raise AssertionError("the last step has an answer")
 
-    async def _steps(self, request: GenerateRequest) -> AsyncGenerator[tuple[FakeRun, GenerateResponse | None], None]:
+    async def _steps(
+        self, request: GenerateRequest
+    ) -> AsyncGenerator[tuple[FakeRun, GenerateResponse | None], None]:
         """The run after each token, and with the last step its answer."""
         self.requests.append(request)
         needed = len(request.prompt_ids) + request.max_tokens
@@ -219,7 +226,9 @@ class FakeEngineServer(Caller):
             except TimeoutError:
                 if not self._is_open:
                     continue
-            token, logprob = fake_token(self.weights, request.seed, [*request.prompt_ids, *run.token_ids], self.end_fraction)
+            token, logprob = fake_token(
+                self.weights, request.seed, [*request.prompt_ids, *run.token_ids], self.end_fraction
+            )
             run.add(token, logprob, self.policy_version)
             self.tokens_generated += 1
             if token == END_TOKEN:
@@ -236,7 +245,11 @@ class FakeEngineServer(Caller):
 
     async def _sleep(self, request: SleepRequest) -> Moved:
         """Abort what runs, and free; what is queued stays."""
-        await self._abort(AbortRequest(request_ids=[run.request.request_id for run in self._runs.values() if run.is_granted]))
+        await self._abort(
+            AbortRequest(
+                request_ids=[run.request.request_id for run in self._runs.values() if run.is_granted]
+            )
+        )
         return self.parts.sleep(request)
 
     async def _wake(self, request: WakeRequest) -> Moved:
@@ -265,10 +278,17 @@ class FakeEngineServer(Caller):
             self.parts.take_push(request.version)
             self.policy_version, self.weights = request.version, request.digest
             self._grant()
-        if self.parts.has_content and (request.version, request.digest) == (self.policy_version, self.weights):
-            return CommitResponse(version=request.version, digest=request.digest, pause_s=0.0, num_interrupted=0)
+        if self.parts.has_content and (request.version, request.digest) == (
+            self.policy_version,
+            self.weights,
+        ):
+            return CommitResponse(
+                version=request.version, digest=request.digest, pause_s=0.0, num_interrupted=0
+            )
         if self._staged != (request.version, request.digest):
-            raise CallRefused(self.name, "/commit", 409, ErrorBody(error=f"staged is {self._staged}, not {request.version}"))
+            raise CallRefused(
+                self.name, "/commit", 409, ErrorBody(error=f"staged is {self._staged}, not {request.version}")
+            )
         if request.interrupt == "wait":
             self._is_granting = False
             while self.num_running:
@@ -289,7 +309,9 @@ class FakeEngineServer(Caller):
             for run in running:
                 run.changed.set()
             self._grant()
-        return CommitResponse(version=request.version, digest=request.digest, pause_s=self.swap_s, num_interrupted=len(running))
+        return CommitResponse(
+            version=request.version, digest=request.digest, pause_s=self.swap_s, num_interrupted=len(running)
+        )
 
     def _grant(self) -> None:
         while self._is_granting and self.parts.can_serve and self._queue and self.num_running < self.slots:
@@ -304,3 +326,149 @@ class FakeEngineServer(Caller):
             await process.wait()
         if process.is_set():
             raise CallLost(self.name, path, "ServerDisconnectedError: it died")
+
+
+# One request at a fake engine server, and the tokens that it draws. Knows no server and no wait but its own.
+
+
+END_TOKEN = 0
+FIRST_TOKEN, NUM_TOKENS = 97, 26
+"""Sampled tokens are the letters a..z, one id a character, and END_TOKEN."""
+
+
+def fake_token(weights: str, seed: int, ids: Sequence[int], end_fraction: float) -> tuple[int, float]:
+    """(token, logprob) that comes after `ids`: a pure function, a fresh draw for each seed and position."""
+    key = f"{weights}|{seed}|{len(ids)}|{','.join(map(str, ids[-8:]))}"
+    draw = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big")
+    is_end = (draw >> 32) / 2**32 < end_fraction
+    return (END_TOKEN if is_end else FIRST_TOKEN + draw % NUM_TOKENS), -1.0 - (draw % 1024) / 1024
+
+
+class FakeRun:
+    """One request at the fake server: what it has drawn, and how much of it the client was told in chunks."""
+
+    def __init__(self, request: GenerateRequest) -> None:
+        self.request = request
+        self.is_granted = self.is_aborted = False
+        self.changed = asyncio.Event()
+        self.token_ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.versions: list[int] = []
+        self.num_told = 0
+
+    async def wait(self) -> None:
+        """Sleep until the server wakes this request."""
+        self.changed.clear()
+        await self.changed.wait()
+
+    def add(self, token: int, logprob: float, version: int) -> None:
+        """One more token."""
+        self.token_ids.append(token)
+        self.logprobs.append(logprob)
+        self.versions.append(version)
+
+    def chunks(self) -> list[GenerateChunk]:
+        """What was not told yet, a chunk a version; it counts as told."""
+        start, spans = self.num_told, self._spans()
+        self.num_told = len(self.token_ids)
+        return [
+            GenerateChunk(
+                token_ids=self.token_ids[start + span.start : start + span.end],
+                logprobs=self.logprobs[start + span.start : start + span.end],
+                version=span.version,
+            )
+            for span in spans
+        ]
+
+    def answer(self, reason: str) -> GenerateResponse:
+        """What was not told yet, and how it ended."""
+        told = self.num_told
+        values: dict[str, Any] = {
+            "token_ids": self.token_ids[told:],
+            "logprobs": self.logprobs[told:],
+            "version_spans": self._spans(),
+        }
+        return GenerateResponse(request_id=self.request.request_id, finish_reason=reason, **values)
+
+    def _spans(self) -> list[Span]:
+        spans: list[Span] = []
+        for index, version in enumerate(self.versions[self.num_told :]):
+            if spans and spans[-1].version == version:
+                spans[-1] = Span(start=spans[-1].start, end=index + 1, version=version)
+            else:
+                spans.append(Span(start=index, end=index + 1, version=version))
+        return spans
+
+
+# Which parts of a fake engine server are awake, and the pushes that fill its weights. Knows no request that samples.
+
+
+class FakeParts:
+    """Parts of `part_bytes` each, asleep or awake.
+
+    Life:       awake -> sleep() -> asleep -> wake() -> awake, weights without content until restored, or until take_push()
+                has found a whole push.
+    Knobs:      `fail_wake` (a reason answers 507: no memory).
+    """
+
+    def __init__(self, name: str, part_bytes: int = 1000) -> None:
+        self.name, self.part_bytes = name, part_bytes
+        self.asleep: set[EnginePart] = set()
+        self.has_content, self.can_restore = True, True
+        self.fail_wake = ""
+        self.pushed: list[LoadChunkRequest] = []
+        """The chunks of the push in hand."""
+
+    @property
+    def can_serve(self) -> bool:
+        """Both parts are awake, and the weights are some version's."""
+        return self.has_content and not self.asleep
+
+    def sleep(self, request: SleepRequest) -> Moved:
+        """Free the parts that are awake."""
+        freed = set(request.parts) - self.asleep
+        self.asleep |= freed
+        if "weights" in freed:
+            self.has_content, self.pushed = False, []
+        return Moved(num_bytes=len(freed) * self.part_bytes, seconds=0.0)
+
+    def wake(self, request: WakeRequest) -> Moved:
+        """Take the parts that are asleep."""
+        if self.fail_wake:
+            raise self._refused("/wake", 507, self.fail_wake)
+        if "weights" in request.parts and request.restore and not self.has_content:
+            if not self.can_restore:
+                raise self._refused("/wake", 409, "what served came in chunks, and is nowhere whole")
+            self.has_content = True
+        taken = set(request.parts) & self.asleep
+        self.asleep -= taken
+        return Moved(num_bytes=len(taken) * self.part_bytes, seconds=0.0)
+
+    def load(self, request: LoadChunkRequest) -> None:
+        """One more chunk of the push."""
+        self.check_weights_awake("/load_chunk")
+        if self.has_content:
+            raise self._refused("/load_chunk", 409, "the weights are being served")
+        if request.index == 0:
+            self.pushed = []
+        is_next = request.index == len(self.pushed) and all(
+            chunk.version == request.version for chunk in self.pushed
+        )
+        if not is_next:
+            raise self._refused("/load_chunk", 409, f"chunk {request.index} does not come next")
+        self.pushed.append(request)
+
+    def take_push(self, version: int) -> None:
+        """Serve the push in hand, if it is this version and whole."""
+        pushed, self.pushed = self.pushed, []
+        if not pushed or pushed[0].version != version or not pushed[-1].is_last:
+            raise self._refused("/commit", 409, f"no whole push of {version} is here")
+        self.has_content, self.can_restore = True, len(pushed) == 1
+
+    def check_weights_awake(self, path: str) -> None:
+        """Raise CallRefused while there is no memory for weights."""
+        if "weights" in self.asleep:
+            raise self._refused(path, 409, "the weights are asleep")
+
+    def _refused(self, path: str, status: int, why: str) -> CallRefused:
+        return CallRefused(self.name, path, status, ErrorBody(error=why))

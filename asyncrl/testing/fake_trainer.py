@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from pydantic import BaseModel
 
-from asyncrl.calling import Answer, Caller, CallLost, CallRefused
-from asyncrl.limits import TimeLimit
-from asyncrl.testing.fake_process import FakeProcess
-from asyncrl.wire import (
-    ErrorBody,
+from asyncrl.errors import RoomError
+from asyncrl.http import Answer, Caller, CallLost, CallRefused
+from asyncrl.messages.base import ErrorBody
+from asyncrl.messages.engine_calls import EngineHealth
+from asyncrl.messages.trainer_calls import (
     ExportResponse,
     SaveRequest,
     StateRequest,
@@ -21,6 +21,88 @@ from asyncrl.wire import (
     TrainResponse,
     unpack_batch,
 )
+from asyncrl.testing.fake_engine import FakeEngineServer
+from asyncrl.waits import TimeLimit
+
+# The process of a fake server, for a supervisor on the virtual clock: it ends, hangs and comes up as it is told.
+
+
+class Mortal(Protocol):
+    """What a process needs of its server."""
+
+    name: str
+    has_ended: asyncio.Event
+
+    async def get(self, path: str, answer: type[Answer], *, timeout_s: float | None) -> Answer:
+        """A call."""
+        ...
+
+
+ServerT = TypeVar("ServerT", bound=Mortal)
+
+
+class FakeProcess(Generic[ServerT]):
+    """A Restartable over a fake server; a new process answers `start_s` seconds after it was started.
+
+    Knobs:      `fails_to_start` (so many of the next processes end instead of coming up), `reap_s` (the kernel tells of a death
+                so long after the connections broke).
+    """
+
+    health: type[BaseModel]
+    """What the server answers to /health."""
+
+    def __init__(self, server: ServerT, *, start_s: float = 5.0) -> None:
+        self.server, self.start_s = server, start_s
+        self.fails_to_start, self.reap_s = 0, 0.0
+        self.started_at: list[float] = []
+        """When a process was started again."""
+
+    @property
+    def name(self) -> str:
+        """The server's."""
+        return self.server.name
+
+    async def watch(self) -> None:
+        """Until it dies."""
+        await self.server.has_ended.wait()
+        await asyncio.sleep(self.reap_s)
+        raise RoomError(
+            self.name,
+            "process 17 was killed by SIGKILL; the end of its log:\n    last words",
+            way_out="read its log.",
+        )
+
+    async def check_alive(self, timeout_s: float) -> None:
+        """GET /health."""
+        try:
+            await self.server.get("/health", self.health, timeout_s=timeout_s)
+        except CallLost as error:
+            raise RoomError(self.name, f"process 17 does not answer: {error.why}") from error
+
+    def fail_if_told(self) -> None:
+        """Raise RoomError if this process is one that does not come up."""
+        if self.fails_to_start:
+            self.fails_to_start -= 1
+            raise RoomError(self.name, "did not come up: no memory")
+
+
+class FakeEngineProcess(FakeProcess[FakeEngineServer]):
+    """Of an engine. One more knob: `end_s` (a SIGKILL takes so long)."""
+
+    health, end_s = EngineHealth, 0.0
+
+    async def end(self) -> str:
+        """SIGKILL."""
+        await asyncio.sleep(self.end_s)
+        self.server.die()
+        return ""
+
+    async def start_again(self) -> None:
+        """A new process, with the weights of the start."""
+        self.started_at.append(asyncio.get_running_loop().time())
+        await asyncio.sleep(self.start_s)
+        self.fail_if_told()
+        self.server.restart()
 
 
 class FakeTrainerServer(Caller):
@@ -31,7 +113,9 @@ class FakeTrainerServer(Caller):
     `refuse` (a reason): the next call of a kind is refused. A rank that a step waits for and that is dead makes the step hang.
     """
 
-    def __init__(self, name: str = "trainer-0", *, train_s: float = 1.0, peers: Sequence[FakeTrainerServer] = ()) -> None:
+    def __init__(
+        self, name: str = "trainer-0", *, train_s: float = 1.0, peers: Sequence[FakeTrainerServer] = ()
+    ) -> None:
         super().__init__(name, f"fake://{name}", "secret")
         self.train_s, self.export_s, self.load_s, self.save_s, self.write_s = train_s, 0.5, 2.0, 0.5, 3.0
         self.peers = peers
@@ -63,7 +147,12 @@ class FakeTrainerServer(Caller):
     def restart(self) -> None:
         """Another process in its place, with the weights of the start."""
         self.die()
-        self.has_ended, self.is_frozen, self._worker, self._pending = asyncio.Event(), False, asyncio.Lock(), None
+        self.has_ended, self.is_frozen, self._worker, self._pending = (
+            asyncio.Event(),
+            False,
+            asyncio.Lock(),
+            None,
+        )
         self.weights = []
 
     async def aclose(self) -> None:
@@ -76,10 +165,14 @@ class FakeTrainerServer(Caller):
                 await self._unless_dead(path, self._thaw())
         except TimeoutError:
             raise CallLost(self.name, path, f"no answer within {timeout_s} s") from None
-        health = TrainerHealth(policy_version=self.policy_version, device="none", is_busy=self._worker.locked())
+        health = TrainerHealth(
+            policy_version=self.policy_version, device="none", is_busy=self._worker.locked()
+        )
         return answer.model_validate(health.model_dump())
 
-    async def post(self, path: str, body: BaseModel | bytes | None, answer: type[Answer], *, timeout_s: float | None) -> Answer:
+    async def post(
+        self, path: str, body: BaseModel | bytes | None, answer: type[Answer], *, timeout_s: float | None
+    ) -> Answer:
         """Any other call."""
         self.calls.append(path)
         if path == self.dies_at:
@@ -125,16 +218,29 @@ class FakeTrainerServer(Caller):
         if path == "/train":
             header, _ = unpack_batch(body)
             if header.version != self.policy_version:
-                raise CallRefused(self.name, path, 409, ErrorBody(error=f"batch {header.version} at version {self.policy_version}"))
+                raise CallRefused(
+                    self.name,
+                    path,
+                    409,
+                    ErrorBody(error=f"batch {header.version} at version {self.policy_version}"),
+                )
             await asyncio.sleep(self.train_s)
             if any(peer.has_ended.is_set() or peer.is_frozen for peer in self.peers):
                 await asyncio.Event().wait()
-            self.weights.append(",".join(f"{trajectory.prompt_id}#{trajectory.sample_index}" for trajectory in header.trajectories))
-            return TrainResponse(policy_version=self.policy_version, metrics={"policy/loss": float(self.policy_version)})
+            self.weights.append(
+                ",".join(
+                    f"{trajectory.prompt_id}#{trajectory.sample_index}" for trajectory in header.trajectories
+                )
+            )
+            return TrainResponse(
+                policy_version=self.policy_version, metrics={"policy/loss": float(self.policy_version)}
+            )
         if path == "/export":
             await asyncio.sleep(self.export_s)
             version = self.policy_version
-            return ExportResponse(version=version, path="fake", digest="|".join(self.weights), num_tensors=1, num_bytes=1)
+            return ExportResponse(
+                version=version, path="fake", digest="|".join(self.weights), num_tensors=1, num_bytes=1
+            )
         if path == "/save":
             assert isinstance(body, SaveRequest)
             await asyncio.sleep(self.save_s)

@@ -9,8 +9,7 @@ from itertools import count
 from typing import Literal
 
 from asyncrl.errors import RewardFailure, WouldWait
-from asyncrl.testing.fake_engine import END_TOKEN, FakeEngineServer
-from asyncrl.types import (
+from asyncrl.messages.records import (
     Batch,
     Completion,
     Finished,
@@ -24,8 +23,17 @@ from asyncrl.types import (
     VersionSpan,
     WeightManifest,
 )
+from asyncrl.testing.fake_engine import END_TOKEN, FakeEngineServer
 
-__all__ = ["FakeEngine", "FakeEngineServer", "FakeScorer", "FakeSink", "FakeSource", "FakeTokenizer", "FakeTrainer"]
+__all__ = [
+    "FakeEngine",
+    "FakeEngineServer",
+    "FakeScorer",
+    "FakeSink",
+    "FakeSource",
+    "FakeTokenizer",
+    "FakeTrainer",
+]
 
 
 class FakeEngine:
@@ -153,7 +161,12 @@ class FakeSink:
 class FakeScorer:
     """A Scorer that answers `reward(prompt, completion)` after `latency_s`; a text instead of a number is a failure."""
 
-    def __init__(self, reward: Callable[[Prompt, str], float | str] = lambda _, text: float(len(text)), *, latency_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        reward: Callable[[Prompt, str], float | str] = lambda _, text: float(len(text)),
+        *,
+        latency_s: float = 0.0,
+    ) -> None:
         self._reward, self.latency_s = reward, latency_s
         self.scored: list[tuple[str, str]] = []
 
@@ -174,7 +187,9 @@ class FakeTrainer:
     is `w{version}`, or always `w0` if `is_frozen` (a publish of the same weights).
     """
 
-    def __init__(self, *, train_s: float = 1.0, export_s: float = 0.0, num_bytes: int = 1000, is_frozen: bool = False) -> None:
+    def __init__(
+        self, *, train_s: float = 1.0, export_s: float = 0.0, num_bytes: int = 1000, is_frozen: bool = False
+    ) -> None:
         self.train_s, self.export_s, self.num_bytes, self.is_frozen = train_s, export_s, num_bytes, is_frozen
         self.is_up, self.went_up, self.num_restarts = True, asyncio.Event(), 0
         self.policy_version = 0

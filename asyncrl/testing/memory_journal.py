@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 from asyncrl.errors import JournalError
-from asyncrl.types import Batch, GroupId, PartialCompletion, Prompt, Rollout, Ticket
+from asyncrl.messages.records import Batch, GroupId, PartialCompletion, Prompt, Rollout, Ticket
 
 
 class MemoryJournal:
@@ -53,11 +53,15 @@ class MemoryJournal:
     def admitted_nowait(self, ticket: Ticket, prompt: Prompt) -> None:
         """The group runs."""
         if self.states.get(ticket.group_id, "running") != "running":
-            raise JournalError(f"group {ticket.group_id} cannot be admitted: it is {self.states[ticket.group_id]}")
+            raise JournalError(
+                f"group {ticket.group_id} cannot be admitted: it is {self.states[ticket.group_id]}"
+            )
         self._note("admitted", ticket, prompt)
         self.states[ticket.group_id] = "running"
 
-    def segment_nowait(self, group_id: GroupId, sample_index: int, attempt: int, turn: int, partial: PartialCompletion) -> None:
+    def segment_nowait(
+        self, group_id: GroupId, sample_index: int, attempt: int, turn: int, partial: PartialCompletion
+    ) -> None:
         """Kept in `partials` too."""
         self._known(group_id)
         self._note("segment", group_id, sample_index, attempt, turn, partial)
@@ -68,13 +72,20 @@ class MemoryJournal:
         self._known(group_id)
         self._note("rollout_finished", group_id, rollout)
 
-    def rollout_failed_nowait(self, group_id: GroupId, sample_index: int, num_attempts: int, why: str) -> None:
+    def rollout_failed_nowait(
+        self, group_id: GroupId, sample_index: int, num_attempts: int, why: str
+    ) -> None:
         """Noted."""
         self._known(group_id)
         self._note("rollout_failed", group_id, sample_index, num_attempts, why)
 
     def group_ended_nowait(
-        self, group_id: GroupId, state: Literal["ready", "failed", "filtered", "handed_back"], reason: str, *, requeued: int | None = None
+        self,
+        group_id: GroupId,
+        state: Literal["ready", "failed", "filtered", "handed_back"],
+        reason: str,
+        *,
+        requeued: int | None = None,
     ) -> None:
         """The group's new state."""
         found = self._known(group_id)
@@ -95,13 +106,17 @@ class MemoryJournal:
             return "replayed"
         for group_id in group_ids:
             if self.states.get(group_id) != "ready":
-                raise JournalError(f"batch {batch.version} cannot be taken: group {group_id} is {self.states.get(group_id, 'unknown')}")
+                raise JournalError(
+                    f"batch {batch.version} cannot be taken: group {group_id} is {self.states.get(group_id, 'unknown')}"
+                )
         self._note("batch_taken", batch)
         self.batches[batch.version] = batch
         self.states.update(dict.fromkeys(group_ids, "taken"))
         return "taken"
 
-    def trained_nowait(self, version: int, metrics: Mapping[str, float], weights_digest: str | None = None) -> None:
+    def trained_nowait(
+        self, version: int, metrics: Mapping[str, float], weights_digest: str | None = None
+    ) -> None:
         """Noted."""
         if version not in self.batches:
             raise JournalError(f"a step of batch {version}, which was never taken")

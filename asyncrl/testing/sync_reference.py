@@ -11,7 +11,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from asyncrl.types import Batch, Completion, Group, GroupId, Prompt, StepReport, Trajectory, VersionSpan
+from asyncrl.messages.records import (
+    Batch,
+    Completion,
+    Group,
+    GroupId,
+    Prompt,
+    StepReport,
+    Trajectory,
+    VersionSpan,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +64,9 @@ class SyncStep:
         return [t.reward for group in self.batch.groups for t in group.trajectories]
 
 
-def sync_reference(parts: SyncParts, *, num_groups: int, group_size: int, num_steps: int) -> Iterator[SyncStep]:
+def sync_reference(
+    parts: SyncParts, *, num_groups: int, group_size: int, num_steps: int
+) -> Iterator[SyncStep]:
     """Take `num_steps` optimizer steps, each on `num_groups` prompts with `group_size` samples; yield each step.
 
     Nothing is retried and nothing is caught: a part that raises ends the loop.
@@ -71,7 +82,10 @@ def sync_reference(parts: SyncParts, *, num_groups: int, group_size: int, num_st
         completions = iter(parts.generate(requests))
         groups = []
         for index, (prompt, ids) in enumerate(zip(prompts, prompt_ids, strict=True)):
-            trajectories = tuple(_trajectory(parts, prompt, ids, next(completions), sample, version) for sample in range(group_size))
+            trajectories = tuple(
+                _trajectory(parts, prompt, ids, next(completions), sample, version)
+                for sample in range(group_size)
+            )
             groups.append(Group(GroupId(version * num_groups + index), prompt, trajectories))
         batch = Batch(version=version, groups=tuple(groups), min_version=version)
         report = parts.train(batch)
@@ -80,7 +94,12 @@ def sync_reference(parts: SyncParts, *, num_groups: int, group_size: int, num_st
 
 
 def _trajectory(
-    parts: SyncParts, prompt: Prompt, prompt_ids: Sequence[int], completion: Completion, sample_index: int, version: int
+    parts: SyncParts,
+    prompt: Prompt,
+    prompt_ids: Sequence[int],
+    completion: Completion,
+    sample_index: int,
+    version: int,
 ) -> Trajectory:
     num_prompt, num_sampled = len(prompt_ids), len(completion.token_ids)
     return Trajectory(

@@ -16,7 +16,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from asyncrl.await_chain import await_chain
+from asyncrl.waits import await_chain
 
 Result = TypeVar("Result")
 
@@ -37,10 +37,14 @@ class BusyLoopError(Exception):
 
     def __init__(self, now_s: float, num_rounds: int, running: list[tuple[str, str]]) -> None:
         self.now_s, self.num_rounds, self.running = now_s, num_rounds, running
-        super().__init__(f"time stands still at t={now_s} s after {num_rounds} rounds of the loop: {_sentence(running, 'is')}")
+        super().__init__(
+            f"time stands still at t={now_s} s after {num_rounds} rounds of the loop: {_sentence(running, 'is')}"
+        )
 
 
-def run_virtual(coro: Coroutine[Any, Any, Result], *, start_s: float = 0.0, max_rounds: int = 200_000) -> Result:
+def run_virtual(
+    coro: Coroutine[Any, Any, Result], *, start_s: float = 0.0, max_rounds: int = 200_000
+) -> Result:
     """Run `coro` on a virtual clock that starts at `start_s` seconds, and return its result.
 
     Tasks that are left over are cancelled, and the loop is closed. Raises DeadlockError when nothing can
@@ -80,7 +84,9 @@ def stand_still(seconds: float) -> None:
 def _virtual_loop(asked: str) -> VirtualTimeLoop:
     loop = asyncio.get_running_loop()
     if not isinstance(loop, VirtualTimeLoop):
-        raise RuntimeError(f"{asked}() works on the virtual clock alone; run the test's coroutine with run_virtual(...)")
+        raise RuntimeError(
+            f"{asked}() works on the virtual clock alone; run the test's coroutine with run_virtual(...)"
+        )
     return loop
 
 
@@ -147,7 +153,9 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
 
     def _set_clock(self, now_s: float) -> None:
         self._now_s, self._rounds = now_s, 0
-        self._clock_resolution = max(1e-9, math.ulp(now_s))  # below one ulp, a timer due now would never be due
+        self._clock_resolution = max(
+            1e-9, math.ulp(now_s)
+        )  # below one ulp, a timer due now would never be due
 
     def _keep_error(self, context: dict[str, Any]) -> None:
         error = context.get("exception")
@@ -180,7 +188,9 @@ def _innermost_own_function(task: asyncio.Task[Any]) -> str:
     A task made of a library function alone (`create_task(queue.get())`) is named by that function.
     """
     codes = [frame.f_code for frame in await_chain(task.get_coro()) if frame.f_code is not _named.__code__]
-    own = [code for code in codes if not code.co_filename.startswith(_STDLIB) or "-packages" in code.co_filename]
+    own = [
+        code for code in codes if not code.co_filename.startswith(_STDLIB) or "-packages" in code.co_filename
+    ]
     if not codes:
         return "its start"
     return (own[-1] if own else codes[0]).co_qualname.rpartition("<locals>.")[2]

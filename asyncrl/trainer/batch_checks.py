@@ -6,12 +6,14 @@ buffer did before: such a token gets weight 0 where the batch allows it (mask_ol
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from itertools import groupby
+
 import numpy as np
 import numpy.typing as npt
 
-from asyncrl.serving import Refused
-from asyncrl.trainer.units import check_units, trajectory_name, wrong_batch
-from asyncrl.wire import BatchArrays, BatchHeader, TrajectoryHeader
+from asyncrl.http import Refused
+from asyncrl.messages.trainer_calls import BatchArrays, BatchHeader, CreditHeader, TrajectoryHeader
 
 BoolN = npt.NDArray[np.bool_]
 
@@ -29,21 +31,42 @@ def check_batch(header: BatchHeader, arrays: BatchArrays, policy_version: int, v
             way_out="two controllers may share this trainer, or a batch was sent twice; start the run again.",
         )
     if header.min_version > header.version:
-        _refuse(f"min_version {header.min_version} is above version {header.version}", "no token can be that fresh")
+        _refuse(
+            f"min_version {header.min_version} is above version {header.version}",
+            "no token can be that fresh",
+        )
     _check_arrays(arrays)
     _check_structure(header, len(arrays.token_ids))
     check_units(header, arrays.loss_mask)
     outside = (arrays.token_ids < 0) | (arrays.token_ids >= vocab_size)
     _refuse_any(outside, header, arrays.token_ids, "token id", f"ids are 0 to {vocab_size - 1} in this model")
-    _refuse_any(~np.isfinite(arrays.behaviour_logprobs), header, arrays.behaviour_logprobs, "behaviour_logprob", "logprobs are finite")
+    _refuse_any(
+        ~np.isfinite(arrays.behaviour_logprobs),
+        header,
+        arrays.behaviour_logprobs,
+        "behaviour_logprob",
+        "logprobs are finite",
+    )
     sampled = arrays.loss_mask
     positive = sampled & (arrays.behaviour_logprobs > LOGPROB_SLACK)
     _refuse_any(positive, header, arrays.behaviour_logprobs, "behaviour_logprob", "no logprob is above 0")
     impossible = sampled & ((arrays.versions < 0) | (arrays.versions > header.version))
-    _refuse_any(impossible, header, arrays.versions, "version", f"a sampled token has a version from 0 to {header.version}")
+    _refuse_any(
+        impossible,
+        header,
+        arrays.versions,
+        "version",
+        f"a sampled token has a version from 0 to {header.version}",
+    )
     starts = np.zeros_like(sampled)
     starts[[trajectory.start for trajectory in header.trajectories]] = True
-    _refuse_any(sampled & starts, header, arrays.token_ids, "sampled first token", "a token needs one before it to be predicted from")
+    _refuse_any(
+        sampled & starts,
+        header,
+        arrays.token_ids,
+        "sampled first token",
+        "a token needs one before it to be predicted from",
+    )
 
 
 def loss_tokens(header: BatchHeader, arrays: BatchArrays) -> BoolN:
@@ -77,7 +100,10 @@ def _check_arrays(arrays: BatchArrays) -> None:
     for name, dtype in expected.items():
         array = getattr(arrays, name)
         if array.dtype != dtype or array.shape != (len(arrays.token_ids),):
-            _refuse(f"{name} is {array.dtype} {array.shape}", f"it must be {np.dtype(dtype)} ({len(arrays.token_ids)},)")
+            _refuse(
+                f"{name} is {array.dtype} {array.shape}",
+                f"it must be {np.dtype(dtype)} ({len(arrays.token_ids)},)",
+            )
 
 
 def _check_structure(header: BatchHeader, num_tokens: int) -> None:
@@ -87,14 +113,16 @@ def _check_structure(header: BatchHeader, num_tokens: int) -> None:
         name = trajectory_name(trajectory)
         if trajectory.start != end or trajectory.end <= trajectory.start:
             _refuse(
-                f"{name} has tokens [{trajectory.start}, {trajectory.end}) after {end}", "trajectories follow each other, none is empty"
+                f"{name} has tokens [{trajectory.start}, {trajectory.end}) after {end}",
+                "trajectories follow each other, none is empty",
             )
         if trajectory.group_index == len(group_ids):
             group_ids.append(trajectory.group_id)
             before = (-1, 0)
         if trajectory.group_index != len(group_ids) - 1 or group_ids[-1] != trajectory.group_id:
             _refuse(
-                f"{name} has group_index {trajectory.group_index} after group {len(group_ids) - 1}", "groups follow each other, one id each"
+                f"{name} has group_index {trajectory.group_index} after group {len(group_ids) - 1}",
+                "groups follow each other, one id each",
             )
         place = (trajectory.sample_index, trajectory.branch)
         if place == before:
@@ -115,16 +143,134 @@ def _check_structure(header: BatchHeader, num_tokens: int) -> None:
         )
 
 
-def _refuse_any(wrong: BoolN, header: BatchHeader, values: npt.NDArray[np.generic], what: str, rule: str) -> None:
+def _refuse_any(
+    wrong: BoolN, header: BatchHeader, values: npt.NDArray[np.generic], what: str, rule: str
+) -> None:
     if wrong.any():
         first = int(np.argmax(wrong))
         _refuse(f"{what} {values[first]} of {_name(header, first)} ({int(wrong.sum())} such)", rule)
 
 
 def _name(header: BatchHeader, index: int) -> str:
-    trajectory: TrajectoryHeader = next(entry for entry in header.trajectories if entry.start <= index < entry.end)
+    trajectory: TrajectoryHeader = next(
+        entry for entry in header.trajectories if entry.start <= index < entry.end
+    )
     return f"{trajectory_name(trajectory)}, position {index - trajectory.start}"
 
 
 def _refuse(error: str, rule: str) -> None:
     raise wrong_batch(error, rule)
+
+
+# What one sample of the advantage is: a rollout, or the part of it that earned a reward of its own. Knows no loss and no weights.
+#
+# A rollout without credits is one unit, all its branches together. With credits each of its unit numbers is one, wherever the tokens
+# lie. Units are numbered in the order in which a batch first names them, so that in a batch of single-branch rollouts without
+# credits unit b is trajectory b.
+
+
+IntN = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Units:
+    """`rewards` and `groups` (group_index) of the B units; `unit_N` int64 [N]: that of each token, -1 where no credit says one."""
+
+    rewards: list[float]
+    groups: list[int]
+    unit_N: IntN
+
+    def count(self, chosen: BoolN) -> IntN:
+        """Chosen tokens of each unit, int64 [B]."""
+        unit_M = self.unit_N[chosen]
+        return np.bincount(unit_M[unit_M >= 0], minlength=len(self.rewards))
+
+    def spread(self, value_B: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        """The value of its unit at every token, 0 where it has none. float32 [N]."""
+        return np.where(self.unit_N >= 0, value_B[self.unit_N], np.float32(0.0))
+
+
+def find_units(header: BatchHeader, num_tokens: int) -> Units:
+    """Of a batch that check_units has found right."""
+    rewards, groups, unit_N = list[float](), list[int](), np.full(num_tokens, -1, np.int64)
+    numbers: dict[tuple[int, int, int | None], int] = {}
+    for entry in header.trajectories:
+        for credit in entry.credits or [
+            CreditHeader(start=0, end=entry.end - entry.start, reward=entry.reward, unit=-1)
+        ]:
+            key = (entry.group_index, entry.sample_index, credit.unit)
+            if key not in numbers:
+                numbers[key] = len(rewards)
+                rewards.append(credit.reward)
+                groups.append(entry.group_index)
+            unit_N[entry.start + credit.start : entry.start + credit.end] = numbers[key]
+    return Units(rewards, groups, unit_N)
+
+
+def check_units(header: BatchHeader, loss_mask: BoolN) -> None:
+    """Refuse (422) rollouts whose branches or credits do not add up to samples; trajectories lie where the header says."""
+    for _, branches in groupby(
+        header.trajectories, key=lambda entry: (entry.group_index, entry.sample_index)
+    ):
+        _check_rollout(list(branches), loss_mask)
+
+
+def _check_rollout(branches: list[TrajectoryHeader], loss_mask: BoolN) -> None:
+    first = branches[0]
+    if any(entry.reward != first.reward for entry in branches):
+        rewards = [entry.reward for entry in branches]
+        raise wrong_batch(
+            f"the branches of {trajectory_name(first)} have rewards {rewards}", "a rollout has one reward"
+        )
+    if any(bool(entry.credits) != bool(first.credits) for entry in branches):
+        with_credits = [entry.branch for entry in branches if entry.credits]
+        raise wrong_batch(
+            f"of the {len(branches)} branches of {trajectory_name(first)} only {with_credits} have credits",
+            "credits cover every loss token of a rollout, or there are none",
+        )
+    rewards_of: dict[int, float] = {}
+    for entry in branches:
+        if entry.credits:
+            _check_coverage(entry, loss_mask[entry.start : entry.end])
+        for credit in entry.credits:
+            known = rewards_of.setdefault(credit.unit, credit.reward)
+            if not np.isfinite(credit.reward) or known != credit.reward:
+                raise wrong_batch(
+                    f"unit {credit.unit} of {trajectory_name(first)} has reward {credit.reward}, the first that is told is {known}",
+                    "a unit of a rollout has one reward, a finite one",
+                )
+
+
+def _check_coverage(entry: TrajectoryHeader, loss_mask: BoolN) -> None:
+    """Every loss token once; what nobody sampled may lie in a credit too."""
+    edges = np.zeros(len(loss_mask) + 1, np.int64)
+    for credit in entry.credits:
+        if not 0 <= credit.start < credit.end <= len(loss_mask) or credit.unit < 0:
+            raise wrong_batch(
+                f"{trajectory_name(entry)} has a credit for tokens [{credit.start}, {credit.end}) of {len(loss_mask)}, unit {credit.unit}",
+                "a credit is for at least one token of its trajectory, its unit 0 or more",
+            )
+        edges[credit.start] += 1
+        edges[credit.end] -= 1
+    times = edges.cumsum()[:-1]
+    wrong = np.flatnonzero(loss_mask & (times != 1))
+    if len(wrong):
+        raise wrong_batch(
+            f"token {wrong[0]} of {trajectory_name(entry)} is in {times[wrong[0]]} credits ({len(wrong)} such)",
+            "credits cover every loss token once",
+        )
+
+
+def trajectory_name(entry: TrajectoryHeader) -> str:
+    """`g17/r3`, and its branch unless it is the first."""
+    return f"g{entry.group_id}/r{entry.sample_index}" + (f"/b{entry.branch}" if entry.branch else "")
+
+
+def wrong_batch(error: str, rule: str) -> Refused:
+    """A batch whose parts do not fit together."""
+    return Refused(
+        422,
+        error,
+        rule=rule,
+        way_out="the controller made a wrong batch: please report it with this message.",
+    )

@@ -18,11 +18,11 @@ import math
 import numpy as np
 import torch
 
-from asyncrl.serving import Refused
-from asyncrl.trainer.packing import MicroBatch, pack
-from asyncrl.trainer.policy import Policy
-from asyncrl.trainer.sharding import reshard
-from asyncrl.wire import BatchArrays, BatchHeader, Canary, TrajectoryHeader
+from asyncrl.http import Refused
+from asyncrl.messages.trainer_calls import BatchArrays, BatchHeader, Canary, TrajectoryHeader
+from asyncrl.trainer.model.packing import MicroBatch, pack
+from asyncrl.trainer.model.parts import reshard
+from asyncrl.trainer.model.policy import Policy
 
 
 def canary_ids(vocab_size: int, num_tokens: int) -> list[int]:
@@ -63,7 +63,9 @@ def _micro_batch(ids: list[int], device: torch.device) -> MicroBatch:
         behaviour_logprobs=np.zeros(num_tokens, np.float32),
         versions=np.zeros(num_tokens, np.int32),
     )
-    entry = TrajectoryHeader(group_index=0, group_id=0, sample_index=0, prompt_id="canary", start=0, end=num_tokens, reward=0.0)
+    entry = TrajectoryHeader(
+        group_index=0, group_id=0, sample_index=0, prompt_id="canary", start=0, end=num_tokens, reward=0.0
+    )
     header = BatchHeader(version=0, min_version=0, mask_older=False, trajectories=[entry])
     (micro,) = pack(header, arrays, has_loss, num_tokens, device)
     return micro

@@ -41,7 +41,9 @@ def measure_gaps(current_M: Float32M, behaviour_M: Float32M, engine_M: Int16M) -
     gap_M = np.abs(current_M.astype(np.float64) - behaviour_M.astype(np.float64))
     parts: list[tuple[int | None, npt.NDArray[np.bool_]]] = [(None, np.ones(len(gap_M), np.bool_))]
     parts += [(int(engine), engine_M == engine) for engine in np.unique(engine_M) if engine >= 0]
-    return [Gap(engine, int(of.sum()), float(gap_M[of].mean()), float(gap_M[of].max())) for engine, of in parts]
+    return [
+        Gap(engine, int(of.sum()), float(gap_M[of].mean()), float(gap_M[of].max())) for engine, of in parts
+    ]
 
 
 def gap_metrics(gaps: Sequence[Gap]) -> dict[str, float]:
@@ -61,15 +63,23 @@ def worst_gap(gaps: Sequence[Gap], limit: float) -> Gap | None:
 
 def gap_words(worst: Gap, gaps: Sequence[Gap]) -> str:
     """Which engine is off by how much, and how it is with the others."""
-    engines = sorted((gap for gap in gaps if gap.engine is not None and gap is not worst), key=lambda gap: -gap.mean)
-    if len(engines) == 1 and engines[0].num_tokens == worst.num_tokens:  # all tokens are those of the only engine
+    engines = sorted(
+        (gap for gap in gaps if gap.engine is not None and gap is not worst), key=lambda gap: -gap.mean
+    )
+    if (
+        len(engines) == 1 and engines[0].num_tokens == worst.num_tokens
+    ):  # all tokens are those of the only engine
         worst, engines = engines[0], []
     all_of_them = "the engines" if engines else "engine"
     who = all_of_them if worst.engine is None else f"engine-{worst.engine}"
-    others = ", ".join(f"engine-{gap.engine} by {gap.mean:.4g} on {gap.num_tokens}" for gap in engines[:MOST_NAMED])
+    others = ", ".join(
+        f"engine-{gap.engine} by {gap.mean:.4g} on {gap.num_tokens}" for gap in engines[:MOST_NAMED]
+    )
     if len(engines) > MOST_NAMED:
         others += f", {len(engines) - MOST_NAMED} others by less"
-    words = f"{who} and trainer disagree by {worst.mean:.4g} nats on average on {worst.num_tokens} fresh tokens"
+    words = (
+        f"{who} and trainer disagree by {worst.mean:.4g} nats on average on {worst.num_tokens} fresh tokens"
+    )
     return f"{words} ({others})" if others else words
 
 

@@ -15,20 +15,28 @@ from pathlib import Path
 from torch import Tensor
 
 from asyncrl.errors import ConfigError
-from asyncrl.serving import Refused
-from asyncrl.sharing import shared_digest, word_digest
-from asyncrl.trainer.broadcast import HeldWeights
+from asyncrl.http import Refused
+from asyncrl.messages.base import Moved, TrainerPart
+from asyncrl.messages.trainer_calls import BatchArrays, BatchHeader, ExportChunkResponse, ExportResponse
 from asyncrl.trainer.canary import checked
-from asyncrl.trainer.chunk_places import ChunkFile, ChunkPlace, SharedChunk
-from asyncrl.trainer.chunks import Chunks, LazyWeights, largest_chunk, sizes_of
-from asyncrl.trainer.memory import trim
+from asyncrl.trainer.host_memory import trim
 from asyncrl.trainer.offload import Offload
 from asyncrl.trainer.ranks import ALONE, Ranks
 from asyncrl.trainer.spec import TrainerSpec
 from asyncrl.trainer.state import PendingSave, Progress
 from asyncrl.trainer.step import TrainStep
-from asyncrl.trainer.weights import gather_along, in_file_order, named_weights
-from asyncrl.wire import BatchArrays, BatchHeader, ExportChunkResponse, ExportResponse, Moved, TrainerPart
+from asyncrl.weights.chunk_export import (
+    ChunkFile,
+    ChunkPlace,
+    Chunks,
+    LazyWeights,
+    SharedChunk,
+    largest_chunk,
+    sizes_of,
+)
+from asyncrl.weights.export import gather_along, in_file_order, named_weights
+from asyncrl.weights.send import HeldWeights
+from asyncrl.weights.shared_memory import shared_digest, word_digest
 
 CHUNK_FILE = "chunk.safetensors"
 
@@ -84,7 +92,9 @@ class MovableStep(TrainStep):
             return super().export(path)
         if self.spec.is_file_wanted:
             written = super().export(path)
-            return written.model_copy(update={"held_digest": self.held.hold(self._lazy_weights(), self.policy_version).held_digest})
+            return written.model_copy(
+                update={"held_digest": self.held.hold(self._lazy_weights(), self.policy_version).held_digest}
+            )
         canary = self._canary()
         answer = self.held.hold(self._lazy_weights(), self.policy_version)
         return answer.model_copy(update={"canary": checked(canary)})
@@ -179,12 +189,19 @@ class MovableStep(TrainStep):
 
     def _tensors_of(self, part: TrainerPart) -> list[Tensor]:
         models = [self.policy] if self._reference is None else [self.policy, self._reference]
-        weights: list[Tensor] = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
+        weights: list[Tensor] = [
+            tensor for model in models for tensor in (*model.parameters(), *model.buffers())
+        ]
         if part == "weights":
             return weights
         of_model = {id(tensor) for tensor in weights}
         masters = [master for master in self._masters.named.values() if id(master) not in of_model]
-        moments = [value for state in self._optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+        moments = [
+            value
+            for state in self._optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, Tensor)
+        ]
         return [*masters, *moments]
 
     def _with_gradients(self) -> list[Tensor]:

@@ -15,13 +15,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from asyncrl.loading import load_object
-from asyncrl.serving import Refused
-from asyncrl.trainer.own_functions import load_advantage, load_loss
-from asyncrl.trainer.packing import MicroBatch
+from asyncrl.http import Refused
+from asyncrl.messages.trainer_calls import BatchArrays, BatchHeader
+from asyncrl.trainer.batch_checks import find_units
+from asyncrl.trainer.model.packing import MicroBatch
 from asyncrl.trainer.spec import TrainerSpec
-from asyncrl.trainer.units import find_units
-from asyncrl.wire import BatchArrays, BatchHeader
+from asyncrl.user_code import load_advantage, load_loss, load_object
 
 Float32N = npt.NDArray[np.float32]
 BoolN = npt.NDArray[np.bool_]
@@ -57,7 +56,10 @@ class Objective:
     def __init__(self, spec: TrainerSpec) -> None:
         """Raises ConfigError if a function cannot be found, or not be called as it will be."""
         self.spec, self._objective, self.settings = spec, spec.objective, spec.objective.settings
-        self._advantage, self._surrogate = load_advantage(spec.objective.advantage), load_loss(spec.objective.surrogate)
+        self._advantage, self._surrogate = (
+            load_advantage(spec.objective.advantage),
+            load_loss(spec.objective.surrogate),
+        )
         correction = spec.objective.correction
         self._correction = None if correction is None else load_object(correction, "algorithm.correction")
         self._token_weights = load_object(spec.objective.token_weights, "algorithm.aggregate")
@@ -80,7 +82,12 @@ class Objective:
         return is_recomputed or is_penalised or self._objective.is_whole_batch
 
     def advantages(
-        self, header: BatchHeader, arrays: BatchArrays, has_loss: BoolN, proximal_N: Float32N | None, reference_N: Float32N | None
+        self,
+        header: BatchHeader,
+        arrays: BatchArrays,
+        has_loss: BoolN,
+        proximal_N: Float32N | None,
+        reference_N: Float32N | None,
     ) -> Float32N:
         """float32 [N], from the rewards of the batch's units (B of them) with their penalties.
 
@@ -92,24 +99,35 @@ class Objective:
         group_B = torch.tensor(units.groups, dtype=torch.int64)
         if self.settings.overlong_tokens > 0:
             length_B = torch.from_numpy(units.count(arrays.loss_mask))
-            reward_B = reward_B + self._overlong(length_B, self.spec.max_tokens, self.settings.overlong_tokens)
+            reward_B = reward_B + self._overlong(
+                length_B, self.spec.max_tokens, self.settings.overlong_tokens
+            )
         if self.needs_reference and self.settings.kl_in == "reward":
             assert proximal_N is not None
             assert reference_N is not None
             unit_M = torch.from_numpy(units.unit_N[has_loss])
             penalty_B = self._kl_penalty(
-                torch.from_numpy(proximal_N[has_loss]), torch.from_numpy(reference_N[has_loss]), unit_M, len(reward_B)
+                torch.from_numpy(proximal_N[has_loss]),
+                torch.from_numpy(reference_N[has_loss]),
+                unit_M,
+                len(reward_B),
             )
             reward_B = reward_B - self.settings.kl_coefficient * penalty_B
             if not bool(torch.isfinite(reward_B).all()):
                 raise Refused(
                     422,
-                    f"batch {header.version}: the KL penalties of its rollouts are {penalty_B.tolist()}"[:500],
+                    f"batch {header.version}: the KL penalties of its rollouts are {penalty_B.tolist()}"[
+                        :500
+                    ],
                     rule="the penalty of algorithm.kl_in=reward is finite",
                     way_out="the weights give logprobs that are not finite: lower trainer.learning_rate and go on from a checkpoint.",
                 )
         advantage_B = self._advantage(reward_B, group_B)
-        if not isinstance(advantage_B, Tensor) or advantage_B.shape != reward_B.shape or not bool(torch.isfinite(advantage_B).all()):
+        if (
+            not isinstance(advantage_B, Tensor)
+            or advantage_B.shape != reward_B.shape
+            or not bool(torch.isfinite(advantage_B).all())
+        ):
             raise Refused(
                 422,
                 f"algorithm.advantage={self._objective.advantage} returned {advantage_B} for rewards {reward_B.tolist()}",
@@ -120,7 +138,9 @@ class Objective:
 
     def step_numbers(self, batch: BatchNumbers, has_loss: BoolN) -> StepNumbers:
         """For the optimizer step that trains on the tokens of `has_loss` bool [N]."""
-        tokens_S = np.array([int(has_loss[entry.start : entry.end].sum()) for entry in batch.header.trajectories])
+        tokens_S = np.array(
+            [int(has_loss[entry.start : entry.end].sum()) for entry in batch.header.trajectories]
+        )
         weight_S = self._token_weights(
             self._objective.aggregate,
             torch.from_numpy(tokens_S),
@@ -128,17 +148,26 @@ class Objective:
             int(tokens_S.sum()),
             self.spec.max_tokens,
         )
-        correction_N = self._whole_batch_correction(batch, has_loss, tokens_S) if self._objective.is_whole_batch else None
+        correction_N = (
+            self._whole_batch_correction(batch, has_loss, tokens_S)
+            if self._objective.is_whole_batch
+            else None
+        )
         return StepNumbers(int(tokens_S.sum()), weight_S.numpy().astype(np.float32), correction_N)
 
-    def micro_loss(self, micro: MicroBatch, current_M: Tensor, batch: BatchNumbers, step: StepNumbers) -> tuple[Tensor, dict[str, float]]:
+    def micro_loss(
+        self, micro: MicroBatch, current_M: Tensor, batch: BatchNumbers, step: StepNumbers
+    ) -> tuple[Tensor, dict[str, float]]:
         """(share of the step's loss, scalar with gradient; sums of statistics over the micro-batch's tokens)."""
         device = current_M.device
 
         def over_tokens(values_N: npt.NDArray[Any]) -> Tensor:
             return torch.from_numpy(values_N[micro.source_M]).to(device)
 
-        behaviour_M, advantage_M = over_tokens(batch.arrays.behaviour_logprobs), over_tokens(batch.advantage_N)
+        behaviour_M, advantage_M = (
+            over_tokens(batch.arrays.behaviour_logprobs),
+            over_tokens(batch.advantage_N),
+        )
         proximal_M = self._proximal(current_M, behaviour_M, batch, over_tokens)
         anchor_M = behaviour_M if self._objective.ratio == "behaviour" else proximal_M
         loss_M, stats = self._call_surrogate(current_M, anchor_M, behaviour_M, advantage_M, micro.sequence_M)
@@ -146,7 +175,9 @@ class Objective:
             if step.correction_N is not None:
                 weight_M = over_tokens(step.correction_N)
             else:
-                weight_M = self._correction(proximal_M, behaviour_M, advantage_M, micro.sequence_M, self.settings)
+                weight_M = self._correction(
+                    proximal_M, behaviour_M, advantage_M, micro.sequence_M, self.settings
+                )
             loss_M, stats = loss_M * weight_M, {**stats, "importance_weight": weight_M.sum()}
         if batch.reference_N is not None:
             kl_M = self._kl(current_M, over_tokens(batch.reference_N), self.settings.kl_estimator)
@@ -158,7 +189,11 @@ class Objective:
         return loss, {name: float(value) for name, value in stats.items()}
 
     def _proximal(
-        self, current_M: Tensor, behaviour_M: Tensor, batch: BatchNumbers, over_tokens: Callable[[npt.NDArray[Any]], Tensor]
+        self,
+        current_M: Tensor,
+        behaviour_M: Tensor,
+        batch: BatchNumbers,
+        over_tokens: Callable[[npt.NDArray[Any]], Tensor],
     ) -> Tensor:
         if self.settings.proximal == "interpolate":
             staleness_M = batch.header.version - over_tokens(batch.arrays.versions)
@@ -167,7 +202,9 @@ class Objective:
             return current_M.detach()  # before the only step both are the same numbers
         return over_tokens(batch.proximal_N)
 
-    def _whole_batch_correction(self, batch: BatchNumbers, has_loss: BoolN, tokens_S: npt.NDArray[np.int64]) -> Float32N:
+    def _whole_batch_correction(
+        self, batch: BatchNumbers, has_loss: BoolN, tokens_S: npt.NDArray[np.int64]
+    ) -> Float32N:
         assert self._correction is not None
         assert batch.proximal_N is not None
         sequence_M = torch.from_numpy(np.repeat(np.cumsum(tokens_S > 0) - 1, tokens_S))
@@ -183,19 +220,29 @@ class Objective:
         return weight_N
 
     def _call_surrogate(
-        self, current_M: Tensor, anchor_M: Tensor, behaviour_M: Tensor, advantage_M: Tensor, sequence_M: Tensor
+        self,
+        current_M: Tensor,
+        anchor_M: Tensor,
+        behaviour_M: Tensor,
+        advantage_M: Tensor,
+        sequence_M: Tensor,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         answer = self._surrogate(current_M, anchor_M, behaviour_M, advantage_M, sequence_M, self.settings)
         match answer:
-            case (Tensor(ndim=1, requires_grad=True) as loss_M, dict() as stats) if loss_M.shape == current_M.shape and _are_sums(stats):
+            case (Tensor(ndim=1, requires_grad=True) as loss_M, dict() as stats) if (
+                loss_M.shape == current_M.shape and _are_sums(stats)
+            ):
                 return loss_M, stats
         raise Refused(
             422,
             f"algorithm.loss={self._objective.surrogate} returned {answer!r}"[:500],
             rule=f"it returns (the loss of each token: a tensor [{len(current_M)}] with gradient, dict of statistics: one number each)",
-            way_out="correct the function; docs/algorithms.md shows the signature, asyncrl/algorithms/surrogates.py some that fit.",
+            way_out="correct the function; docs/algorithms.md shows the signature, asyncrl/algorithms/losses.py some that fit.",
         )
 
 
 def _are_sums(stats: dict[Any, Any]) -> bool:
-    return all(isinstance(value, Tensor) and value.numel() == 1 or isinstance(value, int | float) for value in stats.values())
+    return all(
+        isinstance(value, Tensor) and value.numel() == 1 or isinstance(value, int | float)
+        for value in stats.values()
+    )

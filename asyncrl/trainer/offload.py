@@ -14,19 +14,19 @@ Single numbers stay: they are not worth the copy, and a checkpoint reads the opt
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from asyncrl.serving import Refused
-from asyncrl.trainer.memory import memory_of
-from asyncrl.trainer.parking import Parking, Place
+from asyncrl.http import Refused
+from asyncrl.messages.base import Moved, TrainerPart
+from asyncrl.trainer.host_memory import Memory, bytes_of, memory_of, view_of
 from asyncrl.trainer.ranks import Ranks
-from asyncrl.trainer.stores import HostBuffers, HostFile
-from asyncrl.wire import Moved, TrainerPart
+from asyncrl.weights.stores import HostBuffers, HostFile, Store
 
 PARTS: tuple[TrainerPart, ...] = ("weights", "gradients", "optimizer")
 
@@ -53,7 +53,9 @@ class Offload:
         self._ranks, self._device, self._folder = ranks, device, folder
         self._tensors_of, self._with_gradients = tensors_of, with_gradients
         self._memory = memory_of(device)
-        self._parking: dict[TrainerPart, Parking] = {part: self._new_parking() for part in PARTS if part != "gradients"}
+        self._parking: dict[TrainerPart, Parking] = {
+            part: self._new_parking() for part in PARTS if part != "gradients"
+        }
         self.away: frozenset[TrainerPart] = frozenset()
 
     def __repr__(self) -> str:
@@ -74,7 +76,11 @@ class Offload:
                     self._memory.gather(self._tensors_of(part))
                     copied[part] = self._parking[part].copy(self._storages(part))
 
-        self._all_ranks(copy, f"offload {', '.join(moving)} to {self._target()}", "what cannot be moved stays where it was")
+        self._all_ranks(
+            copy,
+            f"offload {', '.join(moving)} to {self._target()}",
+            "what cannot be moved stays where it was",
+        )
         num_bytes = self._drop_gradients() if "gradients" in moving else 0
         for part, places in copied.items():
             self._parking[part].free(places)
@@ -98,7 +104,12 @@ class Offload:
                 one.free_again()
             self._memory.settle()
 
-        self._all_ranks(bring_back, f"onload {', '.join(moving)} from {self._target()}", "what cannot be moved stays offloaded", undo)
+        self._all_ranks(
+            bring_back,
+            f"onload {', '.join(moving)} from {self._target()}",
+            "what cannot be moved stays offloaded",
+            undo,
+        )
         num_bytes = sum(one.num_bytes for one in parking)
         for one in parking:
             one.forget()
@@ -145,7 +156,9 @@ class Offload:
                 tensor.grad = None
         return num_bytes
 
-    def _all_ranks(self, work: Callable[[], None], what: str, rule: str, undo: Callable[[], None] = lambda: None) -> None:
+    def _all_ranks(
+        self, work: Callable[[], None], what: str, rule: str, undo: Callable[[], None] = lambda: None
+    ) -> None:
         """Do it on all ranks. If it fails on one: undo it and raise Refused on all."""
         reason = ""
         try:
@@ -158,7 +171,9 @@ class Offload:
             return
         undo()
         on_rank = f" on rank {failed[0]}" if self._ranks.size > 1 else ""
-        raise Refused(507, f"cannot {what}{on_rank}: {reasons[failed[0]]}", rule=rule, way_out=self._way_out(what))
+        raise Refused(
+            507, f"cannot {what}{on_rank}: {reasons[failed[0]]}", rule=rule, way_out=self._way_out(what)
+        )
 
     def _way_out(self, what: str) -> str:
         if what.startswith("onload"):
@@ -182,3 +197,115 @@ class Offload:
 def local_of(tensor: Tensor) -> Tensor:
     """The shard of this rank, or the tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+# The memory of one part of a trainer, and where its bytes lie while it is given up. Knows storages; knows no tensor and no rank.
+
+
+ALIGNMENT = 4096
+"""Each storage begins on a page of the file."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the bytes [first, first + num_bytes) of a storage lie in the store while they are away."""
+
+    storage: torch.UntypedStorage
+    first: int
+    num_bytes: int
+    offset: int
+
+    @property
+    def data(self) -> Tensor:
+        """A view of these bytes, while they are here."""
+        return bytes_of(self.storage)[self.first : self.first + self.num_bytes]
+
+    @property
+    def address(self) -> int:
+        """Of the first of them."""
+        return self.storage.data_ptr() + self.first
+
+    @property
+    def end(self) -> int:
+        """Where the next one may begin in the store."""
+        return self.offset + -(-self.num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def laid_out(storages: Iterable[torch.UntypedStorage], memory: Memory, end: int = 0) -> list[Place]:
+    """A place for what can be moved of each, one after the other from `end` on."""
+    places: list[Place] = []
+    for storage in storages:
+        first, num_bytes = memory.movable(storage)
+        if num_bytes:
+            places.append(Place(storage, first, num_bytes, end))
+            end = places[-1].end
+    return places
+
+
+class Parking:
+    """The memory of one part, on this rank, and its store.
+
+    Life:       here -> copied -> away (freed) -> here ...; a copy that fails has freed nothing.
+    Invariant:  while away, the store holds what the storages of `places` held.
+    """
+
+    def __init__(self, memory: Memory, store: Store) -> None:
+        self._memory, self.store = memory, store
+        self.places: dict[int, Place] = {}
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.num_bytes} bytes away in {self.store!r}>"
+
+    @property
+    def num_bytes(self) -> int:
+        """That are away."""
+        return sum(place.num_bytes for place in self.places.values())
+
+    def copy(self, storages: Iterable[torch.UntypedStorage]) -> list[Place]:
+        """Copy them; they are as they were."""
+        places = laid_out(storages, self._memory)
+        self._write(places)
+        return places
+
+    def free(self, places: Sequence[Place]) -> None:
+        """Give their memory up. The tensors over them must not be read from here on."""
+        for place in places:
+            self._memory.free(place.storage)
+        self.places = {place.storage._cdata: place for place in places}
+
+    def bring_back(self) -> None:
+        """Take memory, and read it; then come forget(), or free_again() if it raises or another rank could not."""
+        for place in self.places.values():
+            self._memory.take(place.storage, place.num_bytes)
+            self.store.read(place.offset, place.data)
+        self.store.wait()
+
+    def forget(self) -> None:
+        """All is here."""
+        self.places = {}
+
+    def free_again(self) -> None:
+        """The store holds it all still."""
+        self.free(list(self.places.values()))
+
+    def content_of(self, local: Tensor) -> Tensor | None:
+        """What `local` held, on the CPU; None if nothing of it is away."""
+        place = self.places.get(local.untyped_storage()._cdata)
+        if place is None:
+            return None
+        end = place.first + place.num_bytes
+        data = torch.empty(max(place.storage.nbytes(), end), dtype=torch.uint8)
+        if (
+            place.storage.nbytes()
+        ):  # on the CPU: the ends stayed, and the rest is not touched, or it would be resident again
+            here = bytes_of(place.storage)
+            data[: place.first], data[end:] = here[: place.first], here[end:]
+        self.store.read(place.offset, data[place.first : end])
+        self.store.wait()
+        return view_of(data.untyped_storage(), local)
+
+    def _write(self, places: Sequence[Place]) -> None:
+        self.store.reserve(max((place.end for place in places), default=0))
+        for place in places:
+            self.store.write(place.offset, place.data)
+        self.store.wait()

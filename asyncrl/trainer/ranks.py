@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from asyncrl.errors import ConfigError
-from asyncrl.serving import Refused
+from asyncrl.http import Refused
 from asyncrl.trainer.spec import TrainerSpec
 
 NEVER = timedelta(days=365)
@@ -58,7 +58,13 @@ class Ranks:
     Invariant:  all ranks make the same collective calls in the same order, so what decides about one is the same on all.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1, mesh: DeviceMesh | None = None, commands: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        rank: int = 0,
+        size: int = 1,
+        mesh: DeviceMesh | None = None,
+        commands: dist.ProcessGroup | None = None,
+    ) -> None:
         self.rank, self.size, self.mesh, self._commands = rank, size, mesh, commands
 
     def __repr__(self) -> str:
@@ -79,7 +85,9 @@ class Ranks:
         longest = max(int(length) for length in lengths)
         texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
         dist.all_gather(texts, torch.nn.functional.pad(mine, (0, longest - len(mine))))
-        return [json.loads(_to_bytes(text[: int(length)])) for text, length in zip(texts, lengths, strict=True)]
+        return [
+            json.loads(_to_bytes(text[: int(length)])) for text, length in zip(texts, lengths, strict=True)
+        ]
 
     def add_up(self, *arrays: npt.NDArray[np.float32]) -> None:
         """Replace each array by its sum over all ranks."""
@@ -137,10 +145,13 @@ def join_ranks(spec: TrainerSpec, device: torch.device) -> Ranks:
     if size == 1 and not spec.trainer.cpu_offload:
         return ALONE
     # No host name is looked up, and no port is open to the network.
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", next(name for _, name in socket.if_nameindex() if name.startswith("lo")))
+    os.environ.setdefault(
+        "GLOO_SOCKET_IFNAME", next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    )
     if is_cuda:
         torch.cuda.set_device(spec.rank)
-    store, timeout = dist.FileStore(str(spec.staging_dir / "rendezvous"), size), timedelta(seconds=spec.trainer.timeout_s)  # type: ignore[attr-defined]
+    store = dist.FileStore(str(spec.staging_dir / "rendezvous"), size)  # type: ignore[attr-defined]
+    timeout = timedelta(seconds=spec.trainer.timeout_s)
     store.set(f"here-{spec.rank}", "1")
     store.wait([f"here-{rank}" for rank in range(size)], START)
     dist.init_process_group(
@@ -157,7 +168,9 @@ def join_ranks(spec: TrainerSpec, device: torch.device) -> Ranks:
 
 def is_loss_of_a_rank(error: BaseException) -> bool:
     """Whether this comes from another rank's end rather than from this one's own work."""
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and any(word in str(error).lower() for word in LOST))
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and any(word in str(error).lower() for word in LOST)
+    )
 
 
 def _bytes_tensor(data: bytes) -> Tensor:

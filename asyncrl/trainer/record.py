@@ -25,12 +25,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from asyncrl.durable import LOST, cut_at, lines_from_end
-from asyncrl.wire import BatchArrays, BatchHeader
+from asyncrl.files import LOST, cut_at, lines_from_end
+from asyncrl.messages.trainer_calls import BatchArrays, BatchHeader
 
 
 def trained_line(
-    header: BatchHeader, arrays: BatchArrays, has_loss: npt.NDArray[np.bool_], loss: float, weights_digest: str | None
+    header: BatchHeader,
+    arrays: BatchArrays,
+    has_loss: npt.NDArray[np.bool_],
+    loss: float,
+    weights_digest: str | None,
 ) -> dict[str, Any]:
     """The record of one step. `has_loss` bool [N]: what carried loss, masks applied."""
     trajectories = []
@@ -45,7 +49,9 @@ def trained_line(
                 "reward": entry.reward,
                 "num_tokens": entry.end - entry.start,
                 "num_loss_tokens": int(has_loss[part].sum()),
-                "tokens_sha": hashlib.sha256(np.ascontiguousarray(arrays.token_ids[part], dtype="<i4").tobytes()).hexdigest()[:16],
+                "tokens_sha": hashlib.sha256(
+                    np.ascontiguousarray(arrays.token_ids[part], dtype="<i4").tobytes()
+                ).hexdigest()[:16],
                 "spans": loss_spans(has_loss[part], arrays.versions[part]),
             }
         )
@@ -65,7 +71,11 @@ def loss_spans(has_loss: npt.NDArray[np.bool_], versions: npt.NDArray[np.int32])
     edges = np.flatnonzero(np.diff(label)) + 1
     starts = np.concatenate([[0], edges])
     ends = np.concatenate([edges, [len(label)]])
-    return [[int(start), int(end), int(label[start])] for start, end in zip(starts, ends, strict=True) if label[start] >= 0]
+    return [
+        [int(start), int(end), int(label[start])]
+        for start, end in zip(starts, ends, strict=True)
+        if label[start] >= 0
+    ]
 
 
 def hold_record(path: Path, timeout_s: float = 60.0) -> int:
@@ -82,7 +92,9 @@ def hold_record(path: Path, timeout_s: float = 60.0) -> int:
         except BlockingIOError:
             if time.monotonic() > deadline:
                 os.close(file)
-                raise TimeoutError(f"{path} is held by another trainer process for more than {timeout_s:.0f} s") from None
+                raise TimeoutError(
+                    f"{path} is held by another trainer process for more than {timeout_s:.0f} s"
+                ) from None
             time.sleep(0.05)
         else:
             return file

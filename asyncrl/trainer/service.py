@@ -13,39 +13,44 @@ import asyncio
 import errno
 import logging
 import math
+import os
+import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import torch
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
 from asyncrl.errors import ConfigError
-from asyncrl.serving import Refused, fail, make_app
-from asyncrl.trainer.following import Follower
-from asyncrl.trainer.loading import resolve_device
-from asyncrl.trainer.movable_step import MovableStep
-from asyncrl.trainer.ranks import Command, OneRankError, join_ranks
-from asyncrl.trainer.spec import TrainerSpec
-from asyncrl.wire import (
+from asyncrl.http import Refused, fail, make_app
+from asyncrl.messages.base import (
     BroadcastRequest,
     BroadcastResponse,
     ErrorBody,
+    Moved,
+    TrainerPart,
+    fatal_line,
+)
+from asyncrl.messages.trainer_calls import (
     ExportChunkRequest,
     ExportChunkResponse,
     ExportResponse,
-    Moved,
     OffloadRequest,
     SaveRequest,
     StateRequest,
     StateSaved,
     TrainerHealth,
-    TrainerPart,
     TrainResponse,
     unpack_batch,
 )
+from asyncrl.trainer.model.parts import resolve_device
+from asyncrl.trainer.movable_step import MovableStep
+from asyncrl.trainer.ranks import Command, OneRankError, is_loss_of_a_rank, join_ranks
+from asyncrl.trainer.spec import TrainerSpec
 
 T = TypeVar("T")
 log = logging.getLogger("asyncrl.trainer")
@@ -84,14 +89,20 @@ class TrainerService:
         """Answered at any time."""
         is_busy = self.num_waiting > 0 if self._follower is None else self._follower.is_busy
         return TrainerHealth(
-            policy_version=self.step.policy_version, device=self.step.device.type, is_busy=is_busy, offloaded=self.step.offloaded
+            policy_version=self.step.policy_version,
+            device=self.step.device.type,
+            is_busy=is_busy,
+            offloaded=self.step.offloaded,
         )
 
     def together(self, command: Command, work: Callable[[], T]) -> T:
         """On the torch thread of rank 0: `work`, while the other ranks do their part of it. Raises what it raises."""
         if self._broken:
             raise Refused(
-                409, f"the trainer's ranks are out of step: {self._broken}", rule="they end with the run", way_out="start it again."
+                409,
+                f"the trainer's ranks are out of step: {self._broken}",
+                rule="they end with the run",
+                way_out="start it again.",
             )
         try:
             self.step.ranks.send(command)
@@ -109,12 +120,17 @@ class TrainerService:
             header, arrays = unpack_batch(body)
         except ValueError as error:
             raise Refused(
-                422, str(error), rule="the body is asyncrl.wire.pack_batch", way_out="send it with asyncrl's own client."
+                422,
+                str(error),
+                rule="the body is asyncrl.messages.pack_batch",
+                way_out="send it with asyncrl's own client.",
             ) from error
         metrics = self.together(Command("train", body=body), lambda: self.step.train(header, arrays))
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         return TrainResponse(
-            policy_version=self.step.policy_version, metrics=finite, not_finite=[name for name in metrics if name not in finite]
+            policy_version=self.step.policy_version,
+            metrics=finite,
+            not_finite=[name for name in metrics if name not in finite],
         )
 
     def export(self) -> ExportResponse:
@@ -137,7 +153,9 @@ class TrainerService:
     def save(self, path: Path, *, merged: bool) -> TrainerHealth:
         """On the torch thread: write a Hugging Face folder, or the adapters alone. Raises Refused if it cannot be written."""
         try:
-            self.step.check_save(merged=merged)  # before it is sent: the other ranks would gather for what is refused
+            self.step.check_save(
+                merged=merged
+            )  # before it is sent: the other ranks would gather for what is refused
             self.together(Command("save", {"merged": merged}), lambda: self.step.save(path, merged=merged))
         except (OSError, ValueError) as error:
             raise Refused(
@@ -172,7 +190,10 @@ class TrainerService:
 
     def export_chunk(self, version: int, index: int) -> ExportChunkResponse:
         """On the torch thread: write one chunk of the weights over the one before. Raises Refused."""
-        command = Command("export_chunk", {"names": self.step.chunk_names(version, index), "is_last": self.step.is_last_chunk(index)})
+        command = Command(
+            "export_chunk",
+            {"names": self.step.chunk_names(version, index), "is_last": self.step.is_last_chunk(index)},
+        )
         try:
             return self.together(command, lambda: self.step.export_chunk(index))
         except OSError as error:
@@ -190,7 +211,10 @@ class TrainerService:
         """
         if self._spec.transport != "nccl":
             raise Refused(
-                409, "weights are to be sent, and none are held", rule="publisher.transport=nccl holds them", way_out="POST /export."
+                409,
+                "weights are to be sent, and none are held",
+                rule="publisher.transport=nccl holds them",
+                way_out="POST /export.",
             )
         held = self.step.held
         if held.version != request.version == self.step.policy_version:
@@ -210,7 +234,10 @@ def make_service(spec: TrainerSpec) -> FastAPI:
         service = TrainerService(spec)
     except ConfigError as error:
         fail(error.what, rule=error.rule, way_out=error.way_out)
-    except (MemoryError, RuntimeError) as error:  # torch reports a lack of memory on the CPU as a plain RuntimeError
+    except (
+        MemoryError,
+        RuntimeError,
+    ) as error:  # torch reports a lack of memory on the CPU as a plain RuntimeError
         log.exception("cannot start")
         fail(
             f"the trainer cannot start: {type(error).__name__}: {error}",
@@ -267,7 +294,9 @@ def make_service(spec: TrainerSpec) -> FastAPI:
 
     @app.post("/load_state")
     async def load_state(message: StateRequest) -> TrainerHealth:
-        return await service.run(lambda: service.load_state(Path(message.path), is_checked=message.is_checked))
+        return await service.run(
+            lambda: service.load_state(Path(message.path), is_checked=message.is_checked)
+        )
 
     return app
 
@@ -288,4 +317,65 @@ async def _broken(_: Request, error: Exception) -> JSONResponse:
     way_out = "lower trainer.micro_batch_tokens." if is_memory else "the trainer's log has the traceback."
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         way_out = "free space on the disk of the run directory and start the run again."
-    return JSONResponse(ErrorBody(error=f"{type(error).__name__}: {error}", way_out=way_out).model_dump(), status_code=500)
+    return JSONResponse(
+        ErrorBody(error=f"{type(error).__name__}: {error}", way_out=way_out).model_dump(), status_code=500
+    )
+
+
+# What the ranks other than the first do: follow its commands. Knows the commands; knows no HTTP.
+#
+# A refusal that all ranks come to alike is rank 0's to answer. Any other error ends this process, with the reason as its last
+# word, and so the run: the group cannot go on without one of its ranks.
+
+
+GRACE_S = 10.0
+"""How long a rank that has lost another one waits to be ended, so that the other is named and not itself."""
+
+COMMANDS: dict[str, Callable[[MovableStep, Command], object]] = {
+    "train": lambda step, command: step.train(*unpack_batch(command.body)),
+    "export": lambda step, command: step.join_export(),
+    "save": lambda step, command: step.join_save(**command.arguments),
+    "begin_save_state": lambda step, command: step.begin_save_state(Path(command.arguments["path"])),
+    "wait_save_state": lambda step, command: step.end_save_state(),
+    "offload": lambda step, command: step.offload(command.arguments["parts"]),
+    "onload": lambda step, command: step.onload(command.arguments["parts"]),
+    "export_chunk": lambda step, command: step.join_chunk(**command.arguments),
+    "load_state": lambda step, command: step.load_state(
+        Path(command.arguments["path"]), is_checked=command.arguments["is_checked"]
+    ),
+}
+"""Each request to rank 0, by name: the part of the other ranks."""
+
+
+class Follower:
+    """Life: run() on the torch thread, which never returns: the process ends."""
+
+    def __init__(self, step: MovableStep) -> None:
+        self._step = step
+        self.is_busy = False
+
+    def run(self) -> NoReturn:
+        """Wait for a command, as long as it takes; do it; and again."""
+        try:
+            while True:
+                self._follow(self._step.ranks.wait_command())
+        except Exception as error:  # the outermost border of this thread: told, and the end
+            log.exception("rank %d cannot go on", self._step.ranks.rank)
+            if is_loss_of_a_rank(error):
+                threading.Event().wait(GRACE_S)
+            body = (
+                error.body
+                if isinstance(error, OneRankError)
+                else ErrorBody(error=f"{type(error).__name__}: {error}")
+            )
+            print(fatal_line(body), file=sys.stderr, flush=True)
+            os._exit(1)
+
+    def _follow(self, command: Command) -> None:
+        self.is_busy = True
+        try:
+            COMMANDS[command.name](self._step, command)
+        except Refused as refused:
+            log.warning("%s was refused: %s", command.name, refused)
+        finally:
+            self.is_busy = False

@@ -41,7 +41,16 @@ class ObjectiveSpec(FrozenConfig):
 
     @model_validator(mode="after")
     def _functions_are_named(self) -> Self:
-        for key in ("advantage", "surrogate", "correction", "token_weights", "kl", "kl_penalty", "interpolate", "overlong_penalty"):
+        for key in (
+            "advantage",
+            "surrogate",
+            "correction",
+            "token_weights",
+            "kl",
+            "kl_penalty",
+            "interpolate",
+            "overlong_penalty",
+        ):
             name = getattr(self, key)
             module, _, function = (name or "none:none").partition(":")
             if not module or not function:
@@ -100,7 +109,9 @@ class TrainerSpec(FrozenConfig):
     @classmethod
     def _canary_has_a_logprob(cls, value: int) -> int:
         if value == 1:
-            raise ValueError("canary_tokens=1, and the first token of a text has no logprob: 0 is none, 2 the fewest")
+            raise ValueError(
+                "canary_tokens=1, and the first token of a text has no logprob: 0 is none, 2 the fewest"
+            )
         return value
 
     @property

@@ -104,7 +104,9 @@ class TrainerState:
         is_writing = self._pending is not None and not self._pending.is_done
         return f"<TrainerState of {len(self._masters.named)} weights, {self._ranks!r}{', writing' if is_writing else ''}>"
 
-    def begin_save(self, progress: Progress, path: Path, content_of: Callable[[Tensor], Tensor] = lambda local: local) -> PendingSave:
+    def begin_save(
+        self, progress: Progress, path: Path, content_of: Callable[[Tensor], Tensor] = lambda local: local
+    ) -> PendingSave:
         """Copy everything to host memory, and have it written while training goes on. Raises StateError.
 
         `path` must be new, and is complete or not there. Refused until the save before has been waited for. `content_of` finds the
@@ -145,7 +147,11 @@ class TrainerState:
         rng = self._own_rng() if self._ranks.rank < manifest.world_size else {}
         if not manifest.has_cuda_rng:
             rng.pop("cuda", None)
-        moments = {name: self._moments(master) for name, master in self._masters.named.items() if name in manifest.optimizer_names}
+        moments = {
+            name: self._moments(master)
+            for name, master in self._masters.named.items()
+            if name in manifest.optimizer_names
+        }
         live = self._live(moments, rng_of=rng)
         read_tensors(path, live, manifest, self._ranks)
         self._set_moments(moments, live["adamw.step"].tolist(), manifest)
@@ -171,10 +177,15 @@ class TrainerState:
         step_device = master.device if group.get("fused") or group.get("capturable") else "cpu"
         return {
             "step": torch.zeros((), dtype=torch.float32, device=step_device),
-            **{moment: torch.zeros_like(master, memory_format=torch.preserve_format).detach() for moment in MOMENTS},
+            **{
+                moment: torch.zeros_like(master, memory_format=torch.preserve_format).detach()
+                for moment in MOMENTS
+            },
         }
 
-    def _set_moments(self, moments: dict[str, dict[str, Tensor]], steps: list[float], manifest: Manifest) -> None:
+    def _set_moments(
+        self, moments: dict[str, dict[str, Tensor]], steps: list[float], manifest: Manifest
+    ) -> None:
         for name, steps_taken in zip(sorted(moments), steps, strict=True):
             moments[name]["step"].fill_(steps_taken)
         for name, master in self._masters.named.items():
@@ -197,7 +208,11 @@ class TrainerState:
         steps = [moments[name]["step"] for name in sorted(moments)]
         return {
             **{f"weights.{name}": master.detach() for name, master in self._masters.named.items()},
-            **{f"adamw.{moment}.{name}": state[moment] for name, state in moments.items() for moment in MOMENTS},
+            **{
+                f"adamw.{moment}.{name}": state[moment]
+                for name, state in moments.items()
+                for moment in MOMENTS
+            },
             "adamw.step": torch.stack(steps).float() if steps else torch.zeros(0),
             **{f"rng.{kind}.{self._ranks.rank}": state for kind, state in rng_of.items()},
         }
@@ -243,7 +258,9 @@ class TrainerState:
             )
         shapes = {name: list(master.shape) for name, master in self._masters.named.items()}
         if shapes != manifest.shapes:
-            differing = sorted(name for name in {*shapes, *manifest.shapes} if shapes.get(name) != manifest.shapes.get(name))
+            differing = sorted(
+                name for name in {*shapes, *manifest.shapes} if shapes.get(name) != manifest.shapes.get(name)
+            )
             first = differing[0]
             raise StateError(
                 f"{path} is of another model: {len(differing)} weights differ, e.g. {first} is {manifest.shapes.get(first, 'missing')} "
@@ -256,4 +273,8 @@ class TrainerState:
 
 
 def _trained(lora: dict[str, object] | None) -> str:
-    return "all weights" if lora is None else f"adapters (rank {lora['rank']}, alpha {lora['alpha']}, targets {lora['targets']})"
+    return (
+        "all weights"
+        if lora is None
+        else f"adapters (rank {lora['rank']}, alpha {lora['alpha']}, targets {lora['targets']})"
+    )

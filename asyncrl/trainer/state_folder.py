@@ -33,8 +33,8 @@ from torch.distributed.checkpoint.planner import ReadItem, WriteItem
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from asyncrl.durable import HashingFile, sha256_of, sync
-from asyncrl.serving import Refused
+from asyncrl.files import HashingFile, sha256_of, sync
+from asyncrl.http import Refused
 
 T = TypeVar("T")
 MANIFEST, INDEX = "state.json", ".metadata"
@@ -118,7 +118,13 @@ class SaveGroup:
         except OSError as error:
             answer = (
                 None,
-                (507, {"error": f"cannot read or write the trainer's state: {error}", "way_out": "check the disk and its rights."}),
+                (
+                    507,
+                    {
+                        "error": f"cannot read or write the trainer's state: {error}",
+                        "way_out": "check the disk and its rights.",
+                    },
+                ),
             )
         answers: list[Any] = [answer]
         if self.group is not None:
@@ -133,16 +139,24 @@ class SaveGroup:
 
 def ignore_single_process_warning() -> None:
     """DCP warns whenever it runs without a process group, which is meant here. Not on the writing thread: filters are global."""
-    warnings.filterwarnings("ignore", message="torch.distributed is (disabled|unavailable)", category=UserWarning)
+    warnings.filterwarnings(
+        "ignore", message="torch.distributed is (disabled|unavailable)", category=UserWarning
+    )
 
 
 def check_new(path: Path) -> None:
     """Raises StateError if something is there already."""
     if path.exists():
-        raise StateError(f"{path} exists already", rule="a state is written into a new folder", way_out="give another path, or remove it.")
+        raise StateError(
+            f"{path} exists already",
+            rule="a state is written into a new folder",
+            way_out="give another path, or remove it.",
+        )
 
 
-def write_folder(path: Path, live: dict[str, Tensor], host: dict[str, Tensor], manifest: Manifest, ranks: SaveGroup) -> None:
+def write_folder(
+    path: Path, live: dict[str, Tensor], host: dict[str, Tensor], manifest: Manifest, ranks: SaveGroup
+) -> None:
     """Write the values in `host`, laid out over the ranks as `live` is, which is not read. Raises StateError."""
     unfinished = path.with_name(f".{path.name}.unfinished")
 
@@ -154,7 +168,9 @@ def write_folder(path: Path, live: dict[str, Tensor], host: dict[str, Tensor], m
 
     def end() -> None:
         if ranks.rank == 0:
-            whole = manifest.model_copy(update={"files": {name: entry for own in files for name, entry in own.items()}})
+            whole = manifest.model_copy(
+                update={"files": {name: entry for own in files for name, entry in own.items()}}
+            )
             whole = whole.model_copy(update={"digest": whole.own_digest()})
             with (unfinished / MANIFEST).open("w", encoding="utf-8") as file:
                 file.write(whole.model_dump_json(indent=1) + "\n")
@@ -191,7 +207,11 @@ def read_manifest(path: Path) -> Manifest:
     try:
         manifest = Manifest.model_validate_json(file.read_bytes())
     except FileNotFoundError as error:
-        raise StateError(f"there is no {file}", rule="a folder without it is no saved state", way_out="give a complete one.") from error
+        raise StateError(
+            f"there is no {file}",
+            rule="a folder without it is no saved state",
+            way_out="give a complete one.",
+        ) from error
     except (OSError, ValidationError) as error:
         raise _damaged(file, str(error)) from error
     if manifest.digest != manifest.own_digest():
@@ -218,8 +238,20 @@ def check_files(path: Path, manifest: Manifest, ranks: SaveGroup) -> None:
 def read_tensors(path: Path, live: dict[str, Tensor], manifest: Manifest, ranks: SaveGroup) -> None:
     """Overwrite `live` with what was saved, by whatever number of ranks. Check the files first. Raises StateError."""
     ignore_single_process_warning()
-    reader, planner = _Reader(path, frozenset(manifest.files)), _TensorPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    _call_dcp(path, lambda: dcp_load(live, storage_reader=reader, planner=planner, process_group=ranks.group, no_dist=ranks.group is None))
+    reader, planner = (
+        _Reader(path, frozenset(manifest.files)),
+        _TensorPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+    )
+    _call_dcp(
+        path,
+        lambda: dcp_load(
+            live,
+            storage_reader=reader,
+            planner=planner,
+            process_group=ranks.group,
+            no_dist=ranks.group is None,
+        ),
+    )
 
 
 class _HashedFiles(FileSystem):
@@ -292,7 +324,12 @@ def _call_dcp(path: Path, work: Callable[[], object]) -> None:
 
 
 def _damaged(file: Path, what: str) -> StateError:
-    return StateError(f"{file} is damaged: {what}", rule=f"files are as {MANIFEST} says", way_out="take an older state.", status=422)
+    return StateError(
+        f"{file} is damaged: {what}",
+        rule=f"files are as {MANIFEST} says",
+        way_out="take an older state.",
+        status=422,
+    )
 
 
 def _entry(file: Path) -> FileEntry:

@@ -17,26 +17,30 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from asyncrl.serving import Refused
+from asyncrl.config import TrainerConfig
+from asyncrl.http import Refused
+from asyncrl.messages.trainer_calls import BatchArrays, BatchHeader, Canary, ExportResponse, pack_batch
 from asyncrl.trainer.batch_checks import check_batch, loss_tokens
 from asyncrl.trainer.canary import checked, make_canary
 from asyncrl.trainer.gap import GAP_WARNING, gap_advice, gap_metrics, gap_words, measure_gaps, worst_gap
-from asyncrl.trainer.loading import load_tokenizer, make_optimizer
-from asyncrl.trainer.metrics import policy_metrics
+from asyncrl.trainer.model.packing import MicroBatch
+from asyncrl.trainer.model.parts import load_tokenizer, make_optimizer, make_parts, reshard
+from asyncrl.trainer.model.policy import Policy
 from asyncrl.trainer.objective import BatchNumbers, Objective
-from asyncrl.trainer.packing import MicroBatch
-from asyncrl.trainer.parts import make_parts
-from asyncrl.trainer.policy import Policy
 from asyncrl.trainer.ranks import ALONE, Ranks
 from asyncrl.trainer.record import append_line, note_restored, trained_line
-from asyncrl.trainer.schedule import learning_rate_at
-from asyncrl.trainer.sharding import reshard
-from asyncrl.trainer.shares import mini_batches, rank_micro_batches
+from asyncrl.trainer.shares import BatchTotals, StepSums, mini_batches, rank_micro_batches
 from asyncrl.trainer.spec import TrainerSpec
 from asyncrl.trainer.state import PendingSave, Progress, TrainerState
-from asyncrl.trainer.totals import BatchTotals, StepSums
-from asyncrl.trainer.weights import digest_of, export_weights, gather_along, in_export_dtype, in_file_order, named_weights, save_folder
-from asyncrl.wire import BatchArrays, BatchHeader, Canary, ExportResponse, pack_batch
+from asyncrl.weights.export import (
+    digest_of,
+    export_weights,
+    gather_along,
+    in_export_dtype,
+    in_file_order,
+    named_weights,
+    save_folder,
+)
 
 log = logging.getLogger("asyncrl.trainer")
 
@@ -63,7 +67,12 @@ class TrainStep:
         self._objective = Objective(spec)
         parts = make_parts(spec, ranks, needs_reference=self._objective.needs_reference)
         self.device, self.dtype = parts.device, parts.dtype
-        self.policy, self._reference, self._adapters, self._masters = parts.policy, parts.reference, parts.adapters, parts.masters
+        self.policy, self._reference, self._adapters, self._masters = (
+            parts.policy,
+            parts.reference,
+            parts.adapters,
+            parts.masters,
+        )
         self._optimizer = make_optimizer(self._masters.named.values(), spec.trainer)
         self._pending: PendingSave | None = None
         self._state = TrainerState(
@@ -85,7 +94,9 @@ class TrainStep:
         What a skipped step has spoilt is NaN: the loss and the gradient norm of a batch all of whose steps were skipped, say.
         """
         started = time.perf_counter()
-        check_batch(header, arrays, self.policy_version, self.policy.model.get_input_embeddings().num_embeddings)
+        check_batch(
+            header, arrays, self.policy_version, self.policy.model.get_input_embeddings().num_embeddings
+        )
         has_loss = loss_tokens(header, arrays)
         batch = self._numbers(header, arrays, has_loss)
         taken = BatchTotals(np.zeros(len(has_loss), np.float32), np.zeros(len(has_loss), np.float32))
@@ -100,10 +111,14 @@ class TrainStep:
         num_loss_tokens = int(has_loss.sum())
         policy = {
             "policy/clip_fraction": 0.0,  # of a loss that clips nothing
-            **{f"policy/{name}": value / taken.num_tokens for name, value in taken.stats.items()},  # a user's name hides none below
+            **{
+                f"policy/{name}": value / taken.num_tokens for name, value in taken.stats.items()
+            },  # a user's name hides none below
             "policy/loss": taken.loss,
             "policy/grad_norm": taken.grad_norm,
-            **policy_metrics(taken.logprobs_N[has_loss], arrays.behaviour_logprobs[has_loss], taken.entropies_N[has_loss]),
+            **policy_metrics(
+                taken.logprobs_N[has_loss], arrays.behaviour_logprobs[has_loss], taken.entropies_N[has_loss]
+            ),
             **taken.gap,
         }
         return {
@@ -120,7 +135,9 @@ class TrainStep:
         """Write the current weights, in the engine's dtype, as a safetensors file. Raises OSError, or Refused if they give NaN."""
         canary = self._canary()  # first of all: other ranks are in join_export
         if self.spec.transport == "lora" and self._adapters is not None:
-            answer = export_weights(self._adapters.export_tensors(), path, self.policy_version).model_copy(update={"kind": "lora"})
+            answer = export_weights(self._adapters.export_tensors(), path, self.policy_version).model_copy(
+                update={"kind": "lora"}
+            )
         else:
             answer = export_weights(self._merged_weights(), path, self.policy_version, self.dtype)
         return answer.model_copy(update={"canary": checked(canary)})
@@ -140,7 +157,9 @@ class TrainStep:
         """
         self.check_save(merged=merged)
         if merged:
-            weights = in_export_dtype(self._merged_weights(), self.dtype)  # first of all: other ranks are in join_save
+            weights = in_export_dtype(
+                self._merged_weights(), self.dtype
+            )  # first of all: other ranks are in join_save
             save_folder(self.policy.model, weights, load_tokenizer(self.spec), self.dtype, path)
         elif self._adapters is not None:
             self._adapters.save(path, self.spec.model_path)
@@ -159,7 +178,9 @@ class TrainStep:
 
     def begin_save_state(self, path: Path) -> PendingSave:
         """Copy all that is needed to go on; it is written to the new folder `path` beside training. Raises StateError."""
-        self._pending = self._state.begin_save(Progress(self.policy_version, self.num_optimizer_steps, self.num_skipped_in_a_row), path)
+        self._pending = self._state.begin_save(
+            Progress(self.policy_version, self.num_optimizer_steps, self.num_skipped_in_a_row), path
+        )
         return self._pending
 
     def wait_save_state(self) -> None:
@@ -184,8 +205,12 @@ class TrainStep:
 
     def _numbers(self, header: BatchHeader, arrays: BatchArrays, has_loss: BoolN) -> BatchNumbers:
         """All that is computed before the first step, which may change the weights."""
-        proximal_N = self._forward(self.policy, header, arrays, has_loss) if self._objective.needs_proximal else None
-        reference_N = self._reference_logprobs(header, arrays, has_loss) if self._objective.needs_reference else None
+        proximal_N = (
+            self._forward(self.policy, header, arrays, has_loss) if self._objective.needs_proximal else None
+        )
+        reference_N = (
+            self._reference_logprobs(header, arrays, has_loss) if self._objective.needs_reference else None
+        )
         advantage_N = self._objective.advantages(header, arrays, has_loss, proximal_N, reference_N)
         return BatchNumbers(header, arrays, advantage_N, proximal_N, reference_N)
 
@@ -217,24 +242,41 @@ class TrainStep:
         reshard(policy)
         return logprobs_N
 
-    def _micro_batches(self, header: BatchHeader, arrays: BatchArrays, has_loss: BoolN) -> list[tuple[MicroBatch, bool]]:
+    def _micro_batches(
+        self, header: BatchHeader, arrays: BatchArrays, has_loss: BoolN
+    ) -> list[tuple[MicroBatch, bool]]:
         """Those of this rank, and whether each one counts."""
         max_tokens = self.spec.trainer.micro_batch_tokens
-        return rank_micro_batches(header, arrays, has_loss, max_tokens, self.device, self.ranks, self.policy.plan)
+        return rank_micro_batches(
+            header, arrays, has_loss, max_tokens, self.device, self.ranks, self.policy.plan
+        )
 
-    def _optimizer_step(self, batch: BatchNumbers, chosen: BoolN, taken: BatchTotals, *, is_first: bool) -> None:
+    def _optimizer_step(
+        self, batch: BatchNumbers, chosen: BoolN, taken: BatchTotals, *, is_first: bool
+    ) -> None:
         """One forward-backward over the chosen tokens and one step; a gradient that is not finite is skipped and counted."""
         try:
             sums = self._accumulate(batch, chosen)
             if is_first:
-                taken.logprobs_N[chosen], taken.entropies_N[chosen] = sums.logprobs_N[chosen], sums.entropies_N[chosen]
-            if taken.num_tokens == 0:  # later steps of a batch start from other weights than those it was sampled with
+                taken.logprobs_N[chosen], taken.entropies_N[chosen] = (
+                    sums.logprobs_N[chosen],
+                    sums.entropies_N[chosen],
+                )
+            if (
+                taken.num_tokens == 0
+            ):  # later steps of a batch start from other weights than those it was sampled with
                 taken.gap = self._check_gap(batch, chosen, sums)
             grad_norm = self._clip_gradient()
-            if not (math.isfinite(sums.loss) and math.isfinite(grad_norm)):  # first: its statistics are as spoilt as its gradient
+            if not (
+                math.isfinite(sums.loss) and math.isfinite(grad_norm)
+            ):  # first: its statistics are as spoilt as its gradient
                 self._skip(batch, taken, f"loss {sums.loss} and gradient norm {grad_norm}")
             elif unfit := {name: value for name, value in sums.stats.items() if not math.isfinite(value)}:
-                self._refuse_saved(batch, f"statistics {unfit}", "metrics are finite numbers, those of algorithm.loss included")
+                self._refuse_saved(
+                    batch,
+                    f"statistics {unfit}",
+                    "metrics are finite numbers, those of algorithm.loss included",
+                )
             else:
                 self._step(taken, sums, grad_norm)
         finally:
@@ -277,7 +319,13 @@ class TrainStep:
             rule = f"trainer.max_skipped_steps={self.spec.trainer.max_skipped_steps} steps in a row may be skipped before the run ends"
             self._refuse_saved(batch, what, rule)
         path = self._save_failed(batch)
-        log.warning("batch %d (%s): step skipped, %s; the batch is saved in %s", batch.header.version, _groups(batch), what, path)
+        log.warning(
+            "batch %d (%s): step skipped, %s; the batch is saved in %s",
+            batch.header.version,
+            _groups(batch),
+            what,
+            path,
+        )
 
     def _check_gap(self, batch: BatchNumbers, chosen: BoolN, sums: StepSums) -> dict[str, float]:
         """Metrics of |current - behaviour| on fresh tokens, where both come from the same weights. Refuses past the limit."""
@@ -285,7 +333,9 @@ class TrainStep:
             return {}
         arrays, limit = batch.arrays, self.spec.trainer.logprob_gap_limit
         is_fresh = chosen & (arrays.versions == batch.header.version)
-        gaps = measure_gaps(sums.logprobs_N[is_fresh], arrays.behaviour_logprobs[is_fresh], arrays.engines[is_fresh])
+        gaps = measure_gaps(
+            sums.logprobs_N[is_fresh], arrays.behaviour_logprobs[is_fresh], arrays.engines[is_fresh]
+        )
         if limit is not None and (worst := worst_gap(gaps, limit)) is not None:
             self._refuse_saved(
                 batch,
@@ -294,13 +344,17 @@ class TrainStep:
                 f"{gap_advice(worst, gaps)}; or raise trainer.logprob_gap_limit.",
             )
         if (worst := worst_gap(gaps, GAP_WARNING)) is not None:
-            log.warning("batch %d: %s; %s", batch.header.version, gap_words(worst, gaps), gap_advice(worst, gaps))
+            log.warning(
+                "batch %d: %s; %s", batch.header.version, gap_words(worst, gaps), gap_advice(worst, gaps)
+            )
         return gap_metrics(gaps)
 
     def _clip_gradient(self) -> float:
         """Clip to trainer.max_grad_norm; returns the norm before."""
         limit = self.spec.trainer.max_grad_norm
-        norm = torch.nn.utils.clip_grad_norm_(list(self._masters.named.values()), math.inf if limit is None else limit)
+        norm = torch.nn.utils.clip_grad_norm_(
+            list(self._masters.named.values()), math.inf if limit is None else limit
+        )
         return float(self.ranks.gather(float(norm.full_tensor() if isinstance(norm, DTensor) else norm))[0])
 
     def _save_failed(self, batch: BatchNumbers) -> Path:
@@ -317,14 +371,17 @@ class TrainStep:
             f"batch {batch.header.version} ({_groups(batch)}) gave {error}; policy_version stays {self.policy_version}, "
             f"the batch is saved in {path}",
             rule=rule,
-            way_out=way_out or "look at the batch with asyncrl.wire.unpack_batch; lower trainer.learning_rate or trainer.max_grad_norm.",
+            way_out=way_out
+            or "look at the batch with asyncrl.messages.unpack_batch; lower trainer.learning_rate or trainer.max_grad_norm.",
         )
 
     def _record(self, header: BatchHeader, arrays: BatchArrays, has_loss: BoolN, taken: BatchTotals) -> None:
         digest = self.weights_digest() if self.spec.record_digest else None
         if not self.ranks.is_first:
             return
-        if not self._has_recorded:  # the first batch of this process: what an earlier one has written from here on is done again
+        if (
+            not self._has_recorded
+        ):  # the first batch of this process: what an earlier one has written from here on is done again
             self._note_restored(header.version)
         append_line(self.spec.record_path, trained_line(header, arrays, has_loss, taken.loss, digest))
 
@@ -338,3 +395,45 @@ def _groups(batch: BatchNumbers) -> str:
     """`groups 40, 41`: the prompts in question, for `asyncrl inspect --group`."""
     ids = dict.fromkeys(entry.group_id for entry in batch.header.trajectories)
     return f"{'group' if len(ids) == 1 else 'groups'} {', '.join(map(str, ids))}"
+
+
+# Metrics of one step from the logprobs of its loss tokens, all measured before the update. Knows numbers alone.
+
+
+Float32M = npt.NDArray[np.float32]
+
+
+def policy_metrics(current_M: Float32M, behaviour_M: Float32M, entropy_M: Float32M) -> dict[str, float]:
+    """Entropy, distance and effective sample size of M >= 1 loss tokens; logprobs and entropy in nats.
+
+    kl_behaviour estimates KL(behaviour || current) by the mean of w - 1 - log w, w = exp(current - behaviour), which is
+    unbiased and never negative (http://joschu.net/blog/kl-approx.html). ess is the effective sample size of the weights w
+    as a fraction of M, (sum w)^2 / (M sum w^2): 1 on-policy.
+    """
+    log_weight_M = current_M.astype(np.float64) - behaviour_M.astype(np.float64)
+    weight_M = np.exp(log_weight_M)
+    return {
+        "policy/entropy": float(entropy_M.mean(dtype=np.float64)),
+        "policy/kl_behaviour": float((weight_M - 1.0 - log_weight_M).mean()),
+        "policy/ess": float(weight_M.sum() ** 2 / (len(weight_M) * np.square(weight_M).sum())),
+    }
+
+
+# The learning rate of each optimizer step. Knows numbers alone.
+
+
+def learning_rate_at(config: TrainerConfig, step: int) -> float:
+    """Learning rate of optimizer step `step`, counted from 0 over the whole run.
+
+    Warm-up rises linearly and reaches the peak in its last step, number warmup_steps - 1; then the rate stays (constant) or
+    falls to 0 one step after the last of num_steps * mini_batches * epochs.
+    """
+    if step < config.warmup_steps:
+        return config.learning_rate * (step + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return config.learning_rate
+    length = max(config.num_steps * config.mini_batches * config.epochs - config.warmup_steps, 1)
+    progress = min((step - config.warmup_steps) / length, 1.0)
+    if config.schedule == "linear":
+        return config.learning_rate * (1.0 - progress)
+    return config.learning_rate * 0.5 * (1.0 + math.cos(math.pi * progress))

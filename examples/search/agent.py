@@ -15,7 +15,7 @@ import string
 from pathlib import Path
 from typing import Any
 
-from asyncrl.harness import Outcome, Session, Task
+from asyncrl.agents import Outcome, Session, Task
 
 HERE = Path(__file__).parent
 SYSTEM = (
@@ -28,14 +28,24 @@ TOOLS: list[Any] = [
         "function": {
             "name": "search",
             "description": "Finds passages of an encyclopedia.",
-            "parameters": {"type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]},
+            "parameters": {
+                "type": "object",
+                "properties": {"query": {"type": "string"}},
+                "required": ["query"],
+            },
         },
     }
 ]
 
 
 async def run(
-    task: Task, session: Session, *, corpus: str = "", num_passages: int = 2, max_searches: int = 3, must_search: bool = False
+    task: Task,
+    session: Session,
+    *,
+    corpus: str = "",
+    num_passages: int = 2,
+    max_searches: int = 3,
+    must_search: bool = False,
 ) -> Outcome:
     """Search and answer. `must_search`: the first turn is a call whatever the model would rather do, which helps a small model begin.
 
@@ -64,7 +74,13 @@ async def run(
     is_right = answer is not None and any(normalised(answer) == normalised(right) for right in task.answer)
     reward = 1.0 if is_right else 0.1 if answer is not None else 0.0
     return Outcome(
-        reward, {"searches": num_searches, "found": float(found), "answered": float(answer is not None), "right": float(is_right)}
+        reward,
+        {
+            "searches": num_searches,
+            "found": float(found),
+            "answered": float(answer is not None),
+            "right": float(is_right),
+        },
     )
 
 
@@ -85,8 +101,12 @@ class Index:
         words = self._bm25s.tokenize(query, stopwords="en", return_ids=False, show_progress=False)
         if not words[0]:
             return "No passage found."
-        numbers, scores = self._bm25.retrieve(words, k=min(num_passages, len(self._passages)), show_progress=False)
-        found = [self._passages[number] for number, score in zip(numbers[0], scores[0], strict=True) if score > 0]
+        numbers, scores = self._bm25.retrieve(
+            words, k=min(num_passages, len(self._passages)), show_progress=False
+        )
+        found = [
+            self._passages[number] for number, score in zip(numbers[0], scores[0], strict=True) if score > 0
+        ]
         return "\n".join(f"{passage['title']}: {passage['text']}" for passage in found) or "No passage found."
 
 

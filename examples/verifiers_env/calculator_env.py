@@ -22,7 +22,11 @@ TOOL = {
     "function": {
         "name": "calculate",
         "description": "The value of an expression of whole numbers with +, - and *.",
-        "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"expression": {"type": "string"}},
+            "required": ["expression"],
+        },
     },
 }
 
@@ -116,13 +120,21 @@ class CalculatorHarness(vf.Harness[CalculatorHarnessConfig]):
         messages = [{"role": "system", "content": system}, {"role": "user", "content": prompt}]
         async with AsyncOpenAI(base_url=endpoint, api_key=secret, timeout=None) as client:
             for _ in range(self.config.max_turns):
-                completion = await client.chat.completions.create(model=ctx.model, messages=messages, tools=[TOOL])
+                completion = await client.chat.completions.create(
+                    model=ctx.model, messages=messages, tools=[TOOL]
+                )
                 message = completion.choices[0].message
                 messages.append(message.model_dump(exclude_none=True))
                 if not message.tool_calls:
                     break
                 for call in message.tool_calls:
-                    messages.append({"role": "tool", "tool_call_id": call.id, "content": self._result(call.function.arguments)})
+                    messages.append(
+                        {
+                            "role": "tool",
+                            "tool_call_id": call.id,
+                            "content": self._result(call.function.arguments),
+                        }
+                    )
         return vf.ProgramResult(exit_code=0, stdout="", stderr="")
 
     def _result(self, arguments: str) -> str:

@@ -1,1 +1,1 @@
-"""Engine servers: started as processes, never imported by asyncrl. Of asyncrl they import asyncrl.wire alone."""
+"""Engine servers: started as processes, never imported by asyncrl. Of asyncrl they import asyncrl.messages alone."""

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from asyncrl.serving import Refused
-from asyncrl.wire import GenerateRequest, Span
+import numpy as np
+import numpy.typing as npt
+
+from asyncrl.http import Refused
+from asyncrl.messages.engine_calls import GenerateRequest, Span
 
 
 def check_request(request: GenerateRequest, max_length: int, vocab_size: int) -> None:
@@ -38,7 +41,11 @@ def check_request(request: GenerateRequest, max_length: int, vocab_size: int) ->
 
 def refusal_of(error: BaseException) -> Refused:
     """The answer that tells of `error`: itself if it is a refusal, else a crash (500)."""
-    return error if isinstance(error, Refused) else Refused(500, f"{type(error).__name__}: {error}", way_out="see this server's log.")
+    return (
+        error
+        if isinstance(error, Refused)
+        else Refused(500, f"{type(error).__name__}: {error}", way_out="see this server's log.")
+    )
 
 
 def here_already(request_id: str) -> Refused:
@@ -107,5 +114,30 @@ RESEND = "export and prepare again; if it repeats, look for what else writes the
 
 def spans_of(marks: Sequence[tuple[int, int]], num_tokens: int) -> list[Span]:
     """Version spans that cover [0, num_tokens) once, in order. A mark is (first token, policy_version); empty spans are left out."""
-    ends = [*(start for start, _ in marks[1:]), num_tokens][: len(marks)]  # no mark at all: aborted before it ran
-    return [Span(start=start, end=end, version=version) for (start, version), end in zip(marks, ends, strict=True) if start < end]
+    ends = [*(start for start, _ in marks[1:]), num_tokens][
+        : len(marks)
+    ]  # no mark at all: aborted before it ran
+    return [
+        Span(start=start, end=end, version=version)
+        for (start, version), end in zip(marks, ends, strict=True)
+        if start < end
+    ]
+
+
+# Random numbers that depend on (seed, position) alone, so that an interrupted request draws what it would have drawn. Knows numpy.
+
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """The finalizer of SplitMix64 (Steele, Lea and Flood 2014, https://doi.org/10.1145/2660193.2660195)."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def uniform_draws(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """One number in [0, 1) for each (seed, absolute position), float64 with 53 random bits; depends on nothing else."""
+    counter = _mix(seeds + _GOLDEN) + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN
+    return (_mix(counter) >> np.uint64(11)).astype(np.float64) * 2.0**-53

@@ -10,8 +10,9 @@ import anyio
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
-from asyncrl.serving import make_app
-from asyncrl.wire import (
+from asyncrl.http import make_app
+from asyncrl.messages.base import Moved
+from asyncrl.messages.engine_calls import (
     AbortRequest,
     AbortResponse,
     CommitRequest,
@@ -21,7 +22,6 @@ from asyncrl.wire import (
     GenerateResponse,
     LoadChunkRequest,
     LoadChunkResponse,
-    Moved,
     PrepareRequest,
     PrepareResponse,
     SleepRequest,
@@ -41,7 +41,9 @@ class Engine(Protocol):
         """Counts of this moment."""
         ...
 
-    def submit(self, request: GenerateRequest, stream: TokenStream | None = None) -> AnyFuture[GenerateResponse]:
+    def submit(
+        self, request: GenerateRequest, stream: TokenStream | None = None
+    ) -> AnyFuture[GenerateResponse]:
         """Queue a request. Raises Refused if it can never run. Tokens that `stream` was told are left out of the answer."""
         ...
 
@@ -82,7 +84,11 @@ def engine_app(engine: Engine) -> FastAPI:
     async def generate(body: GenerateRequest, request: Request) -> GenerateResponse | Response:
         if body.stream:
             stream = TokenStream()
-            return StreamedAnswer(stream, asyncio.wrap_future(engine.submit(body, stream)), lambda: engine.abort([body.request_id]))
+            return StreamedAnswer(
+                stream,
+                asyncio.wrap_future(engine.submit(body, stream)),
+                lambda: engine.abort([body.request_id]),
+            )
         future = engine.submit(body)
 
         async def abort_when_gone() -> None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from asyncrl.serving import Refused
-from asyncrl.wire import EnginePart, LoadChunkRequest, joint_digest
+from asyncrl.http import Refused
+from asyncrl.messages.base import EnginePart, joint_digest
+from asyncrl.messages.engine_calls import LoadChunkRequest
 from asyncrl_servers.checks import RESEND, wrong_digest
 
 PARTS: tuple[EnginePart, ...] = ("kv", "weights")
@@ -69,7 +70,12 @@ class Wakefulness:
     def check_weights_awake(self, what: str) -> None:
         """Raise Refused (409) if `what` would need memory for weights that are asleep."""
         if "weights" in self._asleep:
-            raise Refused(409, f"{what}: the weights are asleep", rule="their memory is not theirs meanwhile", way_out="wake them first.")
+            raise Refused(
+                409,
+                f"{what}: the weights are asleep",
+                rule="their memory is not theirs meanwhile",
+                way_out="wake them first.",
+            )
 
     def check_may_load(self, version: int) -> None:
         """Raise Refused (409) if a chunk would be written over weights that are asleep or serve."""
@@ -124,7 +130,11 @@ class ChunkedPush:
         if request.index == 0:
             self.clear()
         elif self.is_whole or (request.version, request.index) != (self.version, self.num_chunks):
-            here = f"chunks 0..{self.num_chunks - 1} of policy_version {self.version}" if self.num_chunks else "nothing"
+            here = (
+                f"chunks 0..{self.num_chunks - 1} of policy_version {self.version}"
+                if self.num_chunks
+                else "nothing"
+            )
             raise Refused(
                 409,
                 f"chunk {request.index} of policy_version {request.version} came, loaded is {here}{', which is whole' * self.is_whole}",
@@ -160,7 +170,10 @@ class ChunkedPush:
         """
         missing = sorted(set(names) - self.digests.keys()) if names is not None else []
         loaded, state = joint_digest(self.digests.values()), repr(self)
-        is_whole, is_file = self.is_whole and self.version == version, self.num_chunks == 1 and bool(self.last_path)
+        is_whole, is_file = (
+            self.is_whole and self.version == version,
+            self.num_chunks == 1 and bool(self.last_path),
+        )
         source = Source(self.last_path, loaded) if is_file else None
         self.clear()
         if not is_whole or missing or loaded != digest:

@@ -11,7 +11,7 @@ import anyio
 from fastapi.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from asyncrl.wire import GenerateChunk, GenerateResponse
+from asyncrl.messages.engine_calls import GenerateChunk, GenerateResponse
 from asyncrl_servers.checks import refusal_of
 
 Told: TypeAlias = "tuple[list[int], list[float], int]"
@@ -57,7 +57,10 @@ class TokenStream:
             else:
                 chunks.append((token_ids, logprobs, version))
         self._told = []
-        return [GenerateChunk(token_ids=ids, logprobs=logprobs, version=version) for ids, logprobs, version in chunks]
+        return [
+            GenerateChunk(token_ids=ids, logprobs=logprobs, version=version)
+            for ids, logprobs, version in chunks
+        ]
 
 
 def hand_over(told: Iterable[tuple[TokenStream, Told]]) -> None:
@@ -81,7 +84,9 @@ class StreamedAnswer(Response):
     Nothing is sent before the first token, so that a refusal still has its own status. `abort` is called if the client goes away.
     """
 
-    def __init__(self, stream: TokenStream, answer: asyncio.Future[GenerateResponse], abort: Callable[[], object]) -> None:
+    def __init__(
+        self, stream: TokenStream, answer: asyncio.Future[GenerateResponse], abort: Callable[[], object]
+    ) -> None:
         super().__init__(media_type="application/x-ndjson")
         del self.headers["content-length"]
         self._stream, self._answer, self._abort = stream, answer, abort
@@ -110,7 +115,9 @@ class StreamedAnswer(Response):
                 error = self._answer.exception()
                 if error is not None and not (has_begun or lines):
                     refusal = refusal_of(error)
-                    await JSONResponse(refusal.body.model_dump(), status_code=refusal.status)(scope, receive, send)
+                    await JSONResponse(refusal.body.model_dump(), status_code=refusal.status)(
+                        scope, receive, send
+                    )
                     return
                 last = self._answer.result() if error is None else refusal_of(error).body
                 lines.append(last.model_dump_json())

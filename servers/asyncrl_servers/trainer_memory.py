@@ -7,12 +7,15 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from asyncrl.serving import Refused
-from asyncrl.sharing import SharedMemory, open_memory
-from asyncrl.wire import ChunkMemory, MemoryHandle, PlacedTensor
+from asyncrl.http import Refused
+from asyncrl.messages.base import ChunkMemory, MemoryHandle, PlacedTensor
+from asyncrl.weights.shared_memory import SharedMemory, open_memory
 from asyncrl_servers.checks import RESEND
 
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)}
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+}
 
 
 class TrainerMemory:
@@ -53,8 +56,16 @@ def views(memory: ChunkMemory, data: Tensor) -> Mapping[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for placed in memory.tensors:
         dtype = DTYPES.get(placed.dtype)
-        if dtype is None or any(size < 0 for size in placed.shape) or placed.start % dtype.itemsize or placed.name in tensors:
-            raise _wrong(placed, "it is of a dtype that weights do not have, begins between two numbers, or comes twice")
+        if (
+            dtype is None
+            or any(size < 0 for size in placed.shape)
+            or placed.start % dtype.itemsize
+            or placed.name in tensors
+        ):
+            raise _wrong(
+                placed,
+                "it is of a dtype that weights do not have, begins between two numbers, or comes twice",
+            )
         shape = torch.Size(placed.shape)
         end = placed.start + shape.numel() * dtype.itemsize
         if end > len(data):
@@ -64,4 +75,8 @@ def views(memory: ChunkMemory, data: Tensor) -> Mapping[str, Tensor]:
 
 
 def _wrong(placed: PlacedTensor, why: str) -> Refused:
-    return Refused(400, f"{placed.name}, {placed.dtype} {placed.shape} at byte {placed.start}, cannot be in a chunk: {why}", way_out=RESEND)
+    return Refused(
+        400,
+        f"{placed.name}, {placed.dtype} {placed.shape} at byte {placed.start}, cannot be in a chunk: {why}",
+        way_out=RESEND,
+    )

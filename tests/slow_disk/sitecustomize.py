@@ -10,7 +10,9 @@ class _SlowCommits:
     """Waits for asyncrl.journal.writer to be imported, and puts a pause before every commit of its thread."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
-        if name == "asyncrl.journal.journal":  # imports the writer: when it is found, patch what it is about to import
+        if (
+            name == "asyncrl.journal.journal"
+        ):  # imports the writer: when it is found, patch what it is about to import
             sys.meta_path.remove(self)
             from asyncrl.journal.writer import Writer
 

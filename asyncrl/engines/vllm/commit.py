@@ -9,16 +9,16 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
-from asyncrl.calling import CallLost, CallRefused
-from asyncrl.engines.vllm.canary import canary_fault
-from asyncrl.engines.vllm.generating import Sampler
-from asyncrl.engines.vllm.loads import Load
-from asyncrl.engines.vllm.process import Process
+from asyncrl.engines.vllm.generate import Sampler
 from asyncrl.engines.vllm.routes import PauseMode, Routes
 from asyncrl.engines.vllm.segments import Segment
+from asyncrl.engines.vllm.start import canary_fault
+from asyncrl.engines.vllm.vllm_process import Process
+from asyncrl.engines.vllm.vllm_weights import Load
 from asyncrl.errors import EngineError, EngineLost
-from asyncrl.types import CommitReport, Interrupt
-from asyncrl.uncut import uncut
+from asyncrl.http import CallLost, CallRefused
+from asyncrl.messages.records import CommitReport, Interrupt
+from asyncrl.waits import uncut
 
 RESUME_LIMIT_S = 10.0
 _MODES: dict[Interrupt, PauseMode] = {"abort": "abort", "keep": "keep", "keep_kv": "keep", "wait": "wait"}
@@ -85,7 +85,9 @@ class Commit:
             if interrupt == "wait":
                 started = clock()
             else:
-                self._num_interrupted += len(running) if interrupt == "abort" else min(len(running), self._slots)
+                self._num_interrupted += (
+                    len(running) if interrupt == "abort" else min(len(running), self._slots)
+                )
             await process.ask("/abort_requests", lambda: self._sampler.end(self._not_kept(interrupt)))
             await self._load_under_label(interrupt)
         self._pause_s += clock() - started
@@ -110,7 +112,9 @@ class Commit:
     @asynccontextmanager
     async def _paused(self, interrupt: Interrupt) -> AsyncIterator[None]:
         try:
-            await self._process.ask("/pause", lambda: self._routes.pause(_MODES[interrupt], clear_cache=interrupt != "keep_kv"))
+            await self._process.ask(
+                "/pause", lambda: self._routes.pause(_MODES[interrupt], clear_cache=interrupt != "keep_kv")
+            )
             yield
         finally:
             _, cancelled = await uncut(self._resume())
@@ -127,7 +131,11 @@ class Commit:
         except EngineLost:
             return  # who waits for it learns that at its next call
         except (CallLost, CallRefused) as failure:
-            process.break_nowait(f"was paused and could not be resumed: {failure}", rule="a pause ends with its commit", way_out=_READ_LOG)
+            process.break_nowait(
+                f"was paused and could not be resumed: {failure}",
+                rule="a pause ends with its commit",
+                way_out=_READ_LOG,
+            )
 
     async def _is_true(self, attempt: int) -> bool:
         """Whether the canary agrees. Raises EngineError if it does not, and this was the last attempt."""
@@ -137,7 +145,14 @@ class Commit:
         canary, request_id = load.canary, f"canary-{self._label}"
         fault = await process.ask(
             "the canary",
-            lambda: canary_fault(self._routes, canary, label=self._label, model=load.model, limit=self._limit, request_id=request_id),
+            lambda: canary_fault(
+                self._routes,
+                canary,
+                label=self._label,
+                model=load.model,
+                limit=self._limit,
+                request_id=request_id,
+            ),
         )
         if not fault:
             return True
@@ -165,7 +180,12 @@ class Commit:
         except EngineError as error:
             if process.is_settled or self._is_untrue or isinstance(error, EngineLost):
                 raise
-            raise EngineLost(process.name, f"{self._what_failed}: {error.what}", rule=_RULE, way_out=error.way_out or _READ_LOG) from error
+            raise EngineLost(
+                process.name,
+                f"{self._what_failed}: {error.what}",
+                rule=_RULE,
+                way_out=error.way_out or _READ_LOG,
+            ) from error
         finally:
             if not is_done and not process.is_settled:
                 process.break_nowait(self._what_failed, rule=_RULE, way_out=_READ_LOG)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncrl.engines.vllm.messages import ServerInfo
+from asyncrl.engines.vllm.routes import ServerInfo
 from asyncrl.errors import ConfigError
+from asyncrl.messages.engine_calls import GenerateRequest
 
-EXTENSION = "asyncrl_servers.vllm.worker.WeightLoader"
+EXTENSION = "asyncrl_servers.vllm.worker_extension.WeightLoader"
 _MIN_KEEP_ALIVE_S = 60
 """Our connections rest for 30 s (calling.Caller); a server that closes one first breaks the next request on it."""
 
@@ -49,7 +50,14 @@ def check_settings(name: str, info: ServerInfo, facts: VllmFacts) -> None:
         name, "model", served, os.path.realpath(served) == os.path.realpath(facts.model_path),
         f"it must serve the model that is trained, {facts.model_path}", f"vllm serve {facts.model_path}",
     )  # fmt: skip
-    _require(name, "dtype", dtype, dtype == facts.dtype, f"weights are published as {facts.dtype}", f"--dtype {facts.dtype}")
+    _require(
+        name,
+        "dtype",
+        dtype,
+        dtype == facts.dtype,
+        f"weights are published as {facts.dtype}",
+        f"--dtype {facts.dtype}",
+    )
     _require(
         name, "max_model_len", model.get("max_model_len"), _at_least(model.get("max_model_len"), facts.max_length),
         f"prompt and completion take up to {facts.max_length} tokens", f"--max-model-len {facts.max_length}",
@@ -101,3 +109,50 @@ def _at_least(found: object, least: int) -> bool:
 def _require(name: str, setting: str, found: object, is_so: bool, rule: str, give: str) -> None:
     if not is_so:
         raise lacks(name, f"has {setting}={found}", rule, give)
+
+
+# Stop strings that lie over the joint of a resumed segment: vLLM looks at new text alone. Knows a decoder; knows no request.
+
+
+_SLACK = 8
+"""Tokens looked at beyond the longest stop string's bytes (each token holds a byte or more, but for special ones)."""
+
+
+class JointWatch:
+    """Tells which of the first new tokens completes a stop string that began before them.
+
+    Life: made with the resumed ids -> take() for the new ones, in order -> is_over: no stop string reaches back so far any more.
+    """
+
+    def __init__(
+        self, stop: Sequence[str], decode: Callable[[Sequence[int]], str], resumed_ids: Sequence[int]
+    ) -> None:
+        self._stop = [text for text in stop if text]
+        self._decode = decode
+        self._window = max((len(text.encode()) for text in self._stop), default=0) + _SLACK
+        self._tail = list(resumed_ids[-self._window :])
+        self._num_taken = 0
+
+    @property
+    def is_over(self) -> bool:
+        """The tokens to come are vLLM's to watch."""
+        return self._num_taken >= self._window
+
+    def take(self, token_ids: Sequence[int]) -> int | None:
+        """Number of these that are left when the one that completes a stop string is the last; None if none does."""
+        for index, token_id in enumerate(token_ids):
+            if self.is_over:
+                return None
+            self._tail.append(token_id)
+            self._num_taken += 1
+            text = self._decode(self._tail)
+            if any(stop in text for stop in self._stop):
+                return index + 1
+        return None
+
+
+def watch_of(request: GenerateRequest, decode: Callable[[Sequence[int]], str] | None) -> JointWatch | None:
+    """A watch, where the segment has a joint that a stop string can lie over, and its text can be read."""
+    if decode is None or not request.num_resumed or not any(request.stop):
+        return None
+    return JointWatch(request.stop, decode, request.prompt_ids[-request.num_resumed :])

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Literal, cast
 
 from asyncrl.engines.vllm.facts import VllmFacts
-from asyncrl.engines.vllm.messages import Generate, Generated, LabelSpan, Sampling
+from asyncrl.engines.vllm.routes import Generate, Generated, LabelSpan, Sampling
 from asyncrl.errors import EngineError, RequestRefused
-from asyncrl.wire import GenerateRequest, GenerateResponse, Span
+from asyncrl.messages.engine_calls import GenerateRequest, GenerateResponse, Span
 
 Finish = Literal["stop", "length", "abort"]
 _FINISHES = ("stop", "length", "abort")
@@ -115,7 +115,14 @@ def check_request(name: str, request: GenerateRequest, facts: VllmFacts, vocab_s
             rule="prompt and completion must fit into a slot",
             way_out="shorten the prompt, lower max_tokens, or raise rollout.max_prompt_tokens or rollout.max_tokens.",
         )
-    wrong = next((token for token in request.prompt_ids if token < 0 or (vocab_size is not None and token >= vocab_size)), None)
+    wrong = next(
+        (
+            token
+            for token in request.prompt_ids
+            if token < 0 or (vocab_size is not None and token >= vocab_size)
+        ),
+        None,
+    )
     if wrong is not None:
         raise RequestRefused(
             f"{name} refused request {request.request_id}: it has token id {wrong}",
@@ -137,7 +144,13 @@ def check_request(name: str, request: GenerateRequest, facts: VllmFacts, vocab_s
 
 
 def response_of(
-    name: str, segment: Segment, sampled: Sampled, *, num_told: int, version_of: Callable[[str], int | None], is_stale: bool
+    name: str,
+    segment: Segment,
+    sampled: Sampled,
+    *,
+    num_told: int,
+    version_of: Callable[[str], int | None],
+    is_stale: bool,
 ) -> GenerateResponse:
     """The tokens after the first `num_told`, up to the first one whose label has no version that can be trusted (version_of: None).
 
@@ -145,10 +158,18 @@ def response_of(
     Raises EngineError for an answer that cannot be.
     """
     if sampled.finish not in _FINISHES:
-        raise _nonsense(name, segment, f"finish_reason {sampled.finish}", f"an answer ends with one of {', '.join(_FINISHES)}")
+        raise _nonsense(
+            name,
+            segment,
+            f"finish_reason {sampled.finish}",
+            f"an answer ends with one of {', '.join(_FINISHES)}",
+        )
     if sampled.token_ids and sampled.labels is None:
         raise _nonsense(
-            name, segment, f"{len(sampled.token_ids)} tokens without weight_versions", "vLLM 0.32 says which weights sampled them"
+            name,
+            segment,
+            f"{len(sampled.token_ids)} tokens without weight_versions",
+            "vLLM 0.32 says which weights sampled them",
         )
     spans = _spans(sampled, version_of)
     if any(span.version < 0 for span in spans):
@@ -198,7 +219,10 @@ def _spans(sampled: Sampled, version_of: Callable[[str], int | None]) -> list[Sp
 
 def _nonsense(name: str, segment: Segment, what: str, rule: str) -> EngineError:
     return EngineError(
-        name, f"answered request {segment.request.request_id} with {what}", rule=rule, way_out=f"read {name}'s log, and use vLLM 0.32."
+        name,
+        f"answered request {segment.request.request_id} with {what}",
+        rule=rule,
+        way_out=f"read {name}'s log, and use vLLM 0.32.",
     )
 
 

@@ -8,9 +8,9 @@ import traceback
 
 from pydantic import ValidationError
 
-from asyncrl.serving import child_arguments, die_with_parent, fail, serve
-from asyncrl.wire import ErrorBody, fatal_line
-from asyncrl_servers.embedded.spec import EmbeddedSpec
+from asyncrl.http import child_arguments, die_with_parent, fail, serve
+from asyncrl.messages.base import ErrorBody, fatal_line
+from asyncrl_servers.embedded.kv_memory import EmbeddedSpec
 from asyncrl_servers.engine_app import engine_app
 
 
@@ -21,14 +21,17 @@ def main() -> None:
     try:
         spec = EmbeddedSpec.model_validate_json(text)
     except ValidationError as error:
-        fail(f"the spec of the embedded engine is wrong: {error}", rule="see asyncrl_servers/embedded/spec.py")
+        fail(
+            f"the spec of the embedded engine is wrong: {error}", rule="see asyncrl_servers/embedded/spec.py"
+        )
 
     from asyncrl_servers.embedded.build import build_engine
 
     def on_crash(error: BaseException | None) -> None:
         traceback.print_exception(error)
         body = ErrorBody(
-            error=f"{spec.name}: the engine loop died: {type(error).__name__}: {error}", way_out="see the traceback in this log."
+            error=f"{spec.name}: the engine loop died: {type(error).__name__}: {error}",
+            way_out="see the traceback in this log.",
         )
         print(fatal_line(body), file=sys.stderr, flush=True)
         os._exit(1)

@@ -12,11 +12,18 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from asyncrl_servers.embedded.attention import LENGTH_STEP, DecodePass, Pass, Segment, SlotCache, in_force, padded_length
-from asyncrl_servers.embedded.model import LoadedModel
-from asyncrl_servers.embedded.plain_decoder import PlainDecoder
-from asyncrl_servers.embedded.prefill import PrefillItem, PrefillPass
-from asyncrl_servers.embedded.segments import cut_rows
+from asyncrl_servers.embedded.decoder import LoadedModel
+from asyncrl_servers.embedded.kv_attention import (
+    LENGTH_STEP,
+    DecodePass,
+    Pass,
+    Segment,
+    SlotCache,
+    in_force,
+    padded_length,
+)
+from asyncrl_servers.embedded.prefill import PlainDecoder, PrefillItem, PrefillPass
+from asyncrl_servers.embedded.sequence import cut_rows
 
 PREFILL_ROWS = 1024
 """Most tokens in one prefill call; a longer prompt takes several."""
@@ -73,7 +80,9 @@ class Runner:
     Sequences stand in slots 0..n-1 without a gap (the caller sees to it), so that decoding reads a plain view.
     """
 
-    def __init__(self, loaded: LoadedModel, slots: int, max_length: int, *, is_exact: bool, prompt_cache_bytes: int) -> None:
+    def __init__(
+        self, loaded: LoadedModel, slots: int, max_length: int, *, is_exact: bool, prompt_cache_bytes: int
+    ) -> None:
         self.loaded, self.max_length, self.is_exact, self._slots = loaded, max_length, is_exact, slots
         self.cache = self._allocate(slots)
         self._plain = PlainDecoder.of(loaded.model, max_length)
@@ -95,7 +104,9 @@ class Runner:
     def num_cache_bytes(self) -> int:
         """What take_cache takes."""
         loaded = self.loaded
-        return loaded.shape.bytes_per_token(loaded.dtype.itemsize) * padded_length(self.max_length) * self._slots
+        return (
+            loaded.shape.bytes_per_token(loaded.dtype.itemsize) * padded_length(self.max_length) * self._slots
+        )
 
     def take_cache(self) -> int:
         """A KV cache as at the start; returns its bytes."""
@@ -127,7 +138,9 @@ class Runner:
             results.append(self._prefill_call(items, ids, jobs))
         return torch.cat(results) if len(results) > 1 else results[0]
 
-    def _prefill_call(self, items: list[PrefillItem], ids: list[int], jobs: Sequence[tuple[int, Sequence[int]]]) -> Tensor:
+    def _prefill_call(
+        self, items: list[PrefillItem], ids: list[int], jobs: Sequence[tuple[int, Sequence[int]]]
+    ) -> Tensor:
         """Logits [K, V] after the K sequences that end in this call."""
         lengths = {slot: len(sequence) for slot, sequence in jobs}
         ends = [item.row + item.end - item.start - 1 for item in items if item.end == lengths[item.slot]]
@@ -140,7 +153,9 @@ class Runner:
         padded = np.zeros(rows, dtype=np.int64)
         padded[: len(ids)] = ids
         pass_ = PrefillPass(self.cache, items, self.loaded.num_heads, is_exact=self.is_exact)
-        logits = self._call(pass_, *(torch.from_numpy(array).to(self.loaded.device) for array in (padded, positions, keep)))
+        logits = self._call(
+            pass_, *(torch.from_numpy(array).to(self.loaded.device) for array in (padded, positions, keep))
+        )
         return logits[: len(ends)]
 
     def decode(self, last_ids: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> Tensor:
@@ -153,11 +168,15 @@ class Runner:
         packed_2R = torch.from_numpy(packed).to(self.loaded.device)
         positions_n = packed_2R[1, :n]
         segments = []
-        for start, end, length in cut_rows(-(-lengths // LENGTH_STEP) * LENGTH_STEP, self._kv_heads * self.loaded.shape.head_dim):
+        for start, end, length in cut_rows(
+            -(-lengths // LENGTH_STEP) * LENGTH_STEP, self._kv_heads * self.loaded.shape.head_dim
+        ):
             invalid = self._positions[:length] > positions_n[start:end, None]
             segments.append(Segment(start, end, length, invalid[:, None, None, :]))
         flat_index = (self._head_rows[: n * self._kv_heads].view(n, -1) + positions_n[:, None]).view(-1)
-        return self._call(DecodePass(self.cache, n, segments, flat_index, self.is_exact), packed_2R[0], packed_2R[1])[:n]
+        return self._call(
+            DecodePass(self.cache, n, segments, flat_index, self.is_exact), packed_2R[0], packed_2R[1]
+        )[:n]
 
     def remember(self, slot: int, prompt_ids: tuple[int, ...], logits_V: Tensor) -> None:
         """Keep a prefilled prompt for requests to come."""
@@ -187,10 +206,16 @@ class Runner:
         with in_force(pass_, self.max_length):
             if keep is None:  # [R, 1] is a little faster, but logits_to_keep chooses along the other axis
                 ids_R1, positions_R1 = ids_R[:, None], positions_R[:, None]
-                logits = self.loaded.model(input_ids=ids_R1, position_ids=positions_R1, use_cache=False, return_dict=True).logits[:, 0]
+                logits = self.loaded.model(
+                    input_ids=ids_R1, position_ids=positions_R1, use_cache=False, return_dict=True
+                ).logits[:, 0]
             else:
                 ids_1R, positions_1R = ids_R[None], positions_R[None]
                 logits = self.loaded.model(
-                    input_ids=ids_1R, position_ids=positions_1R, use_cache=False, logits_to_keep=keep, return_dict=True
+                    input_ids=ids_1R,
+                    position_ids=positions_1R,
+                    use_cache=False,
+                    logits_to_keep=keep,
+                    return_dict=True,
                 ).logits[0]
         return cast(Tensor, logits)

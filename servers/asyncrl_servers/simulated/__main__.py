@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pydantic import ValidationError
 
-from asyncrl.serving import child_arguments, die_with_parent, fail, serve
+from asyncrl.http import child_arguments, die_with_parent, fail, serve
 from asyncrl_servers.engine_app import engine_app
-from asyncrl_servers.simulated.engine import SimulatedEngine
-from asyncrl_servers.simulated.spec import SimulatedSpec
+from asyncrl_servers.simulated.latency_engine import SimulatedEngine
+from asyncrl_servers.simulated.simulated_state import SimulatedSpec
 
 
 def main() -> None:
@@ -17,7 +17,10 @@ def main() -> None:
     try:
         spec = SimulatedSpec.model_validate_json(text)
     except ValidationError as error:
-        fail(f"the spec of the simulated engine is wrong: {error}", rule="see asyncrl_servers/simulated/spec.py")
+        fail(
+            f"the spec of the simulated engine is wrong: {error}",
+            rule="see asyncrl_servers/simulated/spec.py",
+        )
     serve(engine_app(SimulatedEngine(spec)), fd)
 
 

@@ -13,12 +13,12 @@ from typing import Any, NoReturn
 
 from pydantic import ValidationError
 
-from asyncrl.serving import Refused, child_arguments, die_with_parent, fail, secret_of
-from asyncrl.wire import SECRET_ENV
+from asyncrl.http import Refused, child_arguments, die_with_parent, fail, secret_of
+from asyncrl.messages.base import SECRET_ENV
 from asyncrl_servers.vllm import group
-from asyncrl_servers.vllm.bearer import lock_with
+from asyncrl_servers.vllm.arguments import VllmSpec
 from asyncrl_servers.vllm.environment import check_start, set_environment
-from asyncrl_servers.vllm.spec import VllmSpec
+from asyncrl_servers.vllm.serve import lock_with
 
 ORPHANED = 3
 

@@ -6,11 +6,86 @@ import difflib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from asyncrl.serving import Refused
-from asyncrl_servers.vllm.memory import kv_cache_bytes
-from asyncrl_servers.vllm.spec import VllmSpec
+from pydantic import BaseModel, ConfigDict, Field
+
+from asyncrl.http import Refused
+
+# What the parent tells a vLLM server at its start. Knows no vLLM and no torch.
+
+
+WORKER_EXTENSION = "asyncrl_servers.vllm.worker_extension.WeightLoader"
+
+
+class VllmSpec(BaseModel):
+    """The spec file of `python -m asyncrl_servers.vllm`: one JSON object, unknown keys refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    name: str
+    """Name of this server in logs and errors, like engine-0."""
+    model_path: str
+    """Hugging Face folder with config, weights and tokenizer. Without a tokenizer there are no stop strings."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type of the weights. A run writes that of its trainer; auto (bfloat16 on CUDA, float32 on a CPU) is for a server alone."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """What vLLM must be built for (auto = whatever it is built for)."""
+    max_length: int = Field(ge=2)
+    """Most tokens of prompt and completion together."""
+    slots: int = Field(ge=1)
+    """Sequences decoded at once."""
+    threads: int = Field(default=1, ge=1)
+    """CPU threads of each worker; on CPU alone."""
+    deterministic: bool = True
+    """On CUDA: batch-invariant kernels. On CPU nothing is needed."""
+    seed: int = 0
+    """Seed of requests that have none."""
+    has_adapters: bool = False
+    """Adapters will be loaded (publisher.transport=lora)."""
+    lora_rank: int = Field(default=16, ge=1)
+    """Largest rank of an adapter."""
+    tensor_parallel: int = Field(default=1, ge=1)
+    """Devices that share one model."""
+    transport: Literal["shm", "disk", "lora", "nccl", "ipc"] = "shm"
+    """How weights come: through the worker extension (shm, disk), as adapters (lora), or from the trainer's device: chunks (ipc),
+    through the extension too, or a broadcast (nccl), through vLLM's own transfer."""
+    kv_cache_bytes: int | None = Field(default=None, ge=1)
+    """Memory for the KV cache (none = enough for all slots on CPU; what vLLM's own rule leaves over on CUDA)."""
+    args: dict[str, Any] = {}
+    """vLLM's own arguments by name."""
+    worker_extension: str = WORKER_EXTENSION
+    """For tests, which plant faults in a subclass."""
+
+
+# How much memory a KV cache takes, from a model's config file alone. Imports no vLLM.
+
+
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_BLOCK_TOKENS = 128
+"""vLLM's block on CPU; a sequence takes whole blocks."""
+MIN_BYTES = 2**26
+
+
+def kv_cache_bytes(folder: Path, dtype: str, slots: int, max_length: int) -> int:
+    """Memory in which all slots hold sequences of full length, one block over; MIN_BYTES where the config file does not tell."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = config.get("text_config", config)
+        heads = config["num_attention_heads"]
+        head_dim = config.get("head_dim") or config["hidden_size"] // heads
+        token_bytes = (
+            2
+            * config["num_hidden_layers"]
+            * (config.get("num_key_value_heads") or heads)
+            * head_dim
+            * _BYTES[dtype]
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return MIN_BYTES
+    blocks = slots * -(-max_length // _BLOCK_TOKENS) + 1
+    return max(MIN_BYTES, int(blocks * _BLOCK_TOKENS * token_bytes))
+
 
 SERVED_NAME = "policy"
 
@@ -85,7 +160,7 @@ def build_arguments(spec: VllmSpec, known: Mapping[str, Sequence[str]], *, is_cp
         "enable_prompt_tokens_details": True,
         "worker_extension_cls": spec.worker_extension,
         "tensor_parallel_size": spec.tensor_parallel,
-        "middleware": "asyncrl_servers.vllm.bearer.BearerOnly",
+        "middleware": "asyncrl_servers.vllm.serve.BearerOnly",
         "disable_uvicorn_access_log": True,
         "disable_fastapi_docs": True,
         **_for_transport(spec),
@@ -94,12 +169,21 @@ def build_arguments(spec: VllmSpec, known: Mapping[str, Sequence[str]], *, is_cp
         ours["skip_tokenizer_init"] = True
     defaults: dict[str, Any] = {}
     if is_cpu:
-        defaults |= {"enforce_eager": True, "distributed_executor_backend": "asyncrl_servers.vllm.executor.CpuExecutor"}
+        defaults |= {
+            "enforce_eager": True,
+            "distributed_executor_backend": "asyncrl_servers.vllm.mending.CpuExecutor",
+        }
     if spec.kv_cache_bytes:
         defaults["kv_cache_memory_bytes"] = spec.kv_cache_bytes
-    elif is_cpu and not given.keys() & KV_CACHE:  # else vLLM takes 92 % of the machine's memory, and refuses to start if some is in use
-        defaults["kv_cache_memory_bytes"] = kv_cache_bytes(Path(spec.model_path), ours["dtype"], spec.slots, spec.max_length)
-    return [part for name, value in {**defaults, **given, **ours}.items() for part in _words(name, value, known)]
+    elif (
+        is_cpu and not given.keys() & KV_CACHE
+    ):  # else vLLM takes 92 % of the machine's memory, and refuses to start if some is in use
+        defaults["kv_cache_memory_bytes"] = kv_cache_bytes(
+            Path(spec.model_path), ours["dtype"], spec.slots, spec.max_length
+        )
+    return [
+        part for name, value in {**defaults, **given, **ours}.items() for part in _words(name, value, known)
+    ]
 
 
 def check_name(name: str, known: Mapping[str, Sequence[str]]) -> None:
@@ -114,12 +198,17 @@ def check_name(name: str, known: Mapping[str, Sequence[str]]) -> None:
             way_out=f"remove it; use {instead}.",
         )
     if plain not in known:
-        near = [*difflib.get_close_matches(plain, known, n=3, cutoff=0.6), *(other for other in known if plain in other)][:3]
+        near = [
+            *difflib.get_close_matches(plain, known, n=3, cutoff=0.6),
+            *(other for other in known if plain in other),
+        ][:3]
         raise Refused(
             400,
             f"rollout.vllm has {name}, and vLLM has no argument of that name",
             rule="names are those of `vllm serve`, with - or _",
-            way_out=f"did you mean {' or '.join(dict.fromkeys(near))}?" if near else "see `vllm serve --help=all`.",
+            way_out=f"did you mean {' or '.join(dict.fromkeys(near))}?"
+            if near
+            else "see `vllm serve --help=all`.",
         )
 
 

@@ -79,6 +79,10 @@ def _members(leader: int, *, with_tracker: bool = False) -> list[int]:
             continue
         with contextlib.suppress(OSError, IndexError):  # gone meanwhile
             state, _, group = (folder / "stat").read_text().rpartition(")")[2].split()[:3]
-            if int(group) == leader and state != "Z" and (with_tracker or b"resource_tracker" not in (folder / "cmdline").read_bytes()):
+            if (
+                int(group) == leader
+                and state != "Z"
+                and (with_tracker or b"resource_tracker" not in (folder / "cmdline").read_bytes())
+            ):
                 found.append(int(folder.name))
     return found

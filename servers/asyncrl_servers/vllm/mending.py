@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import numpy as np
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 
 def mend_cpu() -> None:
@@ -41,7 +42,10 @@ def mend_ranks() -> None:
     from vllm.v1.sample import sampler
     from vllm.v1.sample.ops import topk_topp_sampler
 
-    for module, name in ((sampler, "batched_count_greater_than"), (topk_topp_sampler, "compiled_random_sample")):
+    for module, name in (
+        (sampler, "batched_count_greater_than"),
+        (topk_topp_sampler, "compiled_random_sample"),
+    ):
         compiled = getattr(module, name)
         setattr(module, name, getattr(compiled, "_torchdynamo_orig_callable", compiled))
 
@@ -81,4 +85,18 @@ def mend_seeds() -> None:
         finally:
             generators.update(held)
 
-    Runner._sample, Runner._bookkeeping_sync, Runner._asyncrl_seeds = sample_and_restore, keep_books_without, True
+    Runner._sample, Runner._bookkeeping_sync, Runner._asyncrl_seeds = (
+        sample_and_restore,
+        keep_books_without,
+        True,
+    )
+
+
+# vLLM's executor of worker processes, for --distributed-executor-backend. Importing it mends the waits of the engine's process.
+
+
+mend_waits()
+
+
+class CpuExecutor(MultiprocExecutor):  # type: ignore[misc]  # vLLM is not installed where types are checked
+    """The same, in a process whose waits are mended: nothing else of ours is imported there."""

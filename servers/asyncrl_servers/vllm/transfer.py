@@ -12,15 +12,18 @@ from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor
-from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-from asyncrl.broadcasting import WeightGroup
-from asyncrl.serving import Refused
-from asyncrl.sharing import byte_digest, word_digest
-from asyncrl.wire import GroupSeat, joint_digest
-from asyncrl_servers.vllm.files import check_counts, check_digest, map_file
-from asyncrl_servers.vllm.loader import Loader
+from asyncrl.http import Refused
+from asyncrl.messages.base import GroupSeat, joint_digest
+from asyncrl.weights.broadcasting import WeightGroup
+from asyncrl.weights.shared_memory import byte_digest, word_digest
+from asyncrl_servers.vllm.loader import Loader, check_counts, check_digest, map_file
 
 SHM, BROADCAST = "shm", "broadcast"
 
@@ -31,7 +34,9 @@ class LoaderEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
     def start_weight_update(self) -> None:
         """Open an update."""
         runner = SimpleNamespace(get_model=lambda: self.model, model_config=self.model_config)
-        self._loader = Loader(SimpleNamespace(model_runner=runner, vllm_config=self.vllm_config, device=self.device))
+        self._loader = Loader(
+            SimpleNamespace(model_runner=runner, vllm_config=self.vllm_config, device=self.device)
+        )
         self._loader.begin(-1)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -114,7 +119,9 @@ class BroadcastEngine(LoaderEngine):
         self.shutdown()
         config = self.parallel_config
         rank = init_info.rank + config.data_parallel_index * config.world_size + config.rank
-        seat = GroupSeat(path=init_info.path, size=init_info.size, rank=rank, is_new=True, timeout_s=init_info.timeout_s)
+        seat = GroupSeat(
+            path=init_info.path, size=init_info.size, rank=rank, is_new=True, timeout_s=init_info.timeout_s
+        )
         self._group = WeightGroup(seat, self.device)
 
     def receive_weights(self, update_info: BroadcastUpdate) -> None:
@@ -126,7 +133,9 @@ class BroadcastEngine(LoaderEngine):
         for version, tensors in self._group.receive():
             if version != update_info.version:
                 raise Refused(
-                    409, f"policy_version {version} came, announced was {update_info.version}", rule="the trainer sends one version"
+                    409,
+                    f"policy_version {version} came, announced was {update_info.version}",
+                    rule="the trainer sends one version",
                 )
             digests += [word_digest(name, tensor) for name, tensor in tensors.items()]
             shapes.update((name, tensor.to("meta")) for name, tensor in tensors.items())

@@ -1,0 +1,411 @@
+"""The harness `command`: a program of any language, once a rollout. Knows processes and pipes; knows no lease, no run.
+
+It finds the task as JSON on standard input, and in its environment OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL, beside PATH, HOME,
+LANG, TMPDIR and generator.env. What it starts inherits the environment and finds no answer and no outcome key there: those come with the
+task, through a pipe that is read once. That keeps rollouts apart from each other and from the run's settings; it is no sandbox: a
+command may read and write what the worker's user may.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import itertools
+import json
+import logging
+import math
+import os
+import secrets
+import shutil
+import signal
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from types import TracebackType
+
+from pydantic import ValidationError
+
+from asyncrl.agents.harness import AnyTask, HarnessSpec, Session
+from asyncrl.agents.process_tree import (
+    MARK_ENV,
+    adopt_orphans,
+    end_family,
+    find_family,
+    kill_family_nowait,
+    reap_orphans,
+    start_keeper,
+)
+from asyncrl.errors import ConfigError, RolloutFailure
+from asyncrl.messages.records import Outcome
+from asyncrl.messages.work import OutcomeMessage
+
+log = logging.getLogger(__name__)
+
+KEPT_ENV = ("PATH", "HOME", "LANG")
+ROLLOUT_ENV = ("TMPDIR", "OPENAI_BASE_URL", "OPENAI_API_KEY", "OPENAI_MODEL")
+OWN_PREFIX = "ASYNCRL_"
+"""Variables of asyncrl's own begin so: MARK_ENV, and keys and secrets, which no command gets."""
+GRACE_S = 2.0
+"""Between SIGTERM and SIGKILL; less than the worker itself is given."""
+STDERR_TAIL_BYTES = 2000
+
+
+class CommandHarness:
+    """Runs a command for each rollout, in a session and a folder of its own.
+
+    Life:       run: folder and task file made -> started -> exits, prints too much, or is cancelled -> whole family ended and reaped
+                -> folder removed.
+    Waits:      run sleeps until the command exits; then GRACE_S at most for what it left behind, and as long again after SIGKILL.
+    Invariant:  when run() is left, no process of the family lives (see families.py for what escapes), no pipe is open, no folder left.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        max_output_bytes: int,
+        *,
+        pass_env: Sequence[str] = (),
+        is_worker: bool = False,
+    ) -> None:
+        """`pass_env`: names of variables of this process that the command gets, too. `is_worker`: this process has no children but
+        commands; it adopts what they leave behind, and has a keeper that kills what is left of them if this process itself is killed.
+
+        Arguments that name files of the working directory are given as absolute paths: the command runs in another one.
+
+        Raises ConfigError if there is no such program, `env` sets what is not its own, or a variable of `pass_env` is not set.
+        """
+        _refuse_own("generator.env", env)
+        self._env = (
+            {name: os.environ[name] for name in KEPT_ENV if name in os.environ}
+            | passed_env(pass_env)
+            | dict(env)
+        )
+        self.command = tuple(str(Path(part).absolute()) if Path(part).is_file() else part for part in command)
+        if shutil.which(self.command[0], path=self._env.get("PATH")) is None:
+            raise ConfigError(
+                f"generator.command: there is no program {command[0]}",
+                rule=f"it is looked for in {Path.cwd()} and on PATH={self._env.get('PATH', '')}",
+                way_out="correct the name, give an absolute path, or make the file executable.",
+            )
+        self.max_output_bytes = max_output_bytes
+        self.token = secrets.token_hex(8)
+        """The marks of all commands of this harness begin so."""
+        self._numbers = itertools.count()
+        self._own_children: set[int] = set()
+        self._num_starting = 0
+        self._folder = Path(tempfile.mkdtemp(prefix="asyncrl-commands-")) if is_worker else None
+        self._keeper = start_keeper(self.token, self._folder) if self._folder is not None else None
+        if self._keeper is not None:
+            self._own_children.add(self._keeper.pid)
+            adopt_orphans()
+
+    def __repr__(self) -> str:
+        return f"<CommandHarness {self.command[0]}>"
+
+    async def run(self, task: AnyTask, session: Session) -> Outcome:
+        """What its last line says; nothing, where it posts. Raises RolloutFailure for any exit code but 0, too much output, or a last
+        line that is no outcome.
+        """
+        mark = f"{self.token}.{next(self._numbers)}."
+        folder = Path(tempfile.mkdtemp(prefix="asyncrl-command-", dir=self._folder))
+        try:
+            (folder / "work").mkdir()
+            (folder / "tmp").mkdir()
+            pipes = OutputPipe(self.max_output_bytes), OutputPipe(self.max_output_bytes)
+            with InputPipe(_standard_input(task, session)) as given, pipes[0] as output, pipes[1] as errors:
+                code = await self._run(
+                    given, self._environment(session, mark, folder), mark, folder / "work", output, errors
+                )
+                text = self._output(code, output, errors)
+            return last_line_outcome(text) if session.outcome_key is None else Outcome()
+        finally:
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+    def kill_all_nowait(self) -> None:
+        """SIGKILL to all that any command of this harness has started."""
+        kill_family_nowait(self.token)
+
+    async def _run(
+        self, given: InputPipe, env: dict[str, str], mark: str, cwd: Path, output: OutputPipe, errors: OutputPipe
+    ) -> int:  # fmt: skip
+        process: asyncio.subprocess.Process | None = None
+        try:
+            process = await self._start(given, env, cwd, output, errors)
+            self._own_children.add(process.pid)
+            given.feed()
+            for pipe in (output, errors):
+                pipe.read(on_overflow=functools.partial(kill_family_nowait, mark, process.pid))
+            return await process.wait()
+        finally:
+            await self._end(process, mark)
+
+    async def _start(
+        self, given: InputPipe, env: dict[str, str], cwd: Path, output: OutputPipe, errors: OutputPipe
+    ) -> asyncio.subprocess.Process:
+        self._num_starting += 1
+        try:
+            return await asyncio.create_subprocess_exec(
+                *self.command, stdin=given.reading_end, stdout=output.writing_end, stderr=errors.writing_end,
+                cwd=cwd, env=env, start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:
+            raise RolloutFailure(
+                f"command {self.command[0]} cannot be started: {error}",
+                way_out="read the worker's log; check the machine's limits.",
+            ) from error
+        finally:
+            self._num_starting -= 1
+            given.close_reading_end()
+            output.close_writing_end()
+            errors.close_writing_end()
+
+    async def _end(self, process: asyncio.subprocess.Process | None, mark: str) -> None:
+        group = process.pid if process else None
+        try:
+            if not await end_family(mark, group, grace_s=GRACE_S):
+                log.error(
+                    "processes of command %s survive SIGKILL: %s", self.command[0], find_family(mark, group)
+                )
+            if process is not None:
+                await process.wait()
+        except asyncio.CancelledError:  # a second one: there is no time left for manners
+            kill_family_nowait(mark, group)
+            raise
+        finally:
+            if process is not None and process.returncode is not None:
+                self._own_children.discard(process.pid)
+            if (
+                self._keeper is not None and not self._num_starting
+            ):  # else a child might be taken that asyncio does not know yet
+                reap_orphans(but=self._own_children)
+
+    def _environment(self, session: Session, mark: str, folder: Path) -> dict[str, str]:
+        return self._env | {
+            "TMPDIR": str(folder / "tmp"),
+            "OPENAI_BASE_URL": session.base_url,
+            "OPENAI_API_KEY": session.api_key,
+            "OPENAI_MODEL": session.model,
+            MARK_ENV: mark,
+        }
+
+    def _output(self, code: int, output: OutputPipe, errors: OutputPipe) -> str:
+        """What it printed. Raises RolloutFailure if it did not end well."""
+        output.drain()
+        errors.drain()
+        for name, pipe in (("standard output", output), ("standard error", errors)):
+            if pipe.is_over:
+                raise RolloutFailure(
+                    f"command {self.command[0]} printed more than {self.max_output_bytes} bytes to {name}",
+                    rule=f"generator.max_output_bytes={self.max_output_bytes} is the limit of each",
+                    way_out="have it print less, or raise generator.max_output_bytes.",
+                )
+        if code != 0:
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+            tail = errors.text()[-STDERR_TAIL_BYTES:].strip() or "(empty)"
+            raise RolloutFailure(
+                f"command {self.command[0]} {how}; the end of its standard error: {tail}",
+                rule="a rollout ends well with exit code 0",
+                way_out="mend the command, or let it exit with 0 where this is no failure.",
+            )
+        return output.text()
+
+
+def passed_env(names: Sequence[str]) -> dict[str, str]:
+    """These variables of this process. Raises ConfigError for one that is not set, or no command's to have."""
+    _refuse_own("generator.pass_env", names)
+    if missing := [name for name in names if name not in os.environ]:
+        raise ConfigError(
+            f"generator.pass_env names {', '.join(missing)}, which this process does not have",
+            rule="a command gets the values of the environment that the run, or `asyncrl work`, was started in",
+            way_out=f"export {missing[0]}=... before, or remove the name.",
+        )
+    return {name: os.environ[name] for name in names}
+
+
+def _refuse_own(setting: str, names: Iterable[str]) -> None:
+    if taken := sorted(set(names) & set(ROLLOUT_ENV)):
+        raise ConfigError(
+            f"{setting} has {', '.join(taken)}", rule="each rollout has its own value of these",
+            way_out="leave them out, or give the command that value under another name.",
+        )  # fmt: skip
+    if ours := sorted(name for name in set(names) if name.startswith(OWN_PREFIX)):
+        raise ConfigError(
+            f"{setting} has {', '.join(ours)}", rule=f"{OWN_PREFIX}... are asyncrl's own: its keys and marks, which no command gets",
+            way_out="leave them out; a variable of yours needs another name.",
+        )  # fmt: skip
+
+
+def _standard_input(task: AnyTask, session: Session) -> bytes:
+    """The task, and what its outcome is posted with: here and nowhere else, so that what the program starts does not inherit it."""
+    values = {each.name: getattr(task, each.name) for each in fields(task)}
+    if session.outcome_key is not None:
+        values |= {"outcome_url": f"{session.base_url}/outcome", "outcome_key": session.outcome_key}
+    return json.dumps(values).encode()
+
+
+def last_line_outcome(text: str) -> Outcome:
+    """What the last line that is not empty says: a number, a JSON object of rewards, or nothing. Raises RolloutFailure for a wrong one."""
+    last = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
+    with contextlib.suppress(ValueError):
+        number = float(last)
+        if not math.isfinite(number):
+            raise _not_an_outcome(last, "the number is not finite")
+        return Outcome(number)
+    if not last.startswith("{"):
+        return Outcome()
+    try:
+        said = OutcomeMessage.model_validate_json(last)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise _not_an_outcome(last, f"{'.'.join(map(str, first['loc']))} {first['msg']}".strip()) from None
+    return Outcome(said.reward, said.metrics, said.turn_rewards, said.branch_rewards)
+
+
+def _not_an_outcome(line: str, why: str) -> RolloutFailure:
+    return RolloutFailure(
+        f"the command's last line is no outcome: {line[:200]!r}: {why}",
+        rule="it is a finite number, a JSON object of reward, metrics, turn_rewards and branch_rewards, or any other text that begins "
+        "with neither",
+        way_out='print e.g. {"reward": 1.0, "metrics": {"turns": 3}} last, or some word if the task scores it.',
+    )
+
+
+def make(spec: HarnessSpec) -> CommandHarness:
+    """See build.py."""
+    assert spec.command is not None
+    return CommandHarness(
+        spec.command, spec.env, spec.max_output_bytes, pass_env=spec.pass_env, is_worker=True
+    )
+
+
+# What a command reads and writes, without waiting for its end: whoever else holds a pipe cannot hold us. Knows no process.
+
+
+_CHUNK_BYTES = 2**16
+
+
+class InputPipe:
+    """A pipe whose writing end is ours, and what is to be read from it: once, and by one reader, for a pipe keeps nothing.
+
+    Life:       with block entered: both ends open -> given to a process, close_reading_end() -> feed() writes as it is read, and closes
+                -> block left: closed, whatever was not read.
+    """
+
+    def __init__(self, data: bytes) -> None:
+        self._data = memoryview(data)
+        self.reading_end = self._writing_end = -1
+        self._is_fed = False
+
+    def __enter__(self) -> InputPipe:
+        self.reading_end, self._writing_end = os.pipe()
+        os.set_blocking(self._writing_end, False)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close_reading_end()
+        self._close()
+
+    def close_reading_end(self) -> None:
+        """Ours; the process has its own. Idempotent."""
+        if self.reading_end >= 0:
+            os.close(self.reading_end)
+            self.reading_end = -1
+
+    def feed(self) -> None:
+        """Write what there is room for, now and whenever there is more; that nobody reads it is no error."""
+        try:
+            self._data = self._data[os.write(self._writing_end, self._data) :]
+        except BlockingIOError:
+            pass
+        except BrokenPipeError:
+            self._data = self._data[:0]
+        if not self._data:
+            self._close()
+        elif not self._is_fed:
+            asyncio.get_running_loop().add_writer(self._writing_end, self.feed)
+            self._is_fed = True
+
+    def _close(self) -> None:
+        if self._is_fed:
+            asyncio.get_running_loop().remove_writer(self._writing_end)
+            self._is_fed = False
+        if self._writing_end >= 0:
+            os.close(self._writing_end)
+            self._writing_end = -1
+
+
+class OutputPipe:
+    """A pipe whose reading end is ours.
+
+    Life:       with block entered: both ends open -> given to a process, close_writing_end() -> read() -> drain() once the process has
+                exited: the rest of what it wrote -> block left: closed, and whoever still writes gets SIGPIPE.
+    Invariant:  holds max_bytes and one chunk at most.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self._data = bytearray()
+        self._reading_end = self.writing_end = -1
+        self._is_read = False
+
+    def __enter__(self) -> OutputPipe:
+        self._reading_end, self.writing_end = os.pipe()
+        os.set_blocking(self._reading_end, False)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close_writing_end()
+        self._stop()
+        os.close(self._reading_end)
+
+    @property
+    def is_over(self) -> bool:
+        """More than max_bytes came."""
+        return len(self._data) > self.max_bytes
+
+    def text(self) -> str:
+        """What came, as UTF-8; what is none is replaced."""
+        return self._data.decode("utf-8", errors="replace")
+
+    def close_writing_end(self) -> None:
+        """Ours; the process has its own. Idempotent."""
+        if self.writing_end >= 0:
+            os.close(self.writing_end)
+            self.writing_end = -1
+
+    def read(self, on_overflow: Callable[[], None]) -> None:
+        """Read as it comes; `on_overflow` is called once there is too much, and no more is read."""
+
+        def readable() -> None:
+            if not self._read_once() or self.is_over:
+                self._stop()
+            if self.is_over:
+                on_overflow()
+
+        asyncio.get_running_loop().add_reader(self._reading_end, readable)
+        self._is_read = True
+
+    def drain(self) -> None:
+        """Take what has been written by now."""
+        self._stop()
+        with contextlib.suppress(BlockingIOError):
+            while not self.is_over and self._read_once():
+                pass
+
+    def _read_once(self) -> bool:
+        """False at the end of all writers."""
+        chunk = os.read(self._reading_end, _CHUNK_BYTES)
+        self._data += chunk
+        return bool(chunk)
+
+    def _stop(self) -> None:
+        if self._is_read:
+            asyncio.get_running_loop().remove_reader(self._reading_end)
+            self._is_read = False

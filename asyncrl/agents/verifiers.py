@@ -1,0 +1,295 @@
+"""The harness `verifiers`: one environment of that library, as it is. Knows its seats, rewards and shared servers; no lease, no run.
+
+https://github.com/PrimeIntellect-ai/verifiers, the API of 0.4 (`verifiers.v1`): a package that exports a Taskset, and if it likes a
+Harness (the program that talks to the model) and an Env (how agents play one task). The library catches the program's calls in a
+server of its own, here in the worker, and passes them on to the session.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import logging
+import sys
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from asyncrl.agents.harness import GRACE_S, AnyTask, HarnessSpec, Session
+from asyncrl.config import GeneratorConfig
+from asyncrl.errors import ConfigError, RewardFailure, RolloutFailure, install_extra
+from asyncrl.messages.records import Outcome
+from asyncrl.user_code import UserCalls
+
+INFO_KEY = "verifiers"
+"""Task.info has the task's own data under this key (asyncrl/tasks/verifiers_task.py)."""
+
+_NO_KEY_VARIABLE = "ASYNCRL_SESSION_KEY_IS_IN_THE_ADDRESS"
+"""The library reads keys from the environment, one for the whole process; a session's key is in the address instead."""
+
+_CHATTY = ("verifiers", "httpx", "aiohttp.access", "mcp")
+"""They log each call or rollout; httpx would log addresses, and with them keys."""
+
+
+class VerifiersHarness:
+    """Runs one task of the environment for each rollout, as many at once as the worker has slots.
+
+    The environment is loaded once. Its hooks and rewards run on the worker's event loop: what blocks that loop stops all its rollouts.
+    """
+
+    def __init__(self, identifier: str, args: Mapping[str, Any]) -> None:
+        """Raises ConfigError if there is no such environment, or it cannot be trained here."""
+        self._env = load_environment(identifier, args)
+        self._name, self._seat = identifier, _trained_seat(identifier, self._env.config)
+        self._shared = _SharedServers(self._env)
+        self._vf = _library(identifier)
+        self._calls = UserCalls(f"generator.verifiers={identifier}", error=ConfigError, grace_s=GRACE_S)
+        for name in _CHATTY:
+            if logging.getLogger(name).level == logging.NOTSET:
+                logging.getLogger(name).setLevel(logging.WARNING)
+
+    def __repr__(self) -> str:
+        return f"<VerifiersHarness {self._name}, {self._shared.num_users} running>"
+
+    async def run(self, task: AnyTask, session: Session) -> Outcome:
+        """The environment's reward and metrics. Raises RolloutFailure for whatever fails in it, ConfigError for what can never be."""
+        played = self._task(task)
+        root = session.base_url.removesuffix("/v1")
+        client = self._vf.EvalClientConfig(
+            base_url=f"{root}/s/{session.api_key}/v1", api_key_var=_NO_KEY_VARIABLE
+        )
+        async with self._shared:
+            self._calls.check()
+            episode = await self._calls.run(
+                self._env.run_episode(played, self._vf.ModelContext(model=session.model, client=client))
+            )
+        return self._outcome(episode, session)
+
+    @property
+    def num_abandoned(self) -> int:
+        """Episodes so far that were given up because they did not end when they were cancelled."""
+        return self._calls.num_abandoned
+
+    def kill_all_nowait(self) -> None:
+        """Free the runtimes that still live: their servers, sandboxes and folders."""
+        from verifiers.v1.runtimes.base import cleanup_at_exit
+
+        cleanup_at_exit()
+
+    def _task(self, task: AnyTask) -> Any:
+        """The environment's own task again, built as the library's own servers build it from their clients' data."""
+        data = task.info.get(INFO_KEY)
+        if data is None:
+            raise ConfigError(
+                f"prompt {task.prompt_id} is none of the verifiers environment {self._name}",
+                rule="its tasks come from its own taskset",
+                way_out="set task.verifiers=true in the run's config.",
+            )
+        task_class = type(self._env.taskset).task_type()
+        return task_class(task_class.data_type().model_validate(data), self._env.config.taskset.task)
+
+    def _outcome(self, episode: Any, session: Session) -> Outcome:
+        traces = [trace for trace in episode.traces if trace.agent.name == self._seat]
+        if not self._env.complete(episode) or not traces:
+            raise self._failure(episode, session)
+        if len(traces) > 1 or not traces[0].agent.trainable:
+            raise ConfigError(
+                f"verifiers environment {self._name}: an episode ran its agent {self._seat} {len(traces)} times"
+                if len(traces) > 1
+                else f"verifiers environment {self._name} says that its agent {self._seat} is not to be trained",
+                rule="an episode is one rollout of the one agent that is trained",
+                way_out="use rollout.group_size for several attempts; give agents that are not trained a client of their own.",
+            )
+        trace = traces[0]
+        missing = [name for name, reward in trace.rewards.items() if reward is None]
+        if missing:
+            raise RewardFailure(
+                f"verifiers environment {self._name} did not come to its rewards {', '.join(missing)} (stopped by {trace.stop_condition})",
+                rule="a missing reward is no reward of 0",
+                way_out="raise the timeouts in generator.args, or mend the environment.",
+            )
+        metrics = {f"reward/{name}": float(reward.score) for name, reward in trace.rewards.items()}
+        metrics |= {name: float(value) for name, value in trace.metrics.items() if value is not None}
+        return Outcome(float(trace.reward) if trace.rewards else None, metrics)
+
+    def _failure(self, episode: Any, session: Session) -> RolloutFailure:
+        errors = [*(error for trace in episode.traces for error in trace.errors), *episode.errors]
+        said = f"{errors[-1].type}: {errors[-1].message}" if errors else "it ran no agent that is trained"
+        calls = [call for trace in episode.traces for call in trace.calls]
+        foreign = {call.endpoint for call in calls if call.error is not None} - {None, "/chat/completions"}
+        way_out = "mend the environment, or its settings in generator.args; a few failures cost only time."
+        if foreign:
+            way_out = f"choose a program (agent.harness) that calls /chat/completions; this one calls {', '.join(sorted(foreign))}."
+        return RolloutFailure(
+            f"verifiers environment {self._name} failed: {said.replace(session.api_key, 'KEY')}",
+            rule="what fails in an environment fails its rollout",
+            way_out=way_out,
+        )
+
+
+class _SharedServers:
+    """What an environment's rollouts share: the tool servers of its taskset, and what its start() builds.
+
+    Life:       closed -> opened by the first rollout -> closed by the last one to leave; then opened again, ...
+    Waits:      a rollout sleeps while another one opens or closes.
+    Invariant:  open while a rollout runs, and nothing is left when none does.
+    """
+
+    def __init__(self, env: Any) -> None:
+        self._env = env
+        self._stack = AsyncExitStack()
+        self._changing = asyncio.Lock()
+        self._is_open = False
+        self.num_users = 0
+
+    async def __aenter__(self) -> None:
+        async with self._changing:
+            if not self._is_open:
+                await self._stack.enter_async_context(_serving(self._env))
+                self._is_open = True
+            self.num_users += 1
+
+    async def __aexit__(self, *_: object) -> None:
+        self.num_users -= 1  # before the wait: whoever is cancelled in it has left all the same
+        async with self._changing:
+            if self._is_open and self.num_users == 0:
+                self._is_open = False
+                await self._stack.aclose()
+
+
+@asynccontextmanager
+async def _serving(env: Any) -> AsyncIterator[None]:
+    """As Env.serving(), but each rollout has an interception server of its own, which ends with it.
+
+    verifiers 0.4.0: an interception server keeps one HTTP client for each address until it is stopped, and each session has its own
+    address. Use Env.serving() once InterceptionServer.unregister closes the clients that nobody uses.
+    """
+    async with env.shared_tools() as shared:
+        env._shared_tools = shared
+        try:
+            await env.start()
+            yield
+        finally:
+            env._shared_tools = {}
+            await env.stop()
+
+
+def load_environment(identifier: str, args: Mapping[str, Any]) -> Any:
+    """The environment whose taskset is `identifier`; `args` are the fields of its config. Modules of the working directory are found.
+
+    Raises ConfigError if the library, the environment or a setting is not there, or is wrong.
+    """
+    vf = _library(identifier)
+    shown = f"generator.verifiers={identifier}"
+    taskset = args.get("taskset", {})
+    if not isinstance(taskset, Mapping) or "id" in taskset:
+        raise ConfigError(
+            f"{shown}: generator.args.taskset is {taskset!r:.80}",
+            rule="its fields are the taskset's own settings; generator.verifiers is its id",
+            way_out="leave `id` out of it.",
+        )
+    here = str(Path.cwd())
+    if here not in sys.path and "" not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        return vf.load_environment(
+            vf.resolve_env_config(copy.deepcopy({**args, "taskset": {**taskset, "id": identifier}}))
+        )
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        raise ConfigError(
+            f"{shown}: generator.args.{'.'.join(map(str, wrong['loc']))}: {wrong['msg']} (given: {wrong['input']!r:.80})",
+            rule=f"generator.args are the fields of verifiers' {error.title}",
+            way_out=f"correct generator.args; `vf-eval {identifier} --help` shows them as --env.NAME.",
+        ) from error
+    except ModuleNotFoundError as error:
+        cause = error.__cause__ if isinstance(error.__cause__, ModuleNotFoundError) else error
+        raise ConfigError(
+            f"{shown} cannot be imported: {cause}",
+            rule=f"environments are looked for in the working directory ({here}) and among the installed packages",
+            way_out="start asyncrl in the folder of the module, install it, or correct the name.",
+        ) from error
+    except (
+        ImportError,
+        SyntaxError,
+        NameError,
+        AttributeError,
+        TypeError,
+        ValueError,
+        OSError,
+        LookupError,
+        RuntimeError,
+    ) as error:
+        raise ConfigError(
+            f"{shown} cannot be loaded with generator.args={dict(args)}: {type(error).__name__}: {error}",
+            rule="verifiers 0.4 loads a package that exports a Taskset in __all__; one for older verifiers, with a function "
+            "load_environment, it does not load",
+            way_out=f"correct generator.args, or the environment; `vf-eval {identifier}` runs it without asyncrl.",
+        ) from error
+
+
+def taskset_loader(generator: GeneratorConfig) -> Callable[[], Any]:
+    """load_taskset of the environment that the config's generator names, for whoever builds the task."""
+    return partial(load_taskset, generator.verifiers or "", generator.args)
+
+
+def load_taskset(identifier: str, args: Mapping[str, Any]) -> Any:
+    """The taskset of an environment that can be trained. Raises ConfigError."""
+    env = load_environment(identifier, args)
+    _trained_seat(identifier, env.config)
+    return env.taskset
+
+
+def _trained_seat(identifier: str, config: Any) -> str:
+    """The name of the one agent that calls the session. Raises ConfigError if there is none, or more than one.
+
+    An agent without a client of its own gets that of the run. What another agent says there would be trained as the policy's.
+    """
+    vf = _library(identifier)
+    agents = {name: value for name, value in config if isinstance(value, vf.AgentConfig)}
+    trained: list[str] = [name for name, agent in agents.items() if agent.client is None]
+    shown = f"generator.verifiers={identifier}"
+    if len(trained) != 1:
+        raise ConfigError(
+            f"{shown}: {len(trained)} of its agents ({', '.join(agents)}) have no client of their own"
+            + (f": {', '.join(trained)}" if trained else ""),
+            rule="the one without a client is trained, and only one can be",
+            way_out="give each other agent, a judge or a user say, a `client` in generator.args.",
+        )
+    agent = agents[trained[0]]
+    if agent.model is not None:
+        raise ConfigError(
+            f"{shown}: its agent {trained[0]} names model={agent.model}, and has no client of its own",
+            rule="without one it is the policy that is trained",
+            way_out="remove the model, or add the client that serves it.",
+        )
+    for place, retries in (("", config.retries), (f"{trained[0]}.", agent.retries)):
+        if retries.max_retries or any(rule.max_retries for rule in retries.rules):
+            raise ConfigError(
+                f"{shown}: generator.args has {place}retries",
+                rule="a retry inside the environment samples into the same rollout, which would be trained on both",
+                way_out="remove them: a failed rollout is run again by asyncrl (rollout.retries).",
+            )
+    return trained[0]
+
+
+def _library(identifier: str) -> Any:
+    try:
+        import verifiers.v1
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"generator.verifiers={identifier} needs the package verifiers, of version 0.4: {error}",
+            rule="it comes with the extra `verifiers`",
+            way_out=f"{install_extra('verifiers')}, where the run is started and where its workers run.",
+        ) from error
+    return verifiers.v1
+
+
+def make(spec: HarnessSpec) -> VerifiersHarness:
+    """See build.py."""
+    assert spec.verifiers is not None
+    return VerifiersHarness(spec.verifiers, spec.args)

@@ -1,0 +1,334 @@
+"""A worker's life: leases work from a gateway, runs it, posts what came of it. Knows messages; knows no process, no kind of harness."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from asyncrl.agents.harness import AnyTask, Harness, HttpClients, Session, Task, TaskWithoutAnswer
+from asyncrl.errors import AsyncrlError, ConfigError, ConnectionShortage, RolloutFailure, RolloutTimeout
+from asyncrl.http import Caller, CallLost, CallRefused
+from asyncrl.messages.records import Outcome
+from asyncrl.messages.work import (
+    MAX_OUTCOME_BYTES,
+    MAX_WAIT_S,
+    Accepted,
+    AliveAnswer,
+    AliveRequest,
+    FailureMessage,
+    LeaseAnswer,
+    LeaseRequest,
+    OutcomeMessage,
+    ResultRequest,
+    WorkerHealth,
+    WorkItem,
+)
+from asyncrl.waits import TimeLimit
+
+log = logging.getLogger("asyncrl.worker")
+
+Answer = TypeVar("Answer", bound=BaseModel)
+
+CALL_TIMEOUT_S = 15.0
+MAX_SIGN_PERIOD_S = 5.0
+"""Between two signs of life; a quarter of lease_timeout_s if that is less. What was taken back is given up so much later at most."""
+MAX_BACKOFF_S = 30.0
+TICK_S = 1.0
+GOODBYE_TIMEOUT_S = 1.0
+_MAX_WORDS = 4000
+
+
+@dataclass(eq=False, slots=True)
+class _Running:
+    item: WorkItem
+    task: asyncio.Task[None] | None = None
+    is_over: bool = False
+    """The harness has ended; its result is on its way."""
+
+
+class Worker:
+    """Runs as many rollouts at once as it has slots.
+
+    Life:       run() until it is cancelled: then every harness is cancelled, and the gateway is told that this worker leaves.
+    Waits:      the lease loop sleeps until a slot is free, then until there is work; each attempt sleeps in its harness. When the
+                gateway does not answer, all of them ask again, MAX_BACKOFF_S apart at most, for ever: it may be started again.
+    Invariant:  a lease is in `holding` from the answer that gave it until its result has been answered, or it was cancelled. Signs of
+                life come from the event loop that the harnesses run on: a harness that blocks it for lease_timeout_s loses its worker
+                all leases, and is told so in the log.
+    """
+
+    def __init__(self, harness: Harness, caller: Caller, *, name: str, slots: int) -> None:
+        self.name, self.slots = name, slots
+        self._harness, self._caller = harness, caller
+        self._instance = secrets.token_hex(8)
+        self._running: dict[str, _Running] = {}
+        self._freed, self._is_known = asyncio.Event(), asyncio.Event()
+        self._number = 0
+        self._clients = HttpClients()
+        self._lease_timeout_s = 4 * MAX_SIGN_PERIOD_S
+        self._lost_since_s: float | None = None
+        self._ticked_s = asyncio.get_running_loop().time()
+
+    def __repr__(self) -> str:
+        return f"<Worker {self.name} {len(self._running)}/{self.slots} running>"
+
+    @property
+    def holding(self) -> list[str]:
+        """The leases that are not given back."""
+        return list(self._running)
+
+    def health(self, now_s: float) -> WorkerHealth:
+        """How it stands; may be asked from another thread, which a blocked event loop does not hold up. `now_s`: of the loop's clock."""
+        lost_s = self._lost_since_s
+        return WorkerHealth(
+            name=self.name, slots=self.slots, num_running=len(self._running),
+            loop_lag_s=max(0.0, now_s - self._ticked_s - TICK_S),
+            gateway_lost_s=None if lost_s is None else now_s - lost_s,
+            num_abandoned=getattr(self._harness, "num_abandoned", 0),
+        )  # fmt: skip
+
+    async def run(self) -> None:
+        """Work until cancelled. Raises ConfigError if the gateway does not take this worker, or the harness cannot be run at all."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._tick(), name="tick")
+                tasks.create_task(self._give_signs(), name="signs of life")
+                await self._lease_for_ever(tasks)
+        except BaseExceptionGroup as several:
+            wrong = next((error for error in several.exceptions if isinstance(error, ConfigError)), None)
+            raise wrong or several from None
+        finally:
+            with contextlib.suppress(CallLost, CallRefused, ConnectionShortage):
+                await self._caller.post(
+                    "/work/alive", self._sign(is_leaving=True), AliveAnswer, timeout_s=GOODBYE_TIMEOUT_S
+                )
+            await self._clients.aclose()
+
+    async def _lease_for_ever(self, tasks: asyncio.TaskGroup) -> None:
+        while True:
+            while len(self._running) >= self.slots:
+                self._freed.clear()
+                await self._freed.wait()
+            answer = await self._ask(
+                "/work/lease", self._lease_request, LeaseAnswer, timeout_s=MAX_WAIT_S + CALL_TIMEOUT_S
+            )
+            self._lease_timeout_s = answer.lease_timeout_s
+            self._is_known.set()
+            for item in answer.items:
+                running = self._running[item.lease_id] = _Running(item)
+                running.task = tasks.create_task(
+                    self._run_item(running, answer.model), name=f"{item.rollout_id} attempt {item.attempt}"
+                )
+
+    def _lease_request(self) -> LeaseRequest:
+        """A new one for each try: what is held changes meanwhile."""
+        self._number += 1
+        free = self.slots - len(self._running)
+        return LeaseRequest(
+            worker=self.name,
+            instance=self._instance,
+            max_items=free,
+            slots=self.slots,
+            number=self._number,
+            holding=self.holding,
+        )
+
+    async def _run_item(self, running: _Running, model: str) -> None:
+        item = running.item
+        try:
+            outcome, failure = await self._outcome_of(item, model)
+            running.is_over = True
+            result = ResultRequest(
+                worker=self.name,
+                instance=self._instance,
+                lease_id=item.lease_id,
+                outcome=outcome,
+                failure=failure,
+            )
+            await self._ask("/work/result", lambda: result, Accepted, timeout_s=CALL_TIMEOUT_S)
+        except CallRefused as refused:
+            log.info("%s: its result was dropped: %s", item.rollout_id, refused.body.error)
+        except asyncio.CancelledError:
+            self._free(item)
+            raise
+        self._free(
+            item
+        )  # whatever else is raised ends the worker, which holds the lease until it has said so
+
+    def _free(self, item: WorkItem) -> None:
+        del self._running[item.lease_id]
+        self._freed.set()
+
+    async def _outcome_of(
+        self, item: WorkItem, model: str
+    ) -> tuple[OutcomeMessage | None, FailureMessage | None]:
+        """The boundary between the harness and the worker: whatever goes wrong in there is data. ConfigError passes."""
+        session = Session(
+            f"{self._caller.url}/v1",
+            item.key,
+            model,
+            outcome_key=item.outcome_key,
+            http_client=self._clients.get,
+        )
+        limit = TimeLimit(item.timeout_s)
+        try:
+            async with limit:
+                outcome = await self._harness.run(_task(item), session)
+            return None if outcome == Outcome() else _outcome_message(outcome), None
+        except asyncio.CancelledError as error:
+            if (current := asyncio.current_task()) is not None and current.cancelling():
+                raise
+            return None, _failure(item, error)  # the harness cancelled itself
+        except ConfigError:
+            raise
+        except (Exception, SystemExit) as error:
+            if isinstance(error, TimeoutError) and limit.expired():
+                error = RolloutTimeout(
+                    f"{item.rollout_id} (prompt {item.prompt_id}) is not finished {item.timeout_s} s after worker {self.name} began it",
+                    rule="that is what was left of rollout.timeout_s, the limit of all attempts together",
+                )
+            elif not isinstance(error, RolloutFailure):
+                log.warning("%s attempt %d failed", item.rollout_id, item.attempt, exc_info=True)
+            return None, _failure(item, error)
+
+    async def _give_signs(self) -> None:
+        await self._is_known.wait()  # how often, and for what, is known from the first answer on
+        while True:
+            await asyncio.sleep(self._sign_period_s)
+            answer = await self._ask(
+                "/work/alive",
+                self._sign,
+                AliveAnswer,
+                timeout_s=min(CALL_TIMEOUT_S, self._lease_timeout_s / 3),
+            )
+            for lease_id, why in answer.cancel.items():
+                running = self._running.get(lease_id)
+                if running is None or running.task is None:
+                    continue
+                if not running.is_over:
+                    log.info("%s is given up: %s", running.item.rollout_id, why)
+                running.task.cancel()  # also while its result is on its way: nobody takes that, and asking for ever keeps its slot
+
+    async def _tick(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            self._ticked_s = loop.time()
+            await asyncio.sleep(TICK_S)
+            self._tell_blocked(loop.time() - self._ticked_s - TICK_S)
+
+    @property
+    def _sign_period_s(self) -> float:
+        return min(MAX_SIGN_PERIOD_S, self._lease_timeout_s / 4)
+
+    def _sign(self, *, is_leaving: bool = False) -> AliveRequest:
+        return AliveRequest(
+            worker=self.name, instance=self._instance, holding=self.holding, is_leaving=is_leaving
+        )
+
+    def _tell_blocked(self, lag_s: float) -> None:
+        if lag_s > self._lease_timeout_s / 2:
+            log.warning(
+                "the event loop of worker %s stood still for %.1f s, without a sign of life; after gateway.lease_timeout_s=%s a worker "
+                "counts as gone, and all its rollouts fail. Way out: `await asyncio.to_thread(...)` for what blocks, or a harness that "
+                "is no async function, which runs in a thread.",
+                self.name, lag_s, self._lease_timeout_s,
+            )  # fmt: skip
+
+    async def _ask(
+        self, path: str, make: Callable[[], BaseModel], answer: type[Answer], *, timeout_s: float
+    ) -> Answer:
+        """Post what `make` makes until there is an answer.
+
+        Raises CallRefused for 410, ConfigError if the gateway does not know this worker's key or its messages.
+        """
+        backoff_s = 0.5
+        while True:
+            try:
+                found = await self._caller.post(path, make(), answer, timeout_s=timeout_s)
+            except CallRefused as refused:
+                if refused.status == 410:
+                    raise
+                if refused.status in (401, 422):
+                    raise ConfigError(
+                        f"the gateway at {self._caller.url} refused worker {self.name}: {refused.body.error}",
+                        rule=refused.body.rule, way_out=refused.body.way_out,
+                    ) from refused  # fmt: skip
+                self._note_lost(refused)
+            except (CallLost, ConnectionShortage) as lost:
+                self._note_lost(lost)
+            else:
+                self._note_answered()
+                return found
+            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S, self._lease_timeout_s / 4)
+            await asyncio.sleep(
+                backoff_s * random.uniform(0.5, 1.0)
+            )  # so that many workers do not come back at once
+
+    def _note_lost(self, error: CallLost | CallRefused | ConnectionShortage) -> None:
+        if self._lost_since_s is None:
+            self._lost_since_s = asyncio.get_running_loop().time()
+            log.warning(
+                "worker %s: %s. It asks again until it is answered, for ever; Ctrl-C or SIGTERM ends it.",
+                self.name,
+                error,
+            )
+
+    def _note_answered(self) -> None:
+        if self._lost_since_s is not None:
+            log.warning(
+                "worker %s: the gateway answers again, after %.0f s",
+                self.name,
+                asyncio.get_running_loop().time() - self._lost_since_s,
+            )
+            self._lost_since_s = None
+
+
+def _task(item: WorkItem) -> AnyTask:
+    given = (item.prompt_id, tuple(item.messages), item.info, item.seed, item.sample_index, item.attempt)
+    return Task(*given, answer=item.answer) if item.has_answer else TaskWithoutAnswer(*given)
+
+
+def _outcome_message(outcome: Outcome) -> OutcomeMessage:
+    try:
+        message = OutcomeMessage(
+            reward=outcome.reward, metrics=dict(outcome.metrics),
+            turn_rewards=dict(outcome.turn_rewards), branch_rewards=dict(outcome.branch_rewards),
+        )  # fmt: skip
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise RolloutFailure(
+            f"the outcome is wrong: {'.'.join(map(str, first['loc']))} {first['msg']}"
+        ) from error
+    if (size := len(message.model_dump_json().encode())) > MAX_OUTCOME_BYTES:
+        raise RolloutFailure(
+            f"the outcome has {size} bytes",
+            rule=f"{MAX_OUTCOME_BYTES} is the limit",
+            way_out="give fewer metrics.",
+        )
+    return message
+
+
+def _failure(item: WorkItem, error: BaseException) -> FailureMessage:
+    if isinstance(error, AsyncrlError):
+        return FailureMessage(
+            error=_words(error.what), rule=_words(error.rule), way_out=_words(error.way_out)
+        )
+    return FailureMessage(
+        error=_words(
+            f"{item.rollout_id} (prompt {item.prompt_id}): its harness raised {type(error).__name__}: {error}"
+        ),
+        way_out="the worker's log has the traceback.",
+    )
+
+
+def _words(text: str) -> str:
+    """Fit for JSON, whatever a harness has put into its exception."""
+    return text[:_MAX_WORDS].encode("utf-8", errors="replace").decode()

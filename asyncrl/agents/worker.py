@@ -1,0 +1,269 @@
+"""What `asyncrl work URL` does: a worker on any host, for a run elsewhere. Knows arguments; the work is done by worker.py."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import shlex
+import signal
+import socket
+import sys
+import threading
+import urllib.parse
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+from pydantic import Field, ValidationError
+
+from asyncrl.agents.harness import Harness, HarnessSpec, build_harness
+from asyncrl.agents.process_tree import hide_memory
+from asyncrl.agents.work_client import Worker
+from asyncrl.errors import ConfigError
+from asyncrl.http import Caller
+from asyncrl.messages.base import ErrorBody, Message, fatal_line
+from asyncrl.messages.work import WORKER_KEY_ENV, WorkerHealth
+from asyncrl.user_code import end_what_is_left
+
+# The worker process of a run: `python -m asyncrl.agents.worker --spec FILE --fd N`. Knows how to start and end; runs no rollout itself.
+#
+# Harnesses run on the event loop of the main thread. GET /health is answered from another thread, so that a harness that blocks the loop
+# costs its rollouts and not the run. SIGTERM ends the worker with all that its commands have started; so does the end of the parent.
+
+
+class WorkerSpec(Message):
+    """What a worker of a run is told; the worker key is a secret beside it, WORKER_KEY_ENV."""
+
+    name: str
+    url: str
+    slots: int = Field(ge=1)
+    harness: HarnessSpec
+
+
+async def work(
+    harness: Harness,
+    *,
+    url: str,
+    key: str,
+    name: str,
+    slots: int,
+    begun: Callable[[Worker], None] = lambda _: None,
+) -> int:
+    """Work until SIGTERM or SIGINT comes, and return the number of the signal; the second one ends the process at once.
+
+    Raises ConfigError; see Worker.run.
+    """
+    caller, caught = Caller("gateway", url, key), list[int]()
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+
+    def end(number: int) -> None:
+        if caught:  # the second one: what a harness cleans up, or refuses to, is not waited for; a keeper ends its commands
+            end_process(128 + number)
+        caught.append(number)
+        task.cancel()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, end, number)
+    try:
+        worker = Worker(harness, caller, name=name, slots=slots)
+        begun(worker)
+        await worker.run()
+    except asyncio.CancelledError:
+        if not caught:
+            raise
+    finally:
+        await caller.aclose()
+    return caught[0]
+
+
+def main() -> None:
+    """Work until SIGTERM or the parent's end; ends with a fatal line if the spec cannot be met."""
+    from asyncrl.http import child_arguments, die_with_parent, fail, secret_of
+
+    text, fd = child_arguments()
+    try:
+        spec = WorkerSpec.model_validate_json(text)
+    except ValidationError as error:
+        fail(
+            f"the worker's spec is wrong: {error}",
+            rule="see asyncrl/agents/worker.py",
+            way_out="start it through asyncrl.",
+        )
+    harnesses: list[Harness] = []
+    die_with_parent(lambda: kill_commands(harnesses))
+    log_to_stderr()
+    hide_memory()
+    key = secret_of(WORKER_KEY_ENV)
+    try:
+        harnesses.append(build_harness(spec.harness))
+    except ConfigError as error:
+        fail(error.what, rule=error.rule, way_out=error.way_out)
+
+    async def work_and_end() -> None:
+        code = 0
+        try:
+            await work(
+                harnesses[0],
+                url=spec.url,
+                key=key,
+                name=spec.name,
+                slots=spec.slots,
+                begun=partial(_serve_health, fd),
+            )
+        except ConfigError as error:
+            body, code = ErrorBody(error=error.what, rule=error.rule, way_out=error.way_out), 1
+            print(fatal_line(body), file=sys.stderr)
+        end_process(code)
+
+    asyncio.run(end_what_is_left(work_and_end()))
+
+
+def log_to_stderr() -> None:
+    """The worker's log, without a line for each call of the model."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+
+
+def kill_commands(harnesses: list[Harness]) -> None:
+    """SIGKILL to what the commands of these have started, if they are commands."""
+    for harness in harnesses:
+        if kill := getattr(harness, "kill_all_nowait", None):
+            kill()
+
+
+def end_process(code: int) -> NoReturn:
+    """End at once, from within the event loop: closing that would wait for threads that a harness has hanging in asyncio.to_thread."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _serve_health(fd: int, worker: Worker) -> None:
+    """Answer GET /health on the inherited socket, from a thread of its own."""
+    from asyncrl.http import make_app, serve
+
+    loop, app = asyncio.get_running_loop(), make_app()
+
+    @app.get("/health")
+    async def health() -> WorkerHealth:
+        return worker.health(loop.time())
+
+    threading.Thread(target=serve, args=(app, fd), name="health", daemon=True).start()
+
+
+if __name__ == "__main__":
+    main()
+
+
+def run_worker(
+    url: str,
+    *,
+    key: str | None,
+    python: str | None = None,
+    command: str | None = None,
+    verifiers: str | None = None,
+    slots: int = 8,
+    name: str | None = None,
+    args: str | None = None,
+    env: Sequence[str] = (),
+    pass_env: Sequence[str] = (),
+    key_file: Path | None = None,
+    max_output_bytes: int = 2**20,
+) -> None:
+    """Lease rollouts from the gateway at `url` and run them until SIGTERM or Ctrl-C; then the process ends, with 143 or 130.
+
+    `key` None: `key_file` or the environment has it, where no other user reads it. `command` is split like a shell's; `args` is a JSON
+    object, `env` has NAME=VALUE, `pass_env` names of variables. Raises ConfigError for what cannot be; if the gateway refuses this
+    worker, it is printed and the process ends.
+    """
+    worker_key = key or (_key_in(key_file) if key_file is not None else os.environ.get(WORKER_KEY_ENV))
+    os.environ.pop(WORKER_KEY_ENV, None)
+    if not worker_key:
+        raise ConfigError(
+            "`asyncrl work` has no worker key",
+            way_out=f"set {WORKER_KEY_ENV} or give --key-file FILE; a run with generator.remote prints it, and its gateway.json has it.",
+        )  # fmt: skip
+    if slots < 1:
+        raise ConfigError(
+            f"--slots {slots} is less than 1",
+            way_out="give the number of rollouts that this worker may run at once.",
+        )
+    address = gateway_url(url)
+    if sum(bool(each) for each in (python, command, verifiers)) != 1:
+        raise ConfigError(
+            "`asyncrl work` runs one harness",
+            way_out="give one of --python MODULE:FUNCTION, --command '...', --verifiers ID.",
+        )
+    spec = HarnessSpec(
+        python=python, command=shlex.split(command) if command else None, verifiers=verifiers,
+        args=_arguments(args), env=dict(_variable(each) for each in env), pass_env=list(pass_env), max_output_bytes=max_output_bytes,
+    )  # fmt: skip
+    log_to_stderr()
+    hide_memory()
+    harness = build_harness(spec)
+    name = name or f"{socket.gethostname()}/{os.getpid()}"
+    logging.getLogger("asyncrl.worker").info(
+        "worker %s: %d slots, %s, gateway %s", name, slots, spec.kind, address
+    )
+    asyncio.run(end_what_is_left(_work_and_end(harness, url=address, key=worker_key, name=name, slots=slots)))
+
+
+async def _work_and_end(harness: Harness, *, url: str, key: str, name: str, slots: int) -> NoReturn:
+    try:
+        number = await work(harness, url=url, key=key, name=name, slots=slots)
+    except ConfigError as error:
+        print(f"ConfigError: {error}", file=sys.stderr)
+        end_process(ConfigError.exit_code)
+    end_process(128 + number)
+
+
+def gateway_url(url: str) -> str:
+    """http://host:port, without the /v1 that clients are given. Raises ConfigError if it is no such address."""
+    address = url.rstrip("/").removesuffix("/v1")
+    parts = urllib.parse.urlsplit(address)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(
+            f"{url} is no address of a gateway",
+            way_out="write it like http://trainer-host:8700, as the run prints it.",
+        )
+    return address
+
+
+def _key_in(path: Path) -> str:
+    """A file with the key alone, or a run's gateway.json."""
+    try:
+        text = path.read_text(encoding="utf-8").strip()
+        return str(json.loads(text)["worker_key"]) if text.startswith("{") else text
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"--key-file {path} cannot be read: {type(error).__name__}: {error}",
+            rule="it holds the worker key alone, or is the gateway.json of a run with generator.remote", way_out="name the right file.",
+        ) from error  # fmt: skip
+
+
+def _arguments(text: str | None) -> dict[str, Any]:
+    if text is None:
+        return {}
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(
+            f"--args {text:.80} is no JSON: {error}", way_out="write it like --args '{\"max_turns\": 4}'."
+        ) from error
+    if not isinstance(values, dict):
+        raise ConfigError(
+            f"--args {text:.80} is no JSON object", way_out="write it like --args '{\"max_turns\": 4}'."
+        )
+    return values
+
+
+def _variable(text: str) -> tuple[str, str]:
+    name, separator, value = text.partition("=")
+    if not separator or not name:
+        raise ConfigError(f"--env {text} is not NAME=VALUE", way_out="write it like --env CORPUS=/data/wiki.")
+    return name, value

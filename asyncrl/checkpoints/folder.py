@@ -1,0 +1,216 @@
+"""The room that keeps RUN_DIR/checkpoints: which are whole, which stay. Knows no torch: the trainer writes into a folder it is given."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from asyncrl.checkpoints.manifest import MANIFEST, check_manifest, damaged, unreadable, write_manifest
+from asyncrl.config import CheckpointConfig
+from asyncrl.errors import CheckpointDamaged, CheckpointError
+from asyncrl.files import replace_folder, settle_folder, sync
+
+CONTROLLER = "controller.json"
+TRAINER = "trainer"
+RECORDS = ("trained.jsonl", "metrics.jsonl", "eval.jsonl")
+"""Files of the run directory that say what was done before the checkpoint: nothing after a resume writes that again."""
+
+
+def sync_records(run_dir: Path) -> None:
+    """Or a machine that stops would lose lines of steps which are never taken again. Raises OSError."""
+    for name in RECORDS:
+        with contextlib.suppress(FileNotFoundError):
+            sync(run_dir / name)
+    sync(run_dir)
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A checkpoint in the making: the trainer writes into `trainer_dir`, which it makes itself."""
+
+    folder: Path
+
+    @property
+    def trainer_dir(self) -> Path:
+        """Where the trainer's state goes."""
+        return self.folder / TRAINER
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A checkpoint whose every file was compared with its manifest. `controller`: what finish() was given."""
+
+    version: int
+    folder: Path
+    controller: Mapping[str, Any]
+
+    @property
+    def trainer_dir(self) -> Path:
+        """What the trainer loads."""
+        return self.folder / TRAINER
+
+
+@dataclass(frozen=True, slots=True)
+class Damaged:
+    """A checkpoint that is passed over: `why` in words."""
+
+    folder: Path
+    why: str
+
+
+def set_aside(passed_over: Iterable[Damaged]) -> list[str]:
+    """Rename them to damaged_step_N: they count no more for what stays, and are made again. Returns what became of each, in words.
+
+    To be done once a run goes on from an older one, so that a start that is refused changes nothing.
+    """
+    told = []
+    for folder in (found.folder for found in passed_over):
+        aside = folder.with_name(f"damaged_{folder.name}")
+        try:
+            shutil.rmtree(aside, ignore_errors=True)
+            folder.rename(aside)
+            told.append(f"checkpoint {folder} was passed over: it lies in {aside.name} now.")
+        except OSError as error:
+            told.append(f"checkpoint {folder} was passed over, and cannot be renamed: {error.strerror}.")
+    return told
+
+
+class Checkpoints:
+    """The checkpoints of one run directory. All methods block on the disk: call them in a thread.
+
+    Life of one:  begin() -> the trainer writes -> finish() (records and files synced, manifest, renamed: whole from then on), or abandon().
+    Waits:        `in_use` is held around finish(), which removes older ones, and from newest_whole() until nobody needs what it
+                  returned, nor the journal's batches since. Never while waiting for a trainer to write: it may have to go back first.
+    Invariant:    a folder named step_N was whole when it got its name; newest_whole() looks again all the same, and set_aside()
+                  takes the name from one that is not.
+    """
+
+    def __init__(self, run_dir: Path, config: CheckpointConfig) -> None:
+        self.root, self.config = run_dir / "checkpoints", config
+        self.in_use = asyncio.Lock()
+        self._rewards: dict[int, float] = {}
+
+    def __repr__(self) -> str:
+        return f"<Checkpoints {self.versions()} in {self.root}>"
+
+    def evaluated(self, version: int, reward_mean: float) -> None:
+        """With keep_best, the best of the checkpoints whose version was evaluated stays."""
+        self._rewards[version] = reward_mean
+
+    def versions(self) -> list[int]:
+        """Versions that have a folder, oldest first; nothing is checked."""
+        return _versions_in(path.name for path in self.root.glob("step_*"))
+
+    def begin(self) -> Pending:
+        """A folder to write into. Raises CheckpointError if it cannot be made."""
+        folder = self.root / f".step_unfinished.{os.getpid()}"
+        try:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+        except OSError as error:
+            raise self._cannot_write(error) from error
+        return Pending(folder)
+
+    def finish(self, pending: Pending, version: int, controller: Mapping[str, Any]) -> Path:
+        """Make it whole, then drop those that need not stay. Raises CheckpointError; older ones are as they were then."""
+        final = self.root / f"step_{version}"
+        try:
+            (pending.folder / CONTROLLER).write_text(
+                json.dumps(controller, indent=1) + "\n", encoding="utf-8"
+            )
+            write_manifest(pending.folder, version)
+            sync_records(self.root.parent)
+            replace_folder(
+                pending.folder, final
+            )  # it may be there: made by a run that was killed, and is replayed now
+        except OSError as error:
+            self.abandon(pending)
+            raise self._cannot_write(error) from error
+        self._prune()
+        return final
+
+    def abandon(self, pending: Pending) -> None:
+        """Remove what was begun; idempotent."""
+        shutil.rmtree(pending.folder, ignore_errors=True)
+
+    def newest_whole(self, *, keep_unfinished: bool = False) -> tuple[Whole | None, list[Damaged]]:
+        """(the newest checkpoint that is whole, newer ones that are damaged). Removes what a killed run left half done.
+
+        `keep_unfinished`: one may be in the making right now. Raises CheckpointError if one cannot be read: it may be whole.
+        """
+        passed_over: list[Damaged] = []
+        for version in reversed(self._settled(keep_unfinished)):
+            folder = self.root / f"step_{version}"
+            try:
+                return self._read(folder, version), passed_over
+            except CheckpointDamaged as error:
+                passed_over.append(Damaged(folder, str(error)))
+        return None, passed_over
+
+    def _settled(self, keep_unfinished: bool) -> list[int]:
+        """Versions, once nothing is half done. Unlike a glob it does not take a folder that may not be read for an empty one."""
+        try:
+            for left in () if keep_unfinished else [*self.root.glob(".step_*")]:
+                settle_folder(self.root / left.name.split(".")[1])
+            return _versions_in(path.name for path in self.root.iterdir())
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.root} cannot be read: {error.strerror or error}",
+                rule="a run goes on from its newest checkpoint",
+                way_out="see to its disk, its rights and the limit of open files, and start again.",
+            ) from error
+
+    def _read(self, folder: Path, version: int) -> Whole:
+        manifest = check_manifest(folder)
+        try:
+            controller = json.loads((folder / CONTROLLER).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise unreadable(folder, CONTROLLER, error) from error
+        except ValueError as error:
+            raise damaged(folder, f"{CONTROLLER} cannot be read: {error}") from error
+        if manifest.version != version:
+            raise damaged(folder, f"it is of version {manifest.version}, and was renamed by hand")
+        return Whole(version, folder, controller)
+
+    def oldest_version(self) -> int:
+        """Oldest of the keep_last newest, 0 until there are so many: from there on the journal is needed, for newer ones may be damaged."""
+        versions = self.versions()
+        return versions[-self.config.keep_last] if len(versions) >= self.config.keep_last else 0
+
+    def _prune(self) -> None:
+        versions = self.versions()
+        stay = set(versions[-self.config.keep_last :])
+        if self.config.keep_every is not None:
+            stay |= {version for version in versions if version % self.config.keep_every == 0}
+        evaluated = [version for version in versions if version in self._rewards]
+        if self.config.keep_best and evaluated:
+            stay.add(max(evaluated, key=lambda version: (self._rewards[version], version)))
+        for version in versions:
+            if version not in stay:
+                folder = self.root / f"step_{version}"
+                with contextlib.suppress(OSError):  # what cannot be removed stays, and is whole
+                    (folder / MANIFEST).unlink(
+                        missing_ok=True
+                    )  # first: what is half removed must not look whole
+                    shutil.rmtree(folder, ignore_errors=True)
+
+    def _cannot_write(self, error: OSError) -> CheckpointError:
+        return CheckpointError(
+            f"no checkpoint can be written to {self.root}: {error.strerror or error}",
+            rule="the last whole checkpoint stays, and the run goes on",
+            way_out="free space on the disk of the run directory; the next checkpoint is tried when it is due.",
+        )
+
+
+def _versions_in(names: Iterable[str]) -> list[int]:
+    numbers = (name.removeprefix("step_") for name in names if name.startswith("step_"))
+    return sorted(int(number) for number in numbers if number.isdigit())

@@ -1,0 +1,127 @@
+"""The manifest of a checkpoint: the size and sha256 of every file, so that half a checkpoint is never taken for a whole one.
+
+A file is hashed once: by whoever writes it, while it is written, if a SUMS file beside it says so; else here. Knows files alone.
+Everything here blocks: call it in a thread.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+from asyncrl.errors import CheckpointDamaged, CheckpointError
+from asyncrl.files import sha256_of, sync, sync_tree
+
+MANIFEST = "manifest.json"
+SUMS = "state.json"
+"""The trainer's own manifest (asyncrl/trainer/state_folder.py): `files` by name, with num_bytes and sha256."""
+FORMAT = 1
+_MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+
+
+class FileEntry(BaseModel):
+    """One file of a checkpoint."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    size: int
+    sha256: str
+
+
+class Manifest(BaseModel):
+    """What a whole checkpoint consists of. `version`: batches trained when it was made; `files` by relative path."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format: int = FORMAT
+    version: int
+    files: dict[str, FileEntry]
+
+
+def write_manifest(folder: Path, version: int) -> Manifest:
+    """Sync every file of `folder` to disk and write the manifest over them, last of all. Raises OSError."""
+    sync_tree(folder)
+    known, files = _known_sums(folder), {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        size = path.stat().st_size
+        entry = known.get(path) or FileEntry(size=size, sha256=sha256_of(path))
+        if entry.size != size:
+            raise OSError(f"{path} has {size} bytes, and {entry.size} were written")
+        files[path.relative_to(folder).as_posix()] = entry
+    manifest = Manifest(version=version, files=files)
+    path = folder / MANIFEST
+    path.write_text(manifest.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    sync(path)
+    sync(folder)
+    return manifest
+
+
+def _known_sums(folder: Path) -> dict[Path, FileEntry]:
+    """Of the files that were hashed while they were written. Raises OSError for a SUMS that cannot be read."""
+    known = {}
+    for sums in folder.rglob(SUMS):
+        try:
+            for name, entry in json.loads(sums.read_text(encoding="utf-8"))["files"].items():
+                known[sums.parent / name] = FileEntry(size=entry["num_bytes"], sha256=entry["sha256"])
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise OSError(f"{sums} cannot be read: {error}") from error
+    return known
+
+
+def check_manifest(folder: Path) -> Manifest:
+    """Read every file of a checkpoint and compare it with the manifest.
+
+    Raises CheckpointDamaged that names what is wrong or missing, and CheckpointError if it cannot be told: a file cannot be read, or
+    a newer asyncrl wrote it.
+    """
+    try:
+        plain = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        if isinstance(plain, dict) and isinstance(number := plain.get("format"), int) and number > FORMAT:
+            raise _too_new(folder, number)
+        manifest = Manifest.model_validate(plain)
+    except OSError as error:
+        raise unreadable(folder, MANIFEST, error) from error
+    except ValueError as error:  # no JSON, no text, or not these fields
+        raise damaged(folder, f"its {MANIFEST} cannot be read: {str(error).splitlines()[0]}") from error
+    for name, entry in manifest.files.items():
+        path = folder / name
+        try:
+            if (size := path.stat().st_size) != entry.size:
+                raise damaged(folder, f"{name} has {size} bytes instead of {entry.size}")
+            digest = sha256_of(path)
+        except OSError as error:
+            raise unreadable(folder, name, error) from error
+        if digest != entry.sha256:
+            raise damaged(folder, f"{name} has sha256 {digest[:12]} instead of {entry.sha256[:12]}")
+    return manifest
+
+
+def unreadable(folder: Path, name: str, error: OSError) -> CheckpointError:
+    """A file that is not there is damage; one that the system does not read may be whole."""
+    if isinstance(error, _MISSING):
+        return damaged(folder, f"{name} cannot be read: {error.strerror}")
+    return CheckpointError(
+        f"checkpoint {folder} cannot be read: {name}: {error.strerror or error}",
+        rule="only what was read and is wrong counts as damaged, and a run goes on from its newest checkpoint",
+        way_out=f"see to its disk, its rights and the limit of open files, and start again; if it is lost, rename it to "
+        f"damaged_{folder.name}: an older one is taken if there is one.",
+    )
+
+
+def _too_new(folder: Path, number: int) -> CheckpointError:
+    return CheckpointError(
+        f"checkpoint {folder} has format {number}, this version of asyncrl reads {FORMAT}",
+        rule="what a newer asyncrl wrote is not guessed at",
+        way_out="resume with the asyncrl that wrote it, or a newer one.",
+    )
+
+
+def damaged(folder: Path, why: str) -> CheckpointDamaged:
+    """It was read, and is not what was written."""
+    return CheckpointDamaged(
+        f"checkpoint {folder} is damaged: {why}",
+        rule="a checkpoint is used only if every file is as its manifest says",
+        way_out="an older one is taken if there is one; else copy the folder back from where it is whole, or start a new run.",
+    )

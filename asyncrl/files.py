@@ -1,0 +1,272 @@
+"""Files that must outlive a kill or a power cut: synced, whole or not there. Knows paths alone; everything here blocks."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import os
+import shutil
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from asyncrl.errors import JournalError
+
+LOST = "lost before a sync: the machine stopped, or the file was cut"
+"""Why lines of a file are missing that a synced file beside it says were there."""
+_BLOCK = 2**16
+
+
+def sync(path: Path) -> None:
+    """Have the kernel write a file, or the entries of a folder, to disk. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(folder: Path) -> None:
+    """Have every file below a folder written to disk, then the entries of the folders, its own included. Raises OSError."""
+    paths = list(folder.rglob("*"))
+    for path in [
+        *(path for path in paths if path.is_file()),
+        *(path for path in paths if path.is_dir()),
+        folder,
+    ]:
+        sync(path)
+
+
+def lines_from_end(path: Path) -> Iterator[tuple[int, bytes]]:
+    """(where it begins, the line with its line end) of each line, last first: no more is read than is asked for. Raises OSError."""
+    with path.open("rb") as file:
+        begin, held = file.seek(0, os.SEEK_END), b""
+        while begin:
+            size = min(
+                begin, max(_BLOCK, len(held))
+            )  # a line that is longer than all that is held: twice as much
+            begin -= size
+            file.seek(begin)
+            held = file.read(size) + held
+            end = len(held)
+            while end and (before := held.rfind(b"\n", 0, end - 1)) >= 0:
+                yield begin + before + 1, held[before + 1 : end]
+                end = before + 1
+            held = held[:end]
+        if held:
+            yield 0, held
+
+
+def cut_at(path: Path, num_bytes: int) -> None:
+    """Drop what comes after so many bytes; on disk when this returns. Raises OSError."""
+    os.truncate(path, num_bytes)
+    sync(path)
+
+
+def new_hash() -> Any:
+    """What files are hashed with, wherever they are."""
+    return hashlib.sha256()
+
+
+def sha256_of(path: Path) -> str:
+    """Hex digest of a file's content. Raises OSError."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, new_hash).hexdigest()
+
+
+class HashingFile:
+    """A new file that is hashed while it is written, from its start to its end: there is no seek. Used as `with HashingFile(path)`."""
+
+    def __init__(self, path: Path) -> None:
+        self._file, self._hash = path.open("wb"), new_hash()
+        self.num_bytes = 0
+
+    def __enter__(self) -> HashingFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Idempotent. Raises OSError."""
+        self._file.close()
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Append; returns the number of bytes, which is that of all of them. Raises OSError."""
+        self._hash.update(data)
+        written = self._file.write(data)
+        self.num_bytes += written
+        return written
+
+    def tell(self) -> int:
+        """Bytes so far."""
+        return self.num_bytes
+
+    def flush(self) -> None:
+        """Hand all to the kernel. Raises OSError."""
+        self._file.flush()
+
+    def fileno(self) -> int:
+        """For fsync: what was written before is the kernel's by then. Raises OSError."""
+        self._file.flush()
+        return self._file.fileno()
+
+    @property
+    def sha256(self) -> str:
+        """Hex digest of what was written."""
+        return str(self._hash.hexdigest())
+
+
+def open_as(folder: Path, like: Path) -> None:
+    """Give the files of a folder the mode of one of them: safetensors makes its own 0600, whatever the umask says. Raises OSError."""
+    mode = stat.S_IMODE(like.stat().st_mode)
+    for path in folder.iterdir():
+        path.chmod(mode)
+
+
+def write_whole(path: Path, text: str, *, is_private: bool = False) -> None:
+    """Write a file that is there as a whole or as it was, whenever the process is killed. Raises OSError.
+
+    `is_private`: nobody but its owner may read it, at no moment.
+    """
+    unfinished = path.with_name(f".{path.name}.new")
+    if is_private:
+        unfinished.unlink(missing_ok=True)
+        unfinished.touch(mode=0o600)
+    unfinished.write_text(text, encoding="utf-8")
+    sync(unfinished)
+    unfinished.replace(path)
+    sync(path.parent)
+
+
+@contextlib.contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """A path to make a folder at, which gets its name at the end of the block, or is removed if that raises. Raises OSError.
+
+    What had the name before goes last of all: killed at any moment, one of the two is there as a whole (settle_folder).
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = folder.with_name(f".{folder.name}.new")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    try:
+        yield unfinished
+        sync_tree(unfinished)
+        replace_folder(unfinished, folder)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def replace_folder(new: Path, folder: Path) -> None:
+    """Give `new` the name of a folder that may be there already. Raises OSError."""
+    old = _old(folder)
+    if folder.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        folder.rename(old)
+    new.rename(folder)
+    sync(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def settle_folder(folder: Path) -> None:
+    """After a kill: put back what was about to be replaced, and remove what was being made. Nobody may be making it. Raises OSError."""
+    old = _old(folder)
+    if old.exists() and not folder.exists():
+        old.rename(folder)
+    for left in folder.parent.glob(f".{folder.name}.*"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def _old(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.old")
+
+
+# One run, one writer: a lock that the kernel takes away from a process that dies. Knows no SQLite.
+
+
+TRIES, PAUSE_S = 3, 0.02
+"""`asyncrl status` has the lock for an instant when it looks whether a run lives."""
+_held: set[Path] = set()
+"""Files locked by this process. Over NFS the lock is the process's: it would be given a second one here, and lose it with either."""
+
+
+class RunLock:
+    """The right to write into a run directory, held by one process at a time.
+
+    Life:  made -> acquire() -> release(), or the end of the process by whatever means. Children do not inherit it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: int | None = None
+
+    def __repr__(self) -> str:
+        return f"<RunLock {self.path} {'held' if self.is_held else 'free'}>"
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it was acquired through this object."""
+        return self._file is not None
+
+    def acquire(self) -> RunLock:
+        """Take it and write the pid into the file. Raises JournalError that names the holder, without waiting."""
+        key = self.path.resolve()
+        if key in _held:
+            raise self._refused(os.getpid())
+        try:
+            file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise self._cannot(error) from error
+        try:
+            self._take(file)
+            os.ftruncate(file, 0)
+            os.pwrite(file, f"{os.getpid()}\n".encode(), 0)
+        except OSError as error:
+            holder = os.pread(file, 32, 0).decode(errors="replace").strip()
+            os.close(file)
+            if error.errno in (
+                errno.EACCES,
+                errno.EAGAIN,
+            ):  # which of the two says "held" depends on the system
+                raise self._refused(holder or "unknown") from None
+            raise self._cannot(error) from error
+        self._file = file
+        _held.add(key)
+        return self
+
+    def _take(self, file: int) -> None:
+        for tries_left in reversed(range(TRIES)):
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if not tries_left:
+                    raise
+                time.sleep(PAUSE_S)
+
+    def release(self) -> None:
+        """Give it back; idempotent. The file stays: removing it could take it from under a waiting run."""
+        if self._file is not None:
+            _held.discard(self.path.resolve())
+            os.close(self._file)
+            self._file = None
+
+    def _cannot(self, error: OSError) -> JournalError:
+        return JournalError(
+            f"{self.path} cannot be locked: {error.strerror}",
+            rule="one process at a time writes into a run directory",
+            way_out="see that the run directory exists, can be written, and lies on a file system with room and with locks.",
+        )
+
+    def _refused(self, holder: object) -> JournalError:
+        return JournalError(
+            f"process {holder} writes into {self.path.parent}",
+            rule="one process at a time writes into a run directory",
+            way_out=f"wait until process {holder} has ended, or end it (kill {holder}), or give this run another directory.",
+        )

@@ -1,6 +1,0 @@
-"""What runs a rollout that talks to the model itself, in a worker's process. Knows the gateway's address; no token, no group, no run."""
-
-from asyncrl.harness.task import Harness, Session, Task
-from asyncrl.types import Outcome
-
-__all__ = ["Harness", "Outcome", "Session", "Task"]

@@ -1,0 +1,387 @@
+"""The client half of every internal server: one HTTP call with the run's secret. Knows no room and no message but ErrorBody."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import errno
+import faulthandler
+import functools
+import hmac
+import json
+import logging
+import os
+import random
+import resource
+import signal
+import socket
+import sys
+import threading
+from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import aiohttp
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ValidationError
+
+from asyncrl.errors import ConnectionShortage
+from asyncrl.messages.base import SECRET_ENV, ErrorBody, fatal_line
+from asyncrl.waits import TimeLimit
+
+# The server half of every child process: one app on an inherited socket. Knows no room and no message but ErrorBody.
+#
+# A child is started as `python -m MODULE --spec FILE --fd N`: FILE is its own JSON spec, N a socket that the parent
+# has bound and listens on already (so no port is ever raced for). Standard input is a pipe that the parent holds open: its first
+# line has the secrets (whoever runs as the same user can read the environment of a process, as a command of a harness does); its end
+# means that the parent is gone, however it went, and the child exits. A child without such a line has SECRET_ENV in its environment.
+
+
+class Refused(Exception):  # noqa: N818  an answer, not a crash of the server
+    """Answer this one request with `status` and an ErrorBody."""
+
+    def __init__(self, status: int, error: str, *, rule: str = "", way_out: str = "") -> None:
+        self.status, self.body = status, ErrorBody(error=error, rule=rule, way_out=way_out)
+        super().__init__(error)
+
+
+def child_arguments() -> tuple[str, int]:
+    """(text of the spec file, number of the inherited socket) of a child process."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--spec", required=True)
+    parser.add_argument("--fd", required=True, type=int)
+    arguments = parser.parse_args()
+    return Path(arguments.spec).read_text(encoding="utf-8"), arguments.fd
+
+
+def secret_of(name: str) -> str:
+    """The secret of this name that the parent gave; else what the environment says. Ends this child if there is none."""
+    secret = _told_secrets().get(name) or os.environ.get(name)
+    if not secret:
+        fail(
+            f"no {name} is given",
+            rule="a child has its secrets from its parent",
+            way_out="start it through asyncrl.",
+        )
+    return secret
+
+
+@functools.lru_cache(maxsize=1)
+def _told_secrets() -> dict[str, str]:
+    """First line of standard input, as ChildProcess writes it."""
+    if SECRET_ENV in os.environ:
+        return {}
+    line = b""
+    while not line.endswith(b"\n") and (byte := os.read(0, 1)):
+        line += byte
+    secrets: dict[str, str] = (
+        json.loads(line) if line.endswith(b"\n") else {}
+    )  # else the parent is gone already
+    return secrets
+
+
+def fail(error: str, *, rule: str = "", way_out: str = "") -> NoReturn:
+    """End this child with an error that the parent can show: what failed, the rule, the way out."""
+    print(fatal_line(ErrorBody(error=error, rule=rule, way_out=way_out)), file=sys.stderr, flush=True)
+    raise SystemExit(1)
+
+
+def die_with_parent(on_orphaned: Callable[[], None] = lambda: None) -> None:
+    """Exit as soon as standard input ends. Call it first thing, before anything slow is loaded.
+
+    From here on SIGUSR1 has the stacks of all threads written to standard error, which is this child's log: the watchdog's question.
+    """
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+
+    _told_secrets()
+
+    def watch() -> None:
+        while os.read(0, 4096):
+            pass
+        try:
+            on_orphaned()
+        finally:
+            os._exit(3)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def make_app() -> FastAPI:
+    """An app without docs pages, whose every error is an ErrorBody."""
+    app = FastAPI(openapi_url=None)
+
+    @app.exception_handler(Refused)
+    async def refused(_: Request, error: Refused) -> JSONResponse:
+        return JSONResponse(error.body.model_dump(), status_code=error.status)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
+        first = error.errors()[0]
+        body = ErrorBody(
+            error=f"{'.'.join(map(str, first['loc']))}: {first['msg']}",
+            rule="see asyncrl/wire for the message",
+        )
+        return JSONResponse(body.model_dump(), status_code=422)
+
+    return app
+
+
+class _BearerOnly:
+    """Lets a request through only with the run's secret."""
+
+    def __init__(self, app: Any, secret: str) -> None:
+        self.app, self.expected = app, f"Bearer {secret}".encode()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            if not hmac.compare_digest(given, self.expected):
+                body = ErrorBody(
+                    error="wrong or missing bearer token",
+                    rule="internal servers answer to the run that started them alone",
+                )
+                await JSONResponse(body.model_dump(), status_code=401)(scope, receive, send)
+                return
+        await self.app(scope, receive, send)
+
+
+def serve(app: FastAPI, fd: int) -> None:
+    """Serve on the inherited socket until SIGTERM. Returns after a clean shutdown."""
+    config = uvicorn.Config(
+        _BearerOnly(app, secret_of(SECRET_ENV)),
+        log_level="warning",
+        access_log=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=1,
+    )
+    # uvicorn's own `fd` option takes the socket for a Unix one: asyncio then leaves Nagle's algorithm on, and every answer
+    # waits some 40 ms for a delayed acknowledgement. A socket object that knows its family has no such wait.
+    uvicorn.Server(config).run(sockets=[socket.socket(fileno=fd)])
+
+
+log = logging.getLogger("asyncrl.http")
+
+OURS = frozenset({errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM})
+"""Errors that say something of this machine, and nothing of the server that was to be called."""
+SHORT_S, RETRY_S = 60.0, 0.5
+"""So long at most, and so often, a call asks for a connection again that it cannot have for lack of these."""
+Answer = TypeVar("Answer", bound=BaseModel)
+Part = TypeVar("Part", bound=BaseModel)
+
+
+class CallRefused(Exception):  # noqa: N818  the server is well, it says no
+    """The server answered with an error status: `status` and its ErrorBody as `body`."""
+
+    def __init__(self, server: str, path: str, status: int, body: ErrorBody) -> None:
+        self.server, self.path, self.status, self.body = server, path, status, body
+        super().__init__(f"{server} answered {status} to {path}: {body.error}")
+
+
+class CallLost(Exception):  # noqa: N818  nothing, or nonsense, came back
+    """No usable answer: refused or broken connection, the time limit, or a body that is not the message."""
+
+    def __init__(self, server: str, path: str, why: str) -> None:
+        self.server, self.path, self.why = server, path, why
+        super().__init__(f"{server} gave no answer to {path}: {why}")
+
+
+class CallGarbled(CallLost):
+    """The server answered, with a body that is not the message: it lives, and is broken; or it has messages of its own.
+
+    `status` and `text` of the answer, for whoever knows those.
+    """
+
+    def __init__(self, server: str, path: str, why: str, *, status: int = 200, text: bytes = b"") -> None:
+        self.status, self.text = status, text
+        super().__init__(server, path, why)
+
+
+def shortage(server: str, number: int) -> ConnectionShortage:
+    """That there is no connection to `server`, for lack of what."""
+    return out_of(f"cannot open a connection to {server}, which may be well", number, server)
+
+
+def out_of(what: str, number: int, server: str = "") -> ConnectionShortage:
+    """What could not be done, and what this process has run out of, with the numbers as far as they can be read without a descriptor."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    rule, way_out = {
+        errno.EMFILE: (
+            f"this process has all of its {soft} descriptors open (RLIMIT_NOFILE; {hard} is the hard limit)",
+            "raise the limit of open files, or lower rollout.slots or gateway.max_connections",
+        ),
+        errno.ENFILE: (
+            "the processes of this machine have as many files open as fs.file-max allows",
+            "raise fs.file-max, or end the process that holds them",
+        ),
+        errno.EADDRNOTAVAIL: (
+            "connections to one address have a source port each, of net.ipv4.ip_local_port_range, and none is left; or no host has it",
+            "widen that range, lower rollout.slots, or correct the address",
+        ),
+    }.get(number, ("the kernel has no memory for it", "free memory on this machine"))
+    return ConnectionShortage(
+        server, f"{what}: {os.strerror(number)}", rule=rule, way_out=f"{way_out}, and go on with this run."
+    )
+
+
+class Caller:
+    """Calls one server at `url` (http://127.0.0.1:PORT). Life: open until aclose(); opens its connections on first use.
+
+    `short_s`: so long it asks for a connection again that it cannot have for lack of OURS. Less than the limits that its callers
+    set themselves: whoever runs out of time there is blamed for it.
+    """
+
+    def __init__(self, name: str, url: str, secret: str, *, short_s: float = SHORT_S) -> None:
+        self.name, self.url, self._secret, self.short_s = name, url, secret, short_s
+        self._session: aiohttp.ClientSession | None = None
+        self._told_short_s: float | None = None
+
+    def __repr__(self) -> str:
+        return f"<Caller {self.name} {self.url}>"
+
+    async def get(self, path: str, answer: type[Answer], *, timeout_s: float | None) -> Answer:
+        """GET; raises CallRefused, CallLost or ConnectionShortage. `timeout_s` None waits until the server answers or is gone."""
+        return await self._call("GET", path, None, answer, timeout_s)
+
+    async def post(
+        self, path: str, body: BaseModel | bytes | None, answer: type[Answer], *, timeout_s: float | None
+    ) -> Answer:
+        """POST a message (JSON) or bytes (octet-stream); raises CallRefused or CallLost."""
+        return await self._call("POST", path, body, answer, timeout_s)
+
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        body: BaseModel | bytes | None,
+        answer: type[Answer],
+        timeout_s: float | None,
+    ) -> Answer:
+        data = body.model_dump_json().encode() if isinstance(body, BaseModel) else body
+        kind = "application/octet-stream" if isinstance(body, bytes) else "application/json"
+        short_of: set[int] = set()
+        try:
+            async with TimeLimit(timeout_s):
+                async with await self._begin(method, path, data, kind, short_of) as response:
+                    text = await response.read()
+        except TimeoutError:
+            for number in short_of:
+                raise shortage(self.name, number) from None
+            raise CallLost(self.name, path, f"no answer within {timeout_s} s") from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise self._lost(path, error) from error
+        if response.status >= 400:
+            raise self._refusal(path, response.status, text, answer)
+        try:
+            return answer.model_validate_json(text)
+        except ValidationError as error:
+            raise self._garbled(path, response.status, text, answer) from error
+
+    async def stream(
+        self, path: str, body: BaseModel, part: type[Part], last: type[Answer]
+    ) -> AsyncGenerator[Part | Answer, None]:
+        """POST a message; yields the lines of the answer as they come: any number of `part`, then one `last`, and then ends.
+
+        Raises CallRefused for an error status and for a last line ErrorBody (status 500), CallLost if the answer breaks off before
+        its last line, CallGarbled for a line that is none of these. Close it (contextlib.aclosing) to leave before the end: that
+        breaks the connection.
+        """
+        async with contextlib.aclosing(self.lines(path, body)) as lines:
+            async for line in lines:
+                message = self._line(path, line, part, last)
+                yield message
+                if isinstance(message, last):
+                    with contextlib.suppress(CallLost):
+                        await anext(lines, None)  # to the end of the body: the connection can be used again
+                    return
+        raise CallLost(self.name, path, "the answer broke off before its last line")
+
+    async def lines(self, path: str, body: BaseModel) -> AsyncGenerator[bytes, None]:
+        """POST a message; yields the whole lines of the answer as they come. Raises and is closed like stream()."""
+        data = body.model_dump_json().encode()
+        try:
+            async with await self._begin("POST", path, data, "application/json", set()) as response:
+                if response.status >= 400:
+                    raise self._refusal(path, response.status, await response.read(), ErrorBody)
+                rest = b""
+                while read := await response.content.readany():
+                    *lines, rest = (rest + read).split(b"\n")
+                    for line in lines:
+                        yield line
+        except (aiohttp.ClientError, OSError) as error:
+            raise self._lost(path, error) from error
+
+    async def _begin(
+        self, method: str, path: str, data: bytes | None, kind: str, short_of: set[int]
+    ) -> aiohttp.ClientResponse:
+        """The answer's head. What this process is short of comes back when other calls end: asks again, for short_s at most.
+
+        `short_of` says of what, as long as it is; then raises ConnectionShortage.
+        """
+        clock, since_s = asyncio.get_running_loop().time, 0.0
+        while True:
+            try:
+                response = await self._open().request(
+                    method, self.url + path, data=data, headers={"content-type": kind}
+                )
+            except aiohttp.ClientConnectorError as error:  # so nothing was sent
+                if error.errno not in OURS:
+                    raise
+                since_s = since_s or clock()
+                if clock() - since_s >= self.short_s:
+                    raise shortage(self.name, error.errno) from error
+                self._note_short(error.errno)
+                short_of.add(error.errno)
+            else:
+                short_of.clear()
+                return response
+            await asyncio.sleep(RETRY_S * random.uniform(0.5, 1.0))
+
+    def _note_short(self, number: int) -> None:
+        now_s = asyncio.get_running_loop().time()
+        if self._told_short_s is None or now_s - self._told_short_s > self.short_s:
+            self._told_short_s = now_s
+            log.warning("%s It is asked again for %g s.", shortage(self.name, number), self.short_s)
+
+    def _lost(self, path: str, error: aiohttp.ClientError | OSError) -> CallLost | ConnectionShortage:
+        if isinstance(error, OSError) and error.errno in OURS:
+            return shortage(self.name, error.errno)
+        return CallLost(self.name, path, f"{type(error).__name__}: {error}")
+
+    def _line(self, path: str, line: bytes, part: type[Part], last: type[Answer]) -> Part | Answer:
+        for message in (part, last):
+            with contextlib.suppress(ValidationError):
+                return message.model_validate_json(line)
+        raise self._refusal(path, 500, line, last)
+
+    def _refusal(
+        self, path: str, status: int, text: bytes, answer: type[BaseModel]
+    ) -> CallRefused | CallGarbled:
+        try:
+            return CallRefused(self.name, path, status, ErrorBody.model_validate_json(text))
+        except ValidationError:
+            return self._garbled(path, status, text, answer)
+
+    def _garbled(self, path: str, status: int, text: bytes, answer: type[BaseModel]) -> CallGarbled:
+        shown = text[:200].decode(errors="replace")
+        why = f"status {status} with a body that is no {answer.__name__}: {shown}"
+        return CallGarbled(self.name, path, why, status=status, text=text)
+
+    def _open(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                headers={"Authorization": f"Bearer {self._secret}"},
+                timeout=aiohttp.ClientTimeout(total=None),
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30),
+                trust_env=False,
+            )
+        return self._session
+
+    async def aclose(self) -> None:
+        """Close the connections; idempotent."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None

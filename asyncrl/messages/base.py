@@ -1,0 +1,162 @@
+"""What all messages share: their base, the error body, and how a child says why it ended."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+SECRET_ENV = "ASYNCRL_SECRET"
+
+Interrupt = Literal["abort", "keep", "keep_kv", "wait"]
+WeightKind = Literal["weights", "lora"]
+
+
+class Message(BaseModel):
+    """Base of all messages: frozen, and a field that is not known is an error at once."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ErrorBody(Message):
+    """Body of every answer with a status of 400 or above: what failed, the rule, the way out."""
+
+    error: str
+    rule: str = ""
+    way_out: str = ""
+
+
+EnginePart = Literal["weights", "kv"]
+TrainerPart = Literal["weights", "gradients", "optimizer"]
+
+
+class Moved(Message):
+    """Answer of /sleep, /wake, /offload and /onload: bytes freed, taken or moved, and the seconds it took."""
+
+    num_bytes: int
+    seconds: float
+
+
+FATAL_PREFIX = "asyncrl-error: "
+"""A child process that cannot start or go on prints this and an ErrorBody as JSON on one line of its log."""
+
+
+def fatal_line(error: ErrorBody) -> str:
+    """The log line from which the parent learns why a child ended."""
+    return FATAL_PREFIX + error.model_dump_json()
+
+
+def find_fatal(log: str) -> ErrorBody | None:
+    """The last such line of a log, if there is one."""
+    for line in reversed(log.splitlines()):
+        if line.startswith(FATAL_PREFIX):
+            try:
+                return ErrorBody.model_validate_json(line.removeprefix(FATAL_PREFIX))
+            except ValueError:
+                return None
+    return None
+
+
+# The digest of a set of weights, the same at both ends of a publish.
+
+
+def tensor_digest(name: str, dtype: str, shape: tuple[int, ...], data: memoryview | bytes) -> bytes:
+    """Digest of one tensor together with its name, dtype ("float32", "bfloat16") and shape."""
+    digest = hashlib.sha256(f"{name}|{dtype}|{','.join(map(str, shape))}|".encode())
+    digest.update(data)
+    return digest.digest()
+
+
+def joint_digest(tensor_digests: Iterable[bytes]) -> str:
+    """Digest of a set of weights from those of its tensors, in any order."""
+    return hashlib.sha256(b"".join(sorted(tensor_digests))).hexdigest()[:32]
+
+
+def weights_digest(tensors: Iterable[tuple[str, str, tuple[int, ...], memoryview | bytes]]) -> str:
+    """Digest of a set of weights, the same on both ends of a publish.
+
+    Takes (name, dtype, shape, raw bytes) in any order. Each tensor is hashed by itself together with its name,
+    dtype and shape, and the sorted per-tensor digests are hashed again, so that a swapped name, a skipped tensor
+    and a changed byte all change the result.
+    """
+    return joint_digest(tensor_digest(*tensor) for tensor in tensors)
+
+
+# Messages about weights that lie in memory which trainer and engine share: what it is, and where each tensor begins in it.
+
+
+class MemoryHandle(Message):
+    """What another process needs to open a piece of memory.
+
+    `kind` file: `name` is the path of a file in shared memory, which is mapped. cuda: `name` is the CUipcMemHandle of an allocation on
+    the device that both processes use, 64 bytes in base64. A handle is of one piece of memory, however often that is written to.
+    """
+
+    kind: Literal["file", "cuda"]
+    name: str
+    num_bytes: int = Field(ge=1)
+
+
+class PlacedTensor(Message):
+    """A contiguous tensor at bytes [start, start + its size). `dtype` as torch calls it: float32, bfloat16."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+    start: int = Field(ge=0)
+
+
+class ChunkMemory(Message):
+    """The tensors of a chunk, in memory that is written over by the next chunk."""
+
+    handle: MemoryHandle
+    tensors: list[PlacedTensor]
+
+
+# Messages about weights that the trainer sends to all workers of all engines at once (publisher.transport=nccl).
+
+
+class GroupSeat(Message):
+    """The place of one participant in the group that weights are sent through: the trainer has rank 0, an engine's workers the ranks
+    from `rank` on.
+
+    `path` is the file in which they find each other, one a group; `is_new`: the group is to be formed first. `timeout_s` bounds
+    forming it, and each buffer that is sent.
+    """
+
+    path: str
+    size: int = Field(ge=2)
+    rank: int = Field(ge=0)
+    is_new: bool
+    timeout_s: float = Field(gt=0)
+
+
+class BroadcastRequest(Message):
+    """Send the weights of `version` to everybody in the group."""
+
+    version: int = Field(ge=0)
+    seat: GroupSeat
+
+
+class BroadcastResponse(Message):
+    """They were sent. Whether they arrived whole, each receiver says: `digest` is of what was held."""
+
+    version: int
+    digest: str
+    num_bytes: int
+
+
+class SentChunk(Message):
+    """One buffer, and the tensors that lie in it."""
+
+    num_bytes: int = Field(ge=1)
+    tensors: list[PlacedTensor]
+
+
+class SentWeights(Message):
+    """What comes through the group, told in it before the first buffer."""
+
+    version: int
+    chunks: list[SentChunk]

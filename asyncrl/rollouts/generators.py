@@ -1,0 +1,212 @@
+"""The generator `single_turn`: one prompt, one completion, one reward. Knows no group, no retry, no server."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from asyncrl.errors import PromptUnusable, RolloutFailure
+from asyncrl.messages.protocols import ChatTokenizer, SamplingEngine, Scorer, Session, SessionHost, WorkQueue
+from asyncrl.messages.records import Completion, GroupId, Outcome, Rollout, SamplingRequest, Trajectory, Work
+from asyncrl.rollouts.rollout import Generator, RolloutAttempt, derive_seed
+
+
+class SingleTurn:
+    """Prompt -> chat ids -> completion -> text -> reward -> Trajectory. No state of its own."""
+
+    def __init__(
+        self,
+        engine: SamplingEngine,
+        tokenizer: ChatTokenizer,
+        scorer: Scorer,
+        *,
+        run_seed: int,
+        max_tokens: int,
+        max_prompt_tokens: int,
+        temperature: float,
+        stop: tuple[str, ...] = (),
+    ) -> None:
+        self._engine, self._tokenizer, self._scorer = engine, tokenizer, scorer
+        self.run_seed = run_seed
+        self.max_tokens, self.max_prompt_tokens = max_tokens, max_prompt_tokens
+        self.temperature, self.stop = temperature, stop
+
+    def __repr__(self) -> str:
+        return f"<SingleTurn max_tokens {self.max_tokens}, temperature {self.temperature}>"
+
+    async def run_attempt(self, attempt: RolloutAttempt) -> Rollout:
+        """One trajectory, the only branch. Raises RolloutFailure if the prompt is too long, refused, or cannot be scored."""
+        prompt_ids = self._prompt_ids(attempt)
+        completion = await self._engine.generate(
+            SamplingRequest(
+                request_id=attempt.request_id(turn=0),
+                prompt_ids=prompt_ids,
+                max_tokens=self.max_tokens,
+                temperature=self.temperature,
+                stop=self.stop,
+                seed=derive_seed(
+                    self.run_seed, attempt.prompt.seed_id, attempt.sample_index, 0, attempt.attempt
+                ),
+                route_key=f"g{attempt.group_id}",
+            ),
+            partial=attempt.partial,
+            on_segment=functools.partial(attempt.on_segment, 0),
+        )
+        attempt.stopped_sampling()
+        reward = await self._scorer.score(attempt.prompt, self._tokenizer.decode(completion.token_ids))
+        return (make_trajectory(attempt.sample_index, prompt_ids, completion, reward),)
+
+    def _prompt_ids(self, attempt: RolloutAttempt) -> tuple[int, ...]:
+        prompt_ids = self._tokenizer.encode_chat(attempt.prompt.messages)
+        if not 0 < len(prompt_ids) <= self.max_prompt_tokens:
+            raise PromptUnusable(
+                f"prompt {attempt.prompt.prompt_id} has {len(prompt_ids)} tokens",
+                rule=f"a prompt has 1 to rollout.max_prompt_tokens={self.max_prompt_tokens}, and is never cut",
+                way_out=f"raise rollout.max_prompt_tokens to {len(prompt_ids)} or more, or leave long prompts out of the task.",
+            )
+        return prompt_ids
+
+
+def make_trajectory(
+    sample_index: int, prompt_ids: tuple[int, ...], completion: Completion, reward: float
+) -> Trajectory:
+    """The token record of a prompt and its one completion, P + N tokens; spans move from completion to trajectory."""
+    num_prompt, num_sampled = len(prompt_ids), len(completion.token_ids)
+    loss_mask = np.zeros(num_prompt + num_sampled, dtype=np.bool_)
+    loss_mask[num_prompt:] = True
+    logprobs = np.zeros(num_prompt + num_sampled, dtype=np.float32)
+    logprobs[num_prompt:] = completion.behaviour_logprobs
+    return Trajectory(
+        sample_index=sample_index,
+        token_ids=np.array(prompt_ids + completion.token_ids, dtype=np.int32),
+        loss_mask=loss_mask,
+        behaviour_logprobs=logprobs,
+        version_spans=tuple(
+            replace(span, start=span.start + num_prompt, end=span.end + num_prompt)
+            for span in completion.version_spans
+        ),
+        reward=reward,
+        is_truncated=completion.finish_reason == "length",
+        num_interruptions=completion.num_interruptions,
+    )
+
+
+# The generator of rollouts that a harness runs, in some worker, over the gateway. Knows no HTTP, no token, no group, no retry.
+
+
+class HarnessGenerator:
+    """Session opened -> work run by a worker -> session ended -> reward -> branches. No state of its own.
+
+    The clock of rollout.timeout_s is held while the work is queued, and runs on once a worker has taken it.
+    """
+
+    def __init__(self, host: SessionHost, queue: WorkQueue, scorer: Scorer) -> None:
+        self._host, self._queue, self._scorer = host, queue, scorer
+
+    def __repr__(self) -> str:
+        return f"<HarnessGenerator over {self._queue!r}>"
+
+    async def run_attempt(self, attempt: RolloutAttempt) -> Rollout:
+        """All branches of the rollout. Raises RolloutFailure if the harness or its worker fails, or there is nothing to train on."""
+        prompt = attempt.prompt
+        session = self._host.open_nowait(
+            attempt.rollout_id, prompt_id=prompt.seed_id, sample_index=attempt.sample_index, attempt=attempt.attempt,
+            route_key=attempt.rollout_id,
+        )  # fmt: skip
+        try:
+            attempt.hold_clock()
+            work = Work(
+                attempt.rollout_id,
+                prompt,
+                attempt.sample_index,
+                attempt.attempt,
+                session.key,
+                attempt.clock.left_s,
+            )
+            async with session.while_open():
+                outcome = await self._queue.run(work, started=attempt.resume_clock)
+            session.end_nowait(
+                "its harness has finished"
+            )  # before the reward: what it left behind would sample on
+            attempt.stopped_sampling()
+            reward = await self._reward(attempt, session, outcome)
+            return session.rollout(attempt.sample_index, outcome, reward)
+        except RolloutFailure as failure:
+            session.end_nowait(f"the rollout failed: {failure.what}")
+            raise
+        except asyncio.CancelledError:
+            session.end_nowait(
+                "the rollout was given up: it ran past rollout.timeout_s, or nobody needs it any more"
+            )
+            raise
+        finally:
+            session.end_nowait("the rollout has ended")
+
+    async def _reward(self, attempt: RolloutAttempt, session: Session, outcome: Outcome) -> float:
+        """What the harness says, else the mean of its parts, else the task's own reward of the last completion."""
+        parts = [*outcome.turn_rewards.values(), *outcome.branch_rewards.values()]
+        if outcome.reward is None and not parts:
+            return await self._scorer.score(attempt.prompt, session.last_text())
+        reward = sum(parts) / len(parts) if outcome.reward is None else outcome.reward
+        if not math.isfinite(reward):
+            raise RolloutFailure(
+                f"{attempt.rollout_id}: its reward is {reward}",
+                rule="a reward is finite",
+                way_out="correct the harness.",
+            )
+        return reward
+
+
+# Gives recorded rollouts in place of sampled ones, where the staleness bound allows it. Knows no file and no engine.
+
+
+RECORDED_VERSION = 0
+"""Recorded rollouts are of the initial weights."""
+
+
+class Replay:
+    """A Generator over another one, which samples whatever is not recorded.
+
+    Invariant:  no token is older than its group's start_version: a recorded rollout is taken only in a group that was admitted while
+                the recorded version was served, so that the staleness rule holds for it as for any other.
+    """
+
+    def __init__(
+        self,
+        generator: Generator,
+        recorded: Mapping[str, tuple[Rollout, ...]],
+        *,
+        start_version: Callable[[GroupId], int | None],
+    ) -> None:
+        """`recorded`: by prompt_id the rollouts of samples 0, 1, ... `start_version`: of a group that runs."""
+        self._generator, self._recorded, self._start_version = generator, recorded, start_version
+        self.num_taken = 0
+        """Recorded rollouts that were taken, so far."""
+
+    def __repr__(self) -> str:
+        return f"<Replay {self.num_taken} of {sum(map(len, self._recorded.values()))} taken, over {self._generator!r}>"
+
+    async def run_attempt(self, attempt: RolloutAttempt) -> Rollout:
+        """The recorded rollout, or one that is sampled; raises what the other generator raises."""
+        found = self._find(attempt)
+        if found is None:
+            return await self._generator.run_attempt(attempt)
+        attempt.stopped_sampling()
+        self.num_taken += 1
+        return found
+
+    def _find(self, attempt: RolloutAttempt) -> Rollout | None:
+        recorded = self._recorded.get(attempt.prompt.prompt_id, ())
+        is_first_try = attempt.attempt == 0 and attempt.partial is None
+        if (
+            attempt.sample_index >= len(recorded)
+            or not is_first_try
+            or self._start_version(attempt.group_id) != RECORDED_VERSION
+        ):
+            return None
+        return recorded[attempt.sample_index]

@@ -1,0 +1,304 @@
+"""Brings trainer, buffer, feed and producers of a resumed run to where the killed one stood. Generates nothing.
+
+The checkpoint says what the weights were, the journal everything since: its batches are trained on again as they are, its ready
+groups are ready again, what ran goes on from its partial turns, what had been handed back comes first (what failed at the version
+that goes on comes after it, as it would have). So does, if settings were changed (--allow-change), what is too old for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from asyncrl.buffer.buffer import Buffer
+from asyncrl.checkpoints.folder import Checkpoints, Pending, set_aside
+from asyncrl.errors import CheckpointError, TrainerLost
+from asyncrl.journal.journal import Journal
+from asyncrl.journal.read import ResumeState
+from asyncrl.messages.records import Batch, Prompt, StepReport, UnfinishedGroup
+from asyncrl.run.resume import ResumePoint
+from asyncrl.tasks.feed import Feed
+from asyncrl.trainer.trainer_client import TrainerClient
+
+logger = logging.getLogger("asyncrl.run.restore")
+
+
+class Recovers(Protocol):
+    """What a resumed run needs of the trainer; LivingTrainer is it."""
+
+    async def recover(
+        self,
+        state: Path | None,
+        batches: Callable[[], AsyncIterator[Batch]],
+        on_step: Callable[[Batch, StepReport], None],
+    ) -> None:
+        """Load a state (None: the initial weights) and train on `batches()`; on_step is told of each once."""
+        ...
+
+
+async def recover_trainer(
+    client: TrainerClient, journal: Journal, checkpoints: Checkpoints, version: int, num_batches: int
+) -> None:
+    """A trainer that was started again, in the middle of a run, goes to `version`: newest whole checkpoint, then the journal's batches.
+
+    Raises JournalError if batches in between are not there any more, CheckpointError if a checkpoint cannot be read, TrainerError.
+    """
+    async with (
+        checkpoints.in_use
+    ):  # to the end: one that is finished meanwhile would take away this one, and the batches since
+        whole, damaged = await asyncio.to_thread(checkpoints.newest_whole, keep_unfinished=True)
+        for found in damaged:
+            logger.warning("%s", found.why)
+        start = 0 if whole is None else whole.version
+        state = await journal.read_resume(start)
+        journal.restored_nowait(start)
+        stop = min(max(version, start), num_batches)
+        folder = None if whole is None else whole.trainer_dir
+        await client.recover(folder, load_batches(state, start, stop), lambda _batch, _report: None)
+        for text in await asyncio.to_thread(set_aside, damaged):
+            logger.warning("%s", text)
+
+
+async def restore(
+    point: ResumePoint,
+    state: ResumeState,
+    *,
+    trainer: Recovers,
+    journal: Journal,
+    buffer: Buffer,
+    feed: Feed,
+    returns: Callable[[int, Prompt], None],
+    on_restored: Callable[[], None],
+    on_step: Callable[[Batch, StepReport], None],
+) -> tuple[UnfinishedGroup, ...]:
+    """Everything but the engines; returns what goes on once they have the current weights.
+
+    What can refuse goes first: data, buffer, and the trainer that loads the state. Then `on_restored` is called and the journal is
+    told, and nothing but a broken part can end it: `on_step` hears of each batch that is trained on again. `returns` is
+    Producers.returns_nowait. Raises what the rooms raise.
+    """
+    if state.order is not None:
+        feed.check_order(state.order)
+    unfinished, tell = (
+        _from_checkpoint_alone(point, journal, buffer, feed)
+        if state.num_drawn == 0 and point.checkpoint is not None
+        else _from_journal(state, journal, buffer, feed, returns)
+    )
+    is_restored = False
+
+    def restored() -> None:
+        nonlocal is_restored
+        if not is_restored:
+            is_restored = True
+            journal.order_nowait(feed.order)
+            journal.restored_nowait(point.version)
+            on_restored()
+
+    def trained_again(batch: Batch, report: StepReport) -> None:
+        restored()
+        journal.trained_nowait(batch.version, report.metrics)
+        on_step(batch, report)
+
+    folder = None if point.checkpoint is None else point.checkpoint.trainer_dir
+    await trainer.recover(
+        folder, lambda: load_batches(state, point.version, state.next_version), trained_again
+    )
+    restored()
+    tell()
+    return unfinished
+
+
+Restored = tuple[tuple[UnfinishedGroup, ...], Callable[[], None]]
+"""(what goes on, what the journal is told once nothing can refuse any more)."""
+
+
+def _from_journal(
+    state: ResumeState, journal: Journal, buffer: Buffer, feed: Feed, returns: Callable[[int, Prompt], None]
+) -> Restored:
+    whole = [record for record in state.running if record.prompt_is_whole]
+    broken = [
+        record for record in state.running if not record.prompt_is_whole
+    ]  # only the task can make these prompts again
+    ended = [
+        (record.ticket.group_id, record.prompt, "its prompt cannot be written down") for record in broken
+    ]
+    late = buffer.restore_nowait(
+        state.next_version,
+        state.next_group_id,
+        [record.ticket for record in whole],
+        [group for _, group in state.ready],
+    )
+    if late:
+        logger.warning(
+            "handed back, because no batch may take them under the settings that have changed: groups %s",
+            list(late),
+        )
+        prompts = {record.ticket.group_id: record.prompt for record in whole} | {
+            group.group_id: group.prompt for _, group in state.ready
+        }
+        ended += [
+            (group_id, prompts[group_id], "too old under the settings that it was resumed with")
+            for group_id in late
+        ]
+    first = {
+        prompt_id: count for prompt_id, count in state.requeued.items() if prompt_id not in state.returning
+    }
+    feed.restore_nowait(
+        state.num_drawn, first | {prompt.prompt_id: prompt.num_handed_back for _, prompt, _ in ended}
+    )
+    for prompt_id in state.returning:
+        returns(state.next_version, Prompt(prompt_id, (), num_handed_back=state.requeued[prompt_id]))
+
+    def tell() -> None:
+        for group_id, prompt, why in ended:
+            journal.group_ended_nowait(
+                group_id, "handed_back", why, requeued=prompt.num_handed_back
+            )  # no fault of its own: the same seeds
+
+    unfinished = tuple(
+        UnfinishedGroup(
+            record.ticket,
+            record.prompt,
+            record.rollouts,
+            record.failures,
+            {index: (attempt, partial) for index, (attempt, _turn, partial) in record.partials.items()},
+        )
+        for record in whole
+        if record.ticket.group_id not in late
+    )
+    return unfinished, tell
+
+
+def _from_checkpoint_alone(point: ResumePoint, journal: Journal, buffer: Buffer, feed: Feed) -> Restored:
+    """The journal is gone: what was in flight when the checkpoint was made is generated again. The new one is told what was before it."""
+    assert point.checkpoint is not None
+    controller = point.checkpoint.controller
+    try:
+        feed.load_state(controller["feed"])
+        for prompt_id, num_handed_back in controller["out"].items():
+            feed.hand_back_nowait(Prompt(prompt_id, (), num_handed_back=int(num_handed_back)))
+        next_group_id = int(controller["next_group_id"])
+        buffer.restore_nowait(point.version, next_group_id, [], [])
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{point.checkpoint.folder} does not say where the run stood: {type(error).__name__} {error}",
+            rule="without its journal a run goes on from what the checkpoint says",
+            way_out="put journal.sqlite back, or start a new run.",
+        ) from error
+    version, num_drawn, back = point.version, feed.num_drawn, feed.prompts_back()
+    return (), lambda: journal.began_at_nowait(version, num_drawn, back, next_group_id)
+
+
+async def load_batches(state: ResumeState, start: int, stop: int) -> AsyncIterator[Batch]:
+    """Batches start .. stop - 1 of the journal, one at a time."""
+    for version in range(start, stop):
+        yield await asyncio.to_thread(state.load_batch, version)
+
+
+# Makes checkpoints while the run goes on: when they are due, beside training, and what happens if one cannot be written.
+
+
+class Saves(Protocol):
+    """What the trainer does for a checkpoint; LivingTrainer is it."""
+
+    async def begin_save_state(self, path: Any) -> int:
+        """Copy the state, have it written beside training; the version that it is of."""
+        ...
+
+    async def wait_save_state(self) -> None:
+        """Until it is written."""
+        ...
+
+
+class Checkpointer:
+    """Life: after_step() -> begun (training is held up for the copy alone) -> written, checked, renamed, journaled -> idle.
+
+    Waits:      the train loop sleeps in after_step for the copy; the rest is a task of its own, which sleeps until the state is written,
+                then while a trainer that was started again goes back to an older one.
+    Invariant:  one at a time: what is due while one is being written is left out and told. What cannot be written is told, each
+                time, and neither touches older checkpoints nor the run.
+    """
+
+    def __init__(
+        self,
+        checkpoints: Checkpoints,
+        trainer: Saves,
+        journal: Journal,
+        *,
+        controller_state: Callable[[], Mapping[str, Any]],
+        spawn: Callable[..., asyncio.Task[None]],
+        warn: Callable[[str], None],
+        keep: Literal["checkpoint", "all"] = "checkpoint",
+    ) -> None:
+        """`keep`: whether the journal forgets the tokens of batches before the oldest checkpoint that counts (journal.keep)."""
+        self._checkpoints, self._trainer, self._journal = checkpoints, trainer, journal
+        self._controller_state, self._spawn, self._warn = controller_state, spawn, warn
+        self._keep = keep
+        self._writing: asyncio.Task[None] | None = None
+        self.num_made = self.num_failed = 0
+
+    def __repr__(self) -> str:
+        return f"<Checkpointer {self.num_made} made, {self.num_failed} failed{', writing' if self._writing else ''}>"
+
+    async def after_step(self, version: int) -> None:
+        """Begin a checkpoint if one is due at this version."""
+        every = self._checkpoints.config.every
+        if every is None or version % every:
+            return
+        if self._writing is not None and not self._writing.done():
+            self._warn(
+                f"the checkpoint at version {version} is left out: the one before is still being written"
+            )
+            return
+        begun = await self._begin()
+        if begun is not None:
+            self._writing = self._spawn(
+                self._finish(*begun, self._controller_state()), name=f"checkpoint {begun[1]}"
+            )
+
+    async def make_last(self, version: int) -> None:
+        """A checkpoint right now, after the one that is being written; returns when it is whole. For the end of a run."""
+        if self._checkpoints.config.every is None or version == 0:
+            return
+        if self._writing is not None:
+            await asyncio.wait({self._writing})
+        if version in self._checkpoints.versions():
+            return
+        begun = await self._begin()
+        if begun is not None:
+            await self._finish(*begun, self._controller_state())
+
+    async def _begin(self) -> tuple[Pending, int] | None:
+        """(what the trainer is writing into, the version that it is of); None if it cannot, which is told."""
+        pending = None
+        try:
+            pending = await asyncio.to_thread(self._checkpoints.begin)
+            return pending, await self._trainer.begin_save_state(pending.trainer_dir)
+        except (CheckpointError, TrainerLost) as error:
+            if pending is not None:
+                await asyncio.to_thread(self._checkpoints.abandon, pending)
+            self._failed(error)
+            return None
+
+    async def _finish(self, pending: Pending, version: int, controller: Mapping[str, Any]) -> None:
+        try:
+            await self._trainer.wait_save_state()
+            async with (
+                self._checkpoints.in_use
+            ):  # only now: had the trainer died meanwhile, it would have to go back first
+                folder = await asyncio.to_thread(self._checkpoints.finish, pending, version, controller)
+                self.num_made += 1
+                self._journal.checkpointed_nowait(version, folder, self._checkpoints.versions())
+                if self._keep == "checkpoint":
+                    await self._journal.compact(self._checkpoints.oldest_version())
+        except (CheckpointError, TrainerLost) as error:
+            await asyncio.to_thread(self._checkpoints.abandon, pending)
+            self._failed(error)
+
+    def _failed(self, error: CheckpointError | TrainerLost) -> None:
+        self.num_failed += 1
+        logger.warning("no checkpoint: %s", error)
+        self._warn(f"no checkpoint: {error.what}")

@@ -1,0 +1,228 @@
+"""Whether a run directory holds a run to go on with, from where, and whether the config still means the same. Starts nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import yaml
+
+from asyncrl.checkpoints.folder import Checkpoints, Damaged, Whole
+from asyncrl.config import RunConfig, load_config
+from asyncrl.errors import AsyncrlError, ConfigError
+from asyncrl.files import settle_folder
+from asyncrl.journal.read import reading
+from asyncrl.run.run_folder import MODEL_PIN, run_again
+
+ResumeMode = Literal["auto", "never", "must"]
+
+FREE_SECTIONS = ("observe", "checkpoint", "journal", "supervision")
+"""Sections that say how a run is watched and kept, and change nothing that it computes."""
+FREE_KEYS = frozenset(
+    {
+        "trainer.num_steps", "trainer.timeout_s", "trainer.port", "rollout.ports", "rollout.timeout_s", "rollout.slots",
+        "rollout.max_failed_groups", "rollout.max_hand_backs", "publisher.timeout_s", "buffer.max_filtered_groups", "task.reward_pool",
+        "task.reward_workers", "task.reward_timeout_s", "placement.trainer", "placement.rollout", "trainer.world_size",
+        "trainer.micro_batch_tokens",
+        "trainer.gradient_checkpointing", "trainer.cpu_offload", "trainer.logprob_gap_limit", "trainer.max_skipped_steps",
+        "placement.eval", "publisher.chunk_bytes", "generator.workers", "generator.concurrency", "generator.max_output_bytes",
+        "gateway.host", "gateway.port", "gateway.public_url", "gateway.max_calls", "gateway.max_concurrent_calls",
+        "rollout.vllm_python", "rollout.urls", "rollout.tensor_parallel", "publisher.disk_dir", "publisher.rolling",
+        "publisher.canary_limit", "publisher.retries", "gateway.max_body_bytes", "gateway.read_timeout_s", "gateway.max_connections",
+        "gateway.lease_timeout_s",
+    }
+)  # fmt: skip
+"""Keys that may change between two starts: limits, places, memory. With a constant schedule num_steps only says when to stop.
+
+So is model.path while it is known what lay there (model_pin.py), which then has to be the same.
+"""
+
+
+SAVED = ("final", "adapter")
+"""Folders of weights that a run writes at its end. Those of an earlier end stay until the new ones are whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResumePoint:
+    """Where a run goes on: `checkpoint` is the newest whole one (None: from the initial weights).
+
+    `told`: checkpoints that are passed over, and changes that were accepted, in words. `damaged`: the former, to be set aside once the
+    run goes on. `may_change_model`: its files need not be as they were.
+    """
+
+    checkpoint: Whole | None
+    told: tuple[str, ...] = ()
+    damaged: tuple[Damaged, ...] = ()
+    may_change_model: bool = False
+
+    @property
+    def version(self) -> int:
+        """Batches that the checkpoint has seen."""
+        return 0 if self.checkpoint is None else self.checkpoint.version
+
+
+def as_resume_mode(text: str) -> ResumeMode:
+    """Of --resume. Raises ConfigError for any other word."""
+    for mode in get_args(ResumeMode):
+        if text == mode:
+            return mode  # type: ignore[no-any-return]
+    raise ConfigError(
+        f"--resume {text} is not known", rule="it is auto, never or must", way_out="leave it out for auto."
+    )
+
+
+def begun_dtype(run_dir: Path | None) -> str | None:
+    """model.dtype of the run in this directory; None if there is none that has begun. What is wrong with it is for find_resume to say."""
+    if run_dir is None or not (run_dir / "config.yaml").exists():
+        return None
+    with contextlib.suppress(AsyncrlError):
+        return load_config(run_dir / "config.yaml").model.dtype if _has_begun(run_dir) else None
+    return None
+
+
+def settle_saved(folder: Path) -> bool:
+    """Put back or clear up what a run was saving when it was killed. Returns whether the directory is a run's: else nothing is ours."""
+    is_ours = (folder / "run.id").exists()
+    for saved in (*SAVED, "model") if is_ours else ():
+        settle_folder(folder / saved)
+    return is_ours
+
+
+def find_resume(
+    run_dir: Path, config: RunConfig, mode: ResumeMode, allow_change: Collection[str] = ()
+) -> ResumePoint | None:
+    """None for a new run. Blocks while checkpoints are read.
+
+    Raises ConfigError if the directory holds a run and must not (never), holds none and must (must), if that run is done, or if
+    keys that alter what is computed are not as they were and not named in `allow_change`. Raises CheckpointError if one cannot be read.
+    """
+    saved = run_dir / "config.yaml"
+    has_begun = saved.exists() and _has_begun(run_dir)
+    if saved.exists() and not has_begun and not (run_dir / "run.id").exists():
+        raise ConfigError(
+            f"{run_dir} holds a config.yaml that no run has written",
+            rule="a run never writes over what is not its own",
+            way_out="choose another --run-dir, or move that file away.",
+        )
+    if not saved.exists() and _has_begun(run_dir):
+        raise ConfigError(
+            f"{run_dir} holds a run without its config.yaml",
+            rule="a run goes on with the settings that it was started with, and a new one never writes over another",
+            way_out="put back the config.yaml that it was started with, or choose another --run-dir for a new run.",
+        )
+    if not has_begun:
+        if mode == "must":
+            raise ConfigError(
+                f"{run_dir} holds no run",
+                rule="--resume must goes on with one",
+                way_out="give its directory, --run-dir DIR, or leave --resume out.",
+            )
+        for there in (run_dir / name for name in SAVED if (run_dir / name).exists()):
+            raise ConfigError(
+                f"{run_dir} holds no run, and {there} is there, which a new run would replace at its end",
+                rule="a run never writes over what is not its own",
+                way_out="choose another --run-dir, or move that folder away.",
+            )
+        return None
+    if mode == "never":
+        raise ConfigError(
+            f"{run_dir} holds a run already",
+            rule="--resume never starts a new one, and a run never writes over another",
+            way_out="choose another --run-dir, or leave --resume out to go on with this one.",
+        )
+    allowed = frozenset(allow_change)
+    accepted = _refuse_changes(load_config(saved), config, allowed, run_dir)
+    _refuse_done(run_dir, config)
+    checkpoint, damaged = Checkpoints(run_dir, config.checkpoint).newest_whole()
+    told = (*(found.why for found in damaged), *accepted)
+    return ResumePoint(checkpoint, told, tuple(damaged), may_change_model=_is_named("model.path", allowed))
+
+
+def _has_begun(run_dir: Path) -> bool:
+    """Whether a group was admitted or a checkpoint made: what failed at its start (a wrong path, say) may be started anew, corrected."""
+    if any((run_dir / "checkpoints").glob("step_*")):
+        return True
+    journal = run_dir / "journal.sqlite"
+    if not journal.exists():
+        return (run_dir / "metrics.jsonl").exists() and (run_dir / "metrics.jsonl").stat().st_size > 0
+    with reading(journal) as connection:
+        return connection.execute("SELECT 1 FROM groups LIMIT 1").fetchone() is not None
+
+
+def changed_keys(before: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """Dotted key -> (value then, value now), for every key that differs as it is written: 1, 1.0 and '1' do, .nan and .nan do not."""
+    then, new = _flat(before.model_dump()), _flat(now.model_dump())
+    changed = [
+        key
+        for key in sorted(then.keys() | new.keys())
+        if yaml.safe_dump(then.get(key)) != yaml.safe_dump(new.get(key))
+    ]
+    return {key: (then.get(key), new.get(key)) for key in changed}
+
+
+def _refuse_changes(before: RunConfig, now: RunConfig, allowed: frozenset[str], run_dir: Path) -> list[str]:
+    """The changes that were allowed, in words."""
+    found = {
+        key: values for key, values in changed_keys(before, now).items() if not _is_free(key, now, run_dir)
+    }
+    changed = {key: values for key, values in found.items() if not _is_named(key, allowed)}
+    if changed:
+        lines = "".join(f"\n    {key}: {then!r} -> {new!r}" for key, (then, new) in changed.items())
+        flags = " ".join(f"--allow-change {key}" for key in changed)
+        raise ConfigError(
+            f"the run in {run_dir} was started with other settings:{lines}\n ",
+            rule="a resumed run computes what the killed one would have",
+            way_out=f"put them back, or accept the change with {flags}; another --run-dir starts a new run.",
+        )
+    return [f"goes on with {key}: {then!r} -> {new!r}" for key, (then, new) in found.items()]
+
+
+def _is_free(key: str, config: RunConfig, run_dir: Path) -> bool:
+    if key == "model.path":
+        return (run_dir / MODEL_PIN).exists()
+    if (
+        key == "trainer.num_steps"
+    ):  # with a schedule that falls to 0 at its end it is part of every learning rate
+        return config.trainer.schedule == "constant"
+    return key in FREE_KEYS or key.split(".")[0] in FREE_SECTIONS
+
+
+def _is_named(key: str, allowed: frozenset[str]) -> bool:
+    """Named itself, or a section around it."""
+    return any(key == name or key.startswith(name + ".") for name in allowed)
+
+
+def _refuse_done(run_dir: Path, config: RunConfig) -> None:
+    try:
+        summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return
+    steps = summary.get("num_steps", summary.get("steps"))
+    if summary.get("state") == "done" and (steps is None or steps >= config.trainer.num_steps):
+        more = [f"trainer.num_steps={2 * config.trainer.num_steps}"]
+        if not _is_free("trainer.num_steps", config, run_dir):
+            more += ["--allow-change", "trainer.num_steps"]
+        raise ConfigError(
+            f"the run in {run_dir} is done",
+            rule=f"there is nothing to go on with after trainer.num_steps={config.trainer.num_steps}",
+            way_out=f"choose another --run-dir for a new run; go on with this one for more steps with `{run_again(run_dir, *more)}`.",
+        )
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Section by section; what has keys that no dotted name can tell apart (1 and '1', a.b) stays whole."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if (
+            isinstance(value, dict)
+            and value
+            and all(isinstance(name, str) and "." not in name for name in value)
+        ):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat

@@ -1,0 +1,271 @@
+"""Runs a config's own generator on some prompts and says what came of it. Knows no server and no training."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+from rich.table import Table
+
+from asyncrl.agents.endpoint.gateway import Gateway
+from asyncrl.agents.endpoint.sessions import GatewaySession
+from asyncrl.agents.endpoint.work_routes import Leases
+from asyncrl.errors import RolloutFailure, RoomError
+from asyncrl.messages.records import GroupId, Outcome, Prompt, Rollout
+from asyncrl.rollouts.producers import Spawn
+from asyncrl.rollouts.recording import Recorder, spans_of
+from asyncrl.rollouts.rollout import FailedRollout, Generator, RolloutAttempt, RolloutRunner
+
+# How long a rollout was, in words and numbers. Pure.
+
+
+def num_turns(rollout: Rollout) -> int:
+    """Completions: runs of sampled tokens."""
+    return sum(len(spans_of(branch.loss_mask)) for branch in rollout)
+
+
+def num_tokens(rollout: Rollout) -> int:
+    """Sampled ones."""
+    return sum(branch.num_sampled for branch in rollout)
+
+
+def shape_text(rollout: Rollout) -> str:
+    """Turns, tokens, and branches where there is more than one."""
+    turns = num_turns(rollout)
+    text = f"{turns} turn{'s' if turns != 1 else ''}, {num_tokens(rollout)} sampled tokens"
+    return text if len(rollout) == 1 else f"{text}, {len(rollout)} branches"
+
+
+def renumbered(rollout: Rollout, sample_index: int) -> Rollout:
+    """The same rollout as another sample."""
+    return tuple(replace(branch, sample_index=sample_index) for branch in rollout)
+
+
+# The keys of whoever tries an agent by hand: calls with one, an outcome with the other, then calls again. Knows no harness, no worker.
+
+
+class PeoplesKey:
+    """A session that is followed by another one under the same key.
+
+    Life:       open -> calls -> an outcome is posted: what was sampled since the last one is a rollout, and is recorded -> a new
+                session -> ... -> close: what has no outcome yet is recorded without a reward.
+    Invariant:  a completion is in one rollout: the calls that are in hand when an outcome comes are answered 410 and are in none.
+    """
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        leases: Leases,
+        recorder: Recorder,
+        *,
+        say: Callable[[str], None],
+        on_broken: Callable[[RoomError], None],
+    ) -> None:
+        self.key, self.outcome_key = secrets.token_urlsafe(24), secrets.token_urlsafe(24)
+        self._gateway, self._recorder, self._say, self._on_broken = gateway, recorder, say, on_broken
+        self._name = (
+            f"people/{secrets.token_hex(4)}"  # drawn, so that the next time does not draw the same tokens
+        )
+        self._num_rollouts = 0
+        self._session = self._open()
+        leases.on_outcome(self.outcome_key, self._take, sampling_key=self.key)
+
+    def __repr__(self) -> str:
+        return f"<PeoplesKey {self._num_rollouts} rollouts, {self._session!r}>"
+
+    def close(self) -> None:
+        """No calls any more; what was begun is recorded. Raises RoomError if that cannot be written."""
+        self._session.end_nowait("the gateway was ended")
+        try:
+            rollout = self._session.rollout(0, Outcome(), 0.0)
+        except RolloutFailure:  # nothing was sampled
+            return
+        self._keep(self._session, None, rollout)
+
+    def _open(self) -> GatewaySession:
+        number = self._num_rollouts
+        return self._gateway.open_for_people_nowait(
+            self.key, f"{self._name}/{number}", prompt_id=self._name, sample_index=number
+        )
+
+    def _take(self, outcome: Outcome) -> None:
+        """An outcome was posted. Raises RolloutFailure, and nothing has changed, if it does not fit what was sampled."""
+        parts = [*outcome.turn_rewards.values(), *outcome.branch_rewards.values()]
+        reward = sum(parts) / len(parts) if outcome.reward is None and parts else outcome.reward
+        session = self._session
+        rollout = session.rollout(0, outcome, reward or 0.0)
+        session.end_nowait("an outcome was posted: it ended this rollout, and the key goes on with a new one")
+        self._num_rollouts += 1
+        self._session = self._open()
+        try:
+            self._keep(session, reward, rollout)
+        except RoomError as error:
+            self._on_broken(error)
+            raise RolloutFailure(f"this rollout cannot be recorded: {error.what}") from error
+
+    def _keep(self, session: GatewaySession, reward: float | None, rollout: Rollout) -> None:
+        messages = tuple(session.opening or ())
+        digest = hashlib.sha256(json.dumps(messages, sort_keys=True).encode()).hexdigest()[:16]
+        prompt = Prompt(
+            f"people/{digest}", messages
+        )  # who begins with the same words plays the same prompt: a group to be replayed
+        index = self._recorder.next_sample(prompt.prompt_id)
+        self._recorder.record(prompt, 0, reward, renumbered(rollout, index))
+        self._say(
+            f"rollout {session.sample_index}: reward {'none' if reward is None else f'{reward:.4g}'}, {shape_text(rollout)}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """What came of one rollout; `number` is that of its prompt, from 0."""
+
+    number: int
+    prompt: Prompt
+    sample_index: int
+    attempt: int
+    outcome: Rollout | FailedRollout
+
+    @property
+    def has_failed(self) -> bool:
+        """At each attempt."""
+        return isinstance(self.outcome, FailedRollout)
+
+    @property
+    def rollout(self) -> Rollout:
+        """Of one that has not failed."""
+        assert not isinstance(self.outcome, FailedRollout)
+        return self.outcome
+
+    @property
+    def reward(self) -> float:
+        """Of one that has not failed."""
+        return self.rollout[0].reward
+
+    def line(self) -> str:
+        """In words, for people who wait."""
+        name = f"{self.prompt.prompt_id} sample {self.sample_index}"
+        if isinstance(self.outcome, FailedRollout):
+            return f"{name} {self.outcome.how}: {self.outcome.failure.what}"
+        return f"{name}: reward {self.reward:.4g}, {shape_text(self.outcome)}"
+
+
+class InOrder:
+    """Hands on what was tried by prompts and samples, whatever is done first: a recording would begin with what is short, else.
+
+    Life: take, in any order -> `give` is told as soon as all before it are done -> close: it is told of the rest.
+    """
+
+    def __init__(self, group_size: int, give: Callable[[Tried], None]) -> None:
+        self._group_size, self._give = group_size, give
+        self._held: dict[int, Tried] = {}
+        self._next = 0
+
+    def __repr__(self) -> str:
+        return f"<InOrder {self._next} given, {len(self._held)} held>"
+
+    def take(self, tried: Tried) -> None:
+        """One is done."""
+        self._held[tried.number * self._group_size + tried.sample_index] = tried
+        while (found := self._held.pop(self._next, None)) is not None:
+            self._next += 1
+            self._give(found)
+
+    def close(self) -> None:
+        """Nothing comes any more."""
+        for place in sorted(self._held):
+            self._give(self._held.pop(place))
+
+
+class _Counting:
+    """A Generator that remembers which attempt a rollout came from; the runner tells nobody."""
+
+    def __init__(self, generator: Generator) -> None:
+        self._generator = generator
+        self.attempts: dict[tuple[int, int], int] = {}
+
+    async def run_attempt(self, attempt: RolloutAttempt) -> Rollout:
+        self.attempts[attempt.group_id, attempt.sample_index] = attempt.attempt
+        return await self._generator.run_attempt(attempt)
+
+
+class _NoJournal:
+    """A RolloutJournal of what is not gone on with."""
+
+    def admitted_nowait(self, *_: object, **__: object) -> None:
+        pass
+
+    segment_nowait = rollout_finished_nowait = rollout_failed_nowait = group_ended_nowait = admitted_nowait
+
+
+async def try_rollouts(
+    generator: Generator,
+    prompts: Sequence[Prompt],
+    *,
+    group_size: int,
+    capacity: int,
+    timeout_s: float | None,
+    retries: int,
+    on_tried: Callable[[Tried], None],
+    spawn: Spawn,
+) -> list[Tried]:
+    """`group_size` rollouts of each prompt, `capacity` at once; `on_tried` is told of each as it ends. A RoomError ends `spawn`'s group."""
+    counting, free, all_tried = _Counting(generator), asyncio.Semaphore(capacity), list[Tried]()
+    runner, journal = RolloutRunner(counting, timeout_s=timeout_s, retries=retries), _NoJournal()
+
+    async def no_wait() -> None:
+        """`free` is what is waited for, for all attempts together."""
+
+    async def one(number: int, index: int) -> None:
+        async with free:
+            group_id, prompt = GroupId(number), prompts[number]
+            outcome = await runner.run(
+                group_id, prompt, index, wait_slot=no_wait, stopped_sampling=lambda: None, journal=journal
+            )
+        tried = Tried(number, prompt, index, counting.attempts[group_id, index], outcome)
+        all_tried.append(tried)
+        on_tried(tried)
+
+    places = [(number, index) for number in range(len(prompts)) for index in range(group_size)]
+    await asyncio.wait(
+        [spawn(one(number, index), name=f"rollout g{number}/r{index}") for number, index in places]
+    )
+    return all_tried
+
+
+def result_table(prompts: Sequence[Prompt], all_tried: Sequence[Tried]) -> Table:
+    """A line a prompt."""
+    table = Table(box=None, padding=(0, 1))
+    for title in ("prompt", "done", "failed", "reward", "lowest", "highest", "turns", "tokens"):
+        table.add_column(title, justify="left" if title == "prompt" else "right", overflow="fold")
+    for prompt in prompts:
+        table.add_row(prompt.prompt_id, *_numbers([tried for tried in all_tried if tried.prompt is prompt]))
+    return table
+
+
+def _numbers(of_prompt: Sequence[Tried]) -> list[str]:
+    done = [tried for tried in of_prompt if not tried.has_failed]
+    counts = [str(len(done)), str(len(of_prompt) - len(done))]
+    if not done:
+        return [*counts, *"-----"]
+    rewards = [tried.reward for tried in done]
+    means = [
+        fmean(num_turns(tried.rollout) for tried in done),
+        fmean(num_tokens(tried.rollout) for tried in done),
+    ]
+    return [*counts, *(f"{value:.4g}" for value in (fmean(rewards), min(rewards), max(rewards), *means))]
+
+
+def verdict(all_tried: Sequence[Tried]) -> str:
+    """All of it in a line, and the last failure."""
+    rewards = [tried.reward for tried in all_tried if not tried.has_failed]
+    failures = [tried.outcome.failure for tried in all_tried if isinstance(tried.outcome, FailedRollout)]
+    parts = [f"mean reward {fmean(rewards):.4f} over {len(rewards)} rollouts"] if rewards else []
+    if failures:
+        parts.append(f"{len(failures)} of {len(all_tried)} rollouts failed, the last one: {failures[-1]}")
+    return "; ".join(parts)

@@ -1,0 +1,197 @@
+"""Has the trainer send a version once, when every engine that is to receive it waits for it. Knows no route and no tensor."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from asyncrl.errors import EngineError, RoomError, TrainerError
+from asyncrl.messages.base import BroadcastRequest, BroadcastResponse, GroupSeat
+
+
+class Sender(Protocol):
+    """What this needs of the trainer."""
+
+    async def broadcast(self, request: BroadcastRequest) -> BroadcastResponse:
+        """Have the weights that are held sent to everybody in the group. Raises TrainerError."""
+        ...
+
+
+STEP_S = 60.0
+"""Most that a group may take to form, and for each buffer: everybody is there when it begins."""
+
+
+@dataclass
+class _Round:
+    """One broadcast: a seat for everybody who takes part, by name; the first of them asks the trainer to send.
+
+    `failure`: why the others need not go on; told only while not all is sent, for who has all of it can finish alone.
+    """
+
+    version: int
+    seats: dict[str, GroupSeat]
+    sender: GroupSeat
+    members: tuple[tuple[str, int], ...]
+    failure: asyncio.Future[RoomError]
+    num_left: int
+    is_sent: bool = False
+    is_group_whole: bool = True
+
+    @property
+    def first(self) -> str:
+        """Who asks the trainer."""
+        return self.members[0][0]
+
+    def fail_nowait(self, error: RoomError) -> None:
+        """End it for all, unless all was sent."""
+        self.is_group_whole = False
+        if not self.is_sent and not self.failure.done():
+            self.failure.set_result(error)
+
+
+class Broadcasts:
+    """Where engines meet for the weights of a version.
+
+    Life:       of a version: expected, engine by engine, as they prepare -> each waits in receive(), or leaves -> once all that are left
+                wait they get seats, and the trainer sends -> each has it, or the round failed. The group is kept for the next version as
+                long as the same processes take part and none failed; else a new one is formed.
+    Waits:      receive sleeps until all others wait too, then until its workers have the weights. Whoever is lost leaves, which wakes the
+                others; a limit is the caller's (publisher.timeout_s), and a seat's in the processes themselves.
+    Invariant:  a round begins only with everybody who is expected, and nobody joins it later: trainer and workers, so many as the
+                seats say, make the same calls. Who fails in it never has part of a version that it does not know of: it raises.
+    """
+
+    def __init__(self, sender: Sender, folder: Path, *, timeout_s: float) -> None:
+        """`folder`: where a group's file may lie; nobody else may write there."""
+        self._sender, self._folder, self._timeout_s = sender, folder, timeout_s
+        self._expected: dict[str, int] = {}
+        self._here: set[str] = set()
+        self._rounds: dict[str, _Round] = {}
+        self._version = -1
+        self._path = ""
+        self._members: tuple[tuple[str, int], ...] = ()
+        self._last: _Round | None = None
+        self._changed = asyncio.Event()
+
+    def __repr__(self) -> str:
+        return f"<Broadcasts v{self._version}, {len(self._here)} of {len(self._expected)} here, group of {len(self._members)} engines>"
+
+    def expect_nowait(self, name: str, version: int, num_workers: int) -> None:
+        """The engine, with so many workers, will receive the version: nothing is sent without it."""
+        if version != self._version:
+            self._version, self._expected, self._here = version, {}, set()  # of a push that was given up
+        self._expected[name] = num_workers
+
+    def leave_nowait(self, name: str) -> None:
+        """It will not, or is another process from now on. Idempotent."""
+        self._expected.pop(name, None)
+        self._here.discard(name)
+        if any(name == member for member, _ in self._members):
+            self._members = ()
+        if self._last is not None and name in self._last.seats:
+            self._last.is_group_whole = False
+        self._begin_nowait()
+
+    def sender_gone_nowait(self) -> None:
+        """The trainer is another process from now on: the next group is a new one. What it was sending has failed already."""
+        self._members = ()
+        if self._last is not None:
+            self._last.is_group_whole = False
+
+    async def receive(self, name: str, version: int, take: Callable[[GroupSeat], Awaitable[None]]) -> None:
+        """`take` has the workers of this engine take their seats and receive. Returns when they have the weights. Raises EngineError."""
+        if version != self._version or name not in self._expected:
+            raise EngineError(
+                name,
+                f"is to receive policy_version {version}, and it did not prepare it",
+                rule="prepare comes first",
+            )
+        self._here.add(name)
+        self._begin_nowait()
+        try:
+            while name not in self._rounds:
+                if name not in self._here:
+                    raise EngineError(
+                        name, f"left before policy_version {version} was sent", rule="who left is not sent to"
+                    )
+                await self._changed.wait()
+            await self._take_part(self._rounds[name], name, take)
+            del self._rounds[name]
+        finally:
+            if name in self._here:
+                self.leave_nowait(name)
+            if (begun := self._rounds.pop(name, None)) is not None:
+                begun.fail_nowait(RoomError(name, "is gone", rule="a group is of processes that live"))
+
+    def _begin_nowait(self) -> None:
+        """Start the round if all are here."""
+        if self._expected and self._here == set(self._expected):
+            members = tuple(sorted(self._expected.items()))
+            is_new = members != self._members
+            if is_new:
+                self._path = str(self._folder / f"group-{uuid.uuid4().hex}")
+            rank, size, seats = 1, 1 + sum(num for _, num in members), {}
+            for name, num_workers in members:
+                seats[name] = self._seat(rank, size, is_new)
+                rank += num_workers
+            failure = asyncio.get_running_loop().create_future()
+            begun = _Round(self._version, seats, self._seat(0, size, is_new), members, failure, len(members))
+            self._rounds.update(dict.fromkeys(seats, begun))
+            self._last = begun
+            self._members, self._expected, self._here = (), {}, set()  # members again once all have it
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _seat(self, rank: int, size: int, is_new: bool) -> GroupSeat:
+        return GroupSeat(
+            path=self._path, size=size, rank=rank, is_new=is_new, timeout_s=min(self._timeout_s, STEP_S)
+        )
+
+    async def _take_part(
+        self, begun: _Round, name: str, take: Callable[[GroupSeat], Awaitable[None]]
+    ) -> None:
+        """What ends first with an error ends the other: nobody waits for what a broken group would do."""
+        works: list[Awaitable[None]] = [
+            take(begun.seats[name]),
+            *([self._send(begun)] if name == begun.first else []),
+        ]
+        parts = [asyncio.ensure_future(work) for work in works]
+        try:
+            while left := {part for part in parts if not part.done()}:
+                waits: set[asyncio.Future[Any]] = {*left, begun.failure}
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+                for part in parts:
+                    if part.done():
+                        part.result()
+                if begun.failure.done():
+                    raise self._failed(begun, name)
+        finally:
+            for part in parts:
+                if part.done() and not part.cancelled() and (error := part.exception()) is not None:
+                    begun.fail_nowait(RoomError(name, f"failed: {error}"))
+                part.cancel()
+            await asyncio.gather(*parts, return_exceptions=True)
+        begun.num_left -= 1
+        if begun.num_left == 0 and begun.is_group_whole:
+            self._members = begun.members
+
+    async def _send(self, begun: _Round) -> None:
+        try:
+            await self._sender.broadcast(BroadcastRequest(version=begun.version, seat=begun.sender))
+        except TrainerError as error:
+            begun.fail_nowait(error)
+            raise self._failed(begun, begun.first) from error
+        begun.is_sent = True
+
+    def _failed(self, begun: _Round, name: str) -> EngineError:
+        why = begun.failure.result()
+        return EngineError(
+            name,
+            f"was to be sent policy_version {begun.version}: {why}",
+            rule="weights are sent once, to all engines, and one that fails before all is sent ends it for all",
+            way_out="read the logs of the engine and the trainer that are named.",
+        )

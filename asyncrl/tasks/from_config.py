@@ -1,0 +1,196 @@
+"""Makes the task of a config. Knows every kind of task; in the processes of the reward pool it makes the score function alone."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config import EvalConfig, TaskConfig
+from asyncrl.errors import ConfigError, TaskError
+from asyncrl.messages.records import Prompt
+from asyncrl.tasks.feed import Feed
+from asyncrl.tasks.sources import GymTask, math_reward, read_dataset, read_files
+from asyncrl.tasks.task import RowTask, Score, Task, caught
+from asyncrl.tasks.verifiers_task import VerifiersTask, no_reward
+from asyncrl.user_code import check_call, load_function, load_object
+
+LoadTaskset = Callable[[], Any]
+"""Loads the taskset of the verifiers environment that generator.verifiers names. Raises ConfigError if it cannot be."""
+
+
+def build_task(config: TaskConfig, seed: int, *, load_taskset: LoadTaskset | None = None) -> Task:
+    """The task that `config` names; `seed` is the run's. `load_taskset` is asked if task.verifiers is set.
+
+    Raises ConfigError if a name or setting is wrong, or the prompts cannot be read.
+    """
+    if config.verifiers:
+        return VerifiersTask(_taskset(load_taskset), size=config.size)
+    if config.python is not None:
+        return _python_task(config, config.python, seed)
+    if config.reasoning_gym is not None:
+        return GymTask(config.reasoning_gym, size=config.size, seed=seed, settings=config.args)
+    score = _reward_function(config)
+    if config.files is not None:
+        if config.args:
+            raise ConfigError(
+                f"task.args={config.args} with task.files",
+                rule="files have no settings",
+                way_out="remove task.args.",
+            )
+        rows = read_files(config.files)
+    else:
+        assert config.dataset is not None  # TaskConfig asks for exactly one source
+        rows = read_dataset(config.dataset, config.split, config.args)
+    return RowTask(rows, score, prompt_column=config.prompt_column, answer_column=config.answer_column)
+
+
+def look_at_task(
+    config: TaskConfig, seed: int, *, load_taskset: LoadTaskset | None = None
+) -> tuple[Task | None, str]:
+    """The task before anything starts, and what it is, in words. None where only the start of the run may read it: tasks of a verifiers
+    environment, which is loaded all the same, and a dataset that may have to come from the hub.
+
+    Raises as build_task does.
+    """
+    if config.verifiers:
+        return (
+            None,
+            f"verifiers {type(_taskset(load_taskset)).__name__} (its tasks are read when the run starts)",
+        )
+    if config.dataset is not None and not Path(config.dataset).exists():
+        _reward_function(config)
+        return (
+            None,
+            f"dataset {config.dataset}, split {config.split}; not looked at: it is no folder here, and the hub needs the network",
+        )
+    task = build_task(config, seed)
+    Feed(task, seed=seed, shuffle=config.shuffle, name=task_name(config))  # refuses an empty task
+    return task, f"{_source(config)}, {len(task)} prompts"
+
+
+def task_name(config: TaskConfig) -> str | None:
+    """What errors call a task of the user's, by its setting; None for the others, which tell what they are."""
+    return f"task.python={config.python}" if config.python is not None else None
+
+
+def _source(config: TaskConfig) -> str:
+    gym = config.reasoning_gym and f"reasoning-gym {config.reasoning_gym}"
+    return config.python or gym or config.dataset or ", ".join(config.files or [])
+
+
+def build_score(config: TaskConfig, seed: int) -> Score:
+    """The score function alone, without reading rows. Raises as build_task does."""
+    if config.files is not None or config.dataset is not None or config.verifiers:
+        return _reward_function(config)
+    return build_task(config, seed).score
+
+
+def _python_task(config: TaskConfig, spec: str, seed: int) -> Task:
+    factory = load_object(spec, "task.python")
+    keywords = {"size": config.size, "seed": seed, **config.args}
+    usage = f"{spec.partition(':')[2]}({', '.join(f'{name}={value!r}' for name, value in keywords.items())})"
+    check_call(factory, (), keywords, setting="task.python", spec=spec, usage=usage)
+    with caught() as boundary:
+        task = factory(**keywords)
+    if boundary.error is not None:
+        raise ConfigError(
+            f"task.python={spec}: {usage} {boundary.failure}",
+            way_out="correct task.args, task.size, or the task.",
+        ) from boundary.error
+    lacking = [name for name in ("__len__", "prompt", "score") if not callable(getattr(task, name, None))]
+    if lacking:
+        raise ConfigError(
+            f"task.python={spec} made a {type(task).__name__} without {', '.join(lacking)}",
+            rule="a task has __len__(), prompt(index) and score(prompt, completion)",
+            way_out="add them; examples/my_task.py shows one.",
+        )
+    check_call(task.prompt, (0,), {}, setting="task.python", spec=spec, usage="prompt(index)")
+    check_call(
+        task.score, (None, ""), {}, setting="task.python", spec=spec, usage="score(prompt, completion)"
+    )
+    assert isinstance(task, Task)
+    return task
+
+
+def _taskset(load_taskset: LoadTaskset | None) -> Any:
+    if load_taskset is None:
+        raise ConfigError(
+            "task.verifiers=true here",
+            rule="it takes the tasks of the environment that generator.verifiers names, and only a run has a generator",
+            way_out="give this task a source of its own.",
+        )
+    return load_taskset()
+
+
+def _unscored(prompt: Prompt, completion: str) -> float:
+    raise no_reward(prompt)
+
+
+def _reward_function(config: TaskConfig) -> Score:
+    if config.reward is None:
+        return _unscored
+    function: Any = math_reward
+    if config.reward != "math":
+        function = load_function(
+            config.reward,
+            "task.reward",
+            usage="reward(prompt, completion, answer)",
+            arguments=(None, "", None),
+        )
+
+    def score(prompt: Prompt, completion: str) -> Any:
+        return function(prompt, completion, prompt.answer)
+
+    return score
+
+
+# The task of the section `eval`: its prompts in file order, the same each time. Knows tasks; knows no engine, no version.
+
+
+EvalTask = tuple[Task, tuple[Prompt, ...]]
+"""The task, and its first `num_prompts` prompts."""
+
+
+def read_eval_task(config: EvalConfig) -> EvalTask:
+    """Raises as build_task does, and ConfigError if the task has fewer prompts or cannot make one."""
+    with _named_eval():
+        return _taken(config, build_task(config.task, config.seed))
+
+
+def look_at_eval_task(config: EvalConfig) -> tuple[EvalTask | None, str]:
+    """What it is before anything starts, and in words; as look_at_task."""
+    with _named_eval():
+        task, words = look_at_task(config.task, config.seed)
+        return (None if task is None else _taken(config, task)), words
+
+
+def _taken(config: EvalConfig, task: Task) -> EvalTask:
+    feed = Feed(
+        task,
+        seed=config.seed,
+        shuffle=False,
+        system_prompt=config.task.system_prompt,
+        name=task_name(config.task),
+    )
+    _check_size(config, len(task))
+    return task, tuple(feed.next_nowait() for _ in range(config.num_prompts))
+
+
+def _check_size(config: EvalConfig, size: int) -> None:
+    if size < config.num_prompts:
+        raise ConfigError(
+            f"num_prompts={config.num_prompts} is above the {size} prompts of its task",
+            rule="an evaluation takes each prompt once", way_out=f"set eval.num_prompts={size}, or give a larger task.",
+        )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _named_eval() -> Iterator[None]:
+    """Errors of the section `task` say that they are those of `eval`."""
+    try:
+        yield
+    except (ConfigError, TaskError) as error:  # all its prompts are made before anything starts
+        what = error.fault if isinstance(error, TaskError) else error.what
+        raise ConfigError(f"in the section eval, {what}", rule=error.rule, way_out=error.way_out) from error

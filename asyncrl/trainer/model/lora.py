@@ -1,0 +1,271 @@
+"""Low-rank adapters in a Hugging Face model: put in, merged, exported, saved. Knows modules; knows no batch and no optimizer.
+
+A layer with an adapter computes with W + scale * B A, scale = alpha / rank (lora_layer.py); the base model knows this weight by its
+own name. A starts random and B at zero, so that a new adapter changes nothing (https://arxiv.org/abs/2106.09685).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+from peft.tuners import lora
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn import functional
+
+from asyncrl.config import LoraConfig
+from asyncrl.errors import ConfigError
+from asyncrl.files import open_as, whole_folder
+from asyncrl.weights.export import in_export_dtype, named_weights
+
+# Which layers of a model get an adapter. Asks for names and kinds of modules alone, so a model without weights (on `meta`) will do.
+
+
+def find_targets(model: Any, config: LoraConfig) -> list[str]:
+    """Full names of the layers that get an adapter. Raises ConfigError with what the model has."""
+    head = model.get_output_embeddings()
+    linear = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head
+    }
+    if config.targets == "all-linear":
+        found = list(linear)
+    else:
+        found = [name for target in config.targets for name in _named(model, target, linear, head)]
+    if not found:
+        raise ConfigError(
+            f"trainer.lora.targets={config.targets} names no layer of {type(model).__name__}; its linear layers are {_kinds(linear)}",
+            rule="an adapter sits on a linear layer other than the head",
+            way_out="name some of them, or set trainer.lora to none to train all weights.",
+        )
+    chosen = [name for name in linear if name in set(found)]
+    shared = _shared_weights(model)
+    if tied := [name for name in chosen if f"{name}.weight" in shared]:
+        raise ConfigError(
+            f"trainer.lora: {tied[0]}.weight is shared with another layer ({len(tied)} such targets)",
+            rule="a merged adapter would change the other layer too",
+            way_out="leave these layers out of trainer.lora.targets.",
+        )
+    return chosen
+
+
+def _named(model: Any, target: str, linear: dict[str, nn.Linear], head: nn.Module | None) -> list[str]:
+    """Names of the linear layers that are `target` or end in it. Raises ConfigError if there are none, or others too."""
+    matches = {
+        name: module
+        for name, module in model.named_modules()
+        if name == target or name.endswith(f".{target}")
+    }
+    if any(module is head for module in matches.values()):
+        raise ConfigError(
+            f"trainer.lora.targets names {target}, the output head of {type(model).__name__}",
+            rule="the head carries no adapter: it is often tied to the embedding, and applied to few tokens at a time",
+            way_out=f"take {target} out of trainer.lora.targets; its linear layers are {_kinds(linear)}.",
+        )
+    if wrong := [name for name in matches if name not in linear]:
+        raise ConfigError(
+            f"trainer.lora.targets names {target}, and {wrong[0]} is a {type(matches[wrong[0]]).__name__}",
+            rule="an adapter sits on a torch.nn.Linear",
+            way_out=f"name other layers in trainer.lora.targets; the linear ones are {_kinds(linear)}.",
+        )
+    if not matches:
+        raise ConfigError(
+            f"trainer.lora.targets names {target}, and {type(model).__name__} has no such layer",
+            rule="a target is the name of a module, or its end",
+            way_out=f"correct trainer.lora.targets; the linear layers are {_kinds(linear)}.",
+        )
+    return list(matches)
+
+
+def _kinds(linear: dict[str, nn.Linear]) -> list[str]:
+    """Last parts of the names, each once."""
+    return list(dict.fromkeys(name.rpartition(".")[2] for name in linear))
+
+
+def _shared_weights(model: Any) -> set[str]:
+    """Names of the parameters that the model has under more than one name."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {name for group in names.values() if len(group) > 1 for name in group}
+
+
+# A linear layer with an adapter that computes as an engine does: with the merged weight. Knows tensors; knows no model.
+#
+# An engine merges W + scale * B A once a publish, and in bfloat16 rounds it. To add scale * B (A x) to W x would be another policy:
+# a weight that the adapter moves by less than half a bfloat16 step does not move in the engine. So the merged, rounded weight is
+# used here too, made anew in each pass, with gradients for A and B as if nothing were rounded, like those of master weights.
+
+
+ADAPTER = "default"
+"""Peft's name of the one adapter that a layer has."""
+
+
+class MergedLinear(lora.Linear):
+    """Peft's layer with another forward pass. With scale 0 it is the layer below."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """[..., in] -> [..., out]."""
+        scale, base = self.scaling[ADAPTER], self.get_base_layer()
+        if not scale:
+            return base(x)  # type: ignore[no-any-return]
+        lora_A, lora_B = self.lora_A[ADAPTER].weight, self.lora_B[ADAPTER].weight
+        return _MergedLinear.apply(x, base.weight, base.bias, lora_A, lora_B, scale)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def merge(base: Tensor, lora_A: Tensor, lora_B: Tensor, scale: float) -> Tensor:
+    """W + scale * B A, computed in float32, in the dtype of W. An engine does the same (asyncrl_servers/embedded/lora.py)."""
+    return (base.float() + (lora_B.float() @ lora_A.float()) * scale).to(base.dtype)
+
+
+class _MergedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, base: Tensor, bias: Tensor | None, lora_A: Tensor, lora_B: Tensor, scale: float
+    ) -> Tensor:
+        ctx.save_for_backward(x, base, lora_A, lora_B)
+        ctx.scale = scale
+        return functional.linear(x, merge(base, lora_A, lora_B, scale), bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, base, lora_A, lora_B = ctx.saved_tensors
+        grad_NO, x_NI = grads[0].flatten(0, -2), x.flatten(0, -2)
+        grad_x = (grads[0] @ merge(base, lora_A, lora_B, ctx.scale)) if ctx.needs_input_grad[0] else None
+        grad_A = ctx.scale * ((grad_NO @ lora_B).T @ x_NI)
+        grad_B = ctx.scale * (grad_NO.T @ (x_NI @ lora_A.T))
+        return grad_x, None, None, grad_A, grad_B, None
+
+
+SCALE = "scale"
+"""Name of the scalar float32 tensor, alpha / rank, that goes with exported adapters: an engine needs it, and the digest covers it."""
+
+
+class Adapters:
+    """The adapters of one model.
+
+    Life:       made once, before the policy and the optimizer; the model then trains its adapters and nothing else.
+    Invariant:  the base weights stay as they were loaded, rounded to the dtype of the run, and require no gradient.
+    """
+
+    def __init__(self, model: Any, config: LoraConfig, seed: int, dtype: torch.dtype) -> None:
+        """Puts them into `model`; they are float32. Raises ConfigError if they cannot sit where trainer.lora.targets says."""
+        names = find_targets(model, config)
+        self._model, self.config, self._dtype = model, config, dtype
+        self._peft_config = peft.LoraConfig(
+            r=config.rank,
+            lora_alpha=config.alpha,  # type: ignore[arg-type]  # annotated as int, and only ever divided
+            target_modules=names,
+            lora_dropout=0.0,
+            bias="none",
+            task_type="CAUSAL_LM",
+        )
+        # As in https://huggingface.co/docs/peft/developer_guides/custom_models
+        self._peft_config._register_custom_module({nn.Linear: MergedLinear})
+        peft.inject_adapter_in_model(self._peft_config, model, ADAPTER)
+        self.layers: dict[str, Any] = {name: model.get_submodule(name) for name in names}
+        for parameter in model.parameters():  # whatever the dtype that the model was loaded in
+            parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else dtype)
+        random = torch.Generator().manual_seed(seed)
+        for layer in self.layers.values():
+            start = torch.empty(layer.lora_A[ADAPTER].weight.shape)
+            nn.init.kaiming_uniform_(
+                start, a=math.sqrt(5), generator=random
+            )  # drawn on the CPU: the same on any device
+            with torch.no_grad():
+                layer.lora_A[ADAPTER].weight.copy_(start)
+                layer.lora_B[ADAPTER].weight.zero_()
+
+    def __repr__(self) -> str:
+        return f"<Adapters of rank {self.config.rank} on {len(self.layers)} layers>"
+
+    @property
+    def scale(self) -> float:
+        """What B A is multiplied with."""
+        return self.config.alpha / self.config.rank
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Meanwhile the model computes as if it had none: with scale 0, bit for bit."""
+        try:
+            self._set_scale(0.0)
+            yield
+        finally:
+            self._set_scale(self.scale)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """A [rank, in] and B [out, rank] of each layer, sharded where the model is."""
+        adapters = {}
+        for name, layer in self.layers.items():
+            adapters[f"{name}.lora_A.weight"] = layer.lora_A[ADAPTER].weight.detach()
+            adapters[f"{name}.lora_B.weight"] = layer.lora_B[ADAPTER].weight.detach()
+        return adapters
+
+    def export_tensors(self) -> dict[str, Tensor]:
+        """What an engine needs beside the base weights, as the model computes with it: tensors() on the CPU, and the scale.
+
+        Sharded ones are gathered, here and in merged() and save(): every rank calls, and in the same order.
+        """
+        return {**in_export_dtype(self.tensors(), self._dtype), SCALE: torch.tensor(self.scale)}
+
+    def merged(self) -> dict[str, Tensor]:
+        """All weights by the base model's own names, those of layers with an adapter merged, sharded where the model is."""
+        weights, merges = self.merging()
+        return weights | {name: merge_one() for name, merge_one in merges.items()}
+
+    def merging(self) -> tuple[dict[str, Tensor], dict[str, Callable[[], Tensor]]]:
+        """(all weights by the base model's own names, as they are without adapters; what merges each that has one), for one at a time."""
+        weights = {
+            name: tensor for name, tensor in named_weights(self._model).items() if ".lora_" not in name
+        }
+        merges: dict[str, Callable[[], Tensor]] = {}
+        for name, layer in self.layers.items():
+            prefix = f"{name}.base_layer."
+            for found in [found for found in weights if found.startswith(prefix)]:
+                weights[f"{name}.{found.removeprefix(prefix)}"] = weights.pop(found)
+            merges[f"{name}.weight"] = partial(self._merge, layer, weights[f"{name}.weight"])
+        return weights, merges
+
+    def _merge(self, layer: Any, base: Tensor) -> Tensor:
+        lora_A, lora_B = (
+            module[ADAPTER].weight.detach().to(self._dtype) for module in (layer.lora_A, layer.lora_B)
+        )
+        return merge(base, lora_A, lora_B, self.scale)
+
+    def save(self, path: Path, model_path: str) -> None:
+        """Write a folder that peft.PeftModel.from_pretrained opens on the base, complete or not at all; replaces one. Raises OSError."""
+        tensors = {
+            f"base_model.model.{name}": tensor
+            for name, tensor in in_export_dtype(self.tensors(), self._dtype).items()
+        }
+        with whole_folder(path) as unfinished:
+            unfinished.mkdir()
+            self._peft_config.base_model_name_or_path = model_path
+            self._peft_config.inference_mode = True
+            self._peft_config.target_modules = _short_names(self._model, list(self.layers))
+            self._peft_config.save_pretrained(str(unfinished))
+            save_file(tensors, unfinished / "adapter_model.safetensors", metadata={"format": "pt"})
+            open_as(unfinished, unfinished / "adapter_config.json")
+
+    def _set_scale(self, scale: float) -> None:
+        for layer in self.layers.values():
+            layer.scaling[ADAPTER] = scale
+
+
+def _short_names(model: Any, names: list[str]) -> list[str]:
+    """Last parts of the names where they mean these modules and no others, as people write them; else the full names."""
+    ends = sorted({name.rpartition(".")[2] for name in names})
+    meant = [
+        name
+        for name, module in model.named_modules()
+        if name.rpartition(".")[2] in ends and "base_layer" not in name
+    ]
+    return ends if sorted(meant) == sorted(names) else sorted(names)

@@ -1,0 +1,112 @@
+"""Makes a Hugging Face folder from model.scratch: random weights and a character-level tokenizer. Knows no run.
+
+`python -m asyncrl.trainer.scratch --spec FILE`, so that the controller need not import torch. The same spec
+gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
+
+from asyncrl.config import ScratchConfig
+from asyncrl.files import open_as, whole_folder
+from asyncrl.http import fail
+from asyncrl.trainer.model.scratch_tokenizer import make_character_tokenizer
+
+OLD_KEYS = {"rope_theta", "rope_scaling"}
+"""Keys that transformers still takes and turns into rope_parameters."""
+
+
+class ScratchSpec(BaseModel):
+    """What to make and where: `out` must not exist yet. dtype auto and float32 are the same here."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    out: Path
+    seed: int
+    scratch: ScratchConfig
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+
+
+def scratch_config(architecture: Mapping[str, Any], tokenizer: Any) -> Any:
+    """The transformers config of a model from scratch; vocab_size and token ids come from the tokenizer.
+
+    Raises ValueError if `architecture` has no model_type, or names a key that its transformers config does not know.
+    """
+    known = dict(architecture)
+    model_type = known.pop("model_type", None)
+    if model_type is None:
+        raise ValueError("model.scratch.architecture has no model_type; give one, like qwen3")
+    filled = {
+        "vocab_size": len(tokenizer),
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": None,
+    }
+    unknown = sorted(set(known) - set(AutoConfig.for_model(model_type).to_dict()) - OLD_KEYS)
+    if unknown:
+        raise ValueError(
+            f"model.scratch.architecture has keys that a {model_type} config does not know: {', '.join(unknown)}"
+        )
+    return AutoConfig.for_model(model_type, **{**known, **filled})
+
+
+def make_random_model(
+    architecture: Mapping[str, Any], tokenizer: Any, seed: int, dtype: str = "float32"
+) -> Any:
+    """A causal language model with weights drawn from `seed`. Raises ValueError as scratch_config does."""
+    config = scratch_config(architecture, tokenizer)
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config).to(getattr(torch, dtype))
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    return model
+
+
+def make_scratch_model(spec: ScratchSpec) -> None:
+    """Write model, tokenizer and chat template to spec.out, all at once: never half a folder.
+
+    Raises ValueError for a spec that makes no model, FileExistsError if `out` is there already.
+    """
+    if spec.out.exists():
+        raise FileExistsError(f"{spec.out} exists already")
+    tokenizer = make_character_tokenizer(spec.scratch.characters, has_tool_role=spec.scratch.has_tool_role)
+    dtype = "float32" if spec.dtype == "auto" else spec.dtype
+    model = make_random_model(spec.scratch.architecture, tokenizer, spec.seed, dtype)
+    with whole_folder(spec.out) as unfinished:
+        model.save_pretrained(unfinished)
+        tokenizer.save_pretrained(unfinished)
+        open_as(unfinished, unfinished / "config.json")
+
+
+def main() -> None:
+    """The command: make the folder, or end with a fatal line that names the key to correct."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--spec", required=True)
+    disable_progress_bar()
+    text = Path(parser.parse_args().spec).read_text(encoding="utf-8")
+    try:
+        make_scratch_model(ScratchSpec.model_validate_json(text))
+    except (ValidationError, ValueError, TypeError, KeyError) as error:
+        fail(
+            f"cannot make a model from model.scratch: {error}",
+            way_out="correct model.scratch in the config; architecture takes the keys of a transformers config.",
+        )
+    except (OSError, SafetensorError) as error:  # the latter is what a full disk gives
+        fail(
+            f"cannot write the scratch model: {error}",
+            way_out="give a run directory that is new, writable, and on a disk with space.",
+        )
+
+
+if __name__ == "__main__":
+    main()

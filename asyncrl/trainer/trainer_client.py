@@ -1,0 +1,280 @@
+"""The controller's half of the trainer: batches out, versions and metrics back. Knows no torch."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel
+
+from asyncrl.errors import CheckpointError, TrainerError, TrainerLost
+from asyncrl.http import Caller, CallLost, CallRefused
+from asyncrl.messages.base import BroadcastRequest, BroadcastResponse, Moved, TrainerPart
+from asyncrl.messages.records import Batch, StepReport, Trajectory, WeightManifest
+from asyncrl.messages.trainer_calls import (
+    BatchArrays,
+    BatchHeader,
+    CreditHeader,
+    ExportChunkRequest,
+    ExportChunkResponse,
+    ExportResponse,
+    OffloadRequest,
+    SaveRequest,
+    StateRequest,
+    StateSaved,
+    TrainerHealth,
+    TrainResponse,
+    TrajectoryHeader,
+    pack_batch,
+)
+
+Answer = TypeVar("Answer", bound=BaseModel)
+
+RECOVERED_TIMEOUT_S = 60.0
+"""For the answer to /health right after the last batch was trained on again."""
+
+
+class TrainerClient:
+    """Calls one trainer worker, and knows its policy_version; a types.WeightSource.
+
+    Life:       open until aclose(). `policy_version` follows the answers to train().
+    Waits:      train, export and save wait for the worker, `timeout_s` at most (None: until it answers or its connection
+                breaks; whoever watches health() ends the worker). wait_version_above sleeps until train() sets the event.
+    Invariant:  policy_version never goes back.
+    """
+
+    def __init__(self, caller: Caller, *, policy_version: int = 0, timeout_s: float | None = None) -> None:
+        self._caller, self._timeout_s = caller, timeout_s
+        self.policy_version = policy_version
+        self._changed = asyncio.Event()
+
+    def __repr__(self) -> str:
+        return f"<TrainerClient v{self.policy_version} at {self._caller.url}>"
+
+    async def train(self, batch: Batch) -> StepReport:
+        """One optimizer step. Raises TrainerError if the worker refuses the batch or breaks, TrainerLost if it is gone."""
+        report = await self._train(batch)
+        self._reached(report.policy_version)
+        return report
+
+    async def _train(self, batch: Batch) -> StepReport:
+        header, arrays = pack_groups(batch)
+        answer = await self._post("/train", pack_batch(header, arrays), TrainResponse)
+        if answer.policy_version != batch.version + 1:
+            raise TrainerError(
+                "trainer",
+                f"batch {batch.version} was answered with policy_version {answer.policy_version}",
+                rule="batch v turns v into v + 1",
+                way_out="start the run again; if it repeats, please report it.",
+            )
+        return StepReport(
+            policy_version=answer.policy_version, metrics=answer.metrics, not_finite=tuple(answer.not_finite)
+        )
+
+    def _reached(self, version: int) -> None:
+        self.policy_version = version
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def wait_version_above(self, version: int) -> int:
+        """Return policy_version once it is greater than `version`."""
+        while self.policy_version <= version:
+            await self._changed.wait()
+        return self.policy_version
+
+    async def export(self) -> WeightManifest:
+        """Have the newest weights written into staging. Raises TrainerError."""
+        answer = await self._post("/export", b"", ExportResponse)
+        return WeightManifest(
+            answer.version,
+            answer.path,
+            answer.digest,
+            answer.num_tensors,
+            answer.num_bytes,
+            answer.kind,
+            answer.canary,
+            answer.held_digest,
+        )
+
+    async def broadcast(self, request: BroadcastRequest) -> BroadcastResponse:
+        """Have the weights that are held sent to everybody in the group, while training goes on. Raises TrainerError."""
+        return await self._post("/broadcast", request, BroadcastResponse)
+
+    async def offload(self, parts: Sequence[TrainerPart]) -> Moved:
+        """Have these parts moved off the trainer's device; what is away already stays. Raises TrainerError, with all where it was."""
+        return await self._post("/offload", OffloadRequest(parts=list(parts)), Moved)
+
+    async def onload(self, parts: Sequence[TrainerPart]) -> Moved:
+        """Have these parts moved back; what is there already stays. Raises TrainerError, with all where it was."""
+        return await self._post("/onload", OffloadRequest(parts=list(parts)), Moved)
+
+    async def export_chunk(self, version: int, index: int) -> ExportChunkResponse:
+        """Have chunk `index` of the newest weights written over the one before, which nobody reads any more. Raises TrainerError."""
+        return await self._post(
+            "/export_chunk", ExportChunkRequest(version=version, index=index), ExportChunkResponse
+        )
+
+    async def save(self, path: Path, *, merged: bool = True) -> None:
+        """Have the newest weights and the tokenizer written as a Hugging Face folder; `path` must be new. Raises TrainerError.
+
+        Not `merged`: the adapters alone, as a peft folder.
+        """
+        await self._post("/save", SaveRequest(path=str(path), merged=merged), TrainerHealth)
+
+    async def begin_save_state(self, path: Path) -> int:
+        """Have the state copied and written to the new folder `path`; returns the version that it is of.
+
+        Raises CheckpointError if it cannot be written: training is not touched by that. Raises TrainerLost.
+        """
+        return (
+            await self._post_state("/begin_save_state", StateRequest(path=str(path)), StateSaved)
+        ).policy_version
+
+    async def wait_save_state(self) -> None:
+        """Return when what was begun is complete. Raises CheckpointError if it could not be written, TrainerLost."""
+        await self._post_state("/wait_save_state", b"", TrainerHealth)
+
+    async def recover(
+        self, state: Path | None, batches: AsyncIterator[Batch], on_step: Callable[[Batch, StepReport], None]
+    ) -> None:
+        """Go on from a saved folder (None: from the start), and train on these batches again; on_step is told of each.
+
+        `state` is of a checkpoint that was found whole: its files are not hashed a second time.
+        policy_version follows only where it is above what it was: a version that was announced stays announced. Raises TrainerError.
+        """
+        if state is not None:
+            await self._post("/load_state", StateRequest(path=str(state), is_checked=True), TrainerHealth)
+        async for batch in batches:
+            on_step(batch, await self._train(batch))
+        health = await self.health(timeout_s=RECOVERED_TIMEOUT_S)
+        self._reached(max(health.policy_version, self.policy_version))
+
+    async def health(self, timeout_s: float) -> TrainerHealth:
+        """Ask whether the worker lives; it answers during a step too. Raises TrainerError after `timeout_s`."""
+        try:
+            return await self._caller.get("/health", TrainerHealth, timeout_s=timeout_s)
+        except (CallLost, CallRefused) as error:
+            raise _explain(error) from error
+
+    async def aclose(self) -> None:
+        """Close the connections; idempotent."""
+        await self._caller.aclose()
+
+    async def _post(self, path: str, body: BaseModel | bytes, answer: type[Answer]) -> Answer:
+        try:
+            return await self._caller.post(path, body, answer, timeout_s=self._timeout_s)
+        except (CallLost, CallRefused) as error:
+            raise _explain(error) from error
+
+    async def _post_state(self, path: str, body: BaseModel | bytes, answer: type[Answer]) -> Answer:
+        try:
+            return await self._caller.post(path, body, answer, timeout_s=self._timeout_s)
+        except CallRefused as refused:
+            raise CheckpointError(
+                f"the trainer cannot save its state: {refused.body.error}",
+                rule=refused.body.rule or "the last whole checkpoint stays, and the run goes on",
+                way_out=refused.body.way_out or "read the trainer's log in the run directory.",
+            ) from refused
+        except CallLost as lost:
+            raise _explain(lost) from lost
+
+
+def pack_groups(batch: Batch) -> tuple[BatchHeader, BatchArrays]:
+    """The batch as it crosses to the worker: header and packed arrays, trajectories in the order of groups, samples and branches."""
+    headers: list[TrajectoryHeader] = []
+    start = 0
+    for group_index, group in enumerate(batch.groups):
+        for trajectory in group.trajectories:
+            end = start + len(trajectory.token_ids)
+            headers.append(
+                TrajectoryHeader(
+                    group_index=group_index,
+                    group_id=group.group_id,
+                    sample_index=trajectory.sample_index,
+                    prompt_id=group.prompt.prompt_id,
+                    start=start,
+                    end=end,
+                    reward=trajectory.reward,
+                    branch=trajectory.branch,
+                    credits=[
+                        CreditHeader(start=one.start, end=one.end, reward=one.reward, unit=one.unit)
+                        for one in trajectory.credits
+                    ],
+                )
+            )
+            start = end
+    header = BatchHeader(
+        version=batch.version,
+        min_version=batch.min_version,
+        mask_older=batch.mask_older,
+        trajectories=headers,
+    )
+    trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
+    return header, BatchArrays(
+        token_ids=np.concatenate(
+            [np.zeros(0, np.int32), *(trajectory.token_ids for trajectory in trajectories)]
+        ),
+        loss_mask=np.concatenate(
+            [np.zeros(0, np.bool_), *(trajectory.loss_mask for trajectory in trajectories)]
+        ),
+        behaviour_logprobs=np.concatenate(
+            [np.zeros(0, np.float32), *(trajectory.behaviour_logprobs for trajectory in trajectories)]
+        ),
+        versions=np.concatenate(
+            [np.zeros(0, np.int32), *(token_versions(trajectory) for trajectory in trajectories)]
+        ),
+        engines=np.concatenate(
+            [np.zeros(0, np.int16), *(token_engines(trajectory) for trajectory in trajectories)]
+        ),
+    )
+
+
+def token_versions(trajectory: Trajectory) -> npt.NDArray[np.int32]:
+    """int32 [T]: the version each token was sampled under, -1 where it was not sampled.
+
+    Raises TrainerError if version_spans and loss_mask do not name the same tokens: half a record must not be trained on.
+    """
+    versions = np.full(len(trajectory.token_ids), -1, np.int32)
+    for span in trajectory.version_spans:
+        versions[span.start : span.end] = span.version
+    if not np.array_equal(versions >= 0, trajectory.loss_mask) or trajectory.num_sampled != int(
+        trajectory.loss_mask.sum()
+    ):
+        raise TrainerError(
+            "trainer",
+            f"sample {trajectory.sample_index}: version_spans {trajectory.version_spans} do not cover "
+            f"its {int(trajectory.loss_mask.sum())} sampled tokens",
+            rule="version_spans cover exactly the tokens of loss_mask, each once",
+            way_out="this is a fault of the generator or the engine client: please report it.",
+        )
+    return versions
+
+
+def token_engines(trajectory: Trajectory) -> npt.NDArray[np.int16]:
+    """int16 [T]: number of the engine server that sampled each token, -1 where none did or it is not known."""
+    engines = np.full(len(trajectory.token_ids), -1, np.int16)
+    for span in trajectory.version_spans:
+        engines[span.start : span.end] = span.engine
+    return engines
+
+
+def _explain(error: CallLost | CallRefused) -> TrainerError:
+    if isinstance(error, CallRefused):
+        way_out = error.body.way_out or "read the trainer's log in the run directory."
+        return TrainerError(
+            "trainer",
+            f"{error.path} was refused ({error.status}): {error.body.error}",
+            rule=error.body.rule,
+            way_out=way_out,
+        )
+    return TrainerLost(
+        "trainer",
+        f"no answer to {error.path}: {error.why}",
+        rule="the run cannot go on without its trainer",
+        way_out="read the trainer's log in the run directory; killed without a word usually means out of memory: "
+        "lower trainer.micro_batch_tokens.",
+    )

@@ -1,0 +1,326 @@
+"""Coroutines of the user's, which may refuse to end. Knows a name and what it was given to await; knows no reward and no rollout.
+
+Nothing can end a coroutine that swallows its CancelledError. Neither may anything wait for it: not the rollout, not the end of the
+event loop, not the end of the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import difflib
+import importlib
+import inspect
+import logging
+import sys
+import threading
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, ParamSpec, Protocol, TypeVar, cast
+
+from asyncrl.errors import AsyncrlError, ConfigError, RolloutFailure
+from asyncrl.waits import TimeLimit
+
+# Finds what the config names as `module:attribute`. Knows nothing of what it finds, and no room.
+
+
+def load_object(spec: str, setting: str) -> Any:
+    """The object that `spec` (`module:attribute`) names; modules of the working directory are found, as with `python -m`.
+
+    `setting` is the config key, for the messages. Raises ConfigError if the module cannot be imported or lacks the attribute.
+    """
+    module_name, separator, attribute = spec.partition(":")
+    if not separator or not module_name or not attribute:
+        raise ConfigError(
+            f"{setting}={spec} is not module:name", way_out=f"write it like {setting}=my_task:MyTask."
+        )
+    here = str(Path.cwd())
+    if here not in sys.path and "" not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise _broken(spec, setting, module_name, error) from error
+        raise ConfigError(
+            f"{setting}={spec}: there is no module {error.name}",
+            rule=f"modules are looked for in the working directory ({here}) and among the installed packages",
+            way_out="start asyncrl in the folder of the module, install it, or correct the name.",
+        ) from error
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # the user's code: it may raise anything, exceptions of its own too
+        raise _broken(spec, setting, module_name, error) from error
+    for name in attribute.split("."):
+        if not hasattr(found, name):
+            close = difflib.get_close_matches(name, vars(found), n=1)
+            raise ConfigError(
+                f"{setting}={spec}: {module_name} has no {name}",
+                way_out=f"did you mean {close[0]}?"
+                if close
+                else f"define {name} in {getattr(found, '__file__', module_name)}.",
+            )
+        found = getattr(found, name)
+    return found
+
+
+def load_function(
+    spec: str,
+    setting: str,
+    *,
+    usage: str,
+    arguments: tuple[Any, ...],
+    keywords: Mapping[str, Any] | None = None,
+    args: str = "task.args",
+) -> Callable[..., Any]:
+    """The function that `spec` names, which can be called as `usage` says. Raises ConfigError as load_object and check_call do."""
+    function: Callable[..., Any] = load_object(spec, setting)
+    check_call(function, arguments, dict(keywords or {}), setting=setting, spec=spec, usage=usage, args=args)
+    return function
+
+
+def check_call(
+    function: Any,
+    arguments: tuple[Any, ...],
+    keywords: dict[str, Any],
+    *,
+    setting: str,
+    spec: str,
+    usage: str,
+    args: str = "task.args",
+) -> None:
+    """Raise ConfigError if `function` cannot be called with these arguments; `usage` says how it will be called,
+    `args` is the setting that its keyword arguments come from.
+    """
+    if not callable(function):
+        raise ConfigError(
+            f"{setting}={spec} is {function!r:.80}, which cannot be called",
+            rule=f"it is called as {usage}",
+            way_out="name a function or class.",
+        )
+    try:
+        inspect.signature(function).bind(*arguments, **keywords)
+    except TypeError as error:
+        raise ConfigError(
+            f"{setting}={spec}{inspect.signature(function)} cannot be called as {usage}: {error}",
+            way_out="give it these parameters"
+            + (f", and the names of {args}, no more." if keywords else ", no more."),
+        ) from error
+    except ValueError:  # a builtin without a signature: only the call itself can tell
+        return
+
+
+def _broken(spec: str, setting: str, module_name: str, error: BaseException) -> ConfigError:
+    return ConfigError(
+        f"{setting}={spec}: importing {module_name} raised {type(error).__name__}: {error}",
+        way_out=f"make `python -c 'import {module_name}'` work first.",
+    )
+
+
+logger = logging.getLogger("asyncrl.user_code")
+
+Result = TypeVar("Result")
+Arguments = ParamSpec("Arguments")
+
+GRACE_S = 5.0
+"""What a call that is cancelled has to clean up."""
+MAX_ABANDONED = 64
+"""Calls of one function that were given up and still run: with so many no other one is made."""
+
+WAY_OUT = (
+    "let asyncio.CancelledError pass, as `except Exception:` does: a bare `except:`, or one of BaseException, catches it; "
+    "give what is awaited a limit of its own."
+)
+
+_abandoned: set[asyncio.Task[Any]] = set()
+"""In the whole process. Referred to here until they end: one that nobody refers to is destroyed, and its coroutine runs for that too."""
+
+
+class MakeError(Protocol):
+    """Makes the error that ends the run, or this worker."""
+
+    def __call__(self, what: str, *, rule: str, way_out: str) -> AsyncrlError:
+        """The error."""
+        ...
+
+
+class UserCalls:
+    """Awaits what one function of the user's has returned, each in a task of its own, and gives up what does not end.
+
+    Life of a call: started -> done, and answered; or its caller is cancelled -> it is cancelled -> it ends within grace_s, or is
+                    abandoned: it runs on, and nobody waits for it.
+    Waits:          run sleeps until the call is done. Its caller sets the limit, by cancelling it.
+    Invariant:      run is left grace_s after it was cancelled at the latest, and at once if it is cancelled again. Once
+                    MAX_ABANDONED calls that were given up are alive, no further one passes check.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        error: MakeError,
+        warn: Callable[[str], None] = logger.warning,
+        grace_s: float | None = None,
+    ) -> None:
+        """`name`: of the function, as the user has written it. `warn` is told once, of the first call that is given up."""
+        self.name, self._error, self._warn = name, error, warn
+        self._grace_s = GRACE_S if grace_s is None else grace_s
+        self._alive: set[asyncio.Task[Any]] = set()
+        self.num_abandoned = 0
+        """Calls that were given up, so far."""
+
+    def __repr__(self) -> str:
+        return f"<UserCalls {self.name}, {self.num_abandoned} abandoned, {len(self._alive)} of them alive>"
+
+    def check(self) -> None:
+        """To be asked before the function is called. Raises `error` if too many of its calls were given up and run on."""
+        if len(self._alive) >= MAX_ABANDONED:
+            raise self._error(
+                self._what(len(self._alive)),
+                rule=f"{MAX_ABANDONED} of them may run on, and nothing can end them",
+                way_out=WAY_OUT,
+            )
+
+    async def run(self, call: Awaitable[Result]) -> Result:
+        """What it returns or raises. Raises RolloutFailure if it ends with a CancelledError of its own."""
+        task = asyncio.ensure_future(_carry(call))
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError:
+            await self._end(task)
+            raise
+        if task.cancelled():
+            raise RolloutFailure(
+                f"{self.name} raised CancelledError",
+                rule="nobody had cancelled it: it did so itself, or what it awaited was cancelled",
+                way_out="catch that where it may happen, and raise an error instead.",
+            )
+        result, error = task.result()
+        if error is not None:
+            raise error
+        return cast(Result, result)
+
+    async def _end(self, task: asyncio.Task[Any]) -> None:
+        task.cancel()
+        try:
+            await _wait_within(self._grace_s, {task})
+        finally:
+            if not task.done():
+                self._abandon(task)
+
+    def _abandon(self, task: asyncio.Task[Any]) -> None:
+        abandon(task)
+        self._alive.add(task)
+        task.add_done_callback(self._alive.discard)
+        self.num_abandoned += 1
+        if self.num_abandoned == 1:
+            self._warn(
+                f"{self._what(1)}; it is left to itself, and further ones are counted. Way out: {WAY_OUT}"
+            )
+
+    def _what(self, num_calls: int) -> str:
+        calls = f"{num_calls} call{'s' if num_calls > 1 else ''} of {self.name}"
+        return f"{calls} did not end within {self._grace_s} s of being cancelled"
+
+
+async def _wait_within(timeout_s: float, tasks: set[asyncio.Task[Any]]) -> None:
+    """Until all of them are done, or the loop has run for so long."""
+    with contextlib.suppress(TimeoutError):
+        async with TimeLimit(timeout_s):
+            await asyncio.wait(tasks)
+
+
+async def _carry(call: Awaitable[Result]) -> tuple[Result | None, BaseException | None]:
+    """What it returns, and what it raises: a SystemExit that leaves a task would end the loop."""
+    try:
+        return await call, None
+    except (Exception, SystemExit) as error:
+        return None, error
+
+
+def abandon(task: asyncio.Task[Any]) -> None:
+    """Leave a task to itself: asyncio.run, which cancels all that is left and waits for it, knows it no more."""
+    _abandoned.add(task)
+    task.add_done_callback(_abandoned.discard)
+    asyncio.tasks._unregister_task(task)
+
+
+class DaemonThreads(ThreadPoolExecutor):
+    """What asyncio.to_thread runs in: a daemon thread for each call.
+
+    In asyncio's own few threads a user's calls that hang (a request without a timeout) would hold up ours, then the end of the loop,
+    which joins them without a limit, and the end of the process.
+    """
+
+    def submit(
+        self, fn: Callable[Arguments, Result], /, *args: Arguments.args, **kwargs: Arguments.kwargs
+    ) -> Future[Result]:
+        """Start it at once."""
+        future: Future[Result] = Future()
+
+        def body() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(fn(*args, **kwargs))
+            except BaseException as error:  # it is the caller's
+                future.set_exception(error)
+
+        threading.Thread(target=body, name="to_thread", daemon=True).start()
+        return future
+
+
+async def end_what_is_left(main: Awaitable[Result]) -> Result:
+    """Await `main`, then cancel every other task of the loop, and leave those to themselves that do not end within GRACE_S.
+
+    Threads of asyncio.to_thread are left to themselves, too: what `main` needs of them it awaits.
+    """
+    asyncio.get_running_loop().set_default_executor(DaemonThreads())
+    try:
+        return await main
+    finally:
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+            abandon(
+                task
+            )  # already: a KeyboardInterrupt may leave the wait below, and asyncio.run wait for whatever it knows
+        if left:
+            await _wait_within(GRACE_S, left)
+        for task in left:
+            if not task.done():
+                logger.warning(
+                    "task %s did not end within %s s of being cancelled: %s",
+                    task.get_name(),
+                    GRACE_S,
+                    task.get_coro(),
+                )
+
+
+@atexit.register
+def _outlive_python() -> None:
+    """At its end Python destroys every object, which runs a coroutine on: these are given a reference more, that nobody takes back."""
+    if _abandoned:
+        import ctypes
+
+        for task in _abandoned:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(task))
+
+
+# The functions of the loss that may be the user's: found by name, and how they are called. Knows no torch.
+
+
+def load_loss(spec: str) -> Callable[..., Any]:
+    """The function of a loss. Raises ConfigError if it cannot be imported, or takes other parameters."""
+    usage = "loss(current_M, anchor_M, behaviour_M, advantage_M, sequence_M, settings)"
+    return load_function(spec, "algorithm.loss", usage=usage, arguments=(None,) * 6)
+
+
+def load_advantage(spec: str) -> Callable[..., Any]:
+    """The function of an advantage. Raises ConfigError if it cannot be imported, or takes other parameters."""
+    return load_function(
+        spec, "algorithm.advantage", usage="advantage(reward_B, group_B)", arguments=(None, None)
+    )

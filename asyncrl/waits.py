@@ -1,0 +1,310 @@
+"""Time limits that count only the time in which the event loop ran: what it missed itself is nobody else's lateness. Knows no room.
+
+A loop stands still while its process is stopped (Ctrl-Z, SIGSTOP), its machine sleeps, or one step of it is long. Answers that came
+meanwhile are read after it, and a plain asyncio.timeout that came due meanwhile would be told first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import traceback
+import weakref
+from collections.abc import Callable, Collection, Coroutine, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, TypeVar
+
+# Where a coroutine stands, down to what it waits for. Knows Python's frames alone.
+
+
+def await_chain(awaitable: Any) -> Iterator[FrameType]:
+    """Frames from a coroutine down to what it waits for, outermost first."""
+    while awaitable is not None:
+        for frame_name, next_name in (
+            ("cr_frame", "cr_await"),
+            ("gi_frame", "gi_yieldfrom"),
+            ("ag_frame", "ag_await"),
+        ):
+            if hasattr(awaitable, frame_name):
+                frame = getattr(awaitable, frame_name)
+                if frame is not None:
+                    yield frame
+                awaitable = getattr(awaitable, next_name)
+                break
+        else:
+            return
+
+
+TICK_S = 1.0
+"""How finely it is seen whether a loop runs."""
+LATE_S = 0.1
+"""An alarm that comes so late was due while the loop stood still."""
+GRACE_S = 1.0
+"""After that: time to read what came meanwhile."""
+ROUNDING_S = 1e-6
+"""An alarm comes no earlier than so long before its time."""
+
+
+class LoopClock:
+    """Seconds in which an event loop has run: its own time, less what it stood still.
+
+    Life:       of(loop), one for each loop -> hold_nowait() and release_nowait() in pairs: it ticks while somebody holds it, and what is
+                missed while nobody does counts as run.
+    Invariant:  never goes back, and gets on by TICK_S with each tick: a loop that is always late delays a limit, and never for ever.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = weakref.proxy(loop)  # the table below would keep it alive
+        self._missed_s = 0.0
+        self._num_holders = 0
+        self._tick: asyncio.TimerHandle | None = None
+
+    def __repr__(self) -> str:
+        return f"<LoopClock {self.time():.1f} s, missed {self._missed_s:.1f} s, held by {self._num_holders}>"
+
+    @classmethod
+    def of(cls, loop: asyncio.AbstractEventLoop) -> LoopClock:
+        """The clock of this loop."""
+        clock = _CLOCKS.get(loop)
+        if clock is None:
+            clock = _CLOCKS[loop] = cls(loop)
+        return clock
+
+    def time(self) -> float:
+        """Seconds. The next tick stops it, until the loop gets to that."""
+        now_s: float = self._loop.time()
+        return (now_s if self._tick is None else min(now_s, self._tick.when())) - self._missed_s
+
+    def hold_nowait(self) -> None:
+        """See from here on whether the loop runs."""
+        self._num_holders += 1
+        if self._tick is None:
+            self._tick = self._loop.call_later(TICK_S, self._on_tick)
+
+    def release_nowait(self) -> None:
+        """What follows need not be seen."""
+        self._num_holders -= 1
+        if self._num_holders == 0 and self._tick is not None:
+            self._count_missed(self._tick)
+            self._tick.cancel()
+            self._tick = None
+
+    def _on_tick(self) -> None:
+        assert self._tick is not None
+        self._count_missed(self._tick)
+        self._tick = self._loop.call_later(TICK_S, self._on_tick)
+
+    def _count_missed(self, tick: asyncio.TimerHandle) -> None:
+        self._missed_s += max(0.0, self._loop.time() - tick.when())
+
+
+_CLOCKS: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopClock] = weakref.WeakKeyDictionary()
+
+
+class Alarm:
+    """Calls `callback` once the loop has run for `delay_s`; if it stood still at the end of that, GRACE_S later.
+
+    Life:       made, inside the loop -> called back, or cancel(). No later than after twice `delay_s` in which the loop ran.
+    """
+
+    def __init__(self, delay_s: float, callback: Callable[[], None]) -> None:
+        self._loop, self._callback = asyncio.get_running_loop(), callback
+        self._clock = LoopClock.of(self._loop)
+        self._clock.hold_nowait()
+        self._until_s, self._grace_left_s = self._clock.time() + delay_s, delay_s
+        self._timer: asyncio.TimerHandle | None = self._loop.call_later(delay_s, self._due)
+
+    def __repr__(self) -> str:
+        return f"<Alarm {'over' if self._timer is None else f'in {self.left_s:.1f} s'}>"
+
+    @property
+    def left_s(self) -> float:
+        """Seconds in which the loop has still to run."""
+        return max(0.0, self._until_s - self._clock.time())
+
+    def cancel(self) -> None:
+        """Do not call; idempotent."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+            self._clock.release_nowait()
+
+    def _due(self) -> None:
+        assert self._timer is not None
+        grace_s = min(GRACE_S, self._grace_left_s)
+        if self._loop.time() - self._timer.when() > LATE_S and self.left_s < grace_s:
+            self._grace_left_s -= grace_s
+            self._until_s = self._clock.time() + grace_s
+        if self.left_s > ROUNDING_S:
+            self._timer = self._loop.call_later(self.left_s, self._due)
+            return
+        self.cancel()
+        self._callback()
+
+
+class TimeLimit:
+    """In place of asyncio.timeout(timeout_s), for whatever is to be blamed when its time is over: `async with TimeLimit(60.0) as limit`.
+
+    Raises TimeoutError, and is expired() then, once the loop has run for timeout_s; None is no limit.
+    """
+
+    def __init__(self, timeout_s: float | None) -> None:
+        self._delay_s = timeout_s
+        self._alarm: Alarm | None = None
+        self._left_s: float | None = None
+        self._inner = asyncio.timeout(None)
+
+    def __repr__(self) -> str:
+        return f"<TimeLimit {'expired' if self.expired() else self._alarm or 'not running'}>"
+
+    def expired(self) -> bool:
+        """Whether the time is over."""
+        return self._inner.expired()
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds in which the loop has still to run, or had at the end of the block; None for no limit."""
+        return self._left_s if self._alarm is None else self._alarm.left_s
+
+    def when(self) -> float | None:
+        """The loop's time at which it would be over if the loop stood still no more; None for never."""
+        return None if self._alarm is None else asyncio.get_running_loop().time() + self._alarm.left_s
+
+    def reschedule(self, when: float | None) -> None:
+        """Over at this time of the loop (None: never), from now on; only inside the block."""
+        self._inner.reschedule(None)
+        self._stop()
+        self._left_s = None
+        if when is not None:
+            self._start(when - asyncio.get_running_loop().time())
+
+    async def __aenter__(self) -> TimeLimit:
+        await self._inner.__aenter__()
+        if self._delay_s is not None:
+            self._start(self._delay_s)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stop()
+        await self._inner.__aexit__(kind, error, traceback)  # suppresses nothing
+
+    def _start(self, delay_s: float) -> None:
+        if delay_s > 0:
+            self._alarm = Alarm(delay_s, self._expire)
+        else:
+            self._expire()
+
+    def _stop(self) -> None:
+        if self._alarm is not None:
+            self._left_s = self._alarm.left_s
+            self._alarm.cancel()
+            self._alarm = None
+
+    def _expire(self) -> None:
+        self._inner.reschedule(asyncio.get_running_loop().time())
+
+
+# Work that is done to its end, whoever is cancelled meanwhile. Knows no room.
+
+
+T = TypeVar("T")
+
+
+async def uncut(work: Coroutine[Any, Any, T]) -> tuple[T, asyncio.CancelledError | None]:
+    """The result of `work`, which goes on to its end however often we are cancelled, and the last cancellation."""
+    doing = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not doing.done():
+        try:
+            await asyncio.wait({doing})
+        except asyncio.CancelledError as error:
+            cancelled = error
+    return doing.result(), cancelled
+
+
+# Where this process's tasks and threads are, as data and as text. Knows asyncio and frames; knows no rooms.
+#
+# A suspended task's own stack has one frame; what it waits for hangs below it as a chain of awaited coroutines. That chain is walked here.
+
+
+_MAX_NAMES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a task waits. `functions`: qualified names from its outermost coroutine down to the innermost.
+
+    `names`: of the object that each of them is a method of (engine-1, trainer-0), empty where it has none. `request`: the id of the
+    model request that it makes (g17/r3/t0/a0), empty if none.
+    """
+
+    task: str
+    functions: tuple[str, ...]
+    names: tuple[str, ...] = ()
+    request: str = ""
+
+    def name_below(self, function: str) -> str:
+        """Name of the innermost object that has one, at `function` or below it."""
+        below = self.names[self.functions.index(function) :] if function in self.functions else ()
+        return next((name for name in reversed(below) if name), "")
+
+
+def places(*, all_but: tuple[str, ...] = ()) -> list[Place]:
+    """Where the tasks of the running loop wait, by name; those aside whose names start with one of `all_but`."""
+    tasks = (task for task in asyncio.all_tasks() if not task.get_name().startswith(all_but or ("\0",)))
+    return sorted((_place(task) for task in tasks), key=lambda place: place.task)
+
+
+def task_stacks() -> str:
+    """All tasks that are not done, a line each: name, then function (file:line) down to where it waits. Equal ways are one line."""
+    ways: dict[str, list[str]] = {}
+    for task in sorted(asyncio.all_tasks(), key=asyncio.Task.get_name):
+        way = " > ".join(
+            f"{frame.f_code.co_qualname} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
+            for frame in await_chain(task.get_coro())
+        )
+        ways.setdefault(way or "not begun", []).append(task.get_name())
+    return "\n".join(f"task {_named(names)}: {way}" for way, names in ways.items())
+
+
+def thread_stacks() -> str:
+    """All threads of this process, innermost call last."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    parts = []
+    for ident, frame in sys._current_frames().items():
+        parts.append(
+            f"thread {names.get(ident, ident)}:\n" + "".join(traceback.format_stack(frame)).rstrip("\n")
+        )
+    return "\n".join(parts)
+
+
+def _place(task: asyncio.Task[Any]) -> Place:
+    frames = list(await_chain(task.get_coro()))
+    return Place(
+        task.get_name(),
+        tuple(frame.f_code.co_qualname for frame in frames),
+        tuple(_text_of(frame, "self", "name") for frame in frames),
+        next((text for frame in reversed(frames) if (text := _text_of(frame, "request", "request_id"))), ""),
+    )
+
+
+def _line(frame: FrameType) -> str:
+    return f"{frame.f_code.co_qualname} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
+
+
+def _text_of(frame: FrameType, variable: str, attribute: str) -> str:
+    """`variable.attribute` in this frame, if it is a text."""
+    if variable not in frame.f_code.co_varnames:
+        return ""
+    value = getattr(frame.f_locals.get(variable), attribute, None)
+    return value if isinstance(value, str) else ""
+
+
+def _named(names: Collection[str]) -> str:
+    shown = ", ".join(list(names)[:_MAX_NAMES])
+    return shown if len(names) <= _MAX_NAMES else f"{shown} and {len(names) - _MAX_NAMES} more"
