@@ -15,7 +15,8 @@ from asyncrl.errors import AsyncrlError
 
 app = typer.Typer(
     name="asyncrl",
-    help="Asynchronous reinforcement learning of language models, with a hard staleness bound on every token.",
+    help="Asynchronous reinforcement learning of language models, with a hard staleness bound on every "
+    "token.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -66,7 +67,8 @@ def run(
     resume: Annotated[
         str,
         typer.Option(
-            help="auto: go on with the run in --run-dir if one is there; never: refuse; must: refuse a new one."
+            help="auto: go on with the run in --run-dir if one is there; never: refuse; must: refuse a new "
+            "one."
         ),
     ] = "auto",
     allow_change: Annotated[
@@ -78,9 +80,9 @@ def run(
 ) -> None:
     """Train. Three settings matter at first: trainer.num_groups, buffer.max_staleness and placement.
 
-    Every setting is described in docs/configuration.md, and by `asyncrl keys`. Exit codes: 0 done, 1 a part of
-    the run failed (it is named), 2 the configuration is wrong, 130 or 143 interrupted. A run that was killed or interrupted,
-    however, goes on where it stood when it is started again with its --run-dir.
+    Every setting is described in docs/configuration.md, and by `asyncrl keys`. Exit codes: 0 done, 1 a part
+    of the run failed (it is named), 2 the configuration is wrong, 130 or 143 interrupted. A run that was
+    killed or interrupted, however, goes on where it stood when it is started again with its --run-dir.
     """
     from asyncrl.config import load_config
     from asyncrl.run.loop import run_job
@@ -99,7 +101,9 @@ def run(
 
 @app.command()
 def check(config: ConfigPath, overrides: Overrides = None) -> None:
-    """Validate a config, load all that it names but weights, and print the plan: processes, devices, threads, memory."""
+    """Validate a config, load all that it names but weights, and print the plan: processes, devices, threads,
+    memory.
+    """
     from asyncrl.agents.command import passed_env
     from asyncrl.config import load_config
     from asyncrl.placement.choices import settle_dtype
@@ -154,7 +158,9 @@ def inspect(
         int | None, typer.Option(help="This group's whole story, with its conversation.", show_default=False)
     ] = None,
 ) -> None:
-    """What was trained on, from the trainer's own record, and what became of everything else, from the journal."""
+    """What was trained on, from the trainer's own record, and what became of everything else, from the
+    journal.
+    """
     from asyncrl.observe.inspect import render_inspect
 
     typer.echo(render_inspect(run_dir, as_json=as_json, step=step, group=group))
@@ -173,7 +179,9 @@ def simulate(
     ] = 1.0,
     handover_s: Annotated[float, typer.Option(help="Cost of a turn, in units of a mean rollout.")] = 0.2,
 ) -> None:
-    """What taking turns on all devices would give against splitting them, at several bounds, in virtual time. Starts nothing."""
+    """What taking turns on all devices would give against splitting them, at several bounds, in virtual time.
+    Starts nothing.
+    """
     from asyncrl.config import load_config
     from asyncrl.run.simulate import simulation_text
 
@@ -192,7 +200,8 @@ def work(
     key: Annotated[
         str | None,
         typer.Option(
-            help="The run's worker key (default: that of ASYNCRL_WORKER_KEY; arguments are read by everybody here).",
+            help="The run's worker key (default: that of ASYNCRL_WORKER_KEY; arguments are read by everybody "
+            "here).",
             show_default=False,
         ),
     ] = None,
@@ -240,16 +249,26 @@ def work(
         ),
     ] = None,
 ) -> None:
-    """Run rollouts for a run elsewhere that has generator.remote: true. Any number of workers, on any hosts, come and go as they like.
+    """Run rollouts for a run elsewhere that has generator.remote: true. Any number of workers, on any hosts,
+    come and go as they like.
 
     Goes on until Ctrl-C; when the run ends or is started again, it waits for it.
     """
     from asyncrl.agents.worker import run_worker
 
     run_worker(
-        url, key=key, key_file=key_file, python=python, command=command, verifiers=verifiers, slots=slots, name=name, args=args,
-        env=env or [], pass_env=pass_env or [],
-    )  # fmt: skip
+        url,
+        key=key,
+        key_file=key_file,
+        python=python,
+        command=command,
+        verifiers=verifiers,
+        slots=slots,
+        name=name,
+        args=args,
+        env=env or [],
+        pass_env=pass_env or [],
+    )
 
 
 serve_app = typer.Typer(
@@ -288,8 +307,8 @@ def serve_gateway(
 ) -> None:
     """Engines and gateway without training: says what to export, and serves until Ctrl-C (exit code 0).
 
-    The key that it prints has no end: POST /v1/outcome with a reward ends one rollout and begins the next. With --rollouts: exit code
-    1 if all of them fail.
+    The key that it prints has no end: POST /v1/outcome with a reward ends one rollout and begins the next.
+    With --rollouts: exit code 1 if all of them fail.
     """
     from asyncrl.config import load_config
     from asyncrl.run import serve
@@ -300,7 +319,9 @@ def serve_gateway(
 
 @serve_app.command("engine")
 def serve_engine(config: ConfigPath, overrides: Overrides = None, run_dir: ServeDir = None) -> None:
-    """One engine server with the initial weights, by its own protocol (asyncrl/wire; vLLM's routes for a vLLM), until Ctrl-C."""
+    """One engine server with the initial weights, by its own protocol (asyncrl/wire; vLLM's routes for a
+    vLLM), until Ctrl-C.
+    """
     from asyncrl.config import load_config
     from asyncrl.run import serve
 

@@ -8,11 +8,11 @@ AsyncrlError                what failed with its values, the rule, the way out
 │   ├── TrainerError        the trainer worker refused a batch
 │   │   └── TrainerLost     it died or does not answer: started again and brought up to date
 │   ├── PublishError        weights did not arrive as they were sent
-│   ├── ConnectionShortage  this very machine has no descriptor or port left to call a server, of which that says nothing
-│   ├── JournalError        what happened cannot be written down, or the journal is damaged, foreign or in use
-│   └── TaskError           no further prompt can be made, or no rollout can be scored any more
-├── CheckpointError         a checkpoint cannot be written (the run goes on), or is damaged (it is passed over)
-└── RolloutFailure          one bad rollout: data, not a crash; caught once, in producers/
+│   ├── ConnectionShortage  this very machine has no descriptor or port left to call a server, of which that
+says nothing │   ├── JournalError        what happened cannot be written down, or the journal is damaged,
+foreign or in use │   └── TaskError           no further prompt can be made, or no rollout can be scored any
+more ├── CheckpointError         a checkpoint cannot be written (the run goes on), or is damaged (it is passed
+over) └── RolloutFailure          one bad rollout: data, not a crash; caught once, in producers/
     ├── RolloutTimeout      it ran past rollout.timeout_s
     ├── PromptUnusable      the prompt can never be sampled, whoever tries it
     ├── RewardFailure       the reward function raised, ran out of time or returned no finite number
@@ -24,7 +24,9 @@ from __future__ import annotations
 
 
 def install_extra(name: str) -> str:
-    """The command that installs the extra `name` of pyproject.toml. asyncrl is on no package index, so it runs in the checkout."""
+    """The command that installs the extra `name` of pyproject.toml. asyncrl is on no package index, so it
+    runs in the checkout.
+    """
     return f"pip install -e '.[{name}]' in the folder of asyncrl's checkout"
 
 
@@ -55,7 +57,9 @@ class ConfigError(AsyncrlError):
 
 
 class CheckpointError(AsyncrlError):
-    """A checkpoint cannot be written, which never ends a run that trains; or cannot be read, and a run would have to go on from it."""
+    """A checkpoint cannot be written, which never ends a run that trains; or cannot be read, and a run would
+    have to go on from it.
+    """
 
 
 class CheckpointDamaged(CheckpointError):  # noqa: N818  a state of the checkpoint: an older one is taken
@@ -63,7 +67,9 @@ class CheckpointDamaged(CheckpointError):  # noqa: N818  a state of the checkpoi
 
 
 class RoomError(AsyncrlError):
-    """A part of the run is broken: nobody catches this, the run ends and names `room`. `fault` is what failed without that name."""
+    """A part of the run is broken: nobody catches this, the run ends and names `room`. `fault` is what failed
+    without that name.
+    """
 
     def __init__(self, room: str, what: str, *, rule: str = "", way_out: str = "") -> None:
         self.room, self.fault = room, what
@@ -75,7 +81,8 @@ class EngineError(RoomError):
 
 
 class EngineLost(EngineError):  # noqa: N818  a state of the server, which a supervisor may mend
-    """An engine server gives no answer: it died, hangs, or was given up. Another server may be asked the same.
+    """An engine server gives no answer: it died, hangs, or was given up. Another server may be asked the
+    same.
 
     `is_told`: whoever watches over it knows already.
     """
@@ -100,7 +107,9 @@ class PublishError(RoomError):
 
 
 class ConnectionShortage(RoomError):  # noqa: N818  a state of this machine
-    """No descriptor, port or memory is left here, for a connection to `server` say: whether that is well cannot be known from it."""
+    """No descriptor, port or memory is left here, for a connection to `server` say: whether that is well
+    cannot be known from it.
+    """
 
     def __init__(self, server: str, what: str, *, rule: str = "", way_out: str = "") -> None:
         self.server = server
@@ -108,14 +117,18 @@ class ConnectionShortage(RoomError):  # noqa: N818  a state of this machine
 
 
 class JournalError(RoomError):
-    """What happened cannot be written down, or read again: damaged, foreign, in use, or it would be told twice."""
+    """What happened cannot be written down, or read again: damaged, foreign, in use, or it would be told
+    twice.
+    """
 
     def __init__(self, what: str, *, rule: str = "", way_out: str = "") -> None:
         super().__init__("journal", what, rule=rule, way_out=way_out)
 
 
 class TaskError(RoomError):
-    """In a run, no further prompt can be made, or rollouts cannot be scored any more. Data that cannot be read are a ConfigError."""
+    """In a run, no further prompt can be made, or rollouts cannot be scored any more. Data that cannot be
+    read are a ConfigError.
+    """
 
 
 class RolloutFailure(AsyncrlError):  # noqa: N818  it is data, and not named an error on purpose
@@ -127,7 +140,9 @@ class RolloutTimeout(RolloutFailure):
 
 
 class PromptUnusable(RolloutFailure):
-    """The prompt is too long, or cannot be handed to whom it is for: no try of it could end otherwise, so none is made."""
+    """The prompt is too long, or cannot be handed to whom it is for: no try of it could end otherwise, so
+    none is made.
+    """
 
 
 class RewardFailure(RolloutFailure):

@@ -1,4 +1,6 @@
-"""Files that must outlive a kill or a power cut: synced, whole or not there. Knows paths alone; everything here blocks."""
+"""Files that must outlive a kill or a power cut: synced, whole or not there. Knows paths alone; everything
+here blocks.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Have every file below a folder written to disk, then the entries of the folders, its own included. Raises OSError."""
+    """Have every file below a folder written to disk, then the entries of the folders, its own included.
+    Raises OSError.
+    """
     paths = list(folder.rglob("*"))
     for path in [
         *(path for path in paths if path.is_file()),
@@ -43,7 +47,9 @@ def sync_tree(folder: Path) -> None:
 
 
 def lines_from_end(path: Path) -> Iterator[tuple[int, bytes]]:
-    """(where it begins, the line with its line end) of each line, last first: no more is read than is asked for. Raises OSError."""
+    """(where it begins, the line with its line end) of each line, last first: no more is read than is asked
+    for. Raises OSError.
+    """
     with path.open("rb") as file:
         begin, held = file.seek(0, os.SEEK_END), b""
         while begin:
@@ -80,7 +86,9 @@ def sha256_of(path: Path) -> str:
 
 
 class HashingFile:
-    """A new file that is hashed while it is written, from its start to its end: there is no seek. Used as `with HashingFile(path)`."""
+    """A new file that is hashed while it is written, from its start to its end: there is no seek. Used as
+    `with HashingFile(path)`.
+    """
 
     def __init__(self, path: Path) -> None:
         self._file, self._hash = path.open("wb"), new_hash()
@@ -125,7 +133,9 @@ class HashingFile:
 
 
 def open_as(folder: Path, like: Path) -> None:
-    """Give the files of a folder the mode of one of them: safetensors makes its own 0600, whatever the umask says. Raises OSError."""
+    """Give the files of a folder the mode of one of them: safetensors makes its own 0600, whatever the umask
+    says. Raises OSError.
+    """
     mode = stat.S_IMODE(like.stat().st_mode)
     for path in folder.iterdir():
         path.chmod(mode)
@@ -148,9 +158,11 @@ def write_whole(path: Path, text: str, *, is_private: bool = False) -> None:
 
 @contextlib.contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """A path to make a folder at, which gets its name at the end of the block, or is removed if that raises. Raises OSError.
+    """A path to make a folder at, which gets its name at the end of the block, or is removed if that raises.
+    Raises OSError.
 
-    What had the name before goes last of all: killed at any moment, one of the two is there as a whole (settle_folder).
+    What had the name before goes last of all: killed at any moment, one of the two is there as a whole
+    (settle_folder).
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     unfinished = folder.with_name(f".{folder.name}.new")
@@ -175,7 +187,9 @@ def replace_folder(new: Path, folder: Path) -> None:
 
 
 def settle_folder(folder: Path) -> None:
-    """After a kill: put back what was about to be replaced, and remove what was being made. Nobody may be making it. Raises OSError."""
+    """After a kill: put back what was about to be replaced, and remove what was being made. Nobody may be
+    making it. Raises OSError.
+    """
     old = _old(folder)
     if old.exists() and not folder.exists():
         old.rename(folder)
@@ -193,13 +207,16 @@ def _old(folder: Path) -> Path:
 TRIES, PAUSE_S = 3, 0.02
 """`asyncrl status` has the lock for an instant when it looks whether a run lives."""
 _held: set[Path] = set()
-"""Files locked by this process. Over NFS the lock is the process's: it would be given a second one here, and lose it with either."""
+"""Files locked by this process. Over NFS the lock is the process's: it would be given a second one here, and
+lose it with either.
+"""
 
 
 class RunLock:
     """The right to write into a run directory, held by one process at a time.
 
-    Life:  made -> acquire() -> release(), or the end of the process by whatever means. Children do not inherit it.
+    Life:  made -> acquire() -> release(), or the end of the process by whatever means. Children do not
+    inherit it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -215,7 +232,9 @@ class RunLock:
         return self._file is not None
 
     def acquire(self) -> RunLock:
-        """Take it and write the pid into the file. Raises JournalError that names the holder, without waiting."""
+        """Take it and write the pid into the file. Raises JournalError that names the holder, without
+        waiting.
+        """
         key = self.path.resolve()
         if key in _held:
             raise self._refused(os.getpid())
@@ -261,12 +280,14 @@ class RunLock:
         return JournalError(
             f"{self.path} cannot be locked: {error.strerror}",
             rule="one process at a time writes into a run directory",
-            way_out="see that the run directory exists, can be written, and lies on a file system with room and with locks.",
+            way_out="see that the run directory exists, can be written, and lies on a file system with room "
+            "and with locks.",
         )
 
     def _refused(self, holder: object) -> JournalError:
         return JournalError(
             f"process {holder} writes into {self.path.parent}",
             rule="one process at a time writes into a run directory",
-            way_out=f"wait until process {holder} has ended, or end it (kill {holder}), or give this run another directory.",
+            way_out=f"wait until process {holder} has ended, or end it (kill {holder}), or give this run "
+            f"another directory.",
         )

@@ -1,4 +1,6 @@
-"""The client half of every internal server: one HTTP call with the run's secret. Knows no room and no message but ErrorBody."""
+"""The client half of every internal server: one HTTP call with the run's secret. Knows no room and no message
+but ErrorBody.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +35,17 @@ from asyncrl.errors import ConnectionShortage
 from asyncrl.messages.base import SECRET_ENV, ErrorBody, fatal_line
 from asyncrl.waits import TimeLimit
 
-# The server half of every child process: one app on an inherited socket. Knows no room and no message but ErrorBody.
+# The server half of every child process: one app on an inherited socket. Knows no room and no message but
+# ErrorBody.
 #
-# A child is started as `python -m MODULE --spec FILE --fd N`: FILE is its own JSON spec, N a socket that the parent
-# has bound and listens on already (so no port is ever raced for). Standard input is a pipe that the parent holds open: its first
-# line has the secrets (whoever runs as the same user can read the environment of a process, as a command of a harness does); its end
-# means that the parent is gone, however it went, and the child exits. A child without such a line has SECRET_ENV in its environment.
+# A child is started as `python -m MODULE --spec FILE --fd N`: FILE is its own JSON spec, N a socket that the
+# parent
+# has bound and listens on already (so no port is ever raced for). Standard input is a pipe that the parent
+# holds open: its first
+# line has the secrets (whoever runs as the same user can read the environment of a process, as a command of a
+# harness does); its end
+# means that the parent is gone, however it went, and the child exits. A child without such a line has
+# SECRET_ENV in its environment.
 
 
 class Refused(Exception):  # noqa: N818  an answer, not a crash of the server
@@ -59,7 +66,9 @@ def child_arguments() -> tuple[str, int]:
 
 
 def secret_of(name: str) -> str:
-    """The secret of this name that the parent gave; else what the environment says. Ends this child if there is none."""
+    """The secret of this name that the parent gave; else what the environment says. Ends this child if there
+    is none.
+    """
     secret = _told_secrets().get(name) or os.environ.get(name)
     if not secret:
         fail(
@@ -93,7 +102,8 @@ def fail(error: str, *, rule: str = "", way_out: str = "") -> NoReturn:
 def die_with_parent(on_orphaned: Callable[[], None] = lambda: None) -> None:
     """Exit as soon as standard input ends. Call it first thing, before anything slow is loaded.
 
-    From here on SIGUSR1 has the stacks of all threads written to standard error, which is this child's log: the watchdog's question.
+    From here on SIGUSR1 has the stacks of all threads written to standard error, which is this child's log:
+    the watchdog's question.
     """
     faulthandler.register(signal.SIGUSR1, all_threads=True)
 
@@ -158,7 +168,8 @@ def serve(app: FastAPI, fd: int) -> None:
         timeout_keep_alive=75,
         timeout_graceful_shutdown=1,
     )
-    # uvicorn's own `fd` option takes the socket for a Unix one: asyncio then leaves Nagle's algorithm on, and every answer
+    # uvicorn's own `fd` option takes the socket for a Unix one: asyncio then leaves Nagle's algorithm on, and
+    # every answer
     # waits some 40 ms for a delayed acknowledgement. A socket object that knows its family has no such wait.
     uvicorn.Server(config).run(sockets=[socket.socket(fileno=fd)])
 
@@ -190,7 +201,8 @@ class CallLost(Exception):  # noqa: N818  nothing, or nonsense, came back
 
 
 class CallGarbled(CallLost):
-    """The server answered, with a body that is not the message: it lives, and is broken; or it has messages of its own.
+    """The server answered, with a body that is not the message: it lives, and is broken; or it has messages
+    of its own.
 
     `status` and `text` of the answer, for whoever knows those.
     """
@@ -206,7 +218,9 @@ def shortage(server: str, number: int) -> ConnectionShortage:
 
 
 def out_of(what: str, number: int, server: str = "") -> ConnectionShortage:
-    """What could not be done, and what this process has run out of, with the numbers as far as they can be read without a descriptor."""
+    """What could not be done, and what this process has run out of, with the numbers as far as they can be
+    read without a descriptor.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     rule, way_out = {
         errno.EMFILE: (
@@ -218,7 +232,8 @@ def out_of(what: str, number: int, server: str = "") -> ConnectionShortage:
             "raise fs.file-max, or end the process that holds them",
         ),
         errno.EADDRNOTAVAIL: (
-            "connections to one address have a source port each, of net.ipv4.ip_local_port_range, and none is left; or no host has it",
+            "connections to one address have a source port each, of net.ipv4.ip_local_port_range, and none "
+            "is left; or no host has it",
             "widen that range, lower rollout.slots, or correct the address",
         ),
     }.get(number, ("the kernel has no memory for it", "free memory on this machine"))
@@ -228,10 +243,11 @@ def out_of(what: str, number: int, server: str = "") -> ConnectionShortage:
 
 
 class Caller:
-    """Calls one server at `url` (http://127.0.0.1:PORT). Life: open until aclose(); opens its connections on first use.
+    """Calls one server at `url` (http://127.0.0.1:PORT). Life: open until aclose(); opens its connections on
+    first use.
 
-    `short_s`: so long it asks for a connection again that it cannot have for lack of OURS. Less than the limits that its callers
-    set themselves: whoever runs out of time there is blamed for it.
+    `short_s`: so long it asks for a connection again that it cannot have for lack of OURS. Less than the
+    limits that its callers set themselves: whoever runs out of time there is blamed for it.
     """
 
     def __init__(self, name: str, url: str, secret: str, *, short_s: float = SHORT_S) -> None:
@@ -243,7 +259,9 @@ class Caller:
         return f"<Caller {self.name} {self.url}>"
 
     async def get(self, path: str, answer: type[Answer], *, timeout_s: float | None) -> Answer:
-        """GET; raises CallRefused, CallLost or ConnectionShortage. `timeout_s` None waits until the server answers or is gone."""
+        """GET; raises CallRefused, CallLost or ConnectionShortage. `timeout_s` None waits until the server
+        answers or is gone.
+        """
         return await self._call("GET", path, None, answer, timeout_s)
 
     async def post(
@@ -283,11 +301,12 @@ class Caller:
     async def stream(
         self, path: str, body: BaseModel, part: type[Part], last: type[Answer]
     ) -> AsyncGenerator[Part | Answer, None]:
-        """POST a message; yields the lines of the answer as they come: any number of `part`, then one `last`, and then ends.
+        """POST a message; yields the lines of the answer as they come: any number of `part`, then one `last`,
+        and then ends.
 
-        Raises CallRefused for an error status and for a last line ErrorBody (status 500), CallLost if the answer breaks off before
-        its last line, CallGarbled for a line that is none of these. Close it (contextlib.aclosing) to leave before the end: that
-        breaks the connection.
+        Raises CallRefused for an error status and for a last line ErrorBody (status 500), CallLost if the
+        answer breaks off before its last line, CallGarbled for a line that is none of these. Close it
+        (contextlib.aclosing) to leave before the end: that breaks the connection.
         """
         async with contextlib.aclosing(self.lines(path, body)) as lines:
             async for line in lines:
@@ -300,7 +319,9 @@ class Caller:
         raise CallLost(self.name, path, "the answer broke off before its last line")
 
     async def lines(self, path: str, body: BaseModel) -> AsyncGenerator[bytes, None]:
-        """POST a message; yields the whole lines of the answer as they come. Raises and is closed like stream()."""
+        """POST a message; yields the whole lines of the answer as they come. Raises and is closed like
+        stream().
+        """
         data = body.model_dump_json().encode()
         try:
             async with await self._begin("POST", path, data, "application/json", set()) as response:
@@ -317,7 +338,8 @@ class Caller:
     async def _begin(
         self, method: str, path: str, data: bytes | None, kind: str, short_of: set[int]
     ) -> aiohttp.ClientResponse:
-        """The answer's head. What this process is short of comes back when other calls end: asks again, for short_s at most.
+        """The answer's head. What this process is short of comes back when other calls end: asks again, for
+        short_s at most.
 
         `short_of` says of what, as long as it is; then raises ConnectionShortage.
         """

@@ -1,7 +1,8 @@
-"""Coroutines of the user's, which may refuse to end. Knows a name and what it was given to await; knows no reward and no rollout.
+"""Coroutines of the user's, which may refuse to end. Knows a name and what it was given to await; knows no
+reward and no rollout.
 
-Nothing can end a coroutine that swallows its CancelledError. Neither may anything wait for it: not the rollout, not the end of the
-event loop, not the end of the process.
+Nothing can end a coroutine that swallows its CancelledError. Neither may anything wait for it: not the
+rollout, not the end of the event loop, not the end of the process.
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ from asyncrl.waits import TimeLimit
 
 
 def load_object(spec: str, setting: str) -> Any:
-    """The object that `spec` (`module:attribute`) names; modules of the working directory are found, as with `python -m`.
+    """The object that `spec` (`module:attribute`) names; modules of the working directory are found, as with
+    `python -m`.
 
-    `setting` is the config key, for the messages. Raises ConfigError if the module cannot be imported or lacks the attribute.
+    `setting` is the config key, for the messages. Raises ConfigError if the module cannot be imported or
+    lacks the attribute.
     """
     module_name, separator, attribute = spec.partition(":")
     if not separator or not module_name or not attribute:
@@ -76,7 +79,9 @@ def load_function(
     keywords: Mapping[str, Any] | None = None,
     args: str = "task.args",
 ) -> Callable[..., Any]:
-    """The function that `spec` names, which can be called as `usage` says. Raises ConfigError as load_object and check_call do."""
+    """The function that `spec` names, which can be called as `usage` says. Raises ConfigError as load_object
+    and check_call do.
+    """
     function: Callable[..., Any] = load_object(spec, setting)
     check_call(function, arguments, dict(keywords or {}), setting=setting, spec=spec, usage=usage, args=args)
     return function
@@ -92,8 +97,8 @@ def check_call(
     usage: str,
     args: str = "task.args",
 ) -> None:
-    """Raise ConfigError if `function` cannot be called with these arguments; `usage` says how it will be called,
-    `args` is the setting that its keyword arguments come from.
+    """Raise ConfigError if `function` cannot be called with these arguments; `usage` says how it will be
+    called, `args` is the setting that its keyword arguments come from.
     """
     if not callable(function):
         raise ConfigError(
@@ -131,12 +136,15 @@ MAX_ABANDONED = 64
 """Calls of one function that were given up and still run: with so many no other one is made."""
 
 WAY_OUT = (
-    "let asyncio.CancelledError pass, as `except Exception:` does: a bare `except:`, or one of BaseException, catches it; "
+    "let asyncio.CancelledError pass, as `except Exception:` does: a bare `except:`, or one of "
+    "BaseException, catches it; "
     "give what is awaited a limit of its own."
 )
 
 _abandoned: set[asyncio.Task[Any]] = set()
-"""In the whole process. Referred to here until they end: one that nobody refers to is destroyed, and its coroutine runs for that too."""
+"""In the whole process. Referred to here until they end: one that nobody refers to is destroyed, and its
+coroutine runs for that too.
+"""
 
 
 class MakeError(Protocol):
@@ -148,12 +156,15 @@ class MakeError(Protocol):
 
 
 class UserCalls:
-    """Awaits what one function of the user's has returned, each in a task of its own, and gives up what does not end.
+    """Awaits what one function of the user's has returned, each in a task of its own, and gives up what does
+    not end.
 
-    Life of a call: started -> done, and answered; or its caller is cancelled -> it is cancelled -> it ends within grace_s, or is
+    Life of a call: started -> done, and answered; or its caller is cancelled -> it is cancelled -> it ends
+    within grace_s, or is
                     abandoned: it runs on, and nobody waits for it.
     Waits:          run sleeps until the call is done. Its caller sets the limit, by cancelling it.
-    Invariant:      run is left grace_s after it was cancelled at the latest, and at once if it is cancelled again. Once
+    Invariant:      run is left grace_s after it was cancelled at the latest, and at once if it is cancelled
+    again. Once
                     MAX_ABANDONED calls that were given up are alive, no further one passes check.
     """
 
@@ -165,7 +176,9 @@ class UserCalls:
         warn: Callable[[str], None] = logger.warning,
         grace_s: float | None = None,
     ) -> None:
-        """`name`: of the function, as the user has written it. `warn` is told once, of the first call that is given up."""
+        """`name`: of the function, as the user has written it. `warn` is told once, of the first call that is
+        given up.
+        """
         self.name, self._error, self._warn = name, error, warn
         self._grace_s = GRACE_S if grace_s is None else grace_s
         self._alive: set[asyncio.Task[Any]] = set()
@@ -176,7 +189,9 @@ class UserCalls:
         return f"<UserCalls {self.name}, {self.num_abandoned} abandoned, {len(self._alive)} of them alive>"
 
     def check(self) -> None:
-        """To be asked before the function is called. Raises `error` if too many of its calls were given up and run on."""
+        """To be asked before the function is called. Raises `error` if too many of its calls were given up
+        and run on.
+        """
         if len(self._alive) >= MAX_ABANDONED:
             raise self._error(
                 self._what(len(self._alive)),
@@ -242,7 +257,9 @@ async def _carry(call: Awaitable[Result]) -> tuple[Result | None, BaseException 
 
 
 def abandon(task: asyncio.Task[Any]) -> None:
-    """Leave a task to itself: asyncio.run, which cancels all that is left and waits for it, knows it no more."""
+    """Leave a task to itself: asyncio.run, which cancels all that is left and waits for it, knows it no
+    more.
+    """
     _abandoned.add(task)
     task.add_done_callback(_abandoned.discard)
     asyncio.tasks._unregister_task(task)
@@ -251,8 +268,8 @@ def abandon(task: asyncio.Task[Any]) -> None:
 class DaemonThreads(ThreadPoolExecutor):
     """What asyncio.to_thread runs in: a daemon thread for each call.
 
-    In asyncio's own few threads a user's calls that hang (a request without a timeout) would hold up ours, then the end of the loop,
-    which joins them without a limit, and the end of the process.
+    In asyncio's own few threads a user's calls that hang (a request without a timeout) would hold up ours,
+    then the end of the loop, which joins them without a limit, and the end of the process.
     """
 
     def submit(
@@ -274,7 +291,8 @@ class DaemonThreads(ThreadPoolExecutor):
 
 
 async def end_what_is_left(main: Awaitable[Result]) -> Result:
-    """Await `main`, then cancel every other task of the loop, and leave those to themselves that do not end within GRACE_S.
+    """Await `main`, then cancel every other task of the loop, and leave those to themselves that do not end
+    within GRACE_S.
 
     Threads of asyncio.to_thread are left to themselves, too: what `main` needs of them it awaits.
     """
@@ -287,7 +305,9 @@ async def end_what_is_left(main: Awaitable[Result]) -> Result:
             task.cancel()
             abandon(
                 task
-            )  # already: a KeyboardInterrupt may leave the wait below, and asyncio.run wait for whatever it knows
+                # already: a KeyboardInterrupt may leave the wait below, and asyncio.run wait for whatever it
+                # knows
+            )
         if left:
             await _wait_within(GRACE_S, left)
         for task in left:
@@ -302,7 +322,9 @@ async def end_what_is_left(main: Awaitable[Result]) -> Result:
 
 @atexit.register
 def _outlive_python() -> None:
-    """At its end Python destroys every object, which runs a coroutine on: these are given a reference more, that nobody takes back."""
+    """At its end Python destroys every object, which runs a coroutine on: these are given a reference more,
+    that nobody takes back.
+    """
     if _abandoned:
         import ctypes
 
@@ -320,7 +342,9 @@ def load_loss(spec: str) -> Callable[..., Any]:
 
 
 def load_advantage(spec: str) -> Callable[..., Any]:
-    """The function of an advantage. Raises ConfigError if it cannot be imported, or takes other parameters."""
+    """The function of an advantage. Raises ConfigError if it cannot be imported, or takes other
+    parameters.
+    """
     return load_function(
         spec, "algorithm.advantage", usage="advantage(reward_B, group_B)", arguments=(None, None)
     )

@@ -1,7 +1,9 @@
-"""Time limits that count only the time in which the event loop ran: what it missed itself is nobody else's lateness. Knows no room.
+"""Time limits that count only the time in which the event loop ran: what it missed itself is nobody else's
+lateness. Knows no room.
 
-A loop stands still while its process is stopped (Ctrl-Z, SIGSTOP), its machine sleeps, or one step of it is long. Answers that came
-meanwhile are read after it, and a plain asyncio.timeout that came due meanwhile would be told first.
+A loop stands still while its process is stopped (Ctrl-Z, SIGSTOP), its machine sleeps, or one step of it is
+long. Answers that came meanwhile are read after it, and a plain asyncio.timeout that came due meanwhile would
+be told first.
 """
 
 from __future__ import annotations
@@ -51,9 +53,11 @@ ROUNDING_S = 1e-6
 class LoopClock:
     """Seconds in which an event loop has run: its own time, less what it stood still.
 
-    Life:       of(loop), one for each loop -> hold_nowait() and release_nowait() in pairs: it ticks while somebody holds it, and what is
+    Life:       of(loop), one for each loop -> hold_nowait() and release_nowait() in pairs: it ticks while
+    somebody holds it, and what is
                 missed while nobody does counts as run.
-    Invariant:  never goes back, and gets on by TICK_S with each tick: a loop that is always late delays a limit, and never for ever.
+    Invariant:  never goes back, and gets on by TICK_S with each tick: a loop that is always late delays a
+    limit, and never for ever.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -105,9 +109,11 @@ _CLOCKS: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopClock] = weakr
 
 
 class Alarm:
-    """Calls `callback` once the loop has run for `delay_s`; if it stood still at the end of that, GRACE_S later.
+    """Calls `callback` once the loop has run for `delay_s`; if it stood still at the end of that, GRACE_S
+    later.
 
-    Life:       made, inside the loop -> called back, or cancel(). No later than after twice `delay_s` in which the loop ran.
+    Life:       made, inside the loop -> called back, or cancel(). No later than after twice `delay_s` in
+    which the loop ran.
     """
 
     def __init__(self, delay_s: float, callback: Callable[[], None]) -> None:
@@ -146,7 +152,8 @@ class Alarm:
 
 
 class TimeLimit:
-    """In place of asyncio.timeout(timeout_s), for whatever is to be blamed when its time is over: `async with TimeLimit(60.0) as limit`.
+    """In place of asyncio.timeout(timeout_s), for whatever is to be blamed when its time is over: `async with
+    TimeLimit(60.0) as limit`.
 
     Raises TimeoutError, and is expired() then, once the loop has run for timeout_s; None is no limit.
     """
@@ -216,7 +223,9 @@ T = TypeVar("T")
 
 
 async def uncut(work: Coroutine[Any, Any, T]) -> tuple[T, asyncio.CancelledError | None]:
-    """The result of `work`, which goes on to its end however often we are cancelled, and the last cancellation."""
+    """The result of `work`, which goes on to its end however often we are cancelled, and the last
+    cancellation.
+    """
     doing = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None
     while not doing.done():
@@ -229,7 +238,8 @@ async def uncut(work: Coroutine[Any, Any, T]) -> tuple[T, asyncio.CancelledError
 
 # Where this process's tasks and threads are, as data and as text. Knows asyncio and frames; knows no rooms.
 #
-# A suspended task's own stack has one frame; what it waits for hangs below it as a chain of awaited coroutines. That chain is walked here.
+# A suspended task's own stack has one frame; what it waits for hangs below it as a chain of awaited
+# coroutines. That chain is walked here.
 
 
 _MAX_NAMES = 4
@@ -239,8 +249,8 @@ _MAX_NAMES = 4
 class Place:
     """Where a task waits. `functions`: qualified names from its outermost coroutine down to the innermost.
 
-    `names`: of the object that each of them is a method of (engine-1, trainer-0), empty where it has none. `request`: the id of the
-    model request that it makes (g17/r3/t0/a0), empty if none.
+    `names`: of the object that each of them is a method of (engine-1, trainer-0), empty where it has none.
+    `request`: the id of the model request that it makes (g17/r3/t0/a0), empty if none.
     """
 
     task: str
@@ -255,13 +265,17 @@ class Place:
 
 
 def places(*, all_but: tuple[str, ...] = ()) -> list[Place]:
-    """Where the tasks of the running loop wait, by name; those aside whose names start with one of `all_but`."""
+    """Where the tasks of the running loop wait, by name; those aside whose names start with one of
+    `all_but`.
+    """
     tasks = (task for task in asyncio.all_tasks() if not task.get_name().startswith(all_but or ("\0",)))
     return sorted((_place(task) for task in tasks), key=lambda place: place.task)
 
 
 def task_stacks() -> str:
-    """All tasks that are not done, a line each: name, then function (file:line) down to where it waits. Equal ways are one line."""
+    """All tasks that are not done, a line each: name, then function (file:line) down to where it waits. Equal
+    ways are one line.
+    """
     ways: dict[str, list[str]] = {}
     for task in sorted(asyncio.all_tasks(), key=asyncio.Task.get_name):
         way = " > ".join(

@@ -1,12 +1,15 @@
-"""Asynchronous against synchronous on rollouts that wait for tools with a long tail (sleeps stand for the tools).
+"""Asynchronous against synchronous on rollouts that wait for tools with a long tail (sleeps stand for the
+tools).
 
-Every row is a real `asyncrl run` of its own: embedded engine, tiny model, real optimizer steps. The bound of a step is
-max(generation, training), both measured in that run: generation = decode seconds of the engine a batch, training =
-perf/train_s. `of bound` says how close the steps came to it (1.00 = neither side ever waited).
+Every row is a real `asyncrl run` of its own: embedded engine, tiny model, real optimizer steps. The bound of
+a step is max(generation, training), both measured in that run: generation = decode seconds of the engine a
+batch, training = perf/train_s. `of bound` says how close the steps came to it (1.00 = neither side ever
+waited).
 
     python benchmarks/async_vs_sync.py [--seconds 150]
 
-Last line: `ratio: X` = steps a second at max_staleness 4 (defaults: wait, look_ahead auto) over max_staleness 0.
+Last line: `ratio: X` = steps a second at max_staleness 4 (defaults: wait, look_ahead auto) over max_staleness
+0.
 """
 
 from __future__ import annotations
@@ -72,8 +75,10 @@ class Row:
     def line(self) -> str:
         """One line of the table."""
         return (
-            f"{self.name:<17} {self.step_s:8.3f} {self.generate_s:8.3f} {self.train_s:8.3f} {self.bound_s / self.step_s:8.2f} "
-            f"{self.idle:6.0%} {self.age:6.2f} {self.oldest:5.0f} {self.masked:7.2%} {self.dropped:8.0f} {self.look_ahead:6.1f}"
+            f"{self.name:<17} {self.step_s:8.3f} {self.generate_s:8.3f} {self.train_s:8.3f} "
+            f"{self.bound_s / self.step_s:8.2f} "
+            f"{self.idle:6.0%} {self.age:6.2f} {self.oldest:5.0f} {self.masked:7.2%} {self.dropped:8.0f} "
+            f"{self.look_ahead:6.1f}"
         )
 
 
@@ -122,7 +127,8 @@ def main() -> None:
 def run_all(seconds: float) -> None:
     """Run the rows one after the other, each for its share of `seconds`, and print the table."""
     print(
-        f"{NUM_GROUPS} groups of {GROUP_SIZE}; a tool takes 0.2 s in the median, lognormal sigma 1; times in seconds a step"
+        f"{NUM_GROUPS} groups of {GROUP_SIZE}; a tool takes 0.2 s in the median, lognormal sigma 1; times in "
+        f"seconds a step"
     )
     columns = (
         ("step", 8),
@@ -146,7 +152,8 @@ def run_all(seconds: float) -> None:
             rows.append(run_row(name, overrides, num_steps, Path(folder)))
             print(rows[-1].line(), flush=True)
     print(
-        "idle: share of wall time in which the trainer waited; age: mean staleness of what was trained on; ahead: mean look_ahead"
+        "idle: share of wall time in which the trainer waited; age: mean staleness of what was trained on; "
+        "ahead: mean look_ahead"
     )
     print(f"ratio: {rows[0].step_s / rows[1].step_s:.2f}")
 

@@ -1,12 +1,15 @@
-"""When does splitting the devices win over turns on all of them? Played in virtual time; nothing here was measured on a device.
+"""When does splitting the devices win over turns on all of them? Played in virtual time; nothing here was
+measured on a device.
 
-Eight devices, batches of 16 groups of 8. A case is: rollouts a slot (1: a batch is one wave, and its tail is all that is left at the end;
-8: freed slots are filled again), generation : training in device-seconds of a batch, and sigma of the lognormal lengths (mean 1 s).
+Eight devices, batches of 16 groups of 8. A case is: rollouts a slot (1: a batch is one wave, and its tail is
+all that is left at the end; 8: freed slots are filled again), generation : training in device-seconds of a
+batch, and sigma of the lognormal lengths (mean 1 s).
 
     python benchmarks/break_even.py [--seconds 60] [--handover 0.2] [--write]
 
-A cell is the fastest split at that max_staleness: its batches a second over those of turns with --handover seconds a turn, and the
-handover at which the two are even (-: the split wins even if handovers take no time). `mask`: the same with buffer.on_overdue=mask.
+A cell is the fastest split at that max_staleness: its batches a second over those of turns with --handover
+seconds a turn, and the handover at which the two are even (-: the split wins even if handovers take no time).
+`mask`: the same with buffer.on_overdue=mask.
 
 Last line: `ratio: X` = one rollout a slot, 1 : 1, sigma 1: split at max_staleness 1 (wait) over turns.
 """
@@ -53,7 +56,8 @@ def main() -> None:
 def run_all(handover_s: float, num_batches: int) -> None:
     """All cases, `wait` and `mask`."""
     print(
-        f"{NUM_DEVICES} devices, {num_batches} batches of {NUM_GROUPS} groups of {GROUP_SIZE}; turns pay {handover_s:g} s; simulated"
+        f"{NUM_DEVICES} devices, {num_batches} batches of {NUM_GROUPS} groups of {GROUP_SIZE}; turns pay "
+        f"{handover_s:g} s; simulated"
     )
     titles = (*(f"wait, {bound}" for bound in BOUNDS), *(f"mask, {bound}" for bound in BOUNDS[1:]))
     print(f"{'a slot':>6} {'ratio':>5} {'sigma':>5} {'turns/s':>8}", *(f"{title:>12}" for title in titles))

@@ -1,18 +1,22 @@
-"""What a group costs the buffer, from 1,000 to 100,000 groups; then the rule against the count-based one, in simulation.
+"""What a group costs the buffer, from 1,000 to 100,000 groups; then the rule against the count-based one, in
+simulation.
 
     python benchmarks/buffer.py [--seconds 60] [--write]
 
-First table: the real Buffer (on_overdue=wait, max_staleness 8, look_ahead 8), every group admitted, finished in random order with
-one group in fifty a straggler, and consumed. Second table: the same at 100,000 groups with more and more of them in flight. Microseconds
-of the buffer and its driver, median of the repetitions, which take turns over the sizes.
+First table: the real Buffer (on_overdue=wait, max_staleness 8, look_ahead 8), every group admitted, finished
+in random order with one group in fifty a straggler, and consumed. Second table: the same at 100,000 groups
+with more and more of them in flight. Microseconds of the buffer and its driver, median of the repetitions,
+which take turns over the sizes.
 
-Third table: whole runs in virtual time (asyncrl.buffer.simulation), batches of 16 groups of lognormal length with mean 1 s, a training
-step of 0.6 s, slots for all. `late`: groups older than max_staleness with a weight in the loss. `count`: capacity
-(max_staleness + version + 1) * 16 - accepted - running, finished groups in order of completion, or those that started first.
-`drop`: a prompt is drawn anew when it comes again, and `given up` after the fourth time; `by prompt`: half of the variance of the
-logarithm of a length is the prompt's own, so that a long one comes back long.
+Third table: whole runs in virtual time (asyncrl.buffer.simulation), batches of 16 groups of lognormal length
+with mean 1 s, a training step of 0.6 s, slots for all. `late`: groups older than max_staleness with a weight
+in the loss. `count`: capacity (max_staleness + version + 1) * 16 - accepted - running, finished groups in
+order of completion, or those that started first. `drop`: a prompt is drawn anew when it comes again, and
+`given up` after the fourth time; `by prompt`: half of the variance of the logarithm of a length is the
+prompt's own, so that a long one comes back long.
 
-Last line: `ratio: X` = cost a group at 1,000 groups over cost a group at 100,000. About 1 is linear; well below 1 is worse than linear.
+Last line: `ratio: X` = cost a group at 1,000 groups over cost a group at 100,000. About 1 is linear; well
+below 1 is worse than linear.
 """
 
 from __future__ import annotations
@@ -137,14 +141,16 @@ def show(name: str, outcome: Outcome, fastest: float) -> None:
         outcome.num_given_up,
     )
     print(
-        f"    {name:<22} {speed:>6.2f} {idle:>6.0%} {ahead:>6.1f} {ages} {late:>7.1%} {masked:>7.1%} {dropped:>8} {given_up:>9}"
+        f"    {name:<22} {speed:>6.2f} {idle:>6.0%} {ahead:>6.1f} {ages} {late:>7.1%} {masked:>7.1%} "
+        f"{dropped:>8} {given_up:>9}"
     )
 
 
 def compare(num_batches: int) -> None:
     """Print the third table."""
     print(
-        f"\n{num_batches} batches of {NUM_GROUPS}, simulated; speed is against a trainer that never waits; ages in versions"
+        f"\n{num_batches} batches of {NUM_GROUPS}, simulated; speed is against a trainer that never waits; "
+        f"ages in versions"
     )
     ages = f"{'age':>6} {'max':>5}"
     counts = f"{'late':>7} {'masked':>7} {'dropped':>8} {'given up':>9}"

@@ -1,13 +1,16 @@
-"""How long a save of the trainer's state holds up training, against the whole save and against a plain memory copy.
+"""How long a save of the trainer's state holds up training, against the whole save and against a plain memory
+copy.
 
-A real TrainStep of 69 M parameters: 277 MB of float32 weights and twice as much of AdamW's moments. Each repetition, in the
-same run: a memory copy of as many bytes (source and target warm), one optimizer step alone, a save that is waited for, a save
-with the optimizer steps that fit beside its writing. Files are synced to the disk of the temporary directory.
+A real TrainStep of 69 M parameters: 277 MB of float32 weights and twice as much of AdamW's moments. Each
+repetition, in the same run: a memory copy of as many bytes (source and target warm), one optimizer step
+alone, a save that is waited for, a save with the optimizer steps that fit beside its writing. Files are
+synced to the disk of the temporary directory.
 
     python benchmarks/checkpoint.py [--seconds 60]
 
-`held up` is the time in which no step can be taken: the copy into host buffers. The first save also has to get these buffers
-from the system; it has a row of its own. `step beside a save` counts only steps during all of which files were being written.
+`held up` is the time in which no step can be taken: the copy into host buffers. The first save also has to
+get these buffers from the system; it has a row of its own. `step beside a save` counts only steps during all
+of which files were being written.
 
 Last line: `ratio: X` = held up over memory copy, medians of the same run.
 """
@@ -52,10 +55,18 @@ def make_step(folder: Path) -> TrainStep:
     """A random Qwen3 of 69 M parameters, in a trainer."""
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=VOCAB_SIZE, hidden_size=640, intermediate_size=1920, num_hidden_layers=12, num_attention_heads=10,
-        num_key_value_heads=5, head_dim=64, max_position_embeddings=256, tie_word_embeddings=True,
-        eos_token_id=None, bos_token_id=None,
-    )  # fmt: skip
+        vocab_size=VOCAB_SIZE,
+        hidden_size=640,
+        intermediate_size=1920,
+        num_hidden_layers=12,
+        num_attention_heads=10,
+        num_key_value_heads=5,
+        head_dim=64,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        eos_token_id=None,
+        bos_token_id=None,
+    )
     AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
     return TrainStep(
         TrainerSpec(
@@ -70,7 +81,9 @@ def make_step(folder: Path) -> TrainStep:
 
 
 def train_once(step: TrainStep) -> float:
-    """Seconds of one optimizer step on a batch of random tokens, all of which carry loss but the first of each sequence."""
+    """Seconds of one optimizer step on a batch of random tokens, all of which carry loss but the first of
+    each sequence.
+    """
     rng, num_tokens = np.random.default_rng(step.policy_version), NUM_TOKENS * NUM_SEQUENCES
     mask = np.arange(num_tokens) % NUM_TOKENS > 0
     header = BatchHeader(
@@ -79,12 +92,17 @@ def train_once(step: TrainStep) -> float:
         mask_older=False,
         trajectories=[
             TrajectoryHeader(
-                group_index=0, group_id=0, sample_index=index, prompt_id="p",
-                start=index * NUM_TOKENS, end=(index + 1) * NUM_TOKENS, reward=float(index % 2),
+                group_index=0,
+                group_id=0,
+                sample_index=index,
+                prompt_id="p",
+                start=index * NUM_TOKENS,
+                end=(index + 1) * NUM_TOKENS,
+                reward=float(index % 2),
             )
             for index in range(NUM_SEQUENCES)
         ],
-    )  # fmt: skip
+    )
     arrays = BatchArrays(
         token_ids=rng.integers(0, VOCAB_SIZE, num_tokens).astype(np.int32),
         loss_mask=mask,
@@ -106,7 +124,9 @@ def copy_seconds(num_bytes: int) -> float:
 
 
 def save(step: TrainStep, path: Path, *, is_beside: bool) -> tuple[float, float, list[float]]:
-    """Seconds held up, seconds of the whole save, seconds of each optimizer step beside it; the folder is removed."""
+    """Seconds held up, seconds of the whole save, seconds of each optimizer step beside it; the folder is
+    removed.
+    """
     start = time.perf_counter()
     pending = step.begin_save_state(path)
     held_s = time.perf_counter() - start

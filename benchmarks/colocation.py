@@ -1,22 +1,26 @@
-"""What turns cost on a shared device: handovers against a plain copy of the bytes that move, peak memory against running apart.
+"""What turns cost on a shared device: handovers against a plain copy of the bytes that move, peak memory
+against running apart.
 
-Real processes: one trainer, one embedded engine, a model of some 135 million parameters with random weights in float32 (offload.py's).
-Each turn generates a few completions, hands over, takes an optimizer step on them, and hands back with the new weights: the
-product's own lease, pushes and clients. Once for each chunk size, and once apart with the same steps.
+Real processes: one trainer, one embedded engine, a model of some 135 million parameters with random weights
+in float32 (offload.py's). Each turn generates a few completions, hands over, takes an optimizer step on them,
+and hands back with the new weights: the product's own lease, pushes and clients. Once for each chunk size,
+and once apart with the same steps.
 
     python benchmarks/colocation.py [--seconds 60] [--chunk-mib 16 64 256] [--plot] [--device cpu]
 
-`moved` are the bytes that a full turn copies from one place to another: the optimizer's and the weights' way off the trainer's device and
-back, and the push. What is only freed or taken (gradients, the engine's weights and KV cache) is in the time and not in the bytes.
-`copy`, in the same run, is a memory copy of as many bytes between warm buffers; `new pages` is one onto memory that was just taken, which
-is what comes back on a CPU after the other side's turn; `cpu ratio` is the CPU time of both processes in the handovers over that of the
-copy. On a CPU memory is the sum of the proportional set sizes (PSS) of trainer and
-engine, sampled; what the trainer moves away lies in a file, in the kernel's page cache, which is not in it.
+`moved` are the bytes that a full turn copies from one place to another: the optimizer's and the weights' way
+off the trainer's device and back, and the push. What is only freed or taken (gradients, the engine's weights
+and KV cache) is in the time and not in the bytes. `copy`, in the same run, is a memory copy of as many bytes
+between warm buffers; `new pages` is one onto memory that was just taken, which is what comes back on a CPU
+after the other side's turn; `cpu ratio` is the CPU time of both processes in the handovers over that of the
+copy. On a CPU memory is the sum of the proportional set sizes (PSS) of trainer and engine, sampled; what the
+trainer moves away lies in a file, in the kernel's page cache, which is not in it.
 
-The first turn is a warm-up, in the peak and not in the medians: once in a run its handover moves tensors side by side, makes the file
-that they go to, and warms what comes later. Its seconds are printed by themselves.
+The first turn is a warm-up, in the peak and not in the medians: once in a run its handover moves tensors side
+by side, makes the file that they go to, and warms what comes later. Its seconds are printed by themselves.
 
-Last line: `ratio: X` = seconds of both handovers over those of the memory copy, medians, of the last chunk size.
+Last line: `ratio: X` = seconds of both handovers over those of the memory copy, medians, of the last chunk
+size.
 """
 
 from __future__ import annotations
@@ -63,7 +67,9 @@ COPY_BYTES = 512 * MIB
 
 @dataclass
 class Memory:
-    """Bytes of the processes over time: (seconds, trainer, engine), sampled by a thread from their start on."""
+    """Bytes of the processes over time: (seconds, trainer, engine), sampled by a thread from their start
+    on.
+    """
 
     servers: Sequence[startup.Server]
     device: str
@@ -193,9 +199,15 @@ async def house(config: RunConfig, model: Path, folder: Path, device: str) -> As
             await startup.bring_up(trainers, engines, (), is_shared=startup.is_shared(config))
             client = TrainerClient(trainers[0].caller)
             trainer = LivingTrainer(
-                client, trainers, SupervisionConfig(max_restarts=0), heartbeat_s=600.0, before_start=lambda: None, recover=_never,
-                warn=print, on_event=lambda *_: None,
-            )  # fmt: skip
+                client,
+                trainers,
+                SupervisionConfig(max_restarts=0),
+                heartbeat_s=600.0,
+                before_start=lambda: None,
+                recover=_never,
+                warn=print,
+                on_event=lambda *_: None,
+            )
             targets = [EngineServer(server.caller) for server in engines]
             common: dict[str, Any] = {"timeout_s": 600.0, "on_served": lambda _: None}
             publisher: Publisher | ChunkPublisher
@@ -203,9 +215,16 @@ async def house(config: RunConfig, model: Path, folder: Path, device: str) -> As
             if startup.is_shared(config):
                 publisher = ChunkPublisher(trainer, targets, on_published=lambda *_: None, **common)
                 turns = TakingTurns(
-                    targets, trainer, publisher, num_steps=config.trainer.num_steps, timeout_s=600.0, on_lost=None,
-                    on_event=lambda what, detail: memory.mark(detail["phase"]) if what == "handover phase" else None,
-                )  # fmt: skip
+                    targets,
+                    trainer,
+                    publisher,
+                    num_steps=config.trainer.num_steps,
+                    timeout_s=600.0,
+                    on_lost=None,
+                    on_event=lambda what, detail: (
+                        memory.mark(detail["phase"]) if what == "handover phase" else None
+                    ),
+                )
             else:
                 publisher = Publisher(trainer, targets, interrupt="abort", **common)
 
@@ -297,7 +316,9 @@ async def measure(
 
 
 def note(case: Case, turns: TakingTurns, push: PublisherStats) -> None:
-    """One turn: its seconds, and the bytes that were copied: by the trainer's moves of weights and optimizer, and by the push."""
+    """One turn: its seconds, and the bytes that were copied: by the trainer's moves of weights and optimizer,
+    and by the push.
+    """
     stats = turns.stats()
     case.to_trainer_s.append(stats.to_trainer_s)
     case.to_engines_s.append(stats.to_engines_s)
@@ -324,7 +345,8 @@ def show(
     """The tables and the last line."""
     num_turns = min(len(case.moved) for case in cases)
     print(
-        f"{num_turns} turns or more of {NUM_SAMPLES} completions of {NUM_TOKENS} tokens, medians; before them one to warm up"
+        f"{num_turns} turns or more of {NUM_SAMPLES} completions of {NUM_TOKENS} tokens, medians; before "
+        f"them one to warm up"
     )
     names = (
         "chunk",

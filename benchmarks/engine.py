@@ -1,16 +1,19 @@
-"""Tokens a second of the embedded engine against Hugging Face `generate`, in one process, in turns; and beside vLLM on the CPU.
+"""Tokens a second of the embedded engine against Hugging Face `generate`, in one process, in turns; and
+beside vLLM on the CPU.
 
     python benchmarks/engine.py [--seconds S] [--concurrency C] [--device cpu] [--write]
 
-Both sample the same prompts for the same numbers of tokens (the model has no end-of-sequence token) with the same model,
-float32 (bfloat16 on CUDA), one thread, at most C sequences at a time. Ours runs its own loop thread in this process (no HTTP),
-deterministic mode, and returns logprobs; `generate` returns none, runs static batches of C in order of arrival, each until its longest
-is done, and gets whichever of eager and sdpa attention is faster here. Counted are the tokens that were asked for.
-The last line is the ratio of medians for long-tailed lengths.
+Both sample the same prompts for the same numbers of tokens (the model has no end-of-sequence token) with the
+same model, float32 (bfloat16 on CUDA), one thread, at most C sequences at a time. Ours runs its own loop
+thread in this process (no HTTP), deterministic mode, and returns logprobs; `generate` returns none, runs
+static batches of C in order of arrival, each until its longest is done, and gets whichever of eager and sdpa
+attention is faster here. Counted are the tokens that were asked for. The last line is the ratio of medians
+for long-tailed lengths.
 
-Where vLLM is installed (`make setup-vllm`), three cases follow over HTTP, as a run has it: the embedded server and a vLLM server, each
-alone on the machine, float32, through the same EnginePool, one after the other. vLLM has a core for its worker and may use the
-other one for its API server and scheduler; the embedded server decodes with one thread.
+Where vLLM is installed (`make setup-vllm`), three cases follow over HTTP, as a run has it: the embedded
+server and a vLLM server, each alone on the machine, float32, through the same EnginePool, one after the
+other. vLLM has a core for its worker and may use the other one for its API server and scheduler; the embedded
+server decodes with one thread.
 """
 
 from __future__ import annotations
@@ -109,7 +112,9 @@ def run_generate(
 def run_case(
     engine: Engine, peers: list[Qwen3ForCausalLM], lengths: list[int], concurrency: int, seconds: float
 ) -> tuple[float, float, int]:
-    """Median seconds of ours and of the faster peer, in turns until `seconds` are over (at least 3 each), and how many turns."""
+    """Median seconds of ours and of the faster peer, in turns until `seconds` are over (at least 3 each), and
+    how many turns.
+    """
     generator = np.random.default_rng(1)
     prompts = [generator.integers(1, VOCAB, PROMPT_LENGTH).tolist() for _ in lengths]
     short = [min(length, 32) for length in lengths[:concurrency]]
@@ -181,14 +186,16 @@ def run_servers(seconds: float, concurrency: int) -> None:
             rows[kind] = asyncio.run(time_server(kind, Path(folder), cases, seconds))
         rows["generate"] = time_generate(Path(folder), cases)
     print(
-        "\nembedded server and vLLM on the CPU over HTTP, through the same pool, and generate in process; the same model, float32; tokens/s"
+        "\nembedded server and vLLM on the CPU over HTTP, through the same pool, and generate in process; "
+        "the same model, float32; tokens/s"
     )
     print(f"{'case':<42}{'embedded':>10}{'vLLM':>10}{'generate':>10}  fastest")
     for name, (_, lengths) in cases.items():
         rates = {kind: sum(lengths) / times[name] for kind, times in rows.items()}
         best, second = sorted(rates, key=lambda kind: rates[kind], reverse=True)[:2]
         print(
-            f"{name:<42}{''.join(f'{rate:>10.0f}' for rate in rates.values())}  {best}, {rates[best] / rates[second]:.2f} x {second}"
+            f"{name:<42}{''.join(f'{rate:>10.0f}' for rate in rates.values())}  {best}, "
+            f"{rates[best] / rates[second]:.2f} x {second}"
         )
 
 
@@ -230,10 +237,12 @@ def run_cases(seconds: float, concurrency: int, device: str) -> float:
     """Measure both cases for `seconds` each and print the table; returns the last ratio."""
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     print(
-        f"embedded engine against transformers generate: Qwen3, 4 layers, hidden 128, vocabulary {VOCAB}, {dtype}, 1 thread,"
+        f"embedded engine against transformers generate: Qwen3, 4 layers, hidden 128, vocabulary {VOCAB}, "
+        f"{dtype}, 1 thread,"
     )
     print(
-        f"{concurrency} sequences at a time, prompts of {PROMPT_LENGTH} tokens, engine loop in process (no HTTP)"
+        f"{concurrency} sequences at a time, prompts of {PROMPT_LENGTH} tokens, engine loop in process (no "
+        f"HTTP)"
     )
     print(f"{'lengths':<42}{'tokens':>8}{'ours tok/s':>12}{'generate tok/s':>16}{'ratio':>8}{'runs':>6}")
     cases = {

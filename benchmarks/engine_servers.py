@@ -36,7 +36,9 @@ def has_vllm() -> bool:
 async def engine_server(
     kind: str, model: Path, folder: Path, *, slots: int, max_length: int
 ) -> AsyncIterator[tuple[EngineClient, Caller]]:
-    """A running server of `kind` (embedded, vllm) on the CPU in float32, its client, and the caller below that. No end token."""
+    """A running server of `kind` (embedded, vllm) on the CPU in float32, its client, and the caller below
+    that. No end token.
+    """
     secret = secrets.token_hex(16)
     spec = {
         "name": "engine-0",
@@ -48,9 +50,14 @@ async def engine_server(
     if kind == "vllm":
         spec |= {"dtype": "float32"}
         child = ChildProcess(
-            "engine-0", "asyncrl_servers.vllm", json.dumps(spec), run_dir=folder, secret=secret,
-            python=find_vllm_python(RolloutConfig(engine="vllm")), env={"PYTHONPATH": str(import_folder(folder / "imports"))},
-        )  # fmt: skip
+            "engine-0",
+            "asyncrl_servers.vllm",
+            json.dumps(spec),
+            run_dir=folder,
+            secret=secret,
+            python=find_vllm_python(RolloutConfig(engine="vllm")),
+            env={"PYTHONPATH": str(import_folder(folder / "imports"))},
+        )
     else:
         child = ChildProcess(
             "engine-0", "asyncrl_servers.embedded", json.dumps(spec), run_dir=folder, secret=secret

@@ -1,28 +1,37 @@
-"""What the gateway costs: added latency, requests a second of one core, memory under many sessions; LiteLLM's proxy beside it.
+"""What the gateway costs: added latency, requests a second of one core, memory under many sessions; LiteLLM's
+proxy beside it.
 
     python benchmarks/gateway.py [--seconds 90] [--litellm-python VENV/bin/python | --no-litellm] [--write]
 
-Three processes: the load (this one) and the engine share one core, the proxy has another for itself. The engine is the simulated one
-(asyncrl_servers.simulated): every answer has 32 tokens and takes 32 ms, however many run. LiteLLM gets the same engine over a route of
-the same server that speaks OpenAI; it is installed on demand into ~/.cache/asyncrl-bench (its own environment), one worker, no key,
-no database, no logging. The load are conversations of 4 calls that grow, a system prompt and about 45 tokens a turn, over bare sockets;
-each has a session of its own in our gateway, which is ended by its rollout and replaced. Opening and ending count as our time, not
-as our requests.
+Three processes: the load (this one) and the engine share one core, the proxy has another for itself. The
+engine is the simulated one (asyncrl_servers.simulated): every answer has 32 tokens and takes 32 ms, however
+many run. LiteLLM gets the same engine over a route of the same server that speaks OpenAI; it is installed on
+demand into ~/.cache/asyncrl-bench (its own environment), one worker, no key, no database, no logging. The
+load are conversations of 4 calls that grow, a system prompt and about 45 tokens a turn, over bare sockets;
+each has a session of its own in our gateway, which is ended by its rollout and replaced. Opening and ending
+count as our time, not as our requests.
 
-added latency    Calls through the gateway against calls of the engine's /generate, in turns, same sessions, same pauses between the
-                 calls of a session (exponential, mean 0.3 s), so that neither core is busy. Seconds from writing the request to the last
-                 byte of the answer, as the load sees them. Added p50 is p50 through it less p50 without it, and so for p99: the median
-                 of these differences over the rounds.
-requests         Every session calls at once after its answer. `requests/s` is by the clock on the wall, `of a core` are requests
-                 for each processor second of the proxy: the same when it uses its core whole (`busy`). Where the load or the engine are
-                 slower than the proxy, or other work holds the machine, the wall says less than the proxy could do, and `of a core`
-                 still says what it costs. Medians over rounds, ours and LiteLLM in turns.
-memory           2,000 sessions, each with a call in flight all the time, ended after 4 calls and replaced. Before that 10,000 were
-                 opened and ended, as many as leave a reason behind for calls that come too late, and all of the 2,000 were replaced
-                 twice. Growth: least squares of resident memory over ended sessions, from then on, over 2,000 of them at least.
+added latency    Calls through the gateway against calls of the engine's /generate, in turns, same sessions,
+same pauses between the
+                 calls of a session (exponential, mean 0.3 s), so that neither core is busy. Seconds from
+                 writing the request to the last byte of the answer, as the load sees them. Added p50 is p50
+                 through it less p50 without it, and so for p99: the median of these differences over the
+                 rounds.
+requests         Every session calls at once after its answer. `requests/s` is by the clock on the wall, `of a
+core` are requests
+                 for each processor second of the proxy: the same when it uses its core whole (`busy`). Where
+                 the load or the engine are slower than the proxy, or other work holds the machine, the wall
+                 says less than the proxy could do, and `of a core` still says what it costs. Medians over
+                 rounds, ours and LiteLLM in turns.
+memory           2,000 sessions, each with a call in flight all the time, ended after 4 calls and replaced.
+Before that 10,000 were
+                 opened and ended, as many as leave a reason behind for calls that come too late, and all of
+                 the 2,000 were replaced twice. Growth: least squares of resident memory over ended sessions,
+                 from then on, over 2,000 of them at least.
 
-Targets: added p50 <= 1 ms and p99 <= 5 ms at 64 sessions; >= 800 requests a second of a core; growth about 0; ratio >= 6.
-Last line: `ratio: X` = requests for each second of the proxy's core at 64 sessions, ours over LiteLLM's; none without LiteLLM.
+Targets: added p50 <= 1 ms and p99 <= 5 ms at 64 sessions; >= 800 requests a second of a core; growth about 0;
+ratio >= 6. Last line: `ratio: X` = requests for each second of the proxy's core at 64 sessions, ours over
+LiteLLM's; none without LiteLLM.
 """
 
 from __future__ import annotations
@@ -50,7 +59,9 @@ from report import options, reported
 SMOLLM2 = Path(__file__).parent.parent / "models" / "smollm2-135m-instruct"
 SESSIONS, MANY_SESSIONS, NUM_ENDED_FIRST = 64, 2000, 10_000
 SETTLING = 2
-"""Times that all of the many sessions are replaced before memory is watched: the allocator's high-water mark comes late."""
+"""Times that all of the many sessions are replaced before memory is watched: the allocator's high-water mark
+comes late.
+"""
 THINK_S, WARM_UP_S = 0.3, 1.0
 ROUNDS = 3
 
@@ -98,7 +109,9 @@ async def measure_added(alone: EngineAlone, ours: Ours, seconds: float) -> list[
 async def measure_rates(
     proxies: Sequence[Ours | LiteLLM], seconds: float
 ) -> dict[tuple[str, int], list[Measured]]:
-    """Rounds of all proxies, in turns, at one session and at SESSIONS; most of the time goes to the latter."""
+    """Rounds of all proxies, in turns, at one session and at SESSIONS; most of the time goes to the
+    latter.
+    """
     found: dict[tuple[str, int], list[Measured]] = {}
     for _ in range(ROUNDS):
         for sessions, share in ((1, 0.25), (SESSIONS, 0.75)):
@@ -110,7 +123,9 @@ async def measure_rates(
 
 @dataclass(frozen=True)
 class Held:
-    """Memory of the gateway: with no session open before and after (resident bytes, Python objects), and over time between."""
+    """Memory of the gateway: with no session open before and after (resident bytes, Python objects), and over
+    time between.
+    """
 
     before: tuple[int, int]
     after: tuple[int, int]
@@ -174,10 +189,12 @@ def show_memory(held: Held) -> None:
     measured, (first, _), (last, _) = held.measured, held.samples[0], held.samples[-1]
     resident = [each / 2**20 for _, each in held.samples]
     print(
-        f"\nmemory: {MANY_SESSIONS} sessions, a call of each in flight, {measured.rate:.0f} requests/s ({measured.core_rate:.0f} of a core)"
+        f"\nmemory: {MANY_SESSIONS} sessions, a call of each in flight, {measured.rate:.0f} requests/s "
+        f"({measured.core_rate:.0f} of a core)"
     )
     print(
-        f"resident {resident[0]:.1f} MiB, {last - first} ended sessions later {resident[-1]:.1f} MiB, at most {max(resident):.1f} MiB"
+        f"resident {resident[0]:.1f} MiB, {last - first} ended sessions later {resident[-1]:.1f} MiB, at "
+        f"most {max(resident):.1f} MiB"
     )
     print(f"growth for each 1,000 ended sessions: {growth_per_thousand(held.samples) / 2**10:.0f} KiB")
     before, after = (
@@ -192,7 +209,8 @@ async def run(arguments: argparse.Namespace, folder: Path) -> None:
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         raise SystemExit(
-            "this benchmark needs two cores: the proxy has one for itself.\n  Way out: let it use two (taskset)."
+            "this benchmark needs two cores: the proxy has one for itself.\n  Way out: let it use two "
+            "(taskset)."
         )
     proxy_core, other_core = cores[sides.PROXY_CORE], cores[sides.OTHER_CORE]
     os.sched_setaffinity(0, {other_core})
@@ -222,7 +240,8 @@ async def run(arguments: argparse.Namespace, folder: Path) -> None:
         show_memory(await measure_memory(ours, 0.3 * arguments.seconds))
         stats = await ours.stats()
         print(
-            f"\nour calls: {stats['calls']}, extended {stats['extended']}, realigned {stats['realigned']}, forked {stats['forked']}"
+            f"\nour calls: {stats['calls']}, extended {stats['extended']}, realigned {stats['realigned']}, "
+            f"forked {stats['forked']}"
         )
         if stats["forked"] or stats["refused"] or stats["sessions"]:
             raise SystemExit(f"conversations did not go on from what was recorded, or were refused: {stats}")
@@ -260,7 +279,8 @@ def find_tokenizer(folder: Path) -> Path:
     from asyncrl.trainer.model.scratch_tokenizer import make_character_tokenizer
 
     print(
-        f"tokenizer: one token a character, since there is no {SMOLLM2}; `python examples/smollm2.py` makes it"
+        f"tokenizer: one token a character, since there is no {SMOLLM2}; `python examples/smollm2.py` makes "
+        f"it"
     )
     make_character_tokenizer("".join(map(chr, range(32, 127))) + "\n").save_pretrained(folder / "tokenizer")
     (folder / "tokenizer" / "config.json").write_text("{}")

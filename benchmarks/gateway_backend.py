@@ -1,7 +1,8 @@
-"""The engine behind both proxies of benchmarks/gateway.py: the simulated engine's own server, with one route more.
+"""The engine behind both proxies of benchmarks/gateway.py: the simulated engine's own server, with one route
+more.
 
-That route speaks OpenAI for a proxy that knows nothing else: the same server, the same engine, the same seconds a token. Its answers
-are text of the same length as what the tokens of ours make.
+That route speaks OpenAI for a proxy that knows nothing else: the same server, the same engine, the same
+seconds a token. Its answers are text of the same length as what the tokens of ours make.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ PROMPT = [1] * 256
 
 
 def main() -> None:
-    """Serve until the parent is gone. The spec: the engine's, and `core` and `text`, the answer to every chat."""
+    """Serve until the parent is gone. The spec: the engine's, and `core` and `text`, the answer to every
+    chat.
+    """
     die_with_parent()
     text, fd = child_arguments()
     given = json.loads(text)

@@ -1,4 +1,6 @@
-"""LiteLLM's proxy, the peer of benchmarks/gateway.py: in an environment of its own, with all off that it can leave out."""
+"""LiteLLM's proxy, the peer of benchmarks/gateway.py: in an environment of its own, with all off that it can
+leave out.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ class NotInstalled(Exception):  # noqa: N818  the benchmark goes on without the 
 
 
 def find_python(given: Path | None) -> Path:
-    """Python of the environment with LiteLLM: the one that was given, or one made on demand. Raises NotInstalled."""
+    """Python of the environment with LiteLLM: the one that was given, or one made on demand. Raises
+    NotInstalled.
+    """
     python = given or HOME / "bin" / "python"
     if not python.exists() and given is None:
         print(f"installing {PACKAGE} into {HOME}, once", file=sys.stderr)
@@ -60,7 +64,9 @@ def version_of(python: Path) -> str:
 async def running(
     python: Path, engine_url: str, secret: str, core: int, folder: Path
 ) -> AsyncIterator[tuple[int, int]]:
-    """(process id, port) of a proxy with one worker on one core, no database, no logging, no key of its own."""
+    """(process id, port) of a proxy with one worker on one core, no database, no logging, no key of its
+    own.
+    """
     (folder / "litellm.yaml").write_text(yaml.safe_dump(_config(engine_url, secret)))
     with bind_socket("LiteLLM", None) as listener:
         port = listener.getsockname()[1]
@@ -80,15 +86,26 @@ async def running(
     }  # as ours has no users to look up, so the peer has none
     with (folder / "litellm.log").open("wb") as log:
         process = await asyncio.create_subprocess_exec(
-            *command, "--num_workers", "1", "--telemetry", "False", cwd=folder, env=env, stdout=log, stderr=log,
-            stdin=asyncio.subprocess.DEVNULL, start_new_session=True, preexec_fn=lambda: os.sched_setaffinity(0, {core}),
-        )  # fmt: skip
+            *command,
+            "--num_workers",
+            "1",
+            "--telemetry",
+            "False",
+            cwd=folder,
+            env=env,
+            stdout=log,
+            stderr=log,
+            stdin=asyncio.subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=lambda: os.sched_setaffinity(0, {core}),
+        )
     try:
         async with asyncio.timeout(START_S):
             while not await _answers(port):
                 if process.returncode is not None:
                     raise NotInstalled(
-                        f"LiteLLM ended with {process.returncode}: {(folder / 'litellm.log').read_text()[-1500:]}"
+                        f"LiteLLM ended with {process.returncode}: "
+                        f"{(folder / 'litellm.log').read_text()[-1500:]}"
                     )
                 await asyncio.sleep(0.5)
         yield process.pid, port

@@ -1,7 +1,9 @@
-"""The load of benchmarks/gateway.py: conversations that go on, over bare sockets. Knows HTTP and chats; knows no proxy by name.
+"""The load of benchmarks/gateway.py: conversations that go on, over bare sockets. Knows HTTP and chats; knows
+no proxy by name.
 
-A client library would cost more than the gateway that it measures, so a connection here writes whole requests and looks for
-the length of the answer. A call's time runs from the write of its request to the last byte of its answer.
+A client library would cost more than the gateway that it measures, so a connection here writes whole requests
+and looks for the length of the answer. A call's time runs from the write of its request to the last byte of
+its answer.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ class CallFailed(Exception):  # noqa: N818  the benchmark ends
 
 
 class Wire:
-    """One call at a time over one connection, which is opened anew when it was closed, or when a call was given up in its middle.
+    """One call at a time over one connection, which is opened anew when it was closed, or when a call was
+    given up in its middle.
 
     Life:       made -> post() as often as wanted, never two at once -> close().
     Waits:      post sleeps until the answer is whole; the caller limits it.
@@ -191,13 +194,17 @@ class Measured:
 
 
 class Load:
-    """`sessions` conversations at a target at once, each over its own connection, replaced when they are over.
+    """`sessions` conversations at a target at once, each over its own connection, replaced when they are
+    over.
 
-    Life:       run() once: warm-up -> window -> every session ends after the call that it is in, so that nothing is left open.
+    Life:       run() once: warm-up -> window -> every session ends after the call that it is in, so that
+    nothing is left open.
     """
 
     def __init__(self, target: Target, sessions: int, *, think_s: float = 0.0) -> None:
-        """`think_s`: mean of the exponential time between an answer and the next call of its session (0: at once)."""
+        """`think_s`: mean of the exponential time between an answer and the next call of its session (0: at
+        once).
+        """
         self._target, self._sessions, self._think_s = target, sessions, think_s
         self._latencies: list[float] | None = None
         self._is_over = False
@@ -205,7 +212,9 @@ class Load:
     async def run(
         self, warm_up: Awaitable[object], window: Awaitable[object], cpu_s: Callable[[], float]
     ) -> Measured:
-        """Load until `warm_up` returns, then measure until `window` does; `cpu_s` tells the processor seconds of the target so far."""
+        """Load until `warm_up` returns, then measure until `window` does; `cpu_s` tells the processor seconds
+        of the target so far.
+        """
         async with asyncio.TaskGroup() as group:
             for number in range(self._sessions):
                 group.create_task(self._talk_on(Wire(self._target.host, self._target.port), number))

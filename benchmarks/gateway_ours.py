@@ -1,7 +1,8 @@
-"""Our side of benchmarks/gateway.py: the Gateway as a run has it, EnginePool, EngineServer and tokenizer with it, in its own process.
+"""Our side of benchmarks/gateway.py: the Gateway as a run has it, EnginePool, EngineServer and tokenizer with
+it, in its own process.
 
-Routes beside the gateway's, for the load: /bench/turn ends sessions and opens new ones, /bench/stats tells what the gateway counted.
-A session that ends gives its rollout first, as one does in a run.
+Routes beside the gateway's, for the load: /bench/turn ends sessions and opens new ones, /bench/stats tells
+what the gateway counted. A session that ends gives its rollout first, as one does in a run.
 """
 
 from __future__ import annotations
@@ -94,14 +95,26 @@ async def run(model_path: str, engine_url: str, fd_port: int) -> None:
     tokenizer = HFChatTokenizer(model_path)
     caller = Caller("engine-0", engine_url, secret_of(SECRET_ENV))
     rules = CallRules(
-        model_name="policy", temperature=1.0, top_p=1.0, max_tokens=MAX_TOKENS, max_prompt_tokens=MAX_PROMPT_TOKENS,
-        max_length=MAX_TOKENS + MAX_PROMPT_TOKENS, vocab_size=tokenizer.vocab_size, max_token_bytes=tokenizer.max_token_bytes,
-    )  # fmt: skip
+        model_name="policy",
+        temperature=1.0,
+        top_p=1.0,
+        max_tokens=MAX_TOKENS,
+        max_prompt_tokens=MAX_PROMPT_TOKENS,
+        max_length=MAX_TOKENS + MAX_PROMPT_TOKENS,
+        vocab_size=tokenizer.vocab_size,
+        max_token_bytes=tokenizer.max_token_bytes,
+    )
     turnover = Turnover(caller)
     gateway = turnover.gateway = Gateway(
-        EnginePool([EngineServer(caller)], slots=SLOTS), tokenizer, find_tool_format("auto", tokenizer.template), rules,
-        GatewayConfig(port=fd_port), seed_of=seed_of, on_broken=broken, extra_routes=turnover.routes(),
-    )  # fmt: skip
+        EnginePool([EngineServer(caller)], slots=SLOTS),
+        tokenizer,
+        find_tool_format("auto", tokenizer.template),
+        rules,
+        GatewayConfig(port=fd_port),
+        seed_of=seed_of,
+        on_broken=broken,
+        extra_routes=turnover.routes(),
+    )
     ended = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
     await gateway.start()

@@ -1,4 +1,6 @@
-"""The processes of benchmarks/gateway.py, and what the load needs to know of each: the engine by itself, our gateway, LiteLLM's proxy."""
+"""The processes of benchmarks/gateway.py, and what the load needs to know of each: the engine by itself, our
+gateway, LiteLLM's proxy.
+"""
 
 from __future__ import annotations
 
@@ -44,9 +46,18 @@ def resident_bytes(pid: int) -> int:
 async def engine(folder: Path, secret: str, core: int, vocab_size: int) -> AsyncIterator[ChildProcess]:
     """The backend of everybody."""
     spec = {
-        "name": "engine-0", "slots": 4096, "max_length": 4096, "vocab_size": vocab_size, "decode_step_s": STEP_S, "per_row_s": 0.0,
-        "prefill_s_per_token": 0.0, "mean_tokens": TOKENS, "sigma": 0.0, "core": core, "text": "lorem ipsum dolor sit amet " * 5,
-    }  # fmt: skip
+        "name": "engine-0",
+        "slots": 4096,
+        "max_length": 4096,
+        "vocab_size": vocab_size,
+        "decode_step_s": STEP_S,
+        "per_row_s": 0.0,
+        "prefill_s_per_token": 0.0,
+        "mean_tokens": TOKENS,
+        "sigma": 0.0,
+        "core": core,
+        "text": "lorem ipsum dolor sit amet " * 5,
+    }
     child = ChildProcess(
         "engine-0",
         "gateway_backend",

@@ -2,18 +2,19 @@
 
     python benchmarks/journal.py [--seconds 30] [--write]
 
-Batches of 16 groups of 8 rollouts of 320 tokens (64 of prompt) with one segment each, told as producers tell them: admitted, segments,
-rollouts finished, group ready, then batch_taken, awaited. Nothing else runs, so the writer has all the time between two batches for
-nothing; in a run it writes while the engines sample. Microseconds a rollout, medians over the batches:
+Batches of 16 groups of 8 rollouts of 320 tokens (64 of prompt) with one segment each, told as producers tell
+them: admitted, segments, rollouts finished, group ready, then batch_taken, awaited. Nothing else runs, so the
+writer has all the time between two batches for nothing; in a run it writes while the engines sample.
+Microseconds a rollout, medians over the batches:
 
-    loop         wall of the event loop inside the journal's calls (the awaited batch_taken left out: that waits for the disk)
-    thread       wall of the writer's thread: encoding, SQLite, fsync
+    loop         wall of the event loop inside the journal's calls (the awaited batch_taken left out: that
+    waits for the disk) thread       wall of the writer's thread: encoding, SQLite, fsync
     whole        from the first call to the answer of batch_taken
-    plain        open().write of the same blobs (encoded beforehand), flush and fsync once a batch: what the disk allows
-    encode       the packing of the blobs alone
+    plain        open().write of the same blobs (encoded beforehand), flush and fsync once a batch: what the
+    disk allows encode       the packing of the blobs alone
 
-Then the commits a batch, the longest that the loop was late for a 1 ms timer while the journal wrote, the bytes, and how long a run with
-so many groups in its journal takes to read where it stands.
+Then the commits a batch, the longest that the loop was late for a 1 ms timer while the journal wrote, the
+bytes, and how long a run with so many groups in its journal takes to read where it stands.
 
 Last line: `ratio: X` = plain over whole. 1 would be as fast as a plain file.
 """
@@ -116,7 +117,9 @@ async def longest_delay_s(is_over: asyncio.Event) -> float:
 
 
 async def delay_s(journal: Journal, batch: Batch | None) -> float:
-    """The longest delay of the loop's timers while a batch is written, or over the same kind of time in which nothing is."""
+    """The longest delay of the loop's timers while a batch is written, or over the same kind of time in which
+    nothing is.
+    """
     is_over = asyncio.Event()
     watching = asyncio.create_task(longest_delay_s(is_over))
     if batch is None:
@@ -168,11 +171,13 @@ async def measure(folder: Path, seconds: float) -> float:
     print(f"commits a batch: {median(commits):.0f}; longest {1e3 * journal.stats().longest_commit_s:.0f} ms")
     for name, delays in (("a batch is", busy_delays), ("nothing is", idle_delays)):
         print(
-            f"latest timer of the loop while {name} written: {1e3 * median(delays):.1f} ms (median; worst {1e3 * max(delays):.1f})"
+            f"latest timer of the loop while {name} written: {1e3 * median(delays):.1f} ms (median; worst "
+            f"{1e3 * max(delays):.1f})"
         )
     raw, blob_bytes = 9 * NUM_TOKENS, num_blob_bytes / len(rows["loop"]) / ROLLOUTS
     print(
-        f"bytes a rollout: {raw} as arrays, {blob_bytes:.0f} as blobs (with a segment and its share of the prompt), ",
+        f"bytes a rollout: {raw} as arrays, {blob_bytes:.0f} as blobs (with a segment and its share of the "
+        f"prompt), ",
         end="",
     )
     await journal.flush()
@@ -186,7 +191,8 @@ async def measure(folder: Path, seconds: float) -> float:
     started_s = time.perf_counter()
     num_batches = len(list(state.batches()))
     print(
-        f"and {1e3 * (time.perf_counter() - started_s) / num_batches:.0f} ms for each batch that is trained again"
+        f"and {1e3 * (time.perf_counter() - started_s) / num_batches:.0f} ms for each batch that is trained "
+        f"again"
     )
     await journal.aclose()
     return median(rows["plain"]) / median(rows["whole"])

@@ -1,18 +1,21 @@
-"""How long `asyncrl status` and `asyncrl inspect` take on a run of 100,000 steps, and how much memory, beside reading its lines.
+"""How long `asyncrl status` and `asyncrl inspect` take on a run of 100,000 steps, and how much memory, beside
+reading its lines.
 
     python benchmarks/long_run.py [--steps 100000] [--groups 2] [--size 4] [--write]
 
-The run directory is made up in a temporary folder: metrics.jsonl with the metrics that a run has, trained.jsonl, and a journal whose
-groups were compacted. Each command is a process of its own, as a user starts it. The rows:
+The run directory is made up in a temporary folder: metrics.jsonl with the metrics that a run has,
+trained.jsonl, and a journal whose groups were compacted. Each command is a process of its own, as a user
+starts it. The rows:
 
     status, inspect     the two commands
-    json.loads          a process that does nothing but parse each line of the same files with the standard library
-    lines               one that does nothing but read them line by line
+    json.loads          a process that does nothing but parse each line of the same files with the standard
+    library lines               one that does nothing but read them line by line
 
-inspect parses and checks each span of each trajectory, so its time grows with them, not with the steps alone; memory does not, but for
-8 bytes a group. --seconds is not used: each command is started once.
+inspect parses and checks each span of each trajectory, so its time grows with them, not with the steps alone;
+memory does not, but for 8 bytes a group. --seconds is not used: each command is started once.
 
-Last line: `ratio: X` = CPU seconds of status and inspect over those of the two json.loads passes over what they read.
+Last line: `ratio: X` = CPU seconds of status and inspect over those of the two json.loads passes over what
+they read.
 """
 
 from __future__ import annotations
@@ -40,7 +43,8 @@ COMMAND = "from asyncrl.cli import app\napp(sys.argv[1:])"
 PARSE = "import json\nfor path in sys.argv[1:]:\n    for line in open(path, 'rb'):\n        json.loads(line)"
 READ = "for path in sys.argv[1:]:\n    for line in open(path, 'rb'):\n        len(line)"
 INSERT_GROUP = (
-    "INSERT INTO groups (group_id, prompt_id, start_version, admitted_s, ended_s, num_rollouts, num_sampled, oldest_version, reward_mean,"
+    "INSERT INTO groups (group_id, prompt_id, start_version, admitted_s, ended_s, num_rollouts, num_sampled, "
+    "oldest_version, reward_mean,"
     " state, num_failed) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, 'taken', 0)"
 )
 PEAK = "import atexit, sys\natexit.register(lambda: sys.stderr.write(open('/proc/self/status').read().split('VmHWM:')[1].split()[0]))\n"
@@ -97,8 +101,10 @@ def _record_lines(num_steps: int, num_groups: int, size: int) -> Iterator[str]:
     for step in range(num_steps):
         oldest = max(0, step - MAX_STALENESS)
         entries = ", ".join(
-            f'{{"group_id": {group}, "prompt_id": "{group // 20_000}/{group % 20_000}", "sample_index": {index}, "branch": 0, '
-            f'"reward": 0.123456789, "num_tokens": 320, "num_loss_tokens": 256, "tokens_sha": "0123456789abcdef", '
+            f'{{"group_id": {group}, "prompt_id": "{group // 20_000}/{group % 20_000}", "sample_index": '
+            f'{index}, "branch": 0, '
+            f'"reward": 0.123456789, "num_tokens": 320, "num_loss_tokens": 256, "tokens_sha": '
+            f'"0123456789abcdef", '
             f'"spans": [[64, 192, {oldest}], [192, 320, {step}]]}}'
             for group in range(step * num_groups, (step + 1) * num_groups)
             for index in range(size)

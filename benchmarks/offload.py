@@ -1,16 +1,19 @@
 """What it costs to move a trainer off its device and back, against a plain memory copy of the same bytes.
 
-A model of some 135 million parameters with random weights (the shape of SmolLM-135M), as a trainer has it after a step: weights
-and two moments of AdamW, 12 bytes a parameter in float32. Each repetition, in the same run: a plain copy of as many bytes
-(source and target warm), /offload's work for all parts, /onload's work for all parts.
+A model of some 135 million parameters with random weights (the shape of SmolLM-135M), as a trainer has it
+after a step: weights and two moments of AdamW, 12 bytes a parameter in float32. Each repetition, in the same
+run: a plain copy of as many bytes (source and target warm), /offload's work for all parts, /onload's work for
+all parts.
 
     python benchmarks/offload.py [--seconds 60] [--dtype float32]
 
-On a CPU the parts go through a file in --folder, on the disk of a run directory, and what is measured is the kernel's page cache:
-the disk itself writes later, and is not waited for. On a CUDA device they go through pinned host memory, and the plain copy is
-one between pinned host memory and the device. The first repetition also makes the file or the buffers: it is shown by itself.
+On a CPU the parts go through a file in --folder, on the disk of a run directory, and what is measured is the
+kernel's page cache: the disk itself writes later, and is not waited for. On a CUDA device they go through
+pinned host memory, and the plain copy is one between pinned host memory and the device. The first repetition
+also makes the file or the buffers: it is shown by itself.
 
-`memory copy to new pages` has a target whose pages the kernel gives out during the copy, as onload must: it took memory again.
+`memory copy to new pages` has a target whose pages the kernel gives out during the copy, as onload must: it
+took memory again.
 
 Last line: `ratio: X` = the slower of offload and onload over the memory copy, medians of the same run.
 """
@@ -41,7 +44,9 @@ MIN_REPETITIONS = 3
 
 
 Spent = tuple[float, float]
-"""Seconds, and seconds of CPU time, the kernel's for this process included: on a machine with other work the steadier figure."""
+"""Seconds, and seconds of CPU time, the kernel's for this process included: on a machine with other work the
+steadier figure.
+"""
 
 
 @dataclass(frozen=True)
@@ -59,9 +64,15 @@ def make_model(folder: Path) -> Path:
     """A random model of 134.5 M parameters."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=49_152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
-        num_key_value_heads=3, max_position_embeddings=2048, tie_word_embeddings=True,
-    )  # fmt: skip
+        vocab_size=49_152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+    )
     AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
     return folder / "model"
 
@@ -94,7 +105,9 @@ def spent(work: Callable[[], object]) -> Spent:
 
 
 def copy_costs(num_bytes: int, device: torch.device) -> tuple[Spent, Spent]:
-    """Of a plain copy onto warm memory and onto new pages; on CUDA from the device into pinned memory, twice the same."""
+    """Of a plain copy onto warm memory and onto new pages; on CUDA from the device into pinned memory, twice
+    the same.
+    """
     if device.type == "cuda":
         source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
         target = torch.ones(num_bytes, dtype=torch.uint8, pin_memory=True)
@@ -133,10 +146,12 @@ def show(first: Repetition, repetitions: list[Repetition], num_bytes: int, step:
     num_parameters = sum(parameter.numel() for parameter in step.policy.parameters())
     load = psutil.getloadavg()[0]
     print(
-        f"{num_parameters / 1e6:.1f} M parameters, {step.dtype}, on {step.device.type}, through {step._offload!r}"
+        f"{num_parameters / 1e6:.1f} M parameters, {step.dtype}, on {step.device.type}, through "
+        f"{step._offload!r}"
     )
     print(
-        f"{num_bytes / 1e6:.0f} MB each way, {len(repetitions)} repetitions, medians; load average of the machine {load:.1f}"
+        f"{num_bytes / 1e6:.0f} MB each way, {len(repetitions)} repetitions, medians; load average of the "
+        f"machine {load:.1f}"
     )
     print(f"{'':28}{'seconds':>10}{'GB/s':>8}{'of copy':>10}{'CPU s':>9}{'of copy':>10}{'first time':>12}")
     rows = {

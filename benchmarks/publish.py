@@ -1,21 +1,23 @@
 """How long generation stands still when new weights come, against a plain memory copy of the same bytes.
 
-One real engine process with >= 250 MB of weights and a light load of generation: the embedded one, then vLLM where it is
-installed. Each repetition, in the same run and under the same load: a memory copy of as many bytes (source and target warm), an
-export into shared memory, prepare (while generation goes on), commit; with vLLM its own reload too (`reload_weights` from a
-folder between pause and resume: on the CPU it leaves a tied lm_head stale). Two sets of weights take turns, so that every push
-changes every byte.
+One real engine process with >= 250 MB of weights and a light load of generation: the embedded one, then vLLM
+where it is installed. Each repetition, in the same run and under the same load: a memory copy of as many
+bytes (source and target warm), an export into shared memory, prepare (while generation goes on), commit; with
+vLLM its own reload too (`reload_weights` from a folder between pause and resume: on the CPU it leaves a tied
+lm_head stale). Two sets of weights take turns, so that every push changes every byte.
 
     python benchmarks/publish.py [--seconds 60] [--interrupt abort] [--engine embedded|vllm]
 
-`pause, server` is the time in which no token could be decoded, as the engine reports it (vLLM: as its client does, from the
-pause to the resume): that is the pause of the issue. Two rows measured from outside bound it. `commit, round trip` also holds the
-rest of the decode step in hand. `wait, client` is the longest time between two answers of a stream of one-token requests around
-the commit; it also holds the prefill of all interrupted sequences under the new weights (abort and keep), which is computing,
-not a copy: --interrupt keep_kv does without. `wait, client, usual` is the same without a commit. No canary is sent along: it is
-two requests of 160 tokens after the resume.
+`pause, server` is the time in which no token could be decoded, as the engine reports it (vLLM: as its client
+does, from the pause to the resume): that is the pause of the issue. Two rows measured from outside bound it.
+`commit, round trip` also holds the rest of the decode step in hand. `wait, client` is the longest time
+between two answers of a stream of one-token requests around the commit; it also holds the prefill of all
+interrupted sequences under the new weights (abort and keep), which is computing, not a copy: --interrupt
+keep_kv does without. `wait, client, usual` is the same without a commit. No canary is sent along: it is two
+requests of 160 tokens after the resume.
 
-Last line: `ratio: X` = pause, server over memory copy, medians of the same run, of the embedded engine where it took part.
+Last line: `ratio: X` = pause, server over memory copy, medians of the same run, of the embedded engine where
+it took part.
 """
 
 from __future__ import annotations
@@ -100,10 +102,18 @@ def make_model(folder: Path) -> torch.nn.Module:
     """A random Qwen3 of 277 MB in float32."""
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=VOCAB_SIZE, hidden_size=640, intermediate_size=1920, num_hidden_layers=12, num_attention_heads=10,
-        num_key_value_heads=5, head_dim=64, max_position_embeddings=MAX_LENGTH, tie_word_embeddings=True,
-        eos_token_id=None, bos_token_id=None,
-    )  # fmt: skip
+        vocab_size=VOCAB_SIZE,
+        hidden_size=640,
+        intermediate_size=1920,
+        num_hidden_layers=12,
+        num_attention_heads=10,
+        num_key_value_heads=5,
+        head_dim=64,
+        max_position_embeddings=MAX_LENGTH,
+        tie_word_embeddings=True,
+        eos_token_id=None,
+        bos_token_id=None,
+    )
     model = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(folder)
     return model
@@ -227,7 +237,8 @@ def show(
     """The table of one engine; returns pause over memory copy."""
     memcpy_s = median(one.memcpy_s for one in repetitions)
     print(
-        f"\n{kind}: {num_bytes / 1e6:.0f} MB of float32 weights, interrupt={interrupt}, {len(repetitions)} repetitions, medians"
+        f"\n{kind}: {num_bytes / 1e6:.0f} MB of float32 weights, interrupt={interrupt}, {len(repetitions)} "
+        f"repetitions, medians"
     )
     print(f"{'':36}{'seconds':>10}{'GB/s':>8}{'of memcpy':>12}")
     rows = {

@@ -1,4 +1,6 @@
-"""What every benchmark shares: --seconds and --write, a line about the machine, and what is printed kept in a file."""
+"""What every benchmark shares: --seconds and --write, a line about the machine, and what is printed kept in a
+file.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def options(doc: str | None, *, seconds: float) -> argparse.ArgumentParser:
 
 @contextlib.contextmanager
 def reported(name: str, *, is_kept: bool) -> Iterator[None]:
-    """Print the machine and then whatever the block prints; with `is_kept` also write it to results/NAME.txt."""
+    """Print the machine and then whatever the block prints; with `is_kept` also write it to
+    results/NAME.txt.
+    """
     kept = io.StringIO()
     with contextlib.redirect_stdout(_Both(sys.stdout, kept)):
         print(machine_line())
@@ -59,7 +63,8 @@ def machine_line() -> str:
 
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
     return (
-        f"{_processor()}, {os.cpu_count()} cores, {device}; Python {platform.python_version()}, torch {torch.__version__}, "
+        f"{_processor()}, {os.cpu_count()} cores, {device}; Python {platform.python_version()}, torch "
+        f"{torch.__version__}, "
         f"transformers {version('transformers')}"
     )
 

@@ -1,9 +1,11 @@
-"""What computing a group's shared prompt once is worth to the trainer: forward and backward with and without it, the same batch.
+"""What computing a group's shared prompt once is worth to the trainer: forward and backward with and without
+it, the same batch.
 
     python benchmarks/shared_prompt.py [--seconds S] [--write]
 
-The batch of benchmarks/trainer.py on the tiny model: 8 groups of 8, prompts of 64 tokens, completions long-tailed or of equal
-length, float32, 2 threads. Both ways in turns in one process; medians of CPU seconds. The last line is without / with, long-tailed.
+The batch of benchmarks/trainer.py on the tiny model: 8 groups of 8, prompts of 64 tokens, completions
+long-tailed or of equal length, float32, 2 threads. Both ways in turns in one process; medians of CPU seconds.
+The last line is without / with, long-tailed.
 """
 
 from __future__ import annotations

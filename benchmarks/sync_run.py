@@ -1,9 +1,11 @@
-"""Runs `sync_reference`, the plain synchronous loop, on a config: one process, no HTTP, no buffer, no producers.
+"""Runs `sync_reference`, the plain synchronous loop, on a config: one process, no HTTP, no buffer, no
+producers.
 
     python benchmarks/sync_run.py CONFIG [key=value ...] --run-dir DIR
 
-Writes metrics.jsonl (step, time_s, reward/mean, and what the trainer says), trained.jsonl and final/, as `asyncrl run`
-does, so that the two can be laid over each other: at max_staleness 0 they must agree bit for bit.
+Writes metrics.jsonl (step, time_s, reward/mean, and what the trainer says), trained.jsonl and final/, as
+`asyncrl run` does, so that the two can be laid over each other: at max_staleness 0 they must agree bit for
+bit.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ from asyncrl_servers.embedded.kv_memory import EmbeddedSpec
 
 
 class SyncRun:
-    """The parts of sync_reference for one config: engine and trainer of the product, in this process, called in turn."""
+    """The parts of sync_reference for one config: engine and trainer of the product, in this process, called
+    in turn.
+    """
 
     def __init__(self, config: RunConfig, run_dir: Path, *, one_by_one: bool = False) -> None:
         self.config, self.run_dir, self.one_by_one = config, run_dir, one_by_one
@@ -79,21 +83,27 @@ class SyncRun:
         futures = [
             self.engine.submit(
                 GenerateRequest(
-                    request_id=f"sync-{index}", prompt_ids=list(prompt_ids), max_tokens=rollout.max_tokens,
-                    temperature=rollout.temperature, stop=list(self.config.generator.stop), seed=seed,
+                    request_id=f"sync-{index}",
+                    prompt_ids=list(prompt_ids),
+                    max_tokens=rollout.max_tokens,
+                    temperature=rollout.temperature,
+                    stop=list(self.config.generator.stop),
+                    seed=seed,
                 )
             )
             for index, (prompt_ids, seed) in enumerate(requests)
-        ]  # fmt: skip
+        ]
         answers = [future.result(timeout=600) for future in futures]
         return [
             Completion(
-                tuple(answer.token_ids), tuple(answer.logprobs),
-                tuple(VersionSpan(span.start, span.end, span.version) for span in answer.version_spans), answer.finish_reason,
+                tuple(answer.token_ids),
+                tuple(answer.logprobs),
+                tuple(VersionSpan(span.start, span.end, span.version) for span in answer.version_spans),
+                answer.finish_reason,
             )
             for answer in answers
             if answer.finish_reason != "abort"
-        ]  # fmt: skip
+        ]
 
     def score(self, prompt: Prompt, completion: str) -> float:
         """The task's own score."""
@@ -159,7 +169,8 @@ def main() -> None:
     finally:
         run.close()
     print(
-        f"{len(steps)} steps, last reward/mean {batch_metrics(steps[-1].batch)['reward/mean']:.3f}, in {arguments.run_dir}"
+        f"{len(steps)} steps, last reward/mean {batch_metrics(steps[-1].batch)['reward/mean']:.3f}, in "
+        f"{arguments.run_dir}"
     )
 
 

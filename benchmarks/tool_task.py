@@ -11,7 +11,9 @@ from asyncrl.messages.records import Prompt
 
 
 class ToolTask:
-    """Prompts of a few letters; scoring sleeps as long as a tool would take: lognormal, seeded by prompt and completion."""
+    """Prompts of a few letters; scoring sleeps as long as a tool would take: lognormal, seeded by prompt and
+    completion.
+    """
 
     def __init__(self, *, size: int, seed: int, median_s: float = 0.2, sigma: float = 1.0) -> None:
         self.size, self.seed, self.median_s, self.sigma = size, seed, median_s, sigma

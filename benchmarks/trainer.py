@@ -1,22 +1,27 @@
-"""One optimizer step of the trainer (forward, backward, update) against TRL's GRPOTrainer as shipped, on the same batch.
+"""One optimizer step of the trainer (forward, backward, update) against TRL's GRPOTrainer as shipped, on the
+same batch.
 
-    python benchmarks/trainer.py [--seconds S] [--model tiny|smollm2|all] [--groups G] [--checkpointing] [--device cpu] [--write]
+    python benchmarks/trainer.py [--seconds S] [--model tiny|smollm2|all] [--groups G] [--checkpointing]
+    [--device cpu] [--write]
 
-Each row is one batch of groups of 8 completions, prompts of 64 tokens. Both sides start from the same weights and get the same
-tokens, rewards, advantages and behaviour logprobs, and minimise the same loss (clip 0.2 around the behaviour policy, mean over
-the batch's tokens); loss and gradient norm of the first step must agree, or the benchmark ends with an error.
-Each measurement is a fresh process with 2 threads, ours and TRL in turns, twice each; medians over all counted steps.
-What is counted stands at the head of trainer_ours.py and trainer_trl.py: ours is the whole call, TRL is spared what is not
-forward, backward, clipping or update. TRL runs at its best micro-batch size, found before by CPU seconds of one step each.
-Gradient checkpointing is off on both sides: TRL has it on by default, which is slower (--checkpointing turns it on for both).
-bfloat16 is what each side takes it to be: TRL computes with float32 weights under autocast (bf16=True, its default).
+Each row is one batch of groups of 8 completions, prompts of 64 tokens. Both sides start from the same weights
+and get the same tokens, rewards, advantages and behaviour logprobs, and minimise the same loss (clip 0.2
+around the behaviour policy, mean over the batch's tokens); loss and gradient norm of the first step must
+agree, or the benchmark ends with an error. Each measurement is a fresh process with 2 threads, ours and TRL
+in turns, twice each; medians over all counted steps. What is counted stands at the head of trainer_ours.py
+and trainer_trl.py: ours is the whole call, TRL is spared what is not forward, backward, clipping or update.
+TRL runs at its best micro-batch size, found before by CPU seconds of one step each. Gradient checkpointing is
+off on both sides: TRL has it on by default, which is slower (--checkpointing turns it on for both). bfloat16
+is what each side takes it to be: TRL computes with float32 weights under autocast (bf16=True, its default).
 
-CPU seconds are those of all threads; threads that wait sleep (OMP_WAIT_POLICY=PASSIVE), else waiting would count as work.
-MiB is the peak of resident memory above that after loading the model; on CUDA, of allocated memory.
-tok/s are the batch's tokens, prompts of every sequence included, by wall clock. MFU (CUDA only) is of 6 x parameters x these.
+CPU seconds are those of all threads; threads that wait sleep (OMP_WAIT_POLICY=PASSIVE), else waiting would
+count as work. MiB is the peak of resident memory above that after loading the model; on CUDA, of allocated
+memory. tok/s are the batch's tokens, prompts of every sequence included, by wall clock. MFU (CUDA only) is of
+6 x parameters x these.
 
 The last line is TRL / ours in CPU seconds (CUDA: wall seconds) of the tiny model with long-tailed lengths.
-Targets: at least 3 there, 2.5 for SmolLM2 with long-tailed lengths, 1 with equal lengths, and never more memory than TRL.
+Targets: at least 3 there, 2.5 for SmolLM2 with long-tailed lengths, 1 with equal lengths, and never more
+memory than TRL.
 """
 
 from __future__ import annotations
@@ -46,7 +51,9 @@ SMOLLM2 = HERE.parent / "models" / "smollm2-135m-instruct"
 ROUNDS = 2
 MICRO_BATCHES = {"tiny": [2, 4, 8, 16, 64], "SmolLM2-135M": [2, 4, 8]}
 TOLERANCE = {"float32": (1e-4, 1e-3), "bfloat16": (5e-3, 5e-2)}
-"""Most difference of the loss, and of the gradient norm as a part of it. bfloat16 rounds logprobs by about 0.01 on both sides."""
+"""Most difference of the loss, and of the gradient norm as a part of it. bfloat16 rounds logprobs by about
+0.01 on both sides.
+"""
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
 """bfloat16, dense, by a part of the device's name."""
 
@@ -102,7 +109,8 @@ def check_agreement(ours: Side, trl: Side, dtype: str) -> None:
         or not abs(ours.grad_norm - trl.grad_norm) <= norm_limit * trl.grad_norm
     ):
         raise SystemExit(
-            f"the sides do not compute the same: loss {ours.loss:.6f} against {trl.loss:.6f} (at most {loss_limit} apart), "
+            f"the sides do not compute the same: loss {ours.loss:.6f} against {trl.loss:.6f} (at most "
+            f"{loss_limit} apart), "
             f"gradient norm {ours.grad_norm:.6f} against {trl.grad_norm:.6f} (at most {norm_limit:.1%} apart)"
         )
 
@@ -160,7 +168,8 @@ def print_rows(title: str, case: Case, pair: tuple[Side, Side], best: int, num_p
 def run_rows(arguments: argparse.Namespace, folder: Path) -> None:
     """Measure every row and print the table."""
     print(
-        f"one optimizer step, {THREADS} threads, gradient checkpointing {'on' if arguments.checkpointing else 'off'}, {arguments.device}"
+        f"one optimizer step, {THREADS} threads, gradient checkpointing "
+        f"{'on' if arguments.checkpointing else 'off'}, {arguments.device}"
     )
     print(
         f"{'batch':<34}{'':<19}{'CPU s':>8}{'wall s':>8}{'tok/s':>9}{'MiB':>8}{'loss':>11}{'grad norm':>11}"

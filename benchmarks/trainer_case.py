@@ -65,7 +65,9 @@ class Case:
 
 @dataclass
 class Meter:
-    """CPU seconds (all threads) and wall seconds of the stretches between start() and stop(), added up a step; peak memory."""
+    """CPU seconds (all threads) and wall seconds of the stretches between start() and stop(), added up a
+    step; peak memory.
+    """
 
     case: Case
     steps: list[tuple[float, float]] = field(default_factory=list)
@@ -151,8 +153,9 @@ def make_tiny(folder: Path) -> Path:
 def make_batch(model_path: str, lengths: list[int]) -> tuple[bytes, int]:
     """(packed batch, number of the model's parameters).
 
-    Tokens are pieces of the documentation, which keeps bfloat16's rounding small; where the model has characters alone they are
-    random. Behaviour logprobs a little off the model's own, so that ratios, clipping and the loss are not trivial.
+    Tokens are pieces of the documentation, which keeps bfloat16's rounding small; where the model has
+    characters alone they are random. Behaviour logprobs a little off the model's own, so that ratios,
+    clipping and the loss are not trivial.
     """
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
     rng = np.random.default_rng(1)

@@ -2,7 +2,8 @@
 
     python benchmarks/trainer_ours.py CASE.json RESULT.json
 
-Counted is the whole of train(): checks, packing, advantages, forward, backward, clipping, optimizer, statistics, record.
+Counted is the whole of train(): checks, packing, advantages, forward, backward, clipping, optimizer,
+statistics, record.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ def make_spec(case: Case, folder: Path) -> TrainerSpec:
 
 
 def trl_advantage(reward_B: Tensor, group_B: Tensor) -> Tensor:  # noqa: N803
-    """Advantages as TRL has them (scale_rewards="group"): the standard deviation is that of a sample, not of the population."""
+    """Advantages as TRL has them (scale_rewards="group"): the standard deviation is that of a sample, not of
+    the population.
+    """
     reward_GS = reward_B.view(int(group_B.max()) + 1, -1)  # noqa: N806
     centred_GS = reward_GS - reward_GS.mean(dim=1, keepdim=True)  # noqa: N806
     return (centred_GS / (reward_GS.std(dim=1, keepdim=True) + 1e-4)).view(-1)

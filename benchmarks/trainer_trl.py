@@ -1,12 +1,14 @@
-"""TRL's side of benchmarks/trainer.py, a process of its own: GRPOTrainer.train() as shipped, its rollouts given.
+"""TRL's side of benchmarks/trainer.py, a process of its own: GRPOTrainer.train() as shipped, its rollouts
+given.
 
     python benchmarks/trainer_trl.py CASE.json RESULT.json
 
-Counted are compute_loss and backward of every micro-batch, gradient clipping, and optimizer.step. Not counted: data loader,
-rollouts, tokenising, rewards, advantages, padding, shuffling and splitting into micro-batches, learning-rate schedule,
-zero_grad, callbacks and logging. The statistics that compute_loss makes on its way are counted, as ours are.
-Changed are only where rollouts come from, and that the ratio is taken to given behaviour logprobs (`old_per_token_logps`,
-a key which TRL fills itself whenever rollouts are older than the step) instead of to the current ones. Dataset order is kept.
+Counted are compute_loss and backward of every micro-batch, gradient clipping, and optimizer.step. Not
+counted: data loader, rollouts, tokenising, rewards, advantages, padding, shuffling and splitting into
+micro-batches, learning-rate schedule, zero_grad, callbacks and logging. The statistics that compute_loss
+makes on its way are counted, as ours are. Changed are only where rollouts come from, and that the ratio is
+taken to given behaviour logprobs (`old_per_token_logps`, a key which TRL fills itself whenever rollouts are
+older than the step) instead of to the current ones. Dataset order is kept.
 """
 
 from __future__ import annotations
@@ -117,7 +119,9 @@ class AroundOptimizer(TrainerCallback):  # type: ignore[misc]
 
 
 def make_config(case: Case, num_sequences: int, folder: str) -> GRPOConfig:
-    """One optimizer step a batch, token mean over the batch ("dapo", TRL's default), no reference model; the rest as shipped."""
+    """One optimizer step a batch, token mean over the batch ("dapo", TRL's default), no reference model; the
+    rest as shipped.
+    """
     return GRPOConfig(
         output_dir=folder,
         use_cpu=case.device == "cpu",

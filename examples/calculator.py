@@ -1,12 +1,13 @@
-r"""An agent with one tool, a calculator, for any model that writes tool calls; lookup.py is what a model from nothing can learn.
+r"""An agent with one tool, a calculator, for any model that writes tool calls; lookup.py is what a model from
+nothing can learn.
 
     asyncrl run configs/smollm2.yaml task.reasoning_gym=none task.python=examples.calculator:Sums \
         generator.python=examples.calculator:run generator.give_answer=true rollout.max_prompt_tokens=512 \
         model.chat_template=examples/hermes.jinja \
         'task.args={question: "What is {}? Use the calculator."}'
 
-An agent like any other: the openai client, `tools=`, a loop over `tool_calls`. Nothing in run() knows of training but its reward. A model
-whose own template knows tools needs no other one.
+An agent like any other: the openai client, `tools=`, a loop over `tool_calls`. Nothing in run() knows of
+training but its reward. A model whose own template knows tools needs no other one.
 """
 
 from __future__ import annotations
@@ -41,18 +42,22 @@ TOOLS: list[Any] = [
 ]
 
 OPERATORS: dict[type[ast.operator], Callable[[float, float], float]] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
-}  # fmt: skip
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
 MAX_EXPRESSION = 100
 """Characters. Bounds depth and size, for there is no power: what a model writes is calculated by us."""
 
 
 async def run(task: Task, session: Session, *, max_turns: int = 2, must_call: bool = False) -> Outcome:
-    """Ask until the model answers instead of calling the tool; its answer is the first number in what it says. `must_call`: the first
-    turn is a call, whatever a model that was never taught to would rather do.
+    """Ask until the model answers instead of calling the tool; its answer is the first number in what it
+    says. `must_call`: the first turn is a call, whatever a model that was never taught to would rather do.
 
-    The reward has three parts, each of which can be learnt without the others, and what is partly right is partly rewarded: 0.1 for a
-    call, 0.7 for the expression that was asked for, 0.2 for an answer that is the tool's. With all three the answer is right.
+    The reward has three parts, each of which can be learnt without the others, and what is partly right is
+    partly rewarded: 0.1 for a call, 0.7 for the expression that was asked for, 0.2 for an answer that is the
+    tool's. With all three the answer is right.
     """
     messages: list[Any] = list(task.messages)
     expression = result = answer = ""
@@ -121,7 +126,9 @@ def first_number(text: str) -> str:
 
 
 def likeness(said: str, right: str) -> float:
-    """0 .. 1, a sum of parts that can be learnt one by one: the right characters, in the right places, as many as there should be."""
+    """0 .. 1, a sum of parts that can be learnt one by one: the right characters, in the right places, as
+    many as there should be.
+    """
     if not said:
         return 0.0
     shared = sum((Counter(said) & Counter(right)).values()) / len(said)
@@ -131,7 +138,9 @@ def likeness(said: str, right: str) -> float:
 
 
 class Sums:
-    """`size` calculations with two numbers up to `largest`; `question` is what the model is asked, with {} for the expression."""
+    """`size` calculations with two numbers up to `largest`; `question` is what the model is asked, with {}
+    for the expression.
+    """
 
     def __init__(
         self, *, size: int, seed: int, largest: int = 9, operators: str = "+-*", question: str = "{}"

@@ -1,9 +1,10 @@
-"""An agent with one tool, a directory: the smallest one that a model with random weights learns, call by call and answer by answer.
+"""An agent with one tool, a directory: the smallest one that a model with random weights learns, call by call
+and answer by answer.
 
     asyncrl run configs/agent.yaml       # some four minutes on two cores
 
-An agent like any other: the openai client, `tools=`, a loop over `tool_calls`. Nothing in run() knows of training but its reward.
-examples/calculator.py is the same for a pretrained model.
+An agent like any other: the openai client, `tools=`, a loop over `tool_calls`. Nothing in run() knows of
+training but its reward. examples/calculator.py is the same for a pretrained model.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ TOOLS: list[Any] = [
 
 
 async def run(task: Task, session: Session, *, max_turns: int = 3) -> Outcome:
-    """Ask until the model answers instead of calling the tool: 0.2 for a call, 0.4 for the right name in it, 0.4 for the right room."""
+    """Ask until the model answers instead of calling the tool: 0.2 for a call, 0.4 for the right name in it,
+    0.4 for the right room.
+    """
     messages: list[Any] = list(task.messages)
     asked: list[str] = []
     answer = ""
@@ -66,13 +69,17 @@ async def run(task: Task, session: Session, *, max_turns: int = 3) -> Outcome:
 
 
 def parse(text: str) -> list[tuple[str, dict[str, str]]] | None:
-    """How a model from nothing calls the tool: `?b`. gateway.tool_format of configs/agent.yaml; pretrained models have their own."""
+    """How a model from nothing calls the tool: `?b`. gateway.tool_format of configs/agent.yaml; pretrained
+    models have their own.
+    """
     found = re.match(rf"\?([{NAMES}{ROOMS}])", text)
     return [("directory", {"name": found[1]})] if found else None
 
 
 class Directory:
-    """`size` questions for the room of a person; who has which room is drawn anew for each, so that it cannot be learnt by heart."""
+    """`size` questions for the room of a person; who has which room is drawn anew for each, so that it cannot
+    be learnt by heart.
+    """
 
     def __init__(self, *, size: int, seed: int) -> None:
         self._size, self._seed = size, seed

@@ -1,4 +1,6 @@
-"""A reward function of your own: `task: {files: [examples/data/capitals.jsonl], reward: examples.my_reward:names_it}`."""
+"""A reward function of your own: `task: {files: [examples/data/capitals.jsonl], reward:
+examples.my_reward:names_it}`.
+"""
 
 from asyncrl.messages.records import Prompt
 

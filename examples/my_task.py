@@ -7,7 +7,9 @@ from asyncrl.tasks import Item
 
 
 class Reverse:
-    """`size` random words of `length` letters; the score is the share of letters that stand in the right place."""
+    """`size` random words of `length` letters; the score is the share of letters that stand in the right
+    place.
+    """
 
     def __init__(self, *, size: int, seed: int, length: int = 4) -> None:
         letters = random.Random(seed)

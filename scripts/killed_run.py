@@ -1,9 +1,11 @@
-"""Runs the quickstart once undisturbed and once killed with SIGKILL three times; writes docs/results/killed_run.{csv,png,md}.
+"""Runs the quickstart once undisturbed and once killed with SIGKILL three times; writes
+docs/results/killed_run.{csv,png,md}.
 
 python scripts/killed_run.py [RUNS_DIR] [--num-steps 160] [--max-staleness 4] [--out docs/results]
 
-The whole process tree is killed, as a machine would go down; the same command starts it again. What a resume costs is taken from
-the run's own files: seconds from the start of the command to the first new step, and what of them is start-up and training again.
+The whole process tree is killed, as a machine would go down; the same command starts it again. What a resume
+costs is taken from the run's own files: seconds from the start of the command to the first new step, and what
+of them is start-up and training again.
 """
 
 from __future__ import annotations
@@ -35,9 +37,17 @@ def main() -> None:
     shutil.rmtree(options.runs_dir, ignore_errors=True)
     options.runs_dir.mkdir(parents=True)
     command = [
-        sys.executable, "-m", "asyncrl.cli", "run", str(CONFIG), f"trainer.num_steps={options.num_steps}",
-        f"buffer.max_staleness={options.max_staleness}", "checkpoint.every=25", "observe.console=plain", "observe.tensorboard=false",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "asyncrl.cli",
+        "run",
+        str(CONFIG),
+        f"trainer.num_steps={options.num_steps}",
+        f"buffer.max_staleness={options.max_staleness}",
+        "checkpoint.every=25",
+        "observe.console=plain",
+        "observe.tensorboard=false",
+    ]
     whole, killed = options.runs_dir / "whole", options.runs_dir / "killed"
     start(command, whole).wait()
     kills = [options.num_steps * part // 4 + 7 for part in (1, 2, 3)]
@@ -57,7 +67,9 @@ def start(command: list[str], run_dir: Path) -> subprocess.Popen[bytes]:
 
 
 def kill_and_measure(command: list[str], run_dir: Path, step: int) -> dict[str, float] | None:
-    """Go on until `step` is taken, then kill everything; what the resume at its start has cost, None for the first start."""
+    """Go on until `step` is taken, then kill everything; what the resume at its start has cost, None for the
+    first start.
+    """
     before = len(lines(run_dir))
     process = start(command, run_dir)
     cost = resume_cost(run_dir, before, process) if before else None
@@ -72,7 +84,9 @@ def kill_and_measure(command: list[str], run_dir: Path, step: int) -> dict[str, 
 
 
 def resume_cost(run_dir: Path, before: int, process: subprocess.Popen[bytes]) -> dict[str, float]:
-    """Seconds from the command to the first step beyond `before`, and what of them is start-up, replay, the rest."""
+    """Seconds from the command to the first step beyond `before`, and what of them is start-up, replay, the
+    rest.
+    """
     began = time.monotonic()
     restored = max(
         (int(path.name.removeprefix("step_")) for path in (run_dir / "checkpoints").glob("step_*")), default=0
@@ -153,17 +167,31 @@ def write(
     figure.savefig(out / "killed_run.png", dpi=110, metadata={"Software": None})
     tail = {name: sum(r["reward/mean"] for r in rows[-16:]) / len(rows[-16:]) for name, rows in runs.items()}
     text = [
-        "# A run killed three times beside one never killed", "",
-        f"`python scripts/killed_run.py`: the quickstart, {options.num_steps} steps, max_staleness {options.max_staleness}, "
-        "checkpoint.every 25; SIGKILL to the whole process tree, the same command again.", "",
-        "![reward](killed_run.png)", "",
-        "| run | steps | largest staleness | reward/mean of the last 16 steps |", "| --- | --- | --- | --- |",
+        "# A run killed three times beside one never killed",
+        "",
+        f"`python scripts/killed_run.py`: the quickstart, {options.num_steps} steps, max_staleness "
+        f"{options.max_staleness}, "
+        "checkpoint.every 25; SIGKILL to the whole process tree, the same command again.",
+        "",
+        "![reward](killed_run.png)",
+        "",
+        "| run | steps | largest staleness | reward/mean of the last 16 steps |",
+        "| --- | --- | --- | --- |",
         *(f"| {name} | {len(rows)} | {oldest(rows)} | {tail[name]:.3f} |" for name, rows in runs.items()),
-        "", "What each resume cost, in seconds from the command to the first step that had not been taken before:", "",
-        "| killed at step | to the first new step | start-up of the processes | training again | batches trained again |",
+        "",
+        "What each resume cost, in seconds from the command to the first step that had not been taken "
+        "before:",
+        "",
+        "| killed at step | to the first new step | start-up of the processes | training again | batches "
+        "trained again |",
         "| --- | --- | --- | --- | --- |",
-        *(f"| {c['at']:.0f} | {c['total_s']:.1f} | {c['startup_s']:.1f} | {c['replay_s']:.1f} | {c['batches']:.0f} |" for c in costs), "",
-    ]  # fmt: skip
+        *(
+            f"| {c['at']:.0f} | {c['total_s']:.1f} | {c['startup_s']:.1f} | {c['replay_s']:.1f} | "
+            f"{c['batches']:.0f} |"
+            for c in costs
+        ),
+        "",
+    ]
     (out / "killed_run.md").write_text("\n".join(text))
     print("\n".join(text))
 

@@ -1,11 +1,13 @@
-"""Draws reward against steps and against wall time, a line and a band a variant, from the metrics of finished runs.
+"""Draws reward against steps and against wall time, a line and a band a variant, from the metrics of finished
+runs.
 
 python scripts/learning_curves.py RUNS_DIR [--out docs/results]
 
-RUNS_DIR holds one run directory a variant and seed, named VARIANT-seedN (max_staleness_4-seed0); known variants come first,
-in the order of VARIANTS, any other after them. Writes learning_curves.png and learning_curves.csv. Lines are means over the
-seeds of the running mean of reward/mean, bands reach from the smallest to the largest seed. The end of a line is where the
-first of its seeds ends, so that no mean is one over fewer seeds.
+RUNS_DIR holds one run directory a variant and seed, named VARIANT-seedN (max_staleness_4-seed0); known
+variants come first, in the order of VARIANTS, any other after them. Writes learning_curves.png and
+learning_curves.csv. Lines are means over the seeds of the running mean of reward/mean, bands reach from the
+smallest to the largest seed. The end of a line is where the first of its seeds ends, so that no mean is one
+over fewer seeds.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ class Curve:
 
 @dataclass(frozen=True)
 class Band:
-    """Seeds of one variant at common places of one axis: mean, smallest and largest; float64, one entry a place."""
+    """Seeds of one variant at common places of one axis: mean, smallest and largest; float64, one entry a
+    place.
+    """
 
     places: FloatArray
     mean: FloatArray
@@ -55,7 +59,9 @@ class Band:
 
 
 def read_runs(root: Path) -> dict[str, dict[int, Curve]]:
-    """Variant -> seed -> curve. Raises SystemExit with the way out if there is no run, or a run without steps."""
+    """Variant -> seed -> curve. Raises SystemExit with the way out if there is no run, or a run without
+    steps.
+    """
     found: dict[str, dict[int, Curve]] = {}
     for folder in sorted(root.glob("*-seed*")):
         match = _NAME.fullmatch(folder.name)
@@ -63,7 +69,8 @@ def read_runs(root: Path) -> dict[str, dict[int, Curve]]:
             found.setdefault(match["variant"], {})[int(match["seed"])] = read_curve(folder / "metrics.jsonl")
     if not found:
         raise SystemExit(
-            f"{root} holds no directory named VARIANT-seedN.\n  Way out: name run directories like max_staleness_4-seed0."
+            f"{root} holds no directory named VARIANT-seedN.\n  Way out: name run directories like "
+            f"max_staleness_4-seed0."
         )
     order = [*VARIANTS, *sorted(found.keys() - VARIANTS.keys())]
     return {variant: found[variant] for variant in order if variant in found}

@@ -1,10 +1,12 @@
-"""Runs the quickstart task with different objectives, on fresh and on old data, and writes docs/results/objectives.{csv,png,md}.
+"""Runs the quickstart task with different objectives, on fresh and on old data, and writes
+docs/results/objectives.{csv,png,md}.
 
-python scripts/objective_curves.py [RUNS_DIR] [--num-steps 160] [--seeds 0 1 2] [--out docs/results] [--only VARIANT ...]
+python scripts/objective_curves.py [RUNS_DIR] [--num-steps 160] [--seeds 0 1 2] [--out docs/results] [--only
+VARIANT ...]
 
-One run after the other, as VARIANT-max_staleness_N-seedS in RUNS_DIR. A run that is there and done is not run again, one that was
-interrupted is; one that failed while training is kept, told and left out; one that cannot start ends this script. --draw only reads
-and draws.
+One run after the other, as VARIANT-max_staleness_N-seedS in RUNS_DIR. A run that is there and done is not run
+again, one that was interrupted is; one that failed while training is kept, told and left out; one that cannot
+start ends this script. --draw only reads and draws.
 """
 
 from __future__ import annotations
@@ -78,7 +80,9 @@ class Planned:
         return f"{self.setting.variant}-max_staleness_{self.setting.max_staleness}-seed{self.seed}"
 
     def overrides(self, num_steps: int) -> list[str]:
-        """Settings beside the quickstart's. look_ahead is max_staleness, or the data would be no older than the engines need."""
+        """Settings beside the quickstart's. look_ahead is max_staleness, or the data would be no older than
+        the engines need.
+        """
         bound = self.setting.max_staleness
         held_out = "{python: 'asyncrl.tasks.letters:Letters', size: 256, reward_pool: inline}"
         return [
@@ -87,7 +91,8 @@ class Planned:
             f"buffer.max_staleness={bound}",
             f"buffer.look_ahead={bound}",
             *VARIANTS[self.setting.variant][1],
-            f"eval={{task: {held_out}, every: {num_steps}, at_start: false, num_prompts: 256, temperature: 1.0, slots: 64}}",
+            f"eval={{task: {held_out}, every: {num_steps}, at_start: false, num_prompts: 256, temperature: "
+            f"1.0, slots: 64}}",
             "observe.console=none",
             "observe.tensorboard=false",
         ]
@@ -120,7 +125,9 @@ def pairs() -> list[Pair]:
 
 
 def state_of(folder: Path) -> str:
-    """done; failed, with steps that it got to; or unfinished: nothing there, interrupted, or never got to train."""
+    """done; failed, with steps that it got to; or unfinished: nothing there, interrupted, or never got to
+    train.
+    """
     summary, metrics = folder / "summary.json", folder / "metrics.jsonl"
     if not summary.exists() or not metrics.exists() or not metrics.stat().st_size:
         return "unfinished"
@@ -129,7 +136,9 @@ def state_of(folder: Path) -> str:
 
 
 def run_all(planned: list[Planned], root: Path, num_steps: int) -> None:
-    """Make what is missing, and say after each run when the last one will be done. Raises SystemExit if asyncrl cannot start."""
+    """Make what is missing, and say after each run when the last one will be done. Raises SystemExit if
+    asyncrl cannot start.
+    """
     root.mkdir(parents=True, exist_ok=True)
     missing = [run for run in planned if state_of(root / run.name) == "unfinished"]
     for run in planned:
@@ -138,7 +147,8 @@ def run_all(planned: list[Planned], root: Path, num_steps: int) -> None:
             and (found := len(read_run(root / run.name, NUM_GROUPS).rewards)) != num_steps
         ):
             raise SystemExit(
-                f"{root / run.name} has {found} steps, not {num_steps}.\n  Way out: another RUNS_DIR, or --num-steps {found}."
+                f"{root / run.name} has {found} steps, not {num_steps}.\n  Way out: another RUNS_DIR, or "
+                f"--num-steps {found}."
             )
     say(f"{len(planned)} runs, {len(planned) - len(missing)} of them are there")
     began_s = time.monotonic()
@@ -170,12 +180,15 @@ def run_all(planned: list[Planned], root: Path, num_steps: int) -> None:
             else f"failed: {errors}"
         )
         say(
-            f"[{number}/{len(missing)}] {run.name}: {what}, {now_s - started_s:.0f} s; all done at about {ends}"
+            f"[{number}/{len(missing)}] {run.name}: {what}, {now_s - started_s:.0f} s; all done at about "
+            f"{ends}"
         )
 
 
 def call(command: list[str]) -> tuple[int, str]:
-    """Exit code and standard error. An interrupt here ends the run with all that it started, which subprocess.run would not."""
+    """Exit code and standard error. An interrupt here ends the run with all that it started, which
+    subprocess.run would not.
+    """
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
         _, errors = process.communicate()

@@ -1,4 +1,6 @@
-"""Draws reward and effective sample size of objectives, a column a question. Knows finished runs; starts nothing."""
+"""Draws reward and effective sample size of objectives, a column a question. Knows finished runs; starts
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def draw(
     labels: Mapping[str, str],
     bounds: Sequence[int],
 ) -> None:
-    """`columns`: title -> at most three variants. A row of rewards for each bound, and one of ess for the largest."""
+    """`columns`: title -> at most three variants. A row of rewards for each bound, and one of ess for the
+    largest.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

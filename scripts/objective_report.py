@@ -1,7 +1,8 @@
-"""Reads the runs of objective_curves.py and says in a table and in words how objectives differ. Starts nothing, draws nothing.
+"""Reads the runs of objective_curves.py and says in a table and in words how objectives differ. Starts
+nothing, draws nothing.
 
-A difference counts if it is larger than its own 95 % interval over the seeds (Student's t, pooled spread): with three seeds a side
-that is 2.27 standard deviations of a seed.
+A difference counts if it is larger than its own 95 % interval over the seeds (Student's t, pooled spread):
+with three seeds a side that is 2.27 standard deviations of a seed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
-"""Student's t, two-sided 95 %, at 1, 2, ... degrees of freedom; beyond, the last one, which is on the safe side."""
+"""Student's t, two-sided 95 %, at 1, 2, ... degrees of freedom; beyond, the last one, which is on the safe
+side.
+"""
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,9 @@ class Pair:
 
 @dataclass(frozen=True)
 class Difference:
-    """Mean of the second less mean of the first; `needed`: how large it must be to count, None with fewer than 2 seeds a side."""
+    """Mean of the second less mean of the first; `needed`: how large it must be to count, None with fewer
+    than 2 seeds a side.
+    """
 
     value: float
     needed: float | None
@@ -122,7 +127,8 @@ def final_rewards(by_seed: Mapping[int, Run]) -> list[float]:
 def settings_table(runs: Runs, labels: Mapping[str, str]) -> str:
     """Markdown: a line a setting."""
     lines = [
-        "| objective | max_staleness | age | held-out reward | training reward by seed | mean ± sd | ess | clipped | filtered | s |",
+        "| objective | max_staleness | age | held-out reward | training reward by seed | mean ± sd | ess | "
+        "clipped | filtered | s |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for setting, by_seed in runs.items():
@@ -148,7 +154,8 @@ def comparisons(
 ) -> str:
     """Markdown: a line a pair of settings that both were run, then in words which differences count.
 
-    `filtered`: variants whose training reward is that of the groups that the filter left, and says nothing beside another's.
+    `filtered`: variants whose training reward is that of the groups that the filter left, and says nothing
+    beside another's.
     """
     lines = [
         "| second against first | question | held-out reward | training reward |",
@@ -191,7 +198,8 @@ def _in_words(larger: list[str], num_judged: int) -> list[str]:
     by_chance = f"of {num_judged} comparisons {num_judged / 20:.1f} are expected to by chance alone"
     if not larger:
         return [
-            f"**None of the {num_judged} differences in held-out reward is larger than the spread of the seeds explains.** On this task, "
+            f"**None of the {num_judged} differences in held-out reward is larger than the spread of the "
+            f"seeds explains.** On this task, "
             f"with this budget, these objectives cannot be told apart ({by_chance})."
         ]
     rest = num_judged - len(larger)

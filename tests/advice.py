@@ -1,4 +1,5 @@
-"""Collects what our pages, messages and help tell people: commands, and names of settings. Each with its place; it judges none.
+"""Collects what our pages, messages and help tell people: commands, and names of settings. Each with its
+place; it judges none.
 
 Where a command may stand:
     pages           in shell blocks, and between backticks
@@ -35,7 +36,11 @@ INSIDE = (
 GO_ON = "asyncrl run configs/quickstart.yaml --run-dir runs/mine"
 SAMPLES = (
     (r"^install_extra\('(\w+)'\)$", lambda found: install_extra(found[1])),
-    (r"^run_again\(\w*(?:\.\w+)*((?:, '[\w-]+')*)(?:, \*more)?\)$", lambda found: f"{GO_ON} {_words(found[1])}"),
+    (
+        r"^run_again\(\w*(?:\.\w+)*((?:, '[\w-]+')*)(?:, "
+        r"\*more)?\)$",
+        lambda found: f"{GO_ON} {_words(found[1])}",
+    ),
     (r"^INSTALL$", lambda _: "that"),
     (r"\burl\b|\.url$", lambda _: "http://127.0.0.1:8700"),
     (r"_ENV$", lambda _: "NAME"),
@@ -45,7 +50,7 @@ SAMPLES = (
     (r"^name$", lambda _: "harness"),
     (r"^module_name$", lambda _: "json"),
     (r"^num_steps$|^' '\.join", lambda _: "1"),
-)  # fmt: skip
+)
 """What stands for {expression} in a command; any other expression there is an error."""
 
 
@@ -55,7 +60,9 @@ def _words(literals: str) -> str:
 
 @dataclass(frozen=True)
 class Command:
-    """`is_whole`: it can be typed as it stands. A command between backticks may be a mention, `asyncrl run` say."""
+    """`is_whole`: it can be typed as it stands. A command between backticks may be a mention, `asyncrl run`
+    say.
+    """
 
     where: str
     text: str
@@ -64,7 +71,9 @@ class Command:
 
 @dataclass(frozen=True)
 class Text:
-    """A piece of prose with its place: the file and its first line. `is_message`: a program says it to people."""
+    """A piece of prose with its place: the file and its first line. `is_message`: a program says it to
+    people.
+    """
 
     path: Path
     line: int
@@ -220,7 +229,9 @@ def _visit(node: ast.AST, path: Path, found: list[Text], docstrings: set[int]) -
 
 
 def filled(text: str, *, is_strict: bool = True) -> str:
-    """A command with something in place of each {expression}. `is_strict`: raises ValueError for one that is not in SAMPLES."""
+    """A command with something in place of each {expression}. `is_strict`: raises ValueError for one that is
+    not in SAMPLES.
+    """
 
     def sample(match: re.Match[str]) -> str:
         for pattern, value in SAMPLES:
@@ -242,7 +253,9 @@ _FILE = re.compile(
 
 @dataclass(frozen=True)
 class Setting:
-    """A dotted name of prose that is no file, with the value that is set to it there, if it is a plain one."""
+    """A dotted name of prose that is no file, with the value that is set to it there, if it is a plain
+    one.
+    """
 
     where: str
     name: str

@@ -17,7 +17,9 @@ _begun = itertools.count()
 
 
 async def blocks_once(task: Task, session: Session, *, mark: str) -> Outcome:
-    """The lookup agent; the first to come while the mark is there takes it away, and holds its worker's loop for ever."""
+    """The lookup agent; the first to come while the mark is there takes it away, and holds its worker's loop
+    for ever.
+    """
     path = Path(mark)
     if path.exists():  # noqa: ASYNC240
         path.unlink()  # noqa: ASYNC240
@@ -27,7 +29,9 @@ async def blocks_once(task: Task, session: Session, *, mark: str) -> Outcome:
 
 
 async def plays_then_holds(task: Task, session: Session, *, num_played: int, mark: str) -> Outcome:
-    """The first attempts of a worker are played; each later one writes the mark and never ends: its worker holds it from then on."""
+    """The first attempts of a worker are played; each later one writes the mark and never ends: its worker
+    holds it from then on.
+    """
     if next(_begun) >= num_played:
         Path(mark).touch()  # noqa: ASYNC240
         await asyncio.Event().wait()

@@ -1,4 +1,6 @@
-"""Batches of rollouts with several turns and branches for the trainer's tests, and the loss of such a batch in plain words."""
+"""Batches of rollouts with several turns and branches for the trainer's tests, and the loss of such a batch
+in plain words.
+"""
 
 from __future__ import annotations
 
@@ -84,11 +86,20 @@ def make_branch_batch(
             for number, branch in enumerate(make_rollout(rng, prompt, credit=str(rng.choice(credits)))):
                 entries.append(
                     TrajectoryHeader(
-                        group_index=group, group_id=10 + group, sample_index=sample, prompt_id=f"p{group}", branch=number, reward=reward,
-                        start=len(ids), end=len(ids) + len(branch.token_ids),
-                        credits=[CreditHeader(start=a, end=b, reward=earned, unit=unit) for a, b, earned, unit in branch.credits],
+                        group_index=group,
+                        group_id=10 + group,
+                        sample_index=sample,
+                        prompt_id=f"p{group}",
+                        branch=number,
+                        reward=reward,
+                        start=len(ids),
+                        end=len(ids) + len(branch.token_ids),
+                        credits=[
+                            CreditHeader(start=a, end=b, reward=earned, unit=unit)
+                            for a, b, earned, unit in branch.credits
+                        ],
                     )
-                )  # fmt: skip
+                )
                 ids += branch.token_ids
                 mask += branch.mask
     sampled = np.array(mask)
@@ -125,7 +136,9 @@ def plain_units(header: BatchHeader) -> dict[Key, tuple[float, list[int]]]:
 def plain_advantages(
     header: BatchHeader, num_tokens: int, penalty: Callable[[list[int]], float] = lambda places: 0.0
 ) -> np.ndarray:
-    """GRPO over the units of each group, float64 a token. `penalty` of a unit's places is taken from its reward."""
+    """GRPO over the units of each group, float64 a token. `penalty` of a unit's places is taken from its
+    reward.
+    """
     units = {key: (reward - penalty(places), places) for key, (reward, places) in plain_units(header).items()}
     advantages = np.zeros(num_tokens)
     for group_id in {key[0] for key in units}:
@@ -139,7 +152,9 @@ def plain_advantages(
 def plain_loss(
     model: Any, header: BatchHeader, arrays: BatchArrays, advantages: np.ndarray, *, aggregate: str
 ) -> torch.Tensor:
-    """PPO's clipped loss, clip range 0.2, over one plain forward a branch: no packing, no shared prefix, the whole softmax."""
+    """PPO's clipped loss, clip range 0.2, over one plain forward a branch: no packing, no shared prefix, the
+    whole softmax.
+    """
     losses = []
     for entry in header.trajectories:
         part = slice(entry.start + 1, entry.end)

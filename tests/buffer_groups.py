@@ -13,7 +13,9 @@ from asyncrl.messages.records import Batch, Group, GroupId, Prompt, Ticket, Traj
 
 
 def make_group(group_id: int, *rollouts: Sequence[int], rewards: Sequence[float] = ()) -> Group:
-    """One trajectory for each sequence of versions: two prompt tokens, then one token sampled under each version. Rewards default to 0."""
+    """One trajectory for each sequence of versions: two prompt tokens, then one token sampled under each
+    version. Rewards default to 0.
+    """
     given = rewards or [0.0] * len(rollouts)
     trajectories = (
         _trajectory(i, versions, reward)

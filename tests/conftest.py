@@ -17,7 +17,9 @@ settings.load_profile("whatever the machine does")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked gpu are skipped where torch sees no CUDA device. Those marked vllm see to it themselves: vllm_process.vllm_python."""
+    """Tests marked gpu are skipped where torch sees no CUDA device. Those marked vllm see to it themselves:
+    vllm_process.vllm_python.
+    """
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked:
         import torch
@@ -29,7 +31,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Hugging Face folder of the tiny Qwen3 (tests/tiny_model.py), seed 0. Read only: tests that write make their own."""
+    """A Hugging Face folder of the tiny Qwen3 (tests/tiny_model.py), seed 0. Read only: tests that write make
+    their own.
+    """
     from tiny_model import make_tiny_model
 
     return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")

@@ -1,4 +1,6 @@
-"""Kills a real run again and again at seeded moments, resumes it until it is done, and has the checker look after every kill."""
+"""Kills a real run again and again at seeded moments, resumes it until it is done, and has the checker look
+after every kill.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,24 @@ from safetensors.numpy import load_file
 CHILDREN = {"trainer": "asyncrl.trainer.rank_process", "engine": "asyncrl_servers.embedded"}
 """What is started again by the run itself, and what its command line holds."""
 VICTIMS = {"tree": 0.45, "controller": 0.15, "trainer": 0.2, "engine": 0.2}
-"""Who is killed how often. `controller`: it alone, and its children, which end by themselves, may say a last word."""
+"""Who is killed how often. `controller`: it alone, and its children, which end by themselves, may say a last
+word.
+"""
 PATIENCE_S = 240.0
 FREE_METRICS = (
-    "perf/", "time_s", "buffer/", "rollout/", "engine/", "publish/", "sample/interrupted",
-    "policy/logprob_gap_mean/", "policy/logprob_gap_max/",
-)  # fmt: skip
-"""Metrics that say how a run went, not what it computed (which engine sampled what, too): they may differ after a kill."""
+    "perf/",
+    "time_s",
+    "buffer/",
+    "rollout/",
+    "engine/",
+    "publish/",
+    "sample/interrupted",
+    "policy/logprob_gap_mean/",
+    "policy/logprob_gap_max/",
+)
+"""Metrics that say how a run went, not what it computed (which engine sampled what, too): they may differ
+after a kill.
+"""
 
 
 def fuzz_config(folder: Path, **sections: Mapping[str, Any]) -> Path:
@@ -72,7 +85,9 @@ class Crashes:
         self._evidence: Evidence | None = None
 
     def live(self) -> Counter[str]:
-        """Start, kill and start again until the run is done; the kills by victim. AssertionError for any violation."""
+        """Start, kill and start again until the run is done; the kills by victim. AssertionError for any
+        violation.
+        """
         while self._one_life():
             pass
         self._look(is_done=True)
@@ -120,7 +135,8 @@ class Crashes:
             and "is done; there is nothing to go on with" in stderr
             and self.num_starts > 1
         ):
-            return False  # the last kill came when all was said, and nothing but the end of the process was still to come
+            # the last kill came when all was said, and nothing but the end of the process was still to come
+            return False
         if (
             process.returncode == 1
             and "was killed by SIGKILL" in stderr
@@ -128,7 +144,8 @@ class Crashes:
             and "goes on from" not in stdout
         ):
             self._look()
-            return True  # a process that is lost while the run starts up ends the run by name: nobody watches over it yet
+            # a process that is lost while the run starts up ends the run by name: nobody watches over it yet
+            return True
         what = f"start {self.num_starts} after {dict(self.kills)} ended with {process.returncode}"
         assert process.returncode == 0, f"{what}: {stderr}\n{stdout}"
         return False
@@ -157,7 +174,9 @@ class Crashes:
             self.kills[victim] += 1
 
     def _look(self, *, is_done: bool = False) -> None:
-        """Have the checker judge, alone and against the look before. A run killed before its journal was made has nothing to show."""
+        """Have the checker judge, alone and against the look before. A run killed before its journal was made
+        has nothing to show.
+        """
         if not (self.run_dir / "journal.sqlite").exists():
             return
         evidence = read_evidence(self.run_dir)
@@ -178,7 +197,9 @@ def never_killed(config: Path, run_dir: Path) -> Path:
 
 
 def differences(one: Path, other: Path) -> list[str]:
-    """Where two runs differ in what they computed: each step's tokens, rewards and loss, its metrics, the final weights."""
+    """Where two runs differ in what they computed: each step's tokens, rewards and loss, its metrics, the
+    final weights.
+    """
     found = []
     records = [effective(read_lines(folder / "trained.jsonl")).lines for folder in (one, other)]
     if records[0].keys() != records[1].keys():

@@ -1,4 +1,5 @@
-"""What the contract tests of engine servers share: a story is told to an EngineClient, whatever stands behind it.
+"""What the contract tests of engine servers share: a story is told to an EngineClient, whatever stands behind
+it.
 
 What our own servers say on the wire is another contract (test_contract_engines_wire.py).
 """
@@ -153,7 +154,9 @@ async def waits(engine: EngineClient, task: asyncio.Task[Any]) -> None:
 
 
 async def be_awake(engine: EngineClient, server: Server) -> int:
-    """Whatever the story before left: serving weights of scale 1, published as a whole. Returns their version."""
+    """Whatever the story before left: serving weights of scale 1, published as a whole. Returns their
+    version.
+    """
     await engine.wake(BOTH)
     version = engine.policy_version + 1
     await engine.commit(version, await prepare(engine, server, version), "abort")
@@ -174,7 +177,9 @@ def flip_last_bit(path: Path) -> None:
 
 
 def check_whole(answer: GenerateResponse, server: Server) -> None:
-    """One logprob a token, ids that exist, and version spans that cover every token once, in order of versions."""
+    """One logprob a token, ids that exist, and version spans that cover every token once, in order of
+    versions.
+    """
     assert len(answer.logprobs) == len(answer.token_ids)
     assert all(0 <= token < server.vocab_size for token in answer.token_ids)
     assert all(logprob <= 0.0 and logprob == float(np.float32(logprob)) for logprob in answer.logprobs)

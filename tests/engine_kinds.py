@@ -1,4 +1,6 @@
-"""Engine servers of each kind for the contract tests, their clients, and in what the kinds differ by nature."""
+"""Engine servers of each kind for the contract tests, their clients, and in what the kinds differ by
+nature.
+"""
 
 from __future__ import annotations
 
@@ -49,18 +51,22 @@ class Traits:
     aborts_queued: bool = True
     """A commit with interrupt=abort ends what is queued too; the fake lets it wait for the new weights."""
     keeps_streams: bool = True
-    """vLLM says which weights sampled a token at the end of an answer, not in its parts: over a commit with interrupt=keep or keep_kv the
-    client would have to hold the tokens back to the end, so it ends the stream, and the pool goes on with another one."""
+    """vLLM says which weights sampled a token at the end of an answer, not in its parts: over a commit with
+    interrupt=keep or keep_kv the client would have to hold the tokens back to the end, so it ends the stream,
+    and the pool goes on with another one."""
     keeps_queue: bool = True
-    """What is queued when the server goes to sleep runs after the wake. vLLM's sleep aborts its own queue too: what waits there ends
-    without a token, and the pool sends it again."""
+    """What is queued when the server goes to sleep runs after the wake. vLLM's sleep aborts its own queue
+    too: what waits there ends without a token, and the pool sends it again."""
     reads_again: bool = True
-    """Weights that slept are restored from the file that they came from. vLLM keeps a copy on the host, which no file can spoil."""
+    """Weights that slept are restored from the file that they came from. vLLM keeps a copy on the host, which
+    no file can spoil.
+    """
     frees_memory: bool = True
     """vLLM's sleep mode is for CUDA: on CPU it pauses, and frees nothing."""
     resumes_draws: bool = True
-    """Ours draw each token from (seed, position). vLLM's random stream begins anew with each request, so its client makes a seed of (seed,
-    position) for each segment: what a resumed request draws can be reproduced, and is not what the uninterrupted one draws."""
+    """Ours draw each token from (seed, position). vLLM's random stream begins anew with each request, so its
+    client makes a seed of (seed, position) for each segment: what a resumed request draws can be reproduced,
+    and is not what the uninterrupted one draws."""
 
 
 TRAITS = {
@@ -84,7 +90,9 @@ class Server:
     runner: asyncio.Runner | None = None
     """Of the loop in which stories are told; the fake's are told in virtual time."""
     client: EngineClient | None = None
-    """The one client of all stories, of a server that leaves it to its client to know which weights it holds."""
+    """The one client of all stories, of a server that leaves it to its client to know which weights it
+    holds.
+    """
     num_requests: int = 0
 
     @property
@@ -161,7 +169,8 @@ def spec_of(kind: str, folder: Path, **overrides: Any) -> dict[str, Any]:
     }
     if kind == "vllm":
         spec |= {"dtype": "float32", "device": "cpu"}
-        # Its attention on CPU has no smaller heads. With one layer 2,500 tokens are over before its front end has read the next call.
+        # Its attention on CPU has no smaller heads. With one layer 2,500 tokens are over before its front end
+        # has read the next call.
         sizes |= {"head_dim": 32, "num_hidden_layers": 8}
     return {"model_path": str(make_qwen3(folder / "model", **sizes)), **spec}
 

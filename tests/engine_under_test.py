@@ -10,6 +10,8 @@ from engine_kinds import KINDS, Server, contract_server
 
 @pytest.fixture(scope="session", params=KINDS)
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Shared: a start takes seconds. pytest tells all stories of one kind, whatever module they are in, one after the other."""
+    """Shared: a start takes seconds. pytest tells all stories of one kind, whatever module they are in, one
+    after the other.
+    """
     with contract_server(request.param, tmp_path_factory.mktemp(request.param)) as server:
         yield server

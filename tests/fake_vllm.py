@@ -1,6 +1,8 @@
-"""vLLM's routes on the virtual clock: requests on their way, slots, pauses, labels, a prefix cache, and every fault at a given moment.
+"""vLLM's routes on the virtual clock: requests on their way, slots, pauses, labels, a prefix cache, and every
+fault at a given moment.
 
-A token's logprob says which weights computed it and over whose KV cache: see Fake.logprob. Knows vLLM's messages and none of ours.
+A token's logprob says which weights computed it and over whose KV cache: see Fake.logprob. Knows vLLM's
+messages and none of ours.
 """
 
 from __future__ import annotations
@@ -291,9 +293,11 @@ class FakeVllm(Caller):
             for token, logprob in zip(run.tokens, run.logprobs, strict=True)
         ]
         return {
-            "token_ids": run.tokens[from_token:], "logprobs": {"content": content[from_token:]},
-            "finish_reason": run.finish, "weight_versions": spans if run.finish else None,
-        }  # fmt: skip
+            "token_ids": run.tokens[from_token:],
+            "logprobs": {"content": content[from_token:]},
+            "finish_reason": run.finish,
+            "weight_versions": spans if run.finish else None,
+        }
 
     async def _alive(self, route: str) -> None:
         if self.is_frozen:

@@ -1,7 +1,9 @@
-"""A worker extension for vLLM that fails in silence, as real weight loading has been seen to. Runs in vLLM's Python.
+"""A worker extension for vLLM that fails in silence, as real weight loading has been seen to. Runs in vLLM's
+Python.
 
-Spec key worker_extension="faulty_vllm_worker.FaultyWeightLoader", with a folder on PYTHONPATH that has this file. The fault is named by the
-environment (ASYNCRL_TEST_FAULT) or by POST /collective_rpc {"method": "asyncrl_plant", "args": ["{\"fault\": NAME}"]}; "" = none.
+Spec key worker_extension="faulty_vllm_worker.FaultyWeightLoader", with a folder on PYTHONPATH that has this
+file. The fault is named by the environment (ASYNCRL_TEST_FAULT) or by POST /collective_rpc {"method":
+"asyncrl_plant", "args": ["{\"fault\": NAME}"]}; "" = none.
 """
 
 from __future__ import annotations
@@ -18,8 +20,9 @@ FAULTS = ("stale_head", "skip_chunk", "skip_chunk_unseen", "swap_names", "")
 
 
 class FaultyLoader(Loader):
-    """stale_head: the tied output layer keeps its packed copy, as after vLLM's own reload. skip_chunk: the second chunk is not loaded;
-    skip_chunk_unseen: nor is that noticed. swap_names: two tensors of one shape change places after they were hashed.
+    """stale_head: the tied output layer keeps its packed copy, as after vLLM's own reload. skip_chunk: the
+    second chunk is not loaded; skip_chunk_unseen: nor is that noticed. swap_names: two tensors of one shape
+    change places after they were hashed.
     """
 
     fault = os.environ.get("ASYNCRL_TEST_FAULT", "")

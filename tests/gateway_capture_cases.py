@@ -1,4 +1,6 @@
-"""A character-level ChatRenderer for tests of the gateway's capture, and a small harness that plays calls against it."""
+"""A character-level ChatRenderer for tests of the gateway's capture, and a small harness that plays calls
+against it.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,8 @@ START, END = "\ue000", "\ue001"
 """The special tokens: every token is one character, its id the code point."""
 
 Habit = Literal["plain", "strips", "shouts", "refuses"]
-"""plain: ChatML. strips: what stands before a `|` is left out of all earlier answers. shouts: answers in capitals.
-refuses: an answer of more than 20 characters is refused, as a sentinel is."""
+"""plain: ChatML. strips: what stands before a `|` is left out of all earlier answers. shouts: answers in
+capitals. refuses: an answer of more than 20 characters is refused, as a sentinel is."""
 
 Message = dict[str, Any]
 

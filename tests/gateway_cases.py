@@ -61,7 +61,8 @@ class ByteTokenizer:
 
 
 class ScriptedEngine:
-    """A SamplingEngine that says `answer(request)`, a few bytes at a time, and is interrupted by a publish in the middle of each answer.
+    """A SamplingEngine that says `answer(request)`, a few bytes at a time, and is interrupted by a publish in
+    the middle of each answer.
 
     With `gate`, an answer stands still in its middle until the gate is set.
     """

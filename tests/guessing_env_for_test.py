@@ -1,4 +1,5 @@
-"""A verifiers environment of several turns: the environment is the user, and answers each guess. Its tasks have no end.
+"""A verifiers environment of several turns: the environment is the user, and answers each guess. Its tasks
+have no end.
 
 `secret` of the task decides what else happens: see GuessingEnv and GuessingTask.
 """

@@ -1,4 +1,6 @@
-"""A gateway for the tests of harnesses and workers: real lease routes, and a chat endpoint that answers without any model."""
+"""A gateway for the tests of harnesses and workers: real lease routes, and a chat endpoint that answers
+without any model.
+"""
 
 from __future__ import annotations
 
@@ -50,9 +52,13 @@ async def open_gateway(
     *, lease_timeout_s: float = 60.0, port: int = 0, outcomes: Outcomes = "returned", give_answer: bool = True
 ) -> AsyncIterator[TestGateway]:
     leases = Leases(
-        worker_key=WORKER_KEY, model="policy", lease_timeout_s=lease_timeout_s, task_seed=lambda work: 1000 + work.sample_index,
-        outcomes=outcomes, give_answer=give_answer,
-    )  # fmt: skip
+        worker_key=WORKER_KEY,
+        model="policy",
+        lease_timeout_s=lease_timeout_s,
+        task_seed=lambda work: 1000 + work.sample_index,
+        outcomes=outcomes,
+        give_answer=give_answer,
+    )
 
     @web.middleware
     async def proxy(

@@ -37,7 +37,9 @@ WAYS = (*BODIES, "floods", "calls after its end", "never ends", "swallows its ca
 
 
 async def misbehaves(task: Task, session: Session, *, log: str) -> None:
-    """Two turns, scored by the task; every other rollout does something first, and writes into `log` what came of it."""
+    """Two turns, scored by the task; every other rollout does something first, and writes into `log` what
+    came of it.
+    """
     number = next(_numbers)
     if number % 2:
         await _misbehave(WAYS[number // 2 % len(WAYS)], session, Path(log))

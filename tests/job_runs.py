@@ -28,17 +28,24 @@ CONFIG: dict[str, Any] = {
         "scratch": {
             "characters": "abcdefgh0123456789 ",
             "architecture": {
-                "model_type": "qwen3", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-                "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "tie_word_embeddings": True,
+                "model_type": "qwen3",
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "head_dim": 8,
+                "max_position_embeddings": 128,
+                "tie_word_embeddings": True,
             },
-        }
+        },
     },
     "task": {"python": "asyncrl.tasks.letters:Letters", "size": 200},
     "rollout": {"group_size": 4, "slots": 16, "max_tokens": 24, "max_prompt_tokens": 16, "threads": 1},
     "buffer": {"max_staleness": 0},
     "trainer": {"num_groups": 4, "num_steps": 12, "learning_rate": 0.003, "threads": 1},
     "observe": {"console": "plain", "tensorboard": False},
-}  # fmt: skip
+}
 
 
 def write_config(folder: Path, **sections: Mapping[str, Any]) -> Path:

@@ -2,7 +2,8 @@
 
     python journal_victim.py PATH [MAX_FILE_BYTES]
 
-Goes on where the journal stands. Prints a line for each answer that says "durable", after the answer: `taken V` or `flushed G`.
+Goes on where the journal stands. Prints a line for each answer that says "durable", after the answer: `taken
+V` or `flushed G`.
 """
 
 from __future__ import annotations

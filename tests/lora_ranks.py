@@ -1,4 +1,6 @@
-"""One rank of two that train adapters, for test_trainer_lora.py: started by torch.multiprocessing, talks gloo over a file."""
+"""One rank of two that train adapters, for test_trainer_lora.py: started by torch.multiprocessing, talks gloo
+over a file.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from asyncrl.trainer.step import TrainStep
 
 
 def rank_main(rank: int, spec_text: str, dtypes: list[str], folder: Path) -> None:
-    """Train three batches in each dtype and write what a rank alone would: logprobs, both saves and both exports."""
+    """Train three batches in each dtype and write what a rank alone would: logprobs, both saves and both
+    exports.
+    """
     spec = TrainerSpec.model_validate_json(spec_text).model_copy(update={"rank": rank})
     ranks = join_ranks(spec, torch.device("cpu"))
     try:

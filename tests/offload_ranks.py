@@ -1,6 +1,8 @@
-"""Trainers whose memory is moved as on a CUDA device, but for the device: storages of size 0, and host buffers in slabs.
+"""Trainers whose memory is moved as on a CUDA device, but for the device: storages of size 0, and host
+buffers in slabs.
 
-As one rank of two it is started by torch.multiprocessing, for test_trainer_offload_processes.py, and talks gloo over a file.
+As one rank of two it is started by torch.multiprocessing, for test_trainer_offload_processes.py, and talks
+gloo over a file.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ def as_on_cuda(step: MovableStep) -> MovableStep:
 
 
 def steps_agree(spec: TrainerSpec, ranks: Ranks, folder: Path) -> None:
-    """Three steps with moves between them are three steps without; a checkpoint of what is away is one of what is here."""
+    """Three steps with moves between them are three steps without; a checkpoint of what is away is one of
+    what is here.
+    """
     plain, step = TrainStep(spec, ranks), as_on_cuda(MovableStep(spec, ranks))
     for version in range(3):
         step.offload(ALL)

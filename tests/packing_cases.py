@@ -42,7 +42,9 @@ def batch_of(groups: Rows) -> tuple[BatchHeader, BatchArrays]:
 
 
 def random_groups(sizes: list[list[int]], *, prompt: int = 20, vocab: int = 52, seed: int = 0) -> Rows:
-    """One group an entry: a shared prompt and completions of the given lengths, all of whose tokens carry loss."""
+    """One group an entry: a shared prompt and completions of the given lengths, all of whose tokens carry
+    loss.
+    """
     rng = np.random.default_rng(seed)
     groups = []
     for lengths in sizes:
@@ -54,7 +56,9 @@ def random_groups(sizes: list[list[int]], *, prompt: int = 20, vocab: int = 52, 
 
 
 def naive(model: Any, header: BatchHeader, arrays: BatchArrays, temperature: float = 1.0) -> torch.Tensor:
-    """Logprobs of all loss tokens in the batch's order, with gradient: one forward a sequence, the whole softmax."""
+    """Logprobs of all loss tokens in the batch's order, with gradient: one forward a sequence, the whole
+    softmax.
+    """
     parts = []
     for entry in header.trajectories:
         ids = torch.from_numpy(arrays.token_ids[entry.start : entry.end].astype(np.int64))
@@ -69,7 +73,9 @@ def naive(model: Any, header: BatchHeader, arrays: BatchArrays, temperature: flo
 
 @st.composite
 def trees(draw: st.DrawFn, vocab: int = 52) -> Rows:
-    """Random groups whose sequences leave a common trunk anywhere, with loss on any tokens but the first, or on none."""
+    """Random groups whose sequences leave a common trunk anywhere, with loss on any tokens but the first, or
+    on none.
+    """
     groups: Rows = []
     for _ in range(draw(st.integers(1, 3))):
         rng = np.random.default_rng(draw(st.integers(0, 2**16)))

@@ -1,4 +1,6 @@
-"""What tests of placement share: the quickstart with some settings, placed on a machine with so many CUDA devices."""
+"""What tests of placement share: the quickstart with some settings, placed on a machine with so many CUDA
+devices.
+"""
 
 from __future__ import annotations
 

@@ -105,9 +105,13 @@ def running(
             processes.append(
                 subprocess.Popen(
                     [sys.executable, *command],
-                    stdin=subprocess.PIPE, stdout=log, stderr=log, pass_fds=[listener.fileno()], env=environment,
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=[listener.fileno()],
+                    env=environment,
                 )
-            )  # fmt: skip
+            )
             urls.append(f"http://127.0.0.1:{listener.getsockname()[1]}")
     try:
         yield Group(processes, urls, folder)

@@ -26,8 +26,13 @@ def make_branch(
         mask[start:end] = True
     logprobs[mask] = -0.1 - np.arange(int(mask.sum()), dtype=np.float32) / 7
     version_spans = tuple(VersionSpan(start, end, version) for start, end in spans)
-    return Trajectory(**({"sample_index": 0, "reward": 1.0} | values), token_ids=np.arange(num_tokens, dtype=np.int32), loss_mask=mask,
-                      behaviour_logprobs=logprobs, version_spans=version_spans)  # fmt: skip
+    return Trajectory(
+        **({"sample_index": 0, "reward": 1.0} | values),
+        token_ids=np.arange(num_tokens, dtype=np.int32),
+        loss_mask=mask,
+        behaviour_logprobs=logprobs,
+        version_spans=version_spans,
+    )
 
 
 def make_record(

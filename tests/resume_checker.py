@@ -1,6 +1,8 @@
-"""Proves from journal.sqlite and trained.jsonl alone that a run lost nothing, did nothing twice, and kept its bound.
+"""Proves from journal.sqlite and trained.jsonl alone that a run lost nothing, did nothing twice, and kept its
+bound.
 
-Independent of what it judges: its own SQL, its own parser, its own order of prompts; it imports nothing of asyncrl.
+Independent of what it judges: its own SQL, its own parser, its own order of prompts; it imports nothing of
+asyncrl.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ class Promise:
 
 @dataclass(frozen=True)
 class JournalGroup:
-    """One row of `groups`, with its place in a batch and what is left of it: (sample, branch) -> (reward, tokens, oldest, digest).
+    """One row of `groups`, with its place in a batch and what is left of it: (sample, branch) -> (reward,
+    tokens, oldest, digest).
 
     `requeued`: how often its prompt has come back, if it comes again.
     """
@@ -114,7 +117,8 @@ def _read_groups(connection: sqlite3.Connection) -> tuple[JournalGroup, ...]:
     ):
         branches.setdefault(group_id, {})[index, branch] = (reward, count, oldest, _tokens_sha(blob, count))
     rows = connection.execute(
-        "SELECT groups.group_id, prompt_id, start_version, state, requeued, batch_groups.version, position FROM groups"
+        "SELECT groups.group_id, prompt_id, start_version, state, requeued, batch_groups.version, position "
+        "FROM groups"
         " LEFT JOIN batch_groups ON batch_groups.group_id = groups.group_id ORDER BY groups.group_id"
     )
     return tuple(JournalGroup(*row, branches.get(row[0], {})) for row in rows)
@@ -142,7 +146,9 @@ def _read_record(path: Path) -> tuple[dict[str, Any], ...]:
 
 
 def violations(evidence: Evidence, promise: Promise, *, num_steps: int | None = None) -> list[str]:
-    """Every way in which the evidence breaks a promise. `num_steps`: the run says that it is done, after so many."""
+    """Every way in which the evidence breaks a promise. `num_steps`: the run says that it is done, after so
+    many.
+    """
     record = effective(evidence.record)
     found = [*evidence.faults, *record.faults]
     found += _lost_prompts(evidence, promise)
@@ -189,14 +195,17 @@ def draw_of(prompt_id: str, promise: Promise) -> int:
 
 
 def _lost_prompts(evidence: Evidence, promise: Promise) -> list[str]:
-    """Draws are consecutive, in order, and each prompt lives once: a second group of it only after the first one's prompt came back."""
+    """Draws are consecutive, in order, and each prompt lives once: a second group of it only after the first
+    one's prompt came back.
+    """
     found, newest, lives = [], -1, dict[str, JournalGroup]()
     num_back = Counter[str]()
     for group in evidence.groups:
         earlier = lives.get(group.prompt_id)
         if earlier is not None and earlier.requeued is None:
             found.append(
-                f"prompt {group.prompt_id}: group {group.group_id} was made though group {earlier.group_id} is {earlier.state}"
+                f"prompt {group.prompt_id}: group {group.group_id} was made though group {earlier.group_id} "
+                f"is {earlier.state}"
             )
         if group.requeued is not None:
             before = num_back[group.prompt_id]
@@ -204,7 +213,8 @@ def _lost_prompts(evidence: Evidence, promise: Promise) -> list[str]:
                 before + 1, promise.max_hand_backs
             ):
                 found.append(
-                    f"prompt {group.prompt_id} came back {group.requeued} times with group {group.group_id}, which is {group.state}"
+                    f"prompt {group.prompt_id} came back {group.requeued} times with group {group.group_id}, "
+                    f"which is {group.state}"
                 )
             num_back[group.prompt_id] = group.requeued
         elif group.state in ("failed", "handed_back") and num_back[group.prompt_id] < promise.max_hand_backs:
@@ -213,7 +223,8 @@ def _lost_prompts(evidence: Evidence, promise: Promise) -> list[str]:
             draw = draw_of(group.prompt_id, promise)
             if draw != newest + 1:
                 found.append(
-                    f"group {group.group_id} has draw {draw}, the one before was {newest}: some are lost, or repeated"
+                    f"group {group.group_id} has draw {draw}, the one before was {newest}: some are lost, or "
+                    f"repeated"
                 )
             newest = max(newest, draw)
         lives[group.prompt_id] = group
@@ -230,7 +241,8 @@ def _batches(evidence: Evidence, promise: Promise) -> list[str]:
         oldest, masks, count = evidence.batches.get(version, (0, False, 0))
         if not len(groups) == count == promise.num_groups:
             found.append(
-                f"batch {version} has {len(groups)} groups, was made of {count}, and {promise.num_groups} are asked for"
+                f"batch {version} has {len(groups)} groups, was made of {count}, and {promise.num_groups} "
+                f"are asked for"
             )
         if oldest != max(0, version - promise.max_staleness):
             found.append(f"batch {version} has min_version {oldest}")
@@ -238,7 +250,8 @@ def _batches(evidence: Evidence, promise: Promise) -> list[str]:
             for (index, _), (_, _, version_of_oldest, _) in group.branches.items():
                 if version_of_oldest < oldest and not masks:
                     found.append(
-                        f"batch {version}: g{group.group_id}/r{index} has tokens of version {version_of_oldest}"
+                        f"batch {version}: g{group.group_id}/r{index} has tokens of version "
+                        f"{version_of_oldest}"
                     )
             num_rollouts = len({index for index, _ in group.branches})
             if group.branches and not 2 <= num_rollouts <= promise.group_size:
@@ -247,7 +260,9 @@ def _batches(evidence: Evidence, promise: Promise) -> list[str]:
 
 
 def _order(evidence: Evidence, promise: Promise) -> list[str]:
-    """In a batch by admission; on-policy, batches are the prompts one after the other as they were drawn, but for those that came again."""
+    """In a batch by admission; on-policy, batches are the prompts one after the other as they were drawn, but
+    for those that came again.
+    """
     found = []
     for version, groups in evidence.taken.items():
         if (ids := [group.group_id for group in groups]) != sorted(ids):
@@ -278,7 +293,9 @@ def _order(evidence: Evidence, promise: Promise) -> list[str]:
 
 
 def _returned(evidence: Evidence) -> list[str]:
-    """On-policy, the prompt of a failed group comes again before any new one of the next version, never at its own."""
+    """On-policy, the prompt of a failed group comes again before any new one of the next version, never at
+    its own.
+    """
     found = []
     for failed in (
         group for group in evidence.groups if group.state == "failed" and group.requeued is not None
@@ -296,17 +313,21 @@ def _returned(evidence: Evidence) -> list[str]:
         )
         if again is not None and again.start_version <= failed.start_version:
             found.append(
-                f"prompt {failed.prompt_id} of failed group {failed.group_id} came again at its version, as group {again.group_id}"
+                f"prompt {failed.prompt_id} of failed group {failed.group_id} came again at its version, as "
+                f"group {again.group_id}"
             )
         if newer is not None and (again is None or again.group_id > newer.group_id):
             found.append(
-                f"prompt {failed.prompt_id} of failed group {failed.group_id} came again after the new one of group {newer.group_id}"
+                f"prompt {failed.prompt_id} of failed group {failed.group_id} came again after the new one "
+                f"of group {newer.group_id}"
             )
     return found
 
 
 def _replays(record: Record) -> list[str]:
-    """Trained again means: the same tokens, rewards and versions, and because the weights were the same too, the same loss."""
+    """Trained again means: the same tokens, rewards and versions, and because the weights were the same too,
+    the same loss.
+    """
     found = []
     for before in record.superseded:
         after = record.lines.get(before["version"])
@@ -346,13 +367,16 @@ def _staleness(record: Record, promise: Promise) -> list[str]:
                 )
         if sum(entry["num_loss_tokens"] for entry in line["trajectories"]) != line["num_loss_tokens"]:
             found.append(
-                f"batch {version} has {line['num_loss_tokens']} loss tokens, and trajectories of another number"
+                f"batch {version} has {line['num_loss_tokens']} loss tokens, and trajectories of another "
+                f"number"
             )
     return found
 
 
 def _both_agree(evidence: Evidence, record: Record) -> list[str]:
-    """What the journal gave out is what was trained on: groups, order, tokens, rewards; at most the newest batch is not trained yet."""
+    """What the journal gave out is what was trained on: groups, order, tokens, rewards; at most the newest
+    batch is not trained yet.
+    """
     found = []
     is_behind_by = len(evidence.batches) - len(record.lines)
     if (
@@ -368,7 +392,8 @@ def _both_agree(evidence: Evidence, record: Record) -> list[str]:
             (key, found_[0]["prompt_id"]) for key, found_ in trained.items()
         ]:
             found.append(
-                f"batch {version}: the journal has groups {[group.group_id for group in groups]}, trained were {list(trained)}"
+                f"batch {version}: the journal has groups {[group.group_id for group in groups]}, trained "
+                f"were {list(trained)}"
             )
             continue
         for group in groups:
@@ -383,13 +408,16 @@ def _both_agree(evidence: Evidence, record: Record) -> list[str]:
             held = {place: (reward, count, sha) for place, (reward, count, _, sha) in group.branches.items()}
             if held and told != held:
                 found.append(
-                    f"batch {version}: group {group.group_id} was trained on other tokens or rewards than the journal has"
+                    f"batch {version}: group {group.group_id} was trained on other tokens or rewards than "
+                    f"the journal has"
                 )
     return found
 
 
 def changes(before: Evidence, after: Evidence) -> list[str]:
-    """What a later look may not show: a group or batch that is gone, or has become what it cannot become; a line of the record changed."""
+    """What a later look may not show: a group or batch that is gone, or has become what it cannot become; a
+    line of the record changed.
+    """
     found = []
     later = {group.group_id: group for group in after.groups}
     for group in before.groups:
@@ -402,7 +430,8 @@ def changes(before: Evidence, after: Evidence) -> list[str]:
             or now.state not in ENDS[group.state]
         ):
             found.append(
-                f"group {group.group_id} was {group.state} with prompt {group.prompt_id}, and is {now.state} with {now.prompt_id}"
+                f"group {group.group_id} was {group.state} with prompt {group.prompt_id}, and is {now.state} "
+                f"with {now.prompt_id}"
             )
         elif group.version is not None and (now.version, now.position) != (group.version, group.position):
             found.append(f"group {group.group_id} has moved from batch {group.version} to {now.version}")

@@ -55,7 +55,9 @@ def no_number(prompt: Prompt, completion: str, answer: Any) -> Any:
 
 
 class BeginsWithALetter(Letters):
-    """1 or 0, by the first character alone: with random weights all rollouts of a group often earn the same."""
+    """1 or 0, by the first character alone: with random weights all rollouts of a group often earn the
+    same.
+    """
 
     def score(self, prompt: Prompt, completion: str) -> float:
         return float(completion[:1].isalpha())

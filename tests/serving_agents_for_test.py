@@ -1,4 +1,6 @@
-"""Agents that `asyncrl serve` and evaluations run in the tests, over the openai client. Named as module:function."""
+"""Agents that `asyncrl serve` and evaluations run in the tests, over the openai client. Named as
+module:function.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ from asyncrl.agents import Outcome, Session, Task
 
 
 async def two_turns(task: Task, session: Session) -> Outcome:
-    """The reward is the share of the letter a in both answers; the second question goes on from the first answer."""
+    """The reward is the share of the letter a in both answers; the second question goes on from the first
+    answer.
+    """
     messages: list[Any] = list(task.messages)
     said = ""
     for _ in range(2):

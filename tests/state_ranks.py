@@ -1,4 +1,6 @@
-"""One rank of two whose weights are sharded, for test_trainer_state.py: started by torch.multiprocessing, talks gloo over a file."""
+"""One rank of two whose weights are sharded, for test_trainer_state.py: started by torch.multiprocessing,
+talks gloo over a file.
+"""
 
 from __future__ import annotations
 

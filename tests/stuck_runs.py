@@ -48,7 +48,9 @@ class Engine(FakeEngineServer):
 
 
 class Worker(FakeTrainerServer):
-    """A trainer worker whose step `hangs_at`, and each one after it, is never done; it answers /health all the same."""
+    """A trainer worker whose step `hangs_at`, and each one after it, is never done; it answers /health all
+    the same.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,22 +86,44 @@ class House:
         )
         runner = RolloutRunner(generator, timeout_s=None, retries=0)
         producers = Producers(
-            buffer, FakeSource(), runner, spawn=tasks.create_task, group_size=2, capacity=8, max_failed_groups=3, max_hand_backs=3,
+            buffer,
+            FakeSource(),
+            runner,
+            spawn=tasks.create_task,
+            group_size=2,
+            capacity=8,
+            max_failed_groups=3,
+            max_hand_backs=3,
             journal=MemoryJournal(),
-        )  # fmt: skip
+        )
         self.trainer_process = FakeTrainerProcess(self.worker)
         trainer = LivingTrainer(
-            TrainerClient(self.worker), [self.trainer_process], SupervisionConfig(max_restarts=1), heartbeat_s=3.0,
-            before_start=lambda: None, recover=self._recover, warn=lambda _: None, on_event=lambda *_: None,
-        )  # fmt: skip
+            TrainerClient(self.worker),
+            [self.trainer_process],
+            SupervisionConfig(max_restarts=1),
+            heartbeat_s=3.0,
+            before_start=lambda: None,
+            recover=self._recover,
+            warn=lambda _: None,
+            on_event=lambda *_: None,
+        )
         publisher = Publisher(
             trainer, targets, interrupt="abort", timeout_s=1e9, on_served=buffer.set_served_nowait
         )
         self.rooms: Any = SimpleNamespace(
-            servers=(), eval_server=None, evaluation=None, buffer=buffer, producers=producers, engines=pool, trainer=trainer,
-            publisher=publisher, turns=SimpleNamespace(stats=lambda: None), supervisors=(), harnessing=None,
+            servers=(),
+            eval_server=None,
+            evaluation=None,
+            buffer=buffer,
+            producers=producers,
+            engines=pool,
+            trainer=trainer,
+            publisher=publisher,
+            turns=SimpleNamespace(stats=lambda: None),
+            supervisors=(),
+            harnessing=None,
             checkpointer=SimpleNamespace(num_made=0, num_failed=0),
-        )  # fmt: skip
+        )
         self.watchdog = Watchdog(
             SupervisionConfig.model_validate({"watchdog_s": WATCHDOG_S, "on_stuck": on_stuck}),
             lambda with_rollouts: reported(self.rooms, NUM_GROUPS, with_rollouts=with_rollouts),

@@ -1,4 +1,5 @@
-"""What pages, messages and help tell people to type can be typed: each command is parsed by the program it names, and cheap ones run.
+"""What pages, messages and help tell people to type can be typed: each command is parsed by the program it
+names, and cheap ones run.
 
 Nothing is skipped: what is neither known to work nor known to be prose is a failure, with its file and line.
 """
@@ -286,7 +287,9 @@ def _fault_of_asyncrl(arguments: Sequence[str], folder: Path, run_dir: Path, *, 
 
 @cache
 def _look(folder: Path, text: str) -> None:
-    """Load all that a told run names, where its model is here. Raises ConfigError; each config is looked at once."""
+    """Load all that a told run names, where its model is here. Raises ConfigError; each config is looked at
+    once.
+    """
     config = RunConfig.model_validate(yaml.safe_load(text))
     if config.model.scratch is None and not (folder / (config.model.path or "")).is_dir():
         return
@@ -331,7 +334,8 @@ def _options_exist(arguments: Sequence[str]) -> bool:
 
 
 VLLM_OPTIONS = frozenset(
-    "--dtype --enable-lora --logprobs-mode --max-lora-rank --max-model-len --max-num-seqs --worker-extension-cls".split()
+    "--dtype --enable-lora --logprobs-mode --max-lora-rank --max-model-len --max-num-seqs "
+    "--worker-extension-cls".split()
 )
 """What messages tell people to start a vLLM with."""
 
@@ -348,7 +352,8 @@ def test_every_option_that_a_message_names_exists_and_is_not_left_without_its_va
                 r" [\w'{]", text.text[match.end() :]
             ):
                 faults.append(
-                    f"{text.where(match.start())}: `with {match[0]}` is not what can be typed: it takes a value"
+                    f"{text.where(match.start())}: `with {match[0]}` is not what can be typed: it takes a "
+                    f"value"
                 )
     assert not faults, "\n" + "\n".join(faults)
 

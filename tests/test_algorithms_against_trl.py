@@ -1,4 +1,6 @@
-"""The recipes against TRL's own code on the same logprobs and rewards: loss, gradient and advantages to 1e-5."""
+"""The recipes against TRL's own code on the same logprobs and rewards: loss, gradient and advantages to
+1e-5.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ VLLM = {"use_vllm": True}
 
 @dataclass(frozen=True)
 class Same:
-    """One algorithm in both languages. With `old_is_behaviour` TRL is told that its old policy is the one that sampled."""
+    """One algorithm in both languages. With `old_is_behaviour` TRL is told that its old policy is the one
+    that sampled.
+    """
 
     ours: dict[str, Any]
     theirs: dict[str, Any] = field(default_factory=dict)
@@ -109,7 +113,9 @@ def sample(seed: int) -> Sampled:
 
 
 def our_loss(sampled: Sampled, config: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """(loss of one optimizer step with gradient, sums of statistics): the functions put together as the config says."""
+    """(loss of one optimizer step with gradient, sums of statistics): the functions put together as the
+    config says.
+    """
     recipe, sequence_M = resolve(config), numbered(*sampled.lengths)
     group_B = torch.arange(len(sampled.lengths)) // GROUP_SIZE
     advantage_M = function(resolve_advantage(config.advantage))(sampled.reward_B, group_B)[sequence_M]

@@ -1,4 +1,6 @@
-"""The corrections and the interpolated proximal policy against numbers worked out by hand, and what holds for all of them."""
+"""The corrections and the interpolated proximal policy against numbers worked out by hand, and what holds for
+all of them.
+"""
 
 from __future__ import annotations
 

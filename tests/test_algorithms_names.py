@@ -1,4 +1,6 @@
-"""The names lead to functions, the recipes are those of the papers, and combinations that count twice are refused."""
+"""The names lead to functions, the recipes are those of the papers, and combinations that count twice are
+refused.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,8 @@ def test_a_weight_beside_a_ratio_to_the_behaviour_policy_counts_twice_and_is_ref
 ) -> None:
     with pytest.raises(
         ValueError,
-        match=rf"loss={loss} with ratio=behaviour and correction={correction} .* set algorithm.ratio=proximal",
+        match=rf"loss={loss} with ratio=behaviour and correction={correction} .* set "
+        rf"algorithm.ratio=proximal",
     ):
         resolve(AlgorithmConfig(loss=loss, correction=correction))
     assert (

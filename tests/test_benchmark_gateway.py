@@ -53,7 +53,9 @@ def test_a_conversation_sends_all_that_came_before_and_is_the_same_for_the_same_
 
 
 class Echo:
-    """A server that answers each request with its body, in two pieces, and counts its connections; a Target for a Load."""
+    """A server that answers each request with its body, in two pieces, and counts its connections; a Target
+    for a Load.
+    """
 
     host = "127.0.0.1"
 

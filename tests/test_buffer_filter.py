@@ -1,4 +1,6 @@
-"""buffer.filter: which groups are replaced, what that does to admission and to the pace, and where it ends."""
+"""buffer.filter: which groups are replaced, what that does to admission and to the pace, and where it
+ends.
+"""
 
 from __future__ import annotations
 
@@ -124,8 +126,8 @@ def test_too_many_filtered_groups_in_a_row_end_the_run_with_their_rewards_and_th
         buffer.finish_nowait(make_group(buffer.admit_nowait().group_id, [1], [1], rewards=[0.0, 0.0]))
     said = str(caught.value)
     assert (
-        "3 groups in a row had the same reward for all their rollouts (0 in 2, 0.25 in 1; the last was group 5, prompt p5)"
-        in said
+        "3 groups in a row had the same reward for all their rollouts (0 in 2, 0.25 in 1; the last was group "
+        "5, prompt p5)" in said
     )
     assert "buffer.max_filtered_groups=3 in a row end the run" in said
     assert "Way out: if that is the lowest reward, give easier prompts" in said

@@ -1,4 +1,6 @@
-"""Random histories of the buffer's nowait half: the model is one dict, each invariant a line of a class docstring."""
+"""Random histories of the buffer's nowait half: the model is one dict, each invariant a line of a class
+docstring.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ REWARD = st.sampled_from([0.0, 1.0])
 
 
 class BufferHistory(RuleBasedStateMachine):
-    """Admit, finish with any versions the ticket allows, filter some, fail, take, publish (late, skipping), change look_ahead."""
+    """Admit, finish with any versions the ticket allows, filter some, fail, take, publish (late, skipping),
+    change look_ahead.
+    """
 
     @initialize(
         num_groups=st.integers(1, 4),
@@ -112,7 +116,9 @@ class BufferHistory(RuleBasedStateMachine):
         data=st.data(), youngest_first=st.booleans(), num_left=st.integers(1, 6), is_published=st.booleans()
     )
     def go_on(self, data: st.DataObject, youngest_first: bool, num_left: int, is_published: bool) -> None:
-        """As a run does: admit all there is room for, let all but a few finish, take a batch, publish. Youngest first makes stragglers."""
+        """As a run does: admit all there is room for, let all but a few finish, take a batch, publish.
+        Youngest first makes stragglers.
+        """
         self.admit(100)
         order = sorted(self.running, reverse=youngest_first)
         for group_id in order[: max(0, len(order) - num_left)]:

@@ -1,4 +1,6 @@
-"""A buffer that is restored goes on exactly as the one that was killed would have; under other settings it gives up what is too old."""
+"""A buffer that is restored goes on exactly as the one that was killed would have; under other settings it
+gives up what is too old.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from asyncrl.messages.records import Group, GroupId, Ticket
 
 
 class Story:
-    """A buffer and what its producers know of it; every event is drawn by `seed`, so that two stories can have the same one."""
+    """A buffer and what its producers know of it; every event is drawn by `seed`, so that two stories can
+    have the same one.
+    """
 
     def __init__(self, max_staleness: int, on_overdue: str) -> None:
         self.config = BufferConfig(
@@ -95,15 +99,19 @@ def test_a_restored_buffer_decides_what_the_killed_one_would_have(
 def resume(
     story: Story, *, max_staleness: int, num_groups: int, on_overdue: str
 ) -> tuple[set[GroupId], set[GroupId], set[GroupId]]:
-    """Restore it under these settings and let all that ran finish, with no new group: (given up at once, handed back later, trained on).
+    """Restore it under these settings and let all that ran finish, with no new group: (given up at once,
+    handed back later, trained on).
 
-    Fails if the buffer stands still while it has groups for a batch, or lets a token have weight that is too old.
+    Fails if the buffer stands still while it has groups for a batch, or lets a token have weight that is too
+    old.
     """
     handed_back: set[GroupId] = set()
     buffer = Buffer(
         BufferConfig(max_staleness=max_staleness, on_overdue=on_overdue, look_ahead=max_staleness),
-        num_groups=num_groups, num_batches=1000, on_handed_back=lambda group_id, *_: handed_back.add(group_id),
-    )  # fmt: skip
+        num_groups=num_groups,
+        num_batches=1000,
+        on_handed_back=lambda group_id, *_: handed_back.add(group_id),
+    )
     late = set(
         buffer.restore_nowait(
             story.version, story.num_issued, list(story.tickets.values()), list(story.ready.values())

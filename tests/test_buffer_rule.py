@@ -91,7 +91,9 @@ def test_a_batch_waits_for_a_straggler_that_would_be_too_old_for_the_next() -> N
 
 
 def test_the_look_goes_further_than_what_is_due_now() -> None:
-    """Three groups are due in the batch after this one, which has room for two: one of the three must come in time for this one."""
+    """Three groups are due in the batch after this one, which has room for two: one of the three must come in
+    time for this one.
+    """
     rule = make_rule(num_groups=2, max_staleness=2)
     admit_all(rule)  # 0..5, deadline 2
     finish(rule, 0)
@@ -167,7 +169,9 @@ def test_the_earliest_deadline_goes_first_even_if_a_younger_id_has_it() -> None:
 
 
 def mask_rule_with_two_stragglers() -> StalenessRule:
-    """Batches of one group, max_staleness 2: batches 0, 1, 2 are taken, groups 1 and 2 of version 0 still run."""
+    """Batches of one group, max_staleness 2: batches 0, 1, 2 are taken, groups 1 and 2 of version 0 still
+    run.
+    """
     rule = make_rule(num_groups=1, max_staleness=2, on_overdue="mask")
     admit_all(rule)  # 0, 1, 2
     finish(rule, 0)

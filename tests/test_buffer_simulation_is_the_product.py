@@ -1,4 +1,6 @@
-"""The simulation's figures are the product's: the real buffer, producers and feed play the same run in virtual time."""
+"""The simulation's figures are the product's: the real buffer, producers and feed play the same run in
+virtual time.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ class Case:
 
 @dataclass(frozen=True)
 class Played:
-    """`batches`: (group id, oldest version) of each group, `at_s`: when taken; `started`: (prompt, hand-backs) of each admission."""
+    """`batches`: (group id, oldest version) of each group, `at_s`: when taken; `started`: (prompt,
+    hand-backs) of each admission.
+    """
 
     batches: list[list[tuple[int, int]]]
     at_s: list[float]
@@ -97,10 +101,16 @@ def play_product(case: Case) -> Played:
         )
         async with asyncio.TaskGroup() as tasks:
             producers = Producers(
-                buffer, Feed(Endless(), seed=0, shuffle=False), RolloutRunner(generator, timeout_s=None, retries=0),
-                spawn=tasks.create_task, group_size=case.workload.group_size, capacity=case.workload.num_slots, max_failed_groups=10**6,
-                max_hand_backs=case.workload.max_hand_backs, journal=journal,
-            )  # fmt: skip
+                buffer,
+                Feed(Endless(), seed=0, shuffle=False),
+                RolloutRunner(generator, timeout_s=None, retries=0),
+                spawn=tasks.create_task,
+                group_size=case.workload.group_size,
+                capacity=case.workload.num_slots,
+                max_failed_groups=10**6,
+                max_hand_backs=case.workload.max_hand_backs,
+                journal=journal,
+            )
             running = tasks.create_task(producers.run(), name="producers")
             for version in range(NUM_BATCHES):
                 batch = await buffer.wait_batch()
@@ -119,9 +129,12 @@ def play_product(case: Case) -> Played:
 
 def play_simulation(case: Case) -> tuple[Simulation, Outcome]:
     rule = StalenessRule(
-        num_groups=case.num_groups, num_batches=NUM_BATCHES, max_staleness=case.max_staleness, on_overdue=case.on_overdue,
+        num_groups=case.num_groups,
+        num_batches=NUM_BATCHES,
+        max_staleness=case.max_staleness,
+        on_overdue=case.on_overdue,
         look_ahead=case.look_ahead,
-    )  # fmt: skip
+    )
     simulation = Simulation(rule, case.workload, max_staleness=case.max_staleness, masks=False)
     return simulation, simulation.run()
 
@@ -154,7 +167,8 @@ def test_the_simulation_plays_the_run_that_the_product_plays(name: str) -> None:
 def test_the_simulation_plays_failures_as_the_product_does(
     num_slots: int, max_hand_backs: int, max_staleness: int
 ) -> None:
-    # Groups of one rollout, for a draw decides whether a rollout of the product fails, and whether a group of the simulation does.
+    # Groups of one rollout, for a draw decides whether a rollout of the product fails, and whether a group of
+    # the simulation does.
     workload = replace(
         FREE,
         num_slots=num_slots,

@@ -1,4 +1,6 @@
-"""Who sleeps in the buffer, who wakes them, what cancelling loses (nothing), and how waits are accounted for. Virtual clock."""
+"""Who sleeps in the buffer, who wakes them, what cancelling loses (nothing), and how waits are accounted for.
+Virtual clock.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A killed run's rooms go to where they stood: real journal, buffer and feed, a fake trainer worker, nothing generated."""
+"""A killed run's rooms go to where they stood: real journal, buffer and feed, a fake trainer worker, nothing
+generated.
+"""
 
 from __future__ import annotations
 
@@ -61,9 +63,15 @@ class Life:
         self.worker = quick_worker()
         self.client, self.feed = TrainerClient(self.worker), make_feed()
         self.trainer = LivingTrainer(
-            self.client, [], SupervisionConfig(), heartbeat_s=1.0, before_start=lambda: None, recover=self._never, warn=print,
+            self.client,
+            [],
+            SupervisionConfig(),
+            heartbeat_s=1.0,
+            before_start=lambda: None,
+            recover=self._never,
+            warn=print,
             on_event=lambda *_: None,
-        )  # fmt: skip
+        )
         self.buffer = Buffer(
             BufferConfig(max_staleness=1, look_ahead=1),
             num_groups=2,
@@ -73,7 +81,9 @@ class Life:
         self.steps: list[tuple[Batch, StepReport]] = []
         self.returned: list[tuple[int, str, int]] = []
         self.restored = 0
-        """How often it was told that nothing refuses any more: what the killed run reported may be cut from there on."""
+        """How often it was told that nothing refuses any more: what the killed run reported may be cut from
+        there on.
+        """
 
     async def _never(self, version: int) -> None:
         raise AssertionError(f"the worker of this test does not die, so nobody goes back to {version}")
@@ -111,10 +121,18 @@ class Life:
             self.worker.states[str(whole.trainer_dir)] = weights_of(version)
         state = await self.journal.read_resume(version)
         return await restore(
-            point, state, trainer=self.trainer, journal=self.journal, buffer=self.buffer, feed=self.feed,
-            returns=lambda version, prompt: self.returned.append((version, prompt.prompt_id, prompt.num_handed_back)),
-            on_restored=self._on_restored, on_step=lambda batch, report: self.steps.append((batch, report)),
-        )  # fmt: skip
+            point,
+            state,
+            trainer=self.trainer,
+            journal=self.journal,
+            buffer=self.buffer,
+            feed=self.feed,
+            returns=lambda version, prompt: self.returned.append(
+                (version, prompt.prompt_id, prompt.num_handed_back)
+            ),
+            on_restored=self._on_restored,
+            on_step=lambda batch, report: self.steps.append((batch, report)),
+        )
 
     def _on_restored(self) -> None:
         assert self.steps == [], "before the first step is told again"
@@ -144,7 +162,9 @@ def make_whole(folder: Path, version: int, **controller: Any) -> Whole:
 
 
 async def leave_something_of_everything(life: Life) -> None:
-    """Four batches, the last one taken and not trained on; then g8 ready, g9 in the middle, g10 given back, g11 and g12 failed."""
+    """Four batches, the last one taken and not trained on; then g8 ready, g9 in the middle, g10 given back,
+    g11 and g12 failed.
+    """
     await life.run_steps(3)
     for ticket in [life.admit(), life.admit()]:
         life.finish(ticket)
@@ -254,7 +274,9 @@ def test_a_prompt_that_could_not_be_written_down_is_made_again_by_the_task_and_c
 def test_groups_that_are_too_old_for_changed_settings_are_given_up_and_their_prompts_come_first(
     tmp_path: Path, on_overdue: str
 ) -> None:
-    """Batches 0 and 1 were taken with max_staleness 2; then g4 is ready and g5 runs, of version 0, and g6 is ready, of version 2."""
+    """Batches 0 and 1 were taken with max_staleness 2; then g4 is ready and g5 runs, of version 0, and g6 is
+    ready, of version 2.
+    """
 
     def make_buffer(max_staleness: int) -> Buffer:
         config = BufferConfig(max_staleness=max_staleness, look_ahead=max_staleness, on_overdue=on_overdue)
@@ -314,7 +336,9 @@ class RefusesState:
 def test_a_resume_that_is_refused_has_told_nobody_and_the_next_one_finds_all_as_it_was(
     tmp_path: Path, refusal: str
 ) -> None:
-    """What the killed run had reported (metrics.jsonl) is cut at on_restored, and the journal then knows of another start."""
+    """What the killed run had reported (metrics.jsonl) is cut at on_restored, and the journal then knows of
+    another start.
+    """
     whole = make_whole(tmp_path / "step_2", 2)
 
     async def first(life: Life) -> None:

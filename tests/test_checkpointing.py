@@ -1,4 +1,6 @@
-"""When checkpoints are made, and what happens if one cannot be: it is told, older ones stay, and the run goes on."""
+"""When checkpoints are made, and what happens if one cannot be: it is told, older ones stay, and the run goes
+on.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ NO_SPACE = CheckpointError("the trainer cannot save its state: no space left")
 
 
 class Trainer:
-    """Writes a file as a state. `go` unset: it is still writing. `fails`: what a call raises, by its name, once."""
+    """Writes a file as a state. `go` unset: it is still writing. `fails`: what a call raises, by its name,
+    once.
+    """
 
     def __init__(self) -> None:
         self.version = 0
@@ -65,9 +69,14 @@ class House:
             return self.tasks[-1]
 
         self.checkpointer = Checkpointer(
-            self.checkpoints, self.trainer, cast(Journal, self.journal), controller_state=lambda: {"cursor": self.cursor}, spawn=spawn,
-            warn=self.told.append, keep=keep,
-        )  # fmt: skip
+            self.checkpoints,
+            self.trainer,
+            cast(Journal, self.journal),
+            controller_state=lambda: {"cursor": self.cursor},
+            spawn=spawn,
+            warn=self.told.append,
+            keep=keep,
+        )
 
     async def step(self, *, is_written: bool = True) -> None:
         """One optimizer step and what follows it; with `is_written`, until the disk is quiet."""

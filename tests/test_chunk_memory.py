@@ -1,4 +1,6 @@
-"""Chunks in memory that trainer and engine both have open: a mapped file here, an allocation of the device where there is one."""
+"""Chunks in memory that trainer and engine both have open: a mapped file here, an allocation of the device
+where there is one.
+"""
 
 from __future__ import annotations
 

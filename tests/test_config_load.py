@@ -127,7 +127,8 @@ def test_an_override_changes_its_own_section_alone_where_the_file_uses_one_twice
     good: Path, aliased: str
 ) -> None:
     good.write_text(
-        f"model: {{path: m}}\ntask: &t\n  python: asyncrl.tasks.letters:Letters\n  args: {{n: 1}}\n  size: 10\neval: {{task: {aliased}}}\n"
+        f"model: {{path: m}}\ntask: &t\n  python: asyncrl.tasks.letters:Letters\n  args: {{n: 1}}\n  size: "
+        f"10\neval: {{task: {aliased}}}\n"
     )
     config = load_config(good, ["task.size=99", "task.args.n=5"])
     assert (config.task.size, config.task.args) == (99, {"n": 5})

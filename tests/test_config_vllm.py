@@ -1,4 +1,6 @@
-"""Settings of vLLM and of the ways that weights take to it: what cannot work is refused with the reason and what to write instead."""
+"""Settings of vLLM and of the ways that weights take to it: what cannot work is refused with the reason and
+what to write instead.
+"""
 
 from __future__ import annotations
 
@@ -70,8 +72,8 @@ def test_a_canary_limit_is_a_number_above_0_auto_or_none(path: Path, value: str)
 def test_what_is_for_vllm_is_refused_beside_another_engine(path: Path, engine: str, override: str) -> None:
     said = refusal(path, f"rollout.engine={engine}", override)
     assert (
-        f"{override.partition('=')[0]} is for vLLM, and rollout.engine={engine}; set rollout.engine=vllm, or remove it"
-        in said
+        f"{override.partition('=')[0]} is for vLLM, and rollout.engine={engine}; set rollout.engine=vllm, or "
+        f"remove it" in said
     )
 
 

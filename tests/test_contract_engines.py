@@ -1,4 +1,6 @@
-"""One contract for every engine server, at the surface of its client: samples, logprobs, aborts, versions, swaps and errors."""
+"""One contract for every engine server, at the surface of its client: samples, logprobs, aborts, versions,
+swaps and errors.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Streamed answers, of every engine server: what is told in chunks and what comes last are the answer that is not streamed."""
+"""Streamed answers, of every engine server: what is told in chunks and what comes last are the answer that is
+not streamed.
+"""
 
 from __future__ import annotations
 

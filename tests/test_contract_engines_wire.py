@@ -1,4 +1,6 @@
-"""What our own engine servers say on the wire: statuses, the secret, specs, and their end. Behind an EngineClient none of it shows."""
+"""What our own engine servers say on the wire: statuses, the secret, specs, and their end. Behind an
+EngineClient none of it shows.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What deterministic mode promises: tokens and logprobs of a request depend on prompt, seed and weights alone, bit for bit."""
+"""What deterministic mode promises: tokens and logprobs of a request depend on prompt, seed and weights
+alone, bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 def varied_requests(vocab_size: int, count: int, seed: int) -> list[GenerateRequest]:
-    """Requests of all lengths and settings; some share a prompt, one is long enough for several blocks of attention."""
+    """Requests of all lengths and settings; some share a prompt, one is long enough for several blocks of
+    attention.
+    """
     rng = random.Random(seed)
     prompts = [[rng.randrange(vocab_size) for _ in range(length)] for length in (1, 2, 5, 16, 31, 64, 150)]
     return [

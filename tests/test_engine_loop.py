@@ -1,4 +1,6 @@
-"""The embedded engine's loop, in process: slots, shared prompts, swaps, and what happens when something breaks."""
+"""The embedded engine's loop, in process: slots, shared prompts, swaps, and what happens when something
+breaks.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Adapters in the embedded engine: it serves what it would serve from merged weights, and takes nothing by halves."""
+"""Adapters in the embedded engine: it serves what it would serve from merged weights, and takes nothing by
+halves.
+"""
 
 from __future__ import annotations
 

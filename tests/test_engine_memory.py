@@ -1,4 +1,6 @@
-"""Memory that the kernel sees: what sleep says it freed has left the process, and chunks are loaded without a second copy."""
+"""Memory that the kernel sees: what sleep says it freed has left the process, and chunks are loaded without a
+second copy.
+"""
 
 from __future__ import annotations
 

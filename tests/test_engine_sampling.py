@@ -1,4 +1,6 @@
-"""The draw of a token: from the right distribution, from (seed, position) alone, with the logprob of what was drawn from."""
+"""The draw of a token: from the right distribution, from (seed, position) alone, with the logprob of what was
+drawn from.
+"""
 
 from __future__ import annotations
 

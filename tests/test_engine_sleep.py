@@ -271,7 +271,9 @@ def test_the_digest_of_a_push_is_that_of_all_its_tensors_in_any_order() -> None:
 
 
 class RestingHistories(RuleBasedStateMachine):
-    """Random histories of one engine's memory. The model: which parts are awake, which weights lie there, and what a push has brought."""
+    """Random histories of one engine's memory. The model: which parts are awake, which weights lie there, and
+    what a push has brought.
+    """
 
     runner: Runner
     start: dict[str, torch.Tensor]

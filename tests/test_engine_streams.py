@@ -1,4 +1,6 @@
-"""Streams between an engine's thread and its clients: few wake-ups, errors in their place, and lines however the bytes are cut."""
+"""Streams between an engine's thread and its clients: few wake-ups, errors in their place, and lines however
+the bytes are cut.
+"""
 
 from __future__ import annotations
 

@@ -103,9 +103,11 @@ def test_an_interruption_right_at_the_end_of_the_budget_is_the_end() -> None:
 
 
 @given(
-    max_tokens=st.integers(1, 30), seed=st.integers(0, 2**62), cuts=st.lists(st.integers(0, 30), max_size=5),
+    max_tokens=st.integers(1, 30),
+    seed=st.integers(0, 2**62),
+    cuts=st.lists(st.integers(0, 30), max_size=5),
     end_fraction=st.sampled_from([0.0, 0.1]),
-)  # fmt: skip
+)
 def test_killed_at_any_tokens_and_gone_on_with_the_request_is_the_uninterrupted_one(
     max_tokens: int, seed: int, cuts: list[int], end_fraction: float
 ) -> None:

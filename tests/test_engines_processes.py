@@ -1,4 +1,6 @@
-"""Two real embedded servers with two slots each, six requests, two aborts: every joined answer is the uninterrupted one."""
+"""Two real embedded servers with two slots each, six requests, two aborts: every joined answer is the
+uninterrupted one.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ NUM_ENGINES, SLOTS, NUM_REQUESTS = 2, 2, 6
 
 @pytest.fixture(scope="module")
 def endless_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model with an end token that it cannot sample, and no tokenizer to name one: all run to max_tokens.
+    """A tiny model with an end token that it cannot sample, and no tokenizer to name one: all run to
+    max_tokens.
 
     Deeper than the usual one, so that aborts surely come in the middle.
     """

@@ -1,4 +1,6 @@
-"""Chunks on the client's side, on the virtual clock: whatever dies or interrupts, each token is told once and stays."""
+"""Chunks on the client's side, on the virtual clock: whatever dies or interrupts, each token is told once and
+stays.
+"""
 
 from __future__ import annotations
 
@@ -323,14 +325,21 @@ def test_a_chunk_older_than_what_the_server_had_confirmed_is_an_engine_error() -
 
 
 BAD_ENDS: dict[str, tuple[dict[str, Any], str]] = {
-    "the whole is longer than its budget": ({"token_ids": [97] * 2, "logprobs": [-1.0] * 2}, "7 tokens where 6 were asked for"),
-    "length comes too early": ({"token_ids": [], "logprobs": [], "version_spans": []}, "finish_reason length after 5 of 6 tokens"),
+    "the whole is longer than its budget": (
+        {"token_ids": [97] * 2, "logprobs": [-1.0] * 2},
+        "7 tokens where 6 were asked for",
+    ),
+    "length comes too early": (
+        {"token_ids": [], "logprobs": [], "version_spans": []},
+        "finish_reason length after 5 of 6 tokens",
+    ),
     "it stops without a token": (
-        {"token_ids": [], "logprobs": [], "version_spans": [], "finish_reason": "stop"}, "finish_reason stop without a token",
+        {"token_ids": [], "logprobs": [], "version_spans": [], "finish_reason": "stop"},
+        "finish_reason stop without a token",
     ),
     "it is another one's": ({"request_id": "other"}, "the answer to other"),
     "its spans leave a token out": ({"version_spans": []}, "spans none over 1 tokens"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", BAD_ENDS)

@@ -1,4 +1,6 @@
-"""VllmServer on a real vLLM with a tiny model: exact tokens, logprobs of what was sampled, stops, aborts, commits in flight, sleep."""
+"""VllmServer on a real vLLM with a tiny model: exact tokens, logprobs of what was sampled, stops, aborts,
+commits in flight, sleep.
+"""
 
 from __future__ import annotations
 
@@ -228,7 +230,9 @@ def test_a_caller_that_is_cancelled_leaves_no_slot_taken(house: House) -> None:
 def test_sixteen_requests_through_three_publishes_have_the_right_version_on_every_token(
     house: House, interrupt: Interrupt
 ) -> None:
-    """Sixteen are in flight until the last publish is done, one after the other in each place; those of eight places are streamed."""
+    """Sixteen are in flight until the last publish is done, one after the other in each place; those of eight
+    places are streamed.
+    """
     max_tokens, step = 200, 8 * 15
     done: dict[tuple[int, int], Completion] = {}
     told: dict[tuple[int, int], list[int]] = {}
@@ -280,9 +284,13 @@ def test_sixteen_requests_through_three_publishes_have_the_right_version_on_ever
             for span in spans:
                 spans_seen.add(span.version)
                 gap = house.gap(
-                    house.pushed[span.version], (10, 11, 12 + seed), completion.token_ids, completion.behaviour_logprobs,
-                    start=span.start, end=span.end,
-                )  # fmt: skip
+                    house.pushed[span.version],
+                    (10, 11, 12 + seed),
+                    completion.token_ids,
+                    completion.behaviour_logprobs,
+                    start=span.start,
+                    end=span.end,
+                )
                 if interrupt != "keep_kv" or is_streamed or span.version == spans[0].version:
                     assert gap <= 1e-3, (
                         f"tokens [{span.start}, {span.end}) are not those of version {span.version}"

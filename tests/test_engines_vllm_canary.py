@@ -1,4 +1,6 @@
-"""Pushes to a real vLLM that answer 200 and are wrong, one fault after the other: none is announced. Last, one that breaks and dies."""
+"""Pushes to a real vLLM that answer 200 and are wrong, one fault after the other: none is announced. Last,
+one that breaks and dies.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ async def push_staged(server: VllmServer, manifest: WeightManifest) -> None:
 
 
 def mend(house: House) -> None:
-    """After a push that was refused: the weights of no version are replaced by right ones, behind the back of any client."""
+    """After a push that was refused: the weights of no version are replaced by right ones, behind the back of
+    any client.
+    """
     house.process.rpc("asyncrl_plant", fault="")
     house.process.post("/update_weight_version", {"new_version": str(house.version)})
 

@@ -1,4 +1,6 @@
-"""Commits of VllmServer against all that happens meanwhile, on a scripted vLLM and the virtual clock: each race and fault in turn."""
+"""Commits of VllmServer against all that happens meanwhile, on a scripted vLLM and the virtual clock: each
+race and fault in turn.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,8 @@ def test_a_request_that_reaches_vllm_after_the_pause_has_tokens_of_the_new_weigh
             )
             await all_blocked()
             fake.transit_s = TRANSIT_S
-            # With abort the commit waits until it can end it; else it goes on in vLLM, sent under the old version and begun under the new.
+            # With abort the commit waits until it can end it; else it goes on in vLLM, sent under the old
+            # version and begun under the new.
             await publish(server, 1, interrupt)
         answer = late.result()
         assert not told, "nobody knew yet whose they were"
@@ -175,9 +178,16 @@ def test_the_canary_has_a_slot_though_all_are_taken_and_more_wait(interrupt: Int
 def test_a_push_in_chunks_into_a_sleeping_engine_is_checked_when_it_wakes() -> None:
     def chunk(version: int, index: int, *, is_last: bool = False) -> ExportChunkResponse:
         return ExportChunkResponse(
-            version=version, index=index, path="/dev/shm/c", digest=f"d{index}", num_tensors=1, num_bytes=8, is_last=is_last,
-            whole_digest="whole" if is_last else "", canary=manifest(version).canary if is_last else None,
-        )  # fmt: skip
+            version=version,
+            index=index,
+            path="/dev/shm/c",
+            digest=f"d{index}",
+            num_tensors=1,
+            num_bytes=8,
+            is_last=is_last,
+            whole_digest="whole" if is_last else "",
+            canary=manifest(version).canary if is_last else None,
+        )
 
     async def turn(server: VllmServer, version: int) -> None:
         await server.sleep(["kv", "weights"])

@@ -1,4 +1,6 @@
-"""What can go wrong in a commit of VllmServer, and what is left of it: a scripted vLLM on the virtual clock, each fault in turn."""
+"""What can go wrong in a commit of VllmServer, and what is left of it: a scripted vLLM on the virtual clock,
+each fault in turn.
+"""
 
 from __future__ import annotations
 

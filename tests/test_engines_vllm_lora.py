@@ -1,4 +1,6 @@
-"""Adapters pushed to a real vLLM: it computes what merged weights compute, and each push starts from the base."""
+"""Adapters pushed to a real vLLM: it computes what merged weights compute, and each push starts from the
+base.
+"""
 
 from __future__ import annotations
 

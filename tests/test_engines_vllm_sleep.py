@@ -1,4 +1,6 @@
-"""A real vLLM that sleeps, is given weights chunk by chunk, and wakes: what waited meanwhile is sampled with them."""
+"""A real vLLM that sleeps, is given weights chunk by chunk, and wakes: what waited meanwhile is sampled with
+them.
+"""
 
 from __future__ import annotations
 
@@ -40,10 +42,16 @@ def chunks(
         save_file(chunk, path)
         is_last = index == 1
         yield ExportChunkResponse(
-            version=version, index=index, path=str(path), digest=digest_of(chunk), num_tensors=len(chunk),
-            num_bytes=sum(one.nbytes for one in chunk.values()), is_last=is_last, whole_digest=digest_of(weights) if is_last else "",
+            version=version,
+            index=index,
+            path=str(path),
+            digest=digest_of(chunk),
+            num_tensors=len(chunk),
+            num_bytes=sum(one.nbytes for one in chunk.values()),
+            is_last=is_last,
+            whole_digest=digest_of(weights) if is_last else "",
             canary=house.canary(canary_of) if is_last else None,
-        )  # fmt: skip
+        )
 
 
 async def turn(

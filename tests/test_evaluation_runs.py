@@ -72,17 +72,34 @@ class House:
         self.trained_at: list[float] = []
         target = EngineServer(self.eval_engine)
         evaluator = Evaluator(
-            EnginePool([target], slots=4), FakeTokenizer(), FakeScorer(), PROMPTS,
-            samples=2, slots=4, temperature=1.0, max_tokens=10, max_prompt_tokens=10, seed_of=lambda name, index: index,
-        )  # fmt: skip
+            EnginePool([target], slots=4),
+            FakeTokenizer(),
+            FakeScorer(),
+            PROMPTS,
+            samples=2,
+            slots=4,
+            temperature=1.0,
+            max_tokens=10,
+            max_prompt_tokens=10,
+            seed_of=lambda name, index: index,
+        )
         self.evaluation = Evaluation(
-            evaluator, target, Schedule(every=every, last=last, at_start=at_start, evaluated=evaluated), self.hold,
-            timeout_s=timeout_s, on_result=self.results.append, on_trouble=self.troubles.append,
-        )  # fmt: skip
+            evaluator,
+            target,
+            Schedule(every=every, last=last, at_start=at_start, evaluated=evaluated),
+            self.hold,
+            timeout_s=timeout_s,
+            on_result=self.results.append,
+            on_trouble=self.troubles.append,
+        )
         self.publisher = Publisher(
-            self.trainer, [EngineServer(self.rollout_engine)], interrupt="abort", timeout_s=60.0,
-            on_served=self._on_served, on_published=self.evaluation.published_nowait,
-        )  # fmt: skip
+            self.trainer,
+            [EngineServer(self.rollout_engine)],
+            interrupt="abort",
+            timeout_s=60.0,
+            on_served=self._on_served,
+            on_published=self.evaluation.published_nowait,
+        )
 
     def _on_served(self, version: int) -> None:
         self.served.append(version)
@@ -108,7 +125,9 @@ class House:
 
 
 def undisturbed(house: House) -> bool:
-    """Whether the trainer's and the rollout engines' times are those of a run in which evaluation cannot be felt."""
+    """Whether the trainer's and the rollout engines' times are those of a run in which evaluation cannot be
+    felt.
+    """
     steps = [float(number) for number in range(1, house.last + 1)]
     return house.trained_at == pytest.approx(steps) and house.served_at[: house.last - 1] == pytest.approx(
         [t + 0.1 for t in steps[:-1]]
@@ -318,9 +337,12 @@ def test_a_resumed_schedule_evaluates_what_the_killed_one_had_not(
 
 
 @given(
-    decode_s=st.floats(0.001, 0.5), prepare_s=st.floats(0.0, 6.0), every=st.integers(1, 5), timeout_s=st.floats(0.5, 30.0),
+    decode_s=st.floats(0.001, 0.5),
+    prepare_s=st.floats(0.0, 6.0),
+    every=st.integers(1, 5),
+    timeout_s=st.floats(0.5, 30.0),
     death=st.integers(1, 40),
-)  # fmt: skip
+)
 def test_whatever_the_eval_engine_does_training_keeps_its_pace_and_no_file_stays_behind(
     decode_s: float, prepare_s: float, every: int, timeout_s: float, death: int
 ) -> None:

@@ -58,12 +58,12 @@ def test_an_evaluation_is_written_shown_and_warned_of(
     assert (second["last_failure"], "eval/reward_mean" in second) == ("KeyError: 'x'", False)
     said = capsys.readouterr().out
     assert (
-        "eval v20 reward 0.750 ± 0.250  5.0 tokens, 50.0% truncated  3.0 s  samples failed: 1  skipped so far: 2"
-        in said
+        "eval v20 reward 0.750 ± 0.250  5.0 tokens, 50.0% truncated  3.0 s  samples failed: 1  skipped so "
+        "far: 2" in said
     )
     assert (
-        "WARNING: no sample of the evaluation of policy_version 40 has a reward, the last failure: KeyError: 'x'"
-        in said
+        "WARNING: no sample of the evaluation of policy_version 40 has a reward, the last failure: KeyError: "
+        "'x'" in said
     )
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["evaluation"]["policy_version"] == 40
@@ -112,9 +112,19 @@ def test_calls_of_the_eval_reward_that_do_not_end_are_a_number_of_the_evaluation
 
     async def story() -> None:
         evaluation = wire_evaluation(
-            config, settings, EngineServer(FakeEngineServer("engine-eval")), prompts, scorer, tokenizer, tmp_path, tmp_path, checkpoints,
-            harnessing=None, on_result=results.append, warn=told.append,
-        )  # fmt: skip
+            config,
+            settings,
+            EngineServer(FakeEngineServer("engine-eval")),
+            prompts,
+            scorer,
+            tokenizer,
+            tmp_path,
+            tmp_path,
+            checkpoints,
+            harnessing=None,
+            on_result=results.append,
+            warn=told.append,
+        )
         running = asyncio.ensure_future(evaluation.run())
         await asyncio.sleep(100.0)
         running.cancel()

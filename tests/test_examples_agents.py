@@ -1,4 +1,6 @@
-"""The agents under examples/ do what their pages say: their tools, their rewards, and that their configs are configs."""
+"""The agents under examples/ do what their pages say: their tools, their rewards, and that their configs are
+configs.
+"""
 
 from __future__ import annotations
 
@@ -90,9 +92,20 @@ def test_the_calculator_agent_rewards_a_call_an_expression_and_an_answer() -> No
 
 @pytest.mark.parametrize(
     ("expression", "value"),
-    [("3+4", "7"), ("7/2", "3.5"), ("-(2-5)*3", "9"), ("1/0", "error"), ("2**9", "error"), ("__import__('os')", "error"), ("", "error"),
-     ("9" * 400, "error"), ("(" * 90, "error"), ("1e999", "error"), ("\x00", "error")],
-)  # fmt: skip
+    [
+        ("3+4", "7"),
+        ("7/2", "3.5"),
+        ("-(2-5)*3", "9"),
+        ("1/0", "error"),
+        ("2**9", "error"),
+        ("__import__('os')", "error"),
+        ("", "error"),
+        ("9" * 400, "error"),
+        ("(" * 90, "error"),
+        ("1e999", "error"),
+        ("\x00", "error"),
+    ],
+)
 def test_the_calculator_calculates_and_nothing_else(expression: str, value: str) -> None:
     assert load_object("examples.calculator:calculate", "test")(expression) == value
 
@@ -164,8 +177,11 @@ def test_every_question_of_the_search_agent_is_answered_by_a_passage() -> None:
     corpus = (ROOT / "examples/search/corpus.jsonl").read_text(encoding="utf-8")
     for line in (ROOT / "examples/search/questions.jsonl").read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
-        assert any(agent(json.loads(passage)["title"] + " " + json.loads(passage)["text"], right)
-                   for passage in corpus.splitlines() for right in row["answer"]), row  # fmt: skip
+        assert any(
+            agent(json.loads(passage)["title"] + " " + json.loads(passage)["text"], right)
+            for passage in corpus.splitlines()
+            for right in row["answer"]
+        ), row
 
 
 def test_the_shell_agent_makes_two_turns_with_curl_alone() -> None:

@@ -1,4 +1,6 @@
-"""Whether a directory holds a run to go on with, from where, and which settings may have changed meanwhile."""
+"""Whether a directory holds a run to go on with, from where, and which settings may have changed
+meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -241,8 +243,9 @@ def test_what_is_named_may_change_by_key_or_by_section(
     point = find_resume(run_dir, config, "auto", allowed)
     assert point is not None
     assert [text for text in point.told if text.startswith("goes on with")] == [
-        "goes on with rollout.max_tokens: 24 -> 20", "goes on with trainer.learning_rate: 0.003 -> 0.1",
-    ]  # fmt: skip
+        "goes on with rollout.max_tokens: 24 -> 20",
+        "goes on with trainer.learning_rate: 0.003 -> 0.1",
+    ]
     with pytest.raises(ConfigError, match="learning_rate") as caught:
         find_resume(run_dir, config, "auto", [name for name in allowed if not name.startswith("trainer")])
     assert "max_tokens" not in str(caught.value)

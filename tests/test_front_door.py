@@ -1,4 +1,6 @@
-"""A person's key, rollouts that are tried, sessions of another engine, and attempts that belong to no group."""
+"""A person's key, rollouts that are tried, sessions of another engine, and attempts that belong to no
+group.
+"""
 
 from __future__ import annotations
 
@@ -212,9 +214,15 @@ def test_each_prompt_is_tried_as_often_as_a_group_is_large_and_failures_are_told
     async def story() -> list[Tried]:
         async with asyncio.TaskGroup() as tasks:
             return await try_rollouts(
-                agent, [make_prompt(number) for number in range(2)], group_size=3, capacity=2, timeout_s=None, retries=1,
-                on_tried=told.append, spawn=tasks.create_task,
-            )  # fmt: skip
+                agent,
+                [make_prompt(number) for number in range(2)],
+                group_size=3,
+                capacity=2,
+                timeout_s=None,
+                retries=1,
+                on_tried=told.append,
+                spawn=tasks.create_task,
+            )
 
     all_tried = run_virtual(story())
     assert all_tried == told
@@ -346,9 +354,18 @@ def test_a_harness_that_fails_because_its_engine_broke_is_no_data() -> None:
 
 def make_evaluator(agent: OneTry) -> Evaluator:
     return Evaluator(
-        FakeEngine(), FakeTokenizer(), FakeScorer(), [make_prompt(number) for number in range(3)], samples=2, slots=2, temperature=0.5,
-        max_tokens=4, max_prompt_tokens=8, seed_of=lambda *_: 0, run_agent=AttemptsApart(agent, timeout_s=50.0).run,
-    )  # fmt: skip
+        FakeEngine(),
+        FakeTokenizer(),
+        FakeScorer(),
+        [make_prompt(number) for number in range(3)],
+        samples=2,
+        slots=2,
+        temperature=0.5,
+        max_tokens=4,
+        max_prompt_tokens=8,
+        seed_of=lambda *_: 0,
+        run_agent=AttemptsApart(agent, timeout_s=50.0).run,
+    )
 
 
 def test_an_evaluation_of_an_agent_takes_its_rewards_and_the_tokens_of_all_its_turns() -> None:

@@ -1,4 +1,6 @@
-"""Calls of one harness that run at once arrive and end in any order: the rollout is the same, to the last number of its units."""
+"""Calls of one harness that run at once arrive and end in any order: the rollout is the same, to the last
+number of its units.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from asyncrl.messages.records import Completion, Outcome, Rollout, VersionSpan
 
 @dataclass(frozen=True)
 class Ask:
-    """A call, and those that the harness makes with its answer. `anew`: it begins a history of its own with the answer in it."""
+    """A call, and those that the harness makes with its answer. `anew`: it begins a history of its own with
+    the answer in it.
+    """
 
     text: str
     anew: bool
@@ -85,7 +89,9 @@ def values(rollout: Rollout) -> Iterator[Any]:
 
 
 def test_which_engine_answered_puts_no_branch_before_another() -> None:
-    """Two answers that differ in how often they were interrupted alone are in the order of that, whichever engine was free."""
+    """Two answers that differ in how often they were interrupted alone are in the order of that, whichever
+    engine was free.
+    """
 
     def branches(engines: tuple[int, int]) -> list[tuple[int, int]]:
         capture = Capture(CharRenderer("plain"), CaptureCounts())

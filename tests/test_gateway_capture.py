@@ -1,4 +1,6 @@
-"""Which ids a call's prompt is made of, on a character-level template: the tree of a session's completions."""
+"""Which ids a call's prompt is made of, on a character-level template: the tree of a session's
+completions.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Random trees of calls against a model engine: what is trained is what was sampled, each token once, after what was sent."""
+"""Random trees of calls against a model engine: what is trained is what was sampled, each token once, after
+what was sent.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ class Choice:
 
 @dataclass(frozen=True)
 class Call:
-    """What a harness does next: go on from some answer it has, ask that one's question again, or edit the history."""
+    """What a harness does next: go on from some answer it has, ask that one's question again, or edit the
+    history.
+    """
 
     basis: int
     kind: str
@@ -63,7 +67,9 @@ STORY = st.lists(
 
 @dataclass
 class ModelEngine:
-    """Samples what it is told to. Logprobs are all different, so that a token of the rollout tells which one it is."""
+    """Samples what it is told to. Logprobs are all different, so that a token of the rollout tells which one
+    it is.
+    """
 
     num_tokens: int = 0
     sampled: dict[str, tuple[tuple[int, ...], Completion]] = field(default_factory=dict)

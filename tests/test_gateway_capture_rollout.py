@@ -1,4 +1,6 @@
-"""From recorded completions to the branches of a rollout: what is trained, and which reward each token answers for."""
+"""From recorded completions to the branches of a rollout: what is trained, and which reward each token
+answers for.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from asyncrl.messages.records import Completion, Credit, Outcome, Trajectory, Ve
 
 
 def forked_play() -> Play:
-    """Ids chatcmpl-0..3: `1`, then `2`, then `3` on the chat that an edit began anew, then `4` which goes on from `1` too."""
+    """Ids chatcmpl-0..3: `1`, then `2`, then `3` on the chat that an edit began anew, then `4` which goes on
+    from `1` too.
+    """
     play = Play()
     play.ask([user("a")], f"1{END}", version=3)
     play.ask([user("a"), assistant("1"), user("b")], f"2{END}", version=4)

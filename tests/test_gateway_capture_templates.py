@@ -1,4 +1,6 @@
-"""Capture with the chat templates of public models, over a byte-level BPE tokenizer that was trained for this test."""
+"""Capture with the chat templates of public models, over a byte-level BPE tokenizer that was trained for this
+test.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ SPECIAL = [
 SPECIAL += ["<start_of_turn>", "<｜User｜>", "<｜Assistant｜>"]
 
 WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-"""How text is split before it is merged: line feeds stay together whatever follows, as with Qwen and Llama 3."""
+"""How text is split before it is merged: line feeds stay together whatever follows, as with Qwen and Llama
+3.
+"""
 
 END_OF = {
     "qwen2_5": IM_END,
@@ -65,7 +69,9 @@ TOOLS = [
 
 @dataclass(frozen=True)
 class Turn:
-    """An answer as it is sampled, without the end of the turn, and the message that the harness makes of it."""
+    """An answer as it is sampled, without the end of the turn, and the message that the harness makes of
+    it.
+    """
 
     raw: str
     message: Message
@@ -239,7 +245,9 @@ def test_what_each_template_makes_of_a_chat(
 
 
 def byte_ids(renderer: HFChatTokenizer, text: str, raw: str) -> tuple[int, ...]:
-    """Another tokenisation than the tokenizer's, as a model may sample it: a token a byte, and the end of the turn."""
+    """Another tokenisation than the tokenizer's, as a model may sample it: a token a byte, and the end of the
+    turn.
+    """
     ids = [token for character in text for token in renderer.encode(character)]
     return (*ids, *renderer.encode(raw[len(text) :]))
 

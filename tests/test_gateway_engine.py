@@ -1,4 +1,6 @@
-"""The official client and curl against a gateway over a real engine server, with weights published in the middle of answers."""
+"""The official client and curl against a gateway over a real engine server, with weights published in the
+middle of answers.
+"""
 
 from __future__ import annotations
 

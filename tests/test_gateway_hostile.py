@@ -1,4 +1,6 @@
-"""Clients that send what they should not, too much of it, too slowly, or too late: each gets its clear error, and the rest go on."""
+"""Clients that send what they should not, too much of it, too slowly, or too late: each gets its clear error,
+and the rest go on.
+"""
 
 from __future__ import annotations
 
@@ -159,10 +161,23 @@ def test_what_means_off_or_changes_nothing_is_taken_and_what_is_ignored_is_logge
         async with gateway_world() as world:
             schema = {"type": "object", "properties": {"child": {"$ref": "#"}}}
             status, answer = await world.ask(
-                user="me", metadata={"a": "b"}, store=True, frequency_penalty=0, presence_penalty=0.0, logit_bias={}, top_k=-1,
-                response_format={"type": "text"}, parallel_tool_calls=True, modalities=["text"], temperature=0.3, top_p=None, seed=None,
-                max_completion_tokens=10**30, stop=None, tools=[{"type": "function", "function": {"name": "f", "parameters": schema}}],
-            )  # fmt: skip
+                user="me",
+                metadata={"a": "b"},
+                store=True,
+                frequency_penalty=0,
+                presence_penalty=0.0,
+                logit_bias={},
+                top_k=-1,
+                response_format={"type": "text"},
+                parallel_tool_calls=True,
+                modalities=["text"],
+                temperature=0.3,
+                top_p=None,
+                seed=None,
+                max_completion_tokens=10**30,
+                stop=None,
+                tools=[{"type": "function", "function": {"name": "f", "parameters": schema}}],
+            )
             assert (status, answer["choices"][0]["finish_reason"]) == (200, "stop")
             (request,) = world.engine.requests
             assert (request.temperature, request.top_p, request.max_tokens) == (1.0, 1.0, 400)
@@ -173,8 +188,11 @@ def test_what_means_off_or_changes_nothing_is_taken_and_what_is_ignored_is_logge
                 if record.name.startswith("asyncrl.agents.endpoint")
             ]
             assert sorted(" ".join(line.split()[:4]) for line in told) == [
-                "gateway: a call asks", "gateway: calls give `metadata`,", "gateway: calls give `store`,", "gateway: calls give `user`,"
-            ]  # fmt: skip
+                "gateway: a call asks",
+                "gateway: calls give `metadata`,",
+                "gateway: calls give `store`,",
+                "gateway: calls give `user`,",
+            ]
         async with gateway_world(on_sampling_override="refuse") as world:
             status, answer = await world.ask(temperature=0.3)
             assert (status, answer["error"]["param"]) == (400, "temperature")
@@ -193,7 +211,8 @@ json_values = st.recursive(
 )
 parameters = st.dictionaries(
     st.sampled_from(
-        "messages tools tool_choice n stop seed max_tokens temperature stream stream_options logprobs response_format x".split()
+        "messages tools tool_choice n stop seed max_tokens temperature stream stream_options logprobs "
+        "response_format x".split()
     ),
     json_values,
 )
@@ -275,16 +294,31 @@ def test_a_text_that_is_far_too_long_is_found_by_its_first_tokens_and_one_that_f
 
 def curl(world: World, *arguments: str, stdin: bytes = b"") -> Any:
     return asyncio.create_subprocess_exec(
-        "curl", "-sS", "--max-time", "20", "-w", "\n%{http_code}", *arguments,
-        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-    )  # fmt: skip
+        "curl",
+        "-sS",
+        "--max-time",
+        "20",
+        "-w",
+        "\n%{http_code}",
+        *arguments,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
 
 
 async def curl_call(world: World, body: bytes, *more: str) -> tuple[int, Any]:
     process = await curl(
-        world, "-H", f"Authorization: Bearer {world.session.key}", "-H", "Content-Type: application/json", "--data-binary", "@-", *more,
+        world,
+        "-H",
+        f"Authorization: Bearer {world.session.key}",
+        "-H",
+        "Content-Type: application/json",
+        "--data-binary",
+        "@-",
+        *more,
         f"{world.url}/v1/chat/completions",
-    )  # fmt: skip
+    )
     out, _ = await process.communicate(body)
     text, _, status = out.decode().rpartition("\n")
     return int(status), json.loads(text)

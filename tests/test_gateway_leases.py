@@ -1,4 +1,6 @@
-"""Random histories of the lease book, each invariant a line of its docstring; and silence, on a virtual clock."""
+"""Random histories of the lease book, each invariant a line of its docstring; and silence, on a virtual
+clock.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ WORKERS = st.sampled_from([("a", "1"), ("a", "2"), ("b", "1")])
 
 
 class LeaseHistory(RuleBasedStateMachine):
-    """Workers ask, lose answers on the way, finish, repeat themselves, finish others' work, leave; runs are taken back."""
+    """Workers ask, lose answers on the way, finish, repeat themselves, finish others' work, leave; runs are
+    taken back.
+    """
 
     def __init__(self) -> None:
         super().__init__()

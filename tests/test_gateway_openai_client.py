@@ -1,4 +1,6 @@
-"""The official openai client, unmodified, against a gateway: sync, async, streams, tools, choices, retries, errors."""
+"""The official openai client, unmodified, against a gateway: sync, async, streams, tools, choices, retries,
+errors.
+"""
 
 from __future__ import annotations
 
@@ -235,8 +237,10 @@ def test_logprobs_are_those_of_the_sampled_tokens() -> None:
             assert answer.choices[0].logprobs
             assert answer.choices[0].logprobs.content
             assert [(each.token, each.logprob) for each in answer.choices[0].logprobs.content] == [
-                ("H", -0.5), ("e", -0.5 - 1 / 1024), ("l", -0.5 - 2 / 1024)
-            ]  # fmt: skip
+                ("H", -0.5),
+                ("e", -0.5 - 1 / 1024),
+                ("l", -0.5 - 2 / 1024),
+            ]
             assert answer.choices[0].finish_reason == "length"
             stream = await client.chat.completions.create(
                 model="m", messages=HI, logprobs=True, stream=True, max_tokens=3

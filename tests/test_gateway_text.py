@@ -1,4 +1,6 @@
-"""The text of an answer while its tokens come in: however they are cut, the same text, and none that changes later."""
+"""The text of an answer while its tokens come in: however they are cut, the same text, and none that changes
+later.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def pieces(answer: AnswerText, ids: Sequence[int], cuts: Sequence[int]) -> list[
 
 
 def cut_at_stop(text: str, stop: Sequence[str]) -> str:
-    """Read a character at a time: the first end of `text` so far that is a stop string goes, the longest of those that are."""
+    """Read a character at a time: the first end of `text` so far that is a stop string goes, the longest of
+    those that are.
+    """
     for end in range(len(text) + 1):
         if found := [entry for entry in stop if entry and text[:end].endswith(entry)]:
             return text[: end - max(map(len, found))]
@@ -58,7 +62,9 @@ def whole_text(tokenizer: HFChatTokenizer, ids: Sequence[int]) -> str:
 
 
 def ids_of(name: str) -> st.SearchStrategy[list[int]]:
-    """Any ids, and some that the vocabulary does not have; often the single bytes of characters, whole or broken off."""
+    """Any ids, and some that the vocabulary does not have; often the single bytes of characters, whole or
+    broken off.
+    """
     tokenizer = _saved[name]
     top = max(tokenizer.text_ids) + 5
     texts = st.sampled_from(

@@ -55,7 +55,9 @@ def test_the_settings_of_the_gateways_page_are_the_defaults() -> None:
 
 
 def sections_with_the_answer() -> list[Any]:
-    """Of all pages, those that show an agent which reads task.answer, or name the pages' own (`my_agent:run`), which does."""
+    """Of all pages, those that show an agent which reads task.answer, or name the pages' own
+    (`my_agent:run`), which does.
+    """
     found = []
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
         for section in re.split(r"^## ", page.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
@@ -153,8 +155,8 @@ def test_the_page_names_every_parameter_and_says_what_becomes_of_it() -> None:
 
 def test_the_page_names_every_error_code() -> None:
     source = "".join(
-        (ROOT / "asyncrl" / "gateway" / f"{name}.py").read_text()
-        for name in ("errors", "calls", "app", "shapes")
+        (ROOT / "asyncrl" / "agents" / "endpoint" / f"{name}.py").read_text()
+        for name in ("refusals", "calls", "app", "requests")
     )
     codes = set(re.findall(r'code="(\w+)"', source)) | set(re.findall(r'\d: "(\w+)"', source))
     assert codes == set().union(*(names(row[1]) for row in table("status")))

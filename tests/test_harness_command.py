@@ -1,4 +1,6 @@
-"""Commands as harnesses, with real processes: what they are given, what they say, and that nothing of them is left."""
+"""Commands as harnesses, with real processes: what they are given, what they say, and that nothing of them is
+left.
+"""
 
 from __future__ import annotations
 
@@ -111,7 +113,9 @@ TOOL = """
     } > loot 2>&1
     curl -s "$OPENAI_BASE_URL/outcome" -H "Authorization: Bearer $OPENAI_API_KEY" -d '{"reward": 1.0}' > answered
 """
-"""What a policy may have its shell tool run, to be paid: it looks for keys and the answer, and posts with the key that it inherits."""
+"""What a policy may have its shell tool run, to be paid: it looks for keys and the answer, and posts with the
+key that it inherits.
+"""
 
 
 @pytest.mark.slow
@@ -234,7 +238,9 @@ def test_a_command_that_floods_its_output_is_ended() -> None:
 
 @pytest.mark.slow
 def test_what_forks_and_exits_leaves_nothing_and_holds_nobody_up() -> None:
-    """The child holds standard output open; the grandchild has taken a session of its own, and a third ignores SIGTERM."""
+    """The child holds standard output open; the grandchild has taken a session of its own, and a third
+    ignores SIGTERM.
+    """
     script = """
         sleep 3600 &
         setsid --fork bash -c 'sleep 3600; :' </dev/null
@@ -309,8 +315,8 @@ def test_no_file_descriptor_and_no_zombie_is_left_after_many_commands() -> None:
     """In a process of its own: it becomes the parent of what its commands leave behind."""
     script = """if True:
         import asyncio, os
-        from asyncrl.harness import Session, Task
-        from asyncrl.harness.command import CommandHarness
+        from asyncrl.agents import Session, Task
+        from asyncrl.agents.command import CommandHarness
         import psutil
 
         async def story():

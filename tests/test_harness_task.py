@@ -1,4 +1,6 @@
-"""A task with its answer, and one without: both are plain records, and only reading the missing answer is an error."""
+"""A task with its answer, and one without: both are plain records, and only reading the missing answer is an
+error.
+"""
 
 from __future__ import annotations
 

@@ -57,7 +57,9 @@ def session_of(world: World, session: GatewaySession) -> Session:
 def play(
     name: str, index: int, answer: Callable[[str], str], args: Mapping[str, Any] = LOCAL, **gateway: Any
 ) -> tuple[Outcome, Rollout, list[str]]:
-    """The outcome of one task, what was recorded, and the prompts as the engine saw them. `answer` is given such a prompt."""
+    """The outcome of one task, what was recorded, and the prompts as the engine saw them. `answer` is given
+    such a prompt.
+    """
 
     async def story() -> tuple[Outcome, Rollout, list[str]]:
         engine = ScriptedEngine(lambda request: answer(text_of(request)))

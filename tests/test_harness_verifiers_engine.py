@@ -1,4 +1,6 @@
-"""A verifiers environment of many turns over a real gateway and a real engine server: what is recorded is what was sampled."""
+"""A verifiers environment of many turns over a real gateway and a real engine server: what is recorded is
+what was sampled.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ ARGS: dict[str, Any] = {"agent": {"runtime": {"type": "subprocess"}, "max_turns"
 
 
 class ToldEngine(EngineServer):
-    """The client of an engine server, which keeps what was asked and answered, and publishes new weights before its third request."""
+    """The client of an engine server, which keeps what was asked and answered, and publishes new weights
+    before its third request.
+    """
 
     def __init__(self, caller: Caller, model_dir: Path, folder: Path) -> None:
         super().__init__(caller)
@@ -58,7 +62,9 @@ class ToldEngine(EngineServer):
 
 
 def make_model_of_digits(folder: Path) -> Path:
-    """A tiny model that says digits alone: each hidden state has a large first element, which the logits of all other tokens fall with."""
+    """A tiny model that says digits alone: each hidden state has a large first element, which the logits of
+    all other tokens fall with.
+    """
     scratch = ScratchConfig(
         architecture={**TINY_ARCHITECTURE, "tie_word_embeddings": False}, characters=TINY_CHARACTERS + "GW"
     )

@@ -29,7 +29,9 @@ from asyncrl.placement.processes import ChildProcess
 
 
 class Steps:
-    """A harness that the test plays by hand: each run waits for its future; what it came to is what was put there."""
+    """A harness that the test plays by hand: each run waits for its future; what it came to is what was put
+    there.
+    """
 
     def __init__(self) -> None:
         self.tasks: list[AnyTask] = []
@@ -288,9 +290,14 @@ def child(
     spec = WorkerSpec(name="worker-0", url=gateway.url, slots=slots, harness=harness)
     env = {"PYTHONPATH": str(Path(__file__).parent)} | more
     return ChildProcess(
-        "worker-0", "asyncrl.agents.worker", spec.model_dump_json(), run_dir=run_dir, secret="own-secret", env=env,
+        "worker-0",
+        "asyncrl.agents.worker",
+        spec.model_dump_json(),
+        run_dir=run_dir,
+        secret="own-secret",
+        env=env,
         secrets={WORKER_KEY_ENV: WORKER_KEY},
-    )  # fmt: skip
+    )
 
 
 @contextlib.asynccontextmanager
@@ -329,7 +336,8 @@ def test_a_command_finds_no_key_in_the_environment_or_the_files_of_its_worker(
 ) -> None:
     monkeypatch.setenv(WORKER_KEY_ENV, WORKER_KEY)  # as it may be given to the run itself
     places = f"/proc/$PPID/environ /proc/$PPID/cmdline {tmp_path}/specs/*"
-    look = f"cat {places} | grep -a -c -e '[w]orker-key' -e '[o]wn-secret' -e '[A]SYNCRL_SECRET'; true"  # it is in the spec itself
+    # it is in the spec itself
+    look = f"cat {places} | grep -a -c -e '[w]orker-key' -e '[o]wn-secret' -e '[A]SYNCRL_SECRET'; true"
 
     async def story() -> None:
         async with open_gateway() as gateway:

@@ -42,7 +42,9 @@ def record(run_dir: Path, batch: Batch) -> None:
 
 
 async def live(run_dir: Path) -> Journal:
-    """Groups 0 and 1 are trained, 2 and 3 taken; 4 failed, 5 was dropped and its prompt runs as 6, 7 was filtered, 8 has just begun."""
+    """Groups 0 and 1 are trained, 2 and 3 taken; 4 failed, 5 was dropped and its prompt runs as 6, 7 was
+    filtered, 8 has just begun.
+    """
     config = {
         "model": {"path": "nowhere/at-all"},
         "task": {"python": "a:B"},
@@ -125,8 +127,8 @@ def test_a_run_says_where_its_groups_and_tokens_went_and_what_happened_to_it(tmp
 def test_people_are_told_the_same(tmp_path: Path) -> None:
     text = text_of(tmp_path)
     assert (
-        "groups: 1 failed, 1 filtered, 1 handed back, 2 running, 4 taken; 1 of 2 batches trained; 2 rollouts failed."
-        in text
+        "groups: 1 failed, 1 filtered, 1 handed back, 2 running, 4 taken; 1 of 2 batches trained; 2 rollouts "
+        "failed." in text
     )
     assert "120 sampled in rollouts that ended, 40 wasted (33.3%)" in text
     assert "20 in groups that teach nothing" in text
@@ -339,7 +341,8 @@ def test_a_real_run_can_be_asked_for_the_conversation_of_a_group_without_torch(t
     assert answer.returncode == 0, answer.stderr
     script = (
         "import sys; from asyncrl.observe.inspect import render_inspect;"
-        "print(render_inspect(sys.argv[1], as_json=True, group=int(sys.argv[2]))); assert 'torch' not in sys.modules"
+        "print(render_inspect(sys.argv[1], as_json=True, group=int(sys.argv[2]))); assert 'torch' not in "
+        "sys.modules"
     )
     entry = read_lines(run_dir / "trained.jsonl")[-1]["trajectories"][0]
     asked = subprocess.run(

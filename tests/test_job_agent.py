@@ -1,4 +1,6 @@
-"""Real runs of the lookup agent: what is trained on, what is counted, and what a lost or blocked worker costs."""
+"""Real runs of the lookup agent: what is trained on, what is counted, and what a lost or blocked worker
+costs.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,14 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
 SHORT = (
-    "rollout.slots=16", "rollout.threads=1", "trainer.num_groups=2", "trainer.threads=1", "journal.keep=all",
-    "observe.console=plain", "observe.tensorboard=false",
-)  # fmt: skip
+    "rollout.slots=16",
+    "rollout.threads=1",
+    "trainer.num_groups=2",
+    "trainer.threads=1",
+    "journal.keep=all",
+    "observe.console=plain",
+    "observe.tensorboard=false",
+)
 
 
 def start_agent(run_dir: Path, *overrides: str) -> subprocess.Popen[str]:
@@ -86,8 +93,9 @@ def test_loss_is_on_what_the_model_sampled_and_never_on_what_the_tool_said(kille
     tokenizer = HFChatTokenizer(killed / "model")
     trained = {
         (line["version"], each["group_id"], each["sample_index"], each["branch"]): each
-        for line in read_lines(killed / "trained.jsonl") for each in line["trajectories"]
-    }  # fmt: skip
+        for line in read_lines(killed / "trained.jsonl")
+        for each in line["trajectories"]
+    }
     num_with_tool = 0
     given = re.compile(
         r"<\|user\|>[a-f]<\|im_end\|><\|assistant\|>((<\|im_end\|>)?<\|tool\|>[0-5-]<\|im_end\|><\|assistant\|>){0,2}"
@@ -142,9 +150,14 @@ def test_an_agent_that_blocks_its_worker_for_ever_costs_its_rollouts_and_not_the
     mark = tmp_path / "mark"
     mark.touch()
     process = start_agent(
-        tmp_path / "run", "trainer.num_steps=4", "generator.python=agents_for_test:blocks_once", f"generator.args.mark={mark}",
-        "gateway.lease_timeout_s=4", "observe.heartbeat_s=8", "rollout.retries=4",
-    )  # fmt: skip
+        tmp_path / "run",
+        "trainer.num_steps=4",
+        "generator.python=agents_for_test:blocks_once",
+        f"generator.args.mark={mark}",
+        "gateway.lease_timeout_s=4",
+        "observe.heartbeat_s=8",
+        "rollout.retries=4",
+    )
     try:
         finish(process)
     finally:

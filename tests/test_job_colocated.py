@@ -1,4 +1,6 @@
-"""Runs in which trainer and engines take turns: what they compute, and what is left of them when somebody dies."""
+"""Runs in which trainer and engines take turns: what they compute, and what is left of them when somebody
+dies.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +98,9 @@ def test_an_evaluation_gets_whole_weights_at_its_versions_and_leaves_the_run_as_
 
 @pytest.fixture(scope="module")
 def never(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The config of a run in turns with a training of some length, beside the directory `whole` of the same run apart, never killed."""
+    """The config of a run in turns with a training of some length, beside the directory `whole` of the same
+    run apart, never killed.
+    """
     folder = tmp_path_factory.mktemp("turns")
     trainer = {"micro_batch_tokens": 32, "num_steps": 24}
     never_killed(fuzz_config(folder, trainer=trainer), folder / "whole")

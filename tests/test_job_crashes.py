@@ -1,4 +1,6 @@
-"""Crash fuzz: real runs, killed with SIGKILL at seeded moments until they are done. `make fuzz` does hundreds of kills."""
+"""Crash fuzz: real runs, killed with SIGKILL at seeded moments until they are done. `make fuzz` does hundreds
+of kills.
+"""
 
 from __future__ import annotations
 

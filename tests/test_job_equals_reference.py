@@ -29,7 +29,9 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def differences(one: Path, other: Path) -> list[str]:
-    """Where two runs differ: tokens, rewards and losses of every step, and every byte of the final weights."""
+    """Where two runs differ: tokens, rewards and losses of every step, and every byte of the final
+    weights.
+    """
     found = []
     steps = zip(read_lines(one / "trained.jsonl"), read_lines(other / "trained.jsonl"), strict=True)
     for number, (left, right) in enumerate(steps):

@@ -20,14 +20,21 @@ from asyncrl.tasks.from_config import read_eval_task
 
 pytestmark = pytest.mark.slow
 EVAL: dict[str, Any] = {
-    "task": {"python": "asyncrl.tasks.letters:Letters", "size": 50}, "every": 4, "num_prompts": 12,
-    "samples": 2, "temperature": 1.0, "slots": 4, "timeout_s": 100,
-}  # fmt: skip
+    "task": {"python": "asyncrl.tasks.letters:Letters", "size": 50},
+    "every": 4,
+    "num_prompts": 12,
+    "samples": 2,
+    "temperature": 1.0,
+    "slots": 4,
+    "timeout_s": 100,
+}
 NUM_STEPS = 10
 
 
 def reward_under(model_dir: Path) -> float:
-    """Mean reward of the eval prompts under the weights of a folder: one engine in this process, one completion after the other."""
+    """Mean reward of the eval prompts under the weights of a folder: one engine in this process, one
+    completion after the other.
+    """
     config = EvalConfig.model_validate(EVAL)
     task, prompts = read_eval_task(config)
     tokenizer, rewards = HFChatTokenizer(model_dir), []

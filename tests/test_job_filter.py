@@ -1,4 +1,6 @@
-"""buffer.filter in real runs: the same run twice at max_staleness 0, and the end of one that nothing can be learnt from."""
+"""buffer.filter in real runs: the same run twice at max_staleness 0, and the end of one that nothing can be
+learnt from.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A real run whose agent misbehaves in every other rollout, and its judge once: each costs a rollout at most, the run its verdict never."""
+"""A real run whose agent misbehaves in every other rollout, and its judge once: each costs a rollout at most,
+the run its verdict never.
+"""
 
 from __future__ import annotations
 

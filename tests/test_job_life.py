@@ -65,7 +65,9 @@ def make_job(config: RunConfig, tmp_path: Path) -> Job:
 
 
 class FakeTrainer:
-    """A trainer that has taken `version` steps; a save, and a step, end once they may. `run` ends when it dies, and says so."""
+    """A trainer that has taken `version` steps; a save, and a step, end once they may. `run` ends when it
+    dies, and says so.
+    """
 
     def __init__(self, version: int) -> None:
         self.policy_version = version
@@ -97,7 +99,9 @@ async def nothing(*_: object) -> None:
 
 
 class House:
-    """A job whose rooms are small fakes, beside those of the other tests: batches are given, a step waits to be let go."""
+    """A job whose rooms are small fakes, beside those of the other tests: batches are given, a step waits to
+    be let go.
+    """
 
     def __init__(
         self,
@@ -132,12 +136,21 @@ class House:
             publisher, num_steps=3, spawn=lambda coro, name: self.job._spawn(coro, name=name)
         )  # type: ignore[arg-type]
         self.rooms = SimpleNamespace(
-            servers=(), trainer=self.trainer, producers=room, publisher=publisher, turns=turns, journal=self.journal, supervisors=(),
-            feed=SimpleNamespace(order={}), buffer=SimpleNamespace(wait_batch=self.wait_batch),
+            servers=(),
+            trainer=self.trainer,
+            producers=room,
+            publisher=publisher,
+            turns=turns,
+            journal=self.journal,
+            supervisors=(),
+            feed=SimpleNamespace(order={}),
+            buffer=SimpleNamespace(wait_batch=self.wait_batch),
             checkpointer=SimpleNamespace(after_step=self.step_done, make_last=self.make_last),
-            evaluation=room if with_evaluation else None, eval_server=server if with_evaluation else None, harnessing=None,
+            evaluation=room if with_evaluation else None,
+            eval_server=server if with_evaluation else None,
+            harnessing=None,
             pin=None,
-        )  # fmt: skip
+        )
 
         async def open_rooms(*_: Any, **__: Any) -> Any:
             return self.rooms
@@ -510,7 +523,8 @@ def test_steps_that_metrics_have_lost_are_told_at_a_resume(tmp_path: Path) -> No
     reporter = Reporter(make_config(tmp_path, observe={"console": "none"}), tmp_path, "test")
     reporter.resumes(3, [])
     assert reporter._warnings == [
-        "steps 1..2 are missing in metrics.jsonl (lost before a sync: the machine stopped, or the file was cut)"
+        "steps 1..2 are missing in metrics.jsonl (lost before a sync: the machine stopped, or the file was "
+        "cut)"
     ]
     assert time.monotonic() - reporter._trained_since_s >= 7.0
     reporter.finish("interrupted")
@@ -597,7 +611,8 @@ def test_the_verdict_of_a_resumed_run_is_of_all_its_steps_and_not_of_what_was_co
 def test_an_interrupt_ends_a_start_that_hangs(tmp_path: Path, body: str) -> None:
     (tmp_path / "hanging_task.py").write_text(
         "import time\nfrom concurrent.futures import ThreadPoolExecutor\nfrom pathlib import Path\n"
-        f"class Hangs:\n    def __init__(self, size, seed, mark):\n        Path(mark).touch()\n        {body}\n"
+        f"class Hangs:\n    def __init__(self, size, seed, mark):\n        Path(mark).touch()\n        "
+        f"{body}\n"
     )
     mark = tmp_path / "hangs"
     config = write_config(tmp_path, task={"python": "hanging_task:Hangs", "args": {"mark": str(mark)}})

@@ -49,7 +49,9 @@ def wait_until(condition: Any, process: subprocess.Popen[str], timeout_s: float 
 
 
 def test_a_second_worker_takes_over_from_one_that_is_killed(tmp_path: Path) -> None:
-    """The first one plays two steps' rollouts, then holds all that it leases: it is killed with a lease, however fast the run is."""
+    """The first one plays two steps' rollouts, then holds all that it leases: it is killed with a lease,
+    however fast the run is.
+    """
     config = write_config(
         tmp_path,
         generator={"remote": True},

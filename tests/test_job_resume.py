@@ -1,4 +1,6 @@
-"""Runs that were killed, damaged, copied or stopped, and go on: on-policy to the very same end, bit for bit."""
+"""Runs that were killed, damaged, copied or stopped, and go on: on-policy to the very same end, bit for
+bit.
+"""
 
 from __future__ import annotations
 

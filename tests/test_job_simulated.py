@@ -1,4 +1,6 @@
-"""A run whose engines are a latency model: it trains on random tokens, as many as the config says, and tells that they are random."""
+"""A run whose engines are a latency model: it trains on random tokens, as many as the config says, and tells
+that they are random.
+"""
 
 from __future__ import annotations
 
@@ -54,8 +56,10 @@ def test_a_latency_model_for_another_engine_and_a_gap_to_no_model_are_refused(
 @pytest.mark.slow
 def test_a_run_on_simulated_engines_goes_to_its_end_and_measures_no_gap(tmp_path: Path) -> None:
     config = job_runs.write_config(
-        tmp_path, rollout={"engine": "simulated", "simulated": {"mean_tokens": 7, "sigma": 0}}, trainer={"num_steps": 3}
-    )  # fmt: skip
+        tmp_path,
+        rollout={"engine": "simulated", "simulated": {"mean_tokens": 7, "sigma": 0}},
+        trainer={"num_steps": 3},
+    )
     done = job_runs.run(config, tmp_path / "run")
     assert done.returncode == 0, done.stderr
     assert "rollout.engine=simulated: tokens are drawn at random" in done.stdout

@@ -30,7 +30,9 @@ ENGINE = "asyncrl_servers.embedded"
 
 
 def engines(process: subprocess.Popen[str], index: int) -> list[psutil.Process]:
-    """The process of engine-`index`, none while it is down: one that has just died is gone between two looks."""
+    """The process of engine-`index`, none while it is down: one that has just died is gone between two
+    looks.
+    """
     with contextlib.suppress(psutil.NoSuchProcess):
         return children_of(process, f"specs/engine-{index}.json")
     return []

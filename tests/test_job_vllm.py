@@ -1,4 +1,6 @@
-"""Whole runs on real vLLM servers: what is published, sampled and trained on, and what befalls a run when one dies or hangs."""
+"""Whole runs on real vLLM servers: what is published, sampled and trained on, and what befalls a run when one
+dies or hangs.
+"""
 
 from __future__ import annotations
 
@@ -39,10 +41,18 @@ START_S = 240.0
 def small(*overrides: str) -> list[str]:
     """The quickstart with small batches."""
     return [
-        f"rollout.vllm_python={vllm_python()}", "rollout.threads=1", "trainer.threads=1", "rollout.slots=16", "rollout.group_size=4",
-        "trainer.num_groups=4", "rollout.max_tokens=24", "observe.console=plain", "observe.tensorboard=false", "supervision.backoff_s=0.1",
+        f"rollout.vllm_python={vllm_python()}",
+        "rollout.threads=1",
+        "trainer.threads=1",
+        "rollout.slots=16",
+        "rollout.group_size=4",
+        "trainer.num_groups=4",
+        "rollout.max_tokens=24",
+        "observe.console=plain",
+        "observe.tensorboard=false",
+        "supervision.backoff_s=0.1",
         *overrides,
-    ]  # fmt: skip
+    ]
 
 
 def on_policy(*overrides: str) -> list[str]:

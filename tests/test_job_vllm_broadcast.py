@@ -1,4 +1,6 @@
-"""Whole runs on real vLLM servers that are sent their weights in one broadcast (publisher.transport=nccl, which on the CPU is gloo's)."""
+"""Whole runs on real vLLM servers that are sent their weights in one broadcast (publisher.transport=nccl,
+which on the CPU is gloo's).
+"""
 
 from __future__ import annotations
 

@@ -45,7 +45,8 @@ def test_a_frozen_trainer_is_named_by_status_and_ends_the_run_with_stacks_in_the
     (trainer,) = children_of(process, "asyncrl.trainer.rank_process")
     assert all(catches(child.pid, signal.SIGUSR1) for child in children)
     trainer.suspend()
-    # An export may have been what it froze in: then the train loop waits for the publisher, which waits for the trainer.
+    # An export may have been what it froze in: then the train loop waits for the publisher, which waits for
+    # the trainer.
     while not re.search(
         r"train loop waits in (TrainerClient\.train|Publisher\.wait_exported)", plain(render_status(run_dir))
     ):
@@ -57,7 +58,8 @@ def test_a_frozen_trainer_is_named_by_status_and_ends_the_run_with_stacks_in_the
     assert "supervision.watchdog_s=8" in stderr
     assert f"--run-dir {run_dir} --resume must" in stderr
     assert re.search(
-        r"train loop waits in (TrainerClient\.train for the optimizer step of batch|Publisher\.wait_exported_or_busy for)",
+        r"train loop waits in (TrainerClient\.train for the optimizer step of "
+        r"batch|Publisher\.wait_exported_or_busy for)",
         stdout,
     )
     log = (run_dir / "logs" / "controller.log").read_text()
@@ -83,7 +85,8 @@ def test_a_frozen_engine_is_started_again_by_the_watchdog_and_the_run_ends_well(
     stdout, stderr = process.communicate(timeout=120)
     assert process.returncode == 0, stderr
     assert f"engine-0: process {engine.pid} is stopped" in stdout
-    # A publish may have been what it froze in: then nobody waits for a completion, and the publisher waits for it.
+    # A publish may have been what it froze in: then nobody waits for a completion, and the publisher waits
+    # for it.
     assert re.search(
         r"waits in Engine(Pool\.generate|Server\.prepare|Server\.commit) for [^\n]*engine-0", stdout
     ), stdout

@@ -1,4 +1,6 @@
-"""Rollouts of several branches in the journal, whole or not at all; and journals from before there were any."""
+"""Rollouts of several branches in the journal, whole or not at all; and journals from before there were
+any.
+"""
 
 from __future__ import annotations
 
@@ -237,8 +239,13 @@ def check_content(path: Path) -> None:
         story.line for story in (group_story(path, group_id) for group_id in range(6)) if story is not None
     ]
     assert [(line.state, line.num_rollouts, line.num_failed, line.num_sampled) for line in lines] == [
-        ("taken", 2, 0, 20), ("taken", 2, 0, 20), ("ready", 2, 0, 20), ("ready", 2, 0, 20), ("running", 1, 0, 10), ("failed", 0, 1, 0),
-    ]  # fmt: skip
+        ("taken", 2, 0, 20),
+        ("taken", 2, 0, 20),
+        ("ready", 2, 0, 20),
+        ("ready", 2, 0, 20),
+        ("running", 1, 0, 10),
+        ("failed", 0, 1, 0),
+    ]
     assert totals(path).sampled_tokens == {"failed": 0, "ready": 40, "running": 10, "taken": 40}
 
 

@@ -1,4 +1,6 @@
-"""The file: made whole, brought up to date, and refused with a clear word and a way out when it is damaged or not ours."""
+"""The file: made whole, brought up to date, and refused with a clear word and a way out when it is damaged or
+not ours.
+"""
 
 from __future__ import annotations
 
@@ -211,7 +213,9 @@ def test_a_commit_that_a_power_cut_tore_is_no_damage(tmp_path: Path) -> None:
 
 
 def locks_on(path: Path) -> list[str]:
-    """How this process has locked the file (READ, WRITE); other descriptors of it than SQLite's would be the end of them."""
+    """How this process has locked the file (READ, WRITE); other descriptors of it than SQLite's would be the
+    end of them.
+    """
     found = path.stat()
     place = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
     lines = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
@@ -223,7 +227,9 @@ def locks_on(path: Path) -> list[str]:
 
 
 def test_nothing_that_reads_beside_the_writer_takes_its_lock_from_it(tmp_path: Path) -> None:
-    """What closes the file by its own descriptor takes all locks of the process, and a stranger's look then removes the log."""
+    """What closes the file by its own descriptor takes all locks of the process, and a stranger's look then
+    removes the log.
+    """
     path = tmp_path / "journal.sqlite"
 
     async def story() -> None:

@@ -25,7 +25,9 @@ from asyncrl.messages.records import GroupId, Ticket
 
 
 class Histories(RuleBasedStateMachine):
-    """`states` group -> state, `prompts` group -> prompt, `batches` in order, `partials` and `ended` of running rollouts."""
+    """`states` group -> state, `prompts` group -> prompt, `batches` in order, `partials` and `ended` of
+    running rollouts.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -30,7 +30,9 @@ from asyncrl.messages.records import Batch, GroupId, Ticket
 
 
 async def tell_a_run(path: Path) -> Journal:
-    """Groups 0 and 1 make batch 0, 2 and 3 batch 1; 4 failed, 5 was dropped and its prompt runs again as 6."""
+    """Groups 0 and 1 make batch 0, 2 and 3 batch 1; 4 failed, 5 was dropped and its prompt runs again as
+    6.
+    """
     journal = open_journal(path)
     tell_ready(journal, 0, 1, 2, 3)
     admit(journal, 4)

@@ -1,4 +1,6 @@
-"""Processes that die, or are not alone, or have no disk left: what they were told is durable is there, and the file is whole."""
+"""Processes that die, or are not alone, or have no disk left: what they were told is durable is there, and
+the file is whole.
+"""
 
 from __future__ import annotations
 
@@ -109,7 +111,9 @@ def test_a_process_that_is_killed_while_it_writes_leaves_all_that_was_durable(tm
 
 
 def test_a_stranger_who_looks_into_the_journal_of_a_living_run_takes_nothing_from_it(tmp_path: Path) -> None:
-    """Python's sqlite3 and SQLite's own shell open for writing, and who closes last removes the log: the run's lock says who is last."""
+    """Python's sqlite3 and SQLite's own shell open for writing, and who closes last removes the log: the
+    run's lock says who is last.
+    """
     path, answers = tmp_path / "journal.sqlite", []
     with victim(path) as process:
         assert process.stdout is not None

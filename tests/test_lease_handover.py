@@ -1,4 +1,6 @@
-"""The handover against devices that refuse, hang, do half, lose their answer, and against cancellation, at any call."""
+"""The handover against devices that refuse, hang, do half, lose their answer, and against cancellation, at
+any call.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ FAULTS: tuple[Fault, ...] = (
 
 @dataclass
 class World:
-    """A device, who holds what on it, and the faults of single calls by their number. Every call takes a second."""
+    """A device, who holds what on it, and the faults of single calls by their number. Every call takes a
+    second.
+    """
 
     num_engines: int = 2
     faults: dict[int, Fault] = field(default_factory=dict)
@@ -145,7 +149,9 @@ class World:
 
 
 class FakeEngine:
-    """Weights and a KV cache that can be given away; weights that wake have no version, and none but the first can be read again."""
+    """Weights and a KV cache that can be given away; weights that wake have no version, and none but the
+    first can be read again.
+    """
 
     def __init__(self, world: World, name: str) -> None:
         self.name, self._world = name, world
@@ -273,8 +279,8 @@ def test_the_error_names_the_phase_the_room_and_who_has_the_devices() -> None:
     assert isinstance(error, RoomError)
     assert error.room == "placement"
     assert (
-        "handing over failed while 'trainer onloads': it: no memory; undone, the devices belong to the engines as before"
-        in str(error)
+        "handing over failed while 'trainer onloads': it: no memory; undone, the devices belong to the "
+        "engines as before" in str(error)
     )
     assert isinstance(error.__cause__, RoomError)
     assert error.__cause__.room == "it"

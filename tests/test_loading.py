@@ -77,7 +77,8 @@ def test_a_reward_function_scores_rows_and_needs_no_rows_to_be_built(here: Path)
         ),
         (
             "needs_more_here:Task",
-            r"importing needs_more_here raised ModuleNotFoundError: No module named 'a_package_that_is_not_here'",
+            r"importing needs_more_here raised ModuleNotFoundError: No module named "
+            r"'a_package_that_is_not_here'",
         ),
         ("broken_here:Task", r"importing broken_here raised AttributeError"),
         ("tasks_here:Goood", r"tasks_here has no Goood(.|\n)*did you mean Good\?"),
@@ -97,7 +98,8 @@ def test_a_task_that_cannot_be_had_says_what_is_missing(name: str, words: str) -
 def test_settings_that_a_task_does_not_know_are_named() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"cannot be called as Good\(size=1000, seed=9, lenght=2\): got an unexpected keyword argument 'lenght'",
+        match=r"cannot be called as Good\(size=1000, seed=9, lenght=2\): got an unexpected keyword argument "
+        r"'lenght'",
     ):
         python_task("tasks_here:Good", args={"lenght": 2})
 

@@ -1,4 +1,6 @@
-"""The script behind docs/results/learning_curves.png, on curves that are made up so that the answer is known."""
+"""The script behind docs/results/learning_curves.png, on curves that are made up so that the answer is
+known.
+"""
 
 from __future__ import annotations
 

@@ -80,7 +80,9 @@ def make_run(
 
 
 def record_line(version: int, ages: tuple[int, int]) -> dict[str, Any]:
-    """Two groups of one trajectory, 3 prompt and 4 sampled tokens each; the first sampled token of group i is ages[i] old."""
+    """Two groups of one trajectory, 3 prompt and 4 sampled tokens each; the first sampled token of group i is
+    ages[i] old.
+    """
     headers, versions = [], []
     for index, age in enumerate(ages):
         group = version * NUM_GROUPS + index
@@ -138,8 +140,8 @@ def test_status_says_who_waits_for_whom_in_sentences(tmp_path: Path) -> None:
     recorder.close()
     text = " ".join(render_status(tmp_path).replace("│", " ").split())
     assert (
-        "train loop waits in TrainerClient.train for the optimizer step of batch 3, 12 s, to be woken by trainer-0"
-        in text
+        "train loop waits in TrainerClient.train for the optimizer step of batch 3, 12 s, to be woken by "
+        "trainer-0" in text
     )
 
 
@@ -566,7 +568,8 @@ def test_what_is_held_of_a_long_run_is_some_bytes_a_step(tmp_path: Path) -> None
         ("status.json", f'{{"state": "running", "pid": {10**30}, "host": 7, "boot_id": []}}', ""),
         (
             "status.json",
-            '{"state": "done", "waits": [{"who": 1, "where": 2, "what": 3, "waker": 4, "seconds": "x"}], "why": {}}',
+            '{"state": "done", "waits": [{"who": 1, "where": 2, "what": 3, "waker": 4, "seconds": "x"}], '
+            '"why": {}}',
             "",
         ),
     ],

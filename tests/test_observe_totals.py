@@ -1,4 +1,6 @@
-"""Counters of the whole run go on where a killed process left them, and a step that was skipped is told in all places."""
+"""Counters of the whole run go on where a killed process left them, and a step that was skipped is told in
+all places.
+"""
 
 from __future__ import annotations
 

@@ -18,7 +18,9 @@ def config(**sections: Any) -> RunConfig:
 
 
 def steps(num: int = 20, **parts: float) -> list[dict[str, float]]:
-    """Steps of 1 s each; `parts` are perf seconds of one step, other names are given in full with dots as slashes."""
+    """Steps of 1 s each; `parts` are perf seconds of one step, other names are given in full with dots as
+    slashes.
+    """
     metrics = {"perf/step_s": 1.0}
     for name, value in parts.items():
         metrics[name.replace("__", "/") if "__" in name else f"perf/{name}"] = value
@@ -137,8 +139,8 @@ def test_what_masking_and_dropping_did_is_said_with_their_alternatives() -> None
 def test_prompts_that_were_given_up_are_told_with_the_key_that_bounds_their_tries() -> None:
     verdict = judge(steps(train_s=0.95, rollout__given_up=5), config(rollout={"max_hand_backs": 2}))
     assert (
-        "5 prompts were given up, because their groups failed or became too old 3 times (rollout.max_hand_backs=2)"
-        in words(verdict)
+        "5 prompts were given up, because their groups failed or became too old 3 times "
+        "(rollout.max_hand_backs=2)" in words(verdict)
     )
     assert "given up" not in words(judge(steps(train_s=0.95, rollout__given_up=0), config()))
 
@@ -178,8 +180,8 @@ def test_many_filtered_groups_are_told_with_the_trend_and_few_are_not() -> None:
     ]
     said = words(judge(run, settings))
     assert (
-        "buffer.filter=equal_rewards replaced 40 groups (20.0% of those that finished, 20.0% in the last 2 steps; 2000 tokens)"
-        in said
+        "buffer.filter=equal_rewards replaced 40 groups (20.0% of those that finished, 20.0% in the last 2 "
+        "steps; 2000 tokens)" in said
     )
     assert "prompts of another difficulty" not in said
     run[-1] |= {"rollout/filtered": 76}
@@ -228,8 +230,8 @@ def test_steps_that_were_skipped_are_counted_and_their_batches_named() -> None:
         [step | {"trainer/skipped_steps": float(step["step"] in (4, 7))} for step in run], config()
     )
     assert (
-        "Skipped: loss or gradient was not finite in 2 optimizer steps (of batches 4, 7, counted from 0), so the weights stayed"
-        in words(verdict)
+        "Skipped: loss or gradient was not finite in 2 optimizer steps (of batches 4, 7, counted from 0), so "
+        "the weights stayed" in words(verdict)
     )
     assert verdict.num_skipped_steps == 2
     many = judge([step | {"trainer/skipped_steps": 1.0} for step in run], config())

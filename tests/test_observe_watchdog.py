@@ -139,7 +139,7 @@ def test_the_log_gets_the_report_and_the_stacks_of_all_tasks_and_threads(
     text = record.getMessage()
     assert "TrainerClient.train for the optimizer step" in text
     assert "task train loop: House._train (stuck_runs.py:" in text
-    assert "> TrainerClient.train (client.py:" in text
+    assert "> TrainerClient.train (trainer_client.py:" in text
     assert "FakeTrainerServer.post (fake_trainer.py:" in text
     assert "thread MainThread:" in text
 
@@ -203,8 +203,10 @@ def test_fail_ends_the_run_with_the_child_that_gives_no_answer(log_path: Path) -
     (error,) = caught.value.exceptions
     assert isinstance(error, RoomError)
     assert str(error) == (
-        "watchdog: nothing has moved for 60 s: trainer-0: process 7 is stopped; trainer-0 gave no answer to /health: too late; "
-        "supervision.watchdog_s=60 without any progress end a run with supervision.on_stuck=fail.\n  Way out: look at it."
+        "watchdog: nothing has moved for 60 s: trainer-0: process 7 is stopped; trainer-0 gave no answer to "
+        "/health: too late; "
+        "supervision.watchdog_s=60 without any progress end a run with supervision.on_stuck=fail.\n  Way "
+        "out: look at it."
     )
 
 

@@ -1,4 +1,6 @@
-"""At max_staleness 0 the batches of a run whose prompts fail follow from the prompts alone: not from latencies, nor from a kill."""
+"""At max_staleness 0 the batches of a run whose prompts fail follow from the prompts alone: not from
+latencies, nor from a kill.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ class Numbers:
 
 
 class Life:
-    """One life of a run: real buffer, producers and feed. All of it follows from the seed of its latencies."""
+    """One life of a run: real buffer, producers and feed. All of it follows from the seed of its
+    latencies.
+    """
 
     def __init__(self, seed: int, journal: MemoryJournal, *, capacity: int = 64) -> None:
         latencies = random.Random(seed)
@@ -79,9 +83,16 @@ class Life:
         )
         async with asyncio.TaskGroup() as tasks:
             producers = Producers(
-                self.buffer, self.feed, RolloutRunner(generator, timeout_s=None, retries=0), spawn=tasks.create_task,
-                group_size=GROUP_SIZE, capacity=self.capacity, max_failed_groups=99, max_hand_backs=2, journal=self.journal,
-            )  # fmt: skip
+                self.buffer,
+                self.feed,
+                RolloutRunner(generator, timeout_s=None, retries=0),
+                spawn=tasks.create_task,
+                group_size=GROUP_SIZE,
+                capacity=self.capacity,
+                max_failed_groups=99,
+                max_hand_backs=2,
+                journal=self.journal,
+            )
             for returning in self.returning:
                 producers.returns_nowait(*returning)
             self.engine.policy_version = version
@@ -155,9 +166,16 @@ def test_batches_of_a_killed_run_with_failures_are_those_of_one_that_was_never_k
         await tell(journal, told)
         state = await journal.read_resume(0)
         second.unfinished = await restore(
-            ResumePoint(None), state, trainer=NoTrainer(), journal=journal, buffer=second.buffer, feed=second.feed,
-            returns=lambda *returning: second.returning.append(returning), on_restored=lambda: None, on_step=lambda *_: None,
-        )  # fmt: skip
+            ResumePoint(None),
+            state,
+            trainer=NoTrainer(),
+            journal=journal,
+            buffer=second.buffer,
+            feed=second.feed,
+            returns=lambda *returning: second.returning.append(returning),
+            on_restored=lambda: None,
+            on_step=lambda *_: None,
+        )
         await journal.aclose()
         return state.next_version
 

@@ -105,7 +105,8 @@ def test_turns_need_max_staleness_0_and_that_is_known_when_the_config_is_read(
     load(*devices, "buffer.max_staleness=0")
     with pytest.raises(
         ConfigError,
-        match=r"take turns: .* buffer.max_staleness=1 could never be used; set buffer.max_staleness=0, or give",
+        match=r"take turns: .* buffer.max_staleness=1 could never be used; set buffer.max_staleness=0, or "
+        r"give",
     ):
         load(*devices, "buffer.max_staleness=1")
 

@@ -1,4 +1,6 @@
-"""A run that needs more connections than this machine gives is refused before it starts, with the numbers and what to write."""
+"""A run that needs more connections than this machine gives is refused before it starts, with the numbers and
+what to write.
+"""
 
 from __future__ import annotations
 
@@ -94,8 +96,8 @@ def test_calls_of_an_agent_at_once_may_need_more_descriptors_and_that_is_told_an
     refuse_too_many_connections(config)
     (note,) = scarce_connections(config)
     assert (
-        f"has {worst} descriptors open if each of its 74 rollouts makes gateway.max_concurrent_calls=16 calls at once"
-        in note
+        f"has {worst} descriptors open if each of its 74 rollouts makes gateway.max_concurrent_calls=16 "
+        f"calls at once" in note
     )
     assert f"this process may have {usual}" in note
     assert note.endswith("write gateway.max_concurrent_calls=1.")

@@ -68,8 +68,8 @@ def test_one_cuda_device_is_shared_in_turns_at_max_staleness_0() -> None:
 def test_one_cuda_device_above_that_is_refused_with_the_ways_out() -> None:
     error = refusal(1, "buffer.max_staleness=1")
     assert (
-        "no CUDA device left for placement.rollout, the other side has cuda:0, and buffer.max_staleness=1 wants both"
-        in str(error)
+        "no CUDA device left for placement.rollout, the other side has cuda:0, and buffer.max_staleness=1 "
+        "wants both" in str(error)
     )
     assert (
         error.way_out

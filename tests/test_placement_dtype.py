@@ -1,4 +1,6 @@
-"""model.dtype: auto is one type for trainer and engines, by what the machine computes in, and stays what a run began with."""
+"""model.dtype: auto is one type for trainer and engines, by what the machine computes in, and stays what a
+run began with.
+"""
 
 from __future__ import annotations
 

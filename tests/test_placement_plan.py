@@ -46,7 +46,8 @@ def test_the_plan_counts_the_weights_of_a_folder_from_its_headers(
 
     config_path = tmp_path / "c.yaml"
     config_path.write_text(
-        f"model: {{path: {tiny_model_dir}}}\ntask: {{files: [d.jsonl], reward: 'a:b'}}\nrollout: {{slots: 4}}\n"
+        f"model: {{path: {tiny_model_dir}}}\ntask: {{files: [d.jsonl], reward: 'a:b'}}\nrollout: {{slots: "
+        f"4}}\n"
     )
     plan = make_plan(load_config(config_path))
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
@@ -121,7 +122,9 @@ def find(pattern: str, text: str) -> str:
 def refuse(
     gib: float, overrides: list[str], fits: Callable[[str], list[str]], device: str = "cpu"
 ) -> ConfigError:
-    """The refusal of a machine with so much free memory on `device`; the setting that it names must really fit."""
+    """The refusal of a machine with so much free memory on `device`; the setting that it names must really
+    fit.
+    """
     cuda = [CudaDevice("0", 2**40)] if device != "cpu" else []
 
     def checked(values: list[str]) -> None:
@@ -187,7 +190,8 @@ def test_a_model_too_large_for_adapters_too_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         refuse_what_cannot_fit(make_plan(config), config)
     assert caught.value.way_out == (
-        "even trainer.lora={rank: 16}, which trains adapters alone, does not fit: take a smaller model, or more memory."
+        "even trainer.lora={rank: 16}, which trains adapters alone, does not fit: take a smaller model, or "
+        "more memory."
     )
 
 
@@ -249,13 +253,15 @@ def test_a_phase_that_does_not_fit_on_a_cuda_device_is_named() -> None:
         gib=1.0, overrides=["buffer.max_staleness=0", "rollout.slots=100000"], fits=fits, device="cuda:0"
     )
     assert re.match(
-        r"generation needs [\d.]+ GiB of memory on cuda:0 \(engine-0 [\d.]+ GiB, staging [\d.]+ MiB\), and 1.00 GiB are free",
+        r"generation needs [\d.]+ GiB of memory on cuda:0 \(engine-0 [\d.]+ GiB, staging [\d.]+ MiB\), and "
+        r"1.00 GiB are free",
         error.what,
     )
     fits = lambda way_out: [find(r"trainer\.\S+ fits", way_out)]  # noqa: E731
     error = refuse(gib=0.25, overrides=["buffer.max_staleness=0"], fits=fits, device="cuda:0")
     assert re.match(
-        r"training needs [\d.]+ MiB of memory on cuda:0 \(trainer-0 [\d.]+ MiB, staging [\d.]+ MiB\), and 256.0 MiB are free",
+        r"training needs [\d.]+ MiB of memory on cuda:0 \(trainer-0 [\d.]+ MiB, staging [\d.]+ MiB\), and "
+        r"256.0 MiB are free",
         error.what,
     )
 
@@ -276,11 +282,13 @@ def test_the_plan_says_how_weights_travel_and_why() -> None:
 
     loads = "an engine that has just woken has room for one set of weights, and chunks are loaded straight into it"
     assert (
-        "mode: colocated on cpu, in turns: weights go through shared memory in chunks of 256.0 MiB, because both sides have it mapped, and "
+        "mode: colocated on cpu, in turns: weights go through shared memory in chunks of 256.0 MiB, because "
+        "both sides have it mapped, and "
         f"{loads}\n" in told(IN_TURNS, 0)
     )
     assert (
-        "mode: colocated on cuda:0, in turns: weights go by CUDA IPC in chunks of 256.0 MiB, because both sides are on cuda:0 (NCCL cannot "
+        "mode: colocated on cuda:0, in turns: weights go by CUDA IPC in chunks of 256.0 MiB, because both "
+        "sides are on cuda:0 (NCCL cannot "
         f"connect two processes on one device), and {loads}\n" in told(IN_TURNS, 1)
     )
     apart = told([], 3)

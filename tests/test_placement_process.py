@@ -39,7 +39,7 @@ while True:
     time.sleep(60)
 """
 CHILD = """
-from asyncrl.serving import child_arguments, die_with_parent, fail, make_app, serve
+from asyncrl.http import child_arguments, die_with_parent, fail, make_app, serve
 die_with_parent()
 spec, fd = child_arguments()
 if spec == "refuse":

@@ -213,8 +213,8 @@ def test_auto_takes_the_one_beside_the_checkout_or_the_folder_of_the_setup(
     with pytest.raises(ConfigError, match="neither .* nor .*can import vllm") as caught:
         find_vllm_python(auto, checkout=tmp_path)
     assert (
-        "pip install -e '.[vllm]' in the folder of asyncrl's checkout (CUDA), or `make setup-vllm` there (CPU)"
-        in caught.value.way_out
+        "pip install -e '.[vllm]' in the folder of asyncrl's checkout (CUDA), or `make setup-vllm` there "
+        "(CPU)" in caught.value.way_out
     )
     (tmp_path / ".venv-vllm").symlink_to(python.parent.parent)
     assert find_vllm_python(auto, checkout=tmp_path) == tmp_path / ".venv-vllm" / "bin" / "python"

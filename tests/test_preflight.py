@@ -51,30 +51,77 @@ ROWS = [{"prompt": "abc", "answer": "a"}, {"prompt": "abcd", "answer": "a"}]
 FILES: dict[str, Any] = {"python": None, "files": ["rows.jsonl"], "reward": "math"}
 
 REFUSED: dict[str, tuple[dict[str, dict[str, Any]], list[str]]] = {
-    "a model folder that is not there": ({"model": {"scratch": None, "path": "models/typo"}}, ["models/typo: there is no such folder"]),
-    "a model folder without config.json": ({"model": {"scratch": None, "path": "emptymodel"}}, ["emptymodel has no config.json"]),
-    "a model folder without weights": ({"model": {"scratch": None, "path": "no_weights"}}, ["no_weights has no weights"]),
-    "a misspelt loss": ({"algorithm": {"loss": "ppo_clipp"}}, ["algorithm.loss=ppo_clipp is not known, did you mean ppo_clip?"]),
-    "a loss that is not there": ({"algorithm": {"loss": "mine_here:los"}}, ["mine_here has no los", "did you mean loss?"]),
+    "a model folder that is not there": (
+        {"model": {"scratch": None, "path": "models/typo"}},
+        ["models/typo: there is no such folder"],
+    ),
+    "a model folder without config.json": (
+        {"model": {"scratch": None, "path": "emptymodel"}},
+        ["emptymodel has no config.json"],
+    ),
+    "a model folder without weights": (
+        {"model": {"scratch": None, "path": "no_weights"}},
+        ["no_weights has no weights"],
+    ),
+    "a misspelt loss": (
+        {"algorithm": {"loss": "ppo_clipp"}},
+        ["algorithm.loss=ppo_clipp is not known, did you mean ppo_clip?"],
+    ),
+    "a loss that is not there": (
+        {"algorithm": {"loss": "mine_here:los"}},
+        ["mine_here has no los", "did you mean loss?"],
+    ),
     "a loss of another shape": (
         {"algorithm": {"loss": "mine_here:few"}},
-        ["algorithm.loss=mine_here:few(current, anchor) cannot be called as loss(current_M, anchor_M,", "too many positional arguments"],
+        [
+            "algorithm.loss=mine_here:few(current, anchor) cannot be called as loss(current_M, anchor_M,",
+            "too many positional arguments",
+        ],
     ),
-    "a misspelt advantage": ({"algorithm": {"advantage": "grppo"}}, ["algorithm.advantage=grppo is not known, did you mean grpo?"]),
-    "an advantage whose module is not there": ({"algorithm": {"advantage": "nomod:x"}}, ["advantage=nomod:x: there is no module nomod"]),
+    "a misspelt advantage": (
+        {"algorithm": {"advantage": "grppo"}},
+        ["algorithm.advantage=grppo is not known, did you mean grpo?"],
+    ),
+    "an advantage whose module is not there": (
+        {"algorithm": {"advantage": "nomod:x"}},
+        ["advantage=nomod:x: there is no module nomod"],
+    ),
     "an advantage of another shape": (
-        {"algorithm": {"advantage": "mine_here:advantage"}}, ["advantage(reward_B) cannot be called as advantage(reward_B, group_B)"],
-    ),  # fmt: skip
-    "an agent whose module is not there": ({"generator": {"python": "nomod:run"}}, ["python=nomod:run: there is no module nomod"]),
-    "an agent of another shape": ({"generator": {"python": "mine_here:agent"}}, ["agent(task) cannot be called as (task, session)"]),
+        {"algorithm": {"advantage": "mine_here:advantage"}},
+        ["advantage(reward_B) cannot be called as advantage(reward_B, group_B)"],
+    ),
+    "an agent whose module is not there": (
+        {"generator": {"python": "nomod:run"}},
+        ["python=nomod:run: there is no module nomod"],
+    ),
+    "an agent of another shape": (
+        {"generator": {"python": "mine_here:agent"}},
+        ["agent(task) cannot be called as (task, session)"],
+    ),
     "a setting that an agent does not know": (
-        {"generator": {"python": "mine_here:right_agent", "args": {"depth": 2}}}, ["cannot be called as (task, session, depth=...)"],
-    ),  # fmt: skip
-    "a command that is not there": ({"generator": {"command": ["./nothere.sh"]}}, ["generator.command: there is no program ./nothere.sh"]),
-    "a tool format whose module is not there": ({"gateway": {"tool_format": "nomod:parse"}}, ["gateway.tool_format=nomod:parse"]),
-    "a tool format of another shape": ({"gateway": {"tool_format": "mine_here:parse"}}, ["parse() cannot be called as parse(text)"]),
-    "a chat template that is not there": ({"model": {"chat_template": "nofile.jinja"}}, ["cannot read model.chat_template=nofile.jinja"]),
-    "a chat template that is none": ({"model": {"chat_template": "broken.jinja"}}, ["model.chat_template=broken.jinja line 1: "]),
+        {"generator": {"python": "mine_here:right_agent", "args": {"depth": 2}}},
+        ["cannot be called as (task, session, depth=...)"],
+    ),
+    "a command that is not there": (
+        {"generator": {"command": ["./nothere.sh"]}},
+        ["generator.command: there is no program ./nothere.sh"],
+    ),
+    "a tool format whose module is not there": (
+        {"gateway": {"tool_format": "nomod:parse"}},
+        ["gateway.tool_format=nomod:parse"],
+    ),
+    "a tool format of another shape": (
+        {"gateway": {"tool_format": "mine_here:parse"}},
+        ["parse() cannot be called as parse(text)"],
+    ),
+    "a chat template that is not there": (
+        {"model": {"chat_template": "nofile.jinja"}},
+        ["cannot read model.chat_template=nofile.jinja"],
+    ),
+    "a chat template that is none": (
+        {"model": {"chat_template": "broken.jinja"}},
+        ["model.chat_template=broken.jinja line 1: "],
+    ),
     "a chat template that is none, for an agent": (
         {"model": {"chat_template": "broken.jinja"}, "generator": {"command": ["/bin/true"]}},
         ["model.chat_template=broken.jinja line 1: "],
@@ -84,7 +131,8 @@ REFUSED: dict[str, tuple[dict[str, dict[str, Any]], list[str]]] = {
         ["the chat template refuses these messages: no chats", "model.chat_template=refuses.jinja"],
     ),
     "a variable that is not set": (
-        {"generator": {"command": ["/bin/true"], "pass_env": ["NOT_SET_HERE"]}}, ["generator.pass_env names NOT_SET_HERE"],
+        {"generator": {"command": ["/bin/true"], "pass_env": ["NOT_SET_HERE"]}},
+        ["generator.pass_env names NOT_SET_HERE"],
     ),
     "a variable that each rollout has": (
         {"generator": {"command": ["/bin/true"], "pass_env": ["OPENAI_API_KEY"]}},
@@ -103,49 +151,88 @@ REFUSED: dict[str, tuple[dict[str, dict[str, Any]], list[str]]] = {
         ["config.json of model.path=odd_type has model_type=qwen33", "did you mean qwen3?"],
     ),
     "a model folder that is not there, in one that is": (
-        {"model": {"scratch": None, "path": "emptymodel/typo"}}, ["model.path=emptymodel/typo: there is no such folder"],
+        {"model": {"scratch": None, "path": "emptymodel/typo"}},
+        ["model.path=emptymodel/typo: there is no such folder"],
     ),
-    "a task whose module asserts": ({"task": {"python": "asserts_here:f"}}, ["importing asserts_here raised AssertionError: no GPU"]),
+    "a task whose module asserts": (
+        {"task": {"python": "asserts_here:f"}},
+        ["importing asserts_here raised AssertionError: no GPU"],
+    ),
     "a tool format whose module raises its own": (
-        {"gateway": {"tool_format": "own_here:f"}}, ["gateway.tool_format=own_here:f: importing own_here raised Own: own"],
+        {"gateway": {"tool_format": "own_here:f"}},
+        ["gateway.tool_format=own_here:f: importing own_here raised Own: own"],
     ),
-    "a task whose module exits": ({"task": {"python": "exits_here:f"}}, ["importing exits_here raised SystemExit: 0"]),
+    "a task whose module exits": (
+        {"task": {"python": "exits_here:f"}},
+        ["importing exits_here raised SystemExit: 0"],
+    ),
     "adapters on layers that are not there": (
-        {"trainer": {"lora": {"targets": ["qproj"]}}}, ["targets names qproj, and Qwen3ForCausalLM has no such layer", "q_proj"],
-    ),  # fmt: skip
+        {"trainer": {"lora": {"targets": ["qproj"]}}},
+        ["targets names qproj, and Qwen3ForCausalLM has no such layer", "q_proj"],
+    ),
     "a misspelt reasoning-gym task": (
-        {"task": {"python": None, "reasoning_gym": "chain_sums"}}, ["has no such task", "did you mean chain_sum"],
-    ),  # fmt: skip
+        {"task": {"python": None, "reasoning_gym": "chain_sums"}},
+        ["has no such task", "did you mean chain_sum"],
+    ),
     "prompts that are all too long": (
         {"rollout": {"max_prompt_tokens": 3}},
-        ["all of the first 100 prompts of the task are longer than rollout.max_prompt_tokens=3", "raise rollout.max_prompt_tokens to "],
+        [
+            "all of the first 100 prompts of the task are longer than rollout.max_prompt_tokens=3",
+            "raise rollout.max_prompt_tokens to ",
+        ],
     ),
     "an eval task whose prompts are all too long": (
-        {"task": {**FILES}, "eval": {"task": {**FILES, "files": ["long.jsonl"]}, "num_prompts": 2}, "rollout": {"max_prompt_tokens": 7}},
+        {
+            "task": {**FILES},
+            "eval": {"task": {**FILES, "files": ["long.jsonl"]}, "num_prompts": 2},
+            "rollout": {"max_prompt_tokens": 7},
+        },
         ["all of the first 2 prompts of the eval task are longer"],
     ),
-    "a data file that is not there": ({"task": {**FILES, "files": ["nowhere.jsonl"]}}, ["nowhere.jsonl is not a file"]),
-    "a line that is no JSON": ({"task": {**FILES, "files": ["broken.jsonl"]}}, ["broken.jsonl line 2 is not JSON"]),
-    "a column that is not there": ({"task": {**FILES, "prompt_column": "question"}}, ["has no column question"]),
+    "a data file that is not there": (
+        {"task": {**FILES, "files": ["nowhere.jsonl"]}},
+        ["nowhere.jsonl is not a file"],
+    ),
+    "a line that is no JSON": (
+        {"task": {**FILES, "files": ["broken.jsonl"]}},
+        ["broken.jsonl line 2 is not JSON"],
+    ),
+    "a column that is not there": (
+        {"task": {**FILES, "prompt_column": "question"}},
+        ["has no column question"],
+    ),
     "a prompt that cannot be made, for an agent": (
         {"task": {"python": "mine_here:Broken"}, "generator": {"python": "mine_here:right_agent"}},
         ["ConfigError: prompt ", " of task.python=mine_here:Broken: making it raised KeyError: 'x'"],
     ),
     "an eval prompt that cannot be made": (
         {"eval": {"task": {"python": "mine_here:Broken"}, "num_prompts": 1}},
-        ["ConfigError: in the section eval, prompt 0 of task.python=mine_here:Broken: making it raised KeyError: 'x'"],
+        [
+            "ConfigError: in the section eval, prompt 0 of task.python=mine_here:Broken: making it raised "
+            "KeyError: 'x'"
+        ],
     ),
     "the one prompt of a task, too long": (
         {"task": {**FILES, "files": ["one.jsonl"]}, "rollout": {"max_prompt_tokens": 3}},
         ["the first prompt of the task is longer than rollout.max_prompt_tokens=3: 6 tokens"],
-    ),  # fmt: skip
+    ),
     "a split that is not there": (
-        {"task": {"python": None, "dataset": "data", "split": "test", "reward": "math", "args": {"cache_dir": "cache"}}}, ["split test"],
-    ),  # fmt: skip
+        {
+            "task": {
+                "python": None,
+                "dataset": "data",
+                "split": "test",
+                "reward": "math",
+                "args": {"cache_dir": "cache"},
+            }
+        },
+        ["split test"],
+    ),
     "a role that is none": (
-        {"task": {**FILES, "files": ["roles.jsonl"]}}, ["message 0 has the role 'usr'", "roles are system, developer, user"],
-    ),  # fmt: skip
-}  # fmt: skip
+        {"task": {**FILES, "files": ["roles.jsonl"]}},
+        ["message 0 has the role 'usr'", "roles are system, developer, user"],
+    ),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -258,7 +345,8 @@ def test_half_a_model_in_the_cache_of_the_hub_is_fetched_by_the_run_and_not_look
 def test_prompts_of_which_some_are_too_long_are_told_and_what_was_read_is_handed_on(here: Path) -> None:
     found = look(load_config(write_config(here, task=FILES, rollout={"max_prompt_tokens": 6})))
     assert found.notes == (
-        "1 of the first 2 prompts of the task are longer than rollout.max_prompt_tokens=6 (the longest has 7 tokens): "
+        "1 of the first 2 prompts of the task are longer than rollout.max_prompt_tokens=6 (the longest has 7 "
+        "tokens): "
         "each is a failed rollout",
     )
     assert found.task is not None

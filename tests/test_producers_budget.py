@@ -1,4 +1,6 @@
-"""What one rollout that never ends costs a run: one rollout.timeout_s at most, whatever the staleness bound and on_overdue."""
+"""What one rollout that never ends costs a run: one rollout.timeout_s at most, whatever the staleness bound
+and on_overdue.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ NUM_STEPS, NUM_GROUPS, GROUP_SIZE = 6, 2, 4
 def run_length_s(
     hung: str, *, max_staleness: int, on_overdue: Literal["wait", "mask", "drop"]
 ) -> tuple[float, list[int]]:
-    """Seconds of a run in which the engine never answers requests whose name begins so, and the usable rollouts of its groups."""
+    """Seconds of a run in which the engine never answers requests whose name begins so, and the usable
+    rollouts of its groups.
+    """
 
     async def story() -> tuple[float, list[int]]:
         loop = asyncio.get_running_loop()
@@ -45,15 +49,30 @@ def run_length_s(
 
             buffer = Buffer(
                 BufferConfig(max_staleness=max_staleness, on_overdue=on_overdue),
-                num_groups=NUM_GROUPS, num_batches=NUM_STEPS, on_handed_back=handed_back,
-            )  # fmt: skip
+                num_groups=NUM_GROUPS,
+                num_batches=NUM_STEPS,
+                on_handed_back=handed_back,
+            )
             single_turn = SingleTurn(
-                engine, FakeTokenizer(), FakeScorer(), run_seed=0, max_tokens=8, max_prompt_tokens=8, temperature=1.0
-            )  # fmt: skip
+                engine,
+                FakeTokenizer(),
+                FakeScorer(),
+                run_seed=0,
+                max_tokens=8,
+                max_prompt_tokens=8,
+                temperature=1.0,
+            )
             producers = Producers(
-                buffer, FakeSource(), RolloutRunner(single_turn, timeout_s=TIMEOUT_S, retries=2), spawn=spawn,
-                group_size=GROUP_SIZE, capacity=64, max_failed_groups=16, max_hand_backs=8, journal=MemoryJournal(),
-            )  # fmt: skip
+                buffer,
+                FakeSource(),
+                RolloutRunner(single_turn, timeout_s=TIMEOUT_S, retries=2),
+                spawn=spawn,
+                group_size=GROUP_SIZE,
+                capacity=64,
+                max_failed_groups=16,
+                max_hand_backs=8,
+                journal=MemoryJournal(),
+            )
             spawn(producers.run(), name="producers")
             for version in range(1, NUM_STEPS + 1):
                 batch = await buffer.wait_batch()

@@ -180,7 +180,8 @@ def test_a_free_slot_goes_to_the_group_of_the_earliest_deadline() -> None:
         house = House(tasks, engine=engine, scorer=scorer, group_size=2, capacity=2)
         await asyncio.sleep(2.0)
         await all_blocked()
-        # g0/r0 was sampled until 1.0 and failed at 1.5; g1/r0 has its slot since 1.0; at 2.0 g0/r1 leaves, and g1/r1 has waited longest
+        # g0/r0 was sampled until 1.0 and failed at 1.5; g1/r0 has its slot since 1.0; at 2.0 g0/r1 leaves,
+        # and g1/r1 has waited longest
         assert [request.request_id for request in engine.requests] == [
             "g0/r0/t0/a0",
             "g0/r1/t0/a0",
@@ -431,9 +432,16 @@ def test_a_prompt_that_always_fails_is_given_up_and_its_tries_are_no_row_of_fail
     async def story(tasks: asyncio.TaskGroup) -> House:
         scorer = FakeScorer(lambda prompt, _: "no" if prompt.prompt_id in ("p1", "p2") else 1.0)
         house = House(
-            tasks, engine=(engine := FakeEngine()), scorer=scorer, num_tickets=0, group_size=1, capacity=1, retries=0, max_hand_backs=3,
+            tasks,
+            engine=(engine := FakeEngine()),
+            scorer=scorer,
+            num_tickets=0,
+            group_size=1,
+            capacity=1,
+            retries=0,
+            max_hand_backs=3,
             max_failed_groups=3,
-        )  # fmt: skip
+        )
         for version in range(10):
             house.sink.start_version = engine.policy_version = version
             house.sink.allow(4)
@@ -648,9 +656,15 @@ def test_every_ticket_is_answered_exactly_once_and_no_more_than_the_capacity_eve
         )
         scorer = FakeScorer(lambda *_: "the judge is down" if next(scores) else 1.0, latency_s=3.0)
         house = House(
-            tasks, engine=engine, scorer=scorer, num_tickets=10, group_size=group_size, capacity=capacity, timeout_s=20.0,
+            tasks,
+            engine=engine,
+            scorer=scorer,
+            num_tickets=10,
+            group_size=group_size,
+            capacity=capacity,
+            timeout_s=20.0,
             max_failed_groups=99,
-        )  # fmt: skip
+        )
         dropped = []
         for at_s in sorted(drops):
             await asyncio.sleep(max(0.0, at_s - asyncio.get_running_loop().time()))

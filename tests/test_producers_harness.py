@@ -1,4 +1,6 @@
-"""The generator of rollouts that harnesses run: what it opens it ends, whose reward counts, and when the clock runs."""
+"""The generator of rollouts that harnesses run: what it opens it ends, whose reward counts, and when the
+clock runs.
+"""
 
 from __future__ import annotations
 

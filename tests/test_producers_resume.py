@@ -1,4 +1,6 @@
-"""Groups that ran when their run was killed: what is finished stays, what was begun goes on, nothing is sampled twice."""
+"""Groups that ran when their run was killed: what is finished stays, what was begun goes on, nothing is
+sampled twice.
+"""
 
 from __future__ import annotations
 
@@ -318,7 +320,10 @@ def test_whatever_was_known_each_rollout_ends_once(states: list[str], attempt: i
             )
 
     unfinished = UnfinishedGroup(
-        TICKET, PROMPT, {index: done(index) for index in indices["done"]}, dict.fromkeys(indices["failed"], (2, "no")),
+        TICKET,
+        PROMPT,
+        {index: done(index) for index in indices["done"]},
+        dict.fromkeys(indices["failed"], (2, "no")),
         dict.fromkeys(indices["partial"], (attempt, PARTIAL)),
-    )  # fmt: skip
+    )
     go_on(unfinished, check)

@@ -35,7 +35,9 @@ def single_turn(
 
 
 class Waiting:
-    """A generator that waits for a worker which takes it after `taken_s`, then runs for `run_s`; some play with their clock more."""
+    """A generator that waits for a worker which takes it after `taken_s`, then runs for `run_s`; some play
+    with their clock more.
+    """
 
     def __init__(self, taken_s: float, run_s: float, *, late_s: float | None = None) -> None:
         self.taken_s, self.run_s, self.late_s = taken_s, run_s, late_s
@@ -160,8 +162,8 @@ def test_a_retry_has_what_the_attempts_before_have_left_of_the_one_budget() -> N
         assert asyncio.get_running_loop().time() == 10.0
         assert [attempt.attempt for attempt in generator.seen] == [0, 1]
         assert (
-            "is not finished after 10.0 s; rollout.timeout_s=10.0 is the limit of all its attempts together; this was number 2"
-            in str(outcome.failure)
+            "is not finished after 10.0 s; rollout.timeout_s=10.0 is the limit of all its attempts together; "
+            "this was number 2" in str(outcome.failure)
         )
 
     run_virtual(story())
@@ -252,8 +254,14 @@ def test_cancellation_passes_the_boundary() -> None:
 
 
 def test_a_seed_depends_on_who_asks_and_on_nothing_else() -> None:
-    seeds = {derive_seed(run, prompt, sample, turn, attempt) for run in (0, 1) for prompt in ("p1", "p11") for sample in (0, 1)
-             for turn in (0, 1) for attempt in (0, 1)}  # fmt: skip
+    seeds = {
+        derive_seed(run, prompt, sample, turn, attempt)
+        for run in (0, 1)
+        for prompt in ("p1", "p11")
+        for sample in (0, 1)
+        for turn in (0, 1)
+        for attempt in (0, 1)
+    }
     assert len(seeds) == 32
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert derive_seed(0, "p1", 0, 0, attempt=0) == derive_seed(0, "p1", 0, 0) == 4802785385995688842, (

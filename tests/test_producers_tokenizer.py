@@ -36,7 +36,7 @@ def test_a_chat_becomes_the_ids_that_transformers_gives_and_back(tiny_model_dir:
 
 def test_it_needs_no_torch(tiny_model_dir: Path) -> None:
     code = (
-        "import sys; from asyncrl.rollouts import HFChatTokenizer; "
+        "import sys; from asyncrl.rollouts.tokenizer import HFChatTokenizer; "
         f"t = HFChatTokenizer({str(tiny_model_dir)!r}); t.decode(t.encode_chat({CHAT!r})); "
         "assert 'torch' not in sys.modules, 'torch was imported'"
     )

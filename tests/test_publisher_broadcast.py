@@ -1,4 +1,6 @@
-"""Where engines meet for the weights of a version: who is waited for, who sends, and what one that fails does to the others."""
+"""Where engines meet for the weights of a version: who is waited for, who sends, and what one that fails does
+to the others.
+"""
 
 from __future__ import annotations
 
@@ -186,9 +188,13 @@ def test_no_export_takes_the_place_of_the_announced_one_while_an_engine_is_broug
             [FakeEngineServer(f"engine-{index}", prepare_s=2.0) for index in range(2)],
         )
         publisher = Publisher(
-            trainer, [EngineServer(engine) for engine in engines],
-            interrupt="abort", timeout_s=60.0, on_served=lambda _: None, is_one_kept=is_one_kept,
-        )  # fmt: skip
+            trainer,
+            [EngineServer(engine) for engine in engines],
+            interrupt="abort",
+            timeout_s=60.0,
+            on_served=lambda _: None,
+            is_one_kept=is_one_kept,
+        )
         running = asyncio.ensure_future(publisher.run())
         trainer.step()
         await publisher.wait_announced(1)

@@ -152,8 +152,8 @@ def test_a_digest_that_differs_is_an_error_with_both_and_nothing_is_announced_or
         fakes[1].corrupt_digest = True
         house, error = await fails(FakeTrainer(), fakes)
         assert (
-            "engine-1 loaded policy_version 1 with digest corrupt, the trainer sent w1 (1 tensors, 1000 bytes)"
-            in str(error)
+            "engine-1 loaded policy_version 1 with digest corrupt, the trainer sent w1 (1 tensors, 1000 "
+            "bytes)" in str(error)
         )
         assert "so 1 was not announced" in str(error)
         assert (house.served, [fake.policy_version for fake in fakes]) == ([], [0, 0])
@@ -233,7 +233,8 @@ def test_an_engine_that_died_before_is_named_in_prepare() -> None:
         (
             0.0,
             40.0,
-            "engine-1 did not commit policy_version 1 within 60.0 s (policy_version served: engine-0: 1, engine-1: 0 or 1",
+            "engine-1 did not commit policy_version 1 within 60.0 s (policy_version served: engine-0: 1, "
+            "engine-1: 0 or 1",
         ),
     ],
 )

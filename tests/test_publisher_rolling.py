@@ -37,7 +37,9 @@ class Target(EngineServer):
 
 
 class House:
-    """A publisher over fake engines whose losses are told, as a supervisor would hear them; nobody starts them again."""
+    """A publisher over fake engines whose losses are told, as a supervisor would hear them; nobody starts
+    them again.
+    """
 
     def __init__(
         self,
@@ -59,9 +61,14 @@ class House:
         self.served: list[tuple[int, float]] = []
         self.lost: list[str] = []
         self.publisher = Publisher(
-            self.trainer, self.targets, interrupt="abort", timeout_s=timeout_s, on_served=self._on_served, is_rolling=is_rolling,
+            self.trainer,
+            self.targets,
+            interrupt="abort",
+            timeout_s=timeout_s,
+            on_served=self._on_served,
+            is_rolling=is_rolling,
             on_lost=self.on_lost if is_supervised else None,
-        )  # fmt: skip
+        )
         self.running = tasks.create_task(self.publisher.run(), name="publisher")
 
     def on_lost(self, lost: EngineLost) -> None:

@@ -1,4 +1,6 @@
-"""The file of recorded rollouts: what is read is what was written, and what is damaged is named by its line."""
+"""The file of recorded rollouts: what is read is what was written, and what is damaged is named by its
+line.
+"""
 
 from __future__ import annotations
 
@@ -35,11 +37,22 @@ def branches(draw: Any, index: int, branch: int, has_credits: bool) -> Trajector
     ids = draw(st.lists(st.integers(0, 2**31 - 1), min_size=len(mask), max_size=len(mask)))
     spans = tuple(VersionSpan(place, place + 1, place, draw(st.integers(-1, 3))) for place in places)
     return Trajectory(
-        index, np.array(ids, dtype=np.int32), mask, logprobs, spans,
-        reward=draw(st.floats(-1e9, 1e9)), is_truncated=draw(st.booleans()), num_interruptions=draw(st.integers(0, 9)),
-        metrics=draw(st.dictionaries(st.text(max_size=3).filter(lambda name: "\ud800" not in name), st.floats(-5, 5), max_size=2)),
-        branch=branch, credits=tuple(Credit(place, place + 1, 0.1, place) for place in places) if has_credits else (),
-    )  # fmt: skip
+        index,
+        np.array(ids, dtype=np.int32),
+        mask,
+        logprobs,
+        spans,
+        reward=draw(st.floats(-1e9, 1e9)),
+        is_truncated=draw(st.booleans()),
+        num_interruptions=draw(st.integers(0, 9)),
+        metrics=draw(
+            st.dictionaries(
+                st.text(max_size=3).filter(lambda name: "\ud800" not in name), st.floats(-5, 5), max_size=2
+            )
+        ),
+        branch=branch,
+        credits=tuple(Credit(place, place + 1, 0.1, place) for place in places) if has_credits else (),
+    )
 
 
 @given(data=st.data(), has_credits=st.booleans(), num_branches=st.integers(1, 3))
@@ -63,8 +76,13 @@ def test_people_can_read_what_was_said_and_a_rollout_without_a_reward_has_none(t
     write(path, make_record(reward=None))
     header, line = (json.loads(text) for text in path.read_text().splitlines())
     assert header == {
-        "format": "asyncrl-rollouts", "version": 1, "model_digest": "aaaa", "dtype": "float32", "tokenizer": "bbbb", "temperature": 1.0
-    }  # fmt: skip
+        "format": "asyncrl-rollouts",
+        "version": 1,
+        "model_digest": "aaaa",
+        "dtype": "float32",
+        "tokenizer": "bbbb",
+        "temperature": 1.0,
+    }
     assert (line["branches"][0]["text"], line["branches"][0]["loss"], line["reward"]) == (
         "said",
         [[2, 4]],

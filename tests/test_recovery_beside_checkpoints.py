@@ -1,4 +1,6 @@
-"""A trainer is started again while a checkpoint is being finished: the one that it goes back to stays until it has caught up."""
+"""A trainer is started again while a checkpoint is being finished: the one that it goes back to stays until
+it has caught up.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,15 @@ from asyncrl.run.restore import Checkpointer, recover_trainer
 from asyncrl.trainer.trainer_client import TrainerClient
 
 Place = Literal["reading", "loading", "training"]
-"""Where a recovery stands: checkpoint 1 is compared with its manifest, the trainer loads it, it trains on batch 1 of 1 and 2."""
+"""Where a recovery stands: checkpoint 1 is compared with its manifest, the trainer loads it, it trains on
+batch 1 of 1 and 2.
+"""
 
 
 class Gate:
-    """`reached` once somebody has come to it, who goes on with open(). One comes in a thread, or one in the loop."""
+    """`reached` once somebody has come to it, who goes on with open(). One comes in a thread, or one in the
+    loop.
+    """
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -90,14 +96,18 @@ class WritingTrainer:
 
 
 async def let_threads_end(life: Life) -> None:
-    """Return when what could be handed to threads by now has ended: the one that is free and the journal's work off one thing at a time."""
+    """Return when what could be handed to threads by now has ended: the one that is free and the journal's
+    work off one thing at a time.
+    """
     for _ in range(20):
         await asyncio.to_thread(int)
         await life.journal.flush()
 
 
 class House:
-    """Three batches are trained, checkpoint 1 is whole, checkpoint 3 is being written by the trainer; keep_last is 1."""
+    """Three batches are trained, checkpoint 1 is whole, checkpoint 3 is being written by the trainer;
+    keep_last is 1.
+    """
 
     def __init__(self, life: Life, run_dir: Path) -> None:
         self.life, self.checkpoints = life, Checkpoints(run_dir, CheckpointConfig(every=3, keep_last=1))

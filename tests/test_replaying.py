@@ -1,4 +1,6 @@
-"""Recorded rollouts in a run: which are taken, when, in which order, and that none is older than the bound allows."""
+"""Recorded rollouts in a run: which are taken, when, in which order, and that none is older than the bound
+allows.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +86,8 @@ def test_what_cannot_be_taken_is_left_out_and_told(tmp_path: Path) -> None:
     ] == [[0, 1], [0]]
     assert rollouts_equal(found.rollouts["replay/0"][1], records[1].rollout)
     assert told(found, config).endswith(
-        "; left out: 1 beyond rollout.group_size, 1 without a reward, 1 with tokens of another policy_version than 0, "
+        "; left out: 1 beyond rollout.group_size, 1 without a reward, 1 with tokens of another "
+        "policy_version than 0, "
         "1 longer than max_prompt_tokens + max_tokens = 16"
     )
 
@@ -250,10 +253,16 @@ def test_recorded_rollouts_are_taken_while_their_version_is_served_and_the_bound
                 sampling, recorded, start_version=lambda group_id: producers.start_version(group_id)
             )
             producers = Producers(
-                buffer, Feed(Numbers(9), seed=0, shuffle=True, first=REPLAY[:num_prompts]),
-                RolloutRunner(replay, timeout_s=99.0, retries=0), spawn=tasks.create_task, group_size=3, capacity=6,
-                max_failed_groups=1, max_hand_backs=3, journal=MemoryJournal(),
-            )  # fmt: skip
+                buffer,
+                Feed(Numbers(9), seed=0, shuffle=True, first=REPLAY[:num_prompts]),
+                RolloutRunner(replay, timeout_s=99.0, retries=0),
+                spawn=tasks.create_task,
+                group_size=3,
+                capacity=6,
+                max_failed_groups=1,
+                max_hand_backs=3,
+                journal=MemoryJournal(),
+            )
             running = tasks.create_task(producers.run(), name="producers")
             for version in range(num_batches):
                 batch = await buffer.wait_batch()

@@ -63,7 +63,9 @@ def line_of(batch: Batch) -> dict[str, Any]:
 
 
 async def tell_history(journal: Any) -> list[Batch]:
-    """Four batches of an epoch and a bit, one group that failed, one that was handed back and came again, one ready, one running."""
+    """Four batches of an epoch and a bit, one group that failed, one that was handed back and came again, one
+    ready, one running.
+    """
     batches = []
     groups = iter(
         [*[(group_id, group_id) for group_id in range(9)], (11, 10)]
@@ -131,30 +133,71 @@ def test_an_honest_history_has_no_violation(run_dir: Path) -> None:
 
 
 PLANTED_SQL = {
-    "a prompt that was drawn is gone": ("DELETE FROM groups WHERE group_id = 9", "group 10 has draw 10, the one before was 8"),
-    "a prompt was drawn twice": (
-        "UPDATE groups SET state = 'failed', requeued = NULL WHERE group_id = 10", "group 11 was made though group 10 is failed",
+    "a prompt that was drawn is gone": (
+        "DELETE FROM groups WHERE group_id = 9",
+        "group 10 has draw 10, the one before was 8",
     ),
-    "a failed prompt is lost": ("UPDATE groups SET requeued = NULL WHERE group_id = 9", "is lost: group 9 is failed"),
-    "a prompt came back too often": ("UPDATE groups SET requeued = 2 WHERE group_id = 9", "came back 2 times with group 9"),
-    "a prompt in training came back": ("UPDATE groups SET requeued = 1 WHERE group_id = 8", "came back 1 times with group 8"),
-    "a prompt in use was drawn again": ("UPDATE groups SET prompt_id = '0/0', state = 'failed' WHERE group_id = 11", "was made though"),
-    "a group is consumed and in no batch": ("UPDATE groups SET state = 'taken' WHERE group_id = 8", "group 8 is taken, and in batch None"),
-    "a group is in a batch and free": ("UPDATE groups SET state = 'failed' WHERE group_id = 5", "group 5 is failed, and in batch 2"),
+    "a prompt was drawn twice": (
+        "UPDATE groups SET state = 'failed', requeued = NULL WHERE group_id = 10",
+        "group 11 was made though group 10 is failed",
+    ),
+    "a failed prompt is lost": (
+        "UPDATE groups SET requeued = NULL WHERE group_id = 9",
+        "is lost: group 9 is failed",
+    ),
+    "a prompt came back too often": (
+        "UPDATE groups SET requeued = 2 WHERE group_id = 9",
+        "came back 2 times with group 9",
+    ),
+    "a prompt in training came back": (
+        "UPDATE groups SET requeued = 1 WHERE group_id = 8",
+        "came back 1 times with group 8",
+    ),
+    "a prompt in use was drawn again": (
+        "UPDATE groups SET prompt_id = '0/0', state = 'failed' WHERE group_id = 11",
+        "was made though",
+    ),
+    "a group is consumed and in no batch": (
+        "UPDATE groups SET state = 'taken' WHERE group_id = 8",
+        "group 8 is taken, and in batch None",
+    ),
+    "a group is in a batch and free": (
+        "UPDATE groups SET state = 'failed' WHERE group_id = 5",
+        "group 5 is failed, and in batch 2",
+    ),
     "a batch has lost a group": ("DELETE FROM batch_groups WHERE group_id = 3", "batch 1 has 1 groups"),
     "a batch is gone": ("DELETE FROM batches WHERE version = 2", "the journal's batches are [0, 1, 3]"),
-    "the last batch is gone": ("DELETE FROM batches WHERE version = 3", "the journal has batches [0, 1, 2] after 4 steps"),
-    "a batch is out of order": ("UPDATE batch_groups SET position = 5 - position WHERE version = 3", "groups in the order [7, 6]"),
-    "a batch allows too old tokens": ("UPDATE batches SET min_version = 1 WHERE version = 3", "batch 3 has min_version 1"),
-    "a batch holds too old tokens": ("UPDATE trajectories SET oldest_version = 0 WHERE group_id = 6", "g6/r0 has tokens of version 0"),
-    "a rollout changed places": ("UPDATE trajectories SET sample_index = 2 + sample_index WHERE group_id = 4", "group 4 was trained on"),
-    "a reward has changed": ("UPDATE trajectories SET reward = 9.5 WHERE group_id = 4", "group 4 was trained on other tokens or rewards"),
+    "the last batch is gone": (
+        "DELETE FROM batches WHERE version = 3",
+        "the journal has batches [0, 1, 2] after 4 steps",
+    ),
+    "a batch is out of order": (
+        "UPDATE batch_groups SET position = 5 - position WHERE version = 3",
+        "groups in the order [7, 6]",
+    ),
+    "a batch allows too old tokens": (
+        "UPDATE batches SET min_version = 1 WHERE version = 3",
+        "batch 3 has min_version 1",
+    ),
+    "a batch holds too old tokens": (
+        "UPDATE trajectories SET oldest_version = 0 WHERE group_id = 6",
+        "g6/r0 has tokens of version 0",
+    ),
+    "a rollout changed places": (
+        "UPDATE trajectories SET sample_index = 2 + sample_index WHERE group_id = 4",
+        "group 4 was trained on",
+    ),
+    "a reward has changed": (
+        "UPDATE trajectories SET reward = 9.5 WHERE group_id = 4",
+        "group 4 was trained on other tokens or rewards",
+    ),
     "tokens have changed": (
-        "UPDATE trajectories SET blob = (SELECT blob FROM trajectories WHERE group_id = 5 AND sample_index = 0)"
+        "UPDATE trajectories SET blob = (SELECT blob FROM trajectories WHERE group_id = 5 AND sample_index = "
+        "0)"
         " WHERE group_id = 4 AND sample_index = 0",
         "group 4 was trained on other tokens or rewards",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("fault", PLANTED_SQL)

@@ -1,4 +1,6 @@
-"""The settings that docs/resume.md shows are those that there are, with their defaults, and so are its options."""
+"""The settings that docs/resume.md shows are those that there are, with their defaults, and so are its
+options.
+"""
 
 from __future__ import annotations
 

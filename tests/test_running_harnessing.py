@@ -1,4 +1,6 @@
-"""Where the worker key of a run is: of one with workers elsewhere in a file for them, of any other in memory alone."""
+"""Where the worker key of a run is: of one with workers elsewhere in a file for them, of any other in memory
+alone.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Real `asyncrl serve` processes: an agent is tried by hand and by its config, recorded, and the recording is trained on."""
+"""Real `asyncrl serve` processes: an agent is tried by hand and by its config, recorded, and the recording is
+trained on.
+"""
 
 from __future__ import annotations
 
@@ -224,7 +226,9 @@ def test_whatever_ends_a_gateway_nothing_of_it_is_left(tmp_path: Path, serve: Se
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file with four rollouts of ten prompts, the second of which lacks one, and the config that they were sampled by."""
+    """A file with four rollouts of ten prompts, the second of which lacks one, and the config that they were
+    sampled by.
+    """
     folder = tmp_path_factory.mktemp("recorded")
     answer = ended(
         "gateway",

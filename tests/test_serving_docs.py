@@ -70,5 +70,9 @@ def run(command: str, folder: Path) -> str:
 
 def test_the_commands_are_those_that_the_test_knows() -> None:
     assert [" ".join(shlex.split(command)[1:3]) for command in COMMANDS] == [
-        "serve gateway", "serve gateway", "check configs/quickstart.yaml", "run configs/quickstart.yaml", "serve engine"
-    ]  # fmt: skip
+        "serve gateway",
+        "serve gateway",
+        "check configs/quickstart.yaml",
+        "run configs/quickstart.yaml",
+        "serve engine",
+    ]

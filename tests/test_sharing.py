@@ -1,4 +1,6 @@
-"""Memory that two processes share: mapped files, CUDA's driver as far as a library with its signatures shows, and checksums."""
+"""Memory that two processes share: mapped files, CUDA's driver as far as a library with its signatures shows,
+and checksums.
+"""
 
 from __future__ import annotations
 
@@ -61,8 +63,8 @@ def stub(tmp_path_factory: pytest.TempPathFactory) -> str:
 OPEN_IN_ANOTHER = """
 import sys, torch
 from test_sharing import DEVICE, HostCudaMemory
-from asyncrl.sharing import CudaDriver, word_sum
-from asyncrl.wire import MemoryHandle
+from asyncrl.weights.shared_memory import CudaDriver, word_sum
+from asyncrl.messages.base import MemoryHandle
 
 driver = CudaDriver(sys.argv[1])
 memory = HostCudaMemory.opened(MemoryHandle.model_validate_json(sys.stdin.readline()), DEVICE, driver)
@@ -82,9 +84,13 @@ def test_what_one_process_writes_into_device_memory_another_reads_and_writes_thr
     assert len(base64.b64decode(memory.handle.name)) == 64
     memory.data.random_(0, 256)
     done = subprocess.run(
-        [sys.executable, "-c", OPEN_IN_ANOTHER, stub], input=memory.handle.model_dump_json() + "\n", text=True, capture_output=True,
-        cwd=Path(__file__).parent, check=False,
-    )  # fmt: skip
+        [sys.executable, "-c", OPEN_IN_ANOTHER, stub],
+        input=memory.handle.model_dump_json() + "\n",
+        text=True,
+        capture_output=True,
+        cwd=Path(__file__).parent,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     before = memory.data.clone()
     assert before[:8].tolist() == list(range(8))
@@ -227,8 +233,8 @@ def test_a_digest_has_name_dtype_and_shape_in_it() -> None:
 
 OPEN_ON_DEVICE = """
 import sys, torch
-from asyncrl.sharing import open_memory, word_sum
-from asyncrl.wire import MemoryHandle
+from asyncrl.weights.shared_memory import open_memory, word_sum
+from asyncrl.messages.base import MemoryHandle
 
 memory = open_memory(MemoryHandle.model_validate_json(sys.stdin.readline()), torch.device("cuda"))
 print(word_sum(memory.data).hex(), flush=True)

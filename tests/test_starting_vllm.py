@@ -1,4 +1,6 @@
-"""How a vLLM server is told what to do, asked whether it is ready, and taken where somebody else started it. Starts no vLLM."""
+"""How a vLLM server is told what to do, asked whether it is ready, and taken where somebody else started it.
+Starts no vLLM.
+"""
 
 from __future__ import annotations
 
@@ -236,7 +238,8 @@ def test_its_heartbeat_goes_through_its_client() -> None:
         assert well.health == HEALTH
         with pytest.raises(
             RoomError,
-            match=r"the server at http://127.0.0.1:1 does not answer: hangs; observe.heartbeat_s=3.0 is the limit",
+            match=r"the server at http://127.0.0.1:1 does not answer: hangs; observe.heartbeat_s=3.0 is the "
+            r"limit",
         ):
             await server(Asked(EngineLost("engine-0", "hangs"))).check_alive(3.0)
 

@@ -1,4 +1,6 @@
-"""Engine servers that die, hang and come back, on the virtual clock: pool, publisher and supervisors together, over fake servers."""
+"""Engine servers that die, hang and come back, on the virtual clock: pool, publisher and supervisors
+together, over fake servers.
+"""
 
 from __future__ import annotations
 
@@ -81,11 +83,17 @@ class House:
         turns = SideBySide(self.publisher, num_steps=0, spawn=tasks.create_task)
         self.supervisors = {
             process.name: EngineSupervisor(
-                process, target, self.pool, turns, config, heartbeat_s=HEARTBEAT_S,
-                warn=self.told.append, on_event=lambda what, detail: self.events.append((what, detail)),
+                process,
+                target,
+                self.pool,
+                turns,
+                config,
+                heartbeat_s=HEARTBEAT_S,
+                warn=self.told.append,
+                on_event=lambda what, detail: self.events.append((what, detail)),
             )
             for process, target in zip(self.processes, self.targets, strict=True)
-        }  # fmt: skip
+        }
         self.running = [tasks.create_task(self.publisher.run(), name="publisher")]
         self.running += [
             tasks.create_task(supervisor.run(), name=f"watch {name}")

@@ -1,4 +1,6 @@
-"""The order of prompts: seeded, another one each epoch, handed-back ones first, and a cursor that can be saved."""
+"""The order of prompts: seeded, another one each epoch, handed-back ones first, and a cursor that can be
+saved.
+"""
 
 from __future__ import annotations
 
@@ -171,8 +173,11 @@ def test_a_cursor_told_in_prompts_goes_on_as_the_one_that_was_saved() -> None:
 
 
 @given(
-    size=st.integers(1, 6), shuffle=st.booleans(), moves=st.lists(st.integers(-3, 3), max_size=40), runs=st.sets(st.integers(0, 9)),
-)  # fmt: skip
+    size=st.integers(1, 6),
+    shuffle=st.booleans(),
+    moves=st.lists(st.integers(-3, 3), max_size=40),
+    runs=st.sets(st.integers(0, 9)),
+)
 def test_a_feed_that_is_restored_goes_on_as_the_one_that_was_killed(
     size: int, shuffle: bool, moves: list[int], runs: set[int]
 ) -> None:

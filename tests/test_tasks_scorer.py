@@ -292,7 +292,7 @@ HANGING = """
     import asyncio, threading
     from asyncrl.config import TaskConfig
     from asyncrl.tasks import TaskScorer
-    from asyncrl.types import Prompt
+    from asyncrl.messages.records import Prompt
     class Hangs:
         def __len__(self): return 1
         def prompt(self, index): return "x"
@@ -438,7 +438,7 @@ ORPHANS = """
     import asyncio, os, signal
     from asyncrl.config import TaskConfig
     from asyncrl.tasks import TaskScorer, build_task
-    from asyncrl.types import Prompt
+    from asyncrl.messages.records import Prompt
     async def main():
         config = TaskConfig(files=["rows.jsonl"], reward="rewards_here:moody", reward_pool="process", reward_workers=2)
         scorer = TaskScorer(build_task(config, 0), config, seed=0)

@@ -69,7 +69,8 @@ def test_a_deadlock_names_each_task_and_the_function_it_waits_in() -> None:
                 tasks.create_task(door.wait_open(), name=f"producer-{number}")
 
     expected = (
-        r"nothing can happen at t=42\.0 s: producer-1 waits in Door\.wait_open, producer-2 waits in Door\.wait_open, "
+        r"nothing can happen at t=42\.0 s: producer-1 waits in Door\.wait_open, producer-2 waits in "
+        r"Door\.wait_open, "
         r"producer-10 waits in Door\.wait_open, main waits in story$"
     )
     with pytest.raises(DeadlockError, match=expected) as caught:

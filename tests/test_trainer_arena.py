@@ -1,4 +1,6 @@
-"""Tensors that come and go together lie side by side in large pages; whoever else looks at one keeps it where it is."""
+"""Tensors that come and go together lie side by side in large pages; whoever else looks at one keeps it where
+it is.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Packed attention is ordinary attention of each sequence by itself: output and gradients, whatever is shared."""
+"""Packed attention is ordinary attention of each sequence by itself: output and gradients, whatever is
+shared.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def tensors(
 
 
 def row_by_row(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> Tensor:
-    """Each sequence's tokens gathered and attended to with the whole matrix of scores; a shared token's row is taken once."""
+    """Each sequence's tokens gathered and attended to with the whole matrix of scores; a shared token's row
+    is taken once.
+    """
     output = torch.zeros_like(query)
     group = query.shape[1] // key.shape[1]
     for prefix_start, prefix, own_start, own in layout.rows:
@@ -118,7 +122,9 @@ def ends_of(cumulative: Tensor) -> list[slice]:
 
 
 def varlen(query: Tensor, key: Tensor, value: Tensor, *options: Any, scale: float) -> tuple[Tensor, Tensor]:
-    """What aten._flash_attention_forward does on CUDA, written out: [N, H, D] in, output and log-sum-exp [H, N] out."""
+    """What aten._flash_attention_forward does on CUDA, written out: [N, H, D] in, output and log-sum-exp [H,
+    N] out.
+    """
     queries, keys, _, _, _, is_causal, _ = options
     outputs, logsums = [], []
     for here, there in zip(ends_of(queries), ends_of(keys), strict=True):
@@ -157,7 +163,9 @@ def varlen_backward(
 
 
 def test_the_layout_of_the_cuda_kernel_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CUDA operators cannot run here: they are written out, and what they are called with is what is tested."""
+    """The CUDA operators cannot run here: they are written out, and what they are called with is what is
+    tested.
+    """
     monkeypatch.setattr(attention_kernels, "_varlen", varlen)
     monkeypatch.setattr(attention_kernels, "_varlen_backward", varlen_backward)
     layout = layout_of(SHARED)

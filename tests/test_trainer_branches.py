@@ -1,4 +1,6 @@
-"""Rollouts of several turns and branches, and credits: what is trained, against a computation in plain words."""
+"""Rollouts of several turns and branches, and credits: what is trained, against a computation in plain
+words.
+"""
 
 from __future__ import annotations
 

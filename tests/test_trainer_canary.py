@@ -1,4 +1,6 @@
-"""Each export says what a fixed text's logprobs are: those of the very weights in the file, whoever computes them."""
+"""Each export says what a fixed text's logprobs are: those of the very weights in the file, whoever computes
+them.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def make_step(tmp_path: Path) -> MakeStep:
 
 @torch.no_grad()
 def plain(weights: dict[str, Tensor], model_dir: Path, ids: list[int]) -> tuple[Tensor, float]:
-    """(logprobs of ids[1:], highest logprob of the next one) by transformers alone, from weights in a model's own names."""
+    """(logprobs of ids[1:], highest logprob of the next one) by transformers alone, from weights in a model's
+    own names.
+    """
     dtype = next(iter(weights.values())).dtype
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir), dtype=dtype)
     missing, unexpected = model.load_state_dict(weights, strict=False)

@@ -1,4 +1,6 @@
-"""Weights leave the trainer in chunks that together are the export: the same tensors, the same digest, one file."""
+"""Weights leave the trainer in chunks that together are the export: the same tensors, the same digest, one
+file.
+"""
 
 from __future__ import annotations
 

@@ -81,9 +81,15 @@ def client_of(trainer: FakeTrainer, policy_version: int = 4) -> TrainerClient:
 def test_groups_are_packed_one_after_the_other_with_a_version_a_token() -> None:
     header, arrays = pack_groups(make_types_batch())
     assert (header.version, header.min_version, header.mask_older) == (4, 3, True)
-    assert [(t.group_index, t.group_id, t.sample_index, t.prompt_id, t.start, t.end, t.reward) for t in header.trajectories] == [
-        (0, 7, 0, "0-7", 0, 5, 0.5), (0, 7, 2, "0-7", 5, 10, 2.5), (1, 9, 0, "0-9", 10, 15, 0.5), (1, 9, 2, "0-9", 15, 20, 2.5),
-    ]  # fmt: skip
+    assert [
+        (t.group_index, t.group_id, t.sample_index, t.prompt_id, t.start, t.end, t.reward)
+        for t in header.trajectories
+    ] == [
+        (0, 7, 0, "0-7", 0, 5, 0.5),
+        (0, 7, 2, "0-7", 5, 10, 2.5),
+        (1, 9, 0, "0-9", 10, 15, 0.5),
+        (1, 9, 2, "0-9", 15, 20, 2.5),
+    ]
     assert arrays.token_ids.tolist() == [10, 11, 12, 13, 14, 12, 13, 14, 15, 16] * 2
     assert arrays.versions.tolist() == [-1, -1, 3, 3, 4] * 4
     assert arrays.versions.dtype == np.int32
@@ -141,8 +147,10 @@ def test_branches_and_credits_cross_to_the_worker() -> None:
         (2, 0, 2.5),
     ]
     assert [[tuple(credit.model_dump().values()) for credit in t.credits] for t in header.trajectories] == [
-        [(2, 4, 1.0, 0), (4, 5, 0.25, 1)], [(0, 5, 0.25, 1)], [],
-    ]  # fmt: skip
+        [(2, 4, 1.0, 0), (4, 5, 0.25, 1)],
+        [(0, 5, 0.25, 1)],
+        [],
+    ]
 
 
 @pytest.mark.parametrize(

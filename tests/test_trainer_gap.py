@@ -1,4 +1,6 @@
-"""How far each engine is from the trainer: metrics by engine, a limit that no engine hides from, words that name it."""
+"""How far each engine is from the trainer: metrics by engine, a limit that no engine hides from, words that
+name it.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +37,13 @@ def test_the_metrics_are_those_computed_by_hand() -> None:
     current, behaviour = numbers(-1.0, -2.0, -3.0, -4.0, -5.0), numbers(-1.5, -2.0, -2.0, -4.25, -7.0)
     gaps = measure_gaps(current, behaviour, np.array([0, 0, 2, 2, -1], np.int16))
     assert gap_metrics(gaps) == {
-        "policy/logprob_gap_mean": 0.75, "policy/logprob_gap_max": 2.0,
-        "policy/logprob_gap_mean/engine-0": 0.25, "policy/logprob_gap_max/engine-0": 0.5,
-        "policy/logprob_gap_mean/engine-2": 0.625, "policy/logprob_gap_max/engine-2": 1.0,
-    }  # fmt: skip
+        "policy/logprob_gap_mean": 0.75,
+        "policy/logprob_gap_max": 2.0,
+        "policy/logprob_gap_mean/engine-0": 0.25,
+        "policy/logprob_gap_max/engine-0": 0.5,
+        "policy/logprob_gap_mean/engine-2": 0.625,
+        "policy/logprob_gap_max/engine-2": 1.0,
+    }
 
 
 def test_without_a_fresh_token_there_are_no_metrics_and_without_a_known_engine_only_the_totals() -> None:
@@ -67,7 +72,8 @@ def test_an_engine_with_few_tokens_is_not_judged_alone_but_is_named() -> None:
     worst = worst_gap(gaps, 0.005)
     assert worst is gaps[0]
     assert gap_words(worst, gaps) == (
-        "the engines and trainer disagree by 0.01 nats on average on 563 fresh tokens (engine-1 by 0.08 on 63, engine-0 by 0.001 on 500)"
+        "the engines and trainer disagree by 0.01 nats on average on 563 fresh tokens (engine-1 by 0.08 on "
+        "63, engine-0 by 0.001 on 500)"
     )
     assert gap_advice(worst, gaps).startswith("check that")
 
@@ -97,7 +103,8 @@ def test_of_many_engines_the_worst_are_named() -> None:
     worst = worst_gap(gaps, 0.05)
     assert worst is not None
     assert gap_words(worst, gaps).endswith(
-        "(engine-6 by 0.6 on 100, engine-5 by 0.5 on 100, engine-4 by 0.4 on 100, engine-3 by 0.3 on 100, 3 others by less)"
+        "(engine-6 by 0.6 on 100, engine-5 by 0.5 on 100, engine-4 by 0.4 on 100, engine-3 by 0.3 on 100, 3 "
+        "others by less)"
     )
 
 
@@ -120,7 +127,9 @@ def make_step(tiny_model_dir: Path, tmp_path: Path) -> MakeStep:
 
 
 def sampled_by_two(step: TrainStep, offset: float) -> tuple[BatchHeader, BatchArrays]:
-    """Trajectories by engine-0 and engine-1 in turn; engine-1's logprobs are off by `offset`, those of engine-0 right."""
+    """Trajectories by engine-0 and engine-1 in turn; engine-1's logprobs are off by `offset`, those of
+    engine-0 right.
+    """
     header, arrays = make_batch(num_groups=6, group_size=4)
     exact = naive_logprobs(step.policy.model, header, arrays, 1.0)
     engines = np.full(len(exact), -1, np.int16)

@@ -1,4 +1,6 @@
-"""Adapters in the trainer: nothing else is trained, and merged, exported and saved they are the policy that was trained."""
+"""Adapters in the trainer: nothing else is trained, and merged, exported and saved they are the policy that
+was trained.
+"""
 
 from __future__ import annotations
 

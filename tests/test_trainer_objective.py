@@ -1,4 +1,6 @@
-"""What functions of the user's own may return, logprobs that are not finite, and the temperature of a real engine."""
+"""What functions of the user's own may return, logprobs that are not finite, and the temperature of a real
+engine.
+"""
 
 from __future__ import annotations
 
@@ -122,15 +124,22 @@ def sampled_batch(model_dir: Path, temperature: float) -> tuple[BatchHeader, Bat
             ]
             headers.append(
                 TrajectoryHeader(
-                    group_index=group // 2, group_id=group // 2, sample_index=group % 2, prompt_id="p",
-                    start=start, end=len(columns), reward=float(group % 2),
+                    group_index=group // 2,
+                    group_id=group // 2,
+                    sample_index=group % 2,
+                    prompt_id="p",
+                    start=start,
+                    end=len(columns),
+                    reward=float(group % 2),
                 )
-            )  # fmt: skip
+            )
     token_ids, loss_mask, logprobs, versions = zip(*columns, strict=True)
     return BatchHeader(version=0, min_version=0, mask_older=False, trajectories=headers), BatchArrays(
-        token_ids=np.array(token_ids, np.int32), loss_mask=np.array(loss_mask),
-        behaviour_logprobs=np.array(logprobs, np.float32), versions=np.array(versions, np.int32),
-    )  # fmt: skip
+        token_ids=np.array(token_ids, np.int32),
+        loss_mask=np.array(loss_mask),
+        behaviour_logprobs=np.array(logprobs, np.float32),
+        versions=np.array(versions, np.int32),
+    )
 
 
 @pytest.mark.parametrize("lora", [None, {"rank": 4}])

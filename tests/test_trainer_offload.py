@@ -1,4 +1,6 @@
-"""What is offloaded comes back to the bit; what needs it is refused meanwhile; what cannot be moved stays where it was."""
+"""What is offloaded comes back to the bit; what needs it is refused meanwhile; what cannot be moved stays
+where it was.
+"""
 
 from __future__ import annotations
 

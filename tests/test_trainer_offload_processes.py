@@ -1,4 +1,6 @@
-"""The real processes of a trainer that takes turns: their memory really goes and comes back, on one rank as on several."""
+"""The real processes of a trainer that takes turns: their memory really goes and comes back, on one rank as
+on several.
+"""
 
 from __future__ import annotations
 
@@ -93,9 +95,14 @@ def big_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """9.5 M parameters: what moves is far more than what a process's memory varies by."""
     return make_tiny_model(
         tmp_path_factory.mktemp("big") / "model",
-        hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4, head_dim=64,
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
         initializer_range=0.02,
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -240,7 +247,8 @@ def test_two_ranks_gather_chunk_by_chunk_and_take_no_more_memory_than_one(
             ]
             num_bytes = sum(answer.num_bytes for answer in answers)
             print(
-                f"turn {turn}: {num_bytes} bytes in {len(answers)} chunks of {chunk_bytes}, peak memory grew by {growth} bytes by rank"
+                f"turn {turn}: {num_bytes} bytes in {len(answers)} chunks of {chunk_bytes}, peak memory grew "
+                f"by {growth} bytes by rank"
             )
             assert max(growth) <= limit, growth
             assert len(answers) > 5

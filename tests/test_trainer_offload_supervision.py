@@ -1,4 +1,6 @@
-"""A trainer that is started again is off its device where the lost one was, before anything is asked of it."""
+"""A trainer that is started again is off its device where the lost one was, before anything is asked of
+it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""How a batch is cut into micro-batches: every loss token once, shared prefixes once, nothing that cannot matter."""
+"""How a batch is cut into micro-batches: every loss token once, shared prefixes once, nothing that cannot
+matter.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The policy gives the logprobs and gradients of one plain forward pass a sequence, with any model and any cut."""
+"""The policy gives the logprobs and gradients of one plain forward pass a sequence, with any model and any
+cut.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,8 @@ PADDED: dict[str, dict[str, Any]] = {
 def make_model(kind: str = "qwen3", dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     torch.manual_seed(0)
     settings = {**COMMON, **PACKED.get(kind, PADDED.get(kind, {})), **changes}
-    # The same weights whatever the dtype; buffers, such as a rotary embedding's frequencies, stay as they are made.
+    # The same weights whatever the dtype; buffers, such as a rotary embedding's frequencies, stay as they are
+    # made.
     model = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(kind, **settings), dtype=torch.float32
     ).eval()
@@ -77,7 +80,9 @@ def make_model(kind: str = "qwen3", dtype: torch.dtype = torch.float32, **change
 def run(
     policy: Policy, groups: Rows, max_tokens: int = 10**6, temperature: float = 1.0
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Logprobs in the batch's order, and gradients of their sum weighted by 1, 2, 3, ...: one backward pass a micro-batch."""
+    """Logprobs in the batch's order, and gradients of their sum weighted by 1, 2, 3, ...: one backward pass a
+    micro-batch.
+    """
     header, arrays = batch_of(groups)
     policy.zero_grad()
     places = np.cumsum(arrays.loss_mask)
@@ -108,7 +113,9 @@ def gradients(model: Any) -> dict[str, Tensor]:
 def assert_same(
     found: tuple[Tensor, dict[str, Tensor]], expected: tuple[Tensor, dict[str, Tensor]], limit: float
 ) -> None:
-    """Logprobs to 10 * limit, in nats; the whole gradient to `limit`, relative, and each parameter's to 10 * limit."""
+    """Logprobs to 10 * limit, in nats; the whole gradient to `limit`, relative, and each parameter's to 10 *
+    limit.
+    """
     torch.testing.assert_close(found[0].double(), expected[0].double(), rtol=0, atol=10 * limit)
     assert found[1].keys() == expected[1].keys()
     distance = size = 0.0

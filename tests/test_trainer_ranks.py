@@ -161,10 +161,14 @@ def test_two_ranks_give_the_losses_and_weights_of_one(tiny_model_dir: Path, tmp_
 @pytest.mark.slow
 def test_so_they_do_with_branches_and_credits(tiny_model_dir: Path, tmp_path: Path) -> None:
     compare(
-        tiny_model_dir, tmp_path, atol=1e-5, num_steps=3, trainer={"mini_batches": 2, "learning_rate": 1e-3},
+        tiny_model_dir,
+        tmp_path,
+        atol=1e-5,
+        num_steps=3,
+        trainer={"mini_batches": 2, "learning_rate": 1e-3},
         algorithm={"loss": "decoupled_ppo", "kl_coefficient": 0.1, "kl_in": "reward", "kl_estimator": "k1"},
         make=lambda version: make_branch_batch(version, version=version, num_groups=4),
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.slow
@@ -172,11 +176,15 @@ def test_so_they_do_with_more_steps_a_batch_extra_passes_checkpointing_and_uneve
     tiny_model_dir: Path, tmp_path: Path
 ) -> None:
     compare(
-        tiny_model_dir, tmp_path, atol=1e-5, world_size=3, num_steps=3,
+        tiny_model_dir,
+        tmp_path,
+        atol=1e-5,
+        world_size=3,
+        num_steps=3,
         trainer={"mini_batches": 2, "epochs": 2, "learning_rate": 1e-3},
         only_ranks={"gradient_checkpointing": True, "micro_batch_tokens": 30},
         algorithm={"loss": "decoupled_ppo", "kl_coefficient": 0.1},
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.slow

@@ -87,7 +87,8 @@ def test_with_a_tool_role_there_is_one_more_special_token_and_chats_with_tool_ca
     ]
     text = chats.render(chat, tools=[{"type": "function", "function": {"name": "add"}}])
     assert text == (
-        "<|user|>1+2<|im_end|><|assistant|><|im_end|><|tool|>3<|im_end|><|assistant|>let me see<|im_end|><|tool|><|im_end|><|assistant|>"
+        "<|user|>1+2<|im_end|><|assistant|><|im_end|><|tool|>3<|im_end|><|assistant|>let me "
+        "see<|im_end|><|tool|><|im_end|><|assistant|>"
     )
     assert text == chats.render(chat), "tools are not written"
     ids = chats.encode(text)

@@ -1,4 +1,6 @@
-"""A trainer that is loaded goes on as if it had never stopped; what is not whole, or of another model, is refused."""
+"""A trainer that is loaded goes on as if it had never stopped; what is not whole, or of another model, is
+refused.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""One optimizer step in this process: the right gradient, the same bits, and nothing changed by what is refused."""
+"""One optimizer step in this process: the right gradient, the same bits, and nothing changed by what is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -259,7 +261,8 @@ def test_a_model_that_cannot_fit_is_refused_with_the_numbers_before_it_is_alloca
     monkeypatch.setattr(loading, "STATE_BYTES", 2**50)
     with pytest.raises(
         ConfigError,
-        match=r"needs \d+.\d GiB for gradients and optimizer state of 0 M parameters, and \d+.\d GiB are free",
+        match=r"needs \d+.\d GiB for gradients and optimizer state of 0 M parameters, and \d+.\d GiB are "
+        r"free",
     ):
         make_step()
 
@@ -300,10 +303,21 @@ def test_the_gradient_is_clipped_and_the_norm_reported_is_that_before(make_step:
 def test_metrics_have_the_fixed_names(make_step: MakeStep) -> None:
     metrics = make_step(trainer={"warmup_steps": 2}).train(*make_batch())
     assert set(metrics) == {
-        "policy/loss", "policy/grad_norm", "policy/entropy", "policy/kl_behaviour", "policy/ess", "policy/clip_fraction",
-        "policy/logprob_gap_max", "policy/logprob_gap_mean", "sample/masked_fraction", "tokens/trained", "trainer/learning_rate",
-        "trainer/optimizer_steps", "trainer/skipped_steps", "perf/train_s",
-    }  # fmt: skip
+        "policy/loss",
+        "policy/grad_norm",
+        "policy/entropy",
+        "policy/kl_behaviour",
+        "policy/ess",
+        "policy/clip_fraction",
+        "policy/logprob_gap_max",
+        "policy/logprob_gap_mean",
+        "sample/masked_fraction",
+        "tokens/trained",
+        "trainer/learning_rate",
+        "trainer/optimizer_steps",
+        "trainer/skipped_steps",
+        "perf/train_s",
+    }
     assert metrics["trainer/learning_rate"] == pytest.approx(0.005)
     assert 0 < metrics["policy/ess"] < 1
     assert 0 < metrics["policy/entropy"] < np.log(52)

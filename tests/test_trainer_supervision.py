@@ -1,4 +1,6 @@
-"""A trainer whose processes die, hang and come back, on the virtual clock: each batch is in the weights exactly once."""
+"""A trainer whose processes die, hang and come back, on the virtual clock: each batch is in the weights
+exactly once.
+"""
 
 from __future__ import annotations
 
@@ -48,11 +50,17 @@ class House:
         self.events: list[tuple[str, Mapping[str, Any]]] = []
         self.cleared_at: list[float] = []
         self.trainer = LivingTrainer(
-            self.client, self.ranks,
-            SupervisionConfig(max_restarts=max_restarts, backoff_s=backoff_s, restart_window_s=restart_window_s), heartbeat_s=HEARTBEAT_S,
-            before_start=lambda: self.cleared_at.append(now_s()), recover=self.recover, warn=self.told.append,
+            self.client,
+            self.ranks,
+            SupervisionConfig(
+                max_restarts=max_restarts, backoff_s=backoff_s, restart_window_s=restart_window_s
+            ),
+            heartbeat_s=HEARTBEAT_S,
+            before_start=lambda: self.cleared_at.append(now_s()),
+            recover=self.recover,
+            warn=self.told.append,
             on_event=lambda what, detail: self.events.append((what, detail)),
-        )  # fmt: skip
+        )
         self.running = tasks.create_task(self.trainer.run(), name="watch trainer")
 
     async def recover(self, version: int) -> None:

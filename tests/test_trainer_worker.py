@@ -1,4 +1,6 @@
-"""The real worker process over HTTP: it steps, exports, saves, refuses, survives, and ends with its parent."""
+"""The real worker process over HTTP: it steps, exports, saves, refuses, survives, and ends with its
+parent.
+"""
 
 from __future__ import annotations
 
@@ -86,10 +88,21 @@ def running(model_dir: Path, folder: Path, **values: object) -> Iterator[Worker]
     spec.write_text(make_spec(model_dir, folder, **values).model_dump_json(), encoding="utf-8")
     with socket.create_server(("127.0.0.1", 0)) as listener, (folder / "log").open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "asyncrl.trainer.rank_process", "--spec", str(spec), "--fd", str(listener.fileno())],
-            stdin=subprocess.PIPE, stdout=log, stderr=log, pass_fds=[listener.fileno()],
+            [
+                sys.executable,
+                "-m",
+                "asyncrl.trainer.rank_process",
+                "--spec",
+                str(spec),
+                "--fd",
+                str(listener.fileno()),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            pass_fds=[listener.fileno()],
             env={**os.environ, SECRET_ENV: "s3cret", "PYTHONPATH": str(folder)},
-        )  # fmt: skip
+        )
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     try:
         yield Worker(process, url, folder)

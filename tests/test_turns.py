@@ -1,4 +1,6 @@
-"""Turns of trainer and engines: whose memory is on the device, what is announced when, and who may die at which moment."""
+"""Turns of trainer and engines: whose memory is on the device, what is announced when, and who may die at
+which moment.
+"""
 
 from __future__ import annotations
 
@@ -55,9 +57,14 @@ def test_a_step_is_two_handovers_and_its_version_is_announced_at_the_end_of_the_
         assert not house.announced
         await house.step()
         assert phases(house) == [
-            "engines sleep", "trainer onloads", "trainer offloads gradients and optimizer", "engines wake weights", "push weights",
-            "trainer offloads weights", "engines wake kv",
-        ]  # fmt: skip
+            "engines sleep",
+            "trainer onloads",
+            "trainer offloads gradients and optimizer",
+            "engines wake weights",
+            "push weights",
+            "trainer offloads weights",
+            "engines wake kv",
+        ]
         assert house.announced == [1]
         assert house.published == [(1, "w|p0#0")]
         assert [fake.weights for fake in house.fakes] == ["w|p0#0"] * 2

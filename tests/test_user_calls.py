@@ -1,4 +1,6 @@
-"""Coroutines of the user's that do not end when they are cancelled: given up, named and counted, and never waited for."""
+"""Coroutines of the user's that do not end when they are cancelled: given up, named and counted, and never
+waited for.
+"""
 
 from __future__ import annotations
 
@@ -192,7 +194,8 @@ def test_too_many_abandoned_calls_end_the_run_with_the_name_of_the_function_and_
         assert {type(error) for error in found} == {RewardFailure}
         with pytest.raises(
             TaskError,
-            match=rf"{MAX_ABANDONED} calls of the reward function my_judge:Task(.|\n)*Way out: .*except Exception:",
+            match=rf"{MAX_ABANDONED} calls of the reward function my_judge:Task(.|\n)*Way out: .*except "
+            rf"Exception:",
         ):
             await scorer.score(PROMPT, "")
         gate.set()
@@ -268,10 +271,10 @@ EXIT = """
     from asyncrl.config import TaskConfig
     from asyncrl.errors import RewardFailure
     from asyncrl.tasks import TaskScorer
-    from asyncrl.types import Prompt
-    from asyncrl.user_calls import end_what_is_left
-    import asyncrl.user_calls
-    asyncrl.user_calls.GRACE_S = 0.1
+    from asyncrl.messages.records import Prompt
+    from asyncrl.user_code import end_what_is_left
+    import asyncrl.user_code
+    asyncrl.user_code.GRACE_S = 0.1
     class Judged:
         def __len__(self): return 1
         def prompt(self, index): return "hi"
@@ -297,7 +300,9 @@ EXIT = """
 
 @pytest.mark.parametrize("how", ["well", "interrupted"])
 def test_a_process_ends_though_a_call_in_it_never_does(how: str) -> None:
-    """Not only the loop: Python destroys what is left at its end, and the coroutine would run on for that, for ever."""
+    """Not only the loop: Python destroys what is left at its end, and the coroutine would run on for that,
+    for ever.
+    """
     command = [sys.executable, "-c", textwrap.dedent(EXIT), how]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == (3 if how == "well" else -2), done.stderr
@@ -308,7 +313,7 @@ def test_a_process_ends_though_a_call_in_it_never_does(how: str) -> None:
 
 HUNG_THREADS = """
     import asyncio, sys, threading
-    from asyncrl.user_calls import end_what_is_left
+    from asyncrl.user_code import end_what_is_left
     async def main():
         hung = [asyncio.ensure_future(asyncio.to_thread(threading.Event().wait)) for _ in range(100)]
         await asyncio.sleep(0)
@@ -318,7 +323,9 @@ HUNG_THREADS = """
 
 
 def test_threads_that_hang_hold_up_neither_others_nor_the_end_of_the_process() -> None:
-    """A judge that is asked in asyncio.to_thread, without a timeout: asyncio's own threads are few, and joined at the end."""
+    """A judge that is asked in asyncio.to_thread, without a timeout: asyncio's own threads are few, and
+    joined at the end.
+    """
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(HUNG_THREADS)],
         capture_output=True,

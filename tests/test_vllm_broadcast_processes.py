@@ -1,4 +1,6 @@
-"""A real trainer and real vLLM servers: weights by broadcast are, bit for bit, those that go through a file; and chunks in memory."""
+"""A real trainer and real vLLM servers: weights by broadcast are, bit for bit, those that go through a file;
+and chunks in memory.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ MAX_LENGTH, SLOTS = 512, 8
 
 @dataclass
 class House:
-    """One trainer, which holds what it sends and writes it too, and two servers. The version goes on from story to story."""
+    """One trainer, which holds what it sends and writes it too, and two servers. The version goes on from
+    story to story.
+    """
 
     trainer: Group
     servers: list[VllmProcess]
@@ -183,7 +187,9 @@ def test_weights_that_are_not_those_announced_are_never_served(house: House) -> 
 def test_chunks_in_memory_that_the_trainer_shares_are_loaded_as_they_were_written(
     house: House, tmp_path: Path
 ) -> None:
-    """The way of transport=ipc, but for the calls of CUDA's driver that make and open the memory: here it is a mapped file."""
+    """The way of transport=ipc, but for the calls of CUDA's driver that make and open the memory: here it is
+    a mapped file.
+    """
     server = house.servers[0]
     with running(
         house.model_path,

@@ -37,8 +37,10 @@ SPEC: dict[str, Any] = {
     "slots": 16,
 }
 OTHERS = (
-    "block_size max_num_batched_tokens enable_prefix_caching no_enable_prefix_caching kv_cache_memory_bytes gpu_memory_utilization "
-    "enforce_eager no_enforce_eager compilation_config cudagraph_capture_sizes disable_uvicorn_access_log disable_fastapi_docs max_loras"
+    "block_size max_num_batched_tokens enable_prefix_caching no_enable_prefix_caching kv_cache_memory_bytes "
+    "gpu_memory_utilization "
+    "enforce_eager no_enforce_eager compilation_config cudagraph_capture_sizes disable_uvicorn_access_log "
+    "disable_fastapi_docs max_loras"
 )
 KNOWN = {name: [f"--{name.replace('_', '-')}"] for name in (*ELSEWHERE, *OTHERS.split())}
 
@@ -49,10 +51,18 @@ def arguments_of(folder: Path, *, is_cpu: bool = True, **fields: Any) -> list[st
 
 def test_what_the_run_depends_on_is_always_given_to_vllm(tmp_path: Path) -> None:
     given = arguments_of(tmp_path)
-    for option in ("--enable-scale-out", "--enable-prompt-tokens-details", "--enforce-eager", "--logprobs-mode=processed_logprobs",
-                   "--served-model-name=policy", "--max-num-seqs=16", "--max-model-len=512", "--generation-config=vllm",
-                   "--worker-extension-cls=asyncrl_servers.vllm.worker_extension.WeightLoader",
-                   "--distributed-executor-backend=asyncrl_servers.vllm.mending.CpuExecutor"):  # fmt: skip
+    for option in (
+        "--enable-scale-out",
+        "--enable-prompt-tokens-details",
+        "--enforce-eager",
+        "--logprobs-mode=processed_logprobs",
+        "--served-model-name=policy",
+        "--max-num-seqs=16",
+        "--max-model-len=512",
+        "--generation-config=vllm",
+        "--worker-extension-cls=asyncrl_servers.vllm.worker_extension.WeightLoader",
+        "--distributed-executor-backend=asyncrl_servers.vllm.mending.CpuExecutor",
+    ):
         assert option in given
     assert not any("secret" in option or "api-key" in option for option in given)
 
@@ -149,8 +159,10 @@ def test_a_model_without_a_tokenizer_is_served_without_one(tmp_path: Path) -> No
 def test_the_last_words_are_the_cause_and_not_what_points_to_it() -> None:
     log = (
         "(EngineCore pid=7) ERROR core.py:99] Traceback (most recent call last):\n"
-        "(Worker pid=8) ERROR worker.py:12] ValueError: Available memory on node 0 (1/2 GiB) on startup is less than desired\n"
-        "(EngineCore pid=7) ERROR core.py:99] RuntimeError: WorkerProc initialization failed due to an exception\n"
+        "(Worker pid=8) ERROR worker.py:12] ValueError: Available memory on node 0 (1/2 GiB) on startup is "
+        "less than desired\n"
+        "(EngineCore pid=7) ERROR core.py:99] RuntimeError: WorkerProc initialization failed due to an "
+        "exception\n"
         "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}\n"
     )
     assert last_error(log).startswith("ValueError: Available memory on node 0")
@@ -158,7 +170,8 @@ def test_the_last_words_are_the_cause_and_not_what_points_to_it() -> None:
     assert last_error(log + ended) == last_error(log), "a worker that was ended after the error is no cause"
     killed = (
         "(MainProcess pid=1) WARNING base.py:380] ValueError: Tokenizer not available\n"
-        "(EngineCore pid=7) ERROR multiproc_executor.py:315] Worker proc VllmWorker-0 died unexpectedly (exit code: -9), shutting down.\n"
+        "(EngineCore pid=7) ERROR multiproc_executor.py:315] Worker proc VllmWorker-0 died unexpectedly "
+        "(exit code: -9), shutting down.\n"
         "(EngineCore pid=7) ERROR core.py:1512] RuntimeError: Executor failed.\n"
     )
     assert last_error(killed).startswith("Worker proc VllmWorker-0 died unexpectedly (exit code: -9)")
@@ -197,7 +210,9 @@ def scratch_of(server: VllmProcess) -> Path:
 
 @pytest.fixture(scope="module")
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmProcess]:
-    """Small steps, so that long prompts are prefilled in several. At its end it is asked to end, and must leave nothing behind."""
+    """Small steps, so that long prompts are prefilled in several. At its end it is asked to end, and must
+    leave nothing behind.
+    """
     spec = {**SPEC, "model_path": str(model), "args": {"max-num-batched-tokens": 256}}
     with vllm_process(spec, tmp_path_factory.mktemp("vllm")) as server:
         yield server.wait_ready()
@@ -251,7 +266,9 @@ class TestAServer:
     def test_seeded_requests_with_split_prefills_live_and_answer_bit_for_bit_as_alone(
         self, server: VllmProcess
     ) -> None:
-        """Sixteen prompts of 300 tokens in steps of 256: each prefill is split. Without the mended seeds this ends the engine."""
+        """Sixteen prompts of 300 tokens in steps of 256: each prefill is split. Without the mended seeds this
+        ends the engine.
+        """
         drawn = random.Random(3)
         prompts = [[drawn.randrange(50) for _ in range(300)] for _ in range(16)]
 

@@ -1,4 +1,6 @@
-"""The worker extension in a real vLLM server: after a load it is the server that a fresh one on the new weights would be."""
+"""The worker extension in a real vLLM server: after a load it is the server that a fresh one on the new
+weights would be.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def outputs_of(server: VllmProcess) -> Outputs:
 
 @dataclass
 class House:
-    """One server that began with model A and may load A or B. `fresh` is what fresh servers on each answer."""
+    """One server that began with model A and may load A or B. `fresh` is what fresh servers on each
+    answer.
+    """
 
     server: VllmProcess
     folder: Path
@@ -328,7 +332,9 @@ def test_a_chunk_that_was_skipped_on_the_way_into_the_model_is_noticed(house: Ho
 @only_tied
 @pytest.mark.parametrize("fault", ["stale_head", "skip_chunk_unseen", "swap_names"])
 def test_a_silent_fault_answers_well_and_its_logprobs_are_others(house: House, fault: str) -> None:
-    """What the canary is for: the digest was right, the answer is ok, and the model is neither the old nor the new one."""
+    """What the canary is for: the digest was right, the answer is ok, and the model is neither the old nor
+    the new one.
+    """
     house.serve("A")
     house.plant(fault)
     assert house.push(house.weights["B"])["ok"]

@@ -1,4 +1,6 @@
-"""Small real tokenizers of the kinds that chat models have, trained on a few lines. They differ in how tokens become text."""
+"""Small real tokenizers of the kinds that chat models have, trained on a few lines. They differ in how tokens
+become text.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ BOS_TEMPLATE = (
 
 
 def byte_level(corpus: list[str] = CORPUS) -> Tokenizer:
-    """Bytes are merged, so that a character may lie over several tokens. Its post-processor puts BOS first, like Llama's."""
+    """Bytes are merged, so that a character may lie over several tokens. Its post-processor puts BOS first,
+    like Llama's.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -52,7 +56,9 @@ def byte_level(corpus: list[str] = CORPUS) -> Tokenizer:
 
 
 def byte_fallback(corpus: list[str] = CORPUS) -> Tokenizer:
-    """Pieces with a mark for the space before a word; what is in none becomes bytes, which are text only as a whole run."""
+    """Pieces with a mark for the space before a word; what is in none becomes bytes, which are text only as a
+    whole run.
+    """
     byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
     trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=SPECIAL)
     learner = Tokenizer(models.BPE(unk_token="<unk>"))
@@ -86,7 +92,9 @@ def _with_bytes(text: str, byte_tokens: list[str]) -> str:
 
 
 def save(tokenizer: Tokenizer, folder: Path, *, markers: tuple[str, ...] = ()) -> HFChatTokenizer:
-    """Write it as a model folder has it, and open it. `markers` are added tokens that are not special, like Qwen's <tool_call>."""
+    """Write it as a model folder has it, and open it. `markers` are added tokens that are not special, like
+    Qwen's <tool_call>.
+    """
     tokenizer.add_tokens([AddedToken(marker, normalized=False) for marker in markers])
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,

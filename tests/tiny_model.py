@@ -1,4 +1,6 @@
-"""A tiny Qwen3 with a character-level tokenizer, for every test that needs a real model. Seconds to make, 20 k parameters."""
+"""A tiny Qwen3 with a character-level tokenizer, for every test that needs a real model. Seconds to make, 20
+k parameters.
+"""
 
 from pathlib import Path
 
@@ -22,7 +24,9 @@ TINY_ARCHITECTURE = {
 
 
 def make_tiny_model(folder: Path, *, seed: int = 0, **architecture: object) -> Path:
-    """Write the tiny model to `folder` (must not exist); `architecture` overrides keys of TINY_ARCHITECTURE."""
+    """Write the tiny model to `folder` (must not exist); `architecture` overrides keys of
+    TINY_ARCHITECTURE.
+    """
     scratch = ScratchConfig(architecture={**TINY_ARCHITECTURE, **architecture}, characters=TINY_CHARACTERS)
     make_scratch_model(ScratchSpec(out=folder, seed=seed, scratch=scratch))
     return folder

@@ -1,4 +1,6 @@
-"""A verifiers environment with a tool server (MCP) that all its tasks share, for the library's own program `null`."""
+"""A verifiers environment with a tool server (MCP) that all its tasks share, for the library's own program
+`null`.
+"""
 
 from __future__ import annotations
 

@@ -45,7 +45,9 @@ def make_batch(
     group_size: int = 3,
     seed: int = 0,
 ) -> tuple[BatchHeader, BatchArrays]:
-    """Random tokens of the tiny model, prompts of 5, completions of 1 to 20 tokens, all sampled at `version`."""
+    """Random tokens of the tiny model, prompts of 5, completions of 1 to 20 tokens, all sampled at
+    `version`.
+    """
     rng = np.random.default_rng(seed)
     headers, masks, start = [], [], 0
     for index in range(num_groups * group_size):
@@ -85,7 +87,9 @@ def changed(arrays: BatchArrays, **values: Any) -> BatchArrays:
 
 
 def naive_logprobs(model: Any, header: BatchHeader, arrays: BatchArrays, temperature: float) -> np.ndarray:
-    """float32 [N]: one plain forward a sequence, log-softmax over the whole vocabulary; 0 for each first token."""
+    """float32 [N]: one plain forward a sequence, log-softmax over the whole vocabulary; 0 for each first
+    token.
+    """
     logprobs = np.zeros(len(arrays.token_ids), np.float32)
     for entry in header.trajectories:
         ids = torch.from_numpy(arrays.token_ids[entry.start : entry.end].astype(np.int64))

@@ -1,7 +1,9 @@
-"""TRL's own loss code, run on given logprobs and rewards: its trainers without a model, a tokenizer or a generation.
+"""TRL's own loss code, run on given logprobs and rewards: its trainers without a model, a tokenizer or a
+generation.
 
-The trainer is made without its constructor, and three methods are replaced by what the test gives: the completions that were
-sampled, their rewards, and the logprobs of the weights. All between them is TRL's: advantages, importance weights, KL and loss.
+The trainer is made without its constructor, and three methods are replaced by what the test gives: the
+completions that were sampled, their rewards, and the logprobs of the weights. All between them is TRL's:
+advantages, importance weights, KL and loss.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ class Sampled:
 def trl_loss(
     sampled: Sampled, *, trainer: Any = GRPOTrainer, more_args: dict[str, Any] | None = None, **changes: Any
 ) -> tuple[Tensor, dict[str, float], Tensor]:
-    """(loss with gradient, metrics, advantages [B]) of TRL's GRPOTrainer or RLOOTrainer with these attributes changed."""
+    """(loss with gradient, metrics, advantages [B]) of TRL's GRPOTrainer or RLOOTrainer with these attributes
+    changed.
+    """
     made = _make(trainer, sampled, changes)
     vars(made.args).update(more_args or {})
     inputs = made._generate_and_score_completions([{"prompt": "p"}] * len(sampled.lengths))
@@ -72,26 +76,57 @@ def _make(trainer: Any, sampled: Sampled, changes: dict[str, Any]) -> Any:
         else (lists, lists, None, texts, behaviour, {}, None, None)
     )
     args = SimpleNamespace(
-        delta=None, use_bias_correction_kl=False, steps_per_generation=1, gradient_accumulation_steps=1,
-        per_device_train_batch_size=len(lists), gradient_checkpointing_kwargs=None,
-    )  # fmt: skip
+        delta=None,
+        use_bias_correction_kl=False,
+        steps_per_generation=1,
+        gradient_accumulation_steps=1,
+        per_device_train_batch_size=len(lists),
+        gradient_checkpointing_kwargs=None,
+    )
     attributes: dict[str, Any] = {
-        "args": args, "model": SimpleNamespace(training=True, is_gradient_checkpointing=False), "ref_model": "reference",
+        "args": args,
+        "model": SimpleNamespace(training=True, is_gradient_checkpointing=False),
+        "ref_model": "reference",
         "accelerator": Accelerator(cpu=True),
-        "loss_type": "grpo", "importance_sampling_level": "token", "beta": 0.0, "epsilon_low": 0.2, "epsilon_high": 0.28,
-        "use_vllm": False, "vllm_importance_sampling_correction": True, "vllm_importance_sampling_mode": "token_truncate",
-        "vllm_importance_sampling_clip_max": 2.0, "vllm_importance_sampling_clip_min": None, "off_policy_mask_threshold": None,
-        "top_entropy_quantile": 1.0, "aux_loss_enabled": False, "_entropy_bonus_enabled": False,
-        "current_gradient_accumulation_steps": 1, "max_completion_length": MAX_TOKENS, "num_iterations": 2,
-        "num_generations": GROUP_SIZE, "scale_rewards": "none", "normalize_advantages": False, "reward_clip_range": None,
-        "multi_objective_aggregation": "sum_then_normalize", "reward_weights": torch.ones(1), "reward_func_names": ["given"],
-        "environment_factories": None, "environments": None, "tools": [], "mask_truncated_completions": False, "pad_to_multiple_of": None,
-        "_tokenizer": SimpleNamespace(pad_token_id=0), "log_multimodal": False, "_pending_metrics": {}, "_pending_extra_logs": {},
-        "_metrics": {"train": defaultdict(list)}, "_logs": defaultdict(list, rewards=defaultdict(list), extra=defaultdict(list)),
+        "loss_type": "grpo",
+        "importance_sampling_level": "token",
+        "beta": 0.0,
+        "epsilon_low": 0.2,
+        "epsilon_high": 0.28,
+        "use_vllm": False,
+        "vllm_importance_sampling_correction": True,
+        "vllm_importance_sampling_mode": "token_truncate",
+        "vllm_importance_sampling_clip_max": 2.0,
+        "vllm_importance_sampling_clip_min": None,
+        "off_policy_mask_threshold": None,
+        "top_entropy_quantile": 1.0,
+        "aux_loss_enabled": False,
+        "_entropy_bonus_enabled": False,
+        "current_gradient_accumulation_steps": 1,
+        "max_completion_length": MAX_TOKENS,
+        "num_iterations": 2,
+        "num_generations": GROUP_SIZE,
+        "scale_rewards": "none",
+        "normalize_advantages": False,
+        "reward_clip_range": None,
+        "multi_objective_aggregation": "sum_then_normalize",
+        "reward_weights": torch.ones(1),
+        "reward_func_names": ["given"],
+        "environment_factories": None,
+        "environments": None,
+        "tools": [],
+        "mask_truncated_completions": False,
+        "pad_to_multiple_of": None,
+        "_tokenizer": SimpleNamespace(pad_token_id=0),
+        "log_multimodal": False,
+        "_pending_metrics": {},
+        "_pending_extra_logs": {},
+        "_metrics": {"train": defaultdict(list)},
+        "_logs": defaultdict(list, rewards=defaultdict(list), extra=defaultdict(list)),
         "_generate": lambda _: generated,
         "_calculate_rewards": lambda *_: sampled.reward_B[:, None],
         "_get_per_token_logps_and_entropies": _answers(sampled, sampled.proximal_M),
-    }  # fmt: skip
+    }
     made = object.__new__(trainer)
     for name, value in {**attributes, **changes}.items():
         setattr(made, name, value)

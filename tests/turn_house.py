@@ -1,4 +1,6 @@
-"""Trainer and engines that take turns, wired as wiring.py does it, over fake servers whose memory is counted."""
+"""Trainer and engines that take turns, wired as wiring.py does it, over fake servers whose memory is
+counted.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ NUM_CHUNKS = 3
 
 
 class TurnEngine(FakeEngineServer):
-    """An engine server whose moves take time; `dies_at` (a path): the process ends in the middle of that call."""
+    """An engine server whose moves take time; `dies_at` (a path): the process ends in the middle of that
+    call.
+    """
 
     dies_at = ""
     num_loaded = 0
@@ -60,7 +64,9 @@ class TurnEngine(FakeEngineServer):
 
 
 class TurnTrainer(FakeTrainerServer):
-    """A trainer that refuses what it has no memory for. Its weights are the list of what it was trained on; a chunk's digest says so."""
+    """A trainer that refuses what it has no memory for. Its weights are the list of what it was trained on; a
+    chunk's digest says so.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,10 +100,16 @@ class TurnTrainer(FakeTrainerServer):
             is_last = body.index == NUM_CHUNKS - 1
             return self.wrong_chunk(
                 ExportChunkResponse(
-                    version=self.policy_version, index=body.index, path="fake", digest=f"c{body.index}", num_tensors=2, num_bytes=10,
-                    is_last=is_last, whole_digest="|".join(["w", *self.weights]) if is_last else "",
+                    version=self.policy_version,
+                    index=body.index,
+                    path="fake",
+                    digest=f"c{body.index}",
+                    num_tensors=2,
+                    num_bytes=10,
+                    is_last=is_last,
+                    whole_digest="|".join(["w", *self.weights]) if is_last else "",
                 )
-            )  # fmt: skip
+            )
         return await super()._work(path, body)
 
 
@@ -122,18 +134,29 @@ class House:
         config = SupervisionConfig(max_restarts=max_restarts, backoff_s=0.1)
         self.client = TrainerClient(self.worker)
         self.trainer = LivingTrainer(
-            self.client, [self.worker_process], config, heartbeat_s=3.0, before_start=lambda: None, recover=self._recover,
-            warn=lambda _: None, on_event=self.tell, wait_room=lambda: self.turns.wait_room_for_trainer(),
-        )  # fmt: skip
+            self.client,
+            [self.worker_process],
+            config,
+            heartbeat_s=3.0,
+            before_start=lambda: None,
+            recover=self._recover,
+            warn=lambda _: None,
+            on_event=self.tell,
+            wait_room=lambda: self.turns.wait_room_for_trainer(),
+        )
         on_lost = self._on_lost if max_restarts else None
         self.targets = [EngineServer(fake) for fake in self.fakes]
         self.pool = EnginePool(self.targets, slots=4, on_lost=on_lost)
         self.publisher = ChunkPublisher(
-            self.trainer, self.targets, timeout_s=TIMEOUT_S, on_served=self._on_served,
+            self.trainer,
+            self.targets,
+            timeout_s=TIMEOUT_S,
+            on_served=self._on_served,
             on_published=lambda version, digest: self.published.append((version, digest)),
-            is_whole_wanted=lambda version: version % 2 == 0, on_whole=lambda manifest: self.wholes.append(manifest.version),
+            is_whole_wanted=lambda version: version % 2 == 0,
+            on_whole=lambda manifest: self.wholes.append(manifest.version),
             on_lost=on_lost,
-        )  # fmt: skip
+        )
         self.turns = TakingTurns(
             self.targets,
             self.trainer,
@@ -189,7 +212,9 @@ class House:
         self.events.append((what, detail))
 
     def check(self) -> None:
-        """Between two handovers one side alone has memory on the device, in a handover both have their weights at most."""
+        """Between two handovers one side alone has memory on the device, in a handover both have their
+        weights at most.
+        """
         engines, trainer = set().union(*(fake.held for fake in self.fakes)), self.worker.held
         lease = self.turns.lease
         if lease.state == "idle" or lease.phase.startswith(("trainer offloads", "engines wake", "push")):
@@ -236,9 +261,14 @@ def make_batch(version: int) -> Batch:
     import numpy as np
 
     trajectory = Trajectory(
-        sample_index=0, token_ids=np.array([1, 2], np.int32), loss_mask=np.array([False, True]),
-        behaviour_logprobs=np.array([0.0, -1.0], np.float32), version_spans=(VersionSpan(1, 2, version),), reward=1.0, is_truncated=False,
-    )  # fmt: skip
+        sample_index=0,
+        token_ids=np.array([1, 2], np.int32),
+        loss_mask=np.array([False, True]),
+        behaviour_logprobs=np.array([0.0, -1.0], np.float32),
+        version_spans=(VersionSpan(1, 2, version),),
+        reward=1.0,
+        is_truncated=False,
+    )
     prompt = Prompt(f"p{version}", ())
     return Batch(
         version=version, groups=(Group(GroupId(version), prompt, (trajectory,)),), min_version=version

@@ -1,4 +1,6 @@
-"""Brings a real run that takes turns to a stand in a chosen state, by freezing a process, and kills somebody there."""
+"""Brings a real run that takes turns to a stand in a chosen state, by freezing a process, and kills somebody
+there.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def state_of(run_dir: Path, *, since_s: float = 0.0) -> str:
 
 @contextlib.contextmanager
 def standing_in(state: str, process: subprocess.Popen[str], run_dir: Path, *, seed: int) -> Iterator[None]:
-    """The run stands still in that state, inside; it may be killed there. AssertionError if it never comes to it."""
+    """The run stands still in that state, inside; it may be killed there. AssertionError if it never comes to
+    it.
+    """
     chance, deadline = random.Random(seed), time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         assert process.poll() is None, f"the run ended with {process.returncode}: {process.communicate()}"
@@ -66,7 +70,9 @@ def standing_in(state: str, process: subprocess.Popen[str], run_dir: Path, *, se
 
 
 def _comes_to(state: str, process: subprocess.Popen[str], run_dir: Path, deadline: float) -> bool:
-    """Return as soon as the run is in it. Not before its start is over: whoever is frozen then only makes it longer."""
+    """Return as soon as the run is in it. Not before its start is over: whoever is frozen then only makes it
+    longer.
+    """
     since_s = psutil.Process(process.pid).create_time()
     while time.monotonic() < deadline and process.poll() is None:
         if state_of(run_dir, since_s=since_s) == state:

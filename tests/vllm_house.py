@@ -1,4 +1,6 @@
-"""What the tests of VllmServer on a real vLLM share: a tiny model with letters for tokens, its versions, and what transformers says."""
+"""What the tests of VllmServer on a real vLLM share: a tiny model with letters for tokens, its versions, and
+what transformers says.
+"""
 
 from __future__ import annotations
 
@@ -50,9 +52,14 @@ class House:
 
     def facts(self, **changes: Any) -> VllmFacts:
         given: dict[str, Any] = {
-            "model_path": str(self.model_path), "dtype": "float32", "slots": SLOTS, "max_length": MAX_LENGTH, "end_ids": (),
-            "has_adapters": self.has_adapters, "device": "cpu",
-        }  # fmt: skip
+            "model_path": str(self.model_path),
+            "dtype": "float32",
+            "slots": SLOTS,
+            "max_length": MAX_LENGTH,
+            "end_ids": (),
+            "has_adapters": self.has_adapters,
+            "device": "cpu",
+        }
         return VllmFacts(**{**given, **changes})
 
     def run(
@@ -64,9 +71,14 @@ class House:
             facts = self.facts(**settings.pop("facts", {}))
             caller = Caller("engine-0", url or self.process.url, SECRET)
             server = VllmServer(
-                caller, facts=facts, policy_version=self.version, decode=self.decode, chunk_bytes=40_000,
-                warn=self.warn, **{"canary_limit": CANARY_LIMIT, **settings},
-            )  # fmt: skip
+                caller,
+                facts=facts,
+                policy_version=self.version,
+                decode=self.decode,
+                chunk_bytes=40_000,
+                warn=self.warn,
+                **{"canary_limit": CANARY_LIMIT, **settings},
+            )
             try:
                 async with asyncio.timeout(200):
                     await server.ready(100)
@@ -140,8 +152,16 @@ class House:
             self.model(torch.tensor([list(ids)])).logits[0].float() / temperature, dim=-1
         )
 
-    def gap(self, weights: dict[str, Tensor], prompt_ids: Sequence[int], token_ids: Sequence[int], logprobs: Sequence[float],
-            temperature: float = 1.0, start: int = 0, end: int | None = None) -> float:  # fmt: skip
+    def gap(
+        self,
+        weights: dict[str, Tensor],
+        prompt_ids: Sequence[int],
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        temperature: float = 1.0,
+        start: int = 0,
+        end: int | None = None,
+    ) -> float:
         """Largest difference between these logprobs and transformers', over tokens [start, end)."""
         theirs = self.logprobs(weights, [*prompt_ids, *token_ids], temperature)[len(prompt_ids) - 1 : -1]
         right = theirs.gather(1, torch.tensor(token_ids)[:, None])[:, 0]
@@ -153,7 +173,8 @@ def vllm_house(folder: Path, *, path: tuple[Path, ...] = (), **spec: Any) -> Ite
     """One server for many stories."""
     torch.set_num_threads(1)
     tokenizer = make_character_tokenizer(LETTERS)
-    # Deep for its size: a request of 700 tokens must outlive a client that is slow to read, on a busy machine too.
+    # Deep for its size: a request of 700 tokens must outlive a client that is slow to read, on a busy machine
+    # too.
     model_path = make_qwen3(folder / "model", vocab_size=len(tokenizer), num_hidden_layers=12)
     tokenizer.save_pretrained(model_path)
     given = {

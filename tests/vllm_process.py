@@ -1,4 +1,6 @@
-"""Starts a real vLLM server for tests, in vLLM's own Python: the socket, the secret, the log, and the end of the whole process group."""
+"""Starts a real vLLM server for tests, in vLLM's own Python: the socket, the secret, the log, and the end of
+the whole process group.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ SECRET = "a secret for tests"
 
 
 def vllm_python() -> Path:
-    """The Python that has vLLM. Skips the test if there is none, and fails it where ASYNCRL_REQUIRE_VLLM=1."""
+    """The Python that has vLLM. Skips the test if there is none, and fails it where
+    ASYNCRL_REQUIRE_VLLM=1.
+    """
     python = Path(os.environ.get("ASYNCRL_VLLM_PYTHON") or ROOT / ".venv-vllm" / "bin" / "python")
     if not python.exists():
         if os.environ.get("ASYNCRL_REQUIRE_VLLM") == "1":
@@ -39,7 +43,9 @@ def vllm_python() -> Path:
 
 @dataclass
 class VllmProcess:
-    """A vLLM server, perhaps still starting. `process.stdin` is the pipe whose end tells it that its parent is gone."""
+    """A vLLM server, perhaps still starting. `process.stdin` is the pipe whose end tells it that its parent
+    is gone.
+    """
 
     process: subprocess.Popen[bytes]
     url: str
@@ -120,7 +126,9 @@ class VllmProcess:
 
 
 def package_path(folder: Path) -> Path:
-    """A folder that has our two packages and nothing else, for PYTHONPATH: vLLM's Python must not see our site-packages."""
+    """A folder that has our two packages and nothing else, for PYTHONPATH: vLLM's Python must not see our
+    site-packages.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for name, source in {
         "asyncrl": ROOT / "asyncrl",
@@ -135,7 +143,8 @@ def package_path(folder: Path) -> Path:
 def vllm_process(
     spec: dict[str, Any], folder: Path, *, path: tuple[Path, ...] = (), env: dict[str, str] | None = None
 ) -> Iterator[VllmProcess]:
-    """Start `asyncrl_servers.vllm` with `spec`; `folder` takes its spec file and log. Its whole group is ended at the end.
+    """Start `asyncrl_servers.vllm` with `spec`; `folder` takes its spec file and log. Its whole group is
+    ended at the end.
 
     `path`: more folders for its PYTHONPATH. It is not waited for: see wait_ready.
     """

@@ -1,9 +1,11 @@
-"""The harness `command`: a program of any language, once a rollout. Knows processes and pipes; knows no lease, no run.
+"""The harness `command`: a program of any language, once a rollout. Knows processes and pipes; knows no
+lease, no run.
 
-It finds the task as JSON on standard input, and in its environment OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL, beside PATH, HOME,
-LANG, TMPDIR and generator.env. What it starts inherits the environment and finds no answer and no outcome key there: those come with the
-task, through a pipe that is read once. That keeps rollouts apart from each other and from the run's settings; it is no sandbox: a
-command may read and write what the worker's user may.
+It finds the task as JSON on standard input, and in its environment OPENAI_BASE_URL, OPENAI_API_KEY and
+OPENAI_MODEL, beside PATH, HOME, LANG, TMPDIR and generator.env. What it starts inherits the environment and
+finds no answer and no outcome key there: those come with the task, through a pipe that is read once. That
+keeps rollouts apart from each other and from the run's settings; it is no sandbox: a command may read and
+write what the worker's user may.
 """
 
 from __future__ import annotations
@@ -55,10 +57,12 @@ STDERR_TAIL_BYTES = 2000
 class CommandHarness:
     """Runs a command for each rollout, in a session and a folder of its own.
 
-    Life:       run: folder and task file made -> started -> exits, prints too much, or is cancelled -> whole family ended and reaped
+    Life:       run: folder and task file made -> started -> exits, prints too much, or is cancelled -> whole
+    family ended and reaped
                 -> folder removed.
-    Waits:      run sleeps until the command exits; then GRACE_S at most for what it left behind, and as long again after SIGKILL.
-    Invariant:  when run() is left, no process of the family lives (see families.py for what escapes), no pipe is open, no folder left.
+    Waits:      run sleeps until the command exits; then GRACE_S at most for what it left behind, and as long
+    again after SIGKILL. Invariant:  when run() is left, no process of the family lives (see families.py for
+    what escapes), no pipe is open, no folder left.
     """
 
     def __init__(
@@ -70,12 +74,15 @@ class CommandHarness:
         pass_env: Sequence[str] = (),
         is_worker: bool = False,
     ) -> None:
-        """`pass_env`: names of variables of this process that the command gets, too. `is_worker`: this process has no children but
-        commands; it adopts what they leave behind, and has a keeper that kills what is left of them if this process itself is killed.
+        """`pass_env`: names of variables of this process that the command gets, too. `is_worker`: this
+        process has no children but commands; it adopts what they leave behind, and has a keeper that kills
+        what is left of them if this process itself is killed.
 
-        Arguments that name files of the working directory are given as absolute paths: the command runs in another one.
+        Arguments that name files of the working directory are given as absolute paths: the command runs in
+        another one.
 
-        Raises ConfigError if there is no such program, `env` sets what is not its own, or a variable of `pass_env` is not set.
+        Raises ConfigError if there is no such program, `env` sets what is not its own, or a variable of
+        `pass_env` is not set.
         """
         _refuse_own("generator.env", env)
         self._env = (
@@ -106,8 +113,8 @@ class CommandHarness:
         return f"<CommandHarness {self.command[0]}>"
 
     async def run(self, task: AnyTask, session: Session) -> Outcome:
-        """What its last line says; nothing, where it posts. Raises RolloutFailure for any exit code but 0, too much output, or a last
-        line that is no outcome.
+        """What its last line says; nothing, where it posts. Raises RolloutFailure for any exit code but 0,
+        too much output, or a last line that is no outcome.
         """
         mark = f"{self.token}.{next(self._numbers)}."
         folder = Path(tempfile.mkdtemp(prefix="asyncrl-command-", dir=self._folder))
@@ -129,8 +136,14 @@ class CommandHarness:
         kill_family_nowait(self.token)
 
     async def _run(
-        self, given: InputPipe, env: dict[str, str], mark: str, cwd: Path, output: OutputPipe, errors: OutputPipe
-    ) -> int:  # fmt: skip
+        self,
+        given: InputPipe,
+        env: dict[str, str],
+        mark: str,
+        cwd: Path,
+        output: OutputPipe,
+        errors: OutputPipe,
+    ) -> int:
         process: asyncio.subprocess.Process | None = None
         try:
             process = await self._start(given, env, cwd, output, errors)
@@ -148,9 +161,14 @@ class CommandHarness:
         self._num_starting += 1
         try:
             return await asyncio.create_subprocess_exec(
-                *self.command, stdin=given.reading_end, stdout=output.writing_end, stderr=errors.writing_end,
-                cwd=cwd, env=env, start_new_session=True,
-            )  # fmt: skip
+                *self.command,
+                stdin=given.reading_end,
+                stdout=output.writing_end,
+                stderr=errors.writing_end,
+                cwd=cwd,
+                env=env,
+                start_new_session=True,
+            )
         except OSError as error:
             raise RolloutFailure(
                 f"command {self.command[0]} cannot be started: {error}",
@@ -214,12 +232,15 @@ class CommandHarness:
 
 
 def passed_env(names: Sequence[str]) -> dict[str, str]:
-    """These variables of this process. Raises ConfigError for one that is not set, or no command's to have."""
+    """These variables of this process. Raises ConfigError for one that is not set, or no command's to
+    have.
+    """
     _refuse_own("generator.pass_env", names)
     if missing := [name for name in names if name not in os.environ]:
         raise ConfigError(
             f"generator.pass_env names {', '.join(missing)}, which this process does not have",
-            rule="a command gets the values of the environment that the run, or `asyncrl work`, was started in",
+            rule="a command gets the values of the environment that the run, or `asyncrl work`, was started "
+            "in",
             way_out=f"export {missing[0]}=... before, or remove the name.",
         )
     return {name: os.environ[name] for name in names}
@@ -228,18 +249,22 @@ def passed_env(names: Sequence[str]) -> dict[str, str]:
 def _refuse_own(setting: str, names: Iterable[str]) -> None:
     if taken := sorted(set(names) & set(ROLLOUT_ENV)):
         raise ConfigError(
-            f"{setting} has {', '.join(taken)}", rule="each rollout has its own value of these",
+            f"{setting} has {', '.join(taken)}",
+            rule="each rollout has its own value of these",
             way_out="leave them out, or give the command that value under another name.",
-        )  # fmt: skip
+        )
     if ours := sorted(name for name in set(names) if name.startswith(OWN_PREFIX)):
         raise ConfigError(
-            f"{setting} has {', '.join(ours)}", rule=f"{OWN_PREFIX}... are asyncrl's own: its keys and marks, which no command gets",
+            f"{setting} has {', '.join(ours)}",
+            rule=f"{OWN_PREFIX}... are asyncrl's own: its keys and marks, which no command gets",
             way_out="leave them out; a variable of yours needs another name.",
-        )  # fmt: skip
+        )
 
 
 def _standard_input(task: AnyTask, session: Session) -> bytes:
-    """The task, and what its outcome is posted with: here and nowhere else, so that what the program starts does not inherit it."""
+    """The task, and what its outcome is posted with: here and nowhere else, so that what the program starts
+    does not inherit it.
+    """
     values = {each.name: getattr(task, each.name) for each in fields(task)}
     if session.outcome_key is not None:
         values |= {"outcome_url": f"{session.base_url}/outcome", "outcome_key": session.outcome_key}
@@ -247,7 +272,9 @@ def _standard_input(task: AnyTask, session: Session) -> bytes:
 
 
 def last_line_outcome(text: str) -> Outcome:
-    """What the last line that is not empty says: a number, a JSON object of rewards, or nothing. Raises RolloutFailure for a wrong one."""
+    """What the last line that is not empty says: a number, a JSON object of rewards, or nothing. Raises
+    RolloutFailure for a wrong one.
+    """
     last = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
     with contextlib.suppress(ValueError):
         number = float(last)
@@ -267,9 +294,11 @@ def last_line_outcome(text: str) -> Outcome:
 def _not_an_outcome(line: str, why: str) -> RolloutFailure:
     return RolloutFailure(
         f"the command's last line is no outcome: {line[:200]!r}: {why}",
-        rule="it is a finite number, a JSON object of reward, metrics, turn_rewards and branch_rewards, or any other text that begins "
+        rule="it is a finite number, a JSON object of reward, metrics, turn_rewards and branch_rewards, or "
+        "any other text that begins "
         "with neither",
-        way_out='print e.g. {"reward": 1.0, "metrics": {"turns": 3}} last, or some word if the task scores it.',
+        way_out='print e.g. {"reward": 1.0, "metrics": {"turns": 3}} last, or some word if the task scores '
+        "it.",
     )
 
 
@@ -281,16 +310,19 @@ def make(spec: HarnessSpec) -> CommandHarness:
     )
 
 
-# What a command reads and writes, without waiting for its end: whoever else holds a pipe cannot hold us. Knows no process.
+# What a command reads and writes, without waiting for its end: whoever else holds a pipe cannot hold us.
+# Knows no process.
 
 
 _CHUNK_BYTES = 2**16
 
 
 class InputPipe:
-    """A pipe whose writing end is ours, and what is to be read from it: once, and by one reader, for a pipe keeps nothing.
+    """A pipe whose writing end is ours, and what is to be read from it: once, and by one reader, for a pipe
+    keeps nothing.
 
-    Life:       with block entered: both ends open -> given to a process, close_reading_end() -> feed() writes as it is read, and closes
+    Life:       with block entered: both ends open -> given to a process, close_reading_end() -> feed() writes
+    as it is read, and closes
                 -> block left: closed, whatever was not read.
     """
 
@@ -342,8 +374,10 @@ class InputPipe:
 class OutputPipe:
     """A pipe whose reading end is ours.
 
-    Life:       with block entered: both ends open -> given to a process, close_writing_end() -> read() -> drain() once the process has
-                exited: the rest of what it wrote -> block left: closed, and whoever still writes gets SIGPIPE.
+    Life:       with block entered: both ends open -> given to a process, close_writing_end() -> read() ->
+    drain() once the process has
+                exited: the rest of what it wrote -> block left: closed, and whoever still writes gets
+                SIGPIPE.
     Invariant:  holds max_bytes and one chunk at most.
     """
 

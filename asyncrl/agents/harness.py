@@ -1,4 +1,6 @@
-"""What a harness is given: a task, and a session with the model. Knows no HTTP library; openai is loaded once it is asked for."""
+"""What a harness is given: a task, and a session with the model. Knows no HTTP library; openai is loaded once
+it is asked for.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +25,17 @@ MAX_RETRIES = 4
 
 
 class MissingAnswerError(ConfigError, AttributeError):
-    """A harness reads the answer of a task that has none. As an AttributeError it leaves hasattr and getattr's default what they are."""
+    """A harness reads the answer of a task that has none. As an AttributeError it leaves hasattr and
+    getattr's default what they are.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class AnyTask:
     """One attempt at one prompt. `info` has come as JSON: tuples are lists, keys are texts.
 
-    `seed`, in [0, 2**63), is for the harness's own draws: another one for each rollout and each attempt, the same in a run that is
-    repeated. `attempt` counts from 0.
+    `seed`, in [0, 2**63), is for the harness's own draws: another one for each rollout and each attempt, the
+    same in a run that is repeated. `attempt` counts from 0.
     """
 
     prompt_id: str
@@ -51,7 +55,9 @@ class Task(AnyTask):
 
 @dataclass(frozen=True, slots=True)
 class TaskWithoutAnswer(AnyTask):
-    """Its answer stays with the run: generator.give_answer is false. Reading it says so, and gives no None."""
+    """Its answer stays with the run: generator.give_answer is false. Reading it says so, and gives no
+    None.
+    """
 
     @property
     def answer(self) -> Any:
@@ -64,7 +70,8 @@ class TaskWithoutAnswer(AnyTask):
 
 
 class Session:
-    """The model, as this one rollout may call it: any OpenAI client with `base_url` and `api_key`, or `client`.
+    """The model, as this one rollout may call it: any OpenAI client with `base_url` and `api_key`, or
+    `client`.
 
     Life: opened for one attempt; once that has ended, every call answers 410.
     """
@@ -78,8 +85,8 @@ class Session:
         outcome_key: str | None = None,
         http_client: Callable[[], Any] | None = None,
     ) -> None:
-        """`outcome_key`: what a program posts its outcome with (None: it posts none). `http_client` makes the httpx client below
-        `client`; several sessions may share one.
+        """`outcome_key`: what a program posts its outcome with (None: it posts none). `http_client` makes the
+        httpx client below `client`; several sessions may share one.
         """
         self.base_url, self.api_key, self.model, self.outcome_key = base_url, api_key, model, outcome_key
         self._http_client = http_client
@@ -90,7 +97,8 @@ class Session:
 
     @property
     def client(self) -> AsyncOpenAI:
-        """An openai.AsyncOpenAI for this session, without time limits of its own: rollout.timeout_s is the limit.
+        """An openai.AsyncOpenAI for this session, without time limits of its own: rollout.timeout_s is the
+        limit.
 
         Raises ConfigError if openai is not installed.
         """
@@ -108,7 +116,8 @@ class Session:
 
 
 class HttpClients:
-    """The one httpx client that the sessions of a worker share: connections are kept, and making one each would cost more than a call.
+    """The one httpx client that the sessions of a worker share: connections are kept, and making one each
+    would cost more than a call.
 
     Life: empty -> get(), made by the first that asks -> aclose().
     """
@@ -136,7 +145,8 @@ class Harness(Protocol):
     """A way to run a rollout. Whatever it raises fails this rollout, but ConfigError ends the worker."""
 
     async def run(self, task: AnyTask, session: Session) -> Outcome:
-        """What the rollout came to; Outcome() if there is nothing to say: the task's own reward function scores it, then.
+        """What the rollout came to; Outcome() if there is nothing to say: the task's own reward function
+        scores it, then.
 
         When it returns, raises or is cancelled, nothing of the rollout runs any more.
         """
@@ -150,7 +160,8 @@ def _openai() -> Any:
         raise ConfigError(
             f"session.client needs the package openai: {error}",
             rule="it comes with the extra `harness`",
-            way_out=f"{install_extra('harness')}, where the worker runs; or call session.base_url with a client of your own.",
+            way_out=f"{install_extra('harness')}, where the worker runs; or call session.base_url with a "
+            f"client of your own.",
         ) from error
     return openai
 
@@ -167,7 +178,9 @@ _MODULES = {
 
 
 class HarnessSpec(Message):
-    """Which harness, and its settings: those of the config's section `generator`. One of python, command, verifiers is given."""
+    """Which harness, and its settings: those of the config's section `generator`. One of python, command,
+    verifiers is given.
+    """
 
     python: str | None = None
     command: list[str] | None = None

@@ -1,10 +1,12 @@
 """Ends a command with all that it started. Knows processes and /proc; knows no harness, no task, no lease.
 
-A family is the process group of the command, and every process with its mark in the environment, which children inherit: so one
-that took a session of its own (setsid, a daemon) is found too. What is not: a process that did both, take a session of its own and
-start without the mark (`setsid env -i ...`); one of another user; and, outside Linux, any that left the group.
+A family is the process group of the command, and every process with its mark in the environment, which
+children inherit: so one that took a session of its own (setsid, a daemon) is found too. What is not: a
+process that did both, take a session of its own and start without the mark (`setsid env -i ...`); one of
+another user; and, outside Linux, any that left the group.
 
-Run as a program it is the keeper of a worker: it waits until the worker is gone, however it went, and kills what is left of its commands.
+Run as a program it is the keeper of a worker: it waits until the worker is gone, however it went, and kills
+what is left of its commands.
 """
 
 from __future__ import annotations
@@ -38,16 +40,19 @@ class _Process:
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of what its commands leave behind, so that it can be reaped. Linux alone; nothing elsewhere."""
+    """Make this process the parent of what its commands leave behind, so that it can be reaped. Linux alone;
+    nothing elsewhere.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def hide_memory() -> None:
-    """Nobody else of this user reads this process's environment, memory and files in /proc: what a model runs is of the same user.
+    """Nobody else of this user reads this process's environment, memory and files in /proc: what a model runs
+    is of the same user.
 
-    A worker and a run's controller have the worker key, and the answers and keys of their rollouts. It lasts until an exec, so that
-    children are as readable as ever. Linux alone; root reads them all the same.
+    A worker and a run's controller have the worker key, and the answers and keys of their rollouts. It lasts
+    until an exec, so that children are as readable as ever. Linux alone; root reads them all the same.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
@@ -57,13 +62,18 @@ def find_family(mark: str, group: int | None = None) -> list[int]:
     """Processes that live and are of the group, or have a mark that begins so; never this process itself."""
     wanted = f"{MARK_ENV}={mark}".encode()
     return [
-        process.pid for process in _processes()
-        if process.state not in "ZX" and process.pid != os.getpid() and (process.group == group or _has(process.pid, wanted))
-    ]  # fmt: skip
+        process.pid
+        for process in _processes()
+        if process.state not in "ZX"
+        and process.pid != os.getpid()
+        and (process.group == group or _has(process.pid, wanted))
+    ]
 
 
 async def end_family(mark: str, group: int | None, *, grace_s: float) -> bool:
-    """SIGTERM, and after `grace_s` SIGKILL, to the whole family; returns once none lives, or false if some would not die."""
+    """SIGTERM, and after `grace_s` SIGKILL, to the whole family; returns once none lives, or false if some
+    would not die.
+    """
     if not _HAS_PROC:  # no way to see who lives: no time for manners
         kill_family_nowait(mark, group)
         return True
@@ -88,7 +98,8 @@ def kill_family_nowait(mark: str, group: int | None = None) -> None:
 
 
 def start_keeper(mark: str, folder: Path) -> subprocess.Popen[bytes]:
-    """A process that outlives this one by a moment: it kills all families whose mark begins so, and removes their folder.
+    """A process that outlives this one by a moment: it kills all families whose mark begins so, and removes
+    their folder.
 
     It lives as long as its standard input is open.
     """
@@ -97,7 +108,9 @@ def start_keeper(mark: str, folder: Path) -> subprocess.Popen[bytes]:
 
 
 def reap_orphans(but: set[int]) -> None:
-    """Take leave of the dead that this process has adopted; `but` are its own children, of which asyncio takes leave itself."""
+    """Take leave of the dead that this process has adopted; `but` are its own children, of which asyncio
+    takes leave itself.
+    """
     for process in list(_processes()):
         if process.state == "Z" and process.parent == os.getpid() and process.pid not in but:
             with contextlib.suppress(ChildProcessError):

@@ -1,4 +1,6 @@
-"""The harness `module:function`: an async (or plain) Python function of the user's. Knows no process, no lease."""
+"""The harness `module:function`: an async (or plain) Python function of the user's. Knows no process, no
+lease.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,10 @@ from asyncrl.user_code import UserCalls, load_function
 class PythonHarness:
     """Calls `function(task, session, **args)`, with as many calls at once as the worker has slots.
 
-    An async function runs on the worker's event loop: what blocks that loop stops all its rollouts, and for longer than
-    gateway.lease_timeout_s loses them; one that does not end when it is cancelled is given up (user_calls.py). A plain one runs in a
-    thread of its own, which nothing can end: after a timeout it goes on until its next call of the model, which is refused.
+    An async function runs on the worker's event loop: what blocks that loop stops all its rollouts, and for
+    longer than gateway.lease_timeout_s loses them; one that does not end when it is cancelled is given up
+    (user_calls.py). A plain one runs in a thread of its own, which nothing can end: after a timeout it goes
+    on until its next call of the model, which is refused.
     """
 
     def __init__(self, spec: str, args: dict[str, Any]) -> None:
@@ -53,7 +56,9 @@ class PythonHarness:
         return self._calls.num_abandoned
 
     async def run(self, task: AnyTask, session: Session) -> Outcome:
-        """What the function returns, as an Outcome. Raises RolloutFailure for a value that is none, and whatever the function raises."""
+        """What the function returns, as an Outcome. Raises RolloutFailure for a value that is none, and
+        whatever the function raises.
+        """
         call = functools.partial(self._function, task, session, **self._args)
         self._calls.check()
         value = call() if self._is_async else await _in_thread(call)
@@ -107,7 +112,9 @@ def _nonsense(spec: str, what: str) -> RolloutFailure:
 
 
 async def _in_thread(call: Callable[[], Any]) -> Any:
-    """Not asyncio.to_thread: its few threads would be held by calls that timed out, and the process could not end before them."""
+    """Not asyncio.to_thread: its few threads would be held by calls that timed out, and the process could not
+    end before them.
+    """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Any] = loop.create_future()
 
@@ -120,7 +127,8 @@ async def _in_thread(call: Callable[[], Any]) -> Any:
             result, is_value = call(), True
         except SystemExit as raised:
             result, is_value = RuntimeError(f"sys.exit({raised.code})"), False
-        except BaseException as raised:  # carried over to the task that waits, which CancelledError and the like would end or cancel
+        # carried over to the task that waits, which CancelledError and the like would end or cancel
+        except BaseException as raised:
             is_carried = isinstance(raised, Exception) and not isinstance(
                 raised, StopIteration
             )  # a future cannot carry that one
@@ -138,7 +146,9 @@ async def _in_thread(call: Callable[[], Any]) -> Any:
 
 
 def make(spec: HarnessSpec) -> PythonHarness:
-    """See build.py. Loads openai, if it is there, while nothing runs: that takes seconds, which the event loop would stand still."""
+    """See build.py. Loads openai, if it is there, while nothing runs: that takes seconds, which the event
+    loop would stand still.
+    """
     assert spec.python is not None
     with contextlib.suppress(ModuleNotFoundError):
         importlib.import_module("openai")

@@ -1,8 +1,10 @@
-"""The harness `verifiers`: one environment of that library, as it is. Knows its seats, rewards and shared servers; no lease, no run.
+"""The harness `verifiers`: one environment of that library, as it is. Knows its seats, rewards and shared
+servers; no lease, no run.
 
-https://github.com/PrimeIntellect-ai/verifiers, the API of 0.4 (`verifiers.v1`): a package that exports a Taskset, and if it likes a
-Harness (the program that talks to the model) and an Env (how agents play one task). The library catches the program's calls in a
-server of its own, here in the worker, and passes them on to the session.
+https://github.com/PrimeIntellect-ai/verifiers, the API of 0.4 (`verifiers.v1`): a package that exports a
+Taskset, and if it likes a Harness (the program that talks to the model) and an Env (how agents play one
+task). The library catches the program's calls in a server of its own, here in the worker, and passes them on
+to the session.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ INFO_KEY = "verifiers"
 """Task.info has the task's own data under this key (asyncrl/tasks/verifiers_task.py)."""
 
 _NO_KEY_VARIABLE = "ASYNCRL_SESSION_KEY_IS_IN_THE_ADDRESS"
-"""The library reads keys from the environment, one for the whole process; a session's key is in the address instead."""
+"""The library reads keys from the environment, one for the whole process; a session's key is in the address
+instead.
+"""
 
 _CHATTY = ("verifiers", "httpx", "aiohttp.access", "mcp")
 """They log each call or rollout; httpx would log addresses, and with them keys."""
@@ -38,7 +42,8 @@ _CHATTY = ("verifiers", "httpx", "aiohttp.access", "mcp")
 class VerifiersHarness:
     """Runs one task of the environment for each rollout, as many at once as the worker has slots.
 
-    The environment is loaded once. Its hooks and rewards run on the worker's event loop: what blocks that loop stops all its rollouts.
+    The environment is loaded once. Its hooks and rewards run on the worker's event loop: what blocks that
+    loop stops all its rollouts.
     """
 
     def __init__(self, identifier: str, args: Mapping[str, Any]) -> None:
@@ -56,7 +61,9 @@ class VerifiersHarness:
         return f"<VerifiersHarness {self._name}, {self._shared.num_users} running>"
 
     async def run(self, task: AnyTask, session: Session) -> Outcome:
-        """The environment's reward and metrics. Raises RolloutFailure for whatever fails in it, ConfigError for what can never be."""
+        """The environment's reward and metrics. Raises RolloutFailure for whatever fails in it, ConfigError
+        for what can never be.
+        """
         played = self._task(task)
         root = session.base_url.removesuffix("/v1")
         client = self._vf.EvalClientConfig(
@@ -81,7 +88,9 @@ class VerifiersHarness:
         cleanup_at_exit()
 
     def _task(self, task: AnyTask) -> Any:
-        """The environment's own task again, built as the library's own servers build it from their clients' data."""
+        """The environment's own task again, built as the library's own servers build it from their clients'
+        data.
+        """
         data = task.info.get(INFO_KEY)
         if data is None:
             raise ConfigError(
@@ -98,17 +107,21 @@ class VerifiersHarness:
             raise self._failure(episode, session)
         if len(traces) > 1 or not traces[0].agent.trainable:
             raise ConfigError(
-                f"verifiers environment {self._name}: an episode ran its agent {self._seat} {len(traces)} times"
+                f"verifiers environment {self._name}: an episode ran its agent {self._seat} {len(traces)} "
+                f"times"
                 if len(traces) > 1
-                else f"verifiers environment {self._name} says that its agent {self._seat} is not to be trained",
+                else f"verifiers environment {self._name} says that its agent {self._seat} is not to be "
+                f"trained",
                 rule="an episode is one rollout of the one agent that is trained",
-                way_out="use rollout.group_size for several attempts; give agents that are not trained a client of their own.",
+                way_out="use rollout.group_size for several attempts; give agents that are not trained a "
+                "client of their own.",
             )
         trace = traces[0]
         missing = [name for name, reward in trace.rewards.items() if reward is None]
         if missing:
             raise RewardFailure(
-                f"verifiers environment {self._name} did not come to its rewards {', '.join(missing)} (stopped by {trace.stop_condition})",
+                f"verifiers environment {self._name} did not come to its rewards {', '.join(missing)} "
+                f"(stopped by {trace.stop_condition})",
                 rule="a missing reward is no reward of 0",
                 way_out="raise the timeouts in generator.args, or mend the environment.",
             )
@@ -134,8 +147,8 @@ class VerifiersHarness:
 class _SharedServers:
     """What an environment's rollouts share: the tool servers of its taskset, and what its start() builds.
 
-    Life:       closed -> opened by the first rollout -> closed by the last one to leave; then opened again, ...
-    Waits:      a rollout sleeps while another one opens or closes.
+    Life:       closed -> opened by the first rollout -> closed by the last one to leave; then opened again,
+    ... Waits:      a rollout sleeps while another one opens or closes.
     Invariant:  open while a rollout runs, and nothing is left when none does.
     """
 
@@ -165,8 +178,9 @@ class _SharedServers:
 async def _serving(env: Any) -> AsyncIterator[None]:
     """As Env.serving(), but each rollout has an interception server of its own, which ends with it.
 
-    verifiers 0.4.0: an interception server keeps one HTTP client for each address until it is stopped, and each session has its own
-    address. Use Env.serving() once InterceptionServer.unregister closes the clients that nobody uses.
+    verifiers 0.4.0: an interception server keeps one HTTP client for each address until it is stopped, and
+    each session has its own address. Use Env.serving() once InterceptionServer.unregister closes the clients
+    that nobody uses.
     """
     async with env.shared_tools() as shared:
         env._shared_tools = shared
@@ -179,7 +193,8 @@ async def _serving(env: Any) -> AsyncIterator[None]:
 
 
 def load_environment(identifier: str, args: Mapping[str, Any]) -> Any:
-    """The environment whose taskset is `identifier`; `args` are the fields of its config. Modules of the working directory are found.
+    """The environment whose taskset is `identifier`; `args` are the fields of its config. Modules of the
+    working directory are found.
 
     Raises ConfigError if the library, the environment or a setting is not there, or is wrong.
     """
@@ -202,7 +217,8 @@ def load_environment(identifier: str, args: Mapping[str, Any]) -> Any:
     except ValidationError as error:
         wrong = error.errors()[0]
         raise ConfigError(
-            f"{shown}: generator.args.{'.'.join(map(str, wrong['loc']))}: {wrong['msg']} (given: {wrong['input']!r:.80})",
+            f"{shown}: generator.args.{'.'.join(map(str, wrong['loc']))}: {wrong['msg']} (given: "
+            f"{wrong['input']!r:.80})",
             rule=f"generator.args are the fields of verifiers' {error.title}",
             way_out=f"correct generator.args; `vf-eval {identifier} --help` shows them as --env.NAME.",
         ) from error
@@ -210,7 +226,8 @@ def load_environment(identifier: str, args: Mapping[str, Any]) -> Any:
         cause = error.__cause__ if isinstance(error.__cause__, ModuleNotFoundError) else error
         raise ConfigError(
             f"{shown} cannot be imported: {cause}",
-            rule=f"environments are looked for in the working directory ({here}) and among the installed packages",
+            rule=f"environments are looked for in the working directory ({here}) and among the installed "
+            f"packages",
             way_out="start asyncrl in the folder of the module, install it, or correct the name.",
         ) from error
     except (
@@ -226,9 +243,11 @@ def load_environment(identifier: str, args: Mapping[str, Any]) -> Any:
     ) as error:
         raise ConfigError(
             f"{shown} cannot be loaded with generator.args={dict(args)}: {type(error).__name__}: {error}",
-            rule="verifiers 0.4 loads a package that exports a Taskset in __all__; one for older verifiers, with a function "
+            rule="verifiers 0.4 loads a package that exports a Taskset in __all__; one for older verifiers, "
+            "with a function "
             "load_environment, it does not load",
-            way_out=f"correct generator.args, or the environment; `vf-eval {identifier}` runs it without asyncrl.",
+            way_out=f"correct generator.args, or the environment; `vf-eval {identifier}` runs it without "
+            f"asyncrl.",
         ) from error
 
 
@@ -245,9 +264,11 @@ def load_taskset(identifier: str, args: Mapping[str, Any]) -> Any:
 
 
 def _trained_seat(identifier: str, config: Any) -> str:
-    """The name of the one agent that calls the session. Raises ConfigError if there is none, or more than one.
+    """The name of the one agent that calls the session. Raises ConfigError if there is none, or more than
+    one.
 
-    An agent without a client of its own gets that of the run. What another agent says there would be trained as the policy's.
+    An agent without a client of its own gets that of the run. What another agent says there would be trained
+    as the policy's.
     """
     vf = _library(identifier)
     agents = {name: value for name, value in config if isinstance(value, vf.AgentConfig)}
@@ -271,7 +292,8 @@ def _trained_seat(identifier: str, config: Any) -> str:
         if retries.max_retries or any(rule.max_retries for rule in retries.rules):
             raise ConfigError(
                 f"{shown}: generator.args has {place}retries",
-                rule="a retry inside the environment samples into the same rollout, which would be trained on both",
+                rule="a retry inside the environment samples into the same rollout, which would be trained "
+                "on both",
                 way_out="remove them: a failed rollout is run again by asyncrl (rollout.retries).",
             )
     return trained[0]

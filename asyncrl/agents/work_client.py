@@ -1,4 +1,6 @@
-"""A worker's life: leases work from a gateway, runs it, posts what came of it. Knows messages; knows no process, no kind of harness."""
+"""A worker's life: leases work from a gateway, runs it, posts what came of it. Knows messages; knows no
+process, no kind of harness.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ Answer = TypeVar("Answer", bound=BaseModel)
 
 CALL_TIMEOUT_S = 15.0
 MAX_SIGN_PERIOD_S = 5.0
-"""Between two signs of life; a quarter of lease_timeout_s if that is less. What was taken back is given up so much later at most."""
+"""Between two signs of life; a quarter of lease_timeout_s if that is less. What was taken back is given up so
+much later at most.
+"""
 MAX_BACKOFF_S = 30.0
 TICK_S = 1.0
 GOODBYE_TIMEOUT_S = 1.0
@@ -57,12 +61,15 @@ class _Running:
 class Worker:
     """Runs as many rollouts at once as it has slots.
 
-    Life:       run() until it is cancelled: then every harness is cancelled, and the gateway is told that this worker leaves.
-    Waits:      the lease loop sleeps until a slot is free, then until there is work; each attempt sleeps in its harness. When the
-                gateway does not answer, all of them ask again, MAX_BACKOFF_S apart at most, for ever: it may be started again.
-    Invariant:  a lease is in `holding` from the answer that gave it until its result has been answered, or it was cancelled. Signs of
-                life come from the event loop that the harnesses run on: a harness that blocks it for lease_timeout_s loses its worker
-                all leases, and is told so in the log.
+    Life:       run() until it is cancelled: then every harness is cancelled, and the gateway is told that
+    this worker leaves. Waits:      the lease loop sleeps until a slot is free, then until there is work; each
+    attempt sleeps in its harness. When the
+                gateway does not answer, all of them ask again, MAX_BACKOFF_S apart at most, for ever: it may
+                be started again.
+    Invariant:  a lease is in `holding` from the answer that gave it until its result has been answered, or it
+    was cancelled. Signs of
+                life come from the event loop that the harnesses run on: a harness that blocks it for
+                lease_timeout_s loses its worker all leases, and is told so in the log.
     """
 
     def __init__(self, harness: Harness, caller: Caller, *, name: str, slots: int) -> None:
@@ -86,17 +93,23 @@ class Worker:
         return list(self._running)
 
     def health(self, now_s: float) -> WorkerHealth:
-        """How it stands; may be asked from another thread, which a blocked event loop does not hold up. `now_s`: of the loop's clock."""
+        """How it stands; may be asked from another thread, which a blocked event loop does not hold up.
+        `now_s`: of the loop's clock.
+        """
         lost_s = self._lost_since_s
         return WorkerHealth(
-            name=self.name, slots=self.slots, num_running=len(self._running),
+            name=self.name,
+            slots=self.slots,
+            num_running=len(self._running),
             loop_lag_s=max(0.0, now_s - self._ticked_s - TICK_S),
             gateway_lost_s=None if lost_s is None else now_s - lost_s,
             num_abandoned=getattr(self._harness, "num_abandoned", 0),
-        )  # fmt: skip
+        )
 
     async def run(self) -> None:
-        """Work until cancelled. Raises ConfigError if the gateway does not take this worker, or the harness cannot be run at all."""
+        """Work until cancelled. Raises ConfigError if the gateway does not take this worker, or the harness
+        cannot be run at all.
+        """
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._tick(), name="tick")
@@ -170,7 +183,9 @@ class Worker:
     async def _outcome_of(
         self, item: WorkItem, model: str
     ) -> tuple[OutcomeMessage | None, FailureMessage | None]:
-        """The boundary between the harness and the worker: whatever goes wrong in there is data. ConfigError passes."""
+        """The boundary between the harness and the worker: whatever goes wrong in there is data. ConfigError
+        passes.
+        """
         session = Session(
             f"{self._caller.url}/v1",
             item.key,
@@ -192,7 +207,8 @@ class Worker:
         except (Exception, SystemExit) as error:
             if isinstance(error, TimeoutError) and limit.expired():
                 error = RolloutTimeout(
-                    f"{item.rollout_id} (prompt {item.prompt_id}) is not finished {item.timeout_s} s after worker {self.name} began it",
+                    f"{item.rollout_id} (prompt {item.prompt_id}) is not finished {item.timeout_s} s after "
+                    f"worker {self.name} began it",
                     rule="that is what was left of rollout.timeout_s, the limit of all attempts together",
                 )
             elif not isinstance(error, RolloutFailure):
@@ -215,7 +231,8 @@ class Worker:
                     continue
                 if not running.is_over:
                     log.info("%s is given up: %s", running.item.rollout_id, why)
-                running.task.cancel()  # also while its result is on its way: nobody takes that, and asking for ever keeps its slot
+                # also while its result is on its way: nobody takes that, and asking for ever keeps its slot
+                running.task.cancel()
 
     async def _tick(self) -> None:
         loop = asyncio.get_running_loop()
@@ -236,18 +253,23 @@ class Worker:
     def _tell_blocked(self, lag_s: float) -> None:
         if lag_s > self._lease_timeout_s / 2:
             log.warning(
-                "the event loop of worker %s stood still for %.1f s, without a sign of life; after gateway.lease_timeout_s=%s a worker "
-                "counts as gone, and all its rollouts fail. Way out: `await asyncio.to_thread(...)` for what blocks, or a harness that "
+                "the event loop of worker %s stood still for %.1f s, without a sign of life; after "
+                "gateway.lease_timeout_s=%s a worker "
+                "counts as gone, and all its rollouts fail. Way out: `await asyncio.to_thread(...)` for what "
+                "blocks, or a harness that "
                 "is no async function, which runs in a thread.",
-                self.name, lag_s, self._lease_timeout_s,
-            )  # fmt: skip
+                self.name,
+                lag_s,
+                self._lease_timeout_s,
+            )
 
     async def _ask(
         self, path: str, make: Callable[[], BaseModel], answer: type[Answer], *, timeout_s: float
     ) -> Answer:
         """Post what `make` makes until there is an answer.
 
-        Raises CallRefused for 410, ConfigError if the gateway does not know this worker's key or its messages.
+        Raises CallRefused for 410, ConfigError if the gateway does not know this worker's key or its
+        messages.
         """
         backoff_s = 0.5
         while True:
@@ -259,8 +281,9 @@ class Worker:
                 if refused.status in (401, 422):
                     raise ConfigError(
                         f"the gateway at {self._caller.url} refused worker {self.name}: {refused.body.error}",
-                        rule=refused.body.rule, way_out=refused.body.way_out,
-                    ) from refused  # fmt: skip
+                        rule=refused.body.rule,
+                        way_out=refused.body.way_out,
+                    ) from refused
                 self._note_lost(refused)
             except (CallLost, ConnectionShortage) as lost:
                 self._note_lost(lost)
@@ -299,9 +322,11 @@ def _task(item: WorkItem) -> AnyTask:
 def _outcome_message(outcome: Outcome) -> OutcomeMessage:
     try:
         message = OutcomeMessage(
-            reward=outcome.reward, metrics=dict(outcome.metrics),
-            turn_rewards=dict(outcome.turn_rewards), branch_rewards=dict(outcome.branch_rewards),
-        )  # fmt: skip
+            reward=outcome.reward,
+            metrics=dict(outcome.metrics),
+            turn_rewards=dict(outcome.turn_rewards),
+            branch_rewards=dict(outcome.branch_rewards),
+        )
     except ValidationError as error:
         first = error.errors()[0]
         raise RolloutFailure(

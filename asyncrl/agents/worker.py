@@ -1,4 +1,6 @@
-"""What `asyncrl work URL` does: a worker on any host, for a run elsewhere. Knows arguments; the work is done by worker.py."""
+"""What `asyncrl work URL` does: a worker on any host, for a run elsewhere. Knows arguments; the work is done
+by worker.py.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +30,13 @@ from asyncrl.messages.base import ErrorBody, Message, fatal_line
 from asyncrl.messages.work import WORKER_KEY_ENV, WorkerHealth
 from asyncrl.user_code import end_what_is_left
 
-# The worker process of a run: `python -m asyncrl.agents.worker --spec FILE --fd N`. Knows how to start and end; runs no rollout itself.
+# The worker process of a run: `python -m asyncrl.agents.worker --spec FILE --fd N`. Knows how to start and
+# end; runs no rollout itself.
 #
-# Harnesses run on the event loop of the main thread. GET /health is answered from another thread, so that a harness that blocks the loop
-# costs its rollouts and not the run. SIGTERM ends the worker with all that its commands have started; so does the end of the parent.
+# Harnesses run on the event loop of the main thread. GET /health is answered from another thread, so that a
+# harness that blocks the loop
+# costs its rollouts and not the run. SIGTERM ends the worker with all that its commands have started; so does
+# the end of the parent.
 
 
 class WorkerSpec(Message):
@@ -52,7 +57,8 @@ async def work(
     slots: int,
     begun: Callable[[Worker], None] = lambda _: None,
 ) -> int:
-    """Work until SIGTERM or SIGINT comes, and return the number of the signal; the second one ends the process at once.
+    """Work until SIGTERM or SIGINT comes, and return the number of the signal; the second one ends the
+    process at once.
 
     Raises ConfigError; see Worker.run.
     """
@@ -61,7 +67,9 @@ async def work(
     assert task is not None
 
     def end(number: int) -> None:
-        if caught:  # the second one: what a harness cleans up, or refuses to, is not waited for; a keeper ends its commands
+        # the second one: what a harness cleans up, or refuses to, is not waited for; a keeper ends its
+        # commands
+        if caught:
             end_process(128 + number)
         caught.append(number)
         task.cancel()
@@ -136,7 +144,9 @@ def kill_commands(harnesses: list[Harness]) -> None:
 
 
 def end_process(code: int) -> NoReturn:
-    """End at once, from within the event loop: closing that would wait for threads that a harness has hanging in asyncio.to_thread."""
+    """End at once, from within the event loop: closing that would wait for threads that a harness has hanging
+    in asyncio.to_thread.
+    """
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -175,19 +185,21 @@ def run_worker(
     key_file: Path | None = None,
     max_output_bytes: int = 2**20,
 ) -> None:
-    """Lease rollouts from the gateway at `url` and run them until SIGTERM or Ctrl-C; then the process ends, with 143 or 130.
+    """Lease rollouts from the gateway at `url` and run them until SIGTERM or Ctrl-C; then the process ends,
+    with 143 or 130.
 
-    `key` None: `key_file` or the environment has it, where no other user reads it. `command` is split like a shell's; `args` is a JSON
-    object, `env` has NAME=VALUE, `pass_env` names of variables. Raises ConfigError for what cannot be; if the gateway refuses this
-    worker, it is printed and the process ends.
+    `key` None: `key_file` or the environment has it, where no other user reads it. `command` is split like a
+    shell's; `args` is a JSON object, `env` has NAME=VALUE, `pass_env` names of variables. Raises ConfigError
+    for what cannot be; if the gateway refuses this worker, it is printed and the process ends.
     """
     worker_key = key or (_key_in(key_file) if key_file is not None else os.environ.get(WORKER_KEY_ENV))
     os.environ.pop(WORKER_KEY_ENV, None)
     if not worker_key:
         raise ConfigError(
             "`asyncrl work` has no worker key",
-            way_out=f"set {WORKER_KEY_ENV} or give --key-file FILE; a run with generator.remote prints it, and its gateway.json has it.",
-        )  # fmt: skip
+            way_out=f"set {WORKER_KEY_ENV} or give --key-file FILE; a run with generator.remote prints it, "
+            f"and its gateway.json has it.",
+        )
     if slots < 1:
         raise ConfigError(
             f"--slots {slots} is less than 1",
@@ -200,9 +212,14 @@ def run_worker(
             way_out="give one of --python MODULE:FUNCTION, --command '...', --verifiers ID.",
         )
     spec = HarnessSpec(
-        python=python, command=shlex.split(command) if command else None, verifiers=verifiers,
-        args=_arguments(args), env=dict(_variable(each) for each in env), pass_env=list(pass_env), max_output_bytes=max_output_bytes,
-    )  # fmt: skip
+        python=python,
+        command=shlex.split(command) if command else None,
+        verifiers=verifiers,
+        args=_arguments(args),
+        env=dict(_variable(each) for each in env),
+        pass_env=list(pass_env),
+        max_output_bytes=max_output_bytes,
+    )
     log_to_stderr()
     hide_memory()
     harness = build_harness(spec)
@@ -223,7 +240,9 @@ async def _work_and_end(harness: Harness, *, url: str, key: str, name: str, slot
 
 
 def gateway_url(url: str) -> str:
-    """http://host:port, without the /v1 that clients are given. Raises ConfigError if it is no such address."""
+    """http://host:port, without the /v1 that clients are given. Raises ConfigError if it is no such
+    address.
+    """
     address = url.rstrip("/").removesuffix("/v1")
     parts = urllib.parse.urlsplit(address)
     if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -242,8 +261,9 @@ def _key_in(path: Path) -> str:
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
             f"--key-file {path} cannot be read: {type(error).__name__}: {error}",
-            rule="it holds the worker key alone, or is the gateway.json of a run with generator.remote", way_out="name the right file.",
-        ) from error  # fmt: skip
+            rule="it holds the worker key alone, or is the gateway.json of a run with generator.remote",
+            way_out="name the right file.",
+        ) from error
 
 
 def _arguments(text: str | None) -> dict[str, Any]:

@@ -1,6 +1,8 @@
-"""Advantages, losses, weights and penalties: pure tensor functions, each with its paper. Knows no device, no model, no logging.
+"""Advantages, losses, weights and penalties: pure tensor functions, each with its paper. Knows no device, no
+model, no logging.
 
-The tensors of tokens are those of M loss tokens, whole sequences one after another: float32, logprobs in nats. sequence_M
-int64 numbers each token's sequence, 0 to S-1, ascending. A sequence is a branch of a rollout.
-What concerns a reward is of shape [B]: a rollout's, or that of each part of it which earned one of its own.
+The tensors of tokens are those of M loss tokens, whole sequences one after another: float32, logprobs in
+nats. sequence_M int64 numbers each token's sequence, 0 to S-1, ascending. A sequence is a branch of a
+rollout. What concerns a reward is of shape [B]: a rollout's, or that of each part of it which earned one of
+its own.
 """

@@ -1,9 +1,9 @@
 """Advantages from the rewards of a batch. Knows no tokens: one number a sample, the same for all its tokens.
 
-A sample is a rollout, or a part of one that earned a reward of its own. Every function here takes `reward_B` float32, finite, and
-`group_B` int64, the number of each sample's group (0 to num_groups - 1), and returns float32 [B]. ValueError if shapes or dtypes
-are others. Where all rewards that are compared are equal, a lone one included, the advantage is exactly 0. Standard deviations
-are those of the population.
+A sample is a rollout, or a part of one that earned a reward of its own. Every function here takes `reward_B`
+float32, finite, and `group_B` int64, the number of each sample's group (0 to num_groups - 1), and returns
+float32 [B]. ValueError if shapes or dtypes are others. Where all rewards that are compared are equal, a lone
+one included, the advantage is exactly 0. Standard deviations are those of the population.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from torch import Tensor
 from asyncrl.algorithms.aggregate import check_vector
 
 EPSILON = 1e-4
-"""Added to the standard deviation, in units of reward, so that scores which differ by noise alone do not become large."""
+"""Added to the standard deviation, in units of reward, so that scores which differ by noise alone do not
+become large.
+"""
 
 
 def grpo(reward_B: Tensor, group_B: Tensor) -> Tensor:
@@ -36,7 +38,8 @@ def dr_grpo(reward_B: Tensor, group_B: Tensor) -> Tensor:
 
 
 def rloo(reward_B: Tensor, group_B: Tensor) -> Tensor:
-    """Against the mean of the group's others: reward - (sum - reward) / (size - 1), which is size / (size - 1) * dr_grpo.
+    """Against the mean of the group's others: reward - (sum - reward) / (size - 1), which is size / (size -
+    1) * dr_grpo.
 
     REINFORCE leave-one-out, https://arxiv.org/abs/2402.14740.
     """
@@ -47,14 +50,15 @@ def rloo(reward_B: Tensor, group_B: Tensor) -> Tensor:
 def reinforce_pp(reward_B: Tensor, group_B: Tensor) -> Tensor:
     """Against the whole batch, in its standard deviations; groups play no part.
 
-    REINFORCE++, https://arxiv.org/abs/2501.03262. The paper normalises over tokens, so long ones weigh more there; here every
-    sample counts once.
+    REINFORCE++, https://arxiv.org/abs/2501.03262. The paper normalises over tokens, so long ones weigh more
+    there; here every sample counts once.
     """
     return grpo(reward_B, torch.zeros_like(group_B))
 
 
 def reinforce_pp_baseline(reward_B: Tensor, group_B: Tensor) -> Tensor:
-    """Against its group, in standard deviations of the whole batch: (reward - mean of the group) / (std of these + EPSILON).
+    """Against its group, in standard deviations of the whole batch: (reward - mean of the group) / (std of
+    these + EPSILON).
 
     REINFORCE++ with baseline, https://arxiv.org/abs/2501.03262. The mean over the batch is 0 already.
     """
@@ -68,7 +72,8 @@ def _centred(reward_B: Tensor, group_B: Tensor) -> tuple[Tensor, Tensor]:
     check_vector("group_B", group_B, torch.int64, len_like=("reward_B", reward_B))
     size_B = _group_sum(torch.ones_like(reward_B), group_B)
     centred_B = reward_B - _group_sum(reward_B, group_B) / size_B
-    # Equal rewards can have a mean that rounds to another number: ask for equality itself, not for a difference of 0.
+    # Equal rewards can have a mean that rounds to another number: ask for equality itself, not for a
+    # difference of 0.
     lowest_G, highest_G = (
         torch.full((_num_groups(group_B),), limit, device=reward_B.device).scatter_reduce(
             0, group_B, reward_B, how
@@ -91,10 +96,12 @@ def _num_groups(group_B: Tensor) -> int:
 
 
 def overlong_penalty(length_B: Tensor, max_tokens: int, overlong_tokens: int) -> Tensor:
-    """float32 [B] in [-1, 0]: 0 up to max_tokens - overlong_tokens, from there linear down to -1 at max_tokens, -1 beyond.
+    """float32 [B] in [-1, 0]: 0 up to max_tokens - overlong_tokens, from there linear down to -1 at
+    max_tokens, -1 beyond.
 
-    `length_B` int64, sampled tokens of each sample; overlong_tokens = 0 is no penalty. DAPO, https://arxiv.org/abs/2503.14476,
-    equation 13. Raises ValueError for another shape or dtype, and unless 0 <= overlong_tokens <= max_tokens.
+    `length_B` int64, sampled tokens of each sample; overlong_tokens = 0 is no penalty. DAPO,
+    https://arxiv.org/abs/2503.14476, equation 13. Raises ValueError for another shape or dtype, and unless 0
+    <= overlong_tokens <= max_tokens.
     """
     check_vector("length_B", length_B, torch.int64)
     if not 0 <= overlong_tokens <= max_tokens:

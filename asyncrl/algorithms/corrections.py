@@ -1,14 +1,15 @@
-"""Corrections: a weight on each token's loss for data of another policy than the proximal one. They know no loss.
+"""Corrections: a weight on each token's loss for data of another policy than the proximal one. They know no
+loss.
 
 All have one signature:
 
     correction(proximal_M, behaviour_M, advantage_M, sequence_M, settings) -> weight_M
 
-`proximal_M` logprobs by the trainer's weights before the batch, `behaviour_M` as reported by the engine, so that
-w = exp(proximal - behaviour) is the importance weight of what lies between them: staleness, and the differences of two
-implementations. weight_M is float32 [M] without gradient. `sequence_M` int64 ascending, whole sequences; `settings` is
-asyncrl.config.AlgorithmConfig. All but m2po give the same for a part of the sequences as for all of them. ValueError if
-shapes or dtypes are others.
+`proximal_M` logprobs by the trainer's weights before the batch, `behaviour_M` as reported by the engine, so
+that w = exp(proximal - behaviour) is the importance weight of what lies between them: staleness, and the
+differences of two implementations. weight_M is float32 [M] without gradient. `sequence_M` int64 ascending,
+whole sequences; `settings` is asyncrl.config.AlgorithmConfig. All but m2po give the same for a part of the
+sequences as for all of them. ValueError if shapes or dtypes are others.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ def tis(
 ) -> Tensor:
     """Truncated importance sampling a token: min(w, importance_cap).
 
-    Ionides 2008, https://doi.org/10.1198/106186008X320456; for engine and trainer that differ: Yao et al. 2025,
-    https://fengyao.notion.site/off-policy-rl; beside a clipped loss it is decoupled PPO, https://arxiv.org/abs/2505.24298.
+    Ionides 2008, https://doi.org/10.1198/106186008X320456; for engine and trainer that differ: Yao et al.
+    2025, https://fengyao.notion.site/off-policy-rl; beside a clipped loss it is decoupled PPO,
+    https://arxiv.org/abs/2505.24298.
     """
     check_tokens(sequence_M, proximal_M=proximal_M, behaviour_M=behaviour_M, advantage_M=advantage_M)
     return _token_weight(proximal_M, behaviour_M).clamp(max=settings.importance_cap)
@@ -43,7 +45,8 @@ def tis_sequence(
     sequence_M: Tensor,
     settings: AlgorithmConfig,
 ) -> Tensor:
-    """Truncated importance sampling a sequence: min(product of w over the sequence, importance_cap), at each of its tokens.
+    """Truncated importance sampling a sequence: min(product of w over the sequence, importance_cap), at each
+    of its tokens.
 
     Unbiased but for the truncation, where weights a token are biased. https://arxiv.org/abs/2510.26788.
     """
@@ -73,7 +76,8 @@ def mis_sequence(
     sequence_M: Tensor,
     settings: AlgorithmConfig,
 ) -> Tensor:
-    """Masked importance sampling a sequence: the product of w over it, and 0 for all of it where that is above importance_cap.
+    """Masked importance sampling a sequence: the product of w over it, and 0 for all of it where that is
+    above importance_cap.
 
     https://arxiv.org/abs/2510.26788.
     """
@@ -90,7 +94,8 @@ def icepop(
 ) -> Tensor:
     """Masked on both sides, a token: w, and 0 where it is below importance_floor or above importance_cap.
 
-    Ring-1T, https://arxiv.org/abs/2510.18855; INTELLECT-3, https://arxiv.org/abs/2512.16144, equation 1 (0.5 and 5).
+    Ring-1T, https://arxiv.org/abs/2510.18855; INTELLECT-3, https://arxiv.org/abs/2512.16144, equation 1 (0.5
+    and 5).
     """
     check_tokens(sequence_M, proximal_M=proximal_M, behaviour_M=behaviour_M, advantage_M=advantage_M)
     return _kept(_token_weight(proximal_M, behaviour_M), settings.importance_floor, settings.importance_cap)
@@ -103,12 +108,13 @@ def m2po(
     sequence_M: Tensor,
     settings: AlgorithmConfig,
 ) -> Tensor:
-    """1 or 0: masks the tokens of largest (log w)^2 until the mean of what is left of it is at most m2_limit. No weight else.
+    """1 or 0: masks the tokens of largest (log w)^2 until the mean of what is left of it is at most m2_limit.
+    No weight else.
 
-    Only tokens that went where their advantage pushes them (A > 0 and w > 1, or A < 0 and w < 1) are counted and masked: a step
-    on any other brings it back, and PPO's clip lets those pass too. Needs all M tokens of an optimizer step at once. Second-moment
-    trust policy optimisation, https://arxiv.org/abs/2510.01161 (0.04), and the tokens counted as in its authors' code,
-    https://github.com/Infini-AI-Lab/M2PO.
+    Only tokens that went where their advantage pushes them (A > 0 and w > 1, or A < 0 and w < 1) are counted
+    and masked: a step on any other brings it back, and PPO's clip lets those pass too. Needs all M tokens of
+    an optimizer step at once. Second-moment trust policy optimisation, https://arxiv.org/abs/2510.01161
+    (0.04), and the tokens counted as in its authors' code, https://github.com/Infini-AI-Lab/M2PO.
     """
     check_tokens(sequence_M, proximal_M=proximal_M, behaviour_M=behaviour_M, advantage_M=advantage_M)
     log_weight_M = (proximal_M - behaviour_M).detach()

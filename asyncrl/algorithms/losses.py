@@ -4,12 +4,12 @@ All have one signature, which a loss of your own has too (algorithm.loss=module:
 
     surrogate(current_M, anchor_M, behaviour_M, advantage_M, sequence_M, settings) -> (loss_M, stats)
 
-`current_M` logprobs by the weights being trained, with gradient; `anchor_M` without: those of the policy below the line of the
-ratio, the behaviour or the proximal policy (algorithm.ratio); `behaviour_M` as reported by the engine; `advantage_M`;
-`sequence_M` int64, 0 to S-1, ascending, whole sequences; `settings` is asyncrl.config.AlgorithmConfig. loss_M is float32 [M]
-with gradient: one value a token, to be minimised, not divided by anything (aggregate.py does that). stats are sums over the M
-tokens by name, scalars without gradient: the caller divides them by the number of loss tokens. ValueError if shapes or dtypes
-are others.
+`current_M` logprobs by the weights being trained, with gradient; `anchor_M` without: those of the policy
+below the line of the ratio, the behaviour or the proximal policy (algorithm.ratio); `behaviour_M` as reported
+by the engine; `advantage_M`; `sequence_M` int64, 0 to S-1, ascending, whole sequences; `settings` is
+asyncrl.config.AlgorithmConfig. loss_M is float32 [M] with gradient: one value a token, to be minimised, not
+divided by anything (aggregate.py does that). stats are sums over the M tokens by name, scalars without
+gradient: the caller divides them by the number of loss tokens. ValueError if shapes or dtypes are others.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def ppo_clip(
 ) -> TokenLoss:
     """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = exp(current - anchor).
 
-    clip_fraction counts tokens whose gradient the clip removed. PPO, https://arxiv.org/abs/1707.06347, equation 7; unequal
-    clips: DAPO, https://arxiv.org/abs/2503.14476, equation 10.
+    clip_fraction counts tokens whose gradient the clip removed. PPO, https://arxiv.org/abs/1707.06347,
+    equation 7; unequal clips: DAPO, https://arxiv.org/abs/2503.14476, equation 10.
     """
     check_tokens(
         sequence_M, current_M=current_M, anchor_M=anchor_M, behaviour_M=behaviour_M, advantage_M=advantage_M
@@ -50,10 +50,11 @@ def gspo(
     sequence_M: Tensor,
     settings: AlgorithmConfig,
 ) -> TokenLoss:
-    """ppo_clip with one ratio a sequence, the geometric mean of its tokens': s = exp(mean(current - anchor)), at each token.
+    """ppo_clip with one ratio a sequence, the geometric mean of its tokens': s = exp(mean(current - anchor)),
+    at each token.
 
-    So a sequence is clipped as a whole, and clip ranges are far smaller (3e-4 and 4e-4 in the paper). Goes with
-    algorithm.aggregate=sequence. https://arxiv.org/abs/2507.18071, equations 5 to 7.
+    So a sequence is clipped as a whole, and clip ranges are far smaller (3e-4 and 4e-4 in the paper). Goes
+    with algorithm.aggregate=sequence. https://arxiv.org/abs/2507.18071, equations 5 to 7.
     """
     check_tokens(
         sequence_M, current_M=current_M, anchor_M=anchor_M, behaviour_M=behaviour_M, advantage_M=advantage_M
@@ -70,10 +71,11 @@ def cispo(
     sequence_M: Tensor,
     settings: AlgorithmConfig,
 ) -> TokenLoss:
-    """-min(r, 1 + clip_high) A current, r = exp(current - anchor) without gradient: clips the weight, never the token's gradient.
+    """-min(r, 1 + clip_high) A current, r = exp(current - anchor) without gradient: clips the weight, never
+    the token's gradient.
 
-    clip_fraction counts tokens whose weight was cut. There is no lower clip, as in the paper's experiments: clip_low is not used.
-    MiniMax-M1, https://arxiv.org/abs/2506.13585, equations 4 and 5.
+    clip_fraction counts tokens whose weight was cut. There is no lower clip, as in the paper's experiments:
+    clip_low is not used. MiniMax-M1, https://arxiv.org/abs/2506.13585, equations 4 and 5.
     """
     check_tokens(
         sequence_M, current_M=current_M, anchor_M=anchor_M, behaviour_M=behaviour_M, advantage_M=advantage_M
@@ -90,7 +92,8 @@ def reinforce(
     sequence_M: Tensor,
     settings: AlgorithmConfig,
 ) -> TokenLoss:
-    """-A current: the plain policy gradient, no ratio. Stale data needs a correction beside it (algorithm.loss=tis or mis).
+    """-A current: the plain policy gradient, no ratio. Stale data needs a correction beside it
+    (algorithm.loss=tis or mis).
 
     Williams 1992, https://doi.org/10.1007/BF00992696.
     """
@@ -126,16 +129,18 @@ def _clipped(ratio_M: Tensor, advantage_M: Tensor, settings: AlgorithmConfig) ->
     }
 
 
-# The divergence of the current policy from a reference policy, estimated from the tokens sampled. Knows no reward.
+# The divergence of the current policy from a reference policy, estimated from the tokens sampled. Knows no
+# reward.
 
 
 def kl(current_M: Tensor, reference_M: Tensor, estimator: str) -> Tensor:
-    """KL(current || reference) estimated at each token, float32 [M] in nats, with gradient through current_M alone.
+    """KL(current || reference) estimated at each token, float32 [M] in nats, with gradient through current_M
+    alone.
 
-    With d = reference - current: k1 = -d, unbiased, can be negative; k2 = d^2 / 2, low variance, biased; k3 = exp(d) - d - 1,
-    unbiased, never negative. http://joschu.net/blog/kl-approx.html. That holds for the values. As a loss, k2 is the one whose
-    gradient is that of the KL (k1's has mean 0): https://arxiv.org/abs/2506.09477. Raises ValueError for another word, shape
-    or dtype.
+    With d = reference - current: k1 = -d, unbiased, can be negative; k2 = d^2 / 2, low variance, biased; k3 =
+    exp(d) - d - 1, unbiased, never negative. http://joschu.net/blog/kl-approx.html. That holds for the
+    values. As a loss, k2 is the one whose gradient is that of the KL (k1's has mean 0):
+    https://arxiv.org/abs/2506.09477. Raises ValueError for another word, shape or dtype.
     """
     check_vector("current_M", current_M, torch.float32)
     check_vector("reference_M", reference_M, torch.float32, len_like=("current_M", current_M))
@@ -153,10 +158,12 @@ def kl(current_M: Tensor, reference_M: Tensor, estimator: str) -> Tensor:
 def kl_reward_penalty(
     policy_M: Tensor, reference_M: Tensor, sequence_M: Tensor, num_sequences: int
 ) -> Tensor:
-    """The sum of k1 over each sequence, float32 [S] without gradient: times a coefficient it is taken from the reward.
+    """The sum of k1 over each sequence, float32 [S] without gradient: times a coefficient it is taken from
+    the reward.
 
-    A sequence is what earns one reward: its tokens need not stand together. `policy_M` are logprobs by the weights before the
-    batch. InstructGPT, https://arxiv.org/abs/2203.02155, equation 2. Raises ValueError if shapes or dtypes are others.
+    A sequence is what earns one reward: its tokens need not stand together. `policy_M` are logprobs by the
+    weights before the batch. InstructGPT, https://arxiv.org/abs/2203.02155, equation 2. Raises ValueError if
+    shapes or dtypes are others.
     """
     check_tokens(sequence_M, policy_M=policy_M, reference_M=reference_M)
     return torch.zeros(num_sequences, device=policy_M.device).index_add(
@@ -168,17 +175,19 @@ def kl_reward_penalty(
 
 
 def interpolate(behaviour_M: Tensor, current_M: Tensor, staleness_M: Tensor) -> Tensor:
-    """Proximal logprobs between behaviour and current ones, float32 [M] without gradient: a * behaviour + (1 - a) * current.
+    """Proximal logprobs between behaviour and current ones, float32 [M] without gradient: a * behaviour + (1
+    - a) * current.
 
-    a = 1 / staleness, and 0 at staleness 0; `staleness_M` is the trainer's version - the token's, an integer. So a token one
-    version old is clipped around its behaviour policy, a very old one around where the policy stands. A-3PO,
-    https://arxiv.org/abs/2512.06547. Raises ValueError if shapes or dtypes are others.
+    a = 1 / staleness, and 0 at staleness 0; `staleness_M` is the trainer's version - the token's, an integer.
+    So a token one version old is clipped around its behaviour policy, a very old one around where the policy
+    stands. A-3PO, https://arxiv.org/abs/2512.06547. Raises ValueError if shapes or dtypes are others.
     """
     check_vector("behaviour_M", behaviour_M, torch.float32)
     check_vector("current_M", current_M, torch.float32, len_like=("behaviour_M", behaviour_M))
     if staleness_M.shape != behaviour_M.shape or staleness_M.is_floating_point():
         raise ValueError(
-            f"staleness_M is {staleness_M.dtype} {tuple(staleness_M.shape)}, but must be integers {tuple(behaviour_M.shape)}"
+            f"staleness_M is {staleness_M.dtype} {tuple(staleness_M.shape)}, but must be integers "
+            f"{tuple(behaviour_M.shape)}"
         )
     share_M = torch.where(staleness_M > 0, 1.0 / staleness_M.clamp(min=1), 0.0)
     return torch.lerp(current_M.detach(), behaviour_M, share_M)

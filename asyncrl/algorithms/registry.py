@@ -1,4 +1,6 @@
-"""The built-in functions as `module:function`, and the recipes made of them. Knows no torch: they are imported where they run."""
+"""The built-in functions as `module:function`, and the recipes made of them. Knows no torch: they are
+imported where they run.
+"""
 
 from __future__ import annotations
 
@@ -32,17 +34,19 @@ WHOLE_BATCH = frozenset({"m2po"})
 
 FUNCTIONS = {
     "token_weights": f"{_HERE}.aggregate:token_weights",
-    "kl": f"{_HERE}.kl:kl",
-    "kl_penalty": f"{_HERE}.kl:kl_reward_penalty",
-    "interpolate": f"{_HERE}.proximal:interpolate",
-    "overlong_penalty": f"{_HERE}.rewards:overlong_penalty",
+    "kl": f"{_HERE}.losses:kl",
+    "kl_penalty": f"{_HERE}.losses:kl_reward_penalty",
+    "interpolate": f"{_HERE}.losses:interpolate",
+    "overlong_penalty": f"{_HERE}.advantages:overlong_penalty",
 }
 """What every loss is used with."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a loss is made of. `surrogate` is module:function, `correction` a name of BUILT_IN_CORRECTIONS or none."""
+    """What a loss is made of. `surrogate` is module:function, `correction` a name of BUILT_IN_CORRECTIONS or
+    none.
+    """
 
     surrogate: str
     ratio: Literal["behaviour", "proximal"] = "behaviour"
@@ -50,8 +54,8 @@ class Recipe:
     aggregate: Literal["token", "sequence", "constant"] = "token"
 
 
-_PPO_CLIP = f"{_HERE}.surrogates:ppo_clip"
-_REINFORCE = f"{_HERE}.surrogates:reinforce"
+_PPO_CLIP = f"{_HERE}.losses:ppo_clip"
+_REINFORCE = f"{_HERE}.losses:reinforce"
 
 RECIPES = {
     "ppo_clip": Recipe(_PPO_CLIP),
@@ -61,9 +65,9 @@ RECIPES = {
     "tis": Recipe(_REINFORCE, "proximal", "tis"),
     "mis": Recipe(_REINFORCE, "proximal", "mis"),
     "icepop": Recipe(_PPO_CLIP, "proximal", "icepop"),
-    "cispo": Recipe(f"{_HERE}.surrogates:cispo"),
-    "gspo": Recipe(f"{_HERE}.surrogates:gspo", aggregate="sequence"),
-    "m2po": Recipe(f"{_HERE}.surrogates:importance_ratio", "behaviour", "m2po"),
+    "cispo": Recipe(f"{_HERE}.losses:cispo"),
+    "gspo": Recipe(f"{_HERE}.losses:gspo", aggregate="sequence"),
+    "m2po": Recipe(f"{_HERE}.losses:importance_ratio", "behaviour", "m2po"),
 }
 """algorithm.loss by name."""
 
@@ -72,10 +76,12 @@ _MASKS = frozenset({"none", "m2po"})
 
 
 def resolve(config: AlgorithmConfig) -> Recipe:
-    """The recipe of algorithm.loss with what the config says otherwise. A module:function has the defaults of Recipe.
+    """The recipe of algorithm.loss with what the config says otherwise. A module:function has the defaults of
+    Recipe.
 
-    Raises ValueError for a loss that is not known, for settings that contradict each other, and for a correction beside a
-    built-in loss whose ratio already covers the way from the behaviour to the current policy: that way would be weighed twice.
+    Raises ValueError for a loss that is not known, for settings that contradict each other, and for a
+    correction beside a built-in loss whose ratio already covers the way from the behaviour to the current
+    policy: that way would be weighed twice.
     """
     recipe = RECIPES.get(config.loss)
     if recipe is None:
@@ -88,19 +94,23 @@ def resolve(config: AlgorithmConfig) -> Recipe:
         recipe = replace(recipe, aggregate=config.aggregate)
     if recipe.correction in WHOLE_BATCH and config.proximal == "interpolate":
         raise ValueError(
-            f"algorithm.proximal=interpolate beside correction={recipe.correction}: it is made of all tokens before the first step, "
+            f"algorithm.proximal=interpolate beside correction={recipe.correction}: it is made of all tokens "
+            f"before the first step, "
             "so their proximal logprobs have to be computed; set algorithm.proximal=recompute"
         )
     if recipe.correction == "icepop" and config.importance_floor > config.importance_cap:
         raise ValueError(
-            f"algorithm.importance_floor={config.importance_floor} is above algorithm.importance_cap={config.importance_cap}, so icepop "
+            f"algorithm.importance_floor={config.importance_floor} is above "
+            f"algorithm.importance_cap={config.importance_cap}, so icepop "
             "would mask every token; set algorithm.importance_floor below it"
         )
     has_ratio = config.loss in RECIPES and recipe.surrogate != _REINFORCE
     if has_ratio and recipe.ratio == "behaviour" and recipe.correction not in _MASKS:
         raise ValueError(
-            f"algorithm.loss={config.loss} with ratio=behaviour and correction={recipe.correction} corrects twice for stale data: "
-            "its ratio is already taken to the behaviour policy; set algorithm.ratio=proximal, or algorithm.correction=none"
+            f"algorithm.loss={config.loss} with ratio=behaviour and correction={recipe.correction} corrects "
+            f"twice for stale data: "
+            "its ratio is already taken to the behaviour policy; set algorithm.ratio=proximal, or "
+            "algorithm.correction=none"
         )
     return recipe
 
@@ -115,7 +125,8 @@ def _own(name: str, key: str, known: Mapping[str, object]) -> str:
     if not (module and colon and function):
         close = difflib.get_close_matches(name, known, n=1)
         raise ValueError(
-            f"{key}={name} is not known" + (f", did you mean {close[0]}?" if close else ";")
+            f"{key}={name} is not known"
+            + (f", did you mean {close[0]}?" if close else ";")
             + f" name one of {', '.join(known)}, or a function of your own as module:function"
-        )  # fmt: skip
+        )
     return name

@@ -1,4 +1,6 @@
-"""The room around the staleness rule: holds the groups, lets producers and trainer wait. Knows no HTTP, no torch."""
+"""The room around the staleness rule: holds the groups, lets producers and trainer wait. Knows no HTTP, no
+torch.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from asyncrl.config import BufferConfig
 from asyncrl.errors import WouldWait
 from asyncrl.messages.records import Batch, Finished, Group, GroupId, Prompt, Ticket, WaitReport
 
-# What the buffer can be asked: one frozen record of counts. All counts are of the whole run so far unless the field says otherwise.
+# What the buffer can be asked: one frozen record of counts. All counts are of the whole run so far unless the
+# field says otherwise.
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,22 +24,24 @@ class BufferStats:
     """Where the groups are, and what the choice of on_overdue cost or saved.
 
     Right now:
-        admitted = consumed + running + ready (what failed, was filtered or handed back does not count); open: groups that may be admitted;
-        next_batch, served, look_ahead: the rule's three numbers;
+        admitted = consumed + running + ready (what failed, was filtered or handed back does not count); open:
+        groups that may be admitted; next_batch, served, look_ahead: the rule's three numbers;
         oldest_running, oldest_running_start_version: the group that has run longest, None if none runs.
     Left over:
-        failed: groups failed, last_failure the newest reason; filtered: groups replaced because they teach nothing (buffer.filter),
-        filtered_tokens what they had sampled; dropped: handed back as too old (on_overdue=drop),
-        dropped_tokens those of them that were ready (what running ones had sampled is not known here);
-        all_masked: handed back because no token was young enough (on_overdue=mask).
-    Waited, in seconds, by cause (see asyncrl.types.WaitReport); num_straggler_waits: batches that waited for a straggler.
-    What another choice would have changed:
-        straggler_s is what `mask` and `drop` would have saved at most (they may be held up by generation a moment later).
-        waited_groups, waited_tokens (`wait`): groups that finished while the next batch waited for groups of their deadline, and their
-        tokens of the versions that `mask` would have had to mask next, had it taken the batch at once. An estimate: waiting for one
-        group shifts all that follows. `drop` would have generated these groups again, whole.
-        masked_groups, masked_tokens (`mask`): trained on with masked tokens; consumed_tokens: all sampled tokens trained on or masked.
-        hurried_batches (`mask`, `drop`): batches taken although something left behind was or became overdue; `wait` would have waited.
+        failed: groups failed, last_failure the newest reason; filtered: groups replaced because they teach
+        nothing (buffer.filter), filtered_tokens what they had sampled; dropped: handed back as too old
+        (on_overdue=drop), dropped_tokens those of them that were ready (what running ones had sampled is not
+        known here); all_masked: handed back because no token was young enough (on_overdue=mask).
+    Waited, in seconds, by cause (see asyncrl.messages.records.WaitReport); num_straggler_waits: batches that
+    waited for a straggler. What another choice would have changed:
+        straggler_s is what `mask` and `drop` would have saved at most (they may be held up by generation a
+        moment later). waited_groups, waited_tokens (`wait`): groups that finished while the next batch waited
+        for groups of their deadline, and their tokens of the versions that `mask` would have had to mask
+        next, had it taken the batch at once. An estimate: waiting for one group shifts all that follows.
+        `drop` would have generated these groups again, whole. masked_groups, masked_tokens (`mask`): trained
+        on with masked tokens; consumed_tokens: all sampled tokens trained on or masked. hurried_batches
+        (`mask`, `drop`): batches taken although something left behind was or became overdue; `wait` would
+        have waited.
     """
 
     admitted: int
@@ -95,9 +100,11 @@ class Tally:
 
 
 class WaitMeter:
-    """Seconds waited so far, by cause. Whoever changes the rule's state calls `change` with the time and what is waited for now.
+    """Seconds waited so far, by cause. Whoever changes the rule's state calls `change` with the time and what
+    is waited for now.
 
-    Life: opened with the time and the cause at the start of a wait; each change closes a stretch of one cause; None is no wait.
+    Life: opened with the time and the cause at the start of a wait; each change closes a stretch of one
+    cause; None is no wait.
     """
 
     def __init__(self, now_s: float, cause: WaitCause | None) -> None:
@@ -127,15 +134,19 @@ OnHandedBack = Callable[[GroupId, Group | None, str], None]
 class Buffer:
     """Groups between admission and training.
 
-    Life:       admitted -> running -> ready -> in a batch; or failed, filtered, or handed back through `on_handed_back`, and its place
+    Life:       admitted -> running -> ready -> in a batch; or failed, filtered, or handed back through
+    `on_handed_back`, and its place
                 is free.
-    Waits:      producers sleep in wait_open, woken when a version is served, look_ahead grows, or a group fails, is filtered or
-                handed back; the trainer sleeps in wait_batch, woken by the finish_nowait that completes a batch. Both may be cancelled:
-                what is given is given in one step without a sleep, so nothing is lost. After the last batch wait_open sleeps
-                until cancelled.
-    Invariant:  no token with a loss weight in a taken batch is older than max_staleness. StalenessRule.take_nowait guarantees it
+    Waits:      producers sleep in wait_open, woken when a version is served, look_ahead grows, or a group
+    fails, is filtered or
+                handed back; the trainer sleeps in wait_batch, woken by the finish_nowait that completes a
+                batch. Both may be cancelled: what is given is given in one step without a sleep, so nothing
+                is lost. After the last batch wait_open sleeps until cancelled.
+    Invariant:  no token with a loss weight in a taken batch is older than max_staleness.
+    StalenessRule.take_nowait guarantees it
                 (`mask`: it guarantees the batch's min_version and mask_older, which the trainer honours).
-    Cost:       O(log n) an event. A waiter of wait_open is woken at each opening, so let few wait: one loop that starts groups.
+    Cost:       O(log n) an event. A waiter of wait_open is woken at each opening, so let few wait: one loop
+    that starts groups.
     """
 
     name = "buffer"
@@ -165,17 +176,20 @@ class Buffer:
     def __repr__(self) -> str:
         rule = self._rule
         return (
-            f"<Buffer batch {rule.next_batch}/{rule.num_batches}, v{rule.served} served, {rule.num_running} running, "
-            f"{rule.num_ready} ready of {rule.num_groups}, {rule.num_open} open, look_ahead {rule.look_ahead}/{rule.max_staleness}>"
+            f"<Buffer batch {rule.next_batch}/{rule.num_batches}, v{rule.served} served, {rule.num_running} "
+            f"running, "
+            f"{rule.num_ready} ready of {rule.num_groups}, {rule.num_open} open, look_ahead "
+            f"{rule.look_ahead}/{rule.max_staleness}>"
         )
 
     def restore_nowait(
         self, version: int, next_group_id: int, running: Sequence[Ticket], ready: Sequence[Group]
     ) -> tuple[GroupId, ...]:
-        """Before anything else: go on where a killed run stood, with batch `version` next and its weights served.
+        """Before anything else: go on where a killed run stood, with batch `version` next and its weights
+        served.
 
-        Returns the groups that are not taken back, for the settings have changed and no batch can use them any more. `on_handed_back`
-        does not hear of them.
+        Returns the groups that are not taken back, for the settings have changed and no batch can use them
+        any more. `on_handed_back` does not hear of them.
         """
         starts = {ticket.group_id: ticket.start_version for ticket in running}
         late = self._rule.restore_nowait(
@@ -201,9 +215,10 @@ class Buffer:
     def finish_nowait(self, group: Group) -> Finished:
         """The group has all its rollouts: it is ready, or buffer.filter replaces it.
 
-        Raises RoomError if it is not running, has a token older than its ticket allows or newer than any weights, or a trajectory
-        without a sampled token; TaskError with the last of buffer.max_filtered_groups in a row. If `mask` leaves nothing of it, it
-        goes straight to `on_handed_back`; a filtered group does not, for its prompt is not sampled again.
+        Raises RoomError if it is not running, has a token older than its ticket allows or newer than any
+        weights, or a trajectory without a sampled token; TaskError with the last of
+        buffer.max_filtered_groups in a row. If `mask` leaves nothing of it, it goes straight to
+        `on_handed_back`; a filtered group does not, for its prompt is not sampled again.
         """
         oldest, newest = _versions(group)
         self._rule.check_tokens(group.group_id, oldest=oldest, newest=newest)
@@ -232,14 +247,17 @@ class Buffer:
     # ---- publisher
 
     def set_served_nowait(self, version: int) -> None:
-        """Every engine serves `version` or a newer one from now on. Versions may be skipped; raises RoomError if they go back."""
+        """Every engine serves `version` or a newer one from now on. Versions may be skipped; raises RoomError
+        if they go back.
+        """
         self._rule.set_served_nowait(version)
         self._changed()
 
     # ---- trainer
 
     async def wait_batch(self) -> Batch:
-        """Return the next batch as soon as the rule allows it; afterwards `last_wait` says what was waited for.
+        """Return the next batch as soon as the rule allows it; afterwards `last_wait` says what was waited
+        for.
 
         Raises RoomError after the last batch of the run.
         """

@@ -1,4 +1,6 @@
-"""The count-based rule of other frameworks, for comparison in simulation: it bounds how many groups are in flight, not how old they get."""
+"""The count-based rule of other frameworks, for comparison in simulation: it bounds how many groups are in
+flight, not how old they get.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,13 @@ CountOrder = Literal["completion", "oldest_first"]
 
 
 class CountRule:
-    """Capacity (max_staleness + version + 1) * num_groups - accepted - running; any num_groups finished groups form a batch.
+    """Capacity (max_staleness + version + 1) * num_groups - accepted - running; any num_groups finished
+    groups form a batch.
 
-    This is the rule of AReaL's staleness manager (https://arxiv.org/abs/2505.24298, section 5.1). `order` says which finished groups go
-    first: in order of completion, or those that started first ("oldest_first"). No group ever waits for another, and none is looked
-    at again once it runs: a long one is simply late. Same calls as StalenessRule.
+    This is the rule of AReaL's staleness manager (https://arxiv.org/abs/2505.24298, section 5.1). `order`
+    says which finished groups go first: in order of completion, or those that started first ("oldest_first").
+    No group ever waits for another, and none is looked at again once it runs: a long one is simply late. Same
+    calls as StalenessRule.
     """
 
     def __init__(self, *, num_groups: int, num_batches: int, max_staleness: int, order: CountOrder) -> None:

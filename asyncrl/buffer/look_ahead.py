@@ -1,4 +1,6 @@
-"""buffer.look_ahead=auto: finds the smallest look-ahead that feeds the trainer as well as any. Is told durations, reads no clock."""
+"""buffer.look_ahead=auto: finds the smallest look-ahead that feeds the trainer as well as any. Is told
+durations, reads no clock.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +12,23 @@ from asyncrl.messages.records import WaitReport
 
 START = 2
 FIRST_WINDOW, WINDOW, PROBE_WINDOW, MEMORY = 5, 12, 24, 48
-"""Batches looked at before the first decision, before each later one, after a change on trial; and at most to judge a setting."""
+"""Batches looked at before the first decision, before each later one, after a change on trial; and at most to
+judge a setting.
+"""
 MIN_LACK_FRACTION = 0.05
-"""Share of the time lost to missing groups below which nothing is done: more look-ahead could win no more than this."""
+"""Share of the time lost to missing groups below which nothing is done: more look-ahead could win no more
+than this.
+"""
 CLEAR_LACK_FRACTION = 0.2
-"""Share of the time lost to missing groups from which it is plain that the engines are the limit, if more look-ahead was of no use."""
+"""Share of the time lost to missing groups from which it is plain that the engines are the limit, if more
+look-ahead was of no use.
+"""
 MAX_LOSS_FRACTION = 0.02
 """Longer time for a batch at which one batch less of look-ahead still counts as as good."""
 FIRST_HOLD, SHORT_HOLD = 96, 24
-"""Batches until a refuted change is tried again (doubled each time), and until a confirmed step down is followed by the next."""
+"""Batches until a refuted change is tried again (doubled each time), and until a confirmed step down is
+followed by the next.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,17 +50,21 @@ class _Measured:
 class LookAhead:
     """Raises, lowers or keeps the look-ahead, one batch after the other.
 
-    The trainer lacks groups (waits for generation or publishing, not for stragglers) for two reasons: too few were started, or the
-    engines make no more. By Little's law time for a batch ~ 1 / (look_ahead + 1) as long as it is the first. So:
+    The trainer lacks groups (waits for generation or publishing, not for stragglers) for two reasons: too few
+    were started, or the engines make no more. By Little's law time for a batch ~ 1 / (look_ahead + 1) as long
+    as it is the first. So:
 
-    - lack: raise to where it would be gone; look at how much faster batches come; keep what that gain needs by the same law, and
-      believe for a while that more is of no use. The first time, what falls into the noise is
-      given to the higher look-ahead.
-    - spare: nearly always a whole batch more was ready than was asked for: lower by one, and go back up if the trainer lacks groups then.
-    - much lack, and more was of no use: after a while try one less; then again more, for the workload may have changed.
+    - lack: raise to where it would be gone; look at how much faster batches come; keep what that gain needs
+      by the same law, and believe for a while that more is of no use. The first time, what falls into the
+      noise is given to the higher look-ahead.
+    - spare: nearly always a whole batch more was ready than was asked for: lower by one, and go back up if
+      the trainer lacks groups then.
+    - much lack, and more was of no use: after a while try one less; then again more, for the workload may
+      have changed.
 
-    Straggler waits (on_overdue=wait) need no rule of their own: in simulation the time for a batch falls with the look-ahead and
-    stays, it does not rise again, because what a long group holds up is the batch of its deadline, however much else was started.
+    Straggler waits (on_overdue=wait) need no rule of their own: in simulation the time for a batch falls with
+    the look-ahead and stays, it does not rise again, because what a long group holds up is the batch of its
+    deadline, however much else was started.
     """
 
     def __init__(self, max_staleness: int) -> None:
@@ -68,8 +82,8 @@ class LookAhead:
     def batch_taken(self, interval_s: float, wait: WaitReport, num_spare: int) -> int:
         """The look-ahead from now on.
 
-        `interval_s`: since the batch before was taken; `wait`: how much of it the trainer waited; `num_spare`: batches ready when it
-        asked, less the one it asked for.
+        `interval_s`: since the batch before was taken; `wait`: how much of it the trainer waited;
+        `num_spare`: batches ready when it asked, less the one it asked for.
         """
         self._batch += 1
         if self._settling > 0:

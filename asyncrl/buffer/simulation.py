@@ -1,8 +1,10 @@
-"""Plays a whole run in virtual time: rollouts of random length, a trainer, a publisher, and a rule between them. No asyncio, no model.
+"""Plays a whole run in virtual time: rollouts of random length, a trainer, a publisher, and a rule between
+them. No asyncio, no model.
 
-An event heap moves the time; the rule is the one that runs use, or the count-based one. Who starts when, and which prompt comes again, is
-as in the product: a test plays both. A rollout's length follows from the workload's seed, its prompt, how often that was handed back, and
-its number, so two rules see the same prompts, and the same rule the same run again.
+An event heap moves the time; the rule is the one that runs use, or the count-based one. Who starts when, and
+which prompt comes again, is as in the product: a test plays both. A rollout's length follows from the
+workload's seed, its prompt, how often that was handed back, and its number, so two rules see the same
+prompts, and the same rule the same run again.
 """
 
 from __future__ import annotations
@@ -44,15 +46,17 @@ class AnyRule(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is simulated. A rollout's length is lognormal with mean `rollout_s` and shape `sigma`, and is proportional to its time.
+    """What is simulated. A rollout's length is lognormal with mean `rollout_s` and shape `sigma`, and is
+    proportional to its time.
 
-    `prompt_share` of the variance of its logarithm is the prompt's own: long for all rollouts of it, and as long when it comes again.
-    `num_slots` rollouts run at once, others wait in order of admission, and a group is admitted when a slot is free and nobody waits. A
-    group is done when its `group_size` rollouts are. A batch trains for `train_s`; its version is served `publish_s` later, and while a
-    publish is under way newer versions wait and are skipped over. A finished group fails with `failure_probability`, and one that has
-    not failed is filtered with `filter_probability`: both hand their admission back. The prompt of a dropped or failed group comes again
-    before any new one (of a failed one, once another has not failed and a later version is served), drawn anew, `max_hand_backs` times
-    at most.
+    `prompt_share` of the variance of its logarithm is the prompt's own: long for all rollouts of it, and as
+    long when it comes again. `num_slots` rollouts run at once, others wait in order of admission, and a group
+    is admitted when a slot is free and nobody waits. A group is done when its `group_size` rollouts are. A
+    batch trains for `train_s`; its version is served `publish_s` later, and while a publish is under way
+    newer versions wait and are skipped over. A finished group fails with `failure_probability`, and one that
+    has not failed is filtered with `filter_probability`: both hand their admission back. The prompt of a
+    dropped or failed group comes again before any new one (of a failed one, once another has not failed and a
+    later version is served), drawn anew, `max_hand_backs` times at most.
     """
 
     num_slots: int
@@ -77,7 +81,9 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of it. Ages are in versions: batch index - oldest version of a token with a loss weight, one value a group."""
+    """What came of it. Ages are in versions: batch index - oldest version of a token with a loss weight, one
+    value a group.
+    """
 
     batches_per_s: float
     idle_fraction: float
@@ -127,7 +133,9 @@ class _Tally:
 
 
 class Simulation:
-    """One run. `run()` plays it to its end; raises RuntimeError if nothing can happen any more (a deadlock of the rule)."""
+    """One run. `run()` plays it to its end; raises RuntimeError if nothing can happen any more (a deadlock of
+    the rule).
+    """
 
     def __init__(
         self,

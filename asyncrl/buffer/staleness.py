@@ -1,4 +1,6 @@
-"""The staleness rule, a pure state machine: events in, decisions out. Knows versions and counts; no tokens, no clock, no asyncio."""
+"""The staleness rule, a pure state machine: events in, decisions out. Knows versions and counts; no tokens,
+no clock, no asyncio.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ def served_goes_back(version: int, served: int) -> RoomError:
         ROOM,
         f"served version {version} was reported after {served}",
         rule="the oldest version that any engine serves never goes back",
-        way_out="report the minimum over all engines, and only when it has grown; read the log of the engine that restarted.",
+        way_out="report the minimum over all engines, and only when it has grown; read the log of the engine "
+        "that restarted.",
     )
 
 
@@ -52,8 +55,10 @@ def token_too_old(group_id: GroupId, oldest: int, start_version: int) -> RoomErr
     return RoomError(
         ROOM,
         f"group {group_id} has a token of version {oldest}, its ticket says {start_version}",
-        rule="no token of a group may be older than the version that every engine served when the group was admitted",
-        way_out=f"read the engines' logs: one of them served version {oldest} after {start_version} had been announced.",
+        rule="no token of a group may be older than the version that every engine served when the group was "
+        "admitted",
+        way_out=f"read the engines' logs: one of them served version {oldest} after {start_version} had been "
+        f"announced.",
     )
 
 
@@ -85,17 +90,22 @@ def not_running(group_id: GroupId, *, was_admitted: bool, is_ready: bool) -> Roo
 
 
 def all_filtered(rewards: Counter[float], group_id: GroupId, prompt_id: str) -> TaskError:
-    """Nothing that is sampled teaches anything. `rewards`: how many groups had which one; the group is the last of them."""
+    """Nothing that is sampled teaches anything. `rewards`: how many groups had which one; the group is the
+    last of them.
+    """
     common = rewards.most_common(4)
     shown = ", ".join(f"{reward:g} in {count}" for reward, count in common)
     others = rewards.total() - sum(count for _, count in common)
     more = f", another in {others}" if others else ""
     return TaskError(
         ROOM,
-        f"{rewards.total()} groups in a row had the same reward for all their rollouts ({shown}{more}; the last was group {group_id}, "
+        f"{rewards.total()} groups in a row had the same reward for all their rollouts ({shown}{more}; the "
+        f"last was group {group_id}, "
         f"prompt {prompt_id})",
-        rule=f"buffer.filter=equal_rewards replaces such groups, and buffer.max_filtered_groups={rewards.total()} in a row end the run",
-        way_out="if that is the lowest reward, give easier prompts, pay parts of an answer, raise rollout.group_size or mend the reward "
+        rule=f"buffer.filter=equal_rewards replaces such groups, and "
+        f"buffer.max_filtered_groups={rewards.total()} in a row end the run",
+        way_out="if that is the lowest reward, give easier prompts, pay parts of an answer, raise "
+        "rollout.group_size or mend the reward "
         "function; if it is the highest, the task is learnt: take fewer trainer.num_steps or harder prompts. "
         "buffer.filter=none trains on such groups too.",
     )
@@ -137,14 +147,18 @@ class Choice:
 class StalenessRule:
     """Who may start, which groups form the next batch, who is too old.
 
-    Life:       a group is admitted -> running -> ready -> consumed; or it fails, or is handed back, and its place is free again.
-    Deadline:   last batch that may take a group whole: its start version (later: its oldest token's) + max_staleness.
-    Invariants: (1) admitted = consumed + running + ready <= min((served + look_ahead + 1) * num_groups, all of the run) at each admission.
-                (2) `wait`: sorted by deadline, item j of what is in flight has its turn in batch next_batch + j // num_groups, and
-                    that is no later than its deadline. admit_nowait cannot break it, because of (1) and look_ahead <= max_staleness;
-                    take_nowait keeps it by looking at everything that stays behind. So nothing is ever late, and when all that runs
-                    has finished the next batch can be taken.
-                (3) `drop`: nothing in flight has a deadline before next_batch. `mask`: no ready group has only tokens that are too old.
+    Life:       a group is admitted -> running -> ready -> consumed; or it fails, or is handed back, and its
+    place is free again. Deadline:   last batch that may take a group whole: its start version (later: its
+    oldest token's) + max_staleness. Invariants: (1) admitted = consumed + running + ready <= min((served +
+    look_ahead + 1) * num_groups, all of the run) at each admission.
+                (2) `wait`: sorted by deadline, item j of what is in flight has its turn in batch next_batch +
+                j // num_groups, and
+                    that is no later than its deadline. admit_nowait cannot break it, because of (1) and
+                    look_ahead <= max_staleness; take_nowait keeps it by looking at everything that stays
+                    behind. So nothing is ever late, and when all that runs has finished the next batch can be
+                    taken.
+                (3) `drop`: nothing in flight has a deadline before next_batch. `mask`: no ready group has
+                only tokens that are too old.
     Cost:       O(log n) an event and O(max_staleness) a decision: deadlines are counted, not looked through.
     """
 
@@ -206,7 +220,9 @@ class StalenessRule:
 
     @property
     def waits_for(self) -> WaitCause | None:
-        """What the next batch waits for; None if it can be taken now. See asyncrl.messages.WaitReport for the causes."""
+        """What the next batch waits for; None if it can be taken now. See asyncrl.messages.WaitReport for the
+        causes.
+        """
         if self.num_ready >= self.num_groups:
             return "stragglers" if self.on_overdue == "wait" and self.first_in_danger() is not None else None
         if self.num_ready + self.num_running < self.num_groups and self.num_open == 0:
@@ -214,7 +230,8 @@ class StalenessRule:
         return "generation"
 
     def first_in_danger(self) -> int | None:
-        """Earliest deadline that could be missed if the next batch were taken now; None if everything left stays feasible.
+        """Earliest deadline that could be missed if the next batch were taken now; None if everything left
+        stays feasible.
 
         What is left with deadline <= D, all of it, must fit into the batches next_batch + 1 .. D.
         """
@@ -237,8 +254,9 @@ class StalenessRule:
     ) -> tuple[GroupId, ...]:
         """Go on where a killed run stood: batch `version` is next, its weights are served.
 
-        `running`: id -> start version, `ready`: id -> (oldest, newest) version of its tokens, both as the rule had them. Returns the
-        groups that no batch can use under the present settings, and forgets them: none, if the killed run had the same.
+        `running`: id -> start version, `ready`: id -> (oldest, newest) version of its tokens, both as the
+        rule had them. Returns the groups that no batch can use under the present settings, and forgets them:
+        none, if the killed run had the same.
         """
         self.next_batch = self.served = version
         self.num_issued = next_group_id
@@ -259,13 +277,17 @@ class StalenessRule:
         return tuple(sorted(late))
 
     def set_look_ahead(self, look_ahead: int) -> None:
-        """From now on at most `look_ahead` batches beyond the served version may be started. What has started stays."""
+        """From now on at most `look_ahead` batches beyond the served version may be started. What has started
+        stays.
+        """
         if not 0 <= look_ahead <= self.max_staleness:
             raise look_ahead_out_of_range(look_ahead, self.max_staleness)
         self.look_ahead = look_ahead
 
     def set_served_nowait(self, version: int) -> None:
-        """Every engine serves `version` or a newer one from now on. Versions may be skipped, never go back."""
+        """Every engine serves `version` or a newer one from now on. Versions may be skipped, never go
+        back.
+        """
         if version < self.served:
             raise served_goes_back(version, self.served)
         if version > self.next_batch:
@@ -290,8 +312,9 @@ class StalenessRule:
     def finish_nowait(self, group_id: GroupId, *, oldest: int, newest: int) -> HandedBack | None:
         """A running group is ready; `oldest` and `newest` are the versions of its tokens.
 
-        Its deadline moves to oldest + max_staleness, never to an earlier batch. Returns the group if `mask` leaves nothing of it.
-        Raises RoomError if it is not running, or its tokens are older than its ticket allows or newer than any weights.
+        Its deadline moves to oldest + max_staleness, never to an earlier batch. Returns the group if `mask`
+        leaves nothing of it. Raises RoomError if it is not running, or its tokens are older than its ticket
+        allows or newer than any weights.
         """
         self.check_tokens(group_id, oldest=oldest, newest=newest)
         self._forget_running(group_id)
@@ -307,7 +330,9 @@ class StalenessRule:
         return None
 
     def check_tokens(self, group_id: GroupId, *, oldest: int, newest: int) -> None:
-        """Raises RoomError if the group is not running, or its tokens are older than its ticket allows or newer than any weights."""
+        """Raises RoomError if the group is not running, or its tokens are older than its ticket allows or
+        newer than any weights.
+        """
         start_version = self._deadline_of_running(group_id) - self.max_staleness
         if oldest < start_version:
             raise token_too_old(group_id, oldest, start_version)
@@ -315,7 +340,9 @@ class StalenessRule:
             raise version_unknown(f"group {group_id} has a token of version {newest}", self.next_batch)
 
     def fail_nowait(self, group_id: GroupId) -> None:
-        """A running group failed or was filtered: its admission is handed back. Raises RoomError if it is not running."""
+        """A running group failed or was filtered: its admission is handed back. Raises RoomError if it is not
+        running.
+        """
         self._deadline_of_running(group_id)
         self._forget_running(group_id)
 
@@ -324,7 +351,8 @@ class StalenessRule:
         return self._deadline_of_running(group_id)
 
     def take_nowait(self) -> Choice:
-        """Batch next_batch: the num_groups ready groups of earliest deadline (then lowest id). This line of work guarantees the bound.
+        """Batch next_batch: the num_groups ready groups of earliest deadline (then lowest id). This line of
+        work guarantees the bound.
 
         Raises WouldWait while `waits_for` says so, and RoomError after the last batch.
         """
@@ -349,7 +377,9 @@ class StalenessRule:
     def _late(
         self, deadlines: Mapping[GroupId, int], ready: Mapping[GroupId, tuple[int, int]]
     ) -> set[GroupId]:
-        """Which of these would break invariant (2) or (3). As few as can be, and of equal deadlines the running ones."""
+        """Which of these would break invariant (2) or (3). As few as can be, and of equal deadlines the
+        running ones.
+        """
         if self.on_overdue == "mask":
             return {
                 group_id

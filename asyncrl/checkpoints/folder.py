@@ -1,4 +1,6 @@
-"""The room that keeps RUN_DIR/checkpoints: which are whole, which stay. Knows no torch: the trainer writes into a folder it is given."""
+"""The room that keeps RUN_DIR/checkpoints: which are whole, which stay. Knows no torch: the trainer writes
+into a folder it is given.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from asyncrl.files import replace_folder, settle_folder, sync
 CONTROLLER = "controller.json"
 TRAINER = "trainer"
 RECORDS = ("trained.jsonl", "metrics.jsonl", "eval.jsonl")
-"""Files of the run directory that say what was done before the checkpoint: nothing after a resume writes that again."""
+"""Files of the run directory that say what was done before the checkpoint: nothing after a resume writes that
+again.
+"""
 
 
 def sync_records(run_dir: Path) -> None:
@@ -66,7 +70,8 @@ class Damaged:
 
 
 def set_aside(passed_over: Iterable[Damaged]) -> list[str]:
-    """Rename them to damaged_step_N: they count no more for what stays, and are made again. Returns what became of each, in words.
+    """Rename them to damaged_step_N: they count no more for what stays, and are made again. Returns what
+    became of each, in words.
 
     To be done once a run goes on from an older one, so that a start that is refused changes nothing.
     """
@@ -85,10 +90,13 @@ def set_aside(passed_over: Iterable[Damaged]) -> list[str]:
 class Checkpoints:
     """The checkpoints of one run directory. All methods block on the disk: call them in a thread.
 
-    Life of one:  begin() -> the trainer writes -> finish() (records and files synced, manifest, renamed: whole from then on), or abandon().
-    Waits:        `in_use` is held around finish(), which removes older ones, and from newest_whole() until nobody needs what it
-                  returned, nor the journal's batches since. Never while waiting for a trainer to write: it may have to go back first.
-    Invariant:    a folder named step_N was whole when it got its name; newest_whole() looks again all the same, and set_aside()
+    Life of one:  begin() -> the trainer writes -> finish() (records and files synced, manifest, renamed:
+    whole from then on), or abandon(). Waits:        `in_use` is held around finish(), which removes older
+    ones, and from newest_whole() until nobody needs what it
+                  returned, nor the journal's batches since. Never while waiting for a trainer to write: it
+                  may have to go back first.
+    Invariant:    a folder named step_N was whole when it got its name; newest_whole() looks again all the
+    same, and set_aside()
                   takes the name from one that is not.
     """
 
@@ -119,7 +127,9 @@ class Checkpoints:
         return Pending(folder)
 
     def finish(self, pending: Pending, version: int, controller: Mapping[str, Any]) -> Path:
-        """Make it whole, then drop those that need not stay. Raises CheckpointError; older ones are as they were then."""
+        """Make it whole, then drop those that need not stay. Raises CheckpointError; older ones are as they
+        were then.
+        """
         final = self.root / f"step_{version}"
         try:
             (pending.folder / CONTROLLER).write_text(
@@ -141,9 +151,11 @@ class Checkpoints:
         shutil.rmtree(pending.folder, ignore_errors=True)
 
     def newest_whole(self, *, keep_unfinished: bool = False) -> tuple[Whole | None, list[Damaged]]:
-        """(the newest checkpoint that is whole, newer ones that are damaged). Removes what a killed run left half done.
+        """(the newest checkpoint that is whole, newer ones that are damaged). Removes what a killed run left
+        half done.
 
-        `keep_unfinished`: one may be in the making right now. Raises CheckpointError if one cannot be read: it may be whole.
+        `keep_unfinished`: one may be in the making right now. Raises CheckpointError if one cannot be read:
+        it may be whole.
         """
         passed_over: list[Damaged] = []
         for version in reversed(self._settled(keep_unfinished)):
@@ -155,7 +167,9 @@ class Checkpoints:
         return None, passed_over
 
     def _settled(self, keep_unfinished: bool) -> list[int]:
-        """Versions, once nothing is half done. Unlike a glob it does not take a folder that may not be read for an empty one."""
+        """Versions, once nothing is half done. Unlike a glob it does not take a folder that may not be read
+        for an empty one.
+        """
         try:
             for left in () if keep_unfinished else [*self.root.glob(".step_*")]:
                 settle_folder(self.root / left.name.split(".")[1])
@@ -182,7 +196,9 @@ class Checkpoints:
         return Whole(version, folder, controller)
 
     def oldest_version(self) -> int:
-        """Oldest of the keep_last newest, 0 until there are so many: from there on the journal is needed, for newer ones may be damaged."""
+        """Oldest of the keep_last newest, 0 until there are so many: from there on the journal is needed, for
+        newer ones may be damaged.
+        """
         versions = self.versions()
         return versions[-self.config.keep_last] if len(versions) >= self.config.keep_last else 0
 
@@ -207,7 +223,8 @@ class Checkpoints:
         return CheckpointError(
             f"no checkpoint can be written to {self.root}: {error.strerror or error}",
             rule="the last whole checkpoint stays, and the run goes on",
-            way_out="free space on the disk of the run directory; the next checkpoint is tried when it is due.",
+            way_out="free space on the disk of the run directory; the next checkpoint is tried when it is "
+            "due.",
         )
 
 

@@ -1,7 +1,8 @@
-"""The manifest of a checkpoint: the size and sha256 of every file, so that half a checkpoint is never taken for a whole one.
+"""The manifest of a checkpoint: the size and sha256 of every file, so that half a checkpoint is never taken
+for a whole one.
 
-A file is hashed once: by whoever writes it, while it is written, if a SUMS file beside it says so; else here. Knows files alone.
-Everything here blocks: call it in a thread.
+A file is hashed once: by whoever writes it, while it is written, if a SUMS file beside it says so; else here.
+Knows files alone. Everything here blocks: call it in a thread.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from asyncrl.files import sha256_of, sync, sync_tree
 
 MANIFEST = "manifest.json"
 SUMS = "state.json"
-"""The trainer's own manifest (asyncrl/trainer/state_folder.py): `files` by name, with num_bytes and sha256."""
+"""The trainer's own manifest (asyncrl/trainer/state_folder.py): `files` by name, with num_bytes and
+sha256.
+"""
 FORMAT = 1
 _MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
@@ -31,7 +34,9 @@ class FileEntry(BaseModel):
 
 
 class Manifest(BaseModel):
-    """What a whole checkpoint consists of. `version`: batches trained when it was made; `files` by relative path."""
+    """What a whole checkpoint consists of. `version`: batches trained when it was made; `files` by relative
+    path.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -59,7 +64,9 @@ def write_manifest(folder: Path, version: int) -> Manifest:
 
 
 def _known_sums(folder: Path) -> dict[Path, FileEntry]:
-    """Of the files that were hashed while they were written. Raises OSError for a SUMS that cannot be read."""
+    """Of the files that were hashed while they were written. Raises OSError for a SUMS that cannot be
+    read.
+    """
     known = {}
     for sums in folder.rglob(SUMS):
         try:
@@ -73,8 +80,8 @@ def _known_sums(folder: Path) -> dict[Path, FileEntry]:
 def check_manifest(folder: Path) -> Manifest:
     """Read every file of a checkpoint and compare it with the manifest.
 
-    Raises CheckpointDamaged that names what is wrong or missing, and CheckpointError if it cannot be told: a file cannot be read, or
-    a newer asyncrl wrote it.
+    Raises CheckpointDamaged that names what is wrong or missing, and CheckpointError if it cannot be told: a
+    file cannot be read, or a newer asyncrl wrote it.
     """
     try:
         plain = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
@@ -104,8 +111,10 @@ def unreadable(folder: Path, name: str, error: OSError) -> CheckpointError:
         return damaged(folder, f"{name} cannot be read: {error.strerror}")
     return CheckpointError(
         f"checkpoint {folder} cannot be read: {name}: {error.strerror or error}",
-        rule="only what was read and is wrong counts as damaged, and a run goes on from its newest checkpoint",
-        way_out=f"see to its disk, its rights and the limit of open files, and start again; if it is lost, rename it to "
+        rule="only what was read and is wrong counts as damaged, and a run goes on from its newest "
+        "checkpoint",
+        way_out=f"see to its disk, its rights and the limit of open files, and start again; if it is lost, "
+        f"rename it to "
         f"damaged_{folder.name}: an older one is taken if there is one.",
     )
 
@@ -123,5 +132,6 @@ def damaged(folder: Path, why: str) -> CheckpointDamaged:
     return CheckpointDamaged(
         f"checkpoint {folder} is damaged: {why}",
         rule="a checkpoint is used only if every file is as its manifest says",
-        way_out="an older one is taken if there is one; else copy the folder back from where it is whole, or start a new run.",
+        way_out="an older one is taken if there is one; else copy the folder back from where it is whole, or "
+        "start a new run.",
     )

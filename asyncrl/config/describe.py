@@ -1,4 +1,6 @@
-"""The settings as text, taken from the models: the same words stand in `asyncrl keys` and docs/configuration.md."""
+"""The settings as text, taken from the models: the same words stand in `asyncrl keys` and
+docs/configuration.md.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ class Key:
 
 
 def sections() -> Iterator[tuple[str, str, list[Key]]]:
-    """(section, what it is about, its keys), in the order of the config; the first one, '', holds the top-level keys."""
+    """(section, what it is about, its keys), in the order of the config; the first one, '', holds the
+    top-level keys.
+    """
     top = [_key(name, info) for name, info in RunConfig.model_fields.items() if _model_of(info) is None]
     yield "", "Settings outside any section.", top
     for name, info in RunConfig.model_fields.items():
@@ -40,15 +44,18 @@ def sections() -> Iterator[tuple[str, str, list[Key]]]:
 
 
 def describe_keys(section: str | None = None) -> str:
-    """All settings, or one section's, a line or two each. Raises ConfigError for a section that does not exist."""
+    """All settings, or one section's, a line or two each. Raises ConfigError for a section that does not
+    exist.
+    """
     found = [(name, about, keys) for name, about, keys in sections() if section is None or name == section]
     if not found:
         names = [name for name, _, _ in sections() if name]
         closest = difflib.get_close_matches(str(section), names, n=1)
         raise ConfigError(
             f"there is no section {section}" + (f"; did you mean {closest[0]}?" if closest else ""),
-            rule=f"sections are {', '.join(names)}", way_out="give one of them, or none for all.",
-        )  # fmt: skip
+            rule=f"sections are {', '.join(names)}",
+            way_out="give one of them, or none for all.",
+        )
     lines = []
     for name, about, keys in found:
         lines.append(f"{name or 'top level'}: {about}")

@@ -12,8 +12,9 @@ from asyncrl.config.model_task import TaskConfig
 
 
 class SimulatedConfig(FrozenConfig):
-    """The latency model of rollout.engine=simulated. With n running sequences a decode step takes decode_step_s + n * per_row_s, and
-    each of them gets one token, drawn at random from the model's vocabulary.
+    """The latency model of rollout.engine=simulated. With n running sequences a decode step takes
+    decode_step_s + n * per_row_s, and each of them gets one token, drawn at random from the model's
+    vocabulary.
     """
 
     decode_step_s: float = Field(default=0.002, gt=0)
@@ -38,17 +39,19 @@ class RolloutConfig(FrozenConfig):
     num_engines: int = Field(default=1, ge=1)
     """Engine servers."""
     engine: Literal["embedded", "vllm", "simulated"] = "embedded"
-    """embedded: torch, any Hugging Face causal model. vllm: vLLM's own server (docs/engines.md). simulated: a latency model without a
-    model, for load tests: its tokens are random, so nothing is learnt."""
+    """embedded: torch, any Hugging Face causal model. vllm: vLLM's own server (docs/engines.md). simulated: a
+    latency model without a model, for load tests: its tokens are random, so nothing is learnt."""
     simulated: SimulatedConfig = SimulatedConfig()
     """How long the simulated engine takes, and how long its completions are."""
     vllm: dict[str, Any] = {}
-    """Arguments of `vllm serve` by their names, passed as they are; those that the run sets itself are refused."""
+    """Arguments of `vllm serve` by their names, passed as they are; those that the run sets itself are
+    refused.
+    """
     vllm_python: str = "auto"
     """Python that has vLLM (auto = this one, else .venv-vllm/bin/python beside the checkout)."""
     urls: list[str] | None = None
-    """vLLM servers that somebody else started, one for each of num_engines; their key is in the environment variable
-    ASYNCRL_VLLM_KEY (none = the run starts its own)."""
+    """vLLM servers that somebody else started, one for each of num_engines; their key is in the environment
+    variable ASYNCRL_VLLM_KEY (none = the run starts its own)."""
     tensor_parallel: int = Field(default=1, ge=1)
     """Devices that one vLLM engine is split over."""
     slots: int = Field(default=64, ge=1)
@@ -56,19 +59,23 @@ class RolloutConfig(FrozenConfig):
     max_tokens: int = Field(default=256, ge=1)
     """Most tokens sampled in one rollout."""
     max_prompt_tokens: int = Field(default=256, ge=1)
-    """Longest prompt; with max_tokens it sizes the KV cache. A longer prompt is a failed rollout, never cut."""
+    """Longest prompt; with max_tokens it sizes the KV cache. A longer prompt is a failed rollout, never
+    cut.
+    """
     temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature; logprobs on both sides are those of the tempered distribution."""
     timeout_s: float | None = Field(default=600.0, gt=0)
-    """Fail a rollout that is not finished after this many seconds, all its attempts together (none = off). The wait of an agent's
-    rollout for a worker does not count; everything else does: queues at the engines, tools, the reward."""
+    """Fail a rollout that is not finished after this many seconds, all its attempts together (none = off).
+    The wait of an agent's rollout for a worker does not count; everything else does: queues at the engines,
+    tools, the reward."""
     retries: int = Field(default=2, ge=0)
     """Times a failed rollout is tried again, in what is left of timeout_s, before it counts as failed."""
     max_failed_groups: int = Field(default=16, ge=1)
     """End the run when this many groups in a row had no usable rollout."""
     max_hand_backs: int = Field(default=3, ge=0)
-    """Times that a prompt is sampled again, with other seeds, after its group failed, was dropped as too old, or had all its tokens masked.
-    After the next time it is given up (rollout/given_up), and at once if it can never be sampled, being too long."""
+    """Times that a prompt is sampled again, with other seeds, after its group failed, was dropped as too old,
+    or had all its tokens masked. After the next time it is given up (rollout/given_up), and at once if it can
+    never be sampled, being too long."""
     deterministic: bool = True
     """A request's tokens depend on its prompt, seed and weights alone, not on what runs beside it."""
     threads: PositiveInt | Literal["auto"] = "auto"
@@ -80,11 +87,13 @@ class RolloutConfig(FrozenConfig):
     def _a_port_each(self) -> Self:
         if self.ports is not None and len(self.ports) != self.num_engines:
             raise ValueError(
-                f"rollout.ports names {len(self.ports)} ports for rollout.num_engines={self.num_engines}; give one port an engine, or none"
+                f"rollout.ports names {len(self.ports)} ports for rollout.num_engines={self.num_engines}; "
+                f"give one port an engine, or none"
             )
         if self.ports is not None and len(set(self.ports)) != len(self.ports):
             raise ValueError(
-                f"rollout.ports={self.ports} names a port twice, and each engine listens on one of its own; name each once"
+                f"rollout.ports={self.ports} names a port twice, and each engine listens on one of its own; "
+                f"name each once"
             )
         return self
 
@@ -112,7 +121,8 @@ class RolloutConfig(FrozenConfig):
     def _a_latency_model_is_for_the_simulated_engine(self) -> Self:
         if self.engine != "simulated" and self.simulated != SimulatedConfig():
             raise ValueError(
-                f"rollout.simulated is the latency model of the simulated engine, and rollout.engine={self.engine}; "
+                f"rollout.simulated is the latency model of the simulated engine, and "
+                f"rollout.engine={self.engine}; "
                 "set rollout.engine=simulated, or remove it"
             )
         return self
@@ -128,20 +138,23 @@ class RolloutConfig(FrozenConfig):
         names = [f"rollout.{name}" for name, is_given in given.items() if is_given]
         if self.engine != "vllm" and names:
             raise ValueError(
-                f"{', '.join(names)} is for vLLM, and rollout.engine={self.engine}; set rollout.engine=vllm, or remove it"
+                f"{', '.join(names)} is for vLLM, and rollout.engine={self.engine}; set rollout.engine=vllm, "
+                f"or remove it"
             )
         if self.urls is None:
             return self
         if len(self.urls) != self.num_engines:
             raise ValueError(
-                f"rollout.urls names {len(self.urls)} servers for rollout.num_engines={self.num_engines}; set rollout.num_engines="
+                f"rollout.urls names {len(self.urls)} servers for rollout.num_engines={self.num_engines}; "
+                f"set rollout.num_engines="
                 f"{len(self.urls)}"
             )
         others = {"rollout.ports": self.ports is not None, "rollout.vllm": bool(self.vllm)}
         others["rollout.tensor_parallel"] = self.tensor_parallel > 1
         if names := [name for name, is_given in others.items() if is_given]:
             raise ValueError(
-                f"{', '.join(names)} is for servers that the run starts, and rollout.urls names those of somebody else"
+                f"{', '.join(names)} is for servers that the run starts, and rollout.urls names those of "
+                f"somebody else"
             )
         return self
 
@@ -152,12 +165,16 @@ class BufferConfig(FrozenConfig):
     max_staleness: int = Field(default=1, ge=0)
     """Hard bound, in policy versions, on the age of every token with a loss weight. 0 = on-policy."""
     look_ahead: Literal["auto"] | NonNegativeInt = "auto"
-    """Batches beyond the current one that may be started, at most max_staleness (auto = the smallest that keeps
-    the trainer busy)."""
+    """Batches beyond the current one that may be started, at most max_staleness (auto = the smallest that
+    keeps the trainer busy)."""
     on_overdue: Literal["wait", "mask", "drop"] = "wait"
-    """When a straggler's deadline is in danger: wait for it, train on and mask its old tokens, or drop and regenerate it."""
+    """When a straggler's deadline is in danger: wait for it, train on and mask its old tokens, or drop and
+    regenerate it.
+    """
     filter: Literal["none", "equal_rewards"] = "none"
-    """equal_rewards: a group whose rewards are all the same teaches nothing and is replaced by another (DAPO's dynamic sampling)."""
+    """equal_rewards: a group whose rewards are all the same teaches nothing and is replaced by another
+    (DAPO's dynamic sampling).
+    """
     max_filtered_groups: int = Field(default=256, ge=1)
     """End the run when so many groups in a row were filtered out."""
 
@@ -165,21 +182,25 @@ class BufferConfig(FrozenConfig):
     def _look_ahead_fits(self) -> Self:
         if self.look_ahead != "auto" and self.look_ahead > self.max_staleness:
             raise ValueError(
-                f"buffer.look_ahead={self.look_ahead} is above buffer.max_staleness={self.max_staleness}, so a group could start "
-                f"that is too old when its turn comes; set buffer.look_ahead to auto or 0..{self.max_staleness}, "
+                f"buffer.look_ahead={self.look_ahead} is above buffer.max_staleness={self.max_staleness}, so "
+                f"a group could start "
+                f"that is too old when its turn comes; set buffer.look_ahead to auto or "
+                f"0..{self.max_staleness}, "
                 f"or raise buffer.max_staleness to {self.look_ahead}"
             )
         return self
 
 
 class EvalConfig(FrozenConfig):
-    """A held-out task, sampled every few steps at one fixed version by an engine server of its own, beside training."""
+    """A held-out task, sampled every few steps at one fixed version by an engine server of its own, beside
+    training.
+    """
 
     task: TaskConfig
     """Prompts and rewards, as in the section `task`; always in file order, whatever `shuffle` says."""
     seed: int = Field(default=2**30, ge=0, lt=2**31)
-    """Seed of a generated task's prompts, in place of the run's, which would make the prompts that are trained on; and of the
-    sampled tokens."""
+    """Seed of a generated task's prompts, in place of the run's, which would make the prompts that are
+    trained on; and of the sampled tokens."""
     every: int = Field(default=20, ge=1)
     """Evaluate the first version served after each multiple of so many steps, and the last one."""
     at_start: bool = True
@@ -199,7 +220,8 @@ class EvalConfig(FrozenConfig):
     def _samples_differ(self) -> Self:
         if self.samples > 1 and self.temperature == 0:
             raise ValueError(
-                f"eval.samples={self.samples} completions of a prompt are all the same at eval.temperature=0; "
+                f"eval.samples={self.samples} completions of a prompt are all the same at "
+                f"eval.temperature=0; "
                 "set eval.samples to 1, or eval.temperature above 0"
             )
         return self
@@ -209,37 +231,46 @@ class PublisherConfig(FrozenConfig):
     """How new weights reach the engines."""
 
     transport: Literal["shm", "disk", "lora", "nccl", "ipc"] = "shm"
-    """shm: all weights as a safetensors file in shared memory. disk: the same file in disk_dir, for engines on other machines. lora: the
-    adapters alone, in shared memory (needs trainer.lora). For vLLM, nccl: one broadcast to all engines, from a copy on the trainer's device
-    (on the CPU by gloo). ipc: chunks in memory of the one CUDA device on which both sides take turns."""
+    """shm: all weights as a safetensors file in shared memory. disk: the same file in disk_dir, for engines
+    on other machines. lora: the adapters alone, in shared memory (needs trainer.lora). For vLLM, nccl: one
+    broadcast to all engines, from a copy on the trainer's device (on the CPU by gloo). ipc: chunks in memory
+    of the one CUDA device on which both sides take turns."""
     disk_dir: str | None = None
     """Folder for transport=disk, on a file system that trainer and engines share under the same path."""
     interrupt: Literal["abort", "keep", "keep_kv", "wait"] = "abort"
-    """What a swap does to running requests: abort and resume them from their tokens, keep them with a recomputed KV
-    cache, keep them over the old KV cache, or wait until they are done."""
+    """What a swap does to running requests: abort and resume them from their tokens, keep them with a
+    recomputed KV cache, keep them over the old KV cache, or wait until they are done."""
     rolling: bool = False
-    """Engines swap one after the other, so that the others go on sampling meanwhile (false = all at once, which is sooner done)."""
+    """Engines swap one after the other, so that the others go on sampling meanwhile (false = all at once,
+    which is sooner done).
+    """
     canary_limit: Literal["auto"] | Annotated[float, Field(gt=0)] | None = "auto"
-    """After each push to vLLM, the most by which its logprobs of a fixed text may differ from the trainer's, in nats (auto = 0.001 in
-    float32, 0.25 in bfloat16; none = not compared)."""
+    """After each push to vLLM, the most by which its logprobs of a fixed text may differ from the trainer's,
+    in nats (auto = 0.001 in float32, 0.25 in bfloat16; none = not compared)."""
     retries: int = Field(default=1, ge=0)
-    """Times that weights are loaded again into a vLLM whose logprobs are beyond canary_limit, before the run ends."""
+    """Times that weights are loaded again into a vLLM whose logprobs are beyond canary_limit, before the run
+    ends.
+    """
     timeout_s: float = Field(default=600.0, gt=0)
-    """Seconds for each phase of a push or a handover: an engine that takes longer is lost and started again, an export or a
-    handover that does ends the run."""
+    """Seconds for each phase of a push or a handover: an engine that takes longer is lost and started again,
+    an export or a handover that does ends the run."""
     chunk_bytes: int = Field(default=2**28, ge=2**16)
-    """When colocated, weights go from trainer to engine in chunks of so many bytes (a larger tensor is a chunk of its own)."""
+    """When colocated, weights go from trainer to engine in chunks of so many bytes (a larger tensor is a
+    chunk of its own).
+    """
 
     @model_validator(mode="after")
     def _disk_has_a_place(self) -> Self:
         if self.transport == "disk" and self.disk_dir is None:
             raise ValueError(
-                "publisher.transport=disk writes each version into publisher.disk_dir, which is none; give a folder that trainer and "
+                "publisher.transport=disk writes each version into publisher.disk_dir, which is none; give a "
+                "folder that trainer and "
                 "engines share"
             )
         if self.transport != "disk" and self.disk_dir is not None:
             raise ValueError(
-                f"publisher.disk_dir is for publisher.transport=disk, and the transport is {self.transport}; remove it"
+                f"publisher.disk_dir is for publisher.transport=disk, and the transport is {self.transport}; "
+                f"remove it"
             )
         return self
 
@@ -255,8 +286,9 @@ class ObserveConfig(FrozenConfig):
     readable_by: Literal["owner", "group", "all"] = "owner"
     """Who may look into the run directory: the config, the logs and every conversation lie there."""
     heartbeat_s: float = Field(default=60.0, gt=0)
-    """Seconds without an answer after which an engine, trainer or worker process counts as lost: it is started again, up to
-    supervision.max_restarts times (the eval engine is not: the run goes on without evaluation)."""
+    """Seconds without an answer after which an engine, trainer or worker process counts as lost: it is
+    started again, up to supervision.max_restarts times (the eval engine is not: the run goes on without
+    evaluation)."""
 
     @property
     def dir_mode(self) -> int:

@@ -12,14 +12,18 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class LoraConfig(FrozenConfig):
-    """Low-rank adapters (https://arxiv.org/abs/2106.09685), trained instead of the weights that they sit on."""
+    """Low-rank adapters (https://arxiv.org/abs/2106.09685), trained instead of the weights that they sit
+    on.
+    """
 
     rank: int = Field(default=16, ge=1)
     """Rank of each adapter."""
     alpha: float = Field(default=32.0, gt=0)
     """Adapters are scaled by alpha / rank."""
     targets: list[str] | Literal["all-linear"] = "all-linear"
-    """Names of the linear layers that get one, e.g. [q_proj, v_proj] (all-linear = every one but the head)."""
+    """Names of the linear layers that get one, e.g. [q_proj, v_proj] (all-linear = every one but the
+    head).
+    """
 
 
 class TrainerConfig(FrozenConfig):
@@ -30,11 +34,15 @@ class TrainerConfig(FrozenConfig):
     num_steps: int = Field(default=100, ge=1)
     """Batches of the run."""
     mini_batches: int = Field(default=1, ge=1)
-    """Optimizer steps that one batch is split into, by groups; must divide num_groups. Still one policy_version a batch."""
+    """Optimizer steps that one batch is split into, by groups; must divide num_groups. Still one
+    policy_version a batch.
+    """
     epochs: int = Field(default=1, ge=1)
     """Times a batch is gone through."""
     world_size: int = Field(default=1, ge=1)
-    """Trainer processes: with more than one, weights, gradients and optimizer are sharded over them (FSDP2)."""
+    """Trainer processes: with more than one, weights, gradients and optimizer are sharded over them
+    (FSDP2).
+    """
     learning_rate: float = Field(default=1e-6, gt=0)
     """Peak learning rate of AdamW."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -58,11 +66,11 @@ class TrainerConfig(FrozenConfig):
     max_skipped_steps: int = Field(default=3, ge=1)
     """An optimizer step whose gradient is not finite is skipped; so many in a row end the run."""
     timeout_s: float = Field(default=3600.0, gt=0)
-    """Seconds until an optimizer step, an export or a save that does not end is taken for hung: the trainer is started again, up to
-    supervision.max_restarts times."""
+    """Seconds until an optimizer step, an export or a save that does not end is taken for hung: the trainer
+    is started again, up to supervision.max_restarts times."""
     logprob_gap_limit: float | None = Field(default=None, gt=0)
-    """End the run when trainer and engines, all or one of them (64 tokens or more), disagree by more than this mean, in nats, on
-    fresh tokens (none = warn at 0.05)."""
+    """End the run when trainer and engines, all or one of them (64 tokens or more), disagree by more than
+    this mean, in nats, on fresh tokens (none = warn at 0.05)."""
     threads: PositiveInt | Literal["auto"] = "auto"
     """CPU threads of the trainer (auto = the cores that the engines leave, at least 1)."""
     port: Port | None = None
@@ -73,16 +81,21 @@ class AlgorithmConfig(FrozenConfig):
     """Advantages and loss; docs/algorithms.md has the recipes with their papers."""
 
     advantage: str = "grpo"
-    """Built-in name (grpo, dr_grpo, rloo, leave_one_out, reinforce_pp, reinforce_pp_baseline) or `module:function`."""
+    """Built-in name (grpo, dr_grpo, rloo, leave_one_out, reinforce_pp, reinforce_pp_baseline) or
+    `module:function`.
+    """
     loss: str = "ppo_clip"
-    """Built-in name (ppo_clip, dapo, decoupled_ppo, reinforce, tis, mis, icepop, cispo, gspo, m2po) or `module:function`."""
+    """Built-in name (ppo_clip, dapo, decoupled_ppo, reinforce, tis, mis, icepop, cispo, gspo, m2po) or
+    `module:function`.
+    """
     ratio: Literal["auto", "behaviour", "proximal"] = "auto"
     """Policy below the line of the loss's probability ratio (auto = what the loss's paper says)."""
     correction: Literal["auto", "none", "tis", "tis_sequence", "mis", "mis_sequence", "icepop", "m2po"] = (
         "auto"
     )
-    """Weight, without gradient, on each token's loss for the step from the behaviour to the proximal policy: truncated (tis)
-    or masked (mis) importance weights a token or a sequence, icepop, m2po (auto = what the loss's paper says)."""
+    """Weight, without gradient, on each token's loss for the step from the behaviour to the proximal policy:
+    truncated (tis) or masked (mis) importance weights a token or a sequence, icepop, m2po (auto = what the
+    loss's paper says)."""
     aggregate: Literal["auto", "token", "sequence", "constant"] = "auto"
     """The loss is the mean over tokens, the mean over sequences of their token means, or the sum over
     sequences * rollout.max_tokens (Dr. GRPO) (auto = what the loss's paper says)."""
@@ -97,8 +110,9 @@ class AlgorithmConfig(FrozenConfig):
     m2_limit: float = Field(default=0.04, gt=0)
     """Largest second moment of the log ratio that m2po leaves, in nats squared."""
     proximal: Literal["recompute", "interpolate"] = "recompute"
-    """Proximal logprobs: computed with the weights before the batch's first step, or interpolated between behaviour and current
-    by the token's staleness, which saves a forward pass where there is more than one step a batch."""
+    """Proximal logprobs: computed with the weights before the batch's first step, or interpolated between
+    behaviour and current by the token's staleness, which saves a forward pass where there is more than one
+    step a batch."""
     kl_coefficient: float = Field(default=0.0, ge=0)
     """Weight of the KL divergence to the initial weights (0 = off, and no reference weights are held)."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
@@ -106,14 +120,15 @@ class AlgorithmConfig(FrozenConfig):
     kl_in: Literal["loss", "reward"] = "loss"
     """Where it goes: into each token's loss, or as a penalty into the reward (estimator k1)."""
     overlong_tokens: int = Field(default=0, ge=0)
-    """Samples with more sampled tokens than rollout.max_tokens - overlong_tokens are penalised, linearly down to a reward less by 1
-    (0 = off)."""
+    """Samples with more sampled tokens than rollout.max_tokens - overlong_tokens are penalised, linearly down
+    to a reward less by 1 (0 = off)."""
 
     @model_validator(mode="after")
     def _reward_takes_k1(self) -> Self:
         if self.kl_coefficient > 0 and self.kl_in == "reward" and self.kl_estimator != "k1":
             raise ValueError(
-                f"algorithm.kl_in=reward with algorithm.kl_estimator={self.kl_estimator}: the penalty in the reward is the sum of "
+                f"algorithm.kl_in=reward with algorithm.kl_estimator={self.kl_estimator}: the penalty in the "
+                f"reward is the sum of "
                 "current - reference, which is k1; set algorithm.kl_estimator=k1"
             )
         return self

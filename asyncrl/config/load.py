@@ -29,12 +29,15 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         lines = [_explain(dict(problem), str(path)) for problem in error.errors()]
         raise ConfigError(
             "\n  ".join(lines),
-            way_out="correct the file or the key=value after it; `asyncrl check CONFIG` validates without starting a run.",
+            way_out="correct the file or the key=value after it; `asyncrl check CONFIG` validates without "
+            "starting a run.",
         ) from error
 
 
 def run_config_yaml(config: RunConfig) -> str:
-    """The resolved config as YAML, which load_config reads back as the same: a key 1 stays a number, a date a date, .inf itself."""
+    """The resolved config as YAML, which load_config reads back as the same: a key 1 stays a number, a date a
+    date, .inf itself.
+    """
     return yaml.dump(config.model_dump(), Dumper=_AsRead, sort_keys=False, allow_unicode=True)
 
 
@@ -51,7 +54,9 @@ _AsRead.add_representer(str, _AsRead.represent_str)
 
 
 class _KeysOnce(yaml.SafeLoader):
-    """Refuses a key that stands twice in a mapping, where YAML lets the second one silently replace the first."""
+    """Refuses a key that stands twice in a mapping, where YAML lets the second one silently replace the
+    first.
+    """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -96,12 +101,16 @@ OTHER_NAMES = {
     "run_dir": "--run-dir",
     "output_dir": "--run-dir",
 }
-"""What other frameworks call a setting of ours, by the last part of the key, where that stands in the section of ours or in none."""
+"""What other frameworks call a setting of ours, by the last part of the key, where that stands in the section
+of ours or in none.
+"""
 EXPLAINED = {"trainer.mini_batches": "how many parts a batch is cut into, and no size"}
 """Settings that are proposed for a key of another meaning."""
 
 _NO_YAML = (yaml.YAMLError, ValueError, RecursionError)
-"""What yaml raises: 2024-13-45 is a date to it, 0x_ a number, and both are a ValueError; [[[[... is a RecursionError."""
+"""What yaml raises: 2024-13-45 is a date to it, 0x_ a number, and both are a ValueError; [[[[... is a
+RecursionError.
+"""
 
 
 def _parse(text: str, kind: type[yaml.SafeLoader], name: str) -> Any:
@@ -115,7 +124,9 @@ def _parse(text: str, kind: type[yaml.SafeLoader], name: str) -> Any:
 
 
 def _unshared(value: Any, around: tuple[int, ...] = ()) -> Any:
-    """The same without aliases: each place has sections of its own, so that an override changes one. Raises ValueError for a cycle."""
+    """The same without aliases: each place has sections of its own, so that an override changes one. Raises
+    ValueError for a cycle.
+    """
     if not isinstance(value, dict | list):
         return value
     if id(value) in around:
@@ -194,8 +205,8 @@ def _explain(problem: Mapping[str, Any], path: str) -> str:
 
 
 def _closest(location: Sequence[str | int]) -> str | None:
-    """The known key nearest to a wrong one: by another name that it goes by, by its name in another section, then by its letters in
-    its own section, then anywhere.
+    """The known key nearest to a wrong one: by another name that it goes by, by its name in another section,
+    then by its letters in its own section, then anywhere.
     """
     known = all_keys()
     wrong = ".".join(map(str, location))

@@ -1,4 +1,6 @@
-"""Section `placement`: which device each side uses, as it is written. Knows no machine: how many devices there are is asked later."""
+"""Section `placement`: which device each side uses, as it is written. Knows no machine: how many devices
+there are is asked later.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from asyncrl.config.base import FrozenConfig
 from asyncrl.config.generation import PublisherConfig, RolloutConfig
 
 Devices = Literal["auto", "cpu", "cuda", "all"] | NonNegativeInt | str | list[NonNegativeInt]
-"""auto, cpu, cuda, all, the number of a CUDA device, a list of numbers, or a range like 0-3. Anything else is refused by `_checked`."""
+"""auto, cpu, cuda, all, the number of a CUDA device, a list of numbers, or a range like 0-3. Anything else is
+refused by `_checked`.
+"""
 
 WORDS = ("auto", "cpu", "cuda", "all")
 RANGE = re.compile(r"(\d+)-(\d+)")
@@ -31,16 +35,21 @@ FOREIGN_NAMES |= {
 
 
 class PlacementConfig(FrozenConfig):
-    """Which device each side uses. Both on the same CUDA devices, or rollout: trainer, means that they take turns (docs/colocation.md)."""
+    """Which device each side uses. Both on the same CUDA devices, or rollout: trainer, means that they take
+    turns (docs/colocation.md).
+    """
 
     trainer: Devices = "auto"
-    """Devices of the trainer, one for each of trainer.world_size processes: cpu, the number of a CUDA device, a list [0, 1], a range
-    0-3, all. cuda = as many as needed; auto = the same, or cpu where there is none."""
+    """Devices of the trainer, one for each of trainer.world_size processes: cpu, the number of a CUDA device,
+    a list [0, 1], a range 0-3, all. cuda = as many as needed; auto = the same, or cpu where there is none."""
     rollout: Devices = "auto"
-    """Devices of the engines, which are spread over them: as for the trainer, or `trainer`: the same devices, in turns. auto and cuda =
-    those that the trainer leaves; where it leaves none, the same in turns at buffer.max_staleness=0, else refused."""
+    """Devices of the engines, which are spread over them: as for the trainer, or `trainer`: the same devices,
+    in turns. auto and cuda = those that the trainer leaves; where it leaves none, the same in turns at
+    buffer.max_staleness=0, else refused."""
     eval: Literal["auto", "cpu"] | NonNegativeInt = "auto"
-    """Device of the eval engine: cpu or the number of one CUDA device (auto = one that nobody else uses, else with the engines)."""
+    """Device of the eval engine: cpu or the number of one CUDA device (auto = one that nobody else uses, else
+    with the engines).
+    """
 
     @model_validator(mode="before")
     @classmethod
@@ -57,7 +66,8 @@ class PlacementConfig(FrozenConfig):
             return value
         if value == "rollout" and info.field_name == "trainer":
             raise ValueError(
-                "write it the other way round: placement.rollout=trainer, and the devices in placement.trainer"
+                "write it the other way round: placement.rollout=trainer, and the devices in "
+                "placement.trainer"
             )
         checked = _checked(value)
         if info.field_name == "eval" and not (checked in ("auto", "cpu") or isinstance(checked, int)):
@@ -65,7 +75,9 @@ class PlacementConfig(FrozenConfig):
         return checked
 
     def conflict_with(self, max_staleness: int) -> str | None:
-        """Why these devices and this bound exclude each other, as far as it can be known without looking at the machine."""
+        """Why these devices and this bound exclude each other, as far as it can be known without looking at
+        the machine.
+        """
         trainer, rollout = numbers_of(self.trainer), numbers_of(self.rollout)
         is_same = trainer is not None and rollout is not None and set(trainer) == set(rollout)
         if max_staleness > 0 and (
@@ -94,7 +106,8 @@ def numbers_of(devices: Any) -> tuple[int, ...] | None:
 def turns_need_no_staleness(what: str, max_staleness: int) -> str:
     """Why turns on one device are refused at a bound above 0."""
     return (
-        f"{what} puts trainer and engines on the same devices, where they take turns: nothing is sampled while the trainer works, so every "
+        f"{what} puts trainer and engines on the same devices, where they take turns: nothing is sampled "
+        f"while the trainer works, so every "
         f"batch is on-policy and buffer.max_staleness={max_staleness} could never be used"
     )
 
@@ -106,7 +119,8 @@ def partly_shared(trainer: tuple[int, ...], rollout: tuple[int, ...]) -> str:
     """Why devices of which some are shared are refused."""
     shared = sorted(set(trainer) & set(rollout))
     return (
-        f"placement.trainer={list(trainer)} and placement.rollout={list(rollout)} share {shared} and not the others: on a shared device "
+        f"placement.trainer={list(trainer)} and placement.rollout={list(rollout)} share {shared} and not the "
+        f"others: on a shared device "
         "one side must wait for the other, and the devices that are not shared would wait with it"
     )
 
@@ -172,7 +186,8 @@ def _instead_of(values: Mapping[Any, Any]) -> str:
     return f"`{foreign}`: the two sides are called trainer (an actor elsewhere) and rollout here{turns}; write placement: {{{written}}}"
 
 
-# Which ways of the weights exclude which engines and places, as far as it can be known without looking at the machine.
+# Which ways of the weights exclude which engines and places, as far as it can be known without looking at the
+# machine.
 
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -183,7 +198,9 @@ BETWEEN_DEVICES = ("nccl", "ipc")
 def transport_conflict(
     rollout: RolloutConfig, publisher: PublisherConfig, placement: PlacementConfig, *, has_adapters: bool
 ) -> str | None:
-    """Why weights cannot go this way to these engines, and what to write instead; None if nothing speaks against it."""
+    """Why weights cannot go this way to these engines, and what to write instead; None if nothing speaks
+    against it.
+    """
     transport = publisher.transport
     if transport == "lora" and not has_adapters:
         return "publisher.transport=lora publishes adapters, and trainer.lora is none; set trainer.lora={rank: 16}"
@@ -202,18 +219,21 @@ def _between_devices_conflict(
     transport = publisher.transport
     if rollout.engine != "vllm":
         return (
-            f"publisher.transport={transport} is vLLM's own weight transfer, and rollout.engine={rollout.engine} has none; "
+            f"publisher.transport={transport} is vLLM's own weight transfer, and "
+            f"rollout.engine={rollout.engine} has none; "
             "set publisher.transport=shm, or rollout.engine=vllm"
         )
     for side in ("trainer", "rollout"):
         if transport == "ipc" and getattr(placement, side) == "cpu":
             return (
-                f"publisher.transport={transport} goes from CUDA device to CUDA device, and placement.{side} is cpu; "
+                f"publisher.transport={transport} goes from CUDA device to CUDA device, and placement.{side} "
+                f"is cpu; "
                 f"set publisher.transport=shm, or give placement.{side} a CUDA device"
             )
     if transport == "nccl" and publisher.rolling:
         return (
-            "publisher.transport=nccl sends each version once, to all engines together, and publisher.rolling has them swap one after the "
+            "publisher.transport=nccl sends each version once, to all engines together, and "
+            "publisher.rolling has them swap one after the "
             "other; set publisher.rolling=false, or publisher.transport=shm"
         )
     return None
@@ -223,24 +243,30 @@ def _foreign_conflict(urls: list[str], placement: PlacementConfig, transport: st
     """Of servers that somebody else started."""
     if placement.rollout == "trainer":
         return (
-            "placement.rollout=trainer has the engines sleep while the trainer works, and the servers of rollout.urls are somebody else's; "
+            "placement.rollout=trainer has the engines sleep while the trainer works, and the servers of "
+            "rollout.urls are somebody else's; "
             "remove rollout.urls, or set placement.rollout=auto"
         )
     if transport == "lora":
         return (
-            "publisher.transport=lora needs servers that were started with room for the adapters, and how the servers of rollout.urls were "
-            "started is not for the run to say; set publisher.transport=shm (adapters are merged), or remove rollout.urls"
+            "publisher.transport=lora needs servers that were started with room for the adapters, and how "
+            "the servers of rollout.urls were "
+            "started is not for the run to say; set publisher.transport=shm (adapters are merged), or remove "
+            "rollout.urls"
         )
     if transport in BETWEEN_DEVICES:
         return (
-            f"publisher.transport={transport} connects devices that the run has placed, and where the servers of rollout.urls are is not "
+            f"publisher.transport={transport} connects devices that the run has placed, and where the "
+            f"servers of rollout.urls are is not "
             "known; set publisher.transport=shm on one machine, or disk"
         )
     elsewhere = [url for url in urls if urlsplit(url).hostname not in LOOPBACK]
     if transport == "shm" and elsewhere:
         return (
-            f"publisher.transport=shm hands weights over in the memory of this machine, which {elsewhere[0]} cannot read; "
-            "set publisher.transport=disk and publisher.disk_dir to a folder that both machines share (on this very machine, write the "
+            f"publisher.transport=shm hands weights over in the memory of this machine, which {elsewhere[0]} "
+            f"cannot read; "
+            "set publisher.transport=disk and publisher.disk_dir to a folder that both machines share (on "
+            "this very machine, write the "
             "server as http://127.0.0.1:PORT)"
         )
     return None

@@ -1,4 +1,6 @@
-"""What an engine server's answer must be. Pure: a segment and its request in, an EngineError or nothing out."""
+"""What an engine server's answer must be. Pure: a segment and its request in, an EngineError or nothing
+out.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,11 @@ from asyncrl.messages.trainer_calls import ExportChunkResponse
 
 
 class EngineClient(Protocol):
-    """One engine server, for the pool, the publisher, the supervisor and a handover. EngineServer and VllmServer are it.
+    """One engine server, for the pool, the publisher, the supervisor and a handover. EngineServer and
+    VllmServer are it.
 
-    What cannot be answered raises EngineError, EngineLost if nobody is there; a request that the server cannot serve RequestRefused.
+    What cannot be answered raises EngineError, EngineLost if nobody is there; a request that the server
+    cannot serve RequestRefused.
     """
 
     name: str
@@ -33,7 +37,9 @@ class EngineClient(Protocol):
         ...
 
     def cut_nowait(self) -> None:
-        """Give the process up: every call that waits for it, and every one to come, raises EngineLost. Idempotent."""
+        """Give the process up: every call that waits for it, and every one to come, raises EngineLost.
+        Idempotent.
+        """
         ...
 
     def renew_nowait(self) -> None:
@@ -67,7 +73,9 @@ class EngineClient(Protocol):
         ...
 
     async def wake(self, parts: Sequence[EnginePart], *, restore: bool = False) -> Moved:
-        """Have memory taken for these parts again; `restore`: with the weights that served before. Idempotent."""
+        """Have memory taken for these parts again; `restore`: with the weights that served before.
+        Idempotent.
+        """
         ...
 
     async def load_chunk(self, chunk: ExportChunkResponse) -> str:
@@ -79,7 +87,9 @@ class EngineClient(Protocol):
 
 
 def engine_error(caller: Caller, failure: CallLost | CallRefused, *, is_told: bool = False) -> EngineError:
-    """EngineLost for no answer at all, EngineError for one that says no or nonsense. `is_told` as in EngineLost."""
+    """EngineLost for no answer at all, EngineError for one that says no or nonsense. `is_told` as in
+    EngineLost.
+    """
     where = f"({caller.url})"
     if isinstance(failure, CallGarbled):
         return EngineError(
@@ -121,8 +131,9 @@ class CallCut(Exception):  # noqa: N818  nothing failed: somebody decided
 class Lifeline:
     """What all calls to one process hang on.
 
-    Life:       whole -> cut, for good: the next process gets a line of its own, so that a call knows whose it was.
-    Waits:      hold sleeps in its call. cut_nowait ends all of them at once, those to come too: a frozen process
+    Life:       whole -> cut, for good: the next process gets a line of its own, so that a call knows whose it
+    was. Waits:      hold sleeps in its call. cut_nowait ends all of them at once, those to come too: a frozen
+    process
                 keeps its connections, and nothing else would end them.
     """
 
@@ -170,13 +181,15 @@ _LOGPROB_SLACK = 1e-3
 class SegmentCheck:
     """Raises EngineError for what cannot be the answer of server `name` to `request`, streamed or not.
 
-    Life:       begun when the request is sent -> chunk() for each GenerateChunk -> end() for the GenerateResponse.
-    Invariant:  what has passed is a beginning of an answer that can be: at most max_tokens tokens with a logprob each,
-                under versions in [oldest, newest] that never go back. The token that ends a completion passes with its
-                finish_reason alone, so that whoever loses the server after a chunk can go on behind it.
+    Life:       begun when the request is sent -> chunk() for each GenerateChunk -> end() for the
+    GenerateResponse. Invariant:  what has passed is a beginning of an answer that can be: at most max_tokens
+    tokens with a logprob each,
+                under versions in [oldest, newest] that never go back. The token that ends a completion passes
+                with its finish_reason alone, so that whoever loses the server after a chunk can go on behind
+                it.
 
-    `oldest` is the version that the server had confirmed when the request was sent, `newest` the last one that it was
-    offered by the time of the chunk or the end.
+    `oldest` is the version that the server had confirmed when the request was sent, `newest` the last one
+    that it was offered by the time of the chunk or the end.
     """
 
     def __init__(self, name: str, request: GenerateRequest, *, oldest: int) -> None:
@@ -210,8 +223,10 @@ class SegmentCheck:
         for span in spans:
             if not self._oldest <= span.version <= newest:
                 self._fail(
-                    f"tokens [{span.start + self._num_told}, {span.end + self._num_told}) under version {span.version}",
-                    f"it had confirmed version {self._oldest} before the request and was offered none above {newest}",
+                    f"tokens [{span.start + self._num_told}, {span.end + self._num_told}) under version "
+                    f"{span.version}",
+                    f"it had confirmed version {self._oldest} before the request and was offered none above "
+                    f"{newest}",
                 )
             if span.version < self._version:
                 self._fail(
@@ -229,7 +244,9 @@ class SegmentCheck:
 def check_segment(
     name: str, request: GenerateRequest, answer: GenerateResponse, *, oldest: int, newest: int
 ) -> None:
-    """Raise EngineError if `answer` cannot be the whole answer to `request`; `oldest` and `newest` as in SegmentCheck."""
+    """Raise EngineError if `answer` cannot be the whole answer to `request`; `oldest` and `newest` as in
+    SegmentCheck.
+    """
     SegmentCheck(name, request, oldest=oldest).end(answer, newest=newest)
 
 

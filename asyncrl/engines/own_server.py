@@ -1,4 +1,6 @@
-"""The client of one engine server: its messages as calls, its failures as ours. Knows no other server, no routing."""
+"""The client of one engine server: its messages as calls, its failures as ours. Knows no other server, no
+routing.
+"""
 
 from __future__ import annotations
 
@@ -38,14 +40,19 @@ AboutVersion = TypeVar("AboutVersion", PrepareResponse, CommitResponse, LoadChun
 
 
 class EngineServer:
-    """One engine server, for the pool (segments), for the publisher (a WeightTarget) and for a handover (a SleepingEngine).
+    """One engine server, for the pool (segments), for the publisher (a WeightTarget) and for a handover (a
+    SleepingEngine).
 
-    Life:       made with the version that its process starts under -> given up by cut_nowait() -> renew_nowait(): a new
+    Life:       made with the version that its process starts under -> given up by cut_nowait() ->
+    renew_nowait(): a new
                 process stands behind the same name. Lives as long as its `caller`, which the maker closes.
-    Waits:      generate_segment, prepare and commit sleep until the server answers, is gone or is given up. Their limit
+    Waits:      generate_segment, prepare and commit sleep until the server answers, is gone or is given up.
+    Their limit
                 is the caller's: rollout.timeout_s, publisher.timeout_s, and the run's heartbeat under both.
-    Invariant:  no segment passes whose tokens carry a version older than the one that the server had confirmed
-                when the segment was sent: SegmentCheck guarantees it, chunk by chunk. No call outlives the process it was made to.
+    Invariant:  no segment passes whose tokens carry a version older than the one that the server had
+    confirmed
+                when the segment was sent: SegmentCheck guarantees it, chunk by chunk. No call outlives the
+                process it was made to.
     """
 
     def __init__(self, caller: Caller, *, policy_version: int = 0) -> None:
@@ -62,7 +69,9 @@ class EngineServer:
         return f"<EngineServer {self.name} {self._caller.url} v{self.policy_version}>"
 
     def cut_nowait(self) -> None:
-        """Give the process up: every call that waits for it, and every one to come, raises EngineLost. Idempotent."""
+        """Give the process up: every call that waits for it, and every one to come, raises EngineLost.
+        Idempotent.
+        """
         self._line.cut_nowait()
 
     def renew_nowait(self) -> None:
@@ -74,11 +83,11 @@ class EngineServer:
     async def generate_segment(
         self, request: GenerateRequest, *, on_chunk: Callable[[GenerateChunk], None] | None = None
     ) -> GenerateResponse:
-        """Sample until the end, the budget or an interruption. With `on_chunk`, which is told of tokens as they come, the answer
-        has the tokens after those that it was told.
+        """Sample until the end, the budget or an interruption. With `on_chunk`, which is told of tokens as
+        they come, the answer has the tokens after those that it was told.
 
-        Raises RequestRefused (data: this request is too long, say), EngineLost if the server is gone, or EngineError if
-        it answers something that cannot be.
+        Raises RequestRefused (data: this request is too long, say), EngineLost if the server is gone, or
+        EngineError if it answers something that cannot be.
         """
         check = SegmentCheck(self.name, request, oldest=self.policy_version)
         try:
@@ -90,7 +99,8 @@ class EngineServer:
             if refusal.status in _BAD_REQUEST:
                 raise RequestRefused(
                     f"{self.name} refused request {request.request_id} "
-                    f"({len(request.prompt_ids)} prompt tokens, max_tokens={request.max_tokens}): {refusal.body.error}",
+                    f"({len(request.prompt_ids)} prompt tokens, max_tokens={request.max_tokens}): "
+                    f"{refusal.body.error}",
                     rule=refusal.body.rule,
                     way_out=refusal.body.way_out,
                 ) from refusal
@@ -120,7 +130,9 @@ class EngineServer:
         return await self._hold("/generate", read)
 
     async def abort(self, request_ids: list[str] | None, *, timeout_s: float | None = 10.0) -> list[str]:
-        """End these requests (None = all) with what they have; returns those that were here. Raises EngineError."""
+        """End these requests (None = all) with what they have; returns those that were here. Raises
+        EngineError.
+        """
         answer = await self._post_or_error(
             "/abort", AbortRequest(request_ids=request_ids), AbortResponse, timeout_s
         )
@@ -134,7 +146,9 @@ class EngineServer:
             raise engine_error(self._caller, failure) from failure
 
     async def prepare(self, manifest: WeightManifest) -> str:
-        """Have the weights loaded beside the serving ones; returns the digest of what was loaded. Raises EngineError."""
+        """Have the weights loaded beside the serving ones; returns the digest of what was loaded. Raises
+        EngineError.
+        """
         request = PrepareRequest(
             version=manifest.version,
             path=manifest.path,
@@ -146,7 +160,9 @@ class EngineServer:
         return (await self._post_version("/prepare", request, PrepareResponse)).digest
 
     async def commit(self, version: int, digest: str, interrupt: Interrupt) -> CommitReport:
-        """Have the prepared weights swapped in; returns what the server says of the swap. Raises EngineError."""
+        """Have the prepared weights swapped in; returns what the server says of the swap. Raises
+        EngineError.
+        """
         self._offered_version = max(self._offered_version, version)
         self.num_commits += 1
         try:
@@ -171,11 +187,15 @@ class EngineServer:
         return await self._post_or_error("/sleep", SleepRequest(parts=list(parts)), Moved)
 
     async def wake(self, parts: Sequence[EnginePart], *, restore: bool = False) -> Moved:
-        """Have memory taken for these parts again; `restore`: with the weights that served before. Idempotent. Raises EngineError."""
+        """Have memory taken for these parts again; `restore`: with the weights that served before.
+        Idempotent. Raises EngineError.
+        """
         return await self._post_or_error("/wake", WakeRequest(parts=list(parts), restore=restore), Moved)
 
     async def load_chunk(self, chunk: ExportChunkResponse) -> str:
-        """Have one chunk of a push loaded into its woken weights; returns the digest of what was loaded. Raises EngineError."""
+        """Have one chunk of a push loaded into its woken weights; returns the digest of what was loaded.
+        Raises EngineError.
+        """
         request = LoadChunkRequest(
             version=chunk.version,
             index=chunk.index,

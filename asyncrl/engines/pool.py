@@ -1,4 +1,6 @@
-"""All engine servers as one: routing, abort and resume, failover. Knows no prompt's meaning, no reward, no staleness rule."""
+"""All engine servers as one: routing, abort and resume, failover. Knows no prompt's meaning, no reward, no
+staleness rule.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ class SegmentServer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PoolStats:
-    """`inflight` logical requests on a server; `interrupted`, `tokens`, `requests`: totals so far; `load`: inflight by server.
+    """`inflight` logical requests on a server; `interrupted`, `tokens`, `requests`: totals so far; `load`:
+    inflight by server.
 
     `moved`: times that a request lost its server and went on; `down`: servers that get no work now.
     """
@@ -54,20 +57,25 @@ class PoolStats:
 class EnginePool:
     """The SamplingEngine over M servers.
 
-    Life:       a logical request is routed to one server and stays there, segment after segment, until it stops,
-                its budget is used, or its caller is cancelled; then its place is free. If its server is lost, it keeps
-                its segments and chunks and goes on at another one; what had not come of them is sampled again. It
-                moves too if a segment is interrupted, by a publish or by balance() say, while its server has more
-                requests than slots and another one has a free slot: its cache is lost wherever it goes.
-    Waits:      generate sleeps in the server's answer. A cancelled one tells the server within `abort_timeout_s`,
-                so that its slot is free at once; a server that it cannot tell sees the broken connection. With no
-                server up it sleeps until up_nowait; its caller's rollout.timeout_s is the limit.
-    Invariant:  what generate returns is what one uninterrupted request would have returned wherever the weights
+    Life:       a logical request is routed to one server and stays there, segment after segment, until it
+    stops,
+                its budget is used, or its caller is cancelled; then its place is free. If its server is lost,
+                it keeps its segments and chunks and goes on at another one; what had not come of them is
+                sampled again. It moves too if a segment is interrupted, by a publish or by balance() say,
+                while its server has more requests than slots and another one has a free slot: its cache is
+                lost wherever it goes.
+    Waits:      generate sleeps in the server's answer. A cancelled one tells the server within
+    `abort_timeout_s`,
+                so that its slot is free at once; a server that it cannot tell sees the broken connection.
+                With no server up it sleeps until up_nowait; its caller's rollout.timeout_s is the limit.
+    Invariant:  what generate returns is what one uninterrupted request would have returned wherever the
+    weights
                 did not change, because SegmentJoin keeps seed and positions. A server that interrupts for no
-                publish and gives nothing is left after `max_empty_segments` segments in a row, with an EngineError.
+                publish and gives nothing is left after `max_empty_segments` segments in a row, with an
+                EngineError.
 
-    `on_lost` is told of every EngineLost, and must see to it that the server is down (down_nowait, and its calls cut) when
-    it returns. Without it nobody brings a server back: the error goes to the caller.
+    `on_lost` is told of every EngineLost, and must see to it that the server is down (down_nowait, and its
+    calls cut) when it returns. Without it nobody brings a server back: the error goes to the caller.
     """
 
     def __init__(
@@ -85,7 +93,9 @@ class EnginePool:
         self.slots = slots
         self._router = Router(len(servers), slots)
         self._sent: list[dict[str, None]] = [{} for _ in servers]
-        """Requests of which each server samples a segment, in the order in which they came to it: those beyond its slots queue."""
+        """Requests of which each server samples a segment, in the order in which they came to it: those
+        beyond its slots queue.
+        """
         self._max_empty_segments = max_empty_segments
         self._abort_timeout_s = abort_timeout_s
         self._on_lost = on_lost
@@ -110,7 +120,9 @@ class EnginePool:
         )
 
     def down_nowait(self, name: str) -> None:
-        """Give this server no work any more. Who says so cuts its calls too, so that they go on elsewhere. Idempotent."""
+        """Give this server no work any more. Who says so cuts its calls too, so that they go on elsewhere.
+        Idempotent.
+        """
         self._router.up.discard(self._index(name))
 
     def up_nowait(self, name: str) -> None:
@@ -120,9 +132,11 @@ class EnginePool:
         self._changed = asyncio.Event()
 
     async def balance(self) -> None:
-        """Have what only queues go on at servers with free slots, as far as there are any; to be called after up_nowait.
+        """Have what only queues go on at servers with free slots, as far as there are any; to be called after
+        up_nowait.
 
-        The newest ones of each queue: they would wait longest. Nothing that runs is ended. Waits abort_timeout_s at most.
+        The newest ones of each queue: they would wait longest. Nothing that runs is ended. Waits
+        abort_timeout_s at most.
         """
         num_free = self._router.num_free
         asking = []
@@ -142,9 +156,11 @@ class EnginePool:
         on_segment: Callable[[PartialCompletion], None] | None = None,
         on_tokens: Callable[[Sequence[int]], None] | None = None,
     ) -> Completion:
-        """Sample one completion; survives publishes, aborts and dead servers. Raises RequestRefused (data) or EngineError.
+        """Sample one completion; survives publishes, aborts and dead servers. Raises RequestRefused (data) or
+        EngineError.
 
-        `on_tokens` is told of the tokens of `partial` first: all that it is told, joined, are the completion's token_ids.
+        `on_tokens` is told of the tokens of `partial` first: all that it is told, joined, are the
+        completion's token_ids.
         """
         join = SegmentJoin(request, partial, on_segment)
         if on_tokens is not None and join.token_ids:
@@ -168,7 +184,9 @@ class EnginePool:
     async def _sample_on(
         self, index: int, join: SegmentJoin, on_tokens: Callable[[Sequence[int]], None] | None
     ) -> None:
-        """Segments from one server until the request is finished, or has to move. Raises EngineLost with `join` as far as it got."""
+        """Segments from one server until the request is finished, or has to move. Raises EngineLost with
+        `join` as far as it got.
+        """
         server = self.servers[index]
         num_empty, commits_seen = 0, server.num_commits
         while not join.is_finished:
@@ -208,12 +226,16 @@ class EnginePool:
         tell(rest.token_ids)
 
     async def _abort(self, server: SegmentServer, request_ids: list[str]) -> None:
-        """As far as the server can be told: one that gives no answer is lost, and that is seen by the calls that wait for it."""
+        """As far as the server can be told: one that gives no answer is lost, and that is seen by the calls
+        that wait for it.
+        """
         with contextlib.suppress(EngineError, ConnectionShortage):
             await server.abort(request_ids, timeout_s=self._abort_timeout_s)
 
     def _near(self, request: SamplingRequest) -> int:
-        """The server that has the conversation before this turn in its cache, which new weights empty; -1 if none has."""
+        """The server that has the conversation before this turn in its cache, which new weights empty; -1 if
+        none has.
+        """
         after = request.after
         if after is None or not 0 <= after.engine < len(self.servers):
             return -1
@@ -225,7 +247,8 @@ class EnginePool:
     def _aborts_for_ever(self, server: SegmentServer, join: SegmentJoin, num_empty: int) -> EngineError:
         return EngineError(
             server.name,
-            f"aborted request {join.request.request_id} {num_empty} times in a row without a token and without a publish, "
+            f"aborted request {join.request.request_id} {num_empty} times in a row without a token and "
+            f"without a publish, "
             f"after {len(join.token_ids)} of {join.request.max_tokens} tokens",
             rule="an interrupted request goes on when it is sent again",
             way_out=f"read {server.name}'s log, and make sure that nobody else calls its /abort.",
@@ -236,14 +259,18 @@ class EnginePool:
 
 
 class Router:
-    """Least loaded server first; but where the request's prefix is cached, as long as that server has a free slot.
+    """Least loaded server first; but where the request's prefix is cached, as long as that server has a free
+    slot.
 
-    Life:       take(key) charges one server until the block ends. Requests of one key that are in flight stay together; the key is
-                forgotten with the last of them, so that nothing grows with the number of groups. Turns of one session follow each
-                other: `near` says where the last one was. A server is up, or down and then given nothing.
-    Invariant:  a request is given to a server without a free slot only when no server that is up has one; and once one has, a request
-                of a server with more than its slots that is interrupted moves there (has_to_move). It moves for nothing less, so
-                that no request goes to and fro.
+    Life:       take(key) charges one server until the block ends. Requests of one key that are in flight stay
+    together; the key is
+                forgotten with the last of them, so that nothing grows with the number of groups. Turns of one
+                session follow each other: `near` says where the last one was. A server is up, or down and
+                then given nothing.
+    Invariant:  a request is given to a server without a free slot only when no server that is up has one; and
+    once one has, a request
+                of a server with more than its slots that is interrupted moves there (has_to_move). It moves
+                for nothing less, so that no request goes to and fro.
     """
 
     def __init__(self, num_servers: int, slots: int) -> None:
@@ -259,7 +286,9 @@ class Router:
 
     @contextlib.contextmanager
     def take(self, route_key: str, near: int = -1) -> Iterator[int]:
-        """Number of the server for one request, charged until the block ends. The key "" is no key; a server must be up."""
+        """Number of the server for one request, charged until the block ends. The key "" is no key; a server
+        must be up.
+        """
         index = self._choose(route_key, near)
         self.load[index] += 1
         if route_key:
@@ -277,7 +306,9 @@ class Router:
         return sum(max(0, self.slots - self.load[index]) for index in self.up)
 
     def has_to_move(self, index: int) -> bool:
-        """Whether a request that is at this server, and has lost its cache there, would be better off if it were taken anew."""
+        """Whether a request that is at this server, and has lost its cache there, would be better off if it
+        were taken anew.
+        """
         if index not in self.up:
             return True
         return self.load[index] > self.slots and any(self.load[other] < self.slots for other in self.up)
@@ -302,9 +333,11 @@ class Router:
 class SegmentJoin:
     """What has been sampled of one request so far, and what to ask for next.
 
-    Life:       empty -> segments, with next_request() before each -> is_finished, completion(). A segment is any number of
+    Life:       empty -> segments, with next_request() before each -> is_finished, completion(). A segment is
+    any number of
                 add_chunk(), and add() for the rest of it, or cut() if the rest never came.
-    Invariant:  the lengths of all segments add up to at most request.max_tokens, if `partial` is not longer, and the spans cover every
+    Invariant:  the lengths of all segments add up to at most request.max_tokens, if `partial` is not longer,
+    and the spans cover every
                 token once: each segment's spans are shifted to where its tokens lie.
     """
 
@@ -314,7 +347,9 @@ class SegmentJoin:
         partial: PartialCompletion | None = None,
         on_segment: Callable[[PartialCompletion], None] | None = None,
     ) -> None:
-        """`partial`: what an earlier process had sampled of it; `on_segment` is told all there is after each interruption."""
+        """`partial`: what an earlier process had sampled of it; `on_segment` is told all there is after each
+        interruption.
+        """
         self.request, self._on_segment = request, on_segment
         before = partial or PartialCompletion()
         self.token_ids = list(before.token_ids)
@@ -331,7 +366,9 @@ class SegmentJoin:
 
     @property
     def num_left(self) -> int:
-        """Tokens that may still be sampled; below 0 if a killed run, whose partial this is, had a larger limit."""
+        """Tokens that may still be sampled; below 0 if a killed run, whose partial this is, had a larger
+        limit.
+        """
         return self.request.max_tokens - len(self.token_ids)
 
     @property
@@ -342,8 +379,8 @@ class SegmentJoin:
     def next_request(self) -> GenerateRequest:
         """The message that goes on where the last segment ended.
 
-        The seed stays: the server draws each token from (seed, absolute position), so that the resumed request
-        draws what the uninterrupted one would have drawn.
+        The seed stays: the server draws each token from (seed, absolute position), so that the resumed
+        request draws what the uninterrupted one would have drawn.
         """
         request = self.request
         return GenerateRequest(
@@ -365,7 +402,9 @@ class SegmentJoin:
         self.logprobs += chunk.logprobs
 
     def add(self, segment: GenerateResponse, engine: int = -1) -> None:
-        """Append a segment by engine server number `engine`, or what is left of it after its chunks, which SegmentCheck has passed."""
+        """Append a segment by engine server number `engine`, or what is left of it after its chunks, which
+        SegmentCheck has passed.
+        """
         shift = len(self.token_ids)
         self.token_ids += segment.token_ids
         self.logprobs += segment.logprobs

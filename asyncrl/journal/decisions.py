@@ -1,7 +1,8 @@
-"""What each thing that is told does to the tables. Runs in the writer's thread, inside its transaction; knows no loop.
+"""What each thing that is told does to the tables. Runs in the writer's thread, inside its transaction; knows
+no loop.
 
-Each function is one decision: it is refused (JournalError, sqlite3.IntegrityError) as a whole, or done as a whole. What comes late for
-a group that was handed back meanwhile means nothing any more, and changes nothing.
+Each function is one decision: it is refused (JournalError, sqlite3.IntegrityError) as a whole, or done as a
+whole. What comes late for a group that was handed back meanwhile means nothing any more, and changes nothing.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ def admitted(connection: sqlite3.Connection, ticket: Ticket, prompt: Prompt, now
             ticket.group_id, prompt_id, f"group {other[0]} has this prompt and is {other[1]}"
         )
     connection.execute(
-        "INSERT INTO groups (group_id, prompt_id, start_version, state, admitted_s) VALUES (?, ?, ?, 'running', ?)",
+        "INSERT INTO groups (group_id, prompt_id, start_version, state, admitted_s) VALUES (?, ?, ?, "
+        "'running', ?)",
         (ticket.group_id, prompt_id, ticket.start_version, now_s),
     )
     blob = encode_prompt(ticket, replace(prompt, prompt_id=prompt_id))
@@ -91,7 +93,8 @@ def segment(
         return
     _lose(connection, "group_id = ? AND sample_index = ? AND attempt < ?", group_id, sample_index, attempt)
     connection.execute(
-        "INSERT OR REPLACE INTO segments (group_id, sample_index, attempt, turn, num_tokens, blob) VALUES (?, ?, ?, ?, ?, ?)",
+        "INSERT OR REPLACE INTO segments (group_id, sample_index, attempt, turn, num_tokens, blob) VALUES "
+        "(?, ?, ?, ?, ?, ?)",
         (
             group_id,
             sample_index,
@@ -115,7 +118,8 @@ def rollout_finished(connection: sqlite3.Connection, group_id: GroupId, rollout:
     if _has_ended(connection, group_id, sample_index):
         raise told_twice(group_id, sample_index)
     connection.executemany(
-        "INSERT INTO trajectories (group_id, sample_index, branch, reward, num_tokens, num_sampled, oldest_version, blob)"
+        "INSERT INTO trajectories (group_id, sample_index, branch, reward, num_tokens, num_sampled, "
+        "oldest_version, blob)"
         " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
         [
             (
@@ -247,7 +251,9 @@ def checkpointed(
 def event(
     connection: sqlite3.Connection, what: str, detail: Mapping[str, Any], keep: int | None, now_s: float
 ) -> None:
-    """Something worth telling later: a restart, a resume, what a watchdog saw. `keep`: the newest so many of that name stay."""
+    """Something worth telling later: a restart, a resume, what a watchdog saw. `keep`: the newest so many of
+    that name stay.
+    """
     connection.execute(
         "INSERT INTO events (s, what, detail) VALUES (?, ?, ?)",
         (now_s, text(what), json.dumps(detail, default=str)),
@@ -275,7 +281,8 @@ def _refuse_unready(connection: sqlite3.Connection, batch: Batch) -> None:
         row = connection.execute(
             "SELECT state, (SELECT version FROM batch_groups b WHERE b.group_id = g.group_id),"
             " (SELECT count(*) FROM trajectories t WHERE t.group_id = g.group_id),"
-            " (SELECT total(num_tokens) FROM trajectories t WHERE t.group_id = g.group_id) FROM groups g WHERE group_id = ?",
+            " (SELECT total(num_tokens) FROM trajectories t WHERE t.group_id = g.group_id) FROM groups g "
+            "WHERE group_id = ?",
             (group.group_id,),
         ).fetchone()
         if row is None:
@@ -289,7 +296,8 @@ def _refuse_unready(connection: sqlite3.Connection, batch: Batch) -> None:
             wrong.append(f"group {group.group_id} is {state}")
         elif written != given:
             wrong.append(
-                f"group {group.group_id} has {given[0]} trajectories of {given[1]} tokens, {written[0]} of {written[1]:.0f} were told"
+                f"group {group.group_id} has {given[0]} trajectories of {given[1]} tokens, {written[0]} of "
+                f"{written[1]:.0f} were told"
             )
     if len({group.group_id for group in batch.groups}) < len(batch.groups):
         wrong.append("a group is in it twice")

@@ -1,4 +1,6 @@
-"""The room that writes down what happens, before it has consequences. Knows groups and versions; knows no torch, no HTTP, no rule."""
+"""The room that writes down what happens, before it has consequences. Knows groups and versions; knows no
+torch, no HTTP, no rule.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ Ended = Literal["ready", "failed", "filtered", "handed_back"]
 
 @dataclass(frozen=True, slots=True)
 class JournalStats:
-    """`pending` decisions are told and not durable yet; `num_bytes` counts the file and its write-ahead log."""
+    """`pending` decisions are told and not durable yet; `num_bytes` counts the file and its write-ahead
+    log.
+    """
 
     pending: int
     written: int
@@ -36,14 +40,20 @@ class JournalStats:
 
 
 class Journal:
-    """A run's life in journal.sqlite. All `_nowait` methods queue and return at once; the awaited ones return when it is durable.
+    """A run's life in journal.sqlite. All `_nowait` methods queue and return at once; the awaited ones return
+    when it is durable.
 
-    Life of a group:  admitted -> segments, rollouts finished or failed -> ready -> taken by one batch; or failed, filtered, handed back.
-                      A ready one may still be handed back. The prompt of one that failed or was handed back may be requeued.
-    Waits:            batch_taken, flush, compact and read_resume sleep until the writer has committed; wait_failed until it fails.
-    Invariant:        a group is in one state, and in one batch at most; a prompt has one group that runs, is ready or taken. Unique keys
-                      of the tables guarantee both, and batch_taken is one transaction. What is told first is durable first.
-    Errors:           the first one ends the writing for good: wait_failed raises it, and so does every call after it.
+    Life of a group:  admitted -> segments, rollouts finished or failed -> ready -> taken by one batch; or
+    failed, filtered, handed back.
+                      A ready one may still be handed back. The prompt of one that failed or was handed back
+                      may be requeued.
+    Waits:            batch_taken, flush, compact and read_resume sleep until the writer has committed;
+    wait_failed until it fails. Invariant:        a group is in one state, and in one batch at most; a prompt
+    has one group that runs, is ready or taken. Unique keys
+                      of the tables guarantee both, and batch_taken is one transaction. What is told first is
+                      durable first.
+    Errors:           the first one ends the writing for good: wait_failed raises it, and so does every call
+    after it.
     """
 
     name = "journal"
@@ -60,8 +70,9 @@ class Journal:
     def open(cls, path: Path, *, run_id: str, lock: RunLock | None = None) -> Journal:
         """Open the journal of a run, or make it. Blocks while the file is checked: call it in a thread.
 
-        `lock`: the run's lock if the caller holds it; else it is `run.lock` beside the file, for as long as the journal is open.
-        Raises JournalError for a damaged or foreign file, one of another run, and one that another process writes.
+        `lock`: the run's lock if the caller holds it; else it is `run.lock` beside the file, for as long as
+        the journal is open. Raises JournalError for a damaged or foreign file, one of another run, and one
+        that another process writes.
         """
         own = None if lock is not None else RunLock(path.with_name("run.lock")).acquire()
         try:
@@ -96,7 +107,9 @@ class Journal:
     def group_ended_nowait(
         self, group_id: GroupId, state: Ended, reason: str, *, requeued: int | None = None
     ) -> None:
-        """The group runs no more, or (handed_back) is ready no more. `requeued`: its prompt comes again, with that num_handed_back."""
+        """The group runs no more, or (handed_back) is ready no more. `requeued`: its prompt comes again, with
+        that num_handed_back.
+        """
         self._writer.put(decisions.group_ended, group_id, state, reason, requeued, time.time())
 
     # ---- trainer, publisher, checkpoints
@@ -104,8 +117,9 @@ class Journal:
     async def batch_taken(self, batch: Batch) -> Taken:
         """The groups are this batch's for ever. Train on it after this returns, and not before.
 
-        "replayed": the same batch was taken before, by a run that was resumed. Raises JournalError if a group is not ready or in
-        another batch, the version has other groups, or is not the next one. If it is cancelled the batch may be taken all the same.
+        "replayed": the same batch was taken before, by a run that was resumed. Raises JournalError if a group
+        is not ready or in another batch, the version has other groups, or is not the next one. If it is
+        cancelled the batch may be taken all the same.
         """
         taken: Taken = await asyncio.wrap_future(self._writer.ask(decisions.batch_taken, batch, time.time()))
         return taken
@@ -113,7 +127,9 @@ class Journal:
     def trained_nowait(
         self, version: int, metrics: Mapping[str, float], weights_digest: str | None = None
     ) -> None:
-        """The batch `version` was trained on (policy_version is version + 1 now). Told again after a resume, it replaces."""
+        """The batch `version` was trained on (policy_version is version + 1 now). Told again after a resume,
+        it replaces.
+        """
         self._writer.put(decisions.trained, version, dict(metrics), weights_digest, time.time())
 
     def published_nowait(self, version: int, digest: str) -> None:
@@ -121,7 +137,9 @@ class Journal:
         self._writer.put(decisions.published, version, digest, time.time())
 
     def checkpointed_nowait(self, version: int, path: Path | str, beside: Collection[int] = ()) -> None:
-        """The checkpoint at policy_version `version` is whole on disk. Of those before it the ones in `beside` are still there."""
+        """The checkpoint at policy_version `version` is whole on disk. Of those before it the ones in
+        `beside` are still there.
+        """
         self._writer.put(decisions.checkpointed, version, str(path), tuple(beside), time.time())
 
     def restored_nowait(self, version: int) -> None:
@@ -131,14 +149,18 @@ class Journal:
     def began_at_nowait(
         self, version: int, num_drawn: int, out: Mapping[str, int], next_group_id: int
     ) -> None:
-        """A new journal of an old run, which goes on from a checkpoint alone. To be told before any group is admitted.
+        """A new journal of an old run, which goes on from a checkpoint alone. To be told before any group is
+        admitted.
 
-        `num_drawn` prompts were drawn by then; those in `out` are to come again, with that num_handed_back, all others are consumed.
+        `num_drawn` prompts were drawn by then; those in `out` are to come again, with that num_handed_back,
+        all others are consumed.
         """
         self._writer.put(decisions.began_at, version, num_drawn, dict(out), next_group_id)
 
     def order_nowait(self, what: Mapping[str, Any]) -> None:
-        """What the order of the run's prompts follows from, at its first start: whoever goes on has to have the same."""
+        """What the order of the run's prompts follows from, at its first start: whoever goes on has to have
+        the same.
+        """
         self._writer.put(decisions.order, dict(what))
 
     def event_nowait(self, what: str, detail: Mapping[str, Any], *, keep: int | None = None) -> None:
@@ -155,7 +177,9 @@ class Journal:
         await asyncio.wrap_future(self._writer.ask(_nothing))
 
     async def wait_failed(self) -> None:
-        """Sleep until the journal cannot be written any more, and raise that JournalError. To be watched by the job."""
+        """Sleep until the journal cannot be written any more, and raise that JournalError. To be watched by
+        the job.
+        """
         raise await asyncio.shield(asyncio.wrap_future(self._writer.failed))
 
     async def read_resume(self, checkpoint_version: int) -> ResumeState:
@@ -164,9 +188,11 @@ class Journal:
         return await asyncio.to_thread(read_resume, self.path, checkpoint_version)
 
     async def compact(self, before_version: int) -> CompactReport:
-        """Delete the tokens of batches before `before_version`, the oldest kept checkpoint, and of older groups that were never trained on.
+        """Delete the tokens of batches before `before_version`, the oldest kept checkpoint, and of older
+        groups that were never trained on.
 
-        Goes in small steps, so that decisions told meanwhile wait for one step at most. What a group was, and where it went, stays.
+        Goes in small steps, so that decisions told meanwhile wait for one step at most. What a group was, and
+        where it went, stays.
         """
         num_groups = num_pages = 0
         while found := await asyncio.wrap_future(self._writer.ask(compact_some, before_version)):
@@ -224,7 +250,8 @@ def _nothing(_: sqlite3.Connection) -> None:
     """A decision that changes nothing: it is answered when all before it is durable."""
 
 
-# Deletes what no resume can need: the tokens of batches before every checkpoint. Runs in the writer's thread; knows no loop.
+# Deletes what no resume can need: the tokens of batches before every checkpoint. Runs in the writer's thread;
+# knows no loop.
 #
 # What stays of a group is one short row, its place in its batch, and five numbers: about 100 bytes.
 
@@ -245,7 +272,8 @@ def compact_some(connection: sqlite3.Connection, before_version: int) -> int:
     """Delete the prompts and tokens of some groups; returns of how many, 0 when none is left."""
     taken = connection.execute(
         "SELECT g.group_id FROM batch_groups b JOIN groups g USING (group_id)"
-        " WHERE b.version >= (SELECT CAST(value AS INTEGER) FROM meta WHERE key = 'compacted_before') AND b.version < ?"
+        " WHERE b.version >= (SELECT CAST(value AS INTEGER) FROM meta WHERE key = 'compacted_before') AND "
+        "b.version < ?"
         " AND g.num_rollouts IS NULL ORDER BY b.version, b.position LIMIT ?",
         (before_version, _GROUPS_A_STEP),
     ).fetchall()
@@ -253,7 +281,8 @@ def compact_some(connection: sqlite3.Connection, before_version: int) -> int:
         "SELECT max(group_id) FROM batch_groups WHERE version = ?", (before_version - 1,)
     ).fetchone()[0]
     wasted = connection.execute(
-        "SELECT group_id FROM groups WHERE state IN ('failed', 'filtered', 'handed_back') AND num_rollouts IS NULL AND group_id <= ?"
+        "SELECT group_id FROM groups WHERE state IN ('failed', 'filtered', 'handed_back') AND num_rollouts "
+        "IS NULL AND group_id <= ?"
         " ORDER BY group_id LIMIT ?",
         (-1 if newest is None else newest, _GROUPS_A_STEP),
     ).fetchall()
@@ -261,7 +290,8 @@ def compact_some(connection: sqlite3.Connection, before_version: int) -> int:
         _shrink(connection, group_id)
     if len(taken) < _GROUPS_A_STEP:
         connection.execute(
-            "UPDATE meta SET value = ?1 WHERE key = 'compacted_before' AND CAST(value AS INTEGER) < CAST(?1 AS INTEGER)",
+            "UPDATE meta SET value = ?1 WHERE key = 'compacted_before' AND CAST(value AS INTEGER) < CAST(?1 "
+            "AS INTEGER)",
             (str(before_version),),
         )
     return len(taken) + len(wasted)

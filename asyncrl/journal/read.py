@@ -1,4 +1,5 @@
-"""What a run that goes on has to know, out of the journal. Reads alone, so that it works beside a writer too; knows no loop.
+"""What a run that goes on has to know, out of the journal. Reads alone, so that it works beside a writer too;
+knows no loop.
 
 Everything here blocks: call it in a thread.
 """
@@ -26,7 +27,8 @@ from asyncrl.messages.records import (
     Trajectory,
 )
 
-# What a journal says that a run has generated and given up: counters of a run that goes on begin with it. Reads alone; knows no loop.
+# What a journal says that a run has generated and given up: counters of a run that goes on begin with it.
+# Reads alone; knows no loop.
 
 
 _SUMS = """
@@ -44,10 +46,12 @@ _ALL = 2**63 - 1
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """`generated`: tokens that the journal was told of; `failed`: rollouts; `filtered`, with their tokens, and the rest: groups.
+    """`generated`: tokens that the journal was told of; `failed`: rollouts; `filtered`, with their tokens,
+    and the rest: groups.
 
-    `dropped`: handed back by the staleness rule while the run went on, for one of its two reasons; what a resume hands back has others.
-    `given_up`: those of `dropped` and `failed_groups` whose prompt does not come again.
+    `dropped`: handed back by the staleness rule while the run went on, for one of its two reasons; what a
+    resume hands back has others. `given_up`: those of `dropped` and `failed_groups` whose prompt does not
+    come again.
     """
 
     generated: int = 0
@@ -60,13 +64,16 @@ class Counted:
 
 
 def read_counted(connection: sqlite3.Connection, start: int, stop: int) -> tuple[Counted, ...]:
-    """After each of the batches start .. stop - 1, and last of all the groups there are. Raises sqlite3.Error.
+    """After each of the batches start .. stop - 1, and last of all the groups there are. Raises
+    sqlite3.Error.
 
-    After a batch: of the groups up to the newest that any batch so far has taken. On-policy that is exact, for no later group had begun.
+    After a batch: of the groups up to the newest that any batch so far has taken. On-policy that is exact,
+    for no later group had begun.
     """
     newest = dict(
         connection.execute(
-            "SELECT version, max(max(group_id)) OVER (ORDER BY version) FROM batch_groups WHERE version < ? GROUP BY version",
+            "SELECT version, max(max(group_id)) OVER (ORDER BY version) FROM batch_groups WHERE version < ? "
+            "GROUP BY version",
             (stop,),
         )
     )
@@ -82,9 +89,9 @@ def read_counted(connection: sqlite3.Connection, start: int, stop: int) -> tuple
 class RunningRecord:
     """A group that ran when the run ended.
 
-    By sample_index: `rollouts` that are finished, `failures` (attempts, why), and `partials` (attempt, turn, all of the completion
-    so far). A sample in none of them had not got a token. Not `prompt_is_whole`: its answer or info is of a kind that cannot be
-    written down, so the task has to make the prompt again.
+    By sample_index: `rollouts` that are finished, `failures` (attempts, why), and `partials` (attempt, turn,
+    all of the completion so far). A sample in none of them had not got a token. Not `prompt_is_whole`: its
+    answer or info is of a kind that cannot be written down, so the task has to make the prompt again.
     """
 
     ticket: Ticket
@@ -99,10 +106,11 @@ class RunningRecord:
 class ResumeState:
     """Where a run stands that goes on from weights `checkpoint_version`.
 
-    Batches checkpoint_version .. next_version - 1 are trained again as they are; `ready` and `running` go on, oldest first;
-    `requeued` prompts come again (id -> num_handed_back) and were not admitted yet, in their old order, those of them in `returning`
-    only after version next_version, at which their groups failed; `num_drawn` different prompts were ever admitted, those of a run
-    included whose journal was lost, so that this one begins with a checkpoint.
+    Batches checkpoint_version .. next_version - 1 are trained again as they are; `ready` and `running` go on,
+    oldest first; `requeued` prompts come again (id -> num_handed_back) and were not admitted yet, in their
+    old order, those of them in `returning` only after version next_version, at which their groups failed;
+    `num_drawn` different prompts were ever admitted, those of a run included whose journal was lost, so that
+    this one begins with a checkpoint.
     """
 
     path: Path
@@ -133,7 +141,8 @@ class ResumeState:
 class reading:  # noqa: N801  used as `with reading(path) as connection`
     """A snapshot of the journal, read only; what SQLite raises inside comes out as JournalError.
 
-    One of an older schema is seen as if it were of the newest: only a run that goes on brings the file itself up to date.
+    One of an older schema is seen as if it were of the newest: only a run that goes on brings the file itself
+    up to date.
     """
 
     def __init__(self, path: Path) -> None:
@@ -215,7 +224,8 @@ def read_batch(connection: sqlite3.Connection, path: Path, version: int) -> Batc
     if row is None:
         raise damaged(path, f"batch {version} is not in it")
     found = connection.execute(
-        "SELECT g.group_id, g.start_version, g.prompt_id, p.blob FROM batch_groups b JOIN groups g USING (group_id)"
+        "SELECT g.group_id, g.start_version, g.prompt_id, p.blob FROM batch_groups b JOIN groups g USING "
+        "(group_id)"
         " LEFT JOIN prompts p USING (group_id)"
         " WHERE b.version = ? ORDER BY b.position",
         (version,),
@@ -281,7 +291,8 @@ def _next_version(connection: sqlite3.Connection, path: Path, checkpoint_version
 def _refuse_deleted(connection: sqlite3.Connection, path: Path, checkpoint_version: int) -> None:
     """Before anything is done: a batch that cannot be trained again would end a resume in its middle."""
     row = connection.execute(
-        "SELECT min(version) FROM batch_groups LEFT JOIN prompts p USING (group_id) WHERE version >= ? AND p.blob IS NULL",
+        "SELECT min(version) FROM batch_groups LEFT JOIN prompts p USING (group_id) WHERE version >= ? AND "
+        "p.blob IS NULL",
         (checkpoint_version,),
     ).fetchone()
     if row[0] is not None:
@@ -289,10 +300,14 @@ def _refuse_deleted(connection: sqlite3.Connection, path: Path, checkpoint_versi
 
 
 def _check_states(connection: sqlite3.Connection, path: Path) -> None:
-    """A group is taken if, and only if, it is in a batch; batches have no gap. No page check would see a bit that lies about it."""
+    """A group is taken if, and only if, it is in a batch; batches have no gap. No page check would see a bit
+    that lies about it.
+    """
     taken, given, found = connection.execute(
-        "SELECT (SELECT count(*) FROM groups WHERE state = 'taken'), (SELECT coalesce(sum(num_groups), 0) FROM batches),"
-        " (SELECT count(*) FROM batch_groups b JOIN groups g USING (group_id) JOIN batches USING (version) WHERE g.state = 'taken')"
+        "SELECT (SELECT count(*) FROM groups WHERE state = 'taken'), (SELECT coalesce(sum(num_groups), 0) "
+        "FROM batches),"
+        " (SELECT count(*) FROM batch_groups b JOIN groups g USING (group_id) JOIN batches USING (version) "
+        "WHERE g.state = 'taken')"
     ).fetchone()
     if not taken == given == found:
         raise damaged(
@@ -318,7 +333,8 @@ class _Alive:
 def _groups_alive(connection: sqlite3.Connection, path: Path) -> list[_Alive]:
     """Oldest first."""
     rows = connection.execute(
-        "SELECT group_id, start_version, state, prompt_id, blob FROM groups LEFT JOIN prompts USING (group_id)"
+        "SELECT group_id, start_version, state, prompt_id, blob FROM groups LEFT JOIN prompts USING "
+        "(group_id)"
         " WHERE state IN ('running', 'ready') ORDER BY group_id"
     )
     alive = []
@@ -331,7 +347,8 @@ def _groups_alive(connection: sqlite3.Connection, path: Path) -> list[_Alive]:
 def rollouts_of(connection: sqlite3.Connection, group_id: int, path: Path) -> dict[int, Rollout]:
     """The finished rollouts of a group by sample_index."""
     rows = connection.execute(
-        "SELECT group_id, sample_index, branch, blob FROM trajectories WHERE group_id = ? ORDER BY sample_index, branch",
+        "SELECT group_id, sample_index, branch, blob FROM trajectories WHERE group_id = ? ORDER BY "
+        "sample_index, branch",
         (group_id,),
     )
     return _rollouts(rows, path).get(group_id, {})
@@ -339,7 +356,8 @@ def rollouts_of(connection: sqlite3.Connection, group_id: int, path: Path) -> di
 
 def _rollouts_alive(connection: sqlite3.Connection, path: Path) -> dict[int, dict[int, Rollout]]:
     rows = connection.execute(
-        "SELECT t.group_id, t.sample_index, t.branch, t.blob FROM groups g JOIN trajectories t USING (group_id)"
+        "SELECT t.group_id, t.sample_index, t.branch, t.blob FROM groups g JOIN trajectories t USING "
+        "(group_id)"
         " WHERE g.state IN ('running', 'ready') ORDER BY t.group_id, t.sample_index, t.branch"
     )
     return _rollouts(rows, path)
@@ -389,11 +407,14 @@ def _partials(
 
 
 def _requeued(connection: sqlite3.Connection) -> dict[str, tuple[int, int | None]]:
-    """By prompt id (num_handed_back, version at which its group failed, if it did), in the order of first admission: as they were drawn."""
+    """By prompt id (num_handed_back, version at which its group failed, if it did), in the order of first
+    admission: as they were drawn.
+    """
     rows = connection.execute(
         "SELECT h.prompt_id, h.requeued, CASE h.state WHEN 'failed' THEN h.start_version END,"
         " (SELECT min(group_id) FROM groups f WHERE f.prompt_id = h.prompt_id) AS first FROM groups h"
         " WHERE h.requeued IS NOT NULL AND NOT EXISTS"
-        " (SELECT 1 FROM groups later WHERE later.prompt_id = h.prompt_id AND later.group_id > h.group_id) ORDER BY first"
+        " (SELECT 1 FROM groups later WHERE later.prompt_id = h.prompt_id AND later.group_id > h.group_id) "
+        "ORDER BY first"
     )
     return {prompt_id: (requeued, failed_at) for prompt_id, requeued, failed_at, _ in rows}

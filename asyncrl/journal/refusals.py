@@ -1,4 +1,6 @@
-"""The sentences of every error that the journal raises about its file or about what it is told, each in one place."""
+"""The sentences of every error that the journal raises about its file or about what it is told, each in one
+place.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,8 @@ from pathlib import Path
 from asyncrl.errors import JournalError
 
 _ASIDE = (
-    "copy journal.sqlite back (with its -wal file) from where it is whole; or move journal.sqlite* out of the run directory and "
+    "copy journal.sqlite back (with its -wal file) from where it is whole; or move journal.sqlite* out of "
+    "the run directory and "
     "resume: the newest checkpoint is enough to go on, and what was generated after it is generated again."
 )
 _FULL = ("SQLITE_FULL", "SQLITE_IOERR_WRITE")
@@ -16,7 +19,9 @@ _BUG = "this is a bug in the room that told it."
 
 
 SQLITE_ERRORS = (sqlite3.Error, UnicodeDecodeError)
-"""What the sqlite3 module raises: if a flipped byte in a name makes SQLite's own message no text, then not an Error of its own."""
+"""What the sqlite3 module raises: if a flipped byte in a name makes SQLite's own message no text, then not an
+Error of its own.
+"""
 
 
 def damaged(where: object, why: str) -> JournalError:
@@ -31,16 +36,21 @@ def log_left(log: Path) -> JournalError:
     journal = log.name.removesuffix("-wal")
     return JournalError(
         f"there is {log} without the journal that it belongs to",
-        rule=f"{journal} and its -wal file are one journal: the log holds what was written last, and would be replayed onto a new one",
+        rule=f"{journal} and its -wal file are one journal: the log holds what was written last, and would "
+        f"be replayed onto a new one",
         way_out=f"put {journal} back; or, if it was moved elsewhere, move {log} there too.",
     )
 
 
 def begins_later(path: Path, version: int, checkpoint_version: int) -> JournalError:
-    """The journal of a run that has lost its first one, with an older checkpoint than the one it went on from."""
+    """The journal of a run that has lost its first one, with an older checkpoint than the one it went on
+    from.
+    """
     return JournalError(
-        f"{path} begins at version {version}, and the newest whole checkpoint is of version {checkpoint_version}",
-        rule="a run goes on from a checkpoint with every batch since, and the batches in between were in a journal that is gone",
+        f"{path} begins at version {version}, and the newest whole checkpoint is of version "
+        f"{checkpoint_version}",
+        rule="a run goes on from a checkpoint with every batch since, and the batches in between were in a "
+        "journal that is gone",
         way_out=_ASIDE,
     )
 
@@ -50,7 +60,8 @@ def deleted(path: Path, version: int) -> JournalError:
     return JournalError(
         f"the tokens of batch {version} were deleted from {path}",
         rule="with journal.keep=checkpoint they stay as long as a checkpoint before them",
-        way_out="put a whole copy of a newer checkpoint back (damaged_step_N as step_N), or move journal.sqlite* out of the run "
+        way_out="put a whole copy of a newer checkpoint back (damaged_step_N as step_N), or move "
+        "journal.sqlite* out of the run "
         "directory: the run then goes on from its newest whole checkpoint alone.",
     )
 
@@ -163,7 +174,8 @@ def cannot_end(group_id: int, state: str, found: str) -> JournalError:
     """A group that does not run, or is not ready, ends."""
     return JournalError(
         f"group {group_id} cannot become {state}: it is {found}",
-        rule="a running group becomes ready, failed, filtered or handed_back, and a ready one handed_back at most",
+        rule="a running group becomes ready, failed, filtered or handed_back, and a ready one handed_back at "
+        "most",
         way_out=_BUG,
     )
 
@@ -181,7 +193,8 @@ def batch_differs(version: int, found: str) -> JournalError:
     """A version is made from one batch."""
     return JournalError(
         f"batch {version} cannot be taken: {found}",
-        rule="a version is made from one batch, batches follow each other, and only the same one may be taken again",
+        rule="a version is made from one batch, batches follow each other, and only the same one may be "
+        "taken again",
         way_out="do not train on this batch. Resume: batches of the journal are trained again as they are.",
     )
 

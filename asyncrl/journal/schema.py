@@ -1,6 +1,8 @@
-"""The tables of journal.sqlite, how the file is made, checked and brought up to date. Knows no record of types.
+"""The tables of journal.sqlite, how the file is made, checked and brought up to date. Knows no record of
+types.
 
-Times are seconds since 1970, for people alone: the order of things is the order of ids and rows, so a clock may jump.
+Times are seconds since 1970, for people alone: the order of things is the order of ids and rows, so a clock
+may jump.
 """
 
 from __future__ import annotations
@@ -74,7 +76,9 @@ INSERT INTO branches SELECT group_id, sample_index, 0, reward, num_tokens, num_s
 DROP TABLE trajectories;
 ALTER TABLE branches RENAME TO trajectories;
 """
-"""A rollout has a row for each of its branches. The number of its rollouts is that of the rows with branch 0."""
+"""A rollout has a row for each of its branches. The number of its rollouts is that of the rows with branch
+0.
+"""
 
 _REQUEUED = """
 ALTER TABLE groups ADD COLUMN requeued INTEGER;
@@ -82,22 +86,31 @@ UPDATE groups SET requeued = 0 WHERE state = 'handed_back';
 DROP INDEX groups_handed_back;
 CREATE INDEX groups_requeued ON groups (group_id) WHERE requeued IS NOT NULL;
 """
-"""requeued: with this num_handed_back the prompt of a group that has ended is sampled again. NULL: it is not."""
+"""requeued: with this num_handed_back the prompt of a group that has ended is sampled again. NULL: it is
+not.
+"""
 
 MIGRATIONS: tuple[str, ...] = (_FIRST, _BRANCHES, _REQUEUED)
-"""MIGRATIONS[n] takes schema version n to n + 1. One that has been released never changes: write the next one."""
+"""MIGRATIONS[n] takes schema version n to n + 1. One that has been released never changes: write the next
+one.
+"""
 
 VIEWS: tuple[str, ...] = (
     "CREATE TEMP VIEW trajectories AS SELECT *, 0 AS branch FROM main.trajectories",
-    "CREATE TEMP VIEW groups AS SELECT *, CASE state WHEN 'handed_back' THEN 0 END AS requeued FROM main.groups",
+    "CREATE TEMP VIEW groups AS SELECT *, CASE state WHEN 'handed_back' THEN 0 END AS requeued FROM "
+    "main.groups",
 )
-"""VIEWS[n]: what shows a reader, who changes nothing, the tables of schema version n + 1 as those of version n + 2."""
+"""VIEWS[n]: what shows a reader, who changes nothing, the tables of schema version n + 1 as those of version
+n + 2.
+"""
 
 
 def create(path: Path, run_id: str) -> None:
-    """Make an empty journal: written beside, synced, renamed, so that a file of that name is always a whole journal.
+    """Make an empty journal: written beside, synced, renamed, so that a file of that name is always a whole
+    journal.
 
-    Raises JournalError if the disk refuses, or if the log of another journal lies there: SQLite would replay it onto this one.
+    Raises JournalError if the disk refuses, or if the log of another journal lies there: SQLite would replay
+    it onto this one.
     """
     log = path.with_name(f"{path.name}-wal")
     if log.exists() and log.stat().st_size:
@@ -126,9 +139,11 @@ def create(path: Path, run_id: str) -> None:
 
 
 def connect(path: Path, *, is_read_only: bool) -> sqlite3.Connection:
-    """A connection to a journal that exists; nothing is checked. Raises sqlite3.Error. Any one thread at a time may use it.
+    """A connection to a journal that exists; nothing is checked. Raises sqlite3.Error. Any one thread at a
+    time may use it.
 
-    A reader has to make files beside the journal, unless nobody writes it: an ended run can be read where nothing may be written.
+    A reader has to make files beside the journal, unless nobody writes it: an ended run can be read where
+    nothing may be written.
     """
     mode = "ro" if is_read_only else "rw"
     is_ended = not path.with_name(f"{path.name}-wal").exists()
@@ -149,11 +164,13 @@ def connect(path: Path, *, is_read_only: bool) -> sqlite3.Connection:
 
 
 def check_file(path: Path) -> None:
-    """Raises JournalError if there is no file, or if it is empty: SQLite would take it for a new database, and delete the log beside it.
+    """Raises JournalError if there is no file, or if it is empty: SQLite would take it for a new database,
+    and delete the log beside it.
 
-    It is not opened: when a process closes a file, by whatever descriptor, it loses all its locks on it, SQLite's too
-    (https://www.sqlite.org/howtocorrupt.html section 2.2). Another program that then opens the journal of a living run removes its
-    log when it closes. So nothing but SQLite ever opens the journal in the process that writes it.
+    It is not opened: when a process closes a file, by whatever descriptor, it loses all its locks on it,
+    SQLite's too (https://www.sqlite.org/howtocorrupt.html section 2.2). Another program that then opens the
+    journal of a living run removes its log when it closes. So nothing but SQLite ever opens the journal in
+    the process that writes it.
     """
     try:
         if path.stat().st_size == 0:
@@ -163,13 +180,16 @@ def check_file(path: Path) -> None:
 
 
 def check(connection: sqlite3.Connection, path: Path, run_id: str | None) -> None:
-    """Raises JournalError if the file is another program's, too new, damaged, or another run's (`run_id` None: any run's)."""
+    """Raises JournalError if the file is another program's, too new, damaged, or another run's (`run_id`
+    None: any run's).
+    """
     if (found := _number(connection, "application_id")) != APPLICATION_ID:
         raise foreign(path, f"is a SQLite database of another program (application_id {found:#x})")
     version = _number(connection, "user_version")
     if version > len(MIGRATIONS):
         raise too_new(path, version, len(MIGRATIONS))
-    # Not quick_check: that would not see an index which hides a row. 100,000 groups take half a second, against 0.3 s.
+    # Not quick_check: that would not see an index which hides a row. 100,000 groups take half a second,
+    # against 0.3 s.
     wrong = [row[0] for row in connection.execute("PRAGMA integrity_check(3)") if row[0] != "ok"]
     if wrong:
         raise damaged(path, "; ".join(wrong).replace("\n", " "))
@@ -207,7 +227,8 @@ def _number(connection: sqlite3.Connection, pragma: str) -> int:
     return int(connection.execute(f"PRAGMA {pragma}").fetchone()[0])
 
 
-# Finds a damaged write-ahead log. SQLite takes its whole part and drops the rest in silence; knows nothing of what is in it.
+# Finds a damaged write-ahead log. SQLite takes its whole part and drops the rest in silence; knows nothing of
+# what is in it.
 #
 # Layout: https://www.sqlite.org/fileformat2.html#the_write_ahead_log
 
@@ -248,10 +269,11 @@ def _is_whole(header: bytes) -> bool:
 
 
 def check_wal(connection: sqlite3.Connection, path: Path, commits: list[int]) -> None:
-    """Compare what SQLite took of the log with the commits that were in it (`commits_in`, before the file was opened).
+    """Compare what SQLite took of the log with the commits that were in it (`commits_in`, before the file was
+    opened).
 
-    Raises JournalError if more than one is missing. The last one may be: a power cut tears the commit that was being written,
-    which nobody had an answer of yet; no check can tell that from damage to it.
+    Raises JournalError if more than one is missing. The last one may be: a power cut tears the commit that
+    was being written, which nobody had an answer of yet; no check can tell that from damage to it.
     """
     num_whole = connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()[1]
     lost = [number for number in commits if number > max(0, num_whole)]

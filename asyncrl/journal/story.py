@@ -1,4 +1,5 @@
-"""What a person asks of a journal: a group's story, a step's batch, what was wasted, what went wrong. Reads alone; knows no loop.
+"""What a person asks of a journal: a group's story, a step's batch, what was wasted, what went wrong. Reads
+alone; knows no loop.
 
 Everything here blocks, works beside a run that writes, and raises JournalError.
 """
@@ -18,17 +19,22 @@ from asyncrl.messages.records import GroupId, PartialCompletion, Prompt, Rollout
 
 MAX_EVENTS = 1000
 _GROUP_NUMBERS = (
-    " coalesce(g.num_rollouts, (SELECT count(*) FROM trajectories t WHERE t.group_id = g.group_id AND branch = 0)),"
+    " coalesce(g.num_rollouts, (SELECT count(*) FROM trajectories t WHERE t.group_id = g.group_id AND branch "
+    "= 0)),"
     " coalesce(g.num_failed, (SELECT count(*) FROM failures f WHERE f.group_id = g.group_id)),"
     " coalesce(g.num_sampled, (SELECT total(num_sampled) FROM trajectories t WHERE t.group_id = g.group_id)),"
-    " coalesce(g.oldest_version, (SELECT min(oldest_version) FROM trajectories t WHERE t.group_id = g.group_id)),"
-    " coalesce(g.reward_mean, (SELECT avg(reward) FROM trajectories t WHERE t.group_id = g.group_id AND branch = 0)), g.lost_tokens"
+    " coalesce(g.oldest_version, (SELECT min(oldest_version) FROM trajectories t WHERE t.group_id = "
+    "g.group_id)),"
+    " coalesce(g.reward_mean, (SELECT avg(reward) FROM trajectories t WHERE t.group_id = g.group_id AND "
+    "branch = 0)), g.lost_tokens"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class GroupLine:
-    """A group in one line. `num_sampled` tokens of its `num_rollouts` finished rollouts; `lost_tokens` of attempts that came to nothing."""
+    """A group in one line. `num_sampled` tokens of its `num_rollouts` finished rollouts; `lost_tokens` of
+    attempts that came to nothing.
+    """
 
     group_id: int
     prompt_id: str
@@ -64,7 +70,9 @@ class GroupStory:
 
 @dataclass(frozen=True, slots=True)
 class BatchStory:
-    """The batch of one step. `tokens_by_version` counts sampled tokens; None once they are deleted. `published_s`: its version served."""
+    """The batch of one step. `tokens_by_version` counts sampled tokens; None once they are deleted.
+    `published_s`: its version served.
+    """
 
     version: int
     min_version: int
@@ -90,7 +98,9 @@ class BatchStory:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """A run in numbers. `groups` and `sampled_tokens` by state; `lost_tokens` are those of failed, retried and dropped attempts."""
+    """A run in numbers. `groups` and `sampled_tokens` by state; `lost_tokens` are those of failed, retried
+    and dropped attempts.
+    """
 
     run_id: str
     groups: Mapping[str, int]
@@ -163,7 +173,8 @@ def batch_story(path: Path, version: int) -> BatchStory | None:
     with reading(path) as connection:
         row = connection.execute(
             "SELECT version, min_version, mask_older, taken_s, trained_s, loss, weights_digest,"
-            " (SELECT served_s FROM publishes p WHERE p.version = b.version + 1) FROM batches b WHERE version = ?",
+            " (SELECT served_s FROM publishes p WHERE p.version = b.version + 1) FROM batches b WHERE "
+            "version = ?",
             (version,),
         ).fetchone()
         if row is None:
@@ -199,7 +210,8 @@ def totals(path: Path) -> Totals:
         ).fetchall()
         live = dict(
             connection.execute(
-                "SELECT g.state, total(t.num_sampled) FROM trajectories t JOIN groups g USING (group_id) GROUP BY g.state"
+                "SELECT g.state, total(t.num_sampled) FROM trajectories t JOIN groups g USING (group_id) "
+                "GROUP BY g.state"
             ).fetchall()
         )
         num_batches, num_trained = connection.execute(

@@ -1,8 +1,9 @@
 """Token records and prompts as bytes and back, bit for bit. Knows no SQLite.
 
-A blob is zlib over: length of the head (uint32), head (JSON), token ids (int32), logprobs (float32), loss mask (one bit a token).
-Numbers are little endian, in byte planes: first the lowest byte of each, and so on, which packs much better. zlib brings
-a checksum, and the head says where the blob belongs, so a changed byte on disk is found when the blob is read.
+A blob is zlib over: length of the head (uint32), head (JSON), token ids (int32), logprobs (float32), loss
+mask (one bit a token). Numbers are little endian, in byte planes: first the lowest byte of each, and so on,
+which packs much better. zlib brings a checksum, and the head says where the blob belongs, so a changed byte
+on disk is found when the blob is read.
 """
 
 from __future__ import annotations
@@ -108,7 +109,9 @@ def decode_partial(blob: bytes, group_id: int, sample_index: int, path: Path) ->
 
 
 def encode_prompt(ticket: Ticket, prompt: Prompt) -> bytes:
-    """JSON, packed. Tuples and keys that are no text survive; what JSON cannot hold at all is left out, and decode_prompt says so."""
+    """JSON, packed. Tuples and keys that are no text survive; what JSON cannot hold at all is left out, and
+    decode_prompt says so.
+    """
     head: dict[str, Any] = {
         "format": FORMAT,
         "place": [int(ticket.group_id), prompt.prompt_id, int(ticket.start_version)],
@@ -122,7 +125,9 @@ def encode_prompt(ticket: Ticket, prompt: Prompt) -> bytes:
 
 
 def decode_prompt(blob: bytes, ticket: Ticket, prompt_id: str, path: Path) -> tuple[Prompt, bool]:
-    """(the prompt, whether it is whole). If it is not, answer and info are missing: the task has to make it again."""
+    """(the prompt, whether it is whole). If it is not, answer and info are missing: the task has to make it
+    again.
+    """
     try:
         head, _ = _unpack(blob, [ticket.group_id, prompt_id, ticket.start_version])
         messages = tuple(head["messages"])

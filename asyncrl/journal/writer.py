@@ -1,4 +1,6 @@
-"""The thread that owns the connection: takes whatever waits, applies it in order, commits once. Knows no group and no batch."""
+"""The thread that owns the connection: takes whatever waits, applies it in order, commits once. Knows no
+group and no batch.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +35,13 @@ class Writer:
     """Decisions on their way to the disk, first come first written.
 
     Life:       made (the thread starts) -> put / ask -> stop(), which writes what waits first.
-    Waits:      put and ask never wait. The thread sleeps in the queue. The queue's bound is the caller's: who asks for each batch
+    Waits:      put and ask never wait. The thread sleeps in the queue. The queue's bound is the caller's: who
+    asks for each batch
                 and waits for the answer has at most what the staleness rule admits in it.
-    Invariant:  an answer is given after the commit that holds its decision, and all decisions before it. After the first error
-                nothing more is written: every later put raises it, every ask that waits is answered with it, and `failed` has it.
+    Invariant:  an answer is given after the commit that holds its decision, and all decisions before it.
+    After the first error
+                nothing more is written: every later put raises it, every ask that waits is answered with it,
+                and `failed` has it.
     """
 
     def __init__(self, connection: sqlite3.Connection, path: Path) -> None:
@@ -69,7 +74,9 @@ class Writer:
         return answer
 
     def stop(self) -> None:
-        """Write what waits, end the thread and close the connection; idempotent. Blocks. Raises the error that ended the writing."""
+        """Write what waits, end the thread and close the connection; idempotent. Blocks. Raises the error
+        that ended the writing.
+        """
         if not self._is_stopped:
             self._is_stopped = True
             self._queue.put(None)

@@ -77,21 +77,23 @@ def joint_digest(tensor_digests: Iterable[bytes]) -> str:
 def weights_digest(tensors: Iterable[tuple[str, str, tuple[int, ...], memoryview | bytes]]) -> str:
     """Digest of a set of weights, the same on both ends of a publish.
 
-    Takes (name, dtype, shape, raw bytes) in any order. Each tensor is hashed by itself together with its name,
-    dtype and shape, and the sorted per-tensor digests are hashed again, so that a swapped name, a skipped tensor
-    and a changed byte all change the result.
+    Takes (name, dtype, shape, raw bytes) in any order. Each tensor is hashed by itself together with its
+    name, dtype and shape, and the sorted per-tensor digests are hashed again, so that a swapped name, a
+    skipped tensor and a changed byte all change the result.
     """
     return joint_digest(tensor_digest(*tensor) for tensor in tensors)
 
 
-# Messages about weights that lie in memory which trainer and engine share: what it is, and where each tensor begins in it.
+# Messages about weights that lie in memory which trainer and engine share: what it is, and where each tensor
+# begins in it.
 
 
 class MemoryHandle(Message):
     """What another process needs to open a piece of memory.
 
-    `kind` file: `name` is the path of a file in shared memory, which is mapped. cuda: `name` is the CUipcMemHandle of an allocation on
-    the device that both processes use, 64 bytes in base64. A handle is of one piece of memory, however often that is written to.
+    `kind` file: `name` is the path of a file in shared memory, which is mapped. cuda: `name` is the
+    CUipcMemHandle of an allocation on the device that both processes use, 64 bytes in base64. A handle is of
+    one piece of memory, however often that is written to.
     """
 
     kind: Literal["file", "cuda"]
@@ -100,7 +102,9 @@ class MemoryHandle(Message):
 
 
 class PlacedTensor(Message):
-    """A contiguous tensor at bytes [start, start + its size). `dtype` as torch calls it: float32, bfloat16."""
+    """A contiguous tensor at bytes [start, start + its size). `dtype` as torch calls it: float32,
+    bfloat16.
+    """
 
     name: str
     dtype: str
@@ -115,15 +119,16 @@ class ChunkMemory(Message):
     tensors: list[PlacedTensor]
 
 
-# Messages about weights that the trainer sends to all workers of all engines at once (publisher.transport=nccl).
+# Messages about weights that the trainer sends to all workers of all engines at once
+# (publisher.transport=nccl).
 
 
 class GroupSeat(Message):
-    """The place of one participant in the group that weights are sent through: the trainer has rank 0, an engine's workers the ranks
-    from `rank` on.
+    """The place of one participant in the group that weights are sent through: the trainer has rank 0, an
+    engine's workers the ranks from `rank` on.
 
-    `path` is the file in which they find each other, one a group; `is_new`: the group is to be formed first. `timeout_s` bounds
-    forming it, and each buffer that is sent.
+    `path` is the file in which they find each other, one a group; `is_new`: the group is to be formed first.
+    `timeout_s` bounds forming it, and each buffer that is sent.
     """
 
     path: str

@@ -20,9 +20,10 @@ class Span(Message):
 class GenerateRequest(Message):
     """Sample up to `max_tokens` after `prompt_ids`.
 
-    `stream`: the answer is a line of JSON a GenerateChunk, as tokens are sampled, and last the GenerateResponse, whose tokens are
-    those after the last chunk's: chunks and response, joined, are what the same request without `stream` answers. The token that
-    ends an answer comes in the response, never in a chunk.
+    `stream`: the answer is a line of JSON a GenerateChunk, as tokens are sampled, and last the
+    GenerateResponse, whose tokens are those after the last chunk's: chunks and response, joined, are what the
+    same request without `stream` answers. The token that ends an answer comes in the response, never in a
+    chunk.
 
     The last `num_resumed` ids of the prompt were sampled by an earlier segment of the same logical request:
     they count for stop strings that lie over the joint, and nothing else. The draw of each token depends on
@@ -41,7 +42,9 @@ class GenerateRequest(Message):
 
 
 class GenerateChunk(Message):
-    """Some tokens of a streamed answer, all sampled under policy_version `version`; `logprobs` as in GenerateResponse."""
+    """Some tokens of a streamed answer, all sampled under policy_version `version`; `logprobs` as in
+    GenerateResponse.
+    """
 
     token_ids: list[int] = Field(min_length=1)
     logprobs: list[float]
@@ -52,7 +55,8 @@ class GenerateResponse(Message):
     """`finish_reason` abort: the partial answer of a request that a publish or an /abort interrupted.
 
     `logprobs`: float32 values in nats, of the distribution that was sampled from (temperature and top_p
-    applied; temperature 0 is greedy, with the logprobs of temperature 1). Spans cover every token once, in order.
+    applied; temperature 0 is greedy, with the logprobs of temperature 1). Spans cover every token once, in
+    order.
     """
 
     request_id: str
@@ -69,7 +73,9 @@ class AbortRequest(Message):
 
 
 class AbortResponse(Message):
-    """The ids that were running or queued here and now end with finish_reason abort. Unknown ids are left out."""
+    """The ids that were running or queued here and now end with finish_reason abort. Unknown ids are left
+    out.
+    """
 
     aborted: list[str]
 
@@ -78,8 +84,9 @@ class PrepareRequest(Message):
     """Read the safetensors file `path` into staging beside the serving weights.
 
     `kind` weights: a whole set of them. lora: adapters for the weights that the server started with, as
-    `<module>.lora_A.weight` [rank, in] and `<module>.lora_B.weight` [out, rank] of each layer that has one, and the scalar
-    `scale`; staged is base + scale * B A, computed in float32. `digest` is that of the tensors in the file, in either case.
+    `<module>.lora_A.weight` [rank, in] and `<module>.lora_B.weight` [out, rank] of each layer that has one,
+    and the scalar `scale`; staged is base + scale * B A, computed in float32. `digest` is that of the tensors
+    in the file, in either case.
     """
 
     version: int = Field(ge=0)
@@ -91,7 +98,9 @@ class PrepareRequest(Message):
 
 
 class PrepareResponse(Message):
-    """`digest` of the tensors as they were read into staging, computed by the server, not copied from the request."""
+    """`digest` of the tensors as they were read into staging, computed by the server, not copied from the
+    request.
+    """
 
     version: int
     digest: str
@@ -115,14 +124,16 @@ class CommitResponse(Message):
 
 
 class SleepRequest(Message):
-    """Free the memory of these parts. Aborts what runs; requests that come now wait until all parts are awake. Idempotent."""
+    """Free the memory of these parts. Aborts what runs; requests that come now wait until all parts are
+    awake. Idempotent.
+    """
 
     parts: list[EnginePart] = ["kv", "weights"]
 
 
 class WakeRequest(Message):
-    """Take memory for these parts again. Weights that are awake have no content until a push is committed, unless `restore`: then
-    they are loaded again from where the serving ones came from. Idempotent.
+    """Take memory for these parts again. Weights that are awake have no content until a push is committed,
+    unless `restore`: then they are loaded again from where the serving ones came from. Idempotent.
     """
 
     parts: list[EnginePart]
@@ -130,9 +141,11 @@ class WakeRequest(Message):
 
 
 class LoadChunkRequest(Message):
-    """Load the tensors of the safetensors file `path`, or in `memory`, into the awake weights: chunk `index` of the push of `version`.
+    """Load the tensors of the safetensors file `path`, or in `memory`, into the awake weights: chunk `index`
+    of the push of `version`.
 
-    `digest` is that of this chunk's tensors. `is_last`: the next request of this push is /commit, with the digest of all tensors.
+    `digest` is that of this chunk's tensors. `is_last`: the next request of this push is /commit, with the
+    digest of all tensors.
     """
 
     version: int = Field(ge=0)

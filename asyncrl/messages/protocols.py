@@ -36,11 +36,13 @@ class SamplingEngine(Protocol):
         on_segment: Callable[[PartialCompletion], None] | None = None,
         on_tokens: Callable[[Sequence[int]], None] | None = None,
     ) -> Completion:
-        """Sample; survives publishes and the death of a server. Raises RequestRefused (data) or EngineError (ends the run).
+        """Sample; survives publishes and the death of a server. Raises RequestRefused (data) or EngineError
+        (ends the run).
 
-        `partial`: what an earlier process had sampled of this very request, to be gone on from. `on_segment` is told, after each
-        interruption, all that has been sampled so far. `on_tokens` is told each sampled token once and in order, a few at a time,
-        as they come; what it was told is in the completion, whatever happens to servers.
+        `partial`: what an earlier process had sampled of this very request, to be gone on from. `on_segment`
+        is told, after each interruption, all that has been sampled so far. `on_tokens` is told each sampled
+        token once and in order, a few at a time, as they come; what it was told is in the completion,
+        whatever happens to servers.
         """
         ...
 
@@ -51,7 +53,9 @@ class WeightTarget(Protocol):
     name: str
 
     async def prepare(self, manifest: WeightManifest) -> str:
-        """Load the weights beside the serving ones, while generation goes on; return the digest of what was loaded."""
+        """Load the weights beside the serving ones, while generation goes on; return the digest of what was
+        loaded.
+        """
         ...
 
     async def commit(self, version: int, digest: str, interrupt: Interrupt) -> CommitReport:
@@ -159,22 +163,30 @@ class Scorer(Protocol):
     """What producers need to turn a completion's text into a reward."""
 
     async def score(self, prompt: Prompt, completion: str) -> float:
-        """A finite reward. Raises RewardFailure if the reward function raises, is too slow, or returns nonsense."""
+        """A finite reward. Raises RewardFailure if the reward function raises, is too slow, or returns
+        nonsense.
+        """
         ...
 
 
 class Session(Protocol):
-    """One attempt of a rollout, as its harness sees it: a key that opens /v1/chat/completions, and what was sampled under it."""
+    """One attempt of a rollout, as its harness sees it: a key that opens /v1/chat/completions, and what was
+    sampled under it.
+    """
 
     key: str
     """The bearer token. Unguessable; dies with the session."""
 
     def end_nowait(self, reason: str) -> None:
-        """No call is answered any more (410 with `reason`), those in hand included. Idempotent: the first reason stays."""
+        """No call is answered any more (410 with `reason`), those in hand included. Idempotent: the first
+        reason stays.
+        """
         ...
 
     def while_open(self) -> AbstractAsyncContextManager[None]:
-        """A block that is left with RolloutFailure if somebody else than its owner ends the session: its harness works for nothing."""
+        """A block that is left with RolloutFailure if somebody else than its owner ends the session: its
+        harness works for nothing.
+        """
         ...
 
     def last_text(self) -> str:
@@ -182,7 +194,9 @@ class Session(Protocol):
         ...
 
     def rollout(self, sample_index: int, outcome: Outcome, reward: float) -> Rollout:
-        """Everything that was sampled, by branches. Raises RolloutFailure if that is nothing, or `outcome` names what is not there."""
+        """Everything that was sampled, by branches. Raises RolloutFailure if that is nothing, or `outcome`
+        names what is not there.
+        """
         ...
 
 
@@ -192,7 +206,9 @@ class SessionHost(Protocol):
     def open_nowait(
         self, rollout_id: str, *, prompt_id: str, sample_index: int, attempt: int, route_key: str
     ) -> Session:
-        """A new session, to be ended by whoever opened it. Seeds derive from `prompt_id` (Prompt.seed_id), sample, attempt and call."""
+        """A new session, to be ended by whoever opened it. Seeds derive from `prompt_id` (Prompt.seed_id),
+        sample, attempt and call.
+        """
         ...
 
 
@@ -200,7 +216,8 @@ class WorkQueue(Protocol):
     """What producers need of whoever hands work to harnesses."""
 
     async def run(self, work: Work, *, started: Callable[[], None]) -> Outcome:
-        """Have it run by some worker; `started` is called once one has taken it. Raises RolloutFailure (data).
+        """Have it run by some worker; `started` is called once one has taken it. Raises RolloutFailure
+        (data).
 
         Whoever cancels this takes the work back: the worker is told at its next sign of life.
         """
@@ -224,7 +241,8 @@ class ChatRenderer(Protocol):
         ...
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Token ids; special tokens are known by their text, none is added. Raises ValueError for text that is no Unicode.
+        """Token ids; special tokens are known by their text, none is added. Raises ValueError for text that
+        is no Unicode.
 
         For a long text it runs in a thread, beside any of these methods in others.
         """

@@ -26,13 +26,15 @@ WeightKind = Literal["weights", "lora"]
 
 
 Finished = Literal["ready", "filtered", "handed_back"]
-"""What became of a finished group: it is ready; it teaches nothing and gave its place away (buffer.filter); it had been dropped
-before; or nothing of it is young enough and its prompt went back to the queue."""
+"""What became of a finished group: it is ready; it teaches nothing and gave its place away (buffer.filter);
+it had been dropped before; or nothing of it is young enough and its prompt went back to the queue."""
 
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
-    """Tokens [start, end) were sampled under policy_version `version`, by engine server number `engine` (-1: not known)."""
+    """Tokens [start, end) were sampled under policy_version `version`, by engine server number `engine` (-1:
+    not known).
+    """
 
     start: int
     end: int
@@ -41,7 +43,9 @@ class VersionSpan:
 
     @property
     def plain(self) -> list[int]:
-        """[start, end, version, engine], for files; the engine is left out where it is not known, as in files before it was recorded."""
+        """[start, end, version, engine], for files; the engine is left out where it is not known, as in files
+        before it was recorded.
+        """
         return [
             int(self.start),
             int(self.end),
@@ -54,8 +58,9 @@ class VersionSpan:
 class Prompt:
     """One task item as it goes into a group.
 
-    `prompt_id` is unique within a run (epoch and index). `messages` are chat messages (role and content). `answer` and `info` are
-    for the reward function alone: no model sees them. `num_handed_back`: times that its group failed or became too old.
+    `prompt_id` is unique within a run (epoch and index). `messages` are chat messages (role and content).
+    `answer` and `info` are for the reward function alone: no model sees them. `num_handed_back`: times that
+    its group failed or became too old.
     """
 
     prompt_id: str
@@ -66,7 +71,9 @@ class Prompt:
 
     @property
     def seed_id(self) -> str:
-        """Stands for the prompt where seeds are derived: another one after each hand-back, or what was too long would be as long again."""
+        """Stands for the prompt where seeds are derived: another one after each hand-back, or what was too
+        long would be as long again.
+        """
         return (
             f"{self.prompt_id} handed back {self.num_handed_back}" if self.num_handed_back else self.prompt_id
         )
@@ -76,8 +83,8 @@ class Prompt:
 class SamplingRequest:
     """One logical request to the model: prompt token ids in, at most `max_tokens` sampled tokens out.
 
-    `route_key` keeps requests together that share a prompt (the samples of a group) while they are in flight. `after`: the last span
-    of the turn before, whose engine has the conversation so far in its cache.
+    `route_key` keeps requests together that share a prompt (the samples of a group) while they are in flight.
+    `after`: the last span of the turn before, whose engine has the conversation so far in its cache.
     """
 
     request_id: str
@@ -120,7 +127,8 @@ class PartialCompletion:
 class Credit:
     """Tokens [start, end) of a trajectory answer for `reward`, as part `unit` of their rollout.
 
-    Units of one rollout with the same number are one sample of the advantage, wherever their tokens lie, and have one reward.
+    Units of one rollout with the same number are one sample of the advantage, wherever their tokens lie, and
+    have one reward.
     """
 
     start: int
@@ -131,13 +139,15 @@ class Credit:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trajectory:
-    """The token record of one branch of a finished rollout; all arrays have one entry a token, prompt included.
+    """The token record of one branch of a finished rollout; all arrays have one entry a token, prompt
+    included.
 
-    token_ids int32 [T]; loss_mask bool [T], true on tokens sampled in this branch and on no other; behaviour_logprobs float32
-    [T] in nats, 0 where loss_mask is false; version_spans cover exactly the tokens with loss_mask, in order. A rollout of one
-    conversation has one branch; one whose harness edited its history has more, and each sampled token is in the loss_mask of
-    exactly one of them. `reward` is the rollout's. `credits`, if there are any, say which tokens answer for which reward, cover
-    every token with loss_mask once, and stand in for `reward` in the advantage; without them all branches are one sample.
+    token_ids int32 [T]; loss_mask bool [T], true on tokens sampled in this branch and on no other;
+    behaviour_logprobs float32 [T] in nats, 0 where loss_mask is false; version_spans cover exactly the tokens
+    with loss_mask, in order. A rollout of one conversation has one branch; one whose harness edited its
+    history has more, and each sampled token is in the loss_mask of exactly one of them. `reward` is the
+    rollout's. `credits`, if there are any, say which tokens answer for which reward, cover every token with
+    loss_mask once, and stand in for `reward` in the advantage; without them all branches are one sample.
     """
 
     sample_index: int
@@ -171,9 +181,10 @@ Rollout = tuple[Trajectory, ...]
 class Outcome:
     """What a harness says of its rollout.
 
-    `reward` None: the task's own reward function scores the text of the last completion. `turn_rewards` and `branch_rewards`, by
-    the id of a completion (chatcmpl-0, ...): each completion, or each branch by any completion that lies in it alone, is a
-    sample of its own in the advantage, and must be named; give one of the two. Then `reward` None is their mean.
+    `reward` None: the task's own reward function scores the text of the last completion. `turn_rewards` and
+    `branch_rewards`, by the id of a completion (chatcmpl-0, ...): each completion, or each branch by any
+    completion that lies in it alone, is a sample of its own in the advantage, and must be named; give one of
+    the two. Then `reward` None is their mean.
     """
 
     reward: float | None = None
@@ -222,9 +233,10 @@ class Batch:
 class WaitReport:
     """Seconds that the trainer waited for one batch, by what it waited for. They add up to the whole wait.
 
-    generation: fewer than num_groups groups were ready, and admission was open or everything admitted was running;
-    stragglers: enough were ready, but taking them would have made a running group too old (on_overdue=wait);
-    publishing: too few groups in the system, because admission waited for a newer version to be served.
+    generation: fewer than num_groups groups were ready, and admission was open or everything admitted was
+    running; stragglers: enough were ready, but taking them would have made a running group too old
+    (on_overdue=wait); publishing: too few groups in the system, because admission waited for a newer version
+    to be served.
     """
 
     generation_s: float = 0.0
@@ -253,9 +265,10 @@ class StepReport:
 class WeightManifest:
     """A set of weights in staging: where it lies, and what it must be.
 
-    `digest` is `asyncrl.wire.weights_digest` of all tensors; `path` is a safetensors file that every engine
-    server of this machine can read. `canary` is what the trainer says of a short text with these weights, if it was asked to.
-    `held_digest`: the trainer holds them to send them itself, and they have this digest over checksums; `path` may be '' then.
+    `digest` is `asyncrl.messages.base.weights_digest` of all tensors; `path` is a safetensors file that every
+    engine server of this machine can read. `canary` is what the trainer says of a short text with these
+    weights, if it was asked to. `held_digest`: the trainer holds them to send them itself, and they have this
+    digest over checksums; `path` may be '' then.
     """
 
     version: int
@@ -272,9 +285,9 @@ class WeightManifest:
 class UnfinishedGroup:
     """A group that ran when its run was killed: what is known of its rollouts, by sample_index.
 
-    `failures`: (attempts, why) of those that failed for good, attempts 0 where the prompt can never be sampled;
-    `partials`: (number of the attempt, what it had sampled) of those that ran. A rollout that is in none of the three starts from its
-    prompt.
+    `failures`: (attempts, why) of those that failed for good, attempts 0 where the prompt can never be
+    sampled; `partials`: (number of the attempt, what it had sampled) of those that ran. A rollout that is in
+    none of the three starts from its prompt.
     """
 
     ticket: Ticket

@@ -15,16 +15,19 @@ from asyncrl.messages.base import ChunkMemory, Message, TrainerPart, WeightKind
 
 
 class OffloadRequest(Message):
-    """Move these parts of the trainer's state off its device (/offload), or back onto it (/onload). Idempotent."""
+    """Move these parts of the trainer's state off its device (/offload), or back onto it (/onload).
+    Idempotent.
+    """
 
     parts: list[TrainerPart]
 
 
 class Canary(Message):
-    """What the trainer says of a fixed short text with the weights it exports: whoever loads them must find the same.
+    """What the trainer says of a fixed short text with the weights it exports: whoever loads them must find
+    the same.
 
-    `logprobs` are those of token_ids[1:], each after all ids before it, and `next_logprob` is that of the most likely id after the
-    last one: float32 values in nats at temperature 1.
+    `logprobs` are those of token_ids[1:], each after all ids before it, and `next_logprob` is that of the
+    most likely id after the last one: float32 values in nats at temperature 1.
     """
 
     token_ids: list[int] = Field(min_length=2)
@@ -33,7 +36,8 @@ class Canary(Message):
 
 
 class ExportChunkRequest(Message):
-    """Write chunk `index` of the current weights, publisher.chunk_bytes at most (or one tensor), into the one staging file or memory.
+    """Write chunk `index` of the current weights, publisher.chunk_bytes at most (or one tensor), into the one
+    staging file or memory.
 
     Chunks are asked for in order, from 0; each replaces the one before.
     """
@@ -43,8 +47,9 @@ class ExportChunkRequest(Message):
 
 
 class ExportChunkResponse(Message):
-    """A chunk lies at `path`, or in `memory`, which engines of this device open. With `is_last`, `whole_digest` is the digest of the
-    tensors of all chunks, and `canary` theirs. Digests are wire.tensor_digest's, over a tensor's bytes, or in memory over their checksum.
+    """A chunk lies at `path`, or in `memory`, which engines of this device open. With `is_last`,
+    `whole_digest` is the digest of the tensors of all chunks, and `canary` theirs. Digests are
+    wire.tensor_digest's, over a tensor's bytes, or in memory over their checksum.
     """
 
     version: int
@@ -82,7 +87,8 @@ class TrainResponse(Message):
 class ExportResponse(Message):
     """Weights of `version` lie in staging: all of them, or the adapters alone (see PrepareRequest).
 
-    `held_digest`, over checksums of tensors: they are held for /broadcast, and lie in staging only if `path` says where.
+    `held_digest`, over checksums of tensors: they are held for /broadcast, and lie in staging only if `path`
+    says where.
     """
 
     version: int
@@ -96,16 +102,20 @@ class ExportResponse(Message):
 
 
 class SaveRequest(Message):
-    """Write the current weights and tokenizer as a Hugging Face folder; not `merged`: the adapters alone, as a peft folder."""
+    """Write the current weights and tokenizer as a Hugging Face folder; not `merged`: the adapters alone, as
+    a peft folder.
+    """
 
     path: str
     merged: bool = True
 
 
 class StateRequest(Message):
-    """Save what is needed to go on into the new folder `path` (/begin_save_state), or go on from there (/load_state).
+    """Save what is needed to go on into the new folder `path` (/begin_save_state), or go on from there
+    (/load_state).
 
-    `is_checked`: of a folder to load, every file was compared with its manifest by whoever asks; DCP itself checks nothing.
+    `is_checked`: of a folder to load, every file was compared with its manifest by whoever asks; DCP itself
+    checks nothing.
     """
 
     path: str
@@ -113,7 +123,9 @@ class StateRequest(Message):
 
 
 class StateSaved(Message):
-    """The copy is made, and is being written (/wait_save_state answers once it is): training stood still for `held_s`."""
+    """The copy is made, and is being written (/wait_save_state answers once it is): training stood still for
+    `held_s`.
+    """
 
     policy_version: int
     held_s: float
@@ -123,7 +135,9 @@ class StateSaved(Message):
 
 
 class CreditHeader(Message):
-    """Tokens [start, end) of a trajectory, counted from its first, answer for `reward` as part `unit` of their rollout."""
+    """Tokens [start, end) of a trajectory, counted from its first, answer for `reward` as part `unit` of
+    their rollout.
+    """
 
     start: int
     end: int
@@ -132,7 +146,8 @@ class CreditHeader(Message):
 
 
 class TrajectoryHeader(Message):
-    """One trajectory of a batch: branch `branch` of a rollout. Its tokens are [start, end) of the packed arrays.
+    """One trajectory of a batch: branch `branch` of a rollout. Its tokens are [start, end) of the packed
+    arrays.
 
     `reward` is the rollout's. Where its branches have `credits`, those stand in for it in the advantage.
     """
@@ -149,7 +164,9 @@ class TrajectoryHeader(Message):
 
 
 class BatchHeader(Message):
-    """What /train carries beside the arrays. Tokens older than `min_version` get no loss, or the batch is refused."""
+    """What /train carries beside the arrays. Tokens older than `min_version` get no loss, or the batch is
+    refused.
+    """
 
     version: int
     min_version: int
@@ -161,7 +178,8 @@ class BatchArrays(BaseModel):
     """Arrays of a batch, trajectories one after the other: N tokens in all, one entry each.
 
     token_ids int32 [N]; loss_mask bool [N]; behaviour_logprobs float32 [N] in nats; versions int32 [N], -1
-    where a token was not sampled; engines int16 [N], the number of the engine server that sampled it, -1 where that is not known.
+    where a token was not sampled; engines int16 [N], the number of the engine server that sampled it, -1
+    where that is not known.
     """
 
     model_config = ConfigDict(frozen=True, arbitrary_types_allowed=True)

@@ -1,23 +1,24 @@
-"""Shapes of the messages between the gateway and the workers that run harnesses. Imports nothing of ours but wire.
+"""Shapes of the messages between the gateway and the workers that run harnesses. Imports nothing of ours but
+wire.
 
-Workers call the gateway, never the other way round, so that a worker may live behind any firewall. They show the worker key as
-`Authorization: Bearer KEY`; it opens no session, and no session's key opens these routes:
+Workers call the gateway, never the other way round, so that a worker may live behind any firewall. They show
+the worker key as `Authorization: Bearer KEY`; it opens no session, and no session's key opens these routes:
 
 POST /work/lease    LeaseRequest  -> LeaseAnswer    sleeps until there is work, `wait_s` at most
 POST /work/alive    AliveRequest  -> AliveAnswer    a sign of life, and what to give up
-POST /work/result   ResultRequest -> Accepted       410 if that work is no longer this worker's: it drops the result and goes on
-POST /v1/outcome    OutcomeMessage -> Accepted      with the outcome key of a work (also /s/KEY/v1/outcome), where there is one
-GET /health         -> WorkerHealth                 of a worker that a run has started, on its own socket, with a secret of its own
+POST /work/result   ResultRequest -> Accepted       410 if that work is no longer this worker's: it drops the
+result and goes on POST /v1/outcome    OutcomeMessage -> Accepted      with the outcome key of a work (also
+/s/KEY/v1/outcome), where there is one GET /health         -> WorkerHealth                 of a worker that a
+run has started, on its own socket, with a secret of its own
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Any, Self
 
-from aiohttp import web
-from pydantic import ConfigDict, Field, ValidationError, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
-from asyncrl.messages.base import ErrorBody, Message
+from asyncrl.messages.base import Message
 
 WORKER_KEY_ENV = "ASYNCRL_WORKER_KEY"
 """Environment variable with the worker key; command lines are read by everybody on the machine."""
@@ -29,13 +30,17 @@ MAX_OUTCOME_BYTES = 2**18
 """Largest OutcomeMessage; its metrics are kept with every branch of the rollout."""
 
 MAX_MESSAGE_BYTES = 2**22
-"""Largest message of a worker, whatever gateway.max_body_bytes says of calls: an outcome, a failure's words, all leases that it holds."""
+"""Largest message of a worker, whatever gateway.max_body_bytes says of calls: an outcome, a failure's words,
+all leases that it holds.
+"""
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class OutcomeMessage(Message):
-    """What a harness says of its rollout (types.Outcome). Rewards are finite; turn and branch rewards exclude each other."""
+    """What a harness says of its rollout (types.Outcome). Rewards are finite; turn and branch rewards exclude
+    each other.
+    """
 
     reward: Finite | None = None
     metrics: dict[str, Finite] = {}
@@ -60,10 +65,11 @@ class FailureMessage(Message):
 
 
 class WorkItem(Message):
-    """One attempt of a rollout for a worker. `key` opens the session of this attempt alone; numbers that are no numbers stay so.
+    """One attempt of a rollout for a worker. `key` opens the session of this attempt alone; numbers that are
+    no numbers stay so.
 
-    `answer` is withheld unless `has_answer`. `outcome_key` (None: nothing is posted) writes the outcome of this attempt, and opens
-    nothing: it is for the harness itself, and never for what the model has run.
+    `answer` is withheld unless `has_answer`. `outcome_key` (None: nothing is posted) writes the outcome of
+    this attempt, and opens nothing: it is for the harness itself, and never for what the model has run.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
@@ -93,8 +99,8 @@ class WorkerMessage(Message):
 class LeaseRequest(WorkerMessage):
     """Give me work, `max_items` at most. `holding`: every lease that this worker has and has not given back.
 
-    A worker asks once at a time, with a `number` that grows: what it was given and does not hold was lost on its way and is given
-    out again, which a request that comes late must not cause.
+    A worker asks once at a time, with a `number` that grows: what it was given and does not hold was lost on
+    its way and is given out again, which a request that comes late must not cause.
     """
 
     number: int = Field(ge=0)
@@ -105,7 +111,9 @@ class LeaseRequest(WorkerMessage):
 
 
 class LeaseAnswer(Message):
-    """Work, or none within the time. A worker that is silent for `lease_timeout_s` loses all of it. `model`: its name for calls."""
+    """Work, or none within the time. A worker that is silent for `lease_timeout_s` loses all of it. `model`:
+    its name for calls.
+    """
 
     items: list[WorkItem]
     model: str
@@ -126,7 +134,9 @@ class AliveAnswer(Message):
 
 
 class ResultRequest(WorkerMessage):
-    """What came of a lease: `failure`, or `outcome`; neither: the harness said nothing (what it has posted counts)."""
+    """What came of a lease: `failure`, or `outcome`; neither: the harness said nothing (what it has posted
+    counts).
+    """
 
     lease_id: str
     outcome: OutcomeMessage | None = None
@@ -138,10 +148,11 @@ class Accepted(Message):
 
 
 class WorkerHealth(Message):
-    """Answer of GET /health. `loop_lag_s`: so long its event loop, on which harnesses run, has stood still by now.
+    """Answer of GET /health. `loop_lag_s`: so long its event loop, on which harnesses run, has stood still by
+    now.
 
-    `gateway_lost_s`: seconds since the gateway last answered, if its last call failed. `num_abandoned`: calls of its harness that were
-    given up because they did not end when they were cancelled.
+    `gateway_lost_s`: seconds since the gateway last answered, if its last call failed. `num_abandoned`: calls
+    of its harness that were given up because they did not end when they were cancelled.
     """
 
     name: str
@@ -150,45 +161,3 @@ class WorkerHealth(Message):
     loop_lag_s: float
     gateway_lost_s: float | None = None
     num_abandoned: int = 0
-
-
-# Messages of workers as HTTP bodies, and their errors, which are ErrorBody and not OpenAI's. Knows no lease.
-
-
-Read = TypeVar("Read", bound=Message)
-
-
-class Refusal(Exception):  # noqa: N818  an answer, not a crash
-    """Answer this one request with `status` and an ErrorBody."""
-
-    def __init__(self, status: int, error: str, *, rule: str = "", way_out: str = "") -> None:
-        self.status, self.body = status, ErrorBody(error=error, rule=rule, way_out=way_out)
-        super().__init__(error)
-
-
-async def read_message(request: web.Request, shape: type[Read]) -> Read:
-    """The body. Raises Refusal: 413 if it is larger than the request may be, 422 with the first field that is wrong."""
-    try:
-        return shape.model_validate_json(await request.read())
-    except web.HTTPRequestEntityTooLarge:
-        raise Refusal(413, f"the message is larger than {request.client_max_size} bytes") from None
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise Refusal(
-            422, f"{where + ': ' if where else ''}{first['msg']}",
-            rule="see asyncrl/messages/work.py for the message", way_out="run worker and trainer with the same asyncrl.",
-        ) from error  # fmt: skip
-
-
-def bearer(request: web.Request) -> str:
-    """The token that this request shows; empty if none."""
-    scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else ""
-
-
-def answer_message(message: Message, status: int = 200) -> web.Response:
-    """A message as a response."""
-    return web.Response(
-        body=message.model_dump_json().encode(), status=status, content_type="application/json"
-    )

@@ -1,4 +1,6 @@
-"""The live panel, as a function of what was reported so far. Fits 80 columns. Knows metrics; knows no rooms, no clock."""
+"""The live panel, as a function of what was reported so far. Fits 80 columns. Knows metrics; knows no rooms,
+no clock.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ from rich.text import Text
 from asyncrl.observe.run_numbers import Steps
 from asyncrl.observe.text import duration, outliving, skipped_text, sparkline, time_parts
 
-# What a person sees while a run goes on: a live panel on a terminal, else one plain line a step. Knows metrics; knows no rooms.
+# What a person sees while a run goes on: a live panel on a terminal, else one plain line a step. Knows
+# metrics; knows no rooms.
 
 
 Kind = Literal["auto", "live", "plain", "none"]
@@ -29,9 +32,10 @@ Kind = Literal["auto", "live", "plain", "none"]
 class Console:
     """Shows progress. Life: silent until start(); live until close(). A context manager does both.
 
-    live repaints one panel; plain prints a line a step; none prints nothing at all; auto is live on a terminal, else plain.
-    The live panel has a thread of rich's own that repaints, so the clock goes on while nothing happens.
-    A run outlives whoever reads it: once the file cannot be written any more, nothing is shown, and nothing raises, in either thread.
+    live repaints one panel; plain prints a line a step; none prints nothing at all; auto is live on a
+    terminal, else plain. The live panel has a thread of rich's own that repaints, so the clock goes on while
+    nothing happens. A run outlives whoever reads it: once the file cannot be written any more, nothing is
+    shown, and nothing raises, in either thread.
     """
 
     def __init__(
@@ -111,7 +115,8 @@ class Console:
 
 
 def plain_line(metrics: Mapping[str, float], *, num_steps: int, max_staleness: int) -> str:
-    """One step on one line: `step  12/300  reward 0.413  staleness 1.2 (max 3 of 4)  0.41 s/step  train 71% wait 24%`.
+    """One step on one line: `step  12/300  reward 0.413  staleness 1.2 (max 3 of 4)  0.41 s/step  train 71%
+    wait 24%`.
 
     From a wait of 10 % on, the largest part of it is named.
     """
@@ -155,7 +160,8 @@ _COLOURS = {
 
 @dataclass(slots=True)
 class PanelState:
-    """What the panel shows: the last metrics, rewards of all the run, and the last steps for means. Times in seconds of one clock.
+    """What the panel shows: the last metrics, rewards of all the run, and the last steps for means. Times in
+    seconds of one clock.
 
     `rewards` has each `reward_every`-th of `num_rewards`, so that it stays short however long the run is.
     `num_skipped`: optimizer steps skipped so far, `last_skipped` the newest of them in words.
@@ -268,7 +274,8 @@ def _speed(state: PanelState) -> RenderableType:
     tokens = state.recent_total("tokens/trained") / seconds
     length = state.last.get("sample/length_mean", 0.0)
     return Text(
-        f"{seconds / len(state.recent):.2f} s a step, {tokens:,.0f} trained tokens/s, {length:.0f} tokens a rollout"
+        f"{seconds / len(state.recent):.2f} s a step, {tokens:,.0f} trained tokens/s, {length:.0f} tokens a "
+        f"rollout"
     )
 
 

@@ -1,4 +1,6 @@
-"""What `asyncrl inspect` says: the trainer's record beside the journal, as JSON or for people. Reads alone; a live run may write on."""
+"""What `asyncrl inspect` says: the trainer's record beside the journal, as JSON or for people. Reads alone; a
+live run may write on.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ JOURNAL_FILE = "journal.sqlite"
 def render_inspect(
     run_dir: str | Path, *, as_json: bool = False, step: int | None = None, group: int | None = None
 ) -> str:
-    """A run's batches, waste, restarts and resumes; `step` narrows it to one batch, `group` tells one group's whole story.
+    """A run's batches, waste, restarts and resumes; `step` narrows it to one batch, `group` tells one group's
+    whole story.
 
     Raises ConfigError if `run_dir` is no run directory, or has no such step or group.
     """
@@ -36,7 +39,8 @@ def render_inspect(
 
 
 def summarise(files: RunFiles, *, step: int | None = None, group: int | None = None) -> dict[str, Any]:
-    """Plain values. The trainer's record says what was trained on; keys `journal`, `batch` and `story` are from the journal.
+    """Plain values. The trainer's record says what was trained on; keys `journal`, `batch` and `story` are
+    from the journal.
 
     Raises ConfigError for a step or group that neither knows.
     """
@@ -209,18 +213,23 @@ def _time(seconds: float | None) -> str | None:
     )
 
 
-# Sampled tokens as text again, one piece for each version. Knows a run's tokenizer where it lies; imports no torch for it.
+# Sampled tokens as text again, one piece for each version. Knows a run's tokenizer where it lies; imports no
+# torch for it.
 
 
 class Decoder:
-    """Text of token ids, if the run's tokenizer can be found. `source` is its folder, or why there is none."""
+    """Text of token ids, if the run's tokenizer can be found. `source` is its folder, or why there is
+    none.
+    """
 
     def __init__(self, decode: Callable[[Sequence[int]], str] | None, source: str) -> None:
         self.decode, self.source = decode, source
 
     @classmethod
     def of_run(cls, files: RunFiles) -> Decoder:
-        """From the model folder of the run, else the one that it was given. Only tokenizer.json: other formats would import torch."""
+        """From the model folder of the run, else the one that it was given. Only tokenizer.json: other
+        formats would import torch.
+        """
         model = files.config.model
         folders = [
             files.run_dir / "model",
@@ -237,7 +246,8 @@ class Decoder:
 
 
 def pieces(token_ids: Sequence[int], spans: Sequence[VersionSpan], decoder: Decoder) -> list[dict[str, Any]]:
-    """[start, end), version, engine (where known) and text of each span, or its token ids where there is no tokenizer.
+    """[start, end), version, engine (where known) and text of each span, or its token ids where there is no
+    tokenizer.
 
     A character may need the tokens of two spans that follow each other: it is shown with the later one.
     """

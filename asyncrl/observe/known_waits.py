@@ -1,6 +1,8 @@
-"""Who waits for whom, in words. Knows the rooms by the names of their functions and by the numbers that they report; imports none.
+"""Who waits for whom, in words. Knows the rooms by the names of their functions and by the numbers that they
+report; imports none.
 
-A room's line comes from where its task really is, so it cannot lie about what it waits in; the numbers say for what.
+A room's line comes from where its task really is, so it cannot lie about what it waits in; the numbers say
+for what.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ from asyncrl.waits import Place
 
 @dataclass(frozen=True, slots=True)
 class ChildState:
-    """A child process: `process` is what the kernel says of it (sleeping, stopped, ended), `answer` what /health said, if it did."""
+    """A child process: `process` is what the kernel says of it (sleeping, stopped, ended), `answer` what
+    /health said, if it did.
+    """
 
     name: str
     process: str
@@ -29,9 +33,9 @@ class ChildState:
 class Reported:
     """What a run says of itself at one moment.
 
-    `marks`: counters; a change of any of them is progress. `facts`: the numbers that the sentences below name.
-    `places`: where its tasks wait. `oldest`: (rollout, seconds since its start), oldest first. `is_mending`: a process is being
-    started again, which has limits of its own.
+    `marks`: counters; a change of any of them is progress. `facts`: the numbers that the sentences below
+    name. `places`: where its tasks wait. `oldest`: (rollout, seconds since its start), oldest first.
+    `is_mending`: a process is being started again, which has limits of its own.
     """
 
     marks: Mapping[str, float]
@@ -67,7 +71,9 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A wait that this system knows. `what` and `waker` are formats over the facts and `server`; `mark` is the counter it restarts with."""
+    """A wait that this system knows. `what` and `waker` are formats over the facts and `server`; `mark` is
+    the counter it restarts with.
+    """
 
     who: str
     what: str
@@ -87,7 +93,8 @@ KNOWN: Mapping[str, Kind] = {
     ),
     "Buffer.wait_open": Kind(
         "producers",
-        "leave to start a group ({ready} ready, {running} run, batch {next_batch} is next, version {served} is served)",
+        "leave to start a group ({ready} ready, {running} run, batch {next_batch} is next, version {served} "
+        "is served)",
         "a version served, or a group failed or handed back",
         "groups_admitted",
     ),
@@ -250,7 +257,9 @@ KNOWN: Mapping[str, Kind] = {
 
 
 class WaitClock:
-    """Since when each wait goes on: from when it was first seen, until it is gone or its room's counter has moved."""
+    """Since when each wait goes on: from when it was first seen, until it is gone or its room's counter has
+    moved.
+    """
 
     def __init__(self) -> None:
         self._since_s: dict[tuple[str, str, str, float], float] = {}
@@ -277,7 +286,9 @@ class WaitClock:
 
 
 class _Facts(dict[str, Any]):
-    """A number that was not reported is a question mark: a report about something stuck must never fail itself."""
+    """A number that was not reported is a question mark: a report about something stuck must never fail
+    itself.
+    """
 
     def __missing__(self, key: str) -> str:
         return "?"

@@ -1,4 +1,6 @@
-"""Draws the reward of one run against steps and against wall time. Knows metrics; imports matplotlib when it draws."""
+"""Draws the reward of one run against steps and against wall time. Knows metrics; imports matplotlib when it
+draws.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,11 @@ _RAW, _SMOOTH, _EVAL = "#9ecae1", "#08519c", "#d94801"
 def write_reward_plot(
     run_dir: Path, steps: Steps, *, title: str, evaluations: Sequence[Mapping[str, Any]] = ()
 ) -> Path:
-    """Write RUN_DIR/reward.png: reward/mean of each step, its running mean, and evaluations as points with their standard error.
+    """Write RUN_DIR/reward.png: reward/mean of each step, its running mean, and evaluations as points with
+    their standard error.
 
-    An evaluation stands where its version was published. Of very long runs each point is the mean of a stretch. Returns the path.
+    An evaluation stands where its version was published. Of very long runs each point is the mean of a
+    stretch. Returns the path.
 
     Raises ValueError if no step has a reward.
     """

@@ -1,4 +1,6 @@
-"""Writes what a run reports into its directory: metrics.jsonl, status.json, TensorBoard. Knows no rooms; imports no torch."""
+"""Writes what a run reports into its directory: metrics.jsonl, status.json, TensorBoard. Knows no rooms;
+imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,13 @@ NOT_FINITE = "not_finite"
 
 
 class Recorder:
-    """The files of one run that grow with it. Life: open from the first call until close(); used from one thread.
+    """The files of one run that grow with it. Life: open from the first call until close(); used from one
+    thread.
 
-    metrics.jsonl   one JSON object a step, flushed; NaN and infinity are left out and named under `not_finite`
-    eval.jsonl      one JSON object an evaluation; made with the first one
-    status.json     what the run does at this moment, replaced as a whole, so that a reader never sees half of it
-    tensorboard/    the same metrics as scalars over the step
+    metrics.jsonl   one JSON object a step, flushed; NaN and infinity are left out and named under
+    `not_finite` eval.jsonl      one JSON object an evaluation; made with the first one
+    status.json     what the run does at this moment, replaced as a whole, so that a reader never sees half of
+    it tensorboard/    the same metrics as scalars over the step
     """
 
     def __init__(self, run_dir: str | Path, *, tensorboard: bool = True) -> None:
@@ -46,10 +49,11 @@ class Recorder:
         return f"<Recorder {self.run_dir}>"
 
     def keep_steps_below(self, step: int) -> Mapping[str, Any]:
-        """Cut off the lines of steps from `step` on, which are about to be taken again, and what is no line of a step behind the others.
+        """Cut off the lines of steps from `step` on, which are about to be taken again, and what is no line
+        of a step behind the others.
 
-        Returns the line of the last step that stays, {} if there is none. If steps before `step` are missing, a line says which and
-        why: {"lost": [first, last], "why": ...}.
+        Returns the line of the last step that stays, {} if there is none. If steps before `step` are missing,
+        a line says which and why: {"lost": [first, last], "why": ...}.
         """
         path = self.run_dir / METRICS_FILE
         if self._file is not None:
@@ -73,7 +77,9 @@ class Recorder:
         return last
 
     def record_step(self, metrics: Mapping[str, float]) -> None:
-        """Append the metrics of one optimizer step; `step` must be among them. Raises ValueError if it is not."""
+        """Append the metrics of one optimizer step; `step` must be among them. Raises ValueError if it is
+        not.
+        """
         if "step" not in metrics:
             raise ValueError(f"metrics without 'step': {sorted(metrics)}")
         finite = {name: _plain(value) for name, value in metrics.items() if math.isfinite(value)}
@@ -90,7 +96,9 @@ class Recorder:
             )
 
     def record_evaluation(self, line: Mapping[str, Any]) -> None:
-        """Append one evaluation; `policy_version` must be in it, and is the step of its eval/* scalars in TensorBoard."""
+        """Append one evaluation; `policy_version` must be in it, and is the step of its eval/* scalars in
+        TensorBoard.
+        """
         if self._eval_file is None:
             self._eval_file = _open_for_lines(self.run_dir / EVAL_FILE)
         self._eval_file.write(json.dumps(_finite(line), allow_nan=False) + "\n")
@@ -100,10 +108,11 @@ class Recorder:
             self._tensorboard.add(scalars | {"step": line["policy_version"]})
 
     def write_status(self, status: Mapping[str, Any]) -> None:
-        """Replace status.json. `status["state"]` is starting, running, done, failed or interrupted, and `why` says why; the rest is free.
+        """Replace status.json. `status["state"]` is starting, running, done, failed or interrupted, and `why`
+        says why; the rest is free.
 
-        Adds the process (pid, host, and boot_id of its kernel, which all containers of a machine share) and `updated_s` (seconds since
-        the epoch).
+        Adds the process (pid, host, and boot_id of its kernel, which all containers of a machine share) and
+        `updated_s` (seconds since the epoch).
         """
         body = {**status, **self._owner, "updated_s": time.time()}
         path = self.run_dir / STATUS_FILE
@@ -152,7 +161,9 @@ class TensorBoardWriter:
 
 
 def boot_id() -> str:
-    """Names the kernel that runs, from one start of the machine to the next; empty where there is none to ask."""
+    """Names the kernel that runs, from one start of the machine to the next; empty where there is none to
+    ask.
+    """
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
@@ -160,7 +171,9 @@ def boot_id() -> str:
 
 
 def _open_for_lines(path: Path) -> Any:
-    """Open for appending. A half line of a process that was killed gets its line end first, so that it spoils no other."""
+    """Open for appending. A half line of a process that was killed gets its line end first, so that it spoils
+    no other.
+    """
     is_torn = False
     if path.exists() and path.stat().st_size:
         with path.open("rb") as before:

@@ -2,8 +2,9 @@
 
 Files that grow with every step are read line by line: no more is held of a step than some numbers.
 
-A half-written last line is a run in the middle of writing; any other bad line is a problem that is told. A run that says
-"running" while nobody holds its lock has crashed, and is called so where that can be seen: on its own machine.
+A half-written last line is a run in the middle of writing; any other bad line is a problem that is told. A
+run that says "running" while nobody holds its lock has crashed, and is called so where that can be seen: on
+its own machine.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ class RunFiles:
 
 
 def read_run(run_dir: str | Path, *, step: int | None = None) -> RunFiles:
-    """Read a run directory, with all metrics of `step`; trained.jsonl is read by those who need it (trained.py).
+    """Read a run directory, with all metrics of `step`; trained.jsonl is read by those who need it
+    (trained.py).
 
     Raises ConfigError if it is none, or if it or its config cannot be read.
     """
@@ -124,7 +126,9 @@ def _read_text(path: Path, problems: list[str]) -> str | None:
 def read_steps(
     run_dir: Path, problems: list[str], step: int | None = None
 ) -> tuple[Steps, Mapping[str, Any] | None]:
-    """What metrics.jsonl says of all steps, and all that it says of `step`. What cannot be believed is told in `problems`."""
+    """What metrics.jsonl says of all steps, and all that it says of `step`. What cannot be believed is told
+    in `problems`.
+    """
     path, steps = run_dir / METRICS_FILE, Steps()
     newest = wanted = None
     for start, line in _metrics_of(path, problems, ("step",), quick=_COLUMNS_OF.validate_json):
@@ -153,8 +157,8 @@ def lines_of(
 ) -> Iterator[tuple[int, dict[str, Any], bool]]:
     """(where it begins, the object, whether `quick` took it) of each line of a file, one at a time.
 
-    `quick` may raise ValueError of a good line: from_json, the default, is three times as fast as json, and stricter. What cannot be
-    read at all is left out and told in `problems`.
+    `quick` may raise ValueError of a good line: from_json, the default, is three times as fast as json, and
+    stricter. What cannot be read at all is left out and told in `problems`.
     """
     start, take = 0, quick or _parse
     try:
@@ -170,7 +174,8 @@ def lines_of(
                     num = len(line.decode("utf-8", "replace"))
                     tell(
                         problems,
-                        f"{path.name} ends in half a line ({num} characters), which is left out: it was being written",
+                        f"{path.name} ends in half a line ({num} characters), which is left out: it was "
+                        f"being written",
                     )
                 else:
                     shown = line[:240].decode("utf-8", "replace").rstrip("\n")[:60]
@@ -205,7 +210,9 @@ def tell(problems: list[str], problem: str) -> None:
 
 
 def read_evaluations(run_dir: Path, problems: list[str]) -> list[dict[str, Any]]:
-    """Lines of eval.jsonl that have what every evaluation has; what is no number in them is left out and told in `problems`."""
+    """Lines of eval.jsonl that have what every evaluation has; what is no number in them is left out and told
+    in `problems`.
+    """
     lines = [
         line
         for _, line in _metrics_of(
@@ -225,7 +232,8 @@ def read_evaluations(run_dir: Path, problems: list[str]) -> list[dict[str, Any]]
 def _metrics_of(
     path: Path, problems: list[str], needed: Sequence[str], quick: Parser | None = None
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Lines that have the `needed` numbers. Metrics that are none are left out, as whole lines are, and told in `problems`.
+    """Lines that have the `needed` numbers. Metrics that are none are left out, as whole lines are, and told
+    in `problems`.
 
     `quick` takes lines alone of which nothing is to be told, with the numbers that are needed.
     """
@@ -275,7 +283,8 @@ def judge_state(status: Mapping[str, Any], folder: Path) -> tuple[State, str]:
     if not status:
         return (
             "unknown",
-            f"there is no readable {STATUS_FILE}; the run ended before it began, or another version wrote it.",
+            f"there is no readable {STATUS_FILE}; the run ended before it began, or another version wrote "
+            f"it.",
         )
     said = status.get("state")
     age_s = max(0.0, time.time() - float(status.get("updated_s", 0.0)))
@@ -300,22 +309,27 @@ def _judge_going(
     written = f"status.json, written {age_s:.0f} s ago, says {said}"
     if is_held is False and status.get("boot_id") == boot_id():
         return "crashed", (
-            f"{written}, but {process} is gone: the run was killed or crashed. Read {folder / 'logs' / 'controller.log'}."
+            f"{written}, but {process} is gone: the run was killed or crashed. Read "
+            f"{folder / 'logs' / 'controller.log'}."
         )
     if age_s <= _QUIET_S:
         return said, f"{written} by {process}. Whether that lives cannot be seen from {here}."
     if host == here:
         return (
             "crashed",
-            f"{written} by {process}; {here} was started again since. Read {folder / 'logs' / 'controller.log'}.",
+            f"{written} by {process}; {here} was started again since. Read "
+            f"{folder / 'logs' / 'controller.log'}.",
         )
     return "unknown", (
-        f"{written} by {process}, and nothing since. Whether that lives cannot be seen from {here}: ask `asyncrl status {folder}` there."
+        f"{written} by {process}, and nothing since. Whether that lives cannot be seen from {here}: ask "
+        f"`asyncrl status {folder}` there."
     )
 
 
 def _is_held(path: Path) -> bool | None:
-    """Whether a process writes into the run directory; None if that cannot be seen. Over NFS other machines' locks are seen too."""
+    """Whether a process writes into the run directory; None if that cannot be seen. Over NFS other machines'
+    locks are seen too.
+    """
     try:
         with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -1,4 +1,6 @@
-"""Numbers of a whole run out of its step metrics: where the time went, what was overdue. Knows metrics; knows no rooms."""
+"""Numbers of a whole run out of its step metrics: where the time went, what was overdue. Knows metrics; knows
+no rooms.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,8 @@ COLUMNS = (
 
 
 class Steps:
-    """The metrics of all steps of a run, as far as they are asked of all: 8 bytes each a step. `last`: the last line whole.
+    """The metrics of all steps of a run, as far as they are asked of all: 8 bytes each a step. `last`: the
+    last line whole.
 
     A line of a step that is there already, or of one before it, takes the place of all from there on.
     """
@@ -97,14 +100,15 @@ class Steps:
 
 @dataclass(frozen=True, slots=True)
 class OverdueNumbers:
-    """What became of overdue groups, as plain numbers of the whole run; 0 where the choice of on_overdue has no such thing.
+    """What became of overdue groups, as plain numbers of the whole run; 0 where the choice of on_overdue has
+    no such thing.
 
-    straggler_s: seconds the trainer waited for stragglers (wait). num_straggler_waits: batches that had to wait for one (wait).
-    num_waited_groups: groups that batches waited for; waited_fraction: the tokens of theirs, of all trained on, that mask would have had to
-    mask had it taken each batch at once, 0..1: an estimate (wait).
-    num_masked_groups: groups trained on with masked tokens (mask). masked_fraction: sampled tokens masked, 0..1 (mask).
-    num_handed_back: groups regenerated because nothing of them was young enough (mask, drop).
-    num_groups: groups trained on.
+    straggler_s: seconds the trainer waited for stragglers (wait). num_straggler_waits: batches that had to
+    wait for one (wait). num_waited_groups: groups that batches waited for; waited_fraction: the tokens of
+    theirs, of all trained on, that mask would have had to mask had it taken each batch at once, 0..1: an
+    estimate (wait). num_masked_groups: groups trained on with masked tokens (mask). masked_fraction: sampled
+    tokens masked, 0..1 (mask). num_handed_back: groups regenerated because nothing of them was young enough
+    (mask, drop). num_groups: groups trained on.
     """
 
     straggler_s: float = 0.0
@@ -136,7 +140,9 @@ class TimeShares:
 
 
 def time_shares(steps: Steps) -> TimeShares:
-    """Shares of the summed perf/step_s. Parts that overlap or exceed the whole (rounding) are scaled down to it."""
+    """Shares of the summed perf/step_s. Parts that overlap or exceed the whole (rounding) are scaled down to
+    it.
+    """
     parts = {
         "training": total(steps, "perf/train_s"),
         "generation": total(steps, "perf/wait_generation_s"),

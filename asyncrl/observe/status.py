@@ -1,4 +1,6 @@
-"""Tables of `asyncrl status` and `asyncrl inspect`, drawn from their plain summaries. Knows no files, no rooms."""
+"""Tables of `asyncrl status` and `asyncrl inspect`, drawn from their plain summaries. Knows no files, no
+rooms.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ from asyncrl.observe.text import evaluation_text, sparkline
 from asyncrl.observe.trained import TrainedBatch, TrainedRecord, read_record, trajectory_dict
 from asyncrl.observe.verdict import Verdict, judge, summary_panel
 
-# What `asyncrl status` says of a run directory, and `asyncrl inspect` of the trainer's record in it. Starts and changes nothing.
+# What `asyncrl status` says of a run directory, and `asyncrl inspect` of the trainer's record in it. Starts
+# and changes nothing.
 
 
 SHOWN_STEPS = 1000
@@ -64,7 +67,8 @@ def status_summary(files: RunFiles) -> dict[str, Any]:
 def inspect_summary(
     files: RunFiles, *, step: int | None = None, group: int | None = None, is_required: bool = True
 ) -> dict[str, Any]:
-    """Plain values: staleness recomputed from the spans, whether the bound was kept, the verdict, and each of the newest batches.
+    """Plain values: staleness recomputed from the spans, whether the bound was kept, the verdict, and each of
+    the newest batches.
 
     `step` or `group`: that one instead. Raises ConfigError if the record has none and `is_required`.
     """

@@ -1,4 +1,6 @@
-"""Metrics of one batch, from the batch itself and nothing else: staleness is measured where it is consumed. Knows no rooms."""
+"""Metrics of one batch, from the batch itself and nothing else: staleness is measured where it is consumed.
+Knows no rooms.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +14,20 @@ from asyncrl.messages.records import Batch, Rollout, Trajectory
 
 
 def batch_metrics(batch: Batch) -> dict[str, float]:
-    """Rewards, ages and lengths of the rollouts of one batch, by metric name. A rollout is all its branches together.
+    """Rewards, ages and lengths of the rollouts of one batch, by metric name. A rollout is all its branches
+    together.
 
     reward/mean, reward/std            over rollouts (population standard deviation)
-    sample/staleness_mean and _max     policy versions between the batch and the oldest token with a loss weight of a
-                                       rollout; rollouts without such a token are left out, and with none at all the keys are
+    sample/staleness_mean and _max     policy versions between the batch and the oldest token with a loss
+    weight of a
+                                       rollout; rollouts without such a token are left out, and with none at
+                                       all the keys are
     sample/length_mean                 sampled tokens of a rollout
-    sample/truncated_fraction          rollouts with a completion that ran into rollout.max_tokens and ended its branch
-    sample/masked_fraction             sampled tokens that get loss weight 0 because of their age
+    sample/truncated_fraction          rollouts with a completion that ran into rollout.max_tokens and ended
+    its branch sample/masked_fraction             sampled tokens that get loss weight 0 because of their age
     sample/interrupted_fraction        rollouts that at least one weight swap interrupted
-    sample/turns_mean                  turns of a rollout, where one has several: stretches of sampled tokens in its branches
-    sample/branches_mean               branches of a rollout, where one has several
+    sample/turns_mean                  turns of a rollout, where one has several: stretches of sampled tokens
+    in its branches sample/branches_mean               branches of a rollout, where one has several
     tokens/sampled, tokens/trained     sampled tokens, and those of them with a loss weight
     task/NAME                          mean of Trajectory.metrics[NAME] over the rollouts that have it
     """
@@ -79,7 +84,9 @@ def _num_turns(branch: Trajectory) -> int:
 
 
 def _kept(trajectory: Trajectory, batch: Batch) -> tuple[int, int | None]:
-    """(number of tokens with a loss weight, oldest version among them). A batch that masks nothing keeps its oldest token too."""
+    """(number of tokens with a loss weight, oldest version among them). A batch that masks nothing keeps its
+    oldest token too.
+    """
     num, versions = 0, []
     for span in trajectory.version_spans:
         num_in_loss = int(trajectory.loss_mask[span.start : span.end].sum())
@@ -89,14 +96,16 @@ def _kept(trajectory: Trajectory, batch: Batch) -> tuple[int, int | None]:
     return num, min(versions, default=None)
 
 
-# Totals that outlive the process that counts them: over an engine that is started again, and over a resume. Knows names and numbers.
+# Totals that outlive the process that counts them: over an engine that is started again, and over a resume.
+# Knows names and numbers.
 
 
 class Totals:
     """Counters of the whole run by metric name.
 
-    Life:       begins at 0, or where starts_from says, then add() is told what each source has counted since it began.
-    Invariant:  a total never falls. A source that says less than before began anew: all that it says was counted since.
+    Life:       begins at 0, or where starts_from says, then add() is told what each source has counted since
+    it began. Invariant:  a total never falls. A source that says less than before began anew: all that it
+    says was counted since.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,6 @@
-"""What the journal tells in `asyncrl inspect`, drawn from plain values: waste and events, a batch, a group's story. Knows no rooms."""
+"""What the journal tells in `asyncrl inspect`, drawn from plain values: waste and events, a batch, a group's
+story. Knows no rooms.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ def story_tables(summary: Mapping[str, Any]) -> Iterator[RenderableType]:
 def _run(run: Mapping[str, Any]) -> Iterator[RenderableType]:
     groups = ", ".join(f"{num} {state.replace('_', ' ')}" for state, num in run["groups"].items()) or "none"
     yield Text(
-        f"groups: {groups}; {run['num_trained']} of {run['num_batches']} batches trained; {run['failed_rollouts']} rollouts failed."
+        f"groups: {groups}; {run['num_trained']} of {run['num_batches']} batches trained; "
+        f"{run['failed_rollouts']} rollouts failed."
     )
     sampled = run["sampled_tokens"]
     wasted = {name: num for name, num in run["wasted_tokens"].items() if num}
@@ -41,7 +44,8 @@ def _run(run: Mapping[str, Any]) -> Iterator[RenderableType]:
     else:
         total = sum(wasted.values())
         yield Text(
-            f"tokens: {sampled} sampled in rollouts that ended, {total} wasted ({total / max(1, sampled):.1%}):",
+            f"tokens: {sampled} sampled in rollouts that ended, {total} wasted "
+            f"({total / max(1, sampled):.1%}):",
             style="yellow",
         )
         for name, num in wasted.items():
@@ -60,7 +64,8 @@ def _batch(batch: Mapping[str, Any]) -> Iterator[RenderableType]:
     trained = f"trained {batch['trained_at']}" if batch["trained_at"] else "not trained yet"
     published = f", served {batch['published_at']}" if batch["published_at"] else ""
     yield Text(
-        f"batch {batch['version']}: taken {batch['taken_at']}, {trained}{published}; no loss below version {batch['min_version']}."
+        f"batch {batch['version']}: taken {batch['taken_at']}, {trained}{published}; no loss below version "
+        f"{batch['min_version']}."
     )
     if batch["weights_digest"]:
         yield Text(f"weights after it: {batch['weights_digest']}")
@@ -117,7 +122,8 @@ def _rollout(rollout: Mapping[str, Any]) -> Text:
     """A line of what it is, then what was sampled, each piece behind its version."""
     words = {
         "finished": lambda: (
-            f"reward {_plain(rollout['reward'])}, {rollout['num_sampled']} tokens, {rollout['num_interruptions']} interruptions"
+            f"reward {_plain(rollout['reward'])}, {rollout['num_sampled']} tokens, "
+            f"{rollout['num_interruptions']} interruptions"
             + (", cut at rollout.max_tokens" if rollout["is_truncated"] else "")
         ),
         "failed": lambda: (
@@ -126,7 +132,8 @@ def _rollout(rollout: Mapping[str, Any]) -> Text:
             else f"cannot be sampled: {rollout['why']}"
         ),
         "running": lambda: (
-            f"runs, attempt {rollout['attempt'] + 1}, turn {rollout['turn']}, {rollout['num_sampled']} tokens so far"
+            f"runs, attempt {rollout['attempt'] + 1}, turn {rollout['turn']}, {rollout['num_sampled']} "
+            f"tokens so far"
             if "pieces" in rollout
             else "runs, nothing is written down yet"
         ),

@@ -1,4 +1,6 @@
-"""Standard output that nobody reads (a closed pipe, a stopped terminal, a full disk) neither ends a run nor holds it. Knows no rooms."""
+"""Standard output that nobody reads (a closed pipe, a stopped terminal, a full disk) neither ends a run nor
+holds it. Knows no rooms.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, TextIO, cast
 
-# Small pieces of text that console, status and inspect share: sparklines, durations, shares of time. Knows numbers alone.
+# Small pieces of text that console, status and inspect share: sparklines, durations, shares of time. Knows
+# numbers alone.
 
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
@@ -26,7 +29,9 @@ _PARTS = (
 
 
 def sparkline(values: Sequence[float], *, width: int) -> str:
-    """The values as at most `width` block characters, each the mean of its stretch, from their smallest to their largest."""
+    """The values as at most `width` block characters, each the mean of its stretch, from their smallest to
+    their largest.
+    """
     if not values:
         return ""
     num = min(width, len(values))
@@ -74,7 +79,9 @@ def skipped_text(metrics: Mapping[str, float]) -> str:
 
 
 def evaluation_text(metrics: Mapping[str, float]) -> str:
-    """One evaluation on a line: `v40 reward 0.413 ± 0.031  12.3 tokens, 2.0% truncated  3.2 s`; what went wrong is told at the end."""
+    """One evaluation on a line: `v40 reward 0.413 ± 0.031  12.3 tokens, 2.0% truncated  3.2 s`; what went
+    wrong is told at the end.
+    """
     parts = [f"v{metrics['eval/version']:.0f}"]
     if "eval/reward_mean" in metrics:
         error = f" ± {metrics['eval/standard_error']:.3f}" if "eval/standard_error" in metrics else ""
@@ -102,10 +109,12 @@ _PIECE = 1000
 
 
 def outliving(file: TextIO | None = None) -> TextIO:
-    """`file` (default: standard output), to write to as long as that works; from then on what is written goes nowhere, and raises nothing.
+    """`file` (default: standard output), to write to as long as that works; from then on what is written goes
+    nowhere, and raises nothing.
 
-    The file itself leads nowhere then, so that a flush at the end of the process cannot fail either. What a pipe or terminal has no room
-    for, because it is not being read, is left out, and the reader told how much once it reads on. In the log both are told once.
+    The file itself leads nowhere then, so that a flush at the end of the process cannot fail either. What a
+    pipe or terminal has no room for, because it is not being read, is left out, and the reader told how much
+    once it reads on. In the log both are told once.
     """
     return cast("TextIO", _outliving(file or sys.stdout))
 
@@ -118,8 +127,9 @@ def _outliving(file: TextIO | None) -> _Outliving:
 class _Outliving:
     """Looks like the file that it writes to.
 
-    Life:       writes there until an OSError -> drops what it is given. Behind, from a write that found no room until one that does.
-    Waits:      write waits PATIENCE_S for room, but not while it is behind: the event loop of a run is what calls it.
+    Life:       writes there until an OSError -> drops what it is given. Behind, from a write that found no
+    room until one that does. Waits:      write waits PATIENCE_S for room, but not while it is behind: the
+    event loop of a run is what calls it.
     """
 
     def __init__(self, file: TextIO | None) -> None:
@@ -144,7 +154,9 @@ class _Outliving:
         return len(text)
 
     def flush(self) -> None:
-        """Nothing is left to do: each piece is flushed, for what Python holds back would hold the process when it ends."""
+        """Nothing is left to do: each piece is flushed, for what Python holds back would hold the process
+        when it ends.
+        """
 
     def _write(self, text: str) -> None:
         if self._file is not None and not self._is_lost:
@@ -164,7 +176,8 @@ class _Outliving:
             return True
         if not self._is_behind and not self._num_left_out:
             logger.warning(
-                "standard output is not read: what finds no room there is not shown; the run goes on, and its files have all"
+                "standard output is not read: what finds no room there is not shown; the run goes on, and "
+                "its files have all"
             )
         self._is_behind = True
         return False

@@ -1,4 +1,5 @@
-"""What was trained on, from the trainer's own record, and whether it kept the bound. Trusts no counter of any other room.
+"""What was trained on, from the trainer's own record, and whether it kept the bound. Trusts no counter of any
+other room.
 
 Step v is the one whose batch turned policy_version v into v + 1: the same number as `step` in metrics.jsonl.
 """
@@ -114,10 +115,12 @@ def trajectory_dict(batch: TrainedBatch, trajectory: TrainedTrajectory) -> dict[
 
 
 class TrainedRecord:
-    """trained.jsonl as it counts, and whether it kept the bound. Life: made empty -> add() line by line -> asked.
+    """trained.jsonl as it counts, and whether it kept the bound. Life: made empty -> add() line by line ->
+    asked.
 
-    A later line of a version that was restored counts, and what was done there before is only compared with it. No line is kept:
-    some numbers of each step, where its line begins, and where each group was trained on. What is shown is read again.
+    A later line of a version that was restored counts, and what was done there before is only compared with
+    it. No line is kept: some numbers of each step, where its line begins, and where each group was trained
+    on. What is shown is read again.
     """
 
     def __init__(self, path: Path, max_staleness: int) -> None:
@@ -139,7 +142,9 @@ class TrainedRecord:
         return len(self._rows) // len(_ROW)
 
     def add(self, start: int, line: Mapping[str, Any]) -> None:
-        """One line of the file, which begins at `start`. Raises KeyError, TypeError, ValueError and the like if it is of no step."""
+        """One line of the file, which begins at `start`. Raises KeyError, TypeError, ValueError and the like
+        if it is of no step.
+        """
         if "restored" in line:
             self._restore(int(line["restored"]))
             if LOST_KEY in line:
@@ -175,7 +180,9 @@ class TrainedRecord:
         self._rows.extend(numbers)
 
     def violations(self) -> list[str]:
-        """Every way in which the record breaks a promise: too old, from the future, trained twice, does not add up, a step is missing."""
+        """Every way in which the record breaks a promise: too old, from the future, trained twice, does not
+        add up, a step is missing.
+        """
         found, expected = list(self._faults), 0
         for start, version in zip(self._column("start"), self._column("version"), strict=True):
             if version < expected:
@@ -263,7 +270,9 @@ class TrainedRecord:
             ]
 
     def _why_lost(self, first: int, last: int) -> str | None:
-        """The reason that the record gives for all of these; of several marks that meet, that of the first."""
+        """The reason that the record gives for all of these; of several marks that meet, that of the
+        first.
+        """
         found = None
         for begin, end, why in sorted(self._lost):
             if begin <= first <= end:
@@ -282,7 +291,8 @@ def read_record(path: Path, problems: list[str], max_staleness: int) -> TrainedR
         except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
             tell(
                 problems,
-                f"{path.name} object {number} is no record of a step and is left out: {type(error).__name__} {error}",
+                f"{path.name} object {number} is no record of a step and is left out: {type(error).__name__} "
+                f"{error}",
             )
     return record
 
@@ -299,7 +309,9 @@ class _Suspect(Exception):  # noqa: N818  it never leaves this file
 
 
 def _count(version: int, entries: Sequence[Any], oldest_allowed: int) -> tuple[tuple[int, ...], set[int]]:
-    """The row of a batch and its groups, in one pass over its plain values. Raises _Suspect if anything is to be said of it."""
+    """The row of a batch and its groups, in one pass over its plain values. Raises _Suspect if anything is to
+    be said of it.
+    """
     num_tokens = sum_of_ages = num_ages = largest_age = checked = 0
     names, groups = set(), set()
     for entry in entries:
@@ -337,7 +349,9 @@ def _row_of(batch: TrainedBatch) -> tuple[int, ...]:
 
 
 class _Places:
-    """Where each group was trained on: 8 bytes for each id of the dense ones, which are those that a run gives."""
+    """Where each group was trained on: 8 bytes for each id of the dense ones, which are those that a run
+    gives.
+    """
 
     def __init__(self) -> None:
         self._dense = array("q")
@@ -389,7 +403,8 @@ def _faults(batch: TrainedBatch, trajectory: TrainedTrajectory, max_staleness: i
     for start, end, version in trajectory.spans:
         if version < batch.version - max_staleness:
             found.append(
-                f"tokens {start}..{end - 1} are of version {version}, {batch.version - version} behind; {max_staleness} are allowed"
+                f"tokens {start}..{end - 1} are of version {version}, {batch.version - version} behind; "
+                f"{max_staleness} are allowed"
             )
         if version > batch.version:
             found.append(f"tokens {start}..{end - 1} are of version {version}, which did not exist yet")

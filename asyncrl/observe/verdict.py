@@ -1,4 +1,6 @@
-"""Words of a verdict: what held a run back, which knob to turn, what other choices would have changed. Knows no rooms."""
+"""Words of a verdict: what held a run back, which knob to turn, what other choices would have changed. Knows
+no rooms.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ FILTERED_SHARE = 0.03
 def what_held_it_back(bottleneck: Bottleneck, shares: TimeShares) -> str:
     """The bottleneck with the shares of time it is read from."""
     numbers = (
-        f"training {shares.training:.0%}, waiting for generation {shares.generation:.0%}, for stragglers {shares.stragglers:.0%}, "
+        f"training {shares.training:.0%}, waiting for generation {shares.generation:.0%}, for stragglers "
+        f"{shares.stragglers:.0%}, "
         f"for publishing {shares.publishing:.0%}, "
         + (f"taking turns {shares.turns:.0%}, " if shares.turns else "")
         + f"other {shares.other:.0%}"
@@ -83,14 +86,16 @@ def knob(bottleneck: Bottleneck, steps: Steps, config: RunConfig) -> str:
         case "training":
             age = mean(steps, "sample/staleness_mean")
             fresher = (
-                f" Generation had time to spare: data was {age:.1f} versions old on average, a lower look_ahead makes it fresher."
+                f" Generation had time to spare: data was {age:.1f} versions old on average, a lower "
+                f"look_ahead makes it fresher."
                 if age
                 else ""
             )
             return f"Knob: a faster trainer (trainer.threads={config.trainer.threads}, placement.trainer={config.placement.trainer}).{fresher}"
         case "turns":
             return (
-                f"Knob: longer turns cost fewer handovers, raise trainer.num_groups (now {config.trainer.num_groups}); or give trainer and "
+                f"Knob: longer turns cost fewer handovers, raise trainer.num_groups (now "
+                f"{config.trainer.num_groups}); or give trainer and "
                 "engines devices of their own, with buffer.max_staleness=1 or more."
             )
         case "balanced":
@@ -126,8 +131,10 @@ def other_choices(overdue: OverdueNumbers, steps: Steps, config: RunConfig) -> t
                     f"about {several(overdue.num_waited_groups, 'group')}",
                 )
             return (
-                f"on_overdue=wait cost {overdue.straggler_s:.1f} s ({share:.1%}) in {overdue.num_straggler_waits} of {len(steps)} batches "
-                f"and threw nothing away. mask would have saved at most that and taken the gradient of {tokens}; drop would have generated "
+                f"on_overdue=wait cost {overdue.straggler_s:.1f} s ({share:.1%}) in "
+                f"{overdue.num_straggler_waits} of {len(steps)} batches "
+                f"and threw nothing away. mask would have saved at most that and taken the gradient of "
+                f"{tokens}; drop would have generated "
                 f"{groups} again.",
             )
         case "mask" if overdue.masked_fraction > 0 or overdue.num_handed_back:
@@ -137,13 +144,16 @@ def other_choices(overdue: OverdueNumbers, steps: Steps, config: RunConfig) -> t
                 else ""
             )
             return (
-                f"on_overdue=mask took the gradient of {overdue.masked_fraction:.1%} of the tokens{groups}; {again}. wait would have kept "
-                "every gradient and waited for the stragglers instead; drop would have generated every one of those groups again.",
+                f"on_overdue=mask took the gradient of {overdue.masked_fraction:.1%} of the tokens{groups}; "
+                f"{again}. wait would have kept "
+                "every gradient and waited for the stragglers instead; drop would have generated every one "
+                "of those groups again.",
             )
         case "drop" if overdue.num_handed_back:
             part = overdue.num_handed_back / max(1, overdue.num_handed_back + overdue.num_groups)
             return (
-                f"on_overdue=drop: {again} ({part:.1%} of what was started). mask would have kept their young tokens, wait all of them "
+                f"on_overdue=drop: {again} ({part:.1%} of what was started). mask would have kept their "
+                f"young tokens, wait all of them "
                 "at the price of idle time.",
             )
         case _:
@@ -157,8 +167,10 @@ def given_up_prompts(steps: Steps, config: RunConfig) -> tuple[str, ...]:
         return ()
     max_hand_backs, whose = config.rollout.max_hand_backs, "its" if num_given_up == 1 else "their"
     return (
-        f"{several(num_given_up, 'prompt')} {_were(num_given_up)} given up, because {whose} groups failed or became too old "
-        f"{several(max_hand_backs + 1, 'time')} (rollout.max_hand_backs={max_hand_backs}), or can never be sampled; "
+        f"{several(num_given_up, 'prompt')} {_were(num_given_up)} given up, because {whose} groups failed or "
+        f"became too old "
+        f"{several(max_hand_backs + 1, 'time')} (rollout.max_hand_backs={max_hand_backs}), or can never be "
+        f"sampled; "
         "logs/controller.log names them.",
     )
 
@@ -172,8 +184,10 @@ def skipped_steps(steps: Steps) -> tuple[str, ...]:
     named = ", ".join([*batches[:NUM_NAMED], *(["..."] if len(batches) > NUM_NAMED else [])])
     named = f"{'batch' if len(batches) == 1 else 'batches'} {named}"
     return (
-        f"Skipped: loss or gradient was not finite in {several(total(steps, 'trainer/skipped_steps'), 'optimizer step')} (of {named}, "
-        "counted from 0), so the weights stayed as they were. logs/trainer-0.log has the values, failed_batches/ the batches.",
+        f"Skipped: loss or gradient was not finite in "
+        f"{several(total(steps, 'trainer/skipped_steps'), 'optimizer step')} (of {named}, "
+        "counted from 0), so the weights stayed as they were. logs/trainer-0.log has the values, "
+        "failed_batches/ the batches.",
     )
 
 
@@ -189,13 +203,16 @@ def filtered_groups(steps: Steps, config: RunConfig) -> tuple[str, ...]:
     )
     tokens = several(counted(steps, "rollout/filtered_tokens"), "token")
     sentence = (
-        f"buffer.filter={config.buffer.filter} replaced {several(num_filtered, 'group')} ({share:.1%} of those that finished, "
-        f"{share_at_last:.1%} in the last {several(num_last, 'step')}; {tokens}) because all their rewards were the same."
+        f"buffer.filter={config.buffer.filter} replaced {several(num_filtered, 'group')} ({share:.1%} of "
+        f"those that finished, "
+        f"{share_at_last:.1%} in the last {several(num_last, 'step')}; {tokens}) because all their rewards "
+        f"were the same."
     )
     if share_at_last < 0.5:
         return (sentence,)
     return (
-        f"{sentence} Most of what is sampled teaches nothing: prompts of another difficulty would use the engines better.",
+        f"{sentence} Most of what is sampled teaches nothing: prompts of another difficulty would use the "
+        f"engines better.",
     )
 
 
@@ -207,7 +224,8 @@ def _share(num_filtered: float, num_trained: int) -> float:
     return num_filtered / (num_filtered + num_trained)
 
 
-# What held a run back, in words and numbers, from its step metrics. Knows metrics and settings; knows no rooms.
+# What held a run back, in words and numbers, from its step metrics. Knows metrics and settings; knows no
+# rooms.
 
 
 __all__ = ["OverdueNumbers", "TimeShares", "Verdict", "judge"]
@@ -220,7 +238,9 @@ BALANCED_WAIT_SHARE = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The end-of-run summary. `bottleneck` in one word, `sentences` for people: what held the run back, which knob to turn."""
+    """The end-of-run summary. `bottleneck` in one word, `sentences` for people: what held the run back, which
+    knob to turn.
+    """
 
     num_steps: int
     wall_s: float
@@ -294,7 +314,8 @@ def _bottleneck(shares: TimeShares) -> Bottleneck:
     return max(waits, key=lambda name: waits[name])
 
 
-# Draws a verdict with rich: the end-of-run summary, and part of status and inspect. Knows numbers; knows no files, no rooms.
+# Draws a verdict with rich: the end-of-run summary, and part of status and inspect. Knows numbers; knows no
+# files, no rooms.
 
 
 _BAR = 30

@@ -1,4 +1,6 @@
-"""Notices that a run has stopped moving, says who waits for whom, and acts. Knows counters and a clock; imports no rooms."""
+"""Notices that a run has stopped moving, says who waits for whom, and acts. Knows counters and a clock;
+imports no rooms.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from asyncrl.errors import RoomError
 from asyncrl.observe.known_waits import ChildState, Reported, Wait, WaitClock, known_function, place_of
 from asyncrl.waits import Place, task_stacks, thread_stacks
 
-# What a run looks like that does not move, for people and as plain values. Knows waits; knows no rooms, no clock.
+# What a run looks like that does not move, for people and as plain values. Knows waits; knows no rooms, no
+# clock.
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +85,9 @@ AskChildren = Callable[[], Awaitable[tuple[ChildState, ...]]]
 
 
 class StuckClock:
-    """When a report is due: watchdog_s after the last change of any counter, then after twice that, four times, and so on. Pure."""
+    """When a report is due: watchdog_s after the last change of any counter, then after twice that, four
+    times, and so on. Pure.
+    """
 
     def __init__(self, watchdog_s: float, now_s: float) -> None:
         self.watchdog_s = watchdog_s
@@ -132,11 +137,15 @@ class StuckClock:
 class Watchdog:
     """Looks at a run, and speaks up once nothing has moved for watchdog_s.
 
-    Life:       made with how to ask the run -> run() beside everything else, until cancelled; look() as often as anybody likes.
-    Waits:      run sleeps until the moment at which a report would be due, no shorter. Progress is noticed when somebody looks: the
-                status that is written each second does, so a report comes a second late at most; without it, watchdog_s late.
-    Acts:       the report goes to `tell`, to the log together with all stacks, and to `note`; then on_stuck: warn again after twice
-                as long, restart the engines and count from there, or end the run with a RoomError that names who is stuck.
+    Life:       made with how to ask the run -> run() beside everything else, until cancelled; look() as often
+    as anybody likes. Waits:      run sleeps until the moment at which a report would be due, no shorter.
+    Progress is noticed when somebody looks: the
+                status that is written each second does, so a report comes a second late at most; without it,
+                watchdog_s late.
+    Acts:       the report goes to `tell`, to the log together with all stacks, and to `note`; then on_stuck:
+    warn again after twice
+                as long, restart the engines and count from there, or end the run with a RoomError that names
+                who is stuck.
     The loop itself may be blocked: then a timer of faulthandler's own writes all threads into `log_path`.
     """
 
@@ -154,7 +163,9 @@ class Watchdog:
         restart: Callable[[], Awaitable[None]],
         note: Callable[[str, Mapping[str, Any]], None] = lambda what, detail: None,
     ) -> None:
-        """`report(with_rollouts)`: what the run says of itself, with the places of its rollouts or without."""
+        """`report(with_rollouts)`: what the run says of itself, with the places of its rollouts or
+        without.
+        """
         self._settings, self._report, self._log_path = settings, report, log_path
         self._tell, self._way_out, self._ask_children, self._restart, self._note = (
             tell,
@@ -227,7 +238,8 @@ class Watchdog:
             raise RoomError(
                 self.name,
                 f"nothing has moved for {seconds:.0f} s: {report.blame}",
-                rule=f"supervision.watchdog_s={self._settings.watchdog_s:g} without any progress end a run with supervision.on_stuck=fail",
+                rule=f"supervision.watchdog_s={self._settings.watchdog_s:g} without any progress end a run "
+                f"with supervision.on_stuck=fail",
                 way_out=self._way_out,
             )
         if policy == "restart":

@@ -1,1 +1,3 @@
-"""Which process runs where, and whose turn it is on a shared device; starts, watches and ends the child processes."""
+"""Which process runs where, and whose turn it is on a shared device; starts, watches and ends the child
+processes.
+"""

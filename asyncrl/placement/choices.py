@@ -1,4 +1,6 @@
-"""Which Python runs vLLM's servers, and how it finds our packages without the rest of ours. Starts none but to ask it a question."""
+"""Which Python runs vLLM's servers, and how it finds our packages without the rest of ours. Starts none but
+to ask it a question.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from asyncrl.config import RolloutConfig, RunConfig
 from asyncrl.errors import ConfigError, install_extra
 from asyncrl.placement.devices import NO_DEVICE, CudaDevice, Placement, find_cuda_devices, place
 
-# Where the trainer puts chunks of weights for engines that it takes turns with, and why. Pure: is told a placement.
+# Where the trainer puts chunks of weights for engines that it takes turns with, and why. Pure: is told a
+# placement.
 
 
 NO_NCCL = "NCCL cannot connect two processes on one device"
@@ -35,7 +38,9 @@ class ChunkWay:
 
 
 def chunk_way(config: RunConfig, placement: Placement) -> ChunkWay:
-    """Memory that both sides have open, where engines can open it, else a file. Apart nobody asks for chunks."""
+    """Memory that both sides have open, where engines can open it, else a file. Apart nobody asks for
+    chunks.
+    """
     is_ipc = config.rollout.engine == "vllm" and config.publisher.transport == "ipc"
     if placement.mode == "apart" or (config.rollout.engine != "embedded" and not is_ipc):
         why = (
@@ -57,7 +62,8 @@ def chunk_way(config: RunConfig, placement: Placement) -> ChunkWay:
     )
 
 
-# What `model.dtype: auto` is on this machine, and what bfloat16 costs on a CPU that has no instructions for it. Knows no torch.
+# What `model.dtype: auto` is on this machine, and what bfloat16 costs on a CPU that has no instructions for
+# it. Knows no torch.
 
 
 BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
@@ -85,10 +91,11 @@ def settle_dtype(
     cuda: Sequence[CudaDevice] | None = None,
     has_bfloat16: bool | None = None,
 ) -> tuple[RunConfig, str]:
-    """The config with a type in place of `model.dtype: auto`, one for trainer and engines, and what to tell people ("" = nothing).
+    """The config with a type in place of `model.dtype: auto`, one for trainer and engines, and what to tell
+    people ("" = nothing).
 
-    `begun`: that of the run that is gone on with, which auto then is. `cuda`, `has_bfloat16`: what the machine has, else it is asked.
-    Raises ConfigError for a placement that cannot be.
+    `begun`: that of the run that is gone on with, which auto then is. `cuda`, `has_bfloat16`: what the
+    machine has, else it is asked. Raises ConfigError for a placement that cannot be.
     """
     placement = place(config, len(find_cuda_devices() if cuda is None else cuda))
     engines = {device for index in range(len(placement.rollout)) for device in placement.devices_of(index)}
@@ -99,7 +106,8 @@ def settle_dtype(
         if given == "float32" or not is_slow:
             return config, ""
         return config, (
-            f"model.dtype: {given}, and this CPU has no instructions for it ({NAMES}): {COST}; model.dtype=float32 (or auto) is faster here"
+            f"model.dtype: {given}, and this CPU has no instructions for it ({NAMES}): {COST}; "
+            f"model.dtype=float32 (or auto) is faster here"
         )
     if begun is not None and begun != "auto":
         dtype, why = begun, "as the run began"
@@ -128,21 +136,25 @@ INSTALL = f"{install_extra('vllm')} (CUDA), or `make setup-vllm` there (CPU)"
 def find_vllm_python(
     rollout: RolloutConfig, *, checkout: Path = CHECKOUT, has_vllm: Callable[[Path], bool] | None = None
 ) -> Path:
-    """rollout.vllm_python, else this Python, else the one of `make setup-vllm`. Raises ConfigError if it has no vLLM."""
+    """rollout.vllm_python, else this Python, else the one of `make setup-vllm`. Raises ConfigError if it has
+    no vLLM.
+    """
     has = has_vllm or _has_vllm
     if rollout.vllm_python != "auto":
         given = Path(rollout.vllm_python).expanduser()
         found = given if given.is_file() else Path(shutil.which(rollout.vllm_python) or "")
         if not (found.is_file() and os.access(found, os.X_OK)):
             raise ConfigError(
-                f"rollout.vllm_python={rollout.vllm_python} is no program", rule="it is the Python that vLLM is installed in",
+                f"rollout.vllm_python={rollout.vllm_python} is no program",
+                rule="it is the Python that vLLM is installed in",
                 way_out=f"give the path of its bin/python, or auto after {INSTALL}.",
-            )  # fmt: skip
+            )
         if not has(found):
             raise ConfigError(
-                f"rollout.vllm_python={rollout.vllm_python} cannot import vllm", rule="it is the Python that vLLM is installed in",
+                f"rollout.vllm_python={rollout.vllm_python} cannot import vllm",
+                rule="it is the Python that vLLM is installed in",
                 way_out=f"install vLLM there, or set rollout.vllm_python=auto after {INSTALL}.",
-            )  # fmt: skip
+            )
         return (
             found.absolute()
         )  # not resolved: a venv's python is a link to one that does not have its packages
@@ -159,7 +171,9 @@ def find_vllm_python(
 
 
 def import_folder(folder: Path) -> Path:
-    """`folder` with links to our two packages and nothing else, for PYTHONPATH: another Python must not see our site-packages."""
+    """`folder` with links to our two packages and nothing else, for PYTHONPATH: another Python must not see
+    our site-packages.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for name in PACKAGES:
         spec = importlib.util.find_spec(name)

@@ -1,15 +1,18 @@
-"""Which device each trainer rank and each engine gets, and whether the two sides take turns. Pure: is told the devices there are.
+"""Which device each trainer rank and each engine gets, and whether the two sides take turns. Pure: is told
+the devices there are.
 
 How `placement` is read, where a machine has N CUDA devices:
 
     numbers, lists, ranges   these, all of which must exist and have work
     all                      every CUDA device
-    cuda, auto               as many as there are ranks (trainer) or engines (rollout), from those that the other side leaves;
-                             none left: the other side's, in turns, at buffer.max_staleness=0, else refused. auto without CUDA: cpu
+    cuda, auto               as many as there are ranks (trainer) or engines (rollout), from those that the
+    other side leaves;
+                             none left: the other side's, in turns, at buffer.max_staleness=0, else refused.
+                             auto without CUDA: cpu
     trainer                  (rollout) the trainer's, in turns
 
-A rank has a CUDA device of its own; engines are dealt over theirs in turn, so two may share one. The CPU is not anybody's
-own: trainer and engines on cpu run apart, side by side, unless rollout is `trainer`.
+A rank has a CUDA device of its own; engines are dealt over theirs in turn, so two may share one. The CPU is
+not anybody's own: trainer and engines on cpu run apart, side by side, unless rollout is `trainer`.
 """
 
 from __future__ import annotations
@@ -43,7 +46,8 @@ TURNS_RULE = "a CUDA device belongs to one side, or to both in turns, and turns 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Devices by name (cpu, cuda:0, ...): of each trainer rank, of each engine, of the eval engine (None: there is none).
+    """Devices by name (cpu, cuda:0, ...): of each trainer rank, of each engine, of the eval engine (None:
+    there is none).
 
     `parallel`: all devices of each engine, where one is split over several; `rollout` has the first of them.
     """
@@ -70,7 +74,9 @@ class Placement:
 
 
 def place(config: RunConfig, num_cuda: int) -> Placement:
-    """The placement on a machine with so many CUDA devices. Raises ConfigError with the values, the rule and what to write instead."""
+    """The placement on a machine with so many CUDA devices. Raises ConfigError with the values, the rule and
+    what to write instead.
+    """
     trainer, rollout, is_turns = _settle(config, num_cuda)
     _check_ranks(config, trainer)
     if trainer is not None and rollout is not None and set(trainer) & set(rollout):
@@ -92,8 +98,10 @@ def place(config: RunConfig, num_cuda: int) -> Placement:
     if is_turns and config.publisher.transport == "lora":
         raise ConfigError(
             f"publisher.transport=lora with {_written(config)}, where trainer and engines take turns",
-            rule="an engine that sleeps has given its weights away, so there is nothing that adapters alone could be added to",
-            way_out="set publisher.transport=shm: the weights with the adapters merged into them, chunk by chunk.",
+            rule="an engine that sleeps has given its weights away, so there is nothing that adapters alone "
+            "could be added to",
+            way_out="set publisher.transport=shm: the weights with the adapters merged into them, chunk by "
+            "chunk.",
         )
     if is_simulated or config.rollout.urls is not None:
         engines, parallel = (NO_DEVICE,) * len(engines), ()
@@ -149,7 +157,8 @@ def _written_numbers(key: str, devices: object, num_cuda: int) -> tuple[Numbers,
     if missing := [number for number in numbers if number >= num_cuda]:
         raise ConfigError(
             f"{key}={devices} names {', '.join(f'cuda:{number}' for number in missing)}",
-            rule=f"this machine shows {num_cuda} CUDA device{'s' if num_cuda > 1 else ''}, counted from 0 among those of "
+            rule=f"this machine shows {num_cuda} CUDA device{'s' if num_cuda > 1 else ''}, counted from 0 "
+            f"among those of "
             "CUDA_VISIBLE_DEVICES, where that is set",
             way_out=f"name devices of 0..{num_cuda - 1}.",
         )
@@ -159,8 +168,10 @@ def _written_numbers(key: str, devices: object, num_cuda: int) -> tuple[Numbers,
 def _no_cuda(key: str, devices: object) -> ConfigError:
     return ConfigError(
         f"{key}={devices}, and there is no CUDA device that torch could use",
-        rule="a device needs the NVIDIA driver, a torch built with CUDA, and a CUDA_VISIBLE_DEVICES that does not hide it",
-        way_out=f"set {key}=cpu (or auto: CUDA where there is a device, else cpu), or correct what hides the device.",
+        rule="a device needs the NVIDIA driver, a torch built with CUDA, and a CUDA_VISIBLE_DEVICES that "
+        "does not hide it",
+        way_out=f"set {key}=cpu (or auto: CUDA where there is a device, else cpu), or correct what hides the "
+        f"device.",
     )
 
 
@@ -182,7 +193,8 @@ def _take_turns(config: RunConfig, numbers: tuple[int, ...], key: str) -> bool:
             else f", or name fewer devices in {other}"
         )
     raise ConfigError(
-        f"{_written(config)}: there is no CUDA device left for {key}, the other side has {', '.join(f'cuda:{n}' for n in numbers)}, and "
+        f"{_written(config)}: there is no CUDA device left for {key}, the other side has "
+        f"{', '.join(f'cuda:{n}' for n in numbers)}, and "
         f"buffer.max_staleness={config.buffer.max_staleness} wants both sides to work at once",
         rule=TURNS_RULE,
         way_out=f"set buffer.max_staleness=0 (they take turns), or {key}=cpu, or {other}=cpu{fewer}.",
@@ -218,15 +230,18 @@ def _check_engines(config: RunConfig, rollout: Numbers, is_turns: bool) -> None:
         return
     if len(rollout) % split:
         raise ConfigError(
-            f"placement.rollout={config.placement.rollout} is {len(rollout)} CUDA devices, and rollout.tensor_parallel={split}",
+            f"placement.rollout={config.placement.rollout} is {len(rollout)} CUDA devices, and "
+            f"rollout.tensor_parallel={split}",
             rule="each engine is split over so many devices of its own",
-            way_out=f"give placement.rollout {split} devices, or a multiple, or set rollout.tensor_parallel=1.",
+            way_out=f"give placement.rollout {split} devices, or a multiple, or set "
+            f"rollout.tensor_parallel=1.",
         )
     if len(rollout) <= engines * split:
         return
     fewer = "" if is_turns else f", or name fewer: placement.rollout={list(rollout[: engines * split])}"
     raise ConfigError(
-        f"placement.rollout={config.placement.rollout} is {len(rollout)} CUDA devices, and rollout.num_engines={engines} would leave "
+        f"placement.rollout={config.placement.rollout} is {len(rollout)} CUDA devices, and "
+        f"rollout.num_engines={engines} would leave "
         f"{len(rollout) - engines * split} of them idle",
         rule="an engine works on one device"
         if split == 1
@@ -251,8 +266,8 @@ def _deal_groups(numbers: Numbers, num: int, size: int) -> tuple[tuple[str, ...]
 def _eval_device(
     config: RunConfig, ranks: Sequence[str], parallel: Sequence[Sequence[str]], num_cuda: int, mode: Mode
 ) -> str:
-    """Where the eval engine goes, which is split over no devices. It works beside training at any time: on CUDA it has no part in turns
-    and no place with the trainer.
+    """Where the eval engine goes, which is split over no devices. It works beside training at any time: on
+    CUDA it has no part in turns and no place with the trainer.
     """
     key, written = "placement.eval", config.placement.eval
     engines = [device for group in parallel for device in group] or ["cpu"]
@@ -272,8 +287,10 @@ def _eval_device(
         turns = "trainer and engines take turns" if mode == "colocated" else "the trainer works"
         raise ConfigError(
             f"{key}={written} puts the eval engine on {device}, where {turns}",
-            rule="it evaluates beside training, with weights and KV cache of its own, so it needs a device that the trainer does not use",
-            way_out=f"set {key}=cpu or the number of another CUDA device, or set eval=none and evaluate the checkpoints later.",
+            rule="it evaluates beside training, with weights and KV cache of its own, so it needs a device "
+            "that the trainer does not use",
+            way_out=f"set {key}=cpu or the number of another CUDA device, or set eval=none and evaluate the "
+            f"checkpoints later.",
         )
     return device
 
@@ -282,21 +299,27 @@ def _written(config: RunConfig) -> str:
     return f"placement.trainer={config.placement.trainer}, placement.rollout={config.placement.rollout}"
 
 
-# Which CUDA devices a run may use, and how much of their memory is free. Looks at the driver's files and programs; knows no torch.
+# Which CUDA devices a run may use, and how much of their memory is free. Looks at the driver's files and
+# programs; knows no torch.
 #
-# Devices are numbered among those that CUDA_VISIBLE_DEVICES leaves, in the order of the bus, which is that of nvidia-smi.
+# Devices are numbered among those that CUDA_VISIBLE_DEVICES leaves, in the order of the bus, which is that of
+# nvidia-smi.
 
 
 DRIVER_DIR = Path("/proc/driver/nvidia/gpus")
 QUERY = ("--query-gpu=index,uuid,memory.free", "--format=csv,noheader,nounits")
 QUERY_TIMEOUT_S = 20.0
 HUGETLB = "glibc.malloc.hugetlb"
-"""Of GLIBC_TUNABLES since glibc 2.35: 1 = madvise(MADV_HUGEPAGE) for what malloc takes. Others ignore the variable."""
+"""Of GLIBC_TUNABLES since glibc 2.35: 1 = madvise(MADV_HUGEPAGE) for what malloc takes. Others ignore the
+variable.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class CudaDevice:
-    """One device. `name`: how CUDA_VISIBLE_DEVICES of a child process calls it. `free_bytes`: None where nvidia-smi does not say."""
+    """One device. `name`: how CUDA_VISIBLE_DEVICES of a child process calls it. `free_bytes`: None where
+    nvidia-smi does not say.
+    """
 
     name: str
     free_bytes: int | None = None
@@ -309,7 +332,9 @@ def find_cuda_devices(
     query: Callable[[], str] | None = None,
     is_built: Callable[[], bool] | None = None,
 ) -> tuple[CudaDevice, ...]:
-    """The devices that torch can use here: none beside a torch that was built without CUDA, whatever the driver lists."""
+    """The devices that torch can use here: none beside a torch that was built without CUDA, whatever the
+    driver lists.
+    """
     if not (is_built or torch_has_cuda)():
         return ()
     told = _read_query((query or ask_nvidia_smi)())
@@ -322,7 +347,9 @@ def find_cuda_devices(
 
 
 def visible_names(visible: str | None, num_devices: int) -> tuple[str, ...]:
-    """The names that CUDA_VISIBLE_DEVICES leaves (None: not set). As CUDA reads it, the first that is no device hides all after it."""
+    """The names that CUDA_VISIBLE_DEVICES leaves (None: not set). As CUDA reads it, the first that is no
+    device hides all after it.
+    """
     if visible is None:
         return tuple(str(number) for number in range(num_devices))
     names: list[str] = []
@@ -337,7 +364,9 @@ def visible_names(visible: str | None, num_devices: int) -> tuple[str, ...]:
 def child_environ(
     devices: Sequence[str], cuda: Sequence[CudaDevice], environ: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Variables that show a child process these devices (`cuda:1`, ...) and no others, in this order; on the CPU those of its memory."""
+    """Variables that show a child process these devices (`cuda:1`, ...) and no others, in this order; on the
+    CPU those of its memory.
+    """
     if not devices or not all(device.startswith("cuda:") for device in devices):
         return _large_pages(os.environ if environ is None else environ) if "cpu" in devices else {}
     names = [cuda[int(device.removeprefix("cuda:"))].name for device in devices]
@@ -346,14 +375,18 @@ def child_environ(
 
 
 def _large_pages(environ: Mapping[str, str]) -> dict[str, str]:
-    """Have glibc ask for large pages: new memory then costs a fifth (gradients, each step, where turns give it back in between)."""
+    """Have glibc ask for large pages: new memory then costs a fifth (gradients, each step, where turns give
+    it back in between).
+    """
     given = environ.get("GLIBC_TUNABLES", "")
     return {} if HUGETLB in given else {"GLIBC_TUNABLES": ":".join(filter(None, [given, f"{HUGETLB}=1"]))}
 
 
 @functools.cache
 def ask_nvidia_smi() -> str:
-    """What nvidia-smi says, '' where there is none or it fails. Asked once a process, before it starts anything."""
+    """What nvidia-smi says, '' where there is none or it fails. Asked once a process, before it starts
+    anything.
+    """
     program = shutil.which("nvidia-smi")
     if program is None:
         return ""
@@ -389,21 +422,26 @@ def torch_has_cuda() -> bool:
     return re.search(r"^cuda\b[^=]*=\s*['\"]", text, flags=re.MULTILINE) is not None
 
 
-# What vLLM, and the ways of weights that only it knows, cannot do on these devices. Pure: is told the devices.
+# What vLLM, and the ways of weights that only it knows, cannot do on these devices. Pure: is told the
+# devices.
 
 
 def refuse_for_vllm(
     config: RunConfig, ranks: Sequence[str], engines: Sequence[str], *, is_turns: bool
 ) -> None:
-    """Raise ConfigError for devices of trainer ranks and engines on which vLLM, or the transport, would fail later."""
+    """Raise ConfigError for devices of trainer ranks and engines on which vLLM, or the transport, would fail
+    later.
+    """
     if config.rollout.engine != "vllm":
         return
     on_cpu = [side for side, devices in (("trainer", ranks), ("rollout", engines)) if "cpu" in devices]
     if is_turns and "rollout" in on_cpu:
         raise ConfigError(
             f"placement.rollout={config.placement.rollout} has a vLLM on the CPU take turns with the trainer",
-            rule="turns need an engine that gives its memory away, and vLLM frees nothing on the CPU when it is told to sleep",
-            way_out="set placement.rollout=cpu (side by side, at buffer.max_staleness=0 too), or rollout.engine=embedded.",
+            rule="turns need an engine that gives its memory away, and vLLM frees nothing on the CPU when it "
+            "is told to sleep",
+            way_out="set placement.rollout=cpu (side by side, at buffer.max_staleness=0 too), or "
+            "rollout.engine=embedded.",
         )
     if config.rollout.tensor_parallel > 1 and "rollout" in on_cpu and config.rollout.urls is None:
         raise ConfigError(
@@ -420,7 +458,8 @@ def refuse_for_vllm(
         )
     if transport == "ipc" and on_cpu:
         raise ConfigError(
-            f"publisher.transport={transport}, and placement.{on_cpu[0]}={getattr(config.placement, on_cpu[0])} is the CPU here",
+            f"publisher.transport={transport}, and "
+            f"placement.{on_cpu[0]}={getattr(config.placement, on_cpu[0])} is the CPU here",
             rule="a CUDA IPC handle is of memory on a CUDA device",
             way_out="set publisher.transport=shm, or place both sides on CUDA devices.",
         )
@@ -440,6 +479,7 @@ def refuse_for_vllm(
         raise ConfigError(
             "publisher.transport=ipc, and trainer and engines are on different devices",
             rule="a CUDA IPC handle names memory of one device for processes on that device",
-            way_out="set publisher.transport=nccl, or shm; or have both sides take turns (placement.rollout=trainer, "
+            way_out="set publisher.transport=nccl, or shm; or have both sides take turns "
+            "(placement.rollout=trainer, "
             "buffer.max_staleness=0).",
         )

@@ -1,4 +1,6 @@
-"""Refuses a config that needs more connections at once than this machine gives one process, and notes what may. Opens nothing."""
+"""Refuses a config that needs more connections at once than this machine gives one process, and notes what
+may. Opens nothing.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +14,19 @@ from asyncrl.placement.devices import Mode, place
 from asyncrl.placement.memory_plan import Phase, ProcessPlan, peak_bytes, size_text
 from asyncrl.placement.plan import Plan, lay_out
 
-# Refuses a plan that cannot fit, with the numbers and the nearest setting that does. Tries settings on paper; starts nothing.
+# Refuses a plan that cannot fit, with the numbers and the nearest setting that does. Tries settings on paper;
+# starts nothing.
 
 
 LORA = LoraConfig(rank=16)
 
 
 def refuse_what_cannot_fit(plan: Plan, config: RunConfig) -> None:
-    """Raise ConfigError if a device needs more memory in some phase than it has free, or the run more connections than it can have.
+    """Raise ConfigError if a device needs more memory in some phase than it has free, or the run more
+    connections than it can have.
 
-    What is not known is not refused: a CUDA device whose free memory nobody tells is checked by trainer and engines at their start.
+    What is not known is not refused: a CUDA device whose free memory nobody tells is checked by trainer and
+    engines at their start.
     """
     _refuse_memory(plan, config)
     refuse_too_many_connections(config)
@@ -41,9 +46,10 @@ def _refuse_memory(plan: Plan, config: RunConfig) -> None:
     parts = ", ".join(f"{name} {size_text(size)}" for name, size in held if size)
     where = "" if device == "cpu" else f" on {device}"
     raise ConfigError(
-        f"{'the run' if mode == 'apart' else phase} needs {size_text(needed)} of memory{where} ({parts}), and {size_text(free)} are free",
-        rule="weights, gradients, optimizer state, activations and KV caches are added up before anything starts"
-        + ("" if mode == "apart" else ", in turns for each phase by itself"),
+        f"{'the run' if mode == 'apart' else phase} needs {size_text(needed)} of memory{where} ({parts}), "
+        f"and {size_text(free)} are free",
+        rule="weights, gradients, optimizer state, activations and KV caches are added up before anything "
+        "starts" + ("" if mode == "apart" else ", in turns for each phase by itself"),
         way_out=_way_out(plan, config),
     )
 
@@ -68,7 +74,9 @@ def _worst(
 
 
 def _way_out(plan: Plan, config: RunConfig) -> str:
-    """The first of these that fits: fewer slots, what makes the activations smaller, turns on one device, adapters."""
+    """The first of these that fits: fewer slots, what makes the activations smaller, turns on one device,
+    adapters.
+    """
 
     def fits(changed: RunConfig) -> bool:
         try:
@@ -84,8 +92,10 @@ def _way_out(plan: Plan, config: RunConfig) -> str:
         return "trainer.gradient_checkpointing=true fits, for about a third more time."
     longest = config.rollout.max_prompt_tokens + config.rollout.max_tokens
     tokens = _largest(
-        config.trainer.micro_batch_tokens, longest, lambda number: fits(_with_trainer(config, micro_batch_tokens=number))
-    )  # fmt: skip
+        config.trainer.micro_batch_tokens,
+        longest,
+        lambda number: fits(_with_trainer(config, micro_batch_tokens=number)),
+    )
     if tokens is not None:
         return f"trainer.micro_batch_tokens={tokens} fits, and changes no result."
     if plan.placement.mode == "apart" and fits(_in_turns(config)):
@@ -132,16 +142,20 @@ PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def refuse_too_many_connections(config: RunConfig) -> None:
-    """Raise ConfigError if descriptors (the hard limit: the run takes all of it) or source ports cannot be enough.
+    """Raise ConfigError if descriptors (the hard limit: the run takes all of it) or source ports cannot be
+    enough.
 
-    For rollouts that ask one thing at a time, as nearly all do: scarce_connections tells what the others may lack.
+    For rollouts that ask one thing at a time, as nearly all do: scarce_connections tells what the others may
+    lack.
     """
     _refuse_descriptors(config)
     _refuse_ports(config)
 
 
 def scarce_connections(config: RunConfig) -> list[str]:
-    """In words, what is not enough for agents that all make gateway.max_concurrent_calls calls at once, though it is for one call each."""
+    """In words, what is not enough for agents that all make gateway.max_concurrent_calls calls at once,
+    though it is for one call each.
+    """
     return [*_scarce_descriptors(config), *_scarce_ports(config)] if config.generator.is_harness else []
 
 
@@ -198,8 +212,10 @@ def _scarce_ports(config: RunConfig) -> list[str]:
 def _note(config: RunConfig, number: int, needs: str, have: str, way_out: str, calls: int) -> str:
     most = config.gateway.max_concurrent_calls
     return (
-        f"the run has {needs} if each of its {number} rollouts makes gateway.max_concurrent_calls={most} calls at once, and this {have}: "
-        f"calls wait for one another then, and fail if that takes too long; {way_out}, or write gateway.max_concurrent_calls={calls}."
+        f"the run has {needs} if each of its {number} rollouts makes gateway.max_concurrent_calls={most} "
+        f"calls at once, and this {have}: "
+        f"calls wait for one another then, and fail if that takes too long; {way_out}, or write "
+        f"gateway.max_concurrent_calls={calls}."
     )
 
 
@@ -219,8 +235,10 @@ def _refuse_descriptors(config: RunConfig) -> None:
     )
     raise ConfigError(
         f"the run may have {needed} descriptors open ({', '.join(parts)}), and this process may have {hard}",
-        rule="each request and each connection is a descriptor; the hard limit of RLIMIT_NOFILE is the most that a run can take",
-        way_out=f"raise the limit to {needed} or more (LimitNOFILE of a service, ulimit nofile={needed} of docker, "
+        rule="each request and each connection is a descriptor; the hard limit of RLIMIT_NOFILE is the most "
+        "that a run can take",
+        way_out=f"raise the limit to {needed} or more (LimitNOFILE of a service, ulimit nofile={needed} of "
+        f"docker, "
         f"/etc/security/limits.conf){lower and f', or write {lower}'}.",
     )
 
@@ -232,7 +250,9 @@ def _hard_limit() -> int | None:
 
 
 def _descriptors(config: RunConfig) -> int:
-    """Most that the controller, the process with the most of them, has open while each rollout asks one thing at a time."""
+    """Most that the controller, the process with the most of them, has open while each rollout asks one thing
+    at a time.
+    """
     return _rollouts(config)[0] + _evaluating(config) + _gateway(config) + OTHERS
 
 
@@ -262,9 +282,11 @@ def _refuse_ports(config: RunConfig) -> None:
     lower = _lower(config, ports * targets - evaluating, key)
     rollouts += evaluating
     raise ConfigError(
-        f"{rollouts} rollouts in flight need {-(-rollouts // targets)} connections to {what}, and this machine has {ports} ports for them",
+        f"{rollouts} rollouts in flight need {-(-rollouts // targets)} connections to {what}, and this "
+        f"machine has {ports} ports for them",
         rule="connections to one address have a source port each, of net.ipv4.ip_local_port_range",
-        way_out=f"widen it (sysctl -w net.ipv4.ip_local_port_range='1024 65535' gives 64512){lower and f', or write {lower}'}.",
+        way_out=f"widen it (sysctl -w net.ipv4.ip_local_port_range='1024 65535' gives "
+        f"64512){lower and f', or write {lower}'}.",
     )
 
 

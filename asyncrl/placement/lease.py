@@ -1,16 +1,20 @@
-"""Whose turn it is on devices that trainer and engines share. Pure: is told the time and what happened; calls nobody.
+"""Whose turn it is on devices that trainer and engines share. Pure: is told the time and what happened; calls
+nobody.
 
-A turn goes  generating -> handover -> training -> handover -> generating. What a handover does, and what undoes it, is data here:
+A turn goes  generating -> handover -> training -> handover -> generating. What a handover does, and what
+undoes it, is data here:
 
-    to the trainer    1 engines sleep               (undo: the way to the engines below, with the version that they served)
+    to the trainer    1 engines sleep               (undo: the way to the engines below, with the version that
+    they served)
                       2 trainer onloads             (undo: offload the optimizer)
     to the engines    1 trainer offloads the rest   gradients and optimizer (undo: onload the optimizer)
                       2 engines wake weights        (undo: sleep weights)
-                      3 push weights                trainer -> engines, chunk by chunk, digest checked (undone with 2)
-                      4 trainer offloads weights    (undo: onload them)
+                      3 push weights                trainer -> engines, chunk by chunk, digest checked (undone
+                      with 2) 4 trainer offloads weights    (undo: onload them)
                       5 engines wake kv             (undo: sleep kv)
 
-So a device holds the engines' weights and KV cache, or the trainer's state, or the weights twice: the largest of the three, not the sum.
+So a device holds the engines' weights and KV cache, or the trainer's state, or the weights twice: the largest
+of the three, not the sum.
 """
 
 from __future__ import annotations
@@ -32,7 +36,9 @@ RESTING: dict[Side, State] = {"engines": "generating", "trainer": "training"}
 
 @dataclass(frozen=True, slots=True)
 class EngineCall:
-    """POST /sleep or /wake of every engine. `restore`: weights that wake are read again, where they never served another version."""
+    """POST /sleep or /wake of every engine. `restore`: weights that wake are read again, where they never
+    served another version.
+    """
 
     verb: Literal["sleep", "wake"]
     parts: tuple[EnginePart, ...]
@@ -49,7 +55,9 @@ class TrainerCall:
 
 @dataclass(frozen=True, slots=True)
 class PushCall:
-    """The trainer's weights go into the weights of every engine, which are awake and empty: whoever hands over brings the function."""
+    """The trainer's weights go into the weights of every engine, which are awake and empty: whoever hands
+    over brings the function.
+    """
 
 
 Call = EngineCall | TrainerCall | PushCall
@@ -57,7 +65,9 @@ Call = EngineCall | TrainerCall | PushCall
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A named part of a handover: one call, and the calls that undo it, in their order. Every call may be made twice."""
+    """A named part of a handover: one call, and the calls that undo it, in their order. Every call may be
+    made twice.
+    """
 
     name: str
     call: Call
@@ -82,7 +92,9 @@ BACK_TO_ENGINES: tuple[Call, ...] = (
     TrainerCall("offload", ("weights",)),
     EngineCall("wake", ("kv",)),
 )
-"""An engine cannot read again what came to it chunk by chunk: the trainer, which still has that version, brings it once more."""
+"""An engine cannot read again what came to it chunk by chunk: the trainer, which still has that version,
+brings it once more.
+"""
 
 TO_TRAINER = (
     Phase("engines sleep", EngineCall("sleep", ("kv", "weights")), BACK_TO_ENGINES),
@@ -131,7 +143,9 @@ class PhaseTime:
 
 @dataclass(frozen=True, slots=True)
 class HandoverReport:
-    """One handover that is over. `failed`: the phase that failed, after which everything was undone; '' if none did."""
+    """One handover that is over. `failed`: the phase that failed, after which everything was undone; '' if
+    none did.
+    """
 
     to: Side
     phases: tuple[PhaseTime, ...]
@@ -152,12 +166,16 @@ class LeaseStats:
 
 
 class Lease:
-    """The turns of trainer and engines on shared devices. Knows phases and seconds; knows no device and no message.
+    """The turns of trainer and engines on shared devices. Knows phases and seconds; knows no device and no
+    message.
 
-    Life:       idle -> handover -> generating or training -> handover -> the other one -> ... In a handover: begin_nowait, then for each
-                phase begin_phase_nowait and finish_phase_nowait, then finish_nowait. If one fails: fail_nowait says what to
-                undo, undone_nowait returns the lease to where it came from; undo_failed_nowait leaves it broken, for good.
-    Invariant:  at most one owner, and exactly one from the first turn on, unless broken: finish_nowait alone changes it, once every phase
+    Life:       idle -> handover -> generating or training -> handover -> the other one -> ... In a handover:
+    begin_nowait, then for each
+                phase begin_phase_nowait and finish_phase_nowait, then finish_nowait. If one fails:
+                fail_nowait says what to undo, undone_nowait returns the lease to where it came from;
+                undo_failed_nowait leaves it broken, for good.
+    Invariant:  at most one owner, and exactly one from the first turn on, unless broken: finish_nowait alone
+    changes it, once every phase
                 is done. A handover that fails changes nothing.
     """
 
@@ -193,7 +211,9 @@ class Lease:
         )
 
     def begin_nowait(self, to: Side, now_s: float) -> None:
-        """The handover to this side begins. Raises RoomError if it has its turn already, or the lease is busy or broken."""
+        """The handover to this side begins. Raises RoomError if it has its turn already, or the lease is busy
+        or broken.
+        """
         if self.state in ("handover", "broken") or self.owner == to:
             raise self._misuse(f"a handover to the {to} cannot begin")
         self._phases = FIRST[to] if self.owner is None else TO_TRAINER if to == "trainer" else TO_ENGINES
@@ -227,7 +247,9 @@ class Lease:
         return self._report(now_s)
 
     def fail_nowait(self, why: str) -> tuple[Undo, ...]:
-        """The phase in hand failed, or was left: what to call, in this order. What had begun is undone, done or not."""
+        """The phase in hand failed, or was left: what to call, in this order. What had begun is undone, done
+        or not.
+        """
         self._expect(is_in_phase=True)
         self._failed, self._why = self.phase, why
         return tuple(
@@ -270,7 +292,8 @@ class Lease:
         )
 
 
-# Hands shared devices from one side to the other: makes the calls that the lease names, in time, and undoes them if one fails.
+# Hands shared devices from one side to the other: makes the calls that the lease names, in time, and undoes
+# them if one fails.
 
 
 Push = Callable[[], Awaitable[Moved | None]]
@@ -282,13 +305,18 @@ ROUTINE = frozenset({"handover", "handover phase", "handed over"})
 
 
 class HandOver:
-    """Drives the lease: engines and trainer do what its phases say. Knows no weights; a push is a function that it is given.
+    """Drives the lease: engines and trainer do what its phases say. Knows no weights; a push is a function
+    that it is given.
 
-    Life:       made -> start(side) -> to_training(push) and to_generating(push) in turn. One handover at a time. `push` brings the
-                trainer's weights to all engines, whose weights are awake and empty; to_training needs it to undo itself.
-    Waits:      for the calls of a phase, timeout_s at most each; all engines at once. An undo is bounded the same way, and is not cut
+    Life:       made -> start(side) -> to_training(push) and to_generating(push) in turn. One handover at a
+    time. `push` brings the
+                trainer's weights to all engines, whose weights are awake and empty; to_training needs it to
+                undo itself.
+    Waits:      for the calls of a phase, timeout_s at most each; all engines at once. An undo is bounded the
+    same way, and is not cut
                 short by a cancellation: that passes once what had begun is undone.
-    Invariant:  when a call of this class returns or raises, the side that owns the lease has what it needs and the other has given it
+    Invariant:  when a call of this class returns or raises, the side that owns the lease has what it needs
+    and the other has given it
                 away; or the lease is broken, and the error and the event say what was left.
     """
 
@@ -308,18 +336,23 @@ class HandOver:
         return f"<HandOver {self.lease!r}, {len(self._engines)} engines>"
 
     async def start(self, side: Side) -> HandoverReport:
-        """The first turn. For the engines: with the weights that they have; for the trainer, whose weights are pushed later."""
+        """The first turn. For the engines: with the weights that they have; for the trainer, whose weights
+        are pushed later.
+        """
         return await self._hand(side, _no_push)
 
     async def to_training(self, push: Push) -> HandoverReport:
-        """The engines sleep, the trainer has the devices. Raises RoomError, after which the engines have them still.
+        """The engines sleep, the trainer has the devices. Raises RoomError, after which the engines have them
+        still.
 
         Then `push` has brought them the version again that they served: the trainer has not gone on from it.
         """
         return await self._hand("trainer", push)
 
     async def to_generating(self, push: Push) -> HandoverReport:
-        """The trainer moves out, `push` brings its weights to the engines. Raises RoomError, after which the trainer has them still."""
+        """The trainer moves out, `push` brings its weights to the engines. Raises RoomError, after which the
+        trainer has them still.
+        """
         return await self._hand("engines", push)
 
     async def _hand(self, to: Side, push: Push) -> HandoverReport:
@@ -343,7 +376,9 @@ class HandOver:
         return report
 
     async def _call(self, call: Call, push: Push) -> tuple[int, BaseException | None]:
-        """Bytes of the call on all it is made on, and the first error. Returns once none of them is under way any more."""
+        """Bytes of the call on all it is made on, and the first error. Returns once none of them is under way
+        any more.
+        """
         match call:
             case EngineCall("sleep", parts, _):
                 calls = [self._one(engine.name, "sleep", engine.sleep(parts)) for engine in self._engines]
@@ -371,13 +406,17 @@ class HandOver:
             if not limit.expired():
                 raise
             raise RoomError(
-                room, f"{verb} was not done within {self._timeout_s} s", rule=f"publisher.timeout_s={self._timeout_s} is the limit",
+                room,
+                f"{verb} was not done within {self._timeout_s} s",
+                rule=f"publisher.timeout_s={self._timeout_s} is the limit",
                 way_out=f"raise publisher.timeout_s if the machine is slow, else read the log of {room}.",
-            ) from None  # fmt: skip
+            ) from None
         return 0 if moved is None else int(moved.num_bytes)
 
     async def _undo(self, why: str, error: BaseException, push: Push) -> BaseException:
-        """Undo what had begun; returns what is to be raised. A cancellation meanwhile does not cut it short, and is not lost."""
+        """Undo what had begun; returns what is to be raised. A cancellation meanwhile does not cut it short,
+        and is not lost.
+        """
         owner, phase = self.lease.owner, self.lease.phase
         undos = self.lease.fail_nowait(why)
         self._on_event("handover failed", {"phase": phase, "why": why})
@@ -397,9 +436,11 @@ class HandOver:
             error.add_note(f"in a handover, while {phase!r}; {outcome}")
             return error
         failed = RoomError(
-            "placement", f"handing over failed while {phase!r}: {why}; {outcome}",
-            rule=error.rule, way_out=error.way_out or "read the logs of the trainer and the engines.",
-        )  # fmt: skip
+            "placement",
+            f"handing over failed while {phase!r}: {why}; {outcome}",
+            rule=error.rule,
+            way_out=error.way_out or "read the logs of the trainer and the engines.",
+        )
         failed.__cause__ = error
         return failed
 

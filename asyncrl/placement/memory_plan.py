@@ -1,4 +1,6 @@
-"""How many bytes each process holds, by part and by phase of a turn. Estimates, from the config and the model's shape alone."""
+"""How many bytes each process holds, by part and by phase of a turn. Estimates, from the config and the
+model's shape alone.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from asyncrl.config import ModelConfig, RunConfig
 from asyncrl.placement.devices import Mode
 
 CPU_MICRO_BATCH_TOKENS = 2048
-"""Most tokens that the trainer packs into one forward pass on the CPU, whatever trainer.micro_batch_tokens allows."""
+"""Most tokens that the trainer packs into one forward pass on the CPU, whatever trainer.micro_batch_tokens
+allows.
+"""
 VLLM_CPU_BLOCK_TOKENS = 128
 VLLM_CPU_MIN_KV_BYTES = 2**26
 """As asyncrl_servers/vllm/memory.py has them."""
@@ -22,12 +26,16 @@ VLLM_CPU_MIN_KV_BYTES = 2**26
 Phase = Literal["generation", "training", "publish"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 Side = Literal["controller", "trainer", "engine", "eval", "staging", "host"]
-"""Whose memory it is. staging: weights on their way, in memory that both sides open; host: what the trainer moved off a CUDA device."""
+"""Whose memory it is. staging: weights on their way, in memory that both sides open; host: what the trainer
+moved off a CUDA device.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of the largest parts. `copies`: a second set of weights (staged by an engine, or the trainer's reference)."""
+    """Bytes of the largest parts. `copies`: a second set of weights (staged by an engine, or the trainer's
+    reference).
+    """
 
     weights: int = 0
     copies: int = 0
@@ -44,7 +52,9 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class ProcessPlan:
-    """One process of the run, or memory that is nobody's alone. `memory`: None where the model is not on disk yet."""
+    """One process of the run, or memory that is nobody's alone. `memory`: None where the model is not on disk
+    yet.
+    """
 
     name: str
     side: Side
@@ -89,7 +99,9 @@ def peak_bytes(processes: Sequence[ProcessPlan], device: str, mode: Mode) -> dic
 
 
 def trainer_memory(config: RunConfig, shape: ModelShape, device: str) -> Memory:
-    """Of one rank: weights that compute, AdamW's two moments (and float32 masters, where they are not the model's own), one micro-batch."""
+    """Of one rank: weights that compute, AdamW's two moments (and float32 masters, where they are not the
+    model's own), one micro-batch.
+    """
     trainer, ranks, item = config.trainer, config.trainer.world_size, item_bytes(config.model.dtype, device)
     trained = (
         shape.num_parameters if trainer.lora is None else shape.num_adapter_parameters(trainer.lora.rank)
@@ -117,7 +129,9 @@ def trainer_memory(config: RunConfig, shape: ModelShape, device: str) -> Memory:
 def engine_memory(
     config: RunConfig, shape: ModelShape, device: str, slots: int, *, is_staging: bool
 ) -> Memory:
-    """Of one engine; `is_staging`: it reads the next weights beside the serving ones, which vLLM leaves in staging until they serve."""
+    """Of one engine; `is_staging`: it reads the next weights beside the serving ones, which vLLM leaves in
+    staging until they serve.
+    """
     item = item_bytes(config.model.dtype, device)
     length = config.rollout.max_prompt_tokens + config.rollout.max_tokens
     weights = shape.num_parameters * item
@@ -129,7 +143,9 @@ def engine_memory(
 
 
 def _vllm_kv_bytes(slots: int, length: int, token_bytes: int, device: str) -> int:
-    """On the CPU what its server asks for: whole blocks a sequence, one over, and a floor. On CUDA the least: vLLM takes what is left."""
+    """On the CPU what its server asks for: whole blocks a sequence, one over, and a floor. On CUDA the least:
+    vLLM takes what is left.
+    """
     if device != "cpu":
         return slots * length * token_bytes
     blocks = slots * -(-length // VLLM_CPU_BLOCK_TOKENS) + 1
@@ -157,7 +173,9 @@ MAX_HEADER_BYTES = 100_000_000
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A Llama-like decoder: attention and gated MLP. `kv_per_token`: K plus V entries of one token in all layers."""
+    """A Llama-like decoder: attention and gated MLP. `kv_per_token`: K plus V entries of one token in all
+    layers.
+    """
 
     num_parameters: int
     hidden: int
@@ -170,7 +188,9 @@ class ModelShape:
         return self.layers * rank * 7 * (self.hidden + self.intermediate)
 
     def activation_bytes(self, num_tokens: int, item_bytes: int, is_checkpointed: bool) -> int:
-        """What one forward pass keeps for its backward pass: a layer's input alone, or about 14 vectors and 4 of the MLP."""
+        """What one forward pass keeps for its backward pass: a layer's input alone, or about 14 vectors and 4
+        of the MLP.
+        """
         a_layer = self.hidden if is_checkpointed else 14 * self.hidden + 4 * self.intermediate
         return num_tokens * self.layers * a_layer * item_bytes
 
@@ -206,7 +226,9 @@ def _shape(architecture: Mapping[str, Any], num_stored: int) -> ModelShape:
 
 
 def _count_stored(path: Path) -> int:
-    """Number of weights in a safetensors file, from its header; 0 if it has none, which whoever loads the file will name."""
+    """Number of weights in a safetensors file, from its header; 0 if it has none, which whoever loads the
+    file will name.
+    """
     try:
         with path.open("rb") as file:
             (size,) = struct.unpack("<Q", file.read(8))

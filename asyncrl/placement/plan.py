@@ -1,4 +1,5 @@
-"""The plan of a run, before anything starts: which processes, on which device, with how many threads and bytes.
+"""The plan of a run, before anything starts: which processes, on which device, with how many threads and
+bytes.
 
 Reads file headers, config.json and the driver's files alone: no torch, nothing is loaded.
 """
@@ -53,15 +54,17 @@ class Plan:
 
 
 def engine_threads(config: RunConfig) -> int:
-    """CPU threads of each engine: the same whatever the number of engines, because results depend on it bit for bit."""
+    """CPU threads of each engine: the same whatever the number of engines, because results depend on it bit
+    for bit.
+    """
     return config.rollout.threads if config.rollout.threads != "auto" else max(1, (os.cpu_count() or 1) // 4)
 
 
 def trainer_threads(config: RunConfig) -> int:
     """CPU threads of each trainer rank: its part of the cores that the rollout engines leave.
 
-    An eval engine takes none away: a run with one must be the run without, bit for bit. Nor do turns give any: a colocated run
-    must be the run apart.
+    An eval engine takes none away: a run with one must be the run without, bit for bit. Nor do turns give
+    any: a colocated run must be the run apart.
     """
     if config.trainer.threads != "auto":
         return config.trainer.threads
@@ -75,8 +78,8 @@ def trainer_threads(config: RunConfig) -> int:
 def make_plan(config: RunConfig, cuda: Sequence[CudaDevice] | None = None) -> Plan:
     """The plan of a run on this machine; `cuda`: the devices that it shows, else they are looked for.
 
-    Raises ConfigError for a placement that cannot be, and for a vLLM that is not there; whether it fits is asked of
-    refuse_what_cannot_fit.
+    Raises ConfigError for a placement that cannot be, and for a vLLM that is not there; whether it fits is
+    asked of refuse_what_cannot_fit.
     """
     devices = find_cuda_devices() if cuda is None else cuda
     placement, shape = place(config, len(devices)), model_shape(config.model)
@@ -104,10 +107,15 @@ def _trainers(config: RunConfig, shape: ModelShape | None, placement: Placement)
     note = what if ranks == 1 else f"1 / {ranks} of {what}"
     return [
         ProcessPlan(
-            f"trainer-{rank}", "trainer", device, threads, None if shape is None else trainer_memory(config, shape, device), note
+            f"trainer-{rank}",
+            "trainer",
+            device,
+            threads,
+            None if shape is None else trainer_memory(config, shape, device),
+            note,
         )
         for rank, device in enumerate(placement.trainer)
-    ]  # fmt: skip
+    ]
 
 
 def _engines(config: RunConfig, shape: ModelShape | None, placement: Placement) -> list[ProcessPlan]:
@@ -142,7 +150,8 @@ def _engine(
     if devices[0] == NO_DEVICE:
         model = config.rollout.simulated
         note = (
-            f"simulated: {1000 * model.decode_step_s:g} ms a decode step and {1000 * model.per_row_s:g} ms for each of {slots} sequences, "
+            f"simulated: {1000 * model.decode_step_s:g} ms a decode step and {1000 * model.per_row_s:g} ms "
+            f"for each of {slots} sequences, "
             f"about {model.mean_tokens:g} tokens each (sigma {model.sigma:g})"
         )
         return [ProcessPlan(name, side, NO_DEVICE, 1, Memory(), note)]
@@ -227,7 +236,9 @@ COLUMNS = ("weights", "copies", "gradients", "optimizer", "activations", "kv")
 
 
 def plan_text(plan: Plan, config: RunConfig) -> str:
-    """Processes with their bytes, mode and transport with the reason, and what each device needs of what it has free."""
+    """Processes with their bytes, mode and transport with the reason, and what each device needs of what it
+    has free.
+    """
     size = "not on disk yet" if plan.num_parameters is None else f"{plan.num_parameters:,} parameters"
     python = f" {'python':<6}" if plan.vllm_python is not None else ""
     header = (
@@ -290,7 +301,8 @@ def _device_lines(plan: Plan) -> list[str]:
     return lines
 
 
-# How weights travel from the trainer to the engines, in words with the reason. Knows a placement; computes nothing.
+# How weights travel from the trainer to the engines, in words with the reason. Knows a placement; computes
+# nothing.
 
 
 def transport_text(config: RunConfig, placement: Placement) -> str:

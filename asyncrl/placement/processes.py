@@ -1,4 +1,6 @@
-"""One child process: started on a socket that is already bound, watched, and ended with everything it started."""
+"""One child process: started on a socket that is already bound, watched, and ended with everything it
+started.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +24,20 @@ from asyncrl.messages.base import SECRET_ENV, find_fatal
 from asyncrl.messages.work import WORKER_KEY_ENV
 from asyncrl.waits import TimeLimit
 
-# A server that somebody else started: stands where a ChildProcess would, and has no process to start, watch or end.
+# A server that somebody else started: stands where a ChildProcess would, and has no process to start, watch
+# or end.
 
 
 KEY_ENV = "ASYNCRL_VLLM_KEY"
-"""Environment variable with the key of servers that somebody else started. No child process of ours gets it."""
+"""Environment variable with the key of servers that somebody else started. No child process of ours gets
+it.
+"""
 
 
 class ForeignProcess:
-    """Nothing but an address. Whether anybody answers there is for its heartbeat to say; an end of it cannot be seen."""
+    """Nothing but an address. Whether anybody answers there is for its heartbeat to say; an end of it cannot
+    be seen.
+    """
 
     pid: int | None = None
     returncode: int | None = None
@@ -93,7 +100,9 @@ WARDEN_TIMEOUT_S = 12.0
 
 
 def bind_socket(owner: str, port: int | None) -> socket.socket:
-    """A listening socket on 127.0.0.1, at `port` or any free one. Raises ConfigError if the port is taken, else OSError."""
+    """A listening socket on 127.0.0.1, at `port` or any free one. Raises ConfigError if the port is taken,
+    else OSError.
+    """
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -108,17 +117,19 @@ def bind_socket(owner: str, port: int | None) -> socket.socket:
         raise ConfigError(
             f"port {port} for {owner} cannot be used: {error.strerror}",
             rule="each internal server needs a port of its own on 127.0.0.1",
-            way_out="end the program that holds it, choose another port, or leave the port at none (any free one).",
+            way_out="end the program that holds it, choose another port, or leave the port at none (any free "
+            "one).",
         ) from error
     return listener
 
 
 class ChildProcess:
-    """A server of the run in a process of its own. Knows how to start, watch and end it; knows no message of it.
+    """A server of the run in a process of its own. Knows how to start, watch and end it; knows no message of
+    it.
 
-    Life:   created -> start() -> running -> ended, by aclose() or of itself (then watch() raises); renewed() makes its successor.
-    Its standard input is a pipe that only we hold: its first line has the secrets, which nobody can read there later; if we die,
-    however, the child reads its end and exits.
+    Life:   created -> start() -> running -> ended, by aclose() or of itself (then watch() raises); renewed()
+    makes its successor. Its standard input is a pipe that only we hold: its first line has the secrets, which
+    nobody can read there later; if we die, however, the child reads its end and exits.
     """
 
     def __init__(
@@ -135,9 +146,10 @@ class ChildProcess:
         python: Path | None = None,
         has_warden: bool = False,
     ) -> None:
-        """`secret` opens the child's own server. `secrets`: others that it is told, by name (serving.secret_of). `python`: the one
-        that it runs under (None: ours); another one finds our packages through PYTHONPATH in `env` (interpreters.import_folder).
-        `has_warden`: a process of its group sees it end, ends the others and removes what they shared, and is given time for it.
+        """`secret` opens the child's own server. `secrets`: others that it is told, by name
+        (serving.secret_of). `python`: the one that it runs under (None: ours); another one finds our packages
+        through PYTHONPATH in `env` (interpreters.import_folder). `has_warden`: a process of its group sees it
+        end, ends the others and removes what they shared, and is given time for it.
         """
         self.name, self.module, self._spec = name, module, spec
         self._python, self._has_warden = python, has_warden
@@ -188,20 +200,43 @@ class ChildProcess:
             self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
             env = os.environ | {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"} | self._env
             self._process = await asyncio.create_subprocess_exec(
-                str(self._python or sys.executable), "-m", self.module, "--spec", str(self._spec_path), "--fd", str(listener.fileno()),
-                stdin=asyncio.subprocess.PIPE, stdout=log, stderr=log, pass_fds=[listener.fileno()],
-                env={name: value for name, value in env.items() if name not in (*self._secrets, *_NEVER_INHERITED)},
+                str(self._python or sys.executable),
+                "-m",
+                self.module,
+                "--spec",
+                str(self._spec_path),
+                "--fd",
+                str(listener.fileno()),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                pass_fds=[listener.fileno()],
+                env={
+                    name: value
+                    for name, value in env.items()
+                    if name not in (*self._secrets, *_NEVER_INHERITED)
+                },
                 start_new_session=True,
-            )  # fmt: skip
+            )
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(self._secrets).encode() + b"\n")
 
     def renewed(self) -> ChildProcess:
-        """The same server, not started yet: it writes on in the same log, and takes the same port if that was given."""
+        """The same server, not started yet: it writes on in the same log, and takes the same port if that was
+        given.
+        """
         return ChildProcess(
-            self.name, self.module, self._spec, run_dir=self._run_dir, secret=self._secrets[SECRET_ENV], port=self._port,
-            env=self._env, secrets=self._secrets, python=self._python, has_warden=self._has_warden,
-        )  # fmt: skip
+            self.name,
+            self.module,
+            self._spec,
+            run_dir=self._run_dir,
+            secret=self._secrets[SECRET_ENV],
+            port=self._port,
+            env=self._env,
+            secrets=self._secrets,
+            python=self._python,
+            has_warden=self._has_warden,
+        )
 
     async def watch(self) -> None:
         """Sleep as long as the process lives; raises RoomError, with why it ended, when it does."""
@@ -234,7 +269,8 @@ class ChildProcess:
         )
         return RoomError(
             self.name,
-            f"process {self.pid} {how} in the middle of the run{advice}; the end of {self.log_path}:\n{self.log_tail()}",
+            f"process {self.pid} {how} in the middle of the run{advice}; the end of "
+            f"{self.log_path}:\n{self.log_tail()}",
             way_out=f"read {self.log_path}, mend the cause, and start the run again.",
         )
 
@@ -269,8 +305,10 @@ class ChildProcess:
         _signal_group(process.pid, signal.SIGKILL)
         if not await self._ends_within(KILL_TIMEOUT_S):
             self.left = (
-                f"process {process.pid} of {self.name} is still there {KILL_TIMEOUT_S:g} s after SIGKILL (state: {_state(process.pid)}) "
-                "and is left: the kernel ends it when what it waits for (a driver, a network file system) lets go; until then its "
+                f"process {process.pid} of {self.name} is still there {KILL_TIMEOUT_S:g} s after SIGKILL "
+                f"(state: {_state(process.pid)}) "
+                "and is left: the kernel ends it when what it waits for (a driver, a network file system) "
+                "lets go; until then its "
                 "devices and memory are taken"
             )
             logger.warning("%s", self.left)
@@ -285,7 +323,9 @@ class ChildProcess:
         return self._process.returncode is not None
 
     def kill_nowait(self) -> None:
-        """SIGKILL to the process and all that it started, without waiting. Where there is a warden, the others are left to it."""
+        """SIGKILL to the process and all that it started, without waiting. Where there is a warden, the
+        others are left to it.
+        """
         if self._process is None:
             return
         if not self._has_warden:

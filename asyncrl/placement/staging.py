@@ -1,9 +1,11 @@
-"""The run's folder in shared memory, or on a disk: held by a lock of its owner, so that a later run can clear what a killed one left.
+"""The run's folder in shared memory, or on a disk: held by a lock of its owner, so that a later run can clear
+what a killed one left.
 
-The kernel gives the lock back when its owner ends, and knows it from any container: a pid means nothing in another one, and a start
-time nothing once the clock was set. A folder without a lock is left alone, so it is never too early to look: what is made gets its
-folder first, then the file, then the lock, and whoever made it looks whether it is still there.
-A disk may be that of several machines, whose locks need not know of each other: there the name begins with the host's.
+The kernel gives the lock back when its owner ends, and knows it from any container: a pid means nothing in
+another one, and a start time nothing once the clock was set. A folder without a lock is left alone, so it is
+never too early to look: what is made gets its folder first, then the file, then the lock, and whoever made it
+looks whether it is still there. A disk may be that of several machines, whose locks need not know of each
+other: there the name begins with the host's.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ def shared_memory_root() -> Path:
 
 
 def disk_root(publisher: PublisherConfig) -> Path | None:
-    """The folder that publisher.disk_dir names, made if it is not there; None for shared memory. Raises ConfigError. Blocks."""
+    """The folder that publisher.disk_dir names, made if it is not there; None for shared memory. Raises
+    ConfigError. Blocks.
+    """
     if publisher.disk_dir is None:
         return None
     folder = Path(publisher.disk_dir).expanduser().absolute()
@@ -44,19 +48,24 @@ def disk_root(publisher: PublisherConfig) -> Path | None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"publisher.disk_dir={publisher.disk_dir} cannot be made: {error}", rule="the trainer writes each version there",
-            way_out="name a folder on a file system that trainer and engines share, and that this user may write to.",
-        ) from error  # fmt: skip
+            f"publisher.disk_dir={publisher.disk_dir} cannot be made: {error}",
+            rule="the trainer writes each version there",
+            way_out="name a folder on a file system that trainer and engines share, and that this user may "
+            "write to.",
+        ) from error
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigError(
-            f"publisher.disk_dir={publisher.disk_dir} cannot be written to", rule="the trainer writes each version there",
+            f"publisher.disk_dir={publisher.disk_dir} cannot be written to",
+            rule="the trainer writes each version there",
             way_out="name a folder that this user may write to.",
-        )  # fmt: skip
+        )
     return folder
 
 
 def new_staging_dir(disk_dir: Path | None = None) -> Path:
-    """Make a staging folder, which is ours until remove_staging_dir or the end of this process. Raises RoomError. Blocks."""
+    """Make a staging folder, which is ours until remove_staging_dir or the end of this process. Raises
+    RoomError. Blocks.
+    """
     root = _root(disk_dir)
     while True:
         folder = root / f"{_prefix(disk_dir)}{os.getpid()}-{uuid.uuid4().hex[:8]}"
@@ -66,9 +75,13 @@ def new_staging_dir(disk_dir: Path | None = None) -> Path:
         except OSError as error:
             shutil.rmtree(folder, ignore_errors=True)
             raise RoomError(
-                "placement", f"cannot make a folder for weights in {root}: {error.strerror}", rule="a run makes one there, and locks it",
-                way_out="free space there, or check its rights." if disk_dir is None else "name another publisher.disk_dir.",
-            ) from error  # fmt: skip
+                "placement",
+                f"cannot make a folder for weights in {root}: {error.strerror}",
+                rule="a run makes one there, and locks it",
+                way_out="free space there, or check its rights."
+                if disk_dir is None
+                else "name another publisher.disk_dir.",
+            ) from error
         if lock is not None:
             _held[folder] = lock
             return folder
@@ -112,7 +125,8 @@ def _prefix(disk_dir: Path | None) -> str:
 
 
 def _lock(path: Path, flags: int = 0) -> int | None:
-    """The descriptor that holds the file until it is closed, which no child inherits; None if somebody else has it or removed it.
+    """The descriptor that holds the file until it is closed, which no child inherits; None if somebody else
+    has it or removed it.
 
     Raises OSError, above all where the file system knows no locks.
     """
@@ -133,7 +147,8 @@ def _lock(path: Path, flags: int = 0) -> int | None:
 def _remove(folder: Path, lock: int) -> None:
     """The lock goes last: who is killed in the middle leaves a folder that the next one removes.
 
-    It is renamed first: a process that ends late finds it no more, and writes nothing into it while it is removed.
+    It is renamed first: a process that ends late finds it no more, and writes nothing into it while it is
+    removed.
     """
     try:
         with contextlib.suppress(OSError):  # it is gone already, or what is left is for the next one

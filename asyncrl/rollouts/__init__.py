@@ -1,1 +1,3 @@
-"""Scores a held-out task at fixed versions, beside training. Knows no buffer, no trainer: nothing of it is trained on."""
+"""Scores a held-out task at fixed versions, beside training. Knows no buffer, no trainer: nothing of it is
+trained on.
+"""

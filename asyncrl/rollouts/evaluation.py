@@ -1,4 +1,6 @@
-"""The evaluations of a run, one after the other on an engine of their own. Knows no rollout, no batch, no trainer."""
+"""The evaluations of a run, one after the other on an engine of their own. Knows no rollout, no batch, no
+trainer.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ from asyncrl.waits import TimeLimit
 class Schedule:
     """The first published version at or after each multiple of `every`, and the last version.
 
-    Life:       is_due_nowait(v) is asked once for each published version, in order. Versions that a push skipped over
+    Life:       is_due_nowait(v) is asked once for each published version, in order. Versions that a push
+    skipped over
                 cost nothing: what comes next stands for them, once.
     """
 
@@ -54,23 +57,28 @@ class Schedule:
 class FileHold:
     """A second name (hard link) for one exported file, under `folder` on the same file system.
 
-    The trainer deletes its own old exports by their names; the bytes stay as long as any name is left. No byte is
-    copied, so that keeping takes no time; shared memory holds one export more while a file is kept.
+    The trainer deletes its own old exports by their names; the bytes stay as long as any name is left. No
+    byte is copied, so that keeping takes no time; shared memory holds one export more while a file is kept.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def keep(self, manifest: WeightManifest) -> WeightManifest:
-        """The same weights under a name of ours. Raises RoomError if the file is gone, or cannot be linked."""
+        """The same weights under a name of ours. Raises RoomError if the file is gone, or cannot be
+        linked.
+        """
         path = self._folder / f"eval-{manifest.version}.safetensors"
         try:
             os.link(manifest.path, path)
         except OSError as error:
             raise RoomError(
-                "evaluation", f"the weights of policy_version {manifest.version} cannot be kept for the eval engine: {error}",
-                rule="the staging folder is on a file system with hard links", way_out="use /dev/shm, or a POSIX file system as TMPDIR.",
-            ) from error  # fmt: skip
+                "evaluation",
+                f"the weights of policy_version {manifest.version} cannot be kept for the eval "
+                f"engine: {error}",
+                rule="the staging folder is on a file system with hard links",
+                way_out="use /dev/shm, or a POSIX file system as TMPDIR.",
+            ) from error
         return replace(manifest, path=str(path))
 
     def release(self, manifest: WeightManifest) -> None:
@@ -104,7 +112,9 @@ class Hold(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EvaluationStats:
-    """Totals: `skipped` were due while another ran, `abandoned` began and did not end. `version`: the one at work, or the last."""
+    """Totals: `skipped` were due while another ran, `abandoned` began and did not end. `version`: the one at
+    work, or the last.
+    """
 
     state: State
     version: int
@@ -116,12 +126,16 @@ class EvaluationStats:
 class Evaluation:
     """Evaluates published versions on one eval engine, beside training.
 
-    Life:       idle -> a version that is due is published: its weights are kept -> loading (prepare, commit) -> sampling
+    Life:       idle -> a version that is due is published: its weights are kept -> loading (prepare, commit)
+    -> sampling
                 -> idle. Off for good once the eval engine is gone: the run goes on without.
-    Waits:      run sleeps until a version is due, then at most timeout_s from loading to the last reward; the job sleeps
-                in wait_last. published_nowait and give_up return at once: neither publisher nor trainer ever waits here.
+    Waits:      run sleeps until a version is due, then at most timeout_s from loading to the last reward; the
+    job sleeps
+                in wait_last. published_nowait and give_up return at once: neither publisher nor trainer ever
+                waits here.
     Invariant:  all tokens of one evaluation are of one version: weights are swapped in run alone, between two
-                evaluations. A version that is due while one runs is skipped and counted, the last one aside, which waits.
+                evaluations. A version that is due while one runs is skipped and counted, the last one aside,
+                which waits.
     """
 
     name = "evaluation"
@@ -161,7 +175,9 @@ class Evaluation:
         return self._lost is None and self._schedule.is_next(version)
 
     def published_nowait(self, manifest: WeightManifest) -> None:
-        """The publisher's callback, while the exported file is the newest one: keep it if this version is due."""
+        """The publisher's callback, while the exported file is the newest one: keep it if this version is
+        due.
+        """
         if self._lost is not None or not self._schedule.is_due_nowait(manifest.version):
             return
         is_last = manifest.version >= self._schedule.last
@@ -221,7 +237,9 @@ class Evaluation:
         self._wake()
 
     async def guard(self, watching: Awaitable[None]) -> None:
-        """Watch over the eval engine: where `watching` raises RoomError, evaluation ends and the run does not."""
+        """Watch over the eval engine: where `watching` raises RoomError, evaluation ends and the run does
+        not.
+        """
         try:
             await watching
         except RoomError as error:
@@ -231,7 +249,9 @@ class Evaluation:
         """Nothing is held: the job ends run, and the engine's process."""
 
     async def _evaluate(self, version: int, manifest: WeightManifest | None) -> None:
-        """One evaluation and what it comes to; `manifest` is None where the engine has those weights from its start."""
+        """One evaluation and what it comes to; `manifest` is None where the engine has those weights from its
+        start.
+        """
         if self._lost is not None:
             return
         clock = asyncio.get_running_loop().time
@@ -285,9 +305,12 @@ class Evaluation:
                 else f"serves policy_version {report.version}, digest {report.digest}"
             )
             raise PublishError(
-                self.name, f"{self._target.name} {serves}; the trainer sent policy_version {manifest.version}, digest {manifest.digest}",
-                rule="only weights that arrived as they were sent are evaluated", way_out=f"read {self._target.name}'s log.",
-            )  # fmt: skip
+                self.name,
+                f"{self._target.name} {serves}; the trainer sent policy_version "
+                f"{manifest.version}, digest {manifest.digest}",
+                rule="only weights that arrived as they were sent are evaluated",
+                way_out=f"read {self._target.name}'s log.",
+            )
 
     def _abandoned(self, version: int, why: str) -> None:
         self._count(abandoned=self._stats.abandoned + 1)

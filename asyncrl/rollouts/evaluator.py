@@ -1,4 +1,6 @@
-"""Samples and scores the held-out prompts once, at one version. Knows no schedule, no weights, no training."""
+"""Samples and scores the held-out prompts once, at one version. Knows no schedule, no weights, no
+training.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +32,12 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class EvalResult:
-    """All scored samples of one evaluation at `version`; `num_failed` others have no reward, the last for `last_failure`.
+    """All scored samples of one evaluation at `version`; `num_failed` others have no reward, the last for
+    `last_failure`.
 
-    `seconds` from the time the version was published until all was scored. `num_skipped` and `num_abandoned`: evaluations
-    so far that were due and did not begin, or did not end. `num_abandoned_calls`: of the eval task's reward function, so far,
-    that did not end when they were cancelled.
+    `seconds` from the time the version was published until all was scored. `num_skipped` and `num_abandoned`:
+    evaluations so far that were due and did not begin, or did not end. `num_abandoned_calls`: of the eval
+    task's reward function, so far, that did not end when they were cancelled.
     """
 
     version: int
@@ -49,9 +52,9 @@ class EvalResult:
     def metrics(self) -> dict[str, float]:
         """By metric name. What needs a sample, or two prompts, is left out where there are none.
 
-        eval/reward_mean, eval/reward_std   over prompts, each the mean of its samples (population standard deviation)
-        eval/standard_error                 of reward_mean: samples of one prompt are not independent, prompts are
-        eval/length_mean                    sampled tokens of a completion
+        eval/reward_mean, eval/reward_std   over prompts, each the mean of its samples (population standard
+        deviation) eval/standard_error                 of reward_mean: samples of one prompt are not
+        independent, prompts are eval/length_mean                    sampled tokens of a completion
         eval/truncated_fraction             completions that ran into rollout.max_tokens
         eval/failed                         samples without a reward; they are in none of the means
         eval/version, eval/seconds, eval/skipped, eval/abandoned, eval/abandoned_calls
@@ -86,15 +89,19 @@ class EvalResult:
 log = logging.getLogger(__name__)
 
 RunAgent = Callable[[str, Prompt, int], Awaitable[Rollout]]
-"""(name, prompt, number of the sample) -> the rollout of an agent, scored. Raises RolloutFailure or RoomError."""
+"""(name, prompt, number of the sample) -> the rollout of an agent, scored. Raises RolloutFailure or
+RoomError.
+"""
 
 
 class Evaluator:
     """`samples` completions of each prompt, or rollouts of an agent, at most `slots` of them sampled at once.
 
-    Waits:      evaluate sleeps in the engine and the scorer; a completion takes at most sample_timeout_s (None: no limit). An agent
+    Waits:      evaluate sleeps in the engine and the scorer; a completion takes at most sample_timeout_s
+    (None: no limit). An agent
                 has a limit of its own.
-    Invariant:  every token of a result was sampled at its version: _check_version refuses any other. Seeds depend on prompt
+    Invariant:  every token of a result was sampled at its version: _check_version refuses any other. Seeds
+    depend on prompt
                 and sample alone, so that two evaluations differ by the weights and by nothing else.
     """
 
@@ -115,7 +122,9 @@ class Evaluator:
         seed_of: Callable[[str, int], int],
         run_agent: RunAgent | None = None,
     ) -> None:
-        """`run_agent`: a sample is a rollout of this agent, whose calls go to the same engine with the same seeds each time."""
+        """`run_agent`: a sample is a rollout of this agent, whose calls go to the same engine with the same
+        seeds each time.
+        """
         self._engine, self._tokenizer, self._scorer = engine, tokenizer, scorer
         self.prompts, self.samples, self.slots = tuple(prompts), samples, slots
         self.temperature, self.stop = temperature, stop
@@ -127,7 +136,9 @@ class Evaluator:
         return f"<Evaluator {len(self.prompts)} prompts x {self.samples}, {self.slots} slots>"
 
     async def evaluate(self, version: int) -> EvalResult:
-        """All samples, in the order of prompts. Raises RoomError if the engine is gone, or serves another version."""
+        """All samples, in the order of prompts. Raises RoomError if the engine is gone, or serves another
+        version.
+        """
         free, broken = asyncio.Semaphore(self.slots), list[RoomError]()
 
         async def one(prompt: Prompt, index: int) -> Sample | RolloutFailure:
@@ -156,7 +167,9 @@ class Evaluator:
     async def _bounded(
         self, prompt: Prompt, index: int, version: int, free: asyncio.Semaphore, broken: list[RoomError]
     ) -> Sample | RolloutFailure:
-        """One sample; like a rollout's, its failure is data. The slot is free again before the completion is scored."""
+        """One sample; like a rollout's, its failure is data. The slot is free again before the completion is
+        scored.
+        """
         request_id = f"eval-v{version}/{prompt.prompt_id}/s{index}"
         try:
             async with free:
@@ -189,13 +202,19 @@ class Evaluator:
         if not 0 < len(prompt_ids) <= self.max_prompt_tokens:
             raise RolloutFailure(
                 f"prompt {prompt.prompt_id} has {len(prompt_ids)} tokens",
-                rule=f"a prompt has 1 to rollout.max_prompt_tokens={self.max_prompt_tokens}, and is never cut",
+                rule=f"a prompt has 1 to rollout.max_prompt_tokens={self.max_prompt_tokens}, and is never "
+                f"cut",
                 way_out="raise rollout.max_prompt_tokens, or leave long prompts out of eval.task.",
             )
         request = SamplingRequest(
-            request_id=request_id, prompt_ids=prompt_ids, max_tokens=self.max_tokens, temperature=self.temperature,
-            stop=self.stop, seed=self._seed_of(prompt.prompt_id, index), route_key=prompt.prompt_id,
-        )  # fmt: skip
+            request_id=request_id,
+            prompt_ids=prompt_ids,
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            stop=self.stop,
+            seed=self._seed_of(prompt.prompt_id, index),
+            route_key=prompt.prompt_id,
+        )
         limit = TimeLimit(self.sample_timeout_s)
         try:
             async with limit:
@@ -218,7 +237,8 @@ def _check_version(request_id: str, spans: Sequence[VersionSpan], version: int) 
     versions = sorted({span.version for span in spans})
     if versions != [version]:
         raise EngineError(
-            "engine-eval", f"request {request_id} has tokens of policy_version {', '.join(map(str, versions)) or 'none'}",
+            "engine-eval",
+            f"request {request_id} has tokens of policy_version {', '.join(map(str, versions)) or 'none'}",
             rule=f"every token of this evaluation is sampled at policy_version {version}",
             way_out="make sure that nobody else publishes to the eval engine, then start the run again.",
-        )  # fmt: skip
+        )

@@ -1,4 +1,6 @@
-"""The generator `single_turn`: one prompt, one completion, one reward. Knows no group, no retry, no server."""
+"""The generator `single_turn`: one prompt, one completion, one reward. Knows no group, no retry, no
+server.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ class SingleTurn:
         return f"<SingleTurn max_tokens {self.max_tokens}, temperature {self.temperature}>"
 
     async def run_attempt(self, attempt: RolloutAttempt) -> Rollout:
-        """One trajectory, the only branch. Raises RolloutFailure if the prompt is too long, refused, or cannot be scored."""
+        """One trajectory, the only branch. Raises RolloutFailure if the prompt is too long, refused, or
+        cannot be scored.
+        """
         prompt_ids = self._prompt_ids(attempt)
         completion = await self._engine.generate(
             SamplingRequest(
@@ -66,8 +70,10 @@ class SingleTurn:
         if not 0 < len(prompt_ids) <= self.max_prompt_tokens:
             raise PromptUnusable(
                 f"prompt {attempt.prompt.prompt_id} has {len(prompt_ids)} tokens",
-                rule=f"a prompt has 1 to rollout.max_prompt_tokens={self.max_prompt_tokens}, and is never cut",
-                way_out=f"raise rollout.max_prompt_tokens to {len(prompt_ids)} or more, or leave long prompts out of the task.",
+                rule=f"a prompt has 1 to rollout.max_prompt_tokens={self.max_prompt_tokens}, and is never "
+                f"cut",
+                way_out=f"raise rollout.max_prompt_tokens to {len(prompt_ids)} or more, or leave long "
+                f"prompts out of the task.",
             )
         return prompt_ids
 
@@ -75,7 +81,9 @@ class SingleTurn:
 def make_trajectory(
     sample_index: int, prompt_ids: tuple[int, ...], completion: Completion, reward: float
 ) -> Trajectory:
-    """The token record of a prompt and its one completion, P + N tokens; spans move from completion to trajectory."""
+    """The token record of a prompt and its one completion, P + N tokens; spans move from completion to
+    trajectory.
+    """
     num_prompt, num_sampled = len(prompt_ids), len(completion.token_ids)
     loss_mask = np.zeros(num_prompt + num_sampled, dtype=np.bool_)
     loss_mask[num_prompt:] = True
@@ -96,7 +104,8 @@ def make_trajectory(
     )
 
 
-# The generator of rollouts that a harness runs, in some worker, over the gateway. Knows no HTTP, no token, no group, no retry.
+# The generator of rollouts that a harness runs, in some worker, over the gateway. Knows no HTTP, no token, no
+# group, no retry.
 
 
 class HarnessGenerator:
@@ -112,12 +121,17 @@ class HarnessGenerator:
         return f"<HarnessGenerator over {self._queue!r}>"
 
     async def run_attempt(self, attempt: RolloutAttempt) -> Rollout:
-        """All branches of the rollout. Raises RolloutFailure if the harness or its worker fails, or there is nothing to train on."""
+        """All branches of the rollout. Raises RolloutFailure if the harness or its worker fails, or there is
+        nothing to train on.
+        """
         prompt = attempt.prompt
         session = self._host.open_nowait(
-            attempt.rollout_id, prompt_id=prompt.seed_id, sample_index=attempt.sample_index, attempt=attempt.attempt,
+            attempt.rollout_id,
+            prompt_id=prompt.seed_id,
+            sample_index=attempt.sample_index,
+            attempt=attempt.attempt,
             route_key=attempt.rollout_id,
-        )  # fmt: skip
+        )
         try:
             attempt.hold_clock()
             work = Work(
@@ -148,7 +162,9 @@ class HarnessGenerator:
             session.end_nowait("the rollout has ended")
 
     async def _reward(self, attempt: RolloutAttempt, session: Session, outcome: Outcome) -> float:
-        """What the harness says, else the mean of its parts, else the task's own reward of the last completion."""
+        """What the harness says, else the mean of its parts, else the task's own reward of the last
+        completion.
+        """
         parts = [*outcome.turn_rewards.values(), *outcome.branch_rewards.values()]
         if outcome.reward is None and not parts:
             return await self._scorer.score(attempt.prompt, session.last_text())
@@ -162,7 +178,8 @@ class HarnessGenerator:
         return reward
 
 
-# Gives recorded rollouts in place of sampled ones, where the staleness bound allows it. Knows no file and no engine.
+# Gives recorded rollouts in place of sampled ones, where the staleness bound allows it. Knows no file and no
+# engine.
 
 
 RECORDED_VERSION = 0
@@ -172,7 +189,8 @@ RECORDED_VERSION = 0
 class Replay:
     """A Generator over another one, which samples whatever is not recorded.
 
-    Invariant:  no token is older than its group's start_version: a recorded rollout is taken only in a group that was admitted while
+    Invariant:  no token is older than its group's start_version: a recorded rollout is taken only in a group
+    that was admitted while
                 the recorded version was served, so that the staleness rule holds for it as for any other.
     """
 
@@ -183,7 +201,9 @@ class Replay:
         *,
         start_version: Callable[[GroupId], int | None],
     ) -> None:
-        """`recorded`: by prompt_id the rollouts of samples 0, 1, ... `start_version`: of a group that runs."""
+        """`recorded`: by prompt_id the rollouts of samples 0, 1, ... `start_version`: of a group that
+        runs.
+        """
         self._generator, self._recorded, self._start_version = generator, recorded, start_version
         self.num_taken = 0
         """Recorded rollouts that were taken, so far."""

@@ -31,13 +31,15 @@ class Spawn(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ProducersStats:
-    """`inflight` rollouts have begun, of which `sampling` hold an engine slot; `waiting` wait for one; the rest are totals so far.
+    """`inflight` rollouts have begun, of which `sampling` hold an engine slot; `waiting` wait for one; the
+    rest are totals so far.
 
-    `failed`: rollouts whose every attempt failed; `failed_groups`: with too few usable ones; `retried`: attempts after a failed one;
-    `timeouts`: rollouts past rollout.timeout_s; `interrupted`: interruptions that finished rollouts survived, all branches together;
-    `truncated`: finished rollouts with a branch that was cut; `dropped`: groups taken back by the buffer; `given_up`: prompts whose
-    groups failed or were taken back once too often, or that can never be sampled; `oldest`: (rollout, seconds since it
-    had its first slot), oldest first, at most NUM_OLDEST.
+    `failed`: rollouts whose every attempt failed; `failed_groups`: with too few usable ones; `retried`:
+    attempts after a failed one; `timeouts`: rollouts past rollout.timeout_s; `interrupted`: interruptions
+    that finished rollouts survived, all branches together; `truncated`: finished rollouts with a branch that
+    was cut; `dropped`: groups taken back by the buffer; `given_up`: prompts whose groups failed or were taken
+    back once too often, or that can never be sampled; `oldest`: (rollout, seconds since it had its first
+    slot), oldest first, at most NUM_OLDEST.
     """
 
     inflight: int
@@ -58,20 +60,25 @@ class ProducersStats:
 
 
 class Producers:
-    """Groups from admission to the buffer. Knows rollouts and prompts; knows no server, no weights, no staleness rule.
+    """Groups from admission to the buffer. Knows rollouts and prompts; knows no server, no weights, no
+    staleness rule.
 
-    Life:       a group is admitted -> its rollouts run -> finish_nowait to the buffer, or fail_nowait when fewer than two are usable;
-                or the buffer hands it back first and its rollouts are cancelled. A prompt whose group was handed back goes to the
-                front of the source at once, one whose group failed when another group has not failed (while all fail it is no fault
-                of the prompts, and trying them again would use up their tries) and a later version is served (so that at
-                max_staleness 0 the prompts of a batch do not depend on when a group fails); max_hand_backs times, then it is
-                given up, as one that can never be sampled is at once. A finished group that the buffer filters is no failure: its
-                admission comes again as a ticket, for the next prompt.
-    Waits:      run sleeps for a free slot, woken by a rollout that stops sampling, then for leave of the buffer; a ticket is asked for
-                when both are there, so that it is stamped with the version served when its first tokens can start. A rollout sleeps
-                for a slot before each attempt. Free slots go to the rollouts of admitted groups, earliest deadline first,
-                before they let a new group in.
-    Invariant:  every ticket is answered once: finished, failed or handed back. No more than `capacity` rollouts sample, ever:
+    Life:       a group is admitted -> its rollouts run -> finish_nowait to the buffer, or fail_nowait when
+    fewer than two are usable;
+                or the buffer hands it back first and its rollouts are cancelled. A prompt whose group was
+                handed back goes to the front of the source at once, one whose group failed when another group
+                has not failed (while all fail it is no fault of the prompts, and trying them again would use
+                up their tries) and a later version is served (so that at max_staleness 0 the prompts of a
+                batch do not depend on when a group fails); max_hand_backs times, then it is given up, as one
+                that can never be sampled is at once. A finished group that the buffer filters is no failure:
+                its admission comes again as a ticket, for the next prompt.
+    Waits:      run sleeps for a free slot, woken by a rollout that stops sampling, then for leave of the
+    buffer; a ticket is asked for
+                when both are there, so that it is stamped with the version served when its first tokens can
+                start. A rollout sleeps for a slot before each attempt. Free slots go to the rollouts of
+                admitted groups, earliest deadline first, before they let a new group in.
+    Invariant:  every ticket is answered once: finished, failed or handed back. No more than `capacity`
+    rollouts sample, ever:
                 Slots guarantees it.
     """
 
@@ -170,14 +177,18 @@ class Producers:
             self._start(RunningGroup(ticket, prompt, self.group_size))
 
     def resume_nowait(self, unfinished: UnfinishedGroup) -> None:
-        """Go on with a group that ran when the run was killed; its admission and its journal are as they were."""
+        """Go on with a group that ran when the run was killed; its admission and its journal are as they
+        were.
+        """
         group = RunningGroup(unfinished.ticket, unfinished.prompt, self.group_size, unfinished)
         self._start(group)
         if group.is_complete:  # killed between its last rollout's end and its own
             self._complete(group)
 
     def returns_nowait(self, start_version: int, prompt: Prompt) -> None:
-        """A group of that version had failed when the run was killed: its prompt comes again once a later one is served."""
+        """A group of that version had failed when the run was killed: its prompt comes again once a later one
+        is served.
+        """
         self._returning.append((start_version, prompt))
 
     async def aclose(self) -> None:
@@ -189,8 +200,8 @@ class Producers:
     def handed_back(self, group_id: GroupId, group: Group | None, reason: str) -> None:
         """The buffer's callback: it took this admission back. `group` is None if the group still runs.
 
-        The rollouts that run are cancelled, and the prompt is generated again, first of all, unless that was max_hand_backs times.
-        Raises KeyError for a group that is neither given nor running.
+        The rollouts that run are cancelled, and the prompt is generated again, first of all, unless that was
+        max_hand_backs times. Raises KeyError for a group that is neither given nor running.
         """
         if group is None:
             running = self._groups.pop(group_id)
@@ -274,7 +285,8 @@ class Producers:
                 self.name,
                 f"{self._failed_in_a_row} groups in a row had too few usable rollouts, the last: {reason}",
                 rule=f"rollout.max_failed_groups={self.max_failed_groups} in a row end the run",
-                way_out="mend what the last failure names (the reward function, the prompts, rollout.timeout_s), then start again.",
+                way_out="mend what the last failure names (the reward function, the prompts, "
+                "rollout.timeout_s), then start again.",
             )
         self._sink.fail_nowait(group_id, reason)
 
@@ -294,7 +306,9 @@ class Producers:
             self._source.hand_back_nowait(prompt)
 
     def _again(self, prompt: Prompt, reason: str, *, can_be_tried: bool = True) -> Prompt | None:
-        """The prompt with one hand-back more; None if it has had them all, or can never be sampled, and is given up."""
+        """The prompt with one hand-back more; None if it has had them all, or can never be sampled, and is
+        given up.
+        """
         if prompt.num_handed_back >= self.max_hand_backs or not can_be_tried:
             self._given_up += 1
             self._known_to_fail.discard(prompt.prompt_id)
@@ -317,8 +331,10 @@ class Producers:
             raise EngineError(
                 self.name,
                 f"g{ticket.group_id}/r{outcome[0].sample_index} has tokens of version {oldest}",
-                rule=f"its group was admitted when every engine served version {ticket.start_version} or newer",
-                way_out="an engine server went back to older weights: read the engines' logs, then start the run again.",
+                rule=f"its group was admitted when every engine served version {ticket.start_version} or "
+                f"newer",
+                way_out="an engine server went back to older weights: read the engines' logs, then start the "
+                "run again.",
             )
         self._finished += 1
         self._interrupted += sum(branch.num_interruptions for branch in outcome)

@@ -1,10 +1,12 @@
-"""Rollouts in a file, one a line, to be trained on later: what is read is what was written, bit for bit. Knows no model and no engine.
+"""Rollouts in a file, one a line, to be trained on later: what is read is what was written, bit for bit.
+Knows no model and no engine.
 
-Lines are JSON. The first is the header (SampledBy, with the format's name and version); every other one is a rollout: its prompt, the
-reward (null: nobody gave one), and its branches. Of a branch: token_ids of all tokens; `loss` and `versions` as [start, end) and
-[start, end, version), with the number of the engine server as a fourth where it is known, counted from its first token;
-behaviour_logprobs of the tokens in `loss` alone, one after the other, float32 values written in full; `text` is what the tokens say,
-for people, and is not read again.
+Lines are JSON. The first is the header (SampledBy, with the format's name and version); every other one is a
+rollout: its prompt, the reward (null: nobody gave one), and its branches. Of a branch: token_ids of all
+tokens; `loss` and `versions` as [start, end) and [start, end, version), with the number of the engine server
+as a fourth where it is known, counted from its first token; behaviour_logprobs of the tokens in `loss` alone,
+one after the other, float32 values written in full; `text` is what the tokens say, for people, and is not
+read again.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ Read = TypeVar("Read", bound=Message)
 
 @dataclass(frozen=True, slots=True)
 class SampledBy:
-    """What the rollouts of a file were sampled from. `model_digest`: weights_digest of the model folder's tensors, in their stored type.
+    """What the rollouts of a file were sampled from. `model_digest`: weights_digest of the model folder's
+    tensors, in their stored type.
 
     `dtype` is the type that the engines computed in; `tokenizer` a digest of vocabulary and chat template.
     """
@@ -108,12 +111,15 @@ class _RolloutLine(Message):
 class RecordFile:
     """A file that rollouts are put behind, one line each, whole.
 
-    Life:       opened: new, or with its lines checked and the same header -> append -> close. A line is written at once, so that a
+    Life:       opened: new, or with its lines checked and the same header -> append -> close. A line is
+    written at once, so that a
                 process that is killed leaves whole lines, the last one aside.
     """
 
     def __init__(self, path: Path, sampled_by: SampledBy, *, must_be_new: bool = False) -> None:
-        """Raises ConfigError if it cannot be written, is no such file, is damaged, or was sampled from something else."""
+        """Raises ConfigError if it cannot be written, is no such file, is damaged, or was sampled from
+        something else.
+        """
         self.path, self.sampled_by = path, sampled_by
         self.before: tuple[RecordedRollout, ...] = ()
         """What it held when it was opened."""
@@ -142,18 +148,27 @@ class RecordFile:
         return f"<RecordFile {self.path}>"
 
     def append(self, record: RecordedRollout, texts: Sequence[str]) -> None:
-        """Write a rollout; `texts` of its branches. Raises OSError, and ValueError for a prompt that would not be the same when read."""
+        """Write a rollout; `texts` of its branches. Raises OSError, and ValueError for a prompt that would
+        not be the same when read.
+        """
         prompt, first = record.prompt, record.rollout[0]
         _check_same(prompt)
         self._write(
             {
                 "prompt": {
-                    "prompt_id": prompt.prompt_id, "messages": list(prompt.messages), "answer": prompt.answer, "info": dict(prompt.info)
+                    "prompt_id": prompt.prompt_id,
+                    "messages": list(prompt.messages),
+                    "answer": prompt.answer,
+                    "info": dict(prompt.info),
                 },
-                "sample_index": first.sample_index, "attempt": record.attempt, "reward": record.reward,
-                "branches": [_branch_line(branch, text) for branch, text in zip(record.rollout, texts, strict=True)],
+                "sample_index": first.sample_index,
+                "attempt": record.attempt,
+                "reward": record.reward,
+                "branches": [
+                    _branch_line(branch, text) for branch, text in zip(record.rollout, texts, strict=True)
+                ],
             }
-        )  # fmt: skip
+        )
 
     def close(self) -> None:
         """Idempotent."""
@@ -215,7 +230,8 @@ def refuse_difference(path: Path, recorded: SampledBy, now: SampledBy) -> None:
     if differ:
         raise ConfigError(
             f"the rollouts in {path} were sampled from something else: {'; '.join(differ)}",
-            rule="recorded tokens are data of the policy that sampled them, whose probabilities stand beside them",
+            rule="recorded tokens are data of the policy that sampled them, whose probabilities stand beside "
+            "them",
             way_out="use the model and the settings of the recording, or record anew with these.",
         )
 
@@ -282,10 +298,18 @@ def _trajectory(path: Path, number: int, line: _RolloutLine, index: int) -> Traj
                 f"branch {index}: {what} do not cover the tokens of `loss`, each once and in order",
             )
     return Trajectory(
-        sample_index=line.sample_index, token_ids=np.array(branch.token_ids, dtype=np.int32), loss_mask=mask, behaviour_logprobs=logprobs,
-        version_spans=tuple(VersionSpan(*span) for span in branch.versions), reward=0.0 if line.reward is None else line.reward,
-        is_truncated=branch.is_truncated, num_interruptions=branch.num_interruptions, metrics=branch.metrics, branch=index, credits=credits,
-    )  # fmt: skip
+        sample_index=line.sample_index,
+        token_ids=np.array(branch.token_ids, dtype=np.int32),
+        loss_mask=mask,
+        behaviour_logprobs=logprobs,
+        version_spans=tuple(VersionSpan(*span) for span in branch.versions),
+        reward=0.0 if line.reward is None else line.reward,
+        is_truncated=branch.is_truncated,
+        num_interruptions=branch.num_interruptions,
+        metrics=branch.metrics,
+        branch=index,
+        credits=credits,
+    )
 
 
 def _covers(spans: Sequence[tuple[int, int]], mask: np.ndarray[Any, np.dtype[np.bool_]]) -> bool:
@@ -301,7 +325,8 @@ def _check_same(prompt: Prompt) -> None:
         is_same = False
     if not is_same:
         raise ValueError(
-            f"prompt {prompt.prompt_id} cannot be recorded: its messages, answer and info must be plain JSON (no tuples)"
+            f"prompt {prompt.prompt_id} cannot be recorded: its messages, answer and info must be plain JSON "
+            f"(no tuples)"
         )
 
 
@@ -322,7 +347,8 @@ def _bad(path: Path, number: int, what: str) -> ConfigError:
     return ConfigError(
         f"line {number} of {path}: {what}",
         rule="every line of a recording is read, or none is",
-        way_out=f"if a process was killed while it wrote the last line, remove that line (sed -i {number}d FILE); else record anew.",
+        way_out=f"if a process was killed while it wrote the last line, remove that line (sed -i {number}d "
+        f"FILE); else record anew.",
     )
 
 
@@ -335,7 +361,8 @@ log = logging.getLogger(__name__)
 class Recorder:
     """The writer of `--record`. Without a file it records nothing.
 
-    Life: opened with its file -> record, once a rollout -> close. What cannot be written ends the command: it was asked for.
+    Life: opened with its file -> record, once a rollout -> close. What cannot be written ends the command: it
+    was asked for.
     """
 
     def __init__(
@@ -355,7 +382,9 @@ class Recorder:
         return self._samples[prompt_id]
 
     def record(self, prompt: Prompt, attempt: int, reward: float | None, rollout: Rollout) -> None:
-        """Write it. Raises RoomError if the file cannot be written; a prompt that is no JSON is told and left out."""
+        """Write it. Raises RoomError if the file cannot be written; a prompt that is no JSON is told and left
+        out.
+        """
         self._samples[prompt.prompt_id] += 1
         if self._file is None:
             return

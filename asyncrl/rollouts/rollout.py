@@ -1,4 +1,6 @@
-"""One rollout with its limits and retries: the one boundary where a failure becomes data. Knows no group, no buffer."""
+"""One rollout with its limits and retries: the one boundary where a failure becomes data. Knows no group, no
+buffer.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +33,10 @@ from asyncrl.waits import TimeLimit
 def derive_seed(run_seed: int, seed_id: str, sample_index: int, turn: int, attempt: int = 0) -> int:
     """Seed in [0, 2**63) of one request, the same in every run with the same arguments.
 
-    `seed_id` names the prompt and how often it was handed back (Prompt.seed_id), `attempt` counts the retries of a rollout: with the
-    same seed it would sample the same tokens, and what failed for what it said, or was too long, would do so again. The first of
-    each leaves no trace in the hash, so that a plain loop without retries needs to know nothing of them.
+    `seed_id` names the prompt and how often it was handed back (Prompt.seed_id), `attempt` counts the retries
+    of a rollout: with the same seed it would sample the same tokens, and what failed for what it said, or was
+    too long, would do so again. The first of each leaves no trace in the hash, so that a plain loop without
+    retries needs to know nothing of them.
     """
     parts = [str(run_seed), seed_id, str(sample_index), str(turn)]
     if attempt:
@@ -48,9 +51,10 @@ def derive_seed(run_seed: int, seed_id: str, sample_index: int, turn: int, attem
 class Slots:
     """`capacity` places for rollouts that sample.
 
-    Life:       of an asker: ask_nowait -> holds a place at once, or waits for one -> give_back_nowait, in either case.
-    Waits:      wait sleeps until the asker holds its place; wait_spare until a place is free. Both are woken by give_back_nowait.
-    Invariant:  no more than `capacity` hold a place, and nobody waits while one is free: the next one goes to the smallest `order`.
+    Life:       of an asker: ask_nowait -> holds a place at once, or waits for one -> give_back_nowait, in
+    either case. Waits:      wait sleeps until the asker holds its place; wait_spare until a place is free.
+    Both are woken by give_back_nowait. Invariant:  no more than `capacity` hold a place, and nobody waits
+    while one is free: the next one goes to the smallest `order`.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -82,7 +86,9 @@ class Slots:
         return len(self._held) < self.capacity
 
     def ask_nowait(self, name: str, order: tuple[int, ...]) -> None:
-        """Hold a place if one is free, else wait for one. Means nothing for whoever holds a place or waits."""
+        """Hold a place if one is free, else wait for one. Means nothing for whoever holds a place or
+        waits.
+        """
         if name in self._held or name in self._waiting:
             return
         if self.has_spare:
@@ -124,9 +130,12 @@ log = logging.getLogger(__name__)
 class RolloutClock:
     """The one budget of seconds that a rollout has for all its attempts, None for no limit.
 
-    Life:       for each attempt: start() and entering what it returns -> hold() -> resume(): runs on with what is left; as often as
-                it pleases -> end(). Outside of an attempt, and once the time is up, hold and resume mean nothing.
-    Waits:      whoever holds it may wait for ever: nothing here ends that wait. The watchdog owns it, which tells of a run in
+    Life:       for each attempt: start() and entering what it returns -> hold() -> resume(): runs on with
+    what is left; as often as
+                it pleases -> end(). Outside of an attempt, and once the time is up, hold and resume mean
+                nothing.
+    Waits:      whoever holds it may wait for ever: nothing here ends that wait. The watchdog owns it, which
+    tells of a run in
                 which nothing moves and names its oldest rollouts.
     """
 
@@ -175,9 +184,11 @@ class RolloutClock:
 
 @dataclass(frozen=True, slots=True)
 class RolloutAttempt:
-    """One try at one prompt. `attempt` counts from 0; `stopped_sampling` tells that it needs no engine slot any more.
+    """One try at one prompt. `attempt` counts from 0; `stopped_sampling` tells that it needs no engine slot
+    any more.
 
-    `partial`: what a killed run had sampled in this very attempt; `on_segment` is told (turn, all that was sampled of it so far).
+    `partial`: what a killed run had sampled in this very attempt; `on_segment` is told (turn, all that was
+    sampled of it so far).
     """
 
     group_id: GroupId
@@ -195,15 +206,21 @@ class RolloutAttempt:
         return f"g{self.group_id}/r{self.sample_index}"
 
     def request_id(self, turn: int) -> str:
-        """Unique within the run: a retry may be sent before the server has seen that the first try is gone."""
+        """Unique within the run: a retry may be sent before the server has seen that the first try is
+        gone.
+        """
         return f"{self.rollout_id}/t{turn}/a{self.attempt}"
 
     def hold_clock(self) -> None:
-        """What follows does not count towards rollout.timeout_s: the attempt waits for somebody who runs it."""
+        """What follows does not count towards rollout.timeout_s: the attempt waits for somebody who runs
+        it.
+        """
         self.clock.hold()
 
     def resume_clock(self) -> None:
-        """Somebody runs it: what is left of rollout.timeout_s runs on. May come from another task, twice, and late."""
+        """Somebody runs it: what is left of rollout.timeout_s runs on. May come from another task, twice, and
+        late.
+        """
         self.clock.resume()
 
 
@@ -211,13 +228,17 @@ class Generator(Protocol):
     """A way to run a rollout: single_turn and its like."""
 
     async def run_attempt(self, attempt: RolloutAttempt) -> Rollout:
-        """The finished rollout, all its branches. Raises RolloutFailure (data), or RoomError (ends the run)."""
+        """The finished rollout, all its branches. Raises RolloutFailure (data), or RoomError (ends the
+        run).
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class FailedRollout:
-    """A rollout that failed at each of its `num_attempts`; `failure` is the last one. 0: its prompt can never be sampled."""
+    """A rollout that failed at each of its `num_attempts`; `failure` is the last one. 0: its prompt can never
+    be sampled.
+    """
 
     sample_index: int
     num_attempts: int
@@ -232,9 +253,11 @@ class FailedRollout:
 class RolloutRunner:
     """Runs rollouts within rollout.timeout_s each, and tries failed ones again in what is left of it.
 
-    Waits:      run sleeps in wait_slot, then in the generator, at most timeout_s for all attempts together (None = no limit). While
+    Waits:      run sleeps in wait_slot, then in the generator, at most timeout_s for all attempts together
+    (None = no limit). While
                 the generator holds the clock, it has no limit of its own: see RolloutClock.
-    Invariant:  run returns data for whatever goes wrong in a rollout; RoomError and CancelledError alone pass.
+    Invariant:  run returns data for whatever goes wrong in a rollout; RoomError and CancelledError alone
+    pass.
     """
 
     def __init__(self, generator: Generator, *, timeout_s: float | None, retries: int) -> None:
@@ -263,7 +286,8 @@ class RolloutRunner:
     ) -> Rollout | FailedRollout:
         """One rollout, retries included. Each attempt begins once `wait_slot` returns.
 
-        `resumed`: the attempt that a killed run was in, counted from 0, and what it had sampled; the budget begins in full.
+        `resumed`: the attempt that a killed run was in, counted from 0, and what it had sampled; the budget
+        begins in full.
         """
         number, partial = resumed or (0, None)
         clock = RolloutClock(self.timeout_s)
@@ -306,7 +330,8 @@ class RolloutRunner:
                 return self._timed_out(attempt)
             log.warning("%s broke", attempt.rollout_id, exc_info=True)
             broken = RolloutFailure(
-                f"{attempt.rollout_id} (prompt {attempt.prompt.prompt_id}) raised {type(error).__name__}: {error}",
+                f"{attempt.rollout_id} (prompt {attempt.prompt.prompt_id}) raised {type(error).__name__}: "
+                f"{error}",
                 rule="a rollout ends with its branches or a RolloutFailure",
                 way_out="the controller's log has the traceback.",
             )
@@ -318,14 +343,19 @@ class RolloutRunner:
     def _timed_out(self, attempt: RolloutAttempt) -> RolloutTimeout:
         self.num_timeouts += 1
         return RolloutTimeout(
-            f"{attempt.rollout_id} (prompt {attempt.prompt.prompt_id}) is not finished after {self.timeout_s} s",
-            rule=f"rollout.timeout_s={self.timeout_s} is the limit of all its attempts together; this was number {attempt.attempt + 1}",
-            way_out="none needed for one; if rollout/failed keeps rising, raise rollout.timeout_s or lower rollout.max_tokens.",
+            f"{attempt.rollout_id} (prompt {attempt.prompt.prompt_id}) is not finished after "
+            f"{self.timeout_s} s",
+            rule=f"rollout.timeout_s={self.timeout_s} is the limit of all its attempts together; this was "
+            f"number {attempt.attempt + 1}",
+            way_out="none needed for one; if rollout/failed keeps rising, raise rollout.timeout_s or lower "
+            "rollout.max_tokens.",
         )
 
 
 def check_rollout(rollout: Rollout, attempt: RolloutAttempt) -> None:
-    """Raises RolloutFailure unless these are the branches of one rollout, each with a sampled token: a generator may be anybody's."""
+    """Raises RolloutFailure unless these are the branches of one rollout, each with a sampled token: a
+    generator may be anybody's.
+    """
     places = [(branch.sample_index, branch.branch) for branch in rollout]
     if not rollout or places != [(attempt.sample_index, number) for number in range(len(rollout))]:
         what = f"has branches (sample_index, branch) {places}"
@@ -339,7 +369,8 @@ def check_rollout(rollout: Rollout, attempt: RolloutAttempt) -> None:
         return
     raise RolloutFailure(
         f"{attempt.rollout_id} (prompt {attempt.prompt.prompt_id}) {what}",
-        rule="a rollout has at least one branch; they are numbered from 0, have its one reward and tokens of their own, "
+        rule="a rollout has at least one branch; they are numbered from 0, have its one reward and tokens of "
+        "their own, "
         "and all of them have credits or none",
         way_out="this is a fault of the generator: please report it.",
     )
@@ -351,7 +382,8 @@ def check_rollout(rollout: Rollout, attempt: RolloutAttempt) -> None:
 class RunningGroup:
     """One admitted group while its rollouts run.
 
-    Life:       made with its ticket -> one add() a rollout, in any order -> is_complete -> group(), or None if too
+    Life:       made with its ticket -> one add() a rollout, in any order -> is_complete -> group(), or None
+    if too
                 few rollouts are usable. Or cancel(), when the buffer takes the admission back.
     Invariant:  a failed rollout costs its own place alone: its siblings stay.
     """
@@ -389,7 +421,9 @@ class RunningGroup:
 
     @property
     def is_complete(self) -> bool:
-        """Every rollout has ended. Those beyond group_size, if a killed run had a larger one, are the group's too."""
+        """Every rollout has ended. Those beyond group_size, if a killed run had a larger one, are the group's
+        too.
+        """
         return not self.to_run
 
     @property
@@ -405,7 +439,9 @@ class RunningGroup:
             self._rollouts[outcome[0].sample_index] = outcome
 
     def group(self) -> Group | None:
-        """The finished group, all branches by sample_index and number; None if fewer than num_needed rollouts are usable."""
+        """The finished group, all branches by sample_index and number; None if fewer than num_needed rollouts
+        are usable.
+        """
         if len(self._rollouts) < self.num_needed:
             return None
         by_index = sorted(self._rollouts.items())
@@ -422,7 +458,8 @@ class RunningGroup:
         """Why group() is None, with the last failure."""
         last = list(self._failures.values())[-1]
         return (
-            f"g{self.ticket.group_id} (prompt {self.prompt.prompt_id}) has {len(self._rollouts)} usable rollouts of "
+            f"g{self.ticket.group_id} (prompt {self.prompt.prompt_id}) has {len(self._rollouts)} usable "
+            f"rollouts of "
             f"{self.group_size} and needs {self.num_needed}; r{last.sample_index} {last.how}: {last.failure}"
         )
 
@@ -432,7 +469,8 @@ class RunningGroup:
             task.cancel()
 
 
-# Attempts that belong to no group: those of an evaluation. What they come to goes to whoever asks, and to no buffer and no journal.
+# Attempts that belong to no group: those of an evaluation. What they come to goes to whoever asks, and to no
+# buffer and no journal.
 
 
 NO_GROUP = GroupId(-1)
@@ -453,7 +491,8 @@ class AttemptApart(RolloutAttempt):
 class AttemptsApart:
     """Runs single attempts within a limit, without retries.
 
-    Waits:      run sleeps in the generator, timeout_s at most (None: no limit); while the generator holds the clock, without a limit.
+    Waits:      run sleeps in the generator, timeout_s at most (None: no limit); while the generator holds the
+    clock, without a limit.
     """
 
     def __init__(self, generator: Generator, *, timeout_s: float | None) -> None:

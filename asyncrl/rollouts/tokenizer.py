@@ -1,4 +1,6 @@
-"""The tokenizer of a Hugging Face model, for prompts and completions. Knows no model, and does not import torch."""
+"""The tokenizer of a Hugging Face model, for prompts and completions. Knows no model, and does not import
+torch.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ class HFChatTokenizer:
     """A ChatTokenizer and ChatRenderer over a Hugging Face folder or hub id.
 
     It loads tokenizer.json by itself, because AutoTokenizer imports torch; only a model without that file
-    takes the way over AutoTokenizer. encode and decode may run in several threads at once, and render beside them.
+    takes the way over AutoTokenizer. encode and decode may run in several threads at once, and render beside
+    them.
     """
 
     template: str
@@ -36,14 +39,18 @@ class HFChatTokenizer:
     vocab_size: int
     """Ids that the model knows (config.json); it may be more than the vocabulary has."""
     end_ids: frozenset[int]
-    """Tokens that end a turn: what generation_config.json, config.json and the tokenizer name, as the engines do."""
+    """Tokens that end a turn: what generation_config.json, config.json and the tokenizer name, as the engines
+    do.
+    """
     text_ids: frozenset[int]
     """Tokens of the vocabulary that are text: all but the special ones."""
     byte_ids: frozenset[int]
-    """Tokens whose text depends on the whole run of such tokens that they stand in (byte fallback). Mostly empty."""
+    """Tokens whose text depends on the whole run of such tokens that they stand in (byte fallback). Mostly
+    empty.
+    """
     max_token_bytes: int
-    """No token is longer, so that a text has at least its UTF-8 bytes / max_token_bytes tokens. Not where a tokenizer throws
-    text away: runs of white space beside an added token, or of unknown words."""
+    """No token is longer, so that a text has at least its UTF-8 bytes / max_token_bytes tokens. Not where a
+    tokenizer throws text away: runs of white space beside an added token, or of unknown words."""
 
     def __init__(self, model_path: str | Path, *, chat_template: str | Path | None = None) -> None:
         """Load it. `chat_template`: a Jinja file that replaces the tokenizer's own.
@@ -98,8 +105,9 @@ class HFChatTokenizer:
     ) -> str:
         """The chat as text. Raises ValueError, with what the template says, if the template refuses it.
 
-        The arguments of tool calls may be objects or JSON texts. They reach the template as objects, for most would quote a text once
-        more; one that asks whether they `is string` gets them as they are, and one that fails on objects gets texts.
+        The arguments of tool calls may be objects or JSON texts. They reach the template as objects, for most
+        would quote a text once more; one that asks whether they `is string` gets them as they are, and one
+        that fails on objects gets texts.
         """
         chat = [dict(message) for message in messages]
         options = {
@@ -135,7 +143,8 @@ class HFChatTokenizer:
         return text
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Token ids. Special tokens are known by their text; none is added, since the template writes them all.
+        """Token ids. Special tokens are known by their text; none is added, since the template writes them
+        all.
 
         Raises ValueError for text that is no Unicode: lone surrogates, which a JSON escape can smuggle in.
         """
@@ -175,7 +184,8 @@ def _load(model_path: str) -> Any:
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
             f"cannot load a tokenizer from {model_path}: {error}",
-            way_out="set model.path to a Hugging Face folder or hub id of a causal language model with its tokenizer.",
+            way_out="set model.path to a Hugging Face folder or hub id of a causal language model with its "
+            "tokenizer.",
         ) from error
 
 
@@ -192,16 +202,19 @@ def read_template(path: Path) -> str:
 
 
 def _compile(template: str, name: str) -> None:
-    """As apply_chat_template does, which keeps what it has compiled; it alone knows all tags of chat templates."""
+    """As apply_chat_template does, which keeps what it has compiled; it alone knows all tags of chat
+    templates.
+    """
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
     try:
         _compile_jinja_template(template)
     except TemplateSyntaxError as error:
         raise ConfigError(
-            f"{name} line {error.lineno}: {error.message}", rule="it must be a Jinja template",
+            f"{name} line {error.lineno}: {error.message}",
+            rule="it must be a Jinja template",
             way_out="correct that line, or set model.chat_template to another file.",
-        ) from error  # fmt: skip
+        ) from error
 
 
 def _with_arguments(chat: list[dict[str, Any]], convert: Callable[[Any], Any]) -> list[dict[str, Any]]:
@@ -250,7 +263,9 @@ def _byte_ids(vocabulary: Mapping[str, int], backend: Any | None) -> frozenset[i
 
 
 def _end_ids(*named: int | list[int] | None) -> frozenset[int]:
-    """Every end-of-sequence id that is named anywhere: the engine servers end a completion at the same ones."""
+    """Every end-of-sequence id that is named anywhere: the engine servers end a completion at the same
+    ones.
+    """
     found: set[int] = set()
     for value in named:
         if value is not None:

@@ -1,4 +1,6 @@
-"""What harness rollouts need beside the engines: the gateway, the queue of work, and the worker processes. Builds and closes them."""
+"""What harness rollouts need beside the engines: the gateway, the queue of work, and the worker processes.
+Builds and closes them.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ TASK_SEED_TURN = -1
 
 @dataclass(frozen=True, slots=True)
 class Harnessing:
-    """The gateway and those who work through it: `workers` of our own, or with generator.remote whoever has the worker key."""
+    """The gateway and those who work through it: `workers` of our own, or with generator.remote whoever has
+    the worker key.
+    """
 
     gateway: Gateway
     leases: Leases
@@ -56,7 +60,9 @@ class Harnessing:
     worker_key: str
 
     async def start(self) -> None:
-        """Open the gateway and start the workers; returns when they answer. Raises ConfigError or RoomError."""
+        """Open the gateway and start the workers; returns when they answer. Raises ConfigError or
+        RoomError.
+        """
         await self.gateway.start()
         for worker in self.workers:
             await startup.start(worker)
@@ -64,7 +70,9 @@ class Harnessing:
         collect_less()
 
     def missing_workers(self) -> str | None:
-        """What to do if rollouts wait and there is nobody to run them; None while there is, or was a moment ago."""
+        """What to do if rollouts wait and there is nobody to run them; None while there is, or was a moment
+        ago.
+        """
         work = self.leases.stats()
         if work.workers or not work.queued or work.unseen_s < NO_WORKER_S:
             return None
@@ -91,11 +99,17 @@ def call_rules(config: RunConfig, tokenizer: HFChatTokenizer) -> CallRules:
     """What the config fixes for every call."""
     rollout = config.rollout
     return CallRules(
-        model_name=model_name(config), temperature=rollout.temperature, top_p=1.0, max_tokens=rollout.max_tokens,
-        max_prompt_tokens=rollout.max_prompt_tokens, max_length=rollout.max_prompt_tokens + rollout.max_tokens,
-        vocab_size=tokenizer.vocab_size, max_token_bytes=tokenizer.max_token_bytes, message_tokens=fewest_message_tokens(tokenizer),
+        model_name=model_name(config),
+        temperature=rollout.temperature,
+        top_p=1.0,
+        max_tokens=rollout.max_tokens,
+        max_prompt_tokens=rollout.max_prompt_tokens,
+        max_length=rollout.max_prompt_tokens + rollout.max_tokens,
+        vocab_size=tokenizer.vocab_size,
+        max_token_bytes=tokenizer.max_token_bytes,
+        message_tokens=fewest_message_tokens(tokenizer),
         on_sampling_override=config.gateway.on_sampling_override,
-    )  # fmt: skip
+    )
 
 
 def model_name(config: RunConfig) -> str:
@@ -111,7 +125,9 @@ def make_gateway(
     worker_key: str,
     on_broken: Callable[[RoomError], None],
 ) -> tuple[Gateway, Leases]:
-    """The gateway with the queue of work on the same port; not open yet. Raises ConfigError for a tool format that is not known."""
+    """The gateway with the queue of work on the same port; not open yet. Raises ConfigError for a tool format
+    that is not known.
+    """
 
     def task_seed(work: Work) -> int:
         return derive_seed(config.seed, work.prompt.seed_id, work.sample_index, TASK_SEED_TURN, work.attempt)
@@ -120,13 +136,23 @@ def make_gateway(
         return derive_seed(config.seed, prompt_id, sample_index, call_key, attempt)
 
     leases = Leases(
-        worker_key=worker_key, model=model_name(config), lease_timeout_s=config.gateway.lease_timeout_s, task_seed=task_seed,
-        outcomes=config.generator.outcomes, give_answer=config.generator.give_answer,
-    )  # fmt: skip
+        worker_key=worker_key,
+        model=model_name(config),
+        lease_timeout_s=config.gateway.lease_timeout_s,
+        task_seed=task_seed,
+        outcomes=config.generator.outcomes,
+        give_answer=config.generator.give_answer,
+    )
     gateway = Gateway(
-        engines, tokenizer, find_tool_format(config.gateway.tool_format, tokenizer.template), call_rules(config, tokenizer),
-        config.gateway, seed_of=seed_of, on_broken=on_broken, extra_routes=leases.routes(),
-    )  # fmt: skip
+        engines,
+        tokenizer,
+        find_tool_format(config.gateway.tool_format, tokenizer.template),
+        call_rules(config, tokenizer),
+        config.gateway,
+        seed_of=seed_of,
+        on_broken=on_broken,
+        extra_routes=leases.routes(),
+    )
     return gateway, leases
 
 
@@ -140,9 +166,11 @@ def make_harnessing(
     warn: Callable[[str], None],
     on_event: Callable[[str, Mapping[str, Any]], None],
 ) -> Harnessing:
-    """Everything, with the port taken and nothing started. RUN_DIR/gateway.json says where it is, and to workers elsewhere their key.
+    """Everything, with the port taken and nothing started. RUN_DIR/gateway.json says where it is, and to
+    workers elsewhere their key.
 
-    The key of our own workers stands nowhere: what a model runs under our user could take it, lease rollouts, and reward them.
+    The key of our own workers stands nowhere: what a model runs under our user could take it, lease rollouts,
+    and reward them.
     """
     is_remote = config.generator.remote
     worker_key = _worker_key(run_dir) if is_remote else secrets.token_urlsafe(24)
@@ -153,11 +181,16 @@ def make_harnessing(
     workers = [] if is_remote else _workers(config, url, worker_key, run_dir)
     supervisors = [
         WorkerSupervisor(
-            worker, config.supervision, heartbeat_s=config.observe.heartbeat_s,
-            lease_timeout_s=config.gateway.lease_timeout_s, gone=leases.worker_gone_nowait, warn=warn, on_event=on_event,
+            worker,
+            config.supervision,
+            heartbeat_s=config.observe.heartbeat_s,
+            lease_timeout_s=config.gateway.lease_timeout_s,
+            gone=leases.worker_gone_nowait,
+            warn=warn,
+            on_event=on_event,
         )
         for worker in workers
-    ]  # fmt: skip
+    ]
     return Harnessing(gateway, leases, tuple(workers), tuple(supervisors), url, worker_key)
 
 
@@ -168,7 +201,9 @@ def num_rollouts(config: RunConfig) -> int:
 
 
 def _workers(config: RunConfig, url: str, worker_key: str, run_dir: Path) -> list[startup.Server]:
-    """Each has a secret of its own: the run's opens engines and trainer, and what a harness runs is not to find it."""
+    """Each has a secret of its own: the run's opens engines and trainer, and what a harness runs is not to
+    find it.
+    """
     generator = config.generator
     names = ("python", "command", "verifiers", "args", "env", "pass_env", "max_output_bytes")
     harness = {name: getattr(generator, name) for name in names}
@@ -193,7 +228,9 @@ def _workers(config: RunConfig, url: str, worker_key: str, run_dir: Path) -> lis
 
 
 def _worker_key(run_dir: Path) -> str:
-    """From the environment, else the run's own: it stays when the run is gone on with, so that workers elsewhere find it again."""
+    """From the environment, else the run's own: it stays when the run is gone on with, so that workers
+    elsewhere find it again.
+    """
     given = os.environ.get(WORKER_KEY_ENV)
     if given:
         return given
@@ -202,7 +239,8 @@ def _worker_key(run_dir: Path) -> str:
     return str(written.get("worker_key") or secrets.token_urlsafe(24))
 
 
-# Builds the evaluation of a run over its eval engine: single completions, or rollouts of the run's own agent. Starts nothing.
+# Builds the evaluation of a run over its eval engine: single completions, or rollouts of the run's own agent.
+# Starts nothing.
 
 
 def wire_evaluation(
@@ -220,16 +258,28 @@ def wire_evaluation(
     on_result: Callable[[EvalResult], None],
     warn: Callable[[str], None],
 ) -> Evaluation:
-    """The evaluation, told of what was evaluated before the run was gone on with. `checkpoints` hear of each result, too."""
+    """The evaluation, told of what was evaluated before the run was gone on with. `checkpoints` hear of each
+    result, too.
+    """
     rollout = config.rollout
     engine = EnginePool([target], slots=settings.slots)
     evaluator = Evaluator(
-        engine, tokenizer, scorer, prompts, samples=settings.samples, slots=settings.slots,
-        temperature=settings.temperature, max_tokens=rollout.max_tokens, max_prompt_tokens=rollout.max_prompt_tokens,
-        stop=tuple(config.generator.stop), sample_timeout_s=rollout.timeout_s,
+        engine,
+        tokenizer,
+        scorer,
+        prompts,
+        samples=settings.samples,
+        slots=settings.slots,
+        temperature=settings.temperature,
+        max_tokens=rollout.max_tokens,
+        max_prompt_tokens=rollout.max_prompt_tokens,
+        stop=tuple(config.generator.stop),
+        sample_timeout_s=rollout.timeout_s,
         seed_of=lambda prompt_id, sample: derive_seed(settings.seed, prompt_id, sample, turn=0),
-        run_agent=None if harnessing is None or not config.evaluates_agent else _eval_agent(config, settings, harnessing, engine, scorer),
-    )  # fmt: skip
+        run_agent=None
+        if harnessing is None or not config.evaluates_agent
+        else _eval_agent(config, settings, harnessing, engine, scorer),
+    )
     before = read_evaluations(run_dir, [])
     for line in before:
         checkpoints.evaluated(line["policy_version"], line.get("eval/reward_mean", -math.inf))
@@ -256,7 +306,9 @@ def wire_evaluation(
 def _eval_agent(
     config: RunConfig, settings: EvalConfig, harnessing: Harnessing, engine: EnginePool, scorer: TaskScorer
 ) -> RunAgent:
-    """The run's own harness, in its own workers, with calls that go to the eval engine. It hands a rollout to who asks: none is trained."""
+    """The run's own harness, in its own workers, with calls that go to the eval engine. It hands a rollout to
+    who asks: none is trained.
+    """
 
     def seed_of(prompt_id: str, sample_index: int, attempt: int, call_key: int) -> int:
         return derive_seed(settings.seed, prompt_id, sample_index, call_key, attempt)

@@ -90,9 +90,11 @@ class Rooms:
 
 
 async def close_within(timeout_s: float, name: str, close: Callable[[], Awaitable[None]]) -> None:
-    """Close one thing, shielded from our own cancellation and bounded in time. Late or failed is logged, never raised.
+    """Close one thing, shielded from our own cancellation and bounded in time. Late or failed is logged,
+    never raised.
 
-    A cancellation that comes meanwhile (the first Ctrl-C, while a run that is done closes) passes once it is closed.
+    A cancellation that comes meanwhile (the first Ctrl-C, while a run that is done closes) passes once it is
+    closed.
     """
     closing = asyncio.ensure_future(close())
     try:
@@ -142,7 +144,8 @@ async def open_rooms(
     lock: RunLock | None = None,
     may_change_model: bool = False,
 ) -> Rooms:
-    """Start the processes and build the rooms; `stack` closes them. `lock` is the run directory's, held by the caller.
+    """Start the processes and build the rooms; `stack` closes them. `lock` is the run directory's, held by
+    the caller.
 
     `may_change_model`: the model need not be the one that the run began with.
 
@@ -174,9 +177,13 @@ async def open_rooms(
         )
     replayed = await in_daemon_thread(lambda: open_replay(config, run_dir))
     feed = Feed(
-        task, seed=config.seed, shuffle=config.task.shuffle, system_prompt=config.task.system_prompt,
-        first=() if replayed is None else replayed.prompts, name=task_name(config.task),
-    )  # fmt: skip
+        task,
+        seed=config.seed,
+        shuffle=config.task.shuffle,
+        system_prompt=config.task.system_prompt,
+        first=() if replayed is None else replayed.prompts,
+        name=task_name(config.task),
+    )
     scorer = TaskScorer(task, config.task, seed=config.seed, warn=listener.warn)
     closes("rewards", scorer.aclose)
     if config.eval is not None:
@@ -244,14 +251,36 @@ async def open_rooms(
         if config.eval is None or eval_server is None:
             return None
         return wire_evaluation(
-            config, config.eval, clients[eval_server.name], eval_prompts, eval_scorer, tokenizer, staging_dir, run_dir, checkpoints,
-            harnessing=harnessing, on_result=listener.evaluated, warn=listener.warn,
-        )  # fmt: skip
+            config,
+            config.eval,
+            clients[eval_server.name],
+            eval_prompts,
+            eval_scorer,
+            tokenizer,
+            staging_dir,
+            run_dir,
+            checkpoints,
+            harnessing=harnessing,
+            on_result=listener.evaluated,
+            warn=listener.warn,
+        )
 
     rooms = _wire(
-        config, checkpoints, staging_dir, servers, clients, feed, scorer, tokenizer, spawn, journal, make_evaluation, listener, run_dir,
+        config,
+        checkpoints,
+        staging_dir,
+        servers,
+        clients,
+        feed,
+        scorer,
+        tokenizer,
+        spawn,
+        journal,
+        make_evaluation,
+        listener,
+        run_dir,
         replayed,
-    )  # fmt: skip
+    )
     if rooms.replay is not None:
         replay = rooms.replay
         stack.callback(
@@ -271,13 +300,16 @@ def tell_where(config: RunConfig, harnessing: Harnessing, say_secret: Callable[[
     """Workers elsewhere must be started by somebody, who needs to know how."""
     if config.generator.remote:
         say_secret(
-            f"gateway at {harnessing.url}; start workers with: {WORKER_KEY_ENV}={harnessing.worker_key} asyncrl work {harnessing.url} "
+            f"gateway at {harnessing.url}; start workers with: {WORKER_KEY_ENV}={harnessing.worker_key} "
+            f"asyncrl work {harnessing.url} "
             "--python my_agent:run"
         )
 
 
 def run_id(run_dir: Path) -> str:
-    """The name of the run that lies in this directory, made with it; it stays when the directory is moved or copied."""
+    """The name of the run that lies in this directory, made with it; it stays when the directory is moved or
+    copied.
+    """
     path = run_dir / "run.id"
     if not path.exists():
         write_whole(path, secrets.token_hex(8) + "\n")
@@ -310,11 +342,18 @@ def _wire(
             meeting.sender_gone_nowait()
 
     trainer = LivingTrainer(
-        client, servers[: trainer_config.world_size], config.supervision, heartbeat_s=config.observe.heartbeat_s,
-        before_start=before_trainer, wait_room=lambda: turns.wait_room_for_trainer(),
-        recover=lambda version: recover_trainer(client, journal, checkpoints, version, trainer_config.num_steps),
-        warn=listener.warn, on_event=journal.event_nowait,
-    )  # fmt: skip
+        client,
+        servers[: trainer_config.world_size],
+        config.supervision,
+        heartbeat_s=config.observe.heartbeat_s,
+        before_start=before_trainer,
+        wait_room=lambda: turns.wait_room_for_trainer(),
+        recover=lambda version: recover_trainer(
+            client, journal, checkpoints, version, trainer_config.num_steps
+        ),
+        warn=listener.warn,
+        on_event=journal.event_nowait,
+    )
     engine_servers = servers[trainer_config.world_size :]
     targets = [clients[server.name] for server in engine_servers]
     if config.publisher.transport == "nccl":
@@ -346,9 +385,15 @@ def _wire(
 
     harnessing = None
     generator: Generator = SingleTurn(
-        engines, tokenizer, scorer, run_seed=config.seed, max_tokens=rollout.max_tokens,
-        max_prompt_tokens=rollout.max_prompt_tokens, temperature=rollout.temperature, stop=tuple(config.generator.stop),
-    )  # fmt: skip
+        engines,
+        tokenizer,
+        scorer,
+        run_seed=config.seed,
+        max_tokens=rollout.max_tokens,
+        max_prompt_tokens=rollout.max_prompt_tokens,
+        temperature=rollout.temperature,
+        stop=tuple(config.generator.stop),
+    )
     if config.generator.is_harness:
         harnessing = make_harnessing(
             config,
@@ -366,21 +411,33 @@ def _wire(
             generator, replayed.rollouts, start_version=lambda group_id: producers.start_version(group_id)
         )
     producers = Producers(
-        buffer, feed, RolloutRunner(replay or generator, timeout_s=rollout.timeout_s, retries=rollout.retries), spawn=spawn,
-        group_size=rollout.group_size, capacity=num_rollouts(config), max_failed_groups=rollout.max_failed_groups,
-        max_hand_backs=rollout.max_hand_backs, journal=journal,
-    )  # fmt: skip
+        buffer,
+        feed,
+        RolloutRunner(replay or generator, timeout_s=rollout.timeout_s, retries=rollout.retries),
+        spawn=spawn,
+        group_size=rollout.group_size,
+        capacity=num_rollouts(config),
+        max_failed_groups=rollout.max_failed_groups,
+        max_hand_backs=rollout.max_hand_backs,
+        journal=journal,
+    )
 
     evaluation = make_evaluation(harnessing)
 
     publisher, turns = _wire_publishing(config, trainer, targets, buffer, journal, evaluation, spawn, on_lost)
     supervisors = {
         server.name: EngineSupervisor(
-            server, target, engines, turns, config.supervision,
-            heartbeat_s=config.observe.heartbeat_s, warn=listener.warn, on_event=journal.event_nowait,
+            server,
+            target,
+            engines,
+            turns,
+            config.supervision,
+            heartbeat_s=config.observe.heartbeat_s,
+            warn=listener.warn,
+            on_event=journal.event_nowait,
         )
         for server, target in zip(engine_servers, targets, strict=True)
-    }  # fmt: skip
+    }
 
     def controller_state() -> Mapping[str, Any]:
         out = {
@@ -399,9 +456,23 @@ def _wire(
         keep=config.journal.keep,
     )
     return Rooms(
-        servers, buffer, producers, engines, trainer, publisher, scorer, turns, journal, feed, checkpointer, evaluation,
-        supervisors=tuple(supervisors.values()), harnessing=harnessing, replay=replay, broken=broken,
-    )  # fmt: skip
+        servers,
+        buffer,
+        producers,
+        engines,
+        trainer,
+        publisher,
+        scorer,
+        turns,
+        journal,
+        feed,
+        checkpointer,
+        evaluation,
+        supervisors=tuple(supervisors.values()),
+        harnessing=harnessing,
+        replay=replay,
+        broken=broken,
+    )
 
 
 def _wire_publishing(
@@ -424,18 +495,29 @@ def _wire_publishing(
 
     if not startup.is_shared(config):
         publisher = Publisher(
-            trainer, targets, interrupt=config.publisher.interrupt, timeout_s=timeout_s,
-            on_served=buffer.set_served_nowait, on_published=published, on_lost=on_lost, is_rolling=config.publisher.rolling,
+            trainer,
+            targets,
+            interrupt=config.publisher.interrupt,
+            timeout_s=timeout_s,
+            on_served=buffer.set_served_nowait,
+            on_published=published,
+            on_lost=on_lost,
+            is_rolling=config.publisher.rolling,
             is_one_kept=config.publisher.transport == "nccl",
-        )  # fmt: skip
+        )
         return publisher, SideBySide(
             publisher, num_steps=num_steps, spawn=spawn, are_engines_ours=config.rollout.urls is None
         )
     chunks = ChunkPublisher(
-        trainer, targets, timeout_s=timeout_s, on_served=buffer.set_served_nowait, on_published=journal.published_nowait,
+        trainer,
+        targets,
+        timeout_s=timeout_s,
+        on_served=buffer.set_served_nowait,
+        on_published=journal.published_nowait,
         is_whole_wanted=lambda version: evaluation is not None and evaluation.wants(version),
-        on_whole=lambda manifest: evaluation.published_nowait(manifest) if evaluation is not None else None, on_lost=on_lost,
-    )  # fmt: skip
+        on_whole=lambda manifest: evaluation.published_nowait(manifest) if evaluation is not None else None,
+        on_lost=on_lost,
+    )
 
     def tell(what: str, detail: Mapping[str, Any]) -> None:
         journal.event_nowait(what, detail, keep=KEPT_TURNS if what in ROUTINE else None)

@@ -1,7 +1,9 @@
-"""What can be known of a config before a process of the run starts: everything that can be loaded without a model's weights.
+"""What can be known of a config before a process of the run starts: everything that can be loaded without a
+model's weights.
 
-`asyncrl check` prints what is found, and a run looks first thing. Each check calls what the run itself calls. Code of the user's that the
-controller does not run (losses, advantages, agents) and torch are left to a short-lived process (user_code.py).
+`asyncrl check` prints what is found, and a run looks first thing. Each check calls what the run itself calls.
+Code of the user's that the controller does not run (losses, advantages, agents) and torch are left to a
+short-lived process (user_code.py).
 """
 
 from __future__ import annotations
@@ -39,15 +41,16 @@ NUM_PROMPTS = 100
 
 
 SIMULATED = (
-    "rollout.engine=simulated: tokens are drawn at random, so the rewards and the trained weights mean nothing, and there is no logprob "
+    "rollout.engine=simulated: tokens are drawn at random, so the rewards and the trained weights mean "
+    "nothing, and there is no logprob "
     "gap to measure"
 )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Found:
-    """`lines`: what was looked at, for people. `notes`: what somebody who starts a run has to know. `task` and `eval_task` are handed
-    on to the run, None where only its start may read them.
+    """`lines`: what was looked at, for people. `notes`: what somebody who starts a run has to know. `task`
+    and `eval_task` are handed on to the run, None where only its start may read them.
     """
 
     lines: tuple[str, ...]
@@ -73,7 +76,8 @@ def look(config: RunConfig) -> Found:
     tokenizer = _tokenizer(config)
     if tokenizer is None:
         lines.append(
-            f"model: {config.model.path} is fetched from the hub when the run starts; not looked at: that needs the network"
+            f"model: {config.model.path} is fetched from the hub when the run starts; not looked at: that "
+            f"needs the network"
         )
     else:  # harnesses make prompts of their own
         if config.generator.is_harness or config.evaluates_agent:
@@ -121,8 +125,12 @@ def _tokenizer(config: RunConfig) -> HFChatTokenizer | None:
 def _first_prompts(config: RunConfig, task: Task) -> Sequence[Prompt]:
     """Those that the run begins with. Raises ConfigError if one cannot be made."""
     feed = Feed(
-        task, seed=config.seed, shuffle=config.task.shuffle, system_prompt=config.task.system_prompt, name=task_name(config.task)
-    )  # fmt: skip
+        task,
+        seed=config.seed,
+        shuffle=config.task.shuffle,
+        system_prompt=config.task.system_prompt,
+        name=task_name(config.task),
+    )
     try:
         return [feed.next_nowait() for _ in range(min(NUM_PROMPTS, len(task)))]
     except TaskError as error:
@@ -130,7 +138,9 @@ def _first_prompts(config: RunConfig, task: Task) -> Sequence[Prompt]:
 
 
 def _try_template(tokenizer: HFChatTokenizer, model: ModelConfig) -> None:
-    """Raise ConfigError if the chat template cannot write the simplest chat: what a harness asks is not known before it asks."""
+    """Raise ConfigError if the chat template cannot write the simplest chat: what a harness asks is not known
+    before it asks.
+    """
     try:
         tokenizer.render([{"role": "user", "content": "Hello"}])
     except ValueError as error:
@@ -140,9 +150,10 @@ def _try_template(tokenizer: HFChatTokenizer, model: ModelConfig) -> None:
             else "the model's own"
         )
         raise ConfigError(
-            f"{error} ({whose}; the messages: one of the user)", rule="what a harness asks goes through the chat template",
+            f"{error} ({whose}; the messages: one of the user)",
+            rule="what a harness asks goes through the chat template",
             way_out="correct the template, or set model.chat_template to another one.",
-        ) from error  # fmt: skip
+        ) from error
 
 
 def _too_long(prompts: Sequence[Prompt], tokenizer: HFChatTokenizer, limit: int, name: str) -> list[str]:
@@ -153,20 +164,23 @@ def _too_long(prompts: Sequence[Prompt], tokenizer: HFChatTokenizer, limit: int,
         lengths = [len(tokenizer.encode_chat(prompt.messages)) for prompt in prompts]
     except ValueError as error:
         raise ConfigError(
-            f"a prompt of the {name} cannot be written as a chat: {error}", rule="each prompt goes through the chat template",
+            f"a prompt of the {name} cannot be written as a chat: {error}",
+            rule="each prompt goes through the chat template",
             way_out="correct the prompts, or model.chat_template.",
-        ) from error  # fmt: skip
+        ) from error
     num_too_long = sum(length > limit for length in lengths)
     if num_too_long == len(lengths):
         raise ConfigError(
-            f"{_all(len(lengths), name)} longer than rollout.max_prompt_tokens={limit}: {_range(lengths)} tokens",
+            f"{_all(len(lengths), name)} longer than rollout.max_prompt_tokens={limit}: {_range(lengths)} "
+            f"tokens",
             rule="a prompt is never cut: one that is too long is a failed rollout",
             way_out=f"raise rollout.max_prompt_tokens to {max(lengths)} or more, or shorten the prompts.",
         )
     if not num_too_long:
         return []
     return [
-        f"{num_too_long} of the first {len(lengths)} prompts of the {name} are longer than rollout.max_prompt_tokens={limit} "
+        f"{num_too_long} of the first {len(lengths)} prompts of the {name} are longer than "
+        f"rollout.max_prompt_tokens={limit} "
         f"(the longest has {max(lengths)} tokens): each is a failed rollout"
     ]
 
@@ -207,7 +221,8 @@ def _ask_user_code(config: RunConfig) -> None:
         try:
             with contextlib.suppress(BrokenPipeError):  # it died already: its exit code says so
                 process.stdin.write(json.dumps({CONFIG: run_config_yaml(config)}).encode() + b"\n")
-                process.stdin.flush()  # and stays open: its end would tell the child that nobody waits any more
+                # and stays open: its end would tell the child that nobody waits any more
+                process.stdin.flush()
             code = process.wait(START_TIMEOUT_S)
         except subprocess.TimeoutExpired as error:
             raise ConfigError(
@@ -223,6 +238,8 @@ def _ask_user_code(config: RunConfig) -> None:
     if (fatal := find_fatal(text)) is not None:
         raise ConfigError(fatal.error, rule=fatal.rule, way_out=fatal.way_out)
     raise ConfigError(
-        f"the process that loads the loss, the advantage or the agent ended with exit code {code}: {text[-1000:].strip() or '(no output)'}",
-        rule="their modules can be imported without ending the process", way_out="correct what they do when they are imported.",
-    )  # fmt: skip
+        f"the process that loads the loss, the advantage or the agent ended with exit code {code}: "
+        f"{text[-1000:].strip() or '(no output)'}",
+        rule="their modules can be imported without ending the process",
+        way_out="correct what they do when they are imported.",
+    )

@@ -1,7 +1,9 @@
-"""`python -m asyncrl.running.user_code`: loads what only the trainer and the workers of a run load, and says whether it can be called.
+"""`python -m asyncrl.run.check_user_code`: loads what only the trainer and the workers of a run load, and
+says whether it can be called.
 
-A process of its own, because the controller loads no torch and none of the code that runs elsewhere. It ends with a fatal line, or with
-exit code FINE, which no module ends a process with by accident. preflight.py starts it.
+A process of its own, because the controller loads no torch and none of the code that runs elsewhere. It ends
+with a fatal line, or with exit code FINE, which no module ends a process with by accident. preflight.py
+starts it.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ FINE = 64
 
 
 def check(config: RunConfig) -> None:
-    """Raises ConfigError with the first that cannot be loaded. model.path is a folder on disk, or is not looked at."""
+    """Raises ConfigError with the first that cannot be loaded. model.path is a folder on disk, or is not
+    looked at.
+    """
     if ":" in config.algorithm.loss:
         load_loss(resolve(config.algorithm).surrogate)
     if ":" in config.algorithm.advantage:
@@ -55,9 +59,11 @@ def _check_targets(model: ModelConfig, lora: LoraConfig) -> None:
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError) as error:
         source = f"model.path={model.path}" if model.scratch is None else "model.scratch"
         raise ConfigError(
-            f"{source}: a model of this architecture cannot be made: {type(error).__name__}: {str(error)[:500]}",
-            rule="it is a causal language model that transformers knows", way_out="correct the architecture, or choose another model.",
-        ) from error  # fmt: skip
+            f"{source}: a model of this architecture cannot be made: {type(error).__name__}: "
+            f"{str(error)[:500]}",
+            rule="it is a causal language model that transformers knows",
+            way_out="correct the architecture, or choose another model.",
+        ) from error
     find_targets(whole, lora)
 
 
@@ -73,7 +79,9 @@ def _architecture(model: ModelConfig) -> Any:
 
 
 def main() -> None:
-    """Read the config from standard input, check, and end at once: a thread that a module has started is not waited for."""
+    """Read the config from standard input, check, and end at once: a thread that a module has started is not
+    waited for.
+    """
     die_with_parent()
     code = 1
     try:

@@ -1,6 +1,8 @@
-"""Who works when: trainer and engines side by side, or in turns on the devices that they share. Knows no batch and no rollout.
+"""Who works when: trainer and engines side by side, or in turns on the devices that they share. Knows no
+batch and no rollout.
 
-The train loop says when it needs the trainer and when a new version is there; what that means follows from the placement.
+The train loop says when it needs the trainer and when a new version is there; what that means follows from
+the placement.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ ALL_PARTS: tuple[EnginePart, ...] = ("kv", "weights")
 
 @dataclass(frozen=True, slots=True)
 class TurnStats:
-    """`state` of the lease, `phase` of a handover; `num_phases`: done so far. Seconds and bytes of the last handover to each side, 0
-    where the train loop has not come back to it yet.
+    """`state` of the lease, `phase` of a handover; `num_phases`: done so far. Seconds and bytes of the last
+    handover to each side, 0 where the train loop has not come back to it yet.
     """
 
     state: str
@@ -86,7 +88,9 @@ class SideBySide:
         spawn: Callable[..., object],
         are_engines_ours: bool = True,
     ) -> None:
-        """`are_engines_ours`: the run started them, with the initial weights; what somebody else's have is not known."""
+        """`are_engines_ours`: the run started them, with the initial weights; what somebody else's have is
+        not known.
+        """
         self._publisher, self._num_steps, self._spawn = publisher, num_steps, spawn
         self._are_engines_ours = are_engines_ours
 
@@ -142,14 +146,19 @@ class TurnTrainer(OffloadingTrainer, Protocol):
 class TakingTurns:
     """Trainer and engines share devices: one side works, then the other.
 
-    Life:       made -> start() -> to_trainer() and to_engines() in turn, from the train loop. After the last step the trainer keeps the
-                devices, for what is to be saved. A process that died starts again only in its own side's turn:
-                an engine between two handovers, and an empty turn then brings all engines the weights that are served; the trainer
-                once the engines sleep, which is when it is needed, or at once where they sleep already.
-    Waits:      to_trainer, to_engines and room_for_engine sleep for each other; to_trainer for a trainer that starts again, as long as
+    Life:       made -> start() -> to_trainer() and to_engines() in turn, from the train loop. After the last
+    step the trainer keeps the
+                devices, for what is to be saved. A process that died starts again only in its own side's
+                turn: an engine between two handovers, and an empty turn then brings all engines the weights
+                that are served; the trainer once the engines sleep, which is when it is needed, or at once
+                where they sleep already.
+    Waits:      to_trainer, to_engines and room_for_engine sleep for each other; to_trainer for a trainer that
+    starts again, as long as
                 that takes; wait_room_for_trainer and room_for_engine for the other side's turn to end.
-    Invariant:  a version is announced only after the handover to the engines that brought it. Between two handovers the side that has
-                the lease has all it needs on the devices, and the other has nothing there. An engine that is down has no part in it.
+    Invariant:  a version is announced only after the handover to the engines that brought it. Between two
+    handovers the side that has
+                the lease has all it needs on the devices, and the other has nothing there. An engine that is
+                down has no part in it.
     """
 
     def __init__(
@@ -185,14 +194,19 @@ class TakingTurns:
         """Where the lease is, and the last handovers."""
         lease, trainer, engines = self.lease.stats(), self.last.get("trainer"), self.last.get("engines")
         return TurnStats(
-            lease.state, lease.phase, lease.num_handovers, self._num_phases,
+            lease.state,
+            lease.phase,
+            lease.num_handovers,
+            self._num_phases,
             to_trainer_s=trainer.seconds if trainer else 0.0,
             to_engines_s=engines.seconds if engines else 0.0,
             num_bytes=sum(phase.num_bytes for report in self.last.values() for phase in report.phases),
-        )  # fmt: skip
+        )
 
     async def start(self, version: int) -> None:
-        """The first turn: the engines' with the weights of their start, or after a push if the trainer has made others."""
+        """The first turn: the engines' with the weights of their start, or after a push if the trainer has
+        made others.
+        """
         async with self._one_at_a_time:
             if version == 0:
                 await self._handover.start("engines")
@@ -201,13 +215,16 @@ class TakingTurns:
         await self.to_engines(version)
 
     async def to_trainer(self) -> None:
-        """Hand over to the trainer, if the engines have their turn. Raises RoomError, with the phase that failed."""
+        """Hand over to the trainer, if the engines have their turn. Raises RoomError, with the phase that
+        failed.
+        """
         async with self._one_at_a_time:
             if self.lease.owner != "trainer":
                 self.last = {"trainer": await self._hand_to_trainer()}
 
     async def to_engines(self, version: int) -> None:
-        """Hand over to the engines with these weights, and announce them; after the last step the trainer keeps its turn.
+        """Hand over to the engines with these weights, and announce them; after the last step the trainer
+        keeps its turn.
 
         Raises RoomError, with the phase that failed.
         """
@@ -220,21 +237,27 @@ class TakingTurns:
 
     @contextlib.asynccontextmanager
     async def room_for_engine(self, name: str) -> AsyncIterator[None]:
-        """The engines' turn, which does not end meanwhile. Raises RoomError if there will be none any more."""
+        """The engines' turn, which does not end meanwhile. Raises RoomError if there will be none any
+        more.
+        """
         while True:
             async with self._one_at_a_time:
                 if self.lease.state == "broken":
                     raise RoomError(
-                        "placement", f"{name} cannot be started again: the lease is broken: {self.lease.broken}",
-                        rule="nobody can say what the devices hold", way_out="start the run again; it goes on where it was.",
-                    )  # fmt: skip
+                        "placement",
+                        f"{name} cannot be started again: the lease is broken: {self.lease.broken}",
+                        rule="nobody can say what the devices hold",
+                        way_out="start the run again; it goes on where it was.",
+                    )
                 if self.lease.state == "generating":
                     yield
                     return
             await self._changed.wait()
 
     async def bring_up(self, name: str) -> None:
-        """An empty turn: all engines sleep, and get the weights that are served from the trainer. Not cut short by a cancellation."""
+        """An empty turn: all engines sleep, and get the weights that are served from the trainer. Not cut
+        short by a cancellation.
+        """
         self._publisher.up_nowait(name)
         _, cancelled = await uncut(self._empty_turn())
         if cancelled is not None:
@@ -254,7 +277,9 @@ class TakingTurns:
         await self._handover.to_generating(self._push)
 
     async def _hand_to_trainer(self) -> HandoverReport:
-        """A trainer that is down starts first, on devices from which the engines have gone; that has limits of its own."""
+        """A trainer that is down starts first, on devices from which the engines have gone; that has limits
+        of its own.
+        """
         if not self._trainer.is_up:
             await asyncio.gather(*(engine.sleep(ALL_PARTS) for engine in self._engines))
             await self._needing(self._trainer.wait_up)
@@ -282,7 +307,8 @@ class TakingTurns:
         self._changed = asyncio.Event()
 
 
-# Both sides as a handover sees them when their processes may be down. Knows calls; knows no process and no lease.
+# Both sides as a handover sees them when their processes may be down. Knows calls; knows no process and no
+# lease.
 
 
 class NeededTrainer:
@@ -305,7 +331,9 @@ class NeededTrainer:
 
 
 class MaybeDown:
-    """One engine server as a handover sees it: while it is down it has nothing on the device, and one that is lost is soon down."""
+    """One engine server as a handover sees it: while it is down it has nothing on the device, and one that is
+    lost is soon down.
+    """
 
     def __init__(
         self,

@@ -2,52 +2,58 @@
 
 Who consumes what, who waits for whom, who unblocks whom:
 
-    who waits                in                                  for                                   woken by
-    -----------------------  ----------------------------------  ------------------------------------  ------------------------------
-    producers                Slots.wait_spare                    a free sequence in the engines        a rollout that stops sampling
-    a rollout                Slots.wait                          a free sequence in the engines        a rollout that stops sampling
-    producers                Buffer.wait_open                    leave under the staleness rule        a version served, a group failed
-    a rollout                EnginePool.generate                 its completion, timeout_s at most     its engine server
-    a rollout                Leases.run                          a harness worker, then its outcome    a worker; its silence, timeout_s
-    a harness                POST /v1/chat/completions           EnginePool.generate                   its engine server, its session's end
-    a worker                 POST /work/lease                    work, MAX_WAIT_S at most              a rollout that starts
-    watch gateway            Rooms.broken                        an engine that broke under a call     the gateway
-    watch worker-N           WorkerSupervisor.run                a worker to end or hang               kernel, heartbeat
-    a rollout                Scorer.score                        its reward, reward_timeout_s at most  the reward function
-    train loop               Buffer.wait_batch                   num_groups ready groups               a group finished, failed, dropped
-    train loop               Journal.batch_taken                 the batch on disk                     the journal's thread
-    train loop               TrainerClient.train, save           the optimizer step, the saved weights  the trainer worker
-    train loop               Publisher.wait_exported_or_busy     the copy of the new weights           the publisher
-    publisher                TrainerClient.wait_version_above    a new policy_version                  the train loop
-    publisher                prepare and commit                  every engine, timeout_s at most       the engine servers
-    evaluation               Evaluation.run                      a published version that is due       the publisher
-    evaluation               prepare, commit, generate, score    eval.timeout_s at most for all of it  engine-eval, its reward function
-    the run's end            Evaluation.wait_last                the evaluation of the last version    evaluation, guard of engine-eval
-    watch NAME               ChildProcess.watch                  a child process to end                the kernel
-    heartbeat NAME           GET /health                         an answer, heartbeat_s at most        the server
-    watch engine-N           EngineSupervisor.run                both of these, or a call that broke   kernel, pool, publisher
-    watch engine-N           backoff_s, start, bring_up          a new process with current weights    the server, a push that runs
-    a rollout                EnginePool.generate                 a server that is up, if none is       watch engine-N
-    watch trainer            LivingTrainer.run                   a rank to end, or a call that broke   kernel, heartbeat, its callers
-    watch trainer            backoff_s, start, recover           new ranks, and the journal's batches  the ranks, the journal
-    train loop, publisher    LivingTrainer.train, export, save   the trainer to be back, if it is not  watch trainer
-    train loop               Checkpointer.after_step             the copy of the trainer's state       the trainer worker
-    checkpoint N             TrainerClient.wait_save_state       the state on disk                     the trainer worker
-    checkpoint N             Checkpoints.in_use                  a trainer that goes back to an older  watch trainer
-    watch trainer            Checkpoints.in_use                  a checkpoint that is made whole       checkpoint N
-    the run's start          Journal.read_resume, recover        the batches to be trained again       the journal, the trainer worker
-    the run's start          Publisher.wait_announced            the weights it goes on with           the publisher
-    the run's start          TakingTurns.start                   the first turn                        engines, the trainer
-    train loop               TakingTurns.to_trainer              engines that sleep, the trainer's memory  engines, the trainer
-    train loop               TakingTurns.to_engines              memory, weights chunk by chunk        the trainer, engines
-    watch engine-N           TakingTurns.room_for_engine         the engines' turn                     the train loop
-    watch trainer            TakingTurns.wait_room_for_trainer   engines that sleep                    the train loop
-    watchdog                 Watchdog.run                        watchdog_s without any progress       its timer
+    who waits                in                                  for                                   woken
+    by -----------------------  ----------------------------------  ------------------------------------
+    ------------------------------ producers                Slots.wait_spare                    a free
+    sequence in the engines        a rollout that stops sampling a rollout                Slots.wait
+    a free sequence in the engines        a rollout that stops sampling producers
+    Buffer.wait_open                    leave under the staleness rule        a version served, a group failed
+    a rollout                EnginePool.generate                 its completion, timeout_s at most     its
+    engine server a rollout                Leases.run                          a harness worker, then its
+    outcome    a worker; its silence, timeout_s a harness                POST /v1/chat/completions
+    EnginePool.generate                   its engine server, its session's end a worker                 POST
+    /work/lease                    work, MAX_WAIT_S at most              a rollout that starts watch gateway
+    Rooms.broken                        an engine that broke under a call     the gateway watch worker-N
+    WorkerSupervisor.run                a worker to end or hang               kernel, heartbeat a rollout
+    Scorer.score                        its reward, reward_timeout_s at most  the reward function train loop
+                Buffer.wait_batch                   num_groups ready groups               a group finished,
+    failed, dropped train loop               Journal.batch_taken                 the batch on disk
+    the journal's thread train loop               TrainerClient.train, save           the optimizer step, the
+    saved weights  the trainer worker train loop               Publisher.wait_exported_or_busy     the copy of
+    the new weights           the publisher publisher                TrainerClient.wait_version_above    a new
+    policy_version                  the train loop publisher                prepare and commit
+    every engine, timeout_s at most       the engine servers evaluation               Evaluation.run
+    a published version that is due       the publisher evaluation               prepare, commit, generate,
+    score    eval.timeout_s at most for all of it  engine-eval, its reward function the run's end
+    Evaluation.wait_last                the evaluation of the last version    evaluation, guard of engine-eval
+    watch NAME               ChildProcess.watch                  a child process to end                the
+    kernel heartbeat NAME           GET /health                         an answer, heartbeat_s at most
+    the server watch engine-N           EngineSupervisor.run                both of these, or a call that
+    broke   kernel, pool, publisher watch engine-N           backoff_s, start, bring_up          a new process
+    with current weights    the server, a push that runs a rollout                EnginePool.generate
+    a server that is up, if none is       watch engine-N watch trainer            LivingTrainer.run
+    a rank to end, or a call that broke   kernel, heartbeat, its callers watch trainer            backoff_s,
+    start, recover           new ranks, and the journal's batches  the ranks, the journal train loop,
+    publisher    LivingTrainer.train, export, save   the trainer to be back, if it is not  watch trainer train
+    loop               Checkpointer.after_step             the copy of the trainer's state       the trainer
+    worker checkpoint N             TrainerClient.wait_save_state       the state on disk
+    the trainer worker checkpoint N             Checkpoints.in_use                  a trainer that goes back
+    to an older  watch trainer watch trainer            Checkpoints.in_use                  a checkpoint that
+    is made whole       checkpoint N the run's start          Journal.read_resume, recover        the batches
+    to be trained again       the journal, the trainer worker the run's start
+    Publisher.wait_announced            the weights it goes on with           the publisher the run's start
+    TakingTurns.start                   the first turn                        engines, the trainer train loop
+                 TakingTurns.to_trainer              engines that sleep, the trainer's memory  engines, the
+    trainer train loop               TakingTurns.to_engines              memory, weights chunk by chunk
+    the trainer, engines watch engine-N           TakingTurns.room_for_engine         the engines' turn
+    the train loop watch trainer            TakingTurns.wait_room_for_trainer   engines that sleep
+    the train loop watchdog                 Watchdog.run                        watchdog_s without any
+    progress       its timer
 
-A room that breaks raises RoomError: the TaskGroup falls, everything is closed, and `run_job` raises that error. An engine server
-or a trainer that is lost is started again first, supervision.max_restarts times. The evaluation is the exception: nobody waits
-for it but the end of the run, and without its engine the run goes on, with a warning.
-A child process that died is named before the call that broke because of it.
+A room that breaks raises RoomError: the TaskGroup falls, everything is closed, and `run_job` raises that
+error. An engine server or a trainer that is lost is started again first, supervision.max_restarts times. The
+evaluation is the exception: nobody waits for it but the end of the run, and without its engine the run goes
+on, with a warning. A child process that died is named before the call that broke because of it.
 """
 
 from __future__ import annotations
@@ -114,8 +120,8 @@ def run_job(
 ) -> int:
     """Train as `config` says, from start to end or from where a killed run stood, and return the exit code.
 
-    0 done; 130 or 143 interrupted by SIGINT or SIGTERM, to be gone on with. Raises AsyncrlError when a part of the run failed; by
-    then everything is closed: no child process and no shared memory is left.
+    0 done; 130 or 143 interrupted by SIGINT or SIGTERM, to be gone on with. Raises AsyncrlError when a part
+    of the run failed; by then everything is closed: no child process and no shared memory is left.
     """
     if config.generator.is_harness:
         hide_memory()  # keys, answers and rewards of all rollouts
@@ -153,15 +159,22 @@ def _write_config(folder: Path, config: RunConfig) -> None:
 
 
 class Job:
-    """The life of one run: open the rooms -> catch up, if resumed -> train loop -> save -> close. Owns the TaskGroup and the signals.
+    """The life of one run: open the rooms -> catch up, if resumed -> train loop -> save -> close. Owns the
+    TaskGroup and the signals.
 
-    The first SIGINT or SIGTERM lets the step in hand end, has a checkpoint made, and closes; the second one ends at once: what was
-    journaled is not lost.
+    The first SIGINT or SIGTERM lets the step in hand end, has a checkpoint made, and closes; the second one
+    ends at once: what was journaled is not lost.
     """
 
     def __init__(
-        self, config: RunConfig, run_dir: Path, name: str, lock: RunLock, point: ResumePoint | None, note: str = ""
-    ) -> None:  # fmt: skip
+        self,
+        config: RunConfig,
+        run_dir: Path,
+        name: str,
+        lock: RunLock,
+        point: ResumePoint | None,
+        note: str = "",
+    ) -> None:
         """`note`: what whoever starts the run has to know."""
         self._note = note
         self.config, self.run_dir, self._lock, self._point = config, run_dir, lock, point
@@ -214,9 +227,14 @@ class Job:
             if self._note:
                 self.reporter.say(self._note)
             rooms = await open_rooms(
-                self.config, self.run_dir, stack, spawn=self._spawn, listener=self.reporter, lock=self._lock,
+                self.config,
+                self.run_dir,
+                stack,
+                spawn=self._spawn,
+                listener=self.reporter,
+                lock=self._lock,
                 may_change_model=self._point is not None and self._point.may_change_model,
-            )  # fmt: skip
+            )
             self._servers, self._eval_server = rooms.servers, rooms.eval_server
             try:
                 async with asyncio.TaskGroup() as self._group:
@@ -253,7 +271,9 @@ class Job:
         raise await rooms.broken
 
     async def _catch_up(self, rooms: Rooms) -> Sequence[UnfinishedGroup]:
-        """A run that was killed goes to where it stood; what is returned runs again once the engines have the weights."""
+        """A run that was killed goes to where it stood; what is returned runs again once the engines have the
+        weights.
+        """
         if self._point is None:
             await self._pin_model(rooms)
             rooms.journal.order_nowait(rooms.feed.order)
@@ -262,11 +282,18 @@ class Job:
         state = await rooms.journal.read_resume(point.version)
         self.reporter.tell(f"training again on {state.next_version - point.version} journaled batches")
         unfinished = await restore(
-            point, state, trainer=rooms.trainer, journal=rooms.journal, buffer=rooms.buffer, feed=rooms.feed,
+            point,
+            state,
+            trainer=rooms.trainer,
+            journal=rooms.journal,
+            buffer=rooms.buffer,
+            feed=rooms.feed,
             returns=rooms.producers.returns_nowait,
             on_restored=lambda: self.reporter.resumes(point.version, state.counted),
-            on_step=lambda batch, report: self.reporter.step(rooms, batch, report, step_s=report.metrics.get("perf/train_s", 0.0)),
-        )  # fmt: skip
+            on_step=lambda batch, report: self.reporter.step(
+                rooms, batch, report, step_s=report.metrics.get("perf/train_s", 0.0)
+            ),
+        )
         _write_config(self.run_dir, self.config)  # only now: a resume that was refused has changed nothing
         await self._pin_model(rooms)
         for text in await asyncio.to_thread(set_aside, point.damaged):
@@ -296,7 +323,9 @@ class Job:
         self._spawn(rooms.producers.run(), name="producers")
 
     async def _train_loop(self, rooms: Rooms) -> None:
-        """The loop: a batch that keeps the bound, one optimizer step, and what its weights need before the next one."""
+        """The loop: a batch that keeps the bound, one optimizer step, and what its weights need before the
+        next one.
+        """
         clock = asyncio.get_running_loop().time
         self._is_training = True
         while rooms.trainer.policy_version < self.config.trainer.num_steps:
@@ -326,7 +355,9 @@ class Job:
             stopping.cancel()
 
     async def _end(self, rooms: Rooms) -> None:
-        """All steps are taken, or the run was told to stop: save what is to be saved. Guarded, as at any other time."""
+        """All steps are taken, or the run was told to stop: save what is to be saved. Guarded, as at any
+        other time.
+        """
         if self._signal is not None:
             self._end_tasks(all_but=GUARDS)
             self.reporter.tell("writing a checkpoint")
@@ -386,9 +417,10 @@ class Job:
         elif not isinstance(error, AsyncrlError):
             logger.error("internal error", exc_info=error)
             error = RoomError(
-                "controller", f"internal error {type(error).__name__}: {error}",
+                "controller",
+                f"internal error {type(error).__name__}: {error}",
                 way_out=f"the traceback is in {self.run_dir / 'logs' / 'controller.log'}; please report it.",
-            )  # fmt: skip
+            )
         for server in self._servers:
             if server.child.died is not None:
                 error = server.child.died

@@ -1,4 +1,6 @@
-"""The Hugging Face folder that everybody starts from: made from scratch, given, or fetched from the hub. Loads no model."""
+"""The Hugging Face folder that everybody starts from: made from scratch, given, or fetched from the hub.
+Loads no model.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +33,11 @@ Result = TypeVar("Result")
 
 
 async def in_daemon_thread(work: Callable[[], Result]) -> Result:
-    """Run blocking work of the start-up off the loop. Raises what it raises; a sys.exit() in it becomes a RuntimeError.
+    """Run blocking work of the start-up off the loop. Raises what it raises; a sys.exit() in it becomes a
+    RuntimeError.
 
-    Not asyncio.to_thread: its threads are joined when the loop closes, and again when the interpreter ends, so that Ctrl-C
-    would take as long as the slowest download or constructor.
+    Not asyncio.to_thread: its threads are joined when the loop closes, and again when the interpreter ends,
+    so that Ctrl-C would take as long as the slowest download or constructor.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Result] = loop.create_future()
@@ -63,7 +66,8 @@ async def in_daemon_thread(work: Callable[[], Result]) -> Result:
 
 
 async def make_model_folder(config: RunConfig, run_dir: Path, *, revision: str | None = None) -> Path:
-    """The Hugging Face folder that trainer and engines start from: made from scratch, given, or fetched from the hub.
+    """The Hugging Face folder that trainer and engines start from: made from scratch, given, or fetched from
+    the hub.
 
     `revision`: the hub's commit, none for the newest.
     """
@@ -84,16 +88,23 @@ async def make_model_folder(config: RunConfig, run_dir: Path, *, revision: str |
     }
     spec.write_text(json.dumps(values), encoding="utf-8")
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "asyncrl.trainer.model.scratch", "--spec", str(spec),
-        stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
-    )  # fmt: skip
+        sys.executable,
+        "-m",
+        "asyncrl.trainer.model.scratch",
+        "--spec",
+        str(spec),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
     try:
         output, _ = await asyncio.wait_for(process.communicate(), START_TIMEOUT_S)
     except TimeoutError:
         raise ConfigError(
-            f"model.scratch was not made within {START_TIMEOUT_S} s", rule="a start has that long a step",
+            f"model.scratch was not made within {START_TIMEOUT_S} s",
+            rule="a start has that long a step",
             way_out="take a smaller model.scratch.architecture, or a faster machine.",
-        ) from None  # fmt: skip
+        ) from None
     finally:
         if process.returncode is None:
             process.kill()
@@ -134,9 +145,11 @@ def check_model_type(model_type: Any, source: str) -> None:
         return
     close = difflib.get_close_matches(str(model_type), CONFIG_MAPPING_NAMES, n=1)
     raise ConfigError(
-        f"{source} has model_type={model_type}, and transformers {metadata.version('transformers')} knows no such architecture",
-        rule="it says how the model is built", way_out=f"did you mean {close[0]}?" if close else "name one that it knows, like qwen3.",
-    )  # fmt: skip
+        f"{source} has model_type={model_type}, and transformers {metadata.version('transformers')} knows no "
+        f"such architecture",
+        rule="it says how the model is built",
+        way_out=f"did you mean {close[0]}?" if close else "name one that it knows, like qwen3.",
+    )
 
 
 def _find_given(model: ModelConfig) -> Path | None:
@@ -153,9 +166,11 @@ def _find_given(model: ModelConfig) -> Path | None:
     ):
         raise ConfigError(
             f"model.path={model.path}: there is no such folder",
-            rule="it must be a Hugging Face folder or a hub id, owner/name, where no folder here is named like the owner",
-            way_out="correct model.path; models/smollm2-135m-instruct is made by `python examples/smollm2.py` in asyncrl's checkout.",
-        )  # fmt: skip
+            rule="it must be a Hugging Face folder or a hub id, owner/name, where no folder here is named "
+            "like the owner",
+            way_out="correct model.path; models/smollm2-135m-instruct is made by `python "
+            "examples/smollm2.py` in asyncrl's checkout.",
+        )
     return None
 
 
@@ -164,18 +179,20 @@ def _refuse_incomplete(folder: Path, name: str) -> None:
         architecture = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ConfigError(
-            f"{name} has no config.json", rule="it must be a Hugging Face model folder",
+            f"{name} has no config.json",
+            rule="it must be a Hugging Face model folder",
             way_out="give the folder that save_pretrained wrote, or a hub id.",
-        ) from error  # fmt: skip
+        ) from error
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"config.json of {name} cannot be read: {error}", way_out="restore that file."
         ) from error
     if not isinstance(architecture, dict) or "model_type" not in architecture:
         raise ConfigError(
-            f"config.json of {name} names no model_type", rule="it says which architecture the weights are of",
+            f"config.json of {name} names no model_type",
+            rule="it says which architecture the weights are of",
             way_out="give the folder that save_pretrained wrote, or a hub id.",
-        )  # fmt: skip
+        )
     check_model_type(architecture["model_type"], f"config.json of {name}")
     if not any(any(folder.glob(pattern)) for pattern in ("*.safetensors", "*.bin")):
         raise ConfigError(
@@ -211,20 +228,34 @@ def _download(hub_id: str, revision: str | None) -> Path:
         return Path(snapshot_download(hub_id, revision=revision, allow_patterns=patterns))
     except (OSError, ValueError) as error:  # the hub's own errors are all OSErrors or ValueErrors
         raise ConfigError(
-            f"model.path={hub_id} is no local folder and cannot be fetched from the hub: {type(error).__name__}: {str(error)[:300]}",
+            f"model.path={hub_id} is no local folder and cannot be fetched from the hub: "
+            f"{type(error).__name__}: {str(error)[:300]}",
             way_out="check the spelling and the network, or give the path of a local folder.",
         ) from error
 
 
-# The model that a run began with, by the content of its files: a run that goes on from another one is refused.
+# The model that a run began with, by the content of its files: a run that goes on from another one is
+# refused.
 #
-# With trainer.lora a checkpoint holds the adapters alone, so nothing else would notice. Blocks on the disk: call it in a thread.
+# With trainer.lora a checkpoint holds the adapters alone, so nothing else would notice. Blocks on the disk:
+# call it in a thread.
 
 
 PATTERNS = (
-    "*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "config.json", "generation_config.json",
-    "tokenizer*.json", "tokenizer.model", "vocab.*", "merges.txt", "added_tokens.json", "special_tokens_map.json", "chat_template.*",
-)  # fmt: skip
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "*.bin",
+    "*.bin.index.json",
+    "config.json",
+    "generation_config.json",
+    "tokenizer*.json",
+    "tokenizer.model",
+    "vocab.*",
+    "merges.txt",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "chat_template.*",
+)
 """What weights, architecture and tokenizer are read from."""
 _CHUNK_BYTES = 8 * 2**20
 
@@ -250,10 +281,13 @@ class PinnedModel(BaseModel):
 
 
 class ModelPin:
-    """The pin of one run. Life: made (reads what the first start has written) -> check() -> read() -> write() once nothing can refuse."""
+    """The pin of one run. Life: made (reads what the first start has written) -> check() -> read() -> write()
+    once nothing can refuse.
+    """
 
     def __init__(self, run_dir: Path, given: str | None, *, is_free: bool = False) -> None:
-        """`given`: model.path, None for a model that is made from scratch. `is_free`: any model will do, and becomes the run's.
+        """`given`: model.path, None for a model that is made from scratch. `is_free`: any model will do, and
+        becomes the run's.
 
         Raises ConfigError if what was written cannot be read.
         """
@@ -275,7 +309,9 @@ class ModelPin:
 
     @property
     def revision(self) -> str | None:
-        """The commit of the hub that the run began with; None for a new run, another model.path, or a folder."""
+        """The commit of the hub that the run began with; None for a new run, another model.path, or a
+        folder.
+        """
         return (
             self._pinned.revision if self._pinned is not None and self._pinned.given == self._given else None
         )
@@ -297,7 +333,8 @@ class ModelPin:
         differing += [f"{name} is new" for name in now.keys() - before.keys()]
         if differing:
             raise ConfigError(
-                f"the model in {folder} is not the one that this run began with: {', '.join(sorted(differing))}",
+                f"the model in {folder} is not the one that this run began with: "
+                f"{', '.join(sorted(differing))}",
                 rule="a run goes on from the base weights and the tokenizer that it was started with",
                 way_out=f"{self._way_back(folder)}, or accept these with --allow-change model.path.",
             )

@@ -1,4 +1,5 @@
-"""Recorded rollouts on their way into a run: whether they are data of this run's policy, which can be taken, and what people are told.
+"""Recorded rollouts on their way into a run: whether they are data of this run's policy, which can be taken,
+and what people are told.
 
 Reads files and blocks; starts nothing, imports no torch.
 """
@@ -37,7 +38,8 @@ RUN_COPY = "replay.jsonl"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Replayed:
-    """What a run takes from a recording: prompts in the file's order with ids of their own, and the rollouts of each by sample index.
+    """What a run takes from a recording: prompts in the file's order with ids of their own, and the rollouts
+    of each by sample index.
 
     `left_out`: how many rollouts cannot be taken, by why.
     """
@@ -57,7 +59,8 @@ class Replayed:
 def open_replay(config: RunConfig, run_dir: Path) -> Replayed | None:
     """The recording that task.replay names, None if it names none. Raises ConfigError.
 
-    It is copied into the run directory, and a run that goes on reads the copy: its prompts keep their places in the order.
+    It is copied into the run directory, and a run that goes on reads the copy: its prompts keep their places
+    in the order.
     """
     if config.task.replay is None:
         return None
@@ -71,8 +74,8 @@ def open_replay(config: RunConfig, run_dir: Path) -> Replayed | None:
 
 
 def settle_copy(config: RunConfig, run_dir: Path, *, is_new: bool) -> None:
-    """Before a run opens its recording: remove what a start that failed has left. Raises ConfigError if one that goes on had none, or
-    had one and is told to do without: the order of its prompts would be another.
+    """Before a run opens its recording: remove what a start that failed has left. Raises ConfigError if one
+    that goes on had none, or had one and is told to do without: the order of its prompts would be another.
     """
     copy = run_dir / RUN_COPY
     if is_new:
@@ -81,7 +84,8 @@ def settle_copy(config: RunConfig, run_dir: Path, *, is_new: bool) -> None:
         began = "with recorded rollouts" if copy.exists() else "without any"
         raise ConfigError(
             f"task.replay={config.task.replay}, and the run in {run_dir} began {began}",
-            rule="the prompts of a recording come first, so that the place of every later one depends on them",
+            rule="the prompts of a recording come first, so that the place of every later one depends on "
+            "them",
             way_out="put task.replay back as it was, or start a new run.",
         )
 
@@ -96,7 +100,9 @@ def check_replay(config: RunConfig) -> str | None:
 
 
 def choose(recording: Recording, config: RunConfig, path: Path) -> Replayed:
-    """The usable rollouts by prompt, group_size of each at most. Raises ConfigError for another temperature, or if none is usable."""
+    """The usable rollouts by prompt, group_size of each at most. Raises ConfigError for another temperature,
+    or if none is usable.
+    """
     if recording.sampled_by.temperature != config.rollout.temperature:
         now = replace(recording.sampled_by, temperature=config.rollout.temperature)
         refuse_difference(path, recording.sampled_by, now)
@@ -114,7 +120,8 @@ def choose(recording: Recording, config: RunConfig, path: Path) -> Replayed:
         of_prompt.append(tuple(replace(branch, sample_index=len(of_prompt)) for branch in record.rollout))
     if not found:
         raise ConfigError(
-            f"task.replay={path} has no rollout to train on ({len(recording.rollouts)} rollouts; {_reasons(left_out) or 'none left out'})",
+            f"task.replay={path} has no rollout to train on ({len(recording.rollouts)} rollouts; "
+            f"{_reasons(left_out) or 'none left out'})",
             way_out="record rollouts with a reward, or remove task.replay.",
         )
     prompts = tuple(
@@ -149,7 +156,8 @@ def told(replayed: Replayed, config: RunConfig) -> str:
     text = f"{replayed.num_rollouts} recorded rollouts of {len(replayed.prompts)} prompts, of which at most {most} can be taken"
     if most < replayed.num_rollouts:
         text += (
-            f": only (look_ahead + 1) * num_groups = {num_first} groups may start while policy_version {RECORDED_VERSION} is served"
+            f": only (look_ahead + 1) * num_groups = {num_first} groups may start while policy_version "
+            f"{RECORDED_VERSION} is served"
             " (buffer.max_staleness), later ones are sampled"
         )
     return text + (f"; left out: {_reasons(replayed.left_out)}" if replayed.left_out else "")
@@ -160,7 +168,9 @@ def _reasons(left_out: Mapping[str, int]) -> str:
 
 
 def refuse_other_policy(replayed: Replayed, config: RunConfig, model_path: Path) -> None:
-    """Raise ConfigError, with both digests, unless the run starts from what the recording was sampled from."""
+    """Raise ConfigError, with both digests, unless the run starts from what the recording was sampled
+    from.
+    """
     refuse_difference(replayed.path, replayed.sampled_by, sampled_by(config, model_path))
 
 
@@ -182,9 +192,10 @@ def _folder_digest(folder: Path) -> str:
     paths = sorted(folder.glob("*.safetensors"))
     if not paths:
         raise ConfigError(
-            f"{folder} has no safetensors file", rule="rollouts are recorded with the digest of the weights that sampled them",
+            f"{folder} has no safetensors file",
+            rule="rollouts are recorded with the digest of the weights that sampled them",
             way_out="save the model again with transformers: save_pretrained writes safetensors.",
-        )  # fmt: skip
+        )
     return joint_digest(digest for path in paths for digest in _tensor_digests(path))
 
 

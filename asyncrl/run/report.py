@@ -1,4 +1,6 @@
-"""Turns what the rooms report into step metrics, status and the end-of-run summary; observe/ shows and writes them."""
+"""Turns what the rooms report into step metrics, status and the end-of-run summary; observe/ shows and writes
+them.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,8 @@ MOST_WARNINGS = 100
 
 
 class Reporter:
-    """All that a run shows and writes of itself. Life: start() -> step() and status() -> finish() and close(), in any order.
+    """All that a run shows and writes of itself. Life: start() -> step() and status() -> finish() and
+    close(), in any order.
 
     A run that `goes_on` leaves what the killed one wrote as it is until resumes(): its start may be refused.
     """
@@ -101,9 +104,11 @@ class Reporter:
         self._console.say(text)
 
     def resumes(self, version: int, counted: Sequence[Counted] = (Counted(),)) -> None:
-        """The run goes on from the weights of `version`: the steps before stay, those after are about to be reported again.
+        """The run goes on from the weights of `version`: the steps before stay, those after are about to be
+        reported again.
 
-        `counted`: what the journal says that was counted by the end of each step from `version` on, and last of all now.
+        `counted`: what the journal says that was counted by the end of each step from `version` on, and last
+        of all now.
         """
         self._is_to_resume, self._is_resumed = False, True
         replayed = range(version, version + len(counted) - 1)
@@ -155,7 +160,9 @@ class Reporter:
         self._warn_of_skipped(metrics, batch)
 
     def evaluated(self, result: EvalResult) -> None:
-        """An evaluation is done: a line of eval.jsonl, TensorBoard and the console, and part of the next step's metrics."""
+        """An evaluation is done: a line of eval.jsonl, TensorBoard and the console, and part of the next
+        step's metrics.
+        """
         metrics = result.metrics()
         metrics |= self._totals.add({name: metrics[name] for name in EVAL_TOTALS})
         line: dict[str, Any] = {
@@ -171,7 +178,8 @@ class Reporter:
         self._console.say(f"eval {evaluation_text(metrics)}")
         if not result.samples:
             self.warn(
-                f"no sample of the evaluation of policy_version {result.version} has a reward, the last failure: {result.last_failure}"
+                f"no sample of the evaluation of policy_version {result.version} has a reward, the last "
+                f"failure: {result.last_failure}"
             )
 
     def _warn_of_gap(self, metrics: Mapping[str, float]) -> None:
@@ -180,8 +188,10 @@ class Reporter:
         if gap > GAP_WARNING and not self._is_gap_told:
             self._is_gap_told = True
             self.warn(
-                f"engines and trainer disagree by {gap:.3g} nats on average on the fresh tokens of step {metrics['step']:.0f} "
-                f"(policy/logprob_gap_mean, {GAP_WARNING} is much): {self.run_dir / 'logs' / 'trainer-0.log'} says what it may be"
+                f"engines and trainer disagree by {gap:.3g} nats on average on the fresh tokens of step "
+                f"{metrics['step']:.0f} "
+                f"(policy/logprob_gap_mean, {GAP_WARNING} is much): "
+                f"{self.run_dir / 'logs' / 'trainer-0.log'} says what it may be"
             )
 
     def _warn_of_given_up(self, metrics: Mapping[str, float]) -> None:
@@ -189,12 +199,16 @@ class Reporter:
         if metrics.get("rollout/given_up") and not self._is_given_up_told:
             self._is_given_up_told = True
             self.warn(
-                f"a prompt failed or became too old {several(self.config.rollout.max_hand_backs + 1, 'time')} (rollout.max_hand_backs), "
-                "or can never be sampled, and is given up; logs/controller.log names it and says why, rollout/given_up counts them"
+                f"a prompt failed or became too old "
+                f"{several(self.config.rollout.max_hand_backs + 1, 'time')} (rollout.max_hand_backs), "
+                "or can never be sampled, and is given up; logs/controller.log names it and says why, "
+                "rollout/given_up counts them"
             )
 
     def _warn_of_skipped(self, metrics: Mapping[str, float], batch: Batch) -> None:
-        """Each in the log, with its groups; the first one on the console and in the summary too, whose verdict counts them all."""
+        """Each in the log, with its groups; the first one on the console and in the summary too, whose
+        verdict counts them all.
+        """
         if not (skipped := skipped_text(metrics)):
             return
         groups = ("group " if len(batch.groups) == 1 else "groups ") + ", ".join(
@@ -202,7 +216,8 @@ class Reporter:
         )
         text = (
             f"{skipped}, {groups}: loss or gradient was NaN or infinite, so the "
-            f"weights stay as they were; {self.run_dir / 'logs' / 'trainer-0.log'} has the values, the batch is saved in "
+            f"weights stay as they were; {self.run_dir / 'logs' / 'trainer-0.log'} has the values, the batch "
+            f"is saved in "
             f"{self.run_dir / 'failed_batches' / f'step_{batch.version}.safetensors'}; "
             f"trainer.max_skipped_steps={self.config.trainer.max_skipped_steps} in a row end the run"
         )
@@ -213,7 +228,9 @@ class Reporter:
             self.warn(text)
 
     def warn(self, text: str) -> None:
-        """What went wrong and does not end the run: it stays on the console, in the log and in the summary."""
+        """What went wrong and does not end the run: it stays on the console, in the log and in the
+        summary.
+        """
         self._num_warnings += 1
         if self._num_warnings <= MOST_WARNINGS:
             self._warnings.append(text)
@@ -225,7 +242,9 @@ class Reporter:
         self._console.say(f"WARNING: {text}")
 
     def status(self, rooms: Rooms, waits: Sequence[Wait]) -> None:
-        """Replace status.json, for `asyncrl status` from another terminal. `waits`: who waits for whom right now."""
+        """Replace status.json, for `asyncrl status` from another terminal. `waits`: who waits for whom right
+        now.
+        """
         producers, buffer, publisher = rooms.producers.stats(), rooms.buffer.stats(), rooms.publisher.stats()
         totals = self._totals.add(counters(rooms))
         self._warn_without_workers(rooms.harnessing)
@@ -302,7 +321,9 @@ class Reporter:
         self._console.close()
 
     def _count_on(self) -> None:
-        """time_s goes on from the last step: a resumed run's time does not go back, and set-up is no part of it."""
+        """time_s goes on from the last step: a resumed run's time does not go back, and set-up is no part of
+        it.
+        """
         self._trained_since_s = time.monotonic() - self._last.get("time_s", 0.0)
 
     def _step_metrics(
@@ -373,15 +394,33 @@ def _overdue_numbers(stats: BufferStats) -> OverdueNumbers:
     )
 
 
-# The numbers of a step that the parts of a run count themselves, as metrics. Knows the run's parts; writes nothing.
+# The numbers of a step that the parts of a run count themselves, as metrics. Knows the run's parts; writes
+# nothing.
 
 
 TOTALS = (
-    "tokens/generated", "publish/skipped", "engine/decode_s", "engine/restarts", "rollout/failed", "rollout/retried", "rollout/interrupted",
-    "rollout/dropped", "rollout/failed_groups", "rollout/given_up", "rollout/abandoned", "rollout/filtered", "rollout/filtered_tokens",
-    "gateway/calls", "gateway/extended", "gateway/realigned", "gateway/forked", "gateway/refused", "harness/lost", "harness/abandoned",
+    "tokens/generated",
+    "publish/skipped",
+    "engine/decode_s",
+    "engine/restarts",
+    "rollout/failed",
+    "rollout/retried",
+    "rollout/interrupted",
+    "rollout/dropped",
+    "rollout/failed_groups",
+    "rollout/given_up",
+    "rollout/abandoned",
+    "rollout/filtered",
+    "rollout/filtered_tokens",
+    "gateway/calls",
+    "gateway/extended",
+    "gateway/realigned",
+    "gateway/forked",
+    "gateway/refused",
+    "harness/lost",
+    "harness/abandoned",
     "harness/restarts",
-)  # fmt: skip
+)
 """Metrics that count over the whole run: a resumed one goes on with them."""
 EVAL_TOTALS = ("eval/skipped", "eval/abandoned", "eval/abandoned_calls")
 
@@ -446,7 +485,9 @@ def journal_totals(counted: Counted, *, is_sampled: bool) -> dict[str, float]:
 
 
 def turn_metrics(turns: TurnStats) -> dict[str, float]:
-    """Of the two handovers around a step; after the last step the trainer keeps the devices. Bytes freed, taken and moved in all phases."""
+    """Of the two handovers around a step; after the last step the trainer keeps the devices. Bytes freed,
+    taken and moved in all phases.
+    """
     return {
         "perf/handover_s": turns.to_trainer_s + turns.to_engines_s,
         "perf/to_trainer_s": turns.to_trainer_s,

@@ -1,8 +1,10 @@
-"""Brings trainer, buffer, feed and producers of a resumed run to where the killed one stood. Generates nothing.
+"""Brings trainer, buffer, feed and producers of a resumed run to where the killed one stood. Generates
+nothing.
 
-The checkpoint says what the weights were, the journal everything since: its batches are trained on again as they are, its ready
-groups are ready again, what ran goes on from its partial turns, what had been handed back comes first (what failed at the version
-that goes on comes after it, as it would have). So does, if settings were changed (--allow-change), what is too old for them.
+The checkpoint says what the weights were, the journal everything since: its batches are trained on again as
+they are, its ready groups are ready again, what ran goes on from its partial turns, what had been handed back
+comes first (what failed at the version that goes on comes after it, as it would have). So does, if settings
+were changed (--allow-change), what is too old for them.
 """
 
 from __future__ import annotations
@@ -42,9 +44,11 @@ class Recovers(Protocol):
 async def recover_trainer(
     client: TrainerClient, journal: Journal, checkpoints: Checkpoints, version: int, num_batches: int
 ) -> None:
-    """A trainer that was started again, in the middle of a run, goes to `version`: newest whole checkpoint, then the journal's batches.
+    """A trainer that was started again, in the middle of a run, goes to `version`: newest whole checkpoint,
+    then the journal's batches.
 
-    Raises JournalError if batches in between are not there any more, CheckpointError if a checkpoint cannot be read, TrainerError.
+    Raises JournalError if batches in between are not there any more, CheckpointError if a checkpoint cannot
+    be read, TrainerError.
     """
     async with (
         checkpoints.in_use
@@ -76,9 +80,9 @@ async def restore(
 ) -> tuple[UnfinishedGroup, ...]:
     """Everything but the engines; returns what goes on once they have the current weights.
 
-    What can refuse goes first: data, buffer, and the trainer that loads the state. Then `on_restored` is called and the journal is
-    told, and nothing but a broken part can end it: `on_step` hears of each batch that is trained on again. `returns` is
-    Producers.returns_nowait. Raises what the rooms raise.
+    What can refuse goes first: data, buffer, and the trainer that loads the state. Then `on_restored` is
+    called and the journal is told, and nothing but a broken part can end it: `on_step` hears of each batch
+    that is trained on again. `returns` is Producers.returns_nowait. Raises what the rooms raise.
     """
     if state.order is not None:
         feed.check_order(state.order)
@@ -173,7 +177,9 @@ def _from_journal(
 
 
 def _from_checkpoint_alone(point: ResumePoint, journal: Journal, buffer: Buffer, feed: Feed) -> Restored:
-    """The journal is gone: what was in flight when the checkpoint was made is generated again. The new one is told what was before it."""
+    """The journal is gone: what was in flight when the checkpoint was made is generated again. The new one is
+    told what was before it.
+    """
     assert point.checkpoint is not None
     controller = point.checkpoint.controller
     try:
@@ -198,7 +204,8 @@ async def load_batches(state: ResumeState, start: int, stop: int) -> AsyncIterat
         yield await asyncio.to_thread(state.load_batch, version)
 
 
-# Makes checkpoints while the run goes on: when they are due, beside training, and what happens if one cannot be written.
+# Makes checkpoints while the run goes on: when they are due, beside training, and what happens if one cannot
+# be written.
 
 
 class Saves(Protocol):
@@ -214,11 +221,14 @@ class Saves(Protocol):
 
 
 class Checkpointer:
-    """Life: after_step() -> begun (training is held up for the copy alone) -> written, checked, renamed, journaled -> idle.
+    """Life: after_step() -> begun (training is held up for the copy alone) -> written, checked, renamed,
+    journaled -> idle.
 
-    Waits:      the train loop sleeps in after_step for the copy; the rest is a task of its own, which sleeps until the state is written,
+    Waits:      the train loop sleeps in after_step for the copy; the rest is a task of its own, which sleeps
+    until the state is written,
                 then while a trainer that was started again goes back to an older one.
-    Invariant:  one at a time: what is due while one is being written is left out and told. What cannot be written is told, each
+    Invariant:  one at a time: what is due while one is being written is left out and told. What cannot be
+    written is told, each
                 time, and neither touches older checkpoints nor the run.
     """
 
@@ -233,7 +243,9 @@ class Checkpointer:
         warn: Callable[[str], None],
         keep: Literal["checkpoint", "all"] = "checkpoint",
     ) -> None:
-        """`keep`: whether the journal forgets the tokens of batches before the oldest checkpoint that counts (journal.keep)."""
+        """`keep`: whether the journal forgets the tokens of batches before the oldest checkpoint that counts
+        (journal.keep).
+        """
         self._checkpoints, self._trainer, self._journal = checkpoints, trainer, journal
         self._controller_state, self._spawn, self._warn = controller_state, spawn, warn
         self._keep = keep
@@ -260,7 +272,9 @@ class Checkpointer:
             )
 
     async def make_last(self, version: int) -> None:
-        """A checkpoint right now, after the one that is being written; returns when it is whole. For the end of a run."""
+        """A checkpoint right now, after the one that is being written; returns when it is whole. For the end
+        of a run.
+        """
         if self._checkpoints.config.every is None or version == 0:
             return
         if self._writing is not None:

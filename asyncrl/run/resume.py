@@ -1,4 +1,6 @@
-"""Whether a run directory holds a run to go on with, from where, and whether the config still means the same. Starts nothing."""
+"""Whether a run directory holds a run to go on with, from where, and whether the config still means the same.
+Starts nothing.
+"""
 
 from __future__ import annotations
 
@@ -24,34 +26,69 @@ FREE_SECTIONS = ("observe", "checkpoint", "journal", "supervision")
 """Sections that say how a run is watched and kept, and change nothing that it computes."""
 FREE_KEYS = frozenset(
     {
-        "trainer.num_steps", "trainer.timeout_s", "trainer.port", "rollout.ports", "rollout.timeout_s", "rollout.slots",
-        "rollout.max_failed_groups", "rollout.max_hand_backs", "publisher.timeout_s", "buffer.max_filtered_groups", "task.reward_pool",
-        "task.reward_workers", "task.reward_timeout_s", "placement.trainer", "placement.rollout", "trainer.world_size",
+        "trainer.num_steps",
+        "trainer.timeout_s",
+        "trainer.port",
+        "rollout.ports",
+        "rollout.timeout_s",
+        "rollout.slots",
+        "rollout.max_failed_groups",
+        "rollout.max_hand_backs",
+        "publisher.timeout_s",
+        "buffer.max_filtered_groups",
+        "task.reward_pool",
+        "task.reward_workers",
+        "task.reward_timeout_s",
+        "placement.trainer",
+        "placement.rollout",
+        "trainer.world_size",
         "trainer.micro_batch_tokens",
-        "trainer.gradient_checkpointing", "trainer.cpu_offload", "trainer.logprob_gap_limit", "trainer.max_skipped_steps",
-        "placement.eval", "publisher.chunk_bytes", "generator.workers", "generator.concurrency", "generator.max_output_bytes",
-        "gateway.host", "gateway.port", "gateway.public_url", "gateway.max_calls", "gateway.max_concurrent_calls",
-        "rollout.vllm_python", "rollout.urls", "rollout.tensor_parallel", "publisher.disk_dir", "publisher.rolling",
-        "publisher.canary_limit", "publisher.retries", "gateway.max_body_bytes", "gateway.read_timeout_s", "gateway.max_connections",
+        "trainer.gradient_checkpointing",
+        "trainer.cpu_offload",
+        "trainer.logprob_gap_limit",
+        "trainer.max_skipped_steps",
+        "placement.eval",
+        "publisher.chunk_bytes",
+        "generator.workers",
+        "generator.concurrency",
+        "generator.max_output_bytes",
+        "gateway.host",
+        "gateway.port",
+        "gateway.public_url",
+        "gateway.max_calls",
+        "gateway.max_concurrent_calls",
+        "rollout.vllm_python",
+        "rollout.urls",
+        "rollout.tensor_parallel",
+        "publisher.disk_dir",
+        "publisher.rolling",
+        "publisher.canary_limit",
+        "publisher.retries",
+        "gateway.max_body_bytes",
+        "gateway.read_timeout_s",
+        "gateway.max_connections",
         "gateway.lease_timeout_s",
     }
-)  # fmt: skip
-"""Keys that may change between two starts: limits, places, memory. With a constant schedule num_steps only says when to stop.
+)
+"""Keys that may change between two starts: limits, places, memory. With a constant schedule num_steps only
+says when to stop.
 
 So is model.path while it is known what lay there (model_pin.py), which then has to be the same.
 """
 
 
 SAVED = ("final", "adapter")
-"""Folders of weights that a run writes at its end. Those of an earlier end stay until the new ones are whole."""
+"""Folders of weights that a run writes at its end. Those of an earlier end stay until the new ones are
+whole.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
     """Where a run goes on: `checkpoint` is the newest whole one (None: from the initial weights).
 
-    `told`: checkpoints that are passed over, and changes that were accepted, in words. `damaged`: the former, to be set aside once the
-    run goes on. `may_change_model`: its files need not be as they were.
+    `told`: checkpoints that are passed over, and changes that were accepted, in words. `damaged`: the former,
+    to be set aside once the run goes on. `may_change_model`: its files need not be as they were.
     """
 
     checkpoint: Whole | None
@@ -76,7 +113,9 @@ def as_resume_mode(text: str) -> ResumeMode:
 
 
 def begun_dtype(run_dir: Path | None) -> str | None:
-    """model.dtype of the run in this directory; None if there is none that has begun. What is wrong with it is for find_resume to say."""
+    """model.dtype of the run in this directory; None if there is none that has begun. What is wrong with it
+    is for find_resume to say.
+    """
     if run_dir is None or not (run_dir / "config.yaml").exists():
         return None
     with contextlib.suppress(AsyncrlError):
@@ -85,7 +124,9 @@ def begun_dtype(run_dir: Path | None) -> str | None:
 
 
 def settle_saved(folder: Path) -> bool:
-    """Put back or clear up what a run was saving when it was killed. Returns whether the directory is a run's: else nothing is ours."""
+    """Put back or clear up what a run was saving when it was killed. Returns whether the directory is a
+    run's: else nothing is ours.
+    """
     is_ours = (folder / "run.id").exists()
     for saved in (*SAVED, "model") if is_ours else ():
         settle_folder(folder / saved)
@@ -97,8 +138,9 @@ def find_resume(
 ) -> ResumePoint | None:
     """None for a new run. Blocks while checkpoints are read.
 
-    Raises ConfigError if the directory holds a run and must not (never), holds none and must (must), if that run is done, or if
-    keys that alter what is computed are not as they were and not named in `allow_change`. Raises CheckpointError if one cannot be read.
+    Raises ConfigError if the directory holds a run and must not (never), holds none and must (must), if that
+    run is done, or if keys that alter what is computed are not as they were and not named in `allow_change`.
+    Raises CheckpointError if one cannot be read.
     """
     saved = run_dir / "config.yaml"
     has_begun = saved.exists() and _has_begun(run_dir)
@@ -111,8 +153,10 @@ def find_resume(
     if not saved.exists() and _has_begun(run_dir):
         raise ConfigError(
             f"{run_dir} holds a run without its config.yaml",
-            rule="a run goes on with the settings that it was started with, and a new one never writes over another",
-            way_out="put back the config.yaml that it was started with, or choose another --run-dir for a new run.",
+            rule="a run goes on with the settings that it was started with, and a new one never writes over "
+            "another",
+            way_out="put back the config.yaml that it was started with, or choose another --run-dir for a "
+            "new run.",
         )
     if not has_begun:
         if mode == "must":
@@ -143,7 +187,9 @@ def find_resume(
 
 
 def _has_begun(run_dir: Path) -> bool:
-    """Whether a group was admitted or a checkpoint made: what failed at its start (a wrong path, say) may be started anew, corrected."""
+    """Whether a group was admitted or a checkpoint made: what failed at its start (a wrong path, say) may be
+    started anew, corrected.
+    """
     if any((run_dir / "checkpoints").glob("step_*")):
         return True
     journal = run_dir / "journal.sqlite"
@@ -154,7 +200,9 @@ def _has_begun(run_dir: Path) -> bool:
 
 
 def changed_keys(before: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """Dotted key -> (value then, value now), for every key that differs as it is written: 1, 1.0 and '1' do, .nan and .nan do not."""
+    """Dotted key -> (value then, value now), for every key that differs as it is written: 1, 1.0 and '1' do,
+    .nan and .nan do not.
+    """
     then, new = _flat(before.model_dump()), _flat(now.model_dump())
     changed = [
         key
@@ -209,7 +257,8 @@ def _refuse_done(run_dir: Path, config: RunConfig) -> None:
         raise ConfigError(
             f"the run in {run_dir} is done",
             rule=f"there is nothing to go on with after trainer.num_steps={config.trainer.num_steps}",
-            way_out=f"choose another --run-dir for a new run; go on with this one for more steps with `{run_again(run_dir, *more)}`.",
+            way_out=f"choose another --run-dir for a new run; go on with this one for more steps with "
+            f"`{run_again(run_dir, *more)}`.",
         )
 
 

@@ -19,7 +19,8 @@ MODEL_PIN = "model.json"
 
 
 def make_run_dir(folder: Path, mode: int) -> None:
-    """Make the directory, or find it there, with these permissions. Raises ConfigError if it cannot be written.
+    """Make the directory, or find it there, with these permissions. Raises ConfigError if it cannot be
+    written.
 
     One that holds what is not ours keeps its own: it is about to be refused.
     """
@@ -43,10 +44,12 @@ def _warn_if_open(folder: Path, mode: int) -> None:
     has = folder.stat().st_mode & 0o777
     if has & ~mode:
         print(
-            f"WARNING: {folder} has mode {has:04o} and belongs to another user, so it cannot be made {mode:04o} (observe.readable_by): "
-            "others may read or change what this run writes.\n  Way out: a directory of your own as --run-dir.",
+            f"WARNING: {folder} has mode {has:04o} and belongs to another user, so it cannot be made "
+            f"{mode:04o} (observe.readable_by): "
+            "others may read or change what this run writes.\n  Way out: a directory of your own as "
+            "--run-dir.",
             file=sys.stderr,
-        )  # fmt: skip
+        )
 
 
 def run_again(folder: Path, *more: str) -> str:
@@ -81,7 +84,9 @@ class _LogFile(logging.FileHandler):
 
 
 def allow_many_connections() -> None:
-    """Every request in flight is a connection, and the usual limit is 1024 open files: take all that the system allows."""
+    """Every request in flight is a connection, and the usual limit is 1024 open files: take all that the
+    system allows.
+    """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # children inherit it
 
@@ -91,6 +96,7 @@ def refused_by_system(error: OSError, run_dir: Path) -> RoomError:
     if error.errno in OURS:
         return out_of("cannot go on", error.errno)
     return RoomError(
-        "controller", f"cannot use the run directory {run_dir}: {error}",
+        "controller",
+        f"cannot use the run directory {run_dir}: {error}",
         way_out="free space on its disk, or choose another --run-dir, and start the run again.",
-    )  # fmt: skip
+    )

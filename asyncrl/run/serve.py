@@ -1,8 +1,10 @@
-"""`asyncrl serve`: engine servers, and the gateway over them, for as long as somebody wants them. Trains nothing, journals nothing.
+"""`asyncrl serve`: engine servers, and the gateway over them, for as long as somebody wants them. Trains
+nothing, journals nothing.
 
-Who waits for what: the command for Ctrl-C, or for the rollouts that it was asked for; those for the engines and the workers. An
-engine server that is lost ends the command; workers are started again. Ctrl-C (or SIGTERM) is how something that is served is ended,
-with exit code 0; before it is ready, and while rollouts are to be done, it interrupts: 130 or 143.
+Who waits for what: the command for Ctrl-C, or for the rollouts that it was asked for; those for the engines
+and the workers. An engine server that is lost ends the command; workers are started again. Ctrl-C (or
+SIGTERM) is how something that is served is ended, with exit code 0; before it is ready, and while rollouts
+are to be done, it interrupts: 130 or 143.
 """
 
 from __future__ import annotations
@@ -54,7 +56,8 @@ def serve_gateway(
     record: Path | None = None,
     num_prompts: int | None = None,
 ) -> int:
-    """Serve until Ctrl-C; with `num_prompts`, run the config's generator on so many prompts instead. Returns the exit code.
+    """Serve until Ctrl-C; with `num_prompts`, run the config's generator on so many prompts instead. Returns
+    the exit code.
 
     Raises AsyncrlError; whatever happens, no process is left.
     """
@@ -118,7 +121,8 @@ def _how_to_ask(config: RunConfig, engine: startup.Server, folder: Path, secret:
             *lines,
             f'  curl -sS "$ENGINE_URL/inference/v1/generate" {key} {_json_data(body)}',
             "  a run on this machine takes it with:",
-            f"  {KEY_ENV}=$ENGINE_KEY asyncrl run CONFIG rollout.engine=vllm rollout.urls=[{engine.child.url}]{made_here}",
+            f"  {KEY_ENV}=$ENGINE_KEY asyncrl run CONFIG rollout.engine=vllm "
+            f"rollout.urls=[{engine.child.url}]{made_here}",
         ]
     request = {
         "request_id": "r1",
@@ -187,7 +191,8 @@ async def _serve_people(
     url = await gateway.start()
     people = PeoplesKey(gateway, leases, recorder, say=say, on_broken=door.on_broken)
     say(
-        f"gateway ready: model {model_name(config)}, temperature {config.rollout.temperature}; logs in {door.folder / 'logs'}"
+        f"gateway ready: model {model_name(config)}, temperature {config.rollout.temperature}; logs in "
+        f"{door.folder / 'logs'}"
     )
     for line in _how_to_call(config, url, people, task):
         say_secret(f"  {line}")
@@ -201,7 +206,9 @@ async def _serve_people(
 
 
 def _how_to_call(config: RunConfig, url: str, people: PeoplesKey, task: Task | None) -> list[str]:
-    """Lines for a shell, to be pasted. The outcome key is not exported: an agent that is started there does not inherit it."""
+    """Lines for a shell, to be pasted. The outcome key is not exported: an agent that is started there does
+    not inherit it.
+    """
     messages: Any = [{"role": "user", "content": "Hello"}]
     if task is not None:
         messages = _feed(config, task, shuffle=False).next_nowait().messages
@@ -229,9 +236,15 @@ async def _try(
     scorer = TaskScorer(task, config.task, seed=config.seed, warn=door.warn)
     door.closes("rewards", scorer.aclose)
     generator: Generator = SingleTurn(
-        pool, tokenizer, scorer, run_seed=config.seed, max_tokens=rollout.max_tokens,
-        max_prompt_tokens=rollout.max_prompt_tokens, temperature=rollout.temperature, stop=tuple(config.generator.stop),
-    )  # fmt: skip
+        pool,
+        tokenizer,
+        scorer,
+        run_seed=config.seed,
+        max_tokens=rollout.max_tokens,
+        max_prompt_tokens=rollout.max_prompt_tokens,
+        temperature=rollout.temperature,
+        stop=tuple(config.generator.stop),
+    )
     harnessing = None
     if config.generator.is_harness:
         harnessing = await _harnessing(door, pool, tokenizer)
@@ -253,9 +266,15 @@ async def _try(
 
     try:
         all_tried = await try_rollouts(
-            generator, prompts, group_size=rollout.group_size, capacity=num_rollouts(config),
-            timeout_s=rollout.timeout_s, retries=rollout.retries, on_tried=on_tried, spawn=door.spawn,
-        )  # fmt: skip
+            generator,
+            prompts,
+            group_size=rollout.group_size,
+            capacity=num_rollouts(config),
+            timeout_s=rollout.timeout_s,
+            retries=rollout.retries,
+            on_tried=on_tried,
+            spawn=door.spawn,
+        )
     finally:
         in_order.close()
     Console(file=outliving()).print(result_table(prompts, all_tried))
@@ -309,7 +328,8 @@ def _calls_text(stats: GatewayStats) -> str:
     refused = sum(stats.refused.values())
     return (
         f"{stats.calls} calls, {stats.prompt_tokens} prompt and {stats.completion_tokens} sampled tokens; "
-        f"{stats.extended + stats.realigned} went on from recorded tokens ({stats.realigned} realigned), {stats.forked} forked, "
+        f"{stats.extended + stats.realigned} went on from recorded tokens ({stats.realigned} realigned), "
+        f"{stats.forked} forked, "
         f"{refused} refused"
     )
 

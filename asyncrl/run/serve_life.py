@@ -1,4 +1,6 @@
-"""The life of one `asyncrl serve`: its directory, its signals, its processes. Knows no call and no rollout."""
+"""The life of one `asyncrl serve`: its directory, its signals, its processes. Knows no call and no
+rollout.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +29,17 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def open_folder(run_dir: Path | None, name: str, config: RunConfig) -> Iterator[Path]:
-    """The directory for logs and a model from scratch, held by this process alone. Raises ConfigError if it is somebody else's."""
+    """The directory for logs and a model from scratch, held by this process alone. Raises ConfigError if it
+    is somebody else's.
+    """
     folder = run_dir or Path("runs") / f"serve-{name}-{datetime.now().strftime('%Y%m%d-%H%M%S')}"
     own = folder / "serve.yaml"
     if folder.is_dir() and not own.exists() and any(folder.iterdir()):
         raise ConfigError(
-            f"{folder} holds what no `asyncrl serve` has written", rule="a model and logs are written there",
+            f"{folder} holds what no `asyncrl serve` has written",
+            rule="a model and logs are written there",
             way_out="choose another --run-dir, or leave it out.",
-        )  # fmt: skip
+        )
     make_run_dir(folder, config.observe.dir_mode)
     lock = RunLock(folder / "run.lock").acquire()
     try:
@@ -59,11 +64,13 @@ def say_secret(text: str) -> None:
 
 
 class Door:
-    """Everything between the first process and the last one ended; what is told on the way goes to the console.
+    """Everything between the first process and the last one ended; what is told on the way goes to the
+    console.
 
-    Life:       run(live): live starts what it needs, watched by this; ready, it may wait_told_to_end() -> closed in opposite order.
-    Waits:      as long as `live` does. A task that raises ends it, and so does a room that told on_broken.
-    Invariant:  when run returns or raises, no process that was started is left; a second signal kills them and ends at once.
+    Life:       run(live): live starts what it needs, watched by this; ready, it may wait_told_to_end() ->
+    closed in opposite order. Waits:      as long as `live` does. A task that raises ends it, and so does a
+    room that told on_broken. Invariant:  when run returns or raises, no process that was started is left; a
+    second signal kills them and ends at once.
     """
 
     def __init__(self, config: RunConfig, folder: Path) -> None:
@@ -165,9 +172,10 @@ class Door:
         if isinstance(error, AsyncrlError):
             return error
         return RoomError(
-            "controller", f"internal error {type(error).__name__}: {error}",
+            "controller",
+            f"internal error {type(error).__name__}: {error}",
             way_out=f"the traceback is in {self.folder / 'logs' / 'controller.log'}; please report it.",
-        )  # fmt: skip
+        )
 
     def _on_signal(self, number: int, main: asyncio.Task[Any]) -> None:
         if self._signal is not None:

@@ -46,15 +46,18 @@ def renumbered(rollout: Rollout, sample_index: int) -> Rollout:
     return tuple(replace(branch, sample_index=sample_index) for branch in rollout)
 
 
-# The keys of whoever tries an agent by hand: calls with one, an outcome with the other, then calls again. Knows no harness, no worker.
+# The keys of whoever tries an agent by hand: calls with one, an outcome with the other, then calls again.
+# Knows no harness, no worker.
 
 
 class PeoplesKey:
     """A session that is followed by another one under the same key.
 
-    Life:       open -> calls -> an outcome is posted: what was sampled since the last one is a rollout, and is recorded -> a new
+    Life:       open -> calls -> an outcome is posted: what was sampled since the last one is a rollout, and
+    is recorded -> a new
                 session -> ... -> close: what has no outcome yet is recorded without a reward.
-    Invariant:  a completion is in one rollout: the calls that are in hand when an outcome comes are answered 410 and are in none.
+    Invariant:  a completion is in one rollout: the calls that are in hand when an outcome comes are answered
+    410 and are in none.
     """
 
     def __init__(
@@ -94,7 +97,9 @@ class PeoplesKey:
         )
 
     def _take(self, outcome: Outcome) -> None:
-        """An outcome was posted. Raises RolloutFailure, and nothing has changed, if it does not fit what was sampled."""
+        """An outcome was posted. Raises RolloutFailure, and nothing has changed, if it does not fit what was
+        sampled.
+        """
         parts = [*outcome.turn_rewards.values(), *outcome.branch_rewards.values()]
         reward = sum(parts) / len(parts) if outcome.reward is None and parts else outcome.reward
         session = self._session
@@ -117,7 +122,8 @@ class PeoplesKey:
         index = self._recorder.next_sample(prompt.prompt_id)
         self._recorder.record(prompt, 0, reward, renumbered(rollout, index))
         self._say(
-            f"rollout {session.sample_index}: reward {'none' if reward is None else f'{reward:.4g}'}, {shape_text(rollout)}"
+            f"rollout {session.sample_index}: reward {'none' if reward is None else f'{reward:.4g}'}, "
+            f"{shape_text(rollout)}"
         )
 
 
@@ -156,9 +162,11 @@ class Tried:
 
 
 class InOrder:
-    """Hands on what was tried by prompts and samples, whatever is done first: a recording would begin with what is short, else.
+    """Hands on what was tried by prompts and samples, whatever is done first: a recording would begin with
+    what is short, else.
 
-    Life: take, in any order -> `give` is told as soon as all before it are done -> close: it is told of the rest.
+    Life: take, in any order -> `give` is told as soon as all before it are done -> close: it is told of the
+    rest.
     """
 
     def __init__(self, group_size: int, give: Callable[[Tried], None]) -> None:
@@ -214,7 +222,9 @@ async def try_rollouts(
     on_tried: Callable[[Tried], None],
     spawn: Spawn,
 ) -> list[Tried]:
-    """`group_size` rollouts of each prompt, `capacity` at once; `on_tried` is told of each as it ends. A RoomError ends `spawn`'s group."""
+    """`group_size` rollouts of each prompt, `capacity` at once; `on_tried` is told of each as it ends. A
+    RoomError ends `spawn`'s group.
+    """
     counting, free, all_tried = _Counting(generator), asyncio.Semaphore(capacity), list[Tried]()
     runner, journal = RolloutRunner(counting, timeout_s=timeout_s, retries=retries), _NoJournal()
 

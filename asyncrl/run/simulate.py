@@ -1,7 +1,9 @@
-"""Turns on all devices against devices split between the sides, played in virtual time: which one makes more batches, and from where.
+"""Turns on all devices against devices split between the sides, played in virtual time: which one makes more
+batches, and from where.
 
-Knows the staleness rule that runs use, and a workload in four numbers; knows no model and no machine. What it takes for granted: a slot
-decodes at the same speed however many are busy, training on k devices takes 1 / k of the time, and lengths are lognormal.
+Knows the staleness rule that runs use, and a workload in four numbers; knows no model and no machine. What it
+takes for granted: a slot decodes at the same speed however many are busy, training on k devices takes 1 / k
+of the time, and lengths are lognormal.
 """
 
 from __future__ import annotations
@@ -17,15 +19,18 @@ from asyncrl.errors import ConfigError
 BOUNDS = (0, 1, 2, 4)
 """max_staleness of the rows."""
 MAX_RATIO, MAX_SIGMA, MAX_S = 1e6, 10.0, 1e6
-"""Beyond them (a ratio: below 1 / MAX_RATIO, too) nothing is known of any machine, and times soon differ by more than a float holds."""
+"""Beyond them (a ratio: below 1 / MAX_RATIO, too) nothing is known of any machine, and times soon differ by
+more than a float holds.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
     """A workload on `num_devices`. Its unit of time is a rollout's mean, 1 s.
 
-    `ratio`: device-seconds of generating a batch over those of training on it, with every slot busy. `sigma`: shape of the lognormal
-    lengths (0 = all the same). `handover_s`: both handovers of a turn, the push included. `slots`: of a device that generates.
+    `ratio`: device-seconds of generating a batch over those of training on it, with every slot busy. `sigma`:
+    shape of the lognormal lengths (0 = all the same). `handover_s`: both handovers of a turn, the push
+    included. `slots`: of a device that generates.
     """
 
     num_devices: int
@@ -47,8 +52,9 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The fastest split at one bound. `gain`: its batches a second over those of turns. `break_even_s`: turns are as fast as this once
-    their handovers take so long; below 0 the split wins even against handovers that take no time.
+    """The fastest split at one bound. `gain`: its batches a second over those of turns. `break_even_s`: turns
+    are as fast as this once their handovers take so long; below 0 the split wins even against handovers that
+    take no time.
     """
 
     max_staleness: int
@@ -74,7 +80,9 @@ def play(case: Case, *, max_staleness: int, slots: int, train_s: float, publish_
 
 
 def in_turns(case: Case) -> Outcome:
-    """Every device generates, then every device trains; nothing overlaps, and each turn pays its handovers."""
+    """Every device generates, then every device trains; nothing overlaps, and each turn pays its
+    handovers.
+    """
     slots, train_s = case.slots * case.num_devices, case.train_device_s / case.num_devices
     return play(case, max_staleness=0, slots=slots, train_s=train_s, publish_s=case.handover_s)
 
@@ -116,7 +124,9 @@ def simulation_text(
     publish_s: float = 0.0,
     num_batches: int = 200,
 ) -> str:
-    """What `asyncrl simulate` prints: turns against splits, with the groups, slots and on_overdue of the config."""
+    """What `asyncrl simulate` prints: turns against splits, with the groups, slots and on_overdue of the
+    config.
+    """
     is_sane = (
         1 / MAX_RATIO <= ratio <= MAX_RATIO
         and 0 <= sigma <= MAX_SIGMA
@@ -124,10 +134,12 @@ def simulation_text(
     )
     if num_devices < 2 or not is_sane:  # nan is not sane either: it is in no range
         raise ConfigError(
-            f"nothing can be simulated with {num_devices} devices, ratio {ratio}, sigma {sigma}, handover {handover_s} s, "
+            f"nothing can be simulated with {num_devices} devices, ratio {ratio}, sigma {sigma}, handover "
+            f"{handover_s} s, "
             f"publish {publish_s} s",
             rule="two devices or more can be split; "
-            f"a ratio is within {1 / MAX_RATIO:g}..{MAX_RATIO:g}, sigma 0..{MAX_SIGMA:g}, a time 0..{MAX_S:g}",
+            f"a ratio is within {1 / MAX_RATIO:g}..{MAX_RATIO:g}, sigma 0..{MAX_SIGMA:g}, a time "
+            f"0..{MAX_S:g}",
             way_out="correct the option.",
         )
     case = Case(
@@ -150,11 +162,14 @@ def case_text(case: Case) -> str:
     turns, splits = break_even(case)
     rollouts, slots = case.num_groups * case.group_size, case.slots * case.num_devices
     lines = [
-        f"{case.num_devices} devices of {case.slots} slots, {case.num_groups} groups of {case.group_size} a batch ({rollouts} rollouts for "
+        f"{case.num_devices} devices of {case.slots} slots, {case.num_groups} groups of {case.group_size} a "
+        f"batch ({rollouts} rollouts for "
         f"{slots} slots); seconds are mean rollouts",
-        f"generation : training = {case.ratio:g}, lengths sigma {case.sigma:g}, on_overdue {case.on_overdue}, {case.num_batches} batches",
+        f"generation : training = {case.ratio:g}, lengths sigma {case.sigma:g}, on_overdue "
+        f"{case.on_overdue}, {case.num_batches} batches",
         "",
-        f"{'':<28} {'batches/s':>9} {'of turns':>8} {'trainer idle':>12} {'data age':>8}  break-even handover",
+        f"{'':<28} {'batches/s':>9} {'of turns':>8} {'trainer idle':>12} {'data age':>8}  break-even "
+        f"handover",
         _line(f"in turns, handover {case.handover_s:g} s", turns, 1.0, ""),
     ]
     for split in splits:

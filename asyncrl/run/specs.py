@@ -31,7 +31,8 @@ def trainer_spec(
     device: str = "auto",
     chunks: str = "file",
 ) -> str:
-    """JSON that a trainer worker is started with. It sees the devices of all ranks and no others, so `device` has no number.
+    """JSON that a trainer worker is started with. It sees the devices of all ranks and no others, so `device`
+    has no number.
 
     `chunks`: what placement.chunk_way says.
     """
@@ -62,7 +63,9 @@ def trainer_spec(
 
 
 def objective_spec(algorithm: AlgorithmConfig) -> dict[str, Any]:
-    """What the trainer minimises, by the names of functions. Raises ConfigError for a name that is not known."""
+    """What the trainer minimises, by the names of functions. Raises ConfigError for a name that is not
+    known.
+    """
     try:
         recipe, advantage = resolve(algorithm), resolve_advantage(algorithm.advantage)
     except ValueError as error:
@@ -108,7 +111,9 @@ def engine_spec(
     device: str = "auto",
     takes_turns: bool = False,
 ) -> str:
-    """JSON that an engine server is started with; `slots` where they are not those of a rollout engine. It sees its devices alone."""
+    """JSON that an engine server is started with; `slots` where they are not those of a rollout engine. It
+    sees its devices alone.
+    """
     rollout = config.rollout
     common = {"name": name, "slots": slots or rollout.slots, "max_length": max_length(config)}
     if rollout.engine == "simulated":

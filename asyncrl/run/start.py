@@ -1,7 +1,7 @@
 """Brings up the processes of a run: trainer worker, engine servers; returns once all of them answer.
 
-Waits: each process is given START_TIMEOUT_S (vLLM: VLLM_START_TIMEOUT_S) to answer; one that dies first ends the start with its own
-last words.
+Waits: each process is given START_TIMEOUT_S (vLLM: VLLM_START_TIMEOUT_S) to answer; one that dies first ends
+the start with its own last words.
 """
 
 from __future__ import annotations
@@ -96,10 +96,11 @@ class Server:
             self.health = await self.ask(timeout_s)
         except (CallLost, CallRefused, EngineError) as error:
             raise RoomError(
-                self.child.name, f"{self.where} does not answer: {failure_text(error)}",
+                self.child.name,
+                f"{self.where} does not answer: {failure_text(error)}",
                 rule=f"observe.heartbeat_s={timeout_s} is the limit",
                 way_out=f"read {self.child.log_path}; raise observe.heartbeat_s if the machine is only slow.",
-            ) from error  # fmt: skip
+            ) from error
 
     @property
     def name(self) -> str:
@@ -125,7 +126,8 @@ class Server:
         await self.child.watch()
 
     async def end(self) -> str:
-        """Kill the process, frozen or not, and close the connections; another one can be started in its place.
+        """Kill the process, frozen or not, and close the connections; another one can be started in its
+        place.
 
         Returns what is left of it, in words, if it does not die.
         """
@@ -150,19 +152,24 @@ class Server:
 def make_servers(
     config: RunConfig, model_path: Path, run_dir: Path, staging_dir: Path, secret: str
 ) -> tuple[list[Server], list[Server]]:
-    """The ranks of the trainer, of which the first takes requests, and the engine servers; not started yet."""
+    """The ranks of the trainer, of which the first takes requests, and the engine servers; not started
+    yet.
+    """
     cuda = find_cuda_devices()
     placement = place(config, len(cuda))
     chunks = chunk_way(config, placement).place
     trainers = [
         ChildProcess(
-            f"trainer-{rank}", "asyncrl.trainer.rank_process",
+            f"trainer-{rank}",
+            "asyncrl.trainer.rank_process",
             trainer_spec(config, model_path, run_dir, staging_dir, rank, device=device, chunks=chunks),
-            run_dir=run_dir, secret=secret, port=config.trainer.port if rank == 0 else None,
+            run_dir=run_dir,
+            secret=secret,
+            port=config.trainer.port if rank == 0 else None,
             env={"OMP_NUM_THREADS": str(trainer_threads(config))} | child_environ(placement.trainer, cuda),
         )
         for rank, device in enumerate(placement.trainer)
-    ]  # fmt: skip
+    ]
     return [_server(child, secret, config) for child in trainers], _engine_servers(
         config, placement, cuda, model_path, run_dir, secret
     )
@@ -253,7 +260,9 @@ def _server(child: ChildProcess, secret: str, config: RunConfig) -> Server:
 
 
 def short_s(config: RunConfig) -> float:
-    """How long a call waits for a connection of this machine: half of the limits around it, which would blame a rollout or an engine."""
+    """How long a call waits for a connection of this machine: half of the limits around it, which would blame
+    a rollout or an engine.
+    """
     limits = (
         config.rollout.timeout_s,
         config.publisher.timeout_s,
@@ -287,8 +296,9 @@ async def bring_up(
 ) -> None:
     """Start all processes; returns when they answer. Raises the RoomError of the first that cannot.
 
-    On shared devices engines come first and go to sleep, then the trainer: it may have to catch up before their turn. So no device
-    holds more than one side, at the price of loading one after the other and reading the engines' weights once more.
+    On shared devices engines come first and go to sleep, then the trainer: it may have to catch up before
+    their turn. So no device holds more than one side, at the price of loading one after the other and reading
+    the engines' weights once more.
     """
     first, second = ([*engines, *beside], trainers) if is_shared else ([*trainers, *engines, *beside], [])
     for server in first:
@@ -318,7 +328,9 @@ async def _put_to_sleep(server: Server) -> None:
 
 
 async def wait_all_ready(servers: Sequence[Server]) -> None:
-    """Sleep until all answer /health. Raises the RoomError of the first that cannot: the ranks of a trainer wait for each other."""
+    """Sleep until all answer /health. Raises the RoomError of the first that cannot: the ranks of a trainer
+    wait for each other.
+    """
     if not servers:
         return
     waits = [asyncio.ensure_future(wait_ready(server)) for server in servers]
@@ -333,7 +345,9 @@ async def wait_all_ready(servers: Sequence[Server]) -> None:
 
 
 async def wait_ready(server: Server) -> Health:
-    """Sleep until the server can serve. Raises RoomError if it dies first or takes longer than it may, ConfigError if it never can."""
+    """Sleep until the server can serve. Raises RoomError if it dies first or takes longer than it may,
+    ConfigError if it never can.
+    """
     asking = asyncio.ensure_future(server.ask_ready())
     watching = asyncio.ensure_future(server.child.watch())
     try:
@@ -348,9 +362,11 @@ async def wait_ready(server: Server) -> Health:
     except (CallLost, CallRefused, EngineError) as error:
         rule, way_out = (error.rule, error.way_out) if isinstance(error, EngineError) else ("", "")
         raise RoomError(
-            server.child.name, f"did not come up: {failure_text(error)}; the end of its log:\n{server.child.log_tail()}",
-            rule=rule, way_out=way_out or f"read {server.child.log_path}.",
-        ) from error  # fmt: skip
+            server.child.name,
+            f"did not come up: {failure_text(error)}; the end of its log:\n{server.child.log_tail()}",
+            rule=rule,
+            way_out=way_out or f"read {server.child.log_path}.",
+        ) from error
     finally:
         for task in (asking, watching):
             task.cancel()
@@ -358,7 +374,9 @@ async def wait_ready(server: Server) -> Health:
 
 
 async def note_deaths(servers: Sequence[Server], *, timeout_s: float) -> None:
-    """Have each of them note that its process has died, if it has; waits up to `timeout_s` for the first that does."""
+    """Have each of them note that its process has died, if it has; waits up to `timeout_s` for the first that
+    does.
+    """
     running = [
         server.child for server in servers if server.child.pid is not None and server.child.returncode is None
     ]
@@ -372,17 +390,22 @@ async def note_deaths(servers: Sequence[Server], *, timeout_s: float) -> None:
 
 
 async def end_server(server: Server, warn: Callable[[str], None]) -> None:
-    """At the run's end. A process that does not die holds memory, and perhaps a GPU: whoever started the run has to know."""
+    """At the run's end. A process that does not die holds memory, and perhaps a GPU: whoever started the run
+    has to know.
+    """
     await server.aclose()
     if server.child.left:
         warn(server.child.left)
 
 
-# Makes the client of each engine server: the one for our own protocol, or the one that knows vLLM's routes. Starts nothing.
+# Makes the client of each engine server: the one for our own protocol, or the one that knows vLLM's routes.
+# Starts nothing.
 
 
 CANARY_LIMITS = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.25}
-"""publisher.canary_limit=auto, in nats. A vLLM with the right weights is measured at 6e-6 in float32, 0.09 in bfloat16."""
+"""publisher.canary_limit=auto, in nats. A vLLM with the right weights is measured at 6e-6 in float32, 0.09 in
+bfloat16.
+"""
 
 
 def connect(
@@ -393,15 +416,22 @@ def connect(
     *,
     warn: Callable[[str], None],
 ) -> EngineClient:
-    """The client of an engine server, which is not started yet; whoever starts it asks through this whether it is ready."""
+    """The client of an engine server, which is not started yet; whoever starts it asks through this whether
+    it is ready.
+    """
     if config.rollout.engine != "vllm":
         return EngineServer(server.caller)
     facts = vllm_facts(config, server.name, model_path, tokenizer)
     client = VllmServer(
-        server.caller, facts=facts, decode=tokenizer.decode, canary_limit=canary_limit(config, facts.dtype),
-        retries=config.publisher.retries, chunk_bytes=config.publisher.chunk_bytes, warn=warn,
+        server.caller,
+        facts=facts,
+        decode=tokenizer.decode,
+        canary_limit=canary_limit(config, facts.dtype),
+        retries=config.publisher.retries,
+        chunk_bytes=config.publisher.chunk_bytes,
+        warn=warn,
         mark=secrets.token_hex(4),
-    )  # fmt: skip
+    )
     server.asked = client
     return client
 

@@ -1,6 +1,8 @@
-"""Starts an engine server again that died or does not answer. Knows the process, the pool and the publisher; knows no request.
+"""Starts an engine server again that died or does not answer. Knows the process, the pool and the publisher;
+knows no request.
 
-Stands between wiring, which makes one supervisor for each engine server, and the rooms, which it tells who is up.
+Stands between wiring, which makes one supervisor for each engine server, and the rooms, which it tells who is
+up.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ logger = logging.getLogger("asyncrl.run.supervise")
 
 HEARTBEAT_PERIOD_S = 1.0
 GRACE_S = 1.0
-"""A call that broke may mean that the process just died: so long the kernel has to say so, because that is the cause to name."""
+"""A call that broke may mean that the process just died: so long the kernel has to say so, because that is
+the cause to name.
+"""
 MAX_BACKOFF_S = 30.0
 
 
@@ -107,13 +111,19 @@ class SupervisorStats:
 class EngineSupervisor:
     """Keeps one engine server going.
 
-    Life:       up -> lost: it died, gave no answer for heartbeat_s, or broke a call (lost_nowait) -> down: its calls are cut,
-                pool and publisher leave it out, what is left of it is killed -> backoff -> a new process answers -> the
-                publisher brings it up to the announced weights -> up. A loss on the way counts like the first one.
-    Waits:      run sleeps until the server is lost; then in backoff_s (doubled each time, 30 s at most), for room on a device that is
-                shared, the start, and bring_up, in which it still watches. Requests and pushes do not wait for it.
-    Invariant:  the pool has work for it only while its process serves the announced version, or a newer one. More than
-                max_restarts (see Restarts) end the run with the reason of the last loss; 0 is: the first loss does.
+    Life:       up -> lost: it died, gave no answer for heartbeat_s, or broke a call (lost_nowait) -> down:
+    its calls are cut,
+                pool and publisher leave it out, what is left of it is killed -> backoff -> a new process
+                answers -> the publisher brings it up to the announced weights -> up. A loss on the way counts
+                like the first one.
+    Waits:      run sleeps until the server is lost; then in backoff_s (doubled each time, 30 s at most), for
+    room on a device that is
+                shared, the start, and bring_up, in which it still watches. Requests and pushes do not wait
+                for it.
+    Invariant:  the pool has work for it only while its process serves the announced version, or a newer one.
+    More than
+                max_restarts (see Restarts) end the run with the reason of the last loss; 0 is: the first loss
+                does.
     """
 
     def __init__(
@@ -134,7 +144,9 @@ class EngineSupervisor:
         self._state: Literal["up", "down"] = "up"
         self._restarts = Restarts(config)
         self.is_starting = False
-        """The old process is ended, or a new one on its way, which has limits of its own. Not while it waits for room or for weights."""
+        """The old process is ended, or a new one on its way, which has limits of its own. Not while it waits
+        for room or for weights.
+        """
         self._report: EngineLost | None = None
         self._reported = asyncio.Event()
 
@@ -224,7 +236,9 @@ class EngineSupervisor:
 async def until_lost(
     process: Restartable, heartbeat_s: float, *work: Coroutine[Any, Any, Any]
 ) -> RoomError | None:
-    """Watch over a process until one of `work` is done (None), or the process is lost (why). Raises what else `work` raises."""
+    """Watch over a process until one of `work` is done (None), or the process is lost (why). Raises what else
+    `work` raises.
+    """
     watching = asyncio.ensure_future(process.watch())
     # What broke a call comes before the heartbeat, which is cut because of it and knows no more than that.
     tasks = [
@@ -247,7 +261,8 @@ async def until_lost(
 
 
 async def heartbeat(process: Restartable, limit_s: float) -> None:
-    """Ask a process for its health now and then, for ever. Raises RoomError once it does not answer within `limit_s`.
+    """Ask a process for its health now and then, for ever. Raises RoomError once it does not answer within
+    `limit_s`.
 
     Where it cannot be asked, nothing is known; calls that cannot be made end the run by themselves.
     """
@@ -260,9 +275,11 @@ async def heartbeat(process: Restartable, limit_s: float) -> None:
 class Restarts:
     """How often a process was started again, and whether it may be once more.
 
-    Life:       works_nowait() whenever it works -> again_nowait() when it is lost, and for each start that fails -> works_nowait() ...
-    Invariant:  a restart counts until the process has worked for restart_window_s after it: one that dies once a day never uses up
-                max_restarts, one that does not come up, or dies of the same thing after each long recovery, always does.
+    Life:       works_nowait() whenever it works -> again_nowait() when it is lost, and for each start that
+    fails -> works_nowait() ... Invariant:  a restart counts until the process has worked for restart_window_s
+    after it: one that dies once a day never uses up
+                max_restarts, one that does not come up, or dies of the same thing after each long recovery,
+                always does.
     """
 
     def __init__(self, config: SupervisionConfig) -> None:
@@ -279,7 +296,9 @@ class Restarts:
         self._works_since_s = asyncio.get_running_loop().time()
 
     def again_nowait(self, lost: RoomError) -> int:
-        """Count one more restart; returns how many count. Raises the RoomError that ends the run if that is one too many."""
+        """Count one more restart; returns how many count. Raises the RoomError that ends the run if that is
+        one too many.
+        """
         if self._works_since_s is not None:
             self._worked_s += asyncio.get_running_loop().time() - self._works_since_s
             self._works_since_s = None
@@ -314,13 +333,18 @@ def used_up(config: SupervisionConfig, lost: RoomError) -> RoomError:
     )
     limit = f"supervision.max_restarts={config.max_restarts} is used up{within}"
     return RoomError(
-        lost.room, lost.what.removeprefix(f"{lost.room}: "), rule=f"{lost.rule}; {limit}" if lost.rule else limit,
-        way_out=lost.way_out or f"read the log of {lost.room}; the run goes on when it is started again with its --run-dir.",
-    )  # fmt: skip
+        lost.room,
+        lost.what.removeprefix(f"{lost.room}: "),
+        rule=f"{lost.rule}; {limit}" if lost.rule else limit,
+        way_out=lost.way_out
+        or f"read the log of {lost.room}; the run goes on when it is started again with its --run-dir.",
+    )
 
 
 def _loss(task: asyncio.Future[Any]) -> RoomError | None:
-    """The RoomError that a task ended with. What is no loss of the server (wrong weights, an internal error) is raised."""
+    """The RoomError that a task ended with. What is no loss of the server (wrong weights, an internal error)
+    is raised.
+    """
     try:
         task.result()
     except (PublishError, ConnectionShortage):
@@ -330,17 +354,20 @@ def _loss(task: asyncio.Future[Any]) -> RoomError | None:
     return None
 
 
-# Starts a harness worker again that died, or whose event loop its harness blocks. Knows the process; knows no rollout.
+# Starts a harness worker again that died, or whose event loop its harness blocks. Knows the process; knows no
+# rollout.
 
 
 class WorkerSupervisor:
     """Keeps one worker of a run going; what it ran fails as data, and is tried again.
 
-    Life:       up -> lost: it died, gave no answer for heartbeat_s, or its event loop stood still for lease_timeout_s, when its
+    Life:       up -> lost: it died, gave no answer for heartbeat_s, or its event loop stood still for
+    lease_timeout_s, when its
                 rollouts have failed already -> `gone` is told, so that its rollouts fail now -> backoff
                 -> a new process, which leases by itself -> up.
     Waits:      run sleeps until the worker is lost, then in backoff_s and in the start of the new one.
-    Invariant:  more than max_restarts (see Restarts) end the run with the reason of the last loss; 0 is: the first loss does.
+    Invariant:  more than max_restarts (see Restarts) end the run with the reason of the last loss; 0 is: the
+    first loss does.
     """
 
     def __init__(
@@ -384,9 +411,11 @@ class WorkerSupervisor:
                 lost = await self._replace(lost)
 
     async def _until_blocked(self) -> None:
-        """Raise RoomError once its event loop stands still for too long. Its /health is answered from another thread.
+        """Raise RoomError once its event loop stands still for too long. Its /health is answered from another
+        thread.
 
-        Two answers must say so: when the machine stood still, the first one may come before the worker's loop has gone on.
+        Two answers must say so: when the machine stood still, the first one may come before the worker's loop
+        has gone on.
         """
         before: WorkerHealth | None = None
         while True:
@@ -401,7 +430,8 @@ class WorkerSupervisor:
                     self._process.name,
                     f"a harness has blocked its event loop for {health.loop_lag_s:.0f} s",
                     rule=f"gateway.lease_timeout_s={self._lease_timeout_s} is the limit",
-                    way_out="`await asyncio.to_thread(...)` for what blocks, or a plain `def`, which runs in a thread of its own.",
+                    way_out="`await asyncio.to_thread(...)` for what blocks, or a plain `def`, which runs in "
+                    "a thread of its own.",
                 )
 
     async def _replace(self, lost: RoomError) -> RoomError | None:

@@ -1,4 +1,5 @@
-"""The trainer as the run sees it: when one of its processes dies, all are started again and brought to where they were.
+"""The trainer as the run sees it: when one of its processes dies, all are started again and brought to where
+they were.
 
 Knows processes and the trainer's client; where weights and batches come from, `recover` knows.
 """
@@ -30,14 +31,18 @@ async def _at_once() -> None:
 class LivingTrainer:
     """One trainer, of one process a rank, that survives them; a types.WeightSource.
 
-    Life:       up -> lost: a process died, gave no answer for heartbeat_s, or broke a call -> all ranks are killed -> backoff, and
-                wait_room: until engines that share its devices have gone -> new ones answer -> recover(version): checkpoint, and the
-                journaled batches since -> what the old ones had offloaded is offloaded -> up. Calls that were lost are made again.
-    Waits:      run sleeps until a process is lost; calls sleep while the trainer is not up, at most as long as restarts take: once run
+    Life:       up -> lost: a process died, gave no answer for heartbeat_s, or broke a call -> all ranks are
+    killed -> backoff, and
+                wait_room: until engines that share its devices have gone -> new ones answer ->
+                recover(version): checkpoint, and the journaled batches since -> what the old ones had
+                offloaded is offloaded -> up. Calls that were lost are made again.
+    Waits:      run sleeps until a process is lost; calls sleep while the trainer is not up, at most as long
+    as restarts take: once run
                 has given up, they raise what it raised.
-    Invariant:  a batch is trained once on the way to each version: what was trained and lost with its process is trained again
-                by recover, and a call goes on from the version that was answered last. More than max_restarts (see
-                Restarts) end the run.
+    Invariant:  a batch is trained once on the way to each version: what was trained and lost with its process
+    is trained again
+                by recover, and a call goes on from the version that was answered last. More than max_restarts
+                (see Restarts) end the run.
     """
 
     def __init__(
@@ -91,7 +96,9 @@ class LivingTrainer:
         batches: Callable[[], AsyncIterator[Batch]],
         on_step: Callable[[Batch, StepReport], None],
     ) -> None:
-        """For a run that goes on: load a state, train on `batches()`. If it dies meanwhile, all over again; each is told once."""
+        """For a run that goes on: load a state, train on `batches()`. If it dies meanwhile, all over again;
+        each is told once.
+        """
         told = -1
 
         def once(batch: Batch, report: StepReport) -> None:
@@ -122,7 +129,9 @@ class LivingTrainer:
         return await self._when_up(self.client.export)
 
     async def broadcast(self, request: BroadcastRequest) -> BroadcastResponse:
-        """Not tried again: the engines that were to receive have failed too, and new processes hold what is asked of them anew."""
+        """Not tried again: the engines that were to receive have failed too, and new processes hold what is
+        asked of them anew.
+        """
         self._check_up()
         return await self.client.broadcast(request)
 
@@ -139,7 +148,9 @@ class LivingTrainer:
         return moved
 
     async def export_chunk(self, version: int, index: int) -> ExportChunkResponse:
-        """Have one chunk of the newest weights written. New processes go on with the chunk that the lost ones were asked for."""
+        """Have one chunk of the newest weights written. New processes go on with the chunk that the lost ones
+        were asked for.
+        """
         return await self._when_up(lambda: self.client.export_chunk(version, index))
 
     async def save(self, path: Path, *, merged: bool = True) -> None:
@@ -166,7 +177,8 @@ class LivingTrainer:
                     lost = await self._replace(lost)
         except RoomError as error:
             self._over = error
-            # A moment later: who ends with this task is cancelled by then, and does not say the same once more.
+            # A moment later: who ends with this task is cancelled by then, and does not say the same once
+            # more.
             asyncio.get_running_loop().call_soon(self._wake)
             raise
 
@@ -190,7 +202,9 @@ class LivingTrainer:
                 self.is_up = False
 
     async def _loss_behind(self, error: TrainerError) -> TrainerLost | None:
-        """The first rank refuses what it cannot do without another one that has died: the kernel says so in a moment."""
+        """The first rank refuses what it cannot do without another one that has died: the kernel says so in a
+        moment.
+        """
         if len(self._ranks) == 1:
             return None
         watching = [asyncio.ensure_future(rank.watch()) for rank in self._ranks]
@@ -256,13 +270,17 @@ class LivingTrainer:
         self._changed = asyncio.Event()
 
     async def _go_back(self) -> None:
-        """To the newest version that was answered, and off the device where the lost processes were off it."""
+        """To the newest version that was answered, and off the device where the lost processes were off
+        it.
+        """
         await self._recover(self.client.policy_version)
         if self._offloaded:
             await self.client.offload(sorted(self._offloaded))
 
     async def _start_all(self) -> None:
-        """Return when all ranks answer. Raises the RoomError of the first that cannot: the others would wait for it."""
+        """Return when all ranks answer. Raises the RoomError of the first that cannot: the others would wait
+        for it.
+        """
         starts = [asyncio.ensure_future(rank.start_again()) for rank in self._ranks]
         try:
             await asyncio.gather(*starts)
@@ -272,7 +290,9 @@ class LivingTrainer:
             await asyncio.gather(*starts, return_exceptions=True)
 
     async def _until_lost(self, work: Awaitable[Any]) -> RoomError | None:
-        """Watch over all ranks until `work` is done (None), or one of them is lost (why). Raises what else `work` raises."""
+        """Watch over all ranks until `work` is done (None), or one of them is lost (why). Raises what else
+        `work` raises.
+        """
         watching = [asyncio.ensure_future(rank.watch()) for rank in self._ranks]
         beating = [asyncio.ensure_future(heartbeat(rank, self.heartbeat_s)) for rank in self._ranks]
         working = asyncio.ensure_future(work)

@@ -1,4 +1,6 @@
-"""Tells the watchdog how a run stands: what its rooms count, where its tasks wait, how its child processes do. Decides nothing."""
+"""Tells the watchdog how a run stands: what its rooms count, where its tasks wait, how its child processes
+do. Decides nothing.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ def make_watchdog(config: RunConfig, run_dir: Path, rooms: Rooms, *, tell: Calla
 
 
 def reported(rooms: Rooms, num_groups: int, *, with_rollouts: bool) -> Reported:
-    """What the rooms say at this moment. The places of rollouts cost time for each of them, so they are asked for."""
+    """What the rooms say at this moment. The places of rollouts cost time for each of them, so they are asked
+    for.
+    """
     producers, buffer, publisher = rooms.producers.stats(), rooms.buffer.stats(), rooms.publisher.stats()
     healths = [server.health for server in _all_servers(rooms)]
     marks: dict[str, float] = {
@@ -126,7 +130,9 @@ async def ask_children(servers: tuple[Server, ...]) -> tuple[ChildState, ...]:
 
 
 def catches(pid: int, number: signal.Signals) -> bool:
-    """Whether that process handles the signal, and would not be ended by it (one that just starts does not yet)."""
+    """Whether that process handles the signal, and would not be ended by it (one that just starts does not
+    yet).
+    """
     try:
         lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:

@@ -1,4 +1,6 @@
-"""Has the trainer send a version once, when every engine that is to receive it waits for it. Knows no route and no tensor."""
+"""Has the trainer send a version once, when every engine that is to receive it waits for it. Knows no route
+and no tensor.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +29,11 @@ STEP_S = 60.0
 
 @dataclass
 class _Round:
-    """One broadcast: a seat for everybody who takes part, by name; the first of them asks the trainer to send.
+    """One broadcast: a seat for everybody who takes part, by name; the first of them asks the trainer to
+    send.
 
-    `failure`: why the others need not go on; told only while not all is sent, for who has all of it can finish alone.
+    `failure`: why the others need not go on; told only while not all is sent, for who has all of it can
+    finish alone.
     """
 
     version: int
@@ -56,13 +60,19 @@ class _Round:
 class Broadcasts:
     """Where engines meet for the weights of a version.
 
-    Life:       of a version: expected, engine by engine, as they prepare -> each waits in receive(), or leaves -> once all that are left
-                wait they get seats, and the trainer sends -> each has it, or the round failed. The group is kept for the next version as
-                long as the same processes take part and none failed; else a new one is formed.
-    Waits:      receive sleeps until all others wait too, then until its workers have the weights. Whoever is lost leaves, which wakes the
-                others; a limit is the caller's (publisher.timeout_s), and a seat's in the processes themselves.
-    Invariant:  a round begins only with everybody who is expected, and nobody joins it later: trainer and workers, so many as the
-                seats say, make the same calls. Who fails in it never has part of a version that it does not know of: it raises.
+    Life:       of a version: expected, engine by engine, as they prepare -> each waits in receive(), or
+    leaves -> once all that are left
+                wait they get seats, and the trainer sends -> each has it, or the round failed. The group is
+                kept for the next version as long as the same processes take part and none failed; else a new
+                one is formed.
+    Waits:      receive sleeps until all others wait too, then until its workers have the weights. Whoever is
+    lost leaves, which wakes the
+                others; a limit is the caller's (publisher.timeout_s), and a seat's in the processes
+                themselves.
+    Invariant:  a round begins only with everybody who is expected, and nobody joins it later: trainer and
+    workers, so many as the
+                seats say, make the same calls. Who fails in it never has part of a version that it does not
+                know of: it raises.
     """
 
     def __init__(self, sender: Sender, folder: Path, *, timeout_s: float) -> None:
@@ -97,13 +107,17 @@ class Broadcasts:
         self._begin_nowait()
 
     def sender_gone_nowait(self) -> None:
-        """The trainer is another process from now on: the next group is a new one. What it was sending has failed already."""
+        """The trainer is another process from now on: the next group is a new one. What it was sending has
+        failed already.
+        """
         self._members = ()
         if self._last is not None:
             self._last.is_group_whole = False
 
     async def receive(self, name: str, version: int, take: Callable[[GroupSeat], Awaitable[None]]) -> None:
-        """`take` has the workers of this engine take their seats and receive. Returns when they have the weights. Raises EngineError."""
+        """`take` has the workers of this engine take their seats and receive. Returns when they have the
+        weights. Raises EngineError.
+        """
         if version != self._version or name not in self._expected:
             raise EngineError(
                 name,
@@ -192,6 +206,7 @@ class Broadcasts:
         return EngineError(
             name,
             f"was to be sent policy_version {begun.version}: {why}",
-            rule="weights are sent once, to all engines, and one that fails before all is sent ends it for all",
+            rule="weights are sent once, to all engines, and one that fails before all is sent ends it for "
+            "all",
             way_out="read the logs of the engine and the trainer that are named.",
         )

@@ -1,4 +1,5 @@
-"""Brings versions to engines that share the trainer's device: not beside generation, but in the handover that ends training.
+"""Brings versions to engines that share the trainer's device: not beside generation, but in the handover that
+ends training.
 
 Knows no lease: whoever hands the device over calls push() in the middle of it and announce() at its end.
 """
@@ -18,7 +19,8 @@ from asyncrl.messages.trainer_calls import ExportChunkResponse
 from asyncrl.sync.publisher import PublisherStats
 from asyncrl.sync.to_all import RESTART, Commits, OnLost, ToAll
 
-# One push in chunks, straight into weights that are awake and empty: for engines that share the trainer's device. Opens no file.
+# One push in chunks, straight into weights that are awake and empty: for engines that share the trainer's
+# device. Opens no file.
 
 
 class ChunkSource(Protocol):
@@ -39,7 +41,9 @@ class ChunkTarget(Commits, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ChunkPushReport:
-    """Seconds in which the trainer wrote chunks, the engines loaded them, and they committed; `digest` is of all tensors."""
+    """Seconds in which the trainer wrote chunks, the engines loaded them, and they committed; `digest` is of
+    all tensors.
+    """
 
     export_s: float
     load_s: float
@@ -51,14 +55,17 @@ class ChunkPushReport:
 
 
 class ChunkPush(ToAll[ChunkTarget]):
-    """Chunk after chunk: written once by the trainer, loaded by every engine, each digest checked; then commit on all, checked again.
+    """Chunk after chunk: written once by the trainer, loaded by every engine, each digest checked; then
+    commit on all, checked again.
 
-    Life:       made -> run() once. An engine that is lost on the way is told to `on_lost` and left behind, as in a Push.
-    Waits:      for the trainer to write a chunk, without a limit of its own: a handover, which has one, goes on around it; then for all
+    Life:       made -> run() once. An engine that is lost on the way is told to `on_lost` and left behind, as
+    in a Push. Waits:      for the trainer to write a chunk, without a limit of its own: a handover, which has
+    one, goes on around it; then for all
                 engines at once, at most timeout_s a phase.
-    Invariant:  a chunk is asked for only when every engine in `live` has loaded the one before, which it overwrites. run returns only if
-                every engine in `live` serves `version` with the digest of all that was sent. After an error none of them can serve:
-                what they hold is no version, until the next push.
+    Invariant:  a chunk is asked for only when every engine in `live` has loaded the one before, which it
+    overwrites. run returns only if
+                every engine in `live` serves `version` with the digest of all that was sent. After an error
+                none of them can serve: what they hold is no version, until the next push.
     """
 
     def __init__(
@@ -112,7 +119,8 @@ class ChunkPush(ToAll[ChunkTarget]):
     def _check_asked_for(self, chunk: ExportChunkResponse, index: int) -> None:
         if (chunk.version, chunk.index) != (self.version, index) or chunk.is_last != bool(chunk.whole_digest):
             raise self.error(
-                f"the trainer was asked for chunk {index} of policy_version {self.version} and wrote chunk {chunk.index} of "
+                f"the trainer was asked for chunk {index} of policy_version {self.version} and wrote chunk "
+                f"{chunk.index} of "
                 f"{chunk.version}, is_last={chunk.is_last}, whole_digest={chunk.whole_digest or 'none'}",
                 "the chunks of one version come in order, and the last one alone says the digest of all",
                 RESTART,
@@ -135,10 +143,13 @@ class TurnSource(ChunkSource, Protocol):
 class ChunkPublisher:
     """Pushes the trainer's weights to all live engines, chunk by chunk.
 
-    Life:       idle -> push(): all live engines serve the trainer's version, and nobody is told -> announce(): on_published, then
-                on_served. An engine is live, or down from down_nowait to up_nowait. A push of what was announced needs no other.
-    Waits:      push sleeps in a ChunkPush; evaluate in the export of a whole file, which only an evaluation needs.
-    Invariant:  announce names the version of the last push, which ChunkPush vouches for. Versions are announced in order.
+    Life:       idle -> push(): all live engines serve the trainer's version, and nobody is told ->
+    announce(): on_published, then
+                on_served. An engine is live, or down from down_nowait to up_nowait. A push of what was
+                announced needs no other.
+    Waits:      push sleeps in a ChunkPush; evaluate in the export of a whole file, which only an evaluation
+    needs. Invariant:  announce names the version of the last push, which ChunkPush vouches for. Versions are
+    announced in order.
     """
 
     name = "publisher"
@@ -155,8 +166,8 @@ class ChunkPublisher:
         on_whole: Callable[[WeightManifest], None] = lambda _: None,
         on_lost: Callable[[EngineLost], None] | None = None,
     ) -> None:
-        """`on_published` is told version and digest. `on_whole` gets all weights in one file, where `is_whole_wanted` says so; when it
-        returns the file is gone, and what it is to keep it has linked.
+        """`on_published` is told version and digest. `on_whole` gets all weights in one file, where
+        `is_whole_wanted` says so; when it returns the file is gone, and what it is to keep it has linked.
         """
         self._source, self._targets = source, tuple(targets)
         self.timeout_s = timeout_s
@@ -187,11 +198,18 @@ class ChunkPublisher:
         self._down.discard(name)
 
     async def push(self) -> Moved:
-        """Have every live engine serve the trainer's version; what was sent. Raises PublishError, or what the trainer's client raises."""
+        """Have every live engine serve the trainer's version; what was sent. Raises PublishError, or what the
+        trainer's client raises.
+        """
         version = self._source.policy_version
         push = ChunkPush(
-            version, self._source, self._live(), served=self._stats.version, timeout_s=self.timeout_s, on_lost=self._on_lost
-        )  # fmt: skip
+            version,
+            self._source,
+            self._live(),
+            served=self._stats.version,
+            timeout_s=self.timeout_s,
+            on_lost=self._on_lost,
+        )
         report = await push.run()
         self._pushed = version, report
         return Moved(num_bytes=report.num_bytes, seconds=report.export_s + report.load_s + report.commit_s)
@@ -218,7 +236,9 @@ class ChunkPublisher:
         self._on_served(version)
 
     async def evaluate(self, version: int) -> None:
-        """While the trainer has its weights: if this version is to be evaluated, hand all of them over in one file, then remove it."""
+        """While the trainer has its weights: if this version is to be evaluated, hand all of them over in one
+        file, then remove it.
+        """
         if not self._is_whole_wanted(version):
             return
         manifest = await self._source.export()

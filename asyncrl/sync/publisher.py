@@ -1,4 +1,6 @@
-"""The room that brings each policy_version to every engine. Knows no batch, no rollout, and never opens the weights."""
+"""The room that brings each policy_version to every engine. Knows no batch, no rollout, and never opens the
+weights.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ from asyncrl.waits import TimeLimit
 class PublisherStats:
     """Totals, and the seconds of the last publish: publish_s = export_s + prepare_s + commit_s.
 
-    `skipped`: versions that were newer ones before their turn came; `pause_s`: the longest time in which an engine
-    could not decode; `total_publish_s`, `total_pause_s` add up all publishes.
+    `skipped`: versions that were newer ones before their turn came; `pause_s`: the longest time in which an
+    engine could not decode; `total_publish_s`, `total_pause_s` add up all publishes.
     """
 
     version: int = 0
@@ -40,20 +42,26 @@ class PublisherStats:
 class Publisher:
     """Pushes the newest weights to all engines, one push after the other.
 
-    Life:       idle -> a new version: exporting (the trainer copies between two steps) -> pushing (prepare on all live
-                engines beside generation, then commit on all, at once or in turn) -> announced by on_served, then by on_published
-                -> idle.
-                An engine is live, or down from down_nowait until bring_up has given its new process the announced weights.
-    Waits:      run sleeps in the source's wait_version_above, then in export, prepare and commit, each at most
-                timeout_s; the train loop sleeps in wait_exported_or_busy, woken by the end of an export. bring_up and
-                pushes sleep in `_turn` for each other, so that no returning engine misses a version in between.
-    Invariant:  on_served(v) is called only after every live engine has said that it serves v, with the digest that the
-                trainer sent: Push.run guarantees it. With none live nobody holds an older version: the version is announced,
-                and who returns gets it first. Versions are announced in order; the trainer never waits for a push.
+    Life:       idle -> a new version: exporting (the trainer copies between two steps) -> pushing (prepare on
+    all live
+                engines beside generation, then commit on all, at once or in turn) -> announced by on_served,
+                then by on_published -> idle.
+                An engine is live, or down from down_nowait until bring_up has given its new process the
+                announced weights.
+    Waits:      run sleeps in the source's wait_version_above, then in export, prepare and commit, each at
+    most
+                timeout_s; the train loop sleeps in wait_exported_or_busy, woken by the end of an export.
+                bring_up and pushes sleep in `_turn` for each other, so that no returning engine misses a
+                version in between.
+    Invariant:  on_served(v) is called only after every live engine has said that it serves v, with the digest
+    that the
+                trainer sent: Push.run guarantees it. With none live nobody holds an older version: the
+                version is announced, and who returns gets it first. Versions are announced in order; the
+                trainer never waits for a push.
 
-    The trainer keeps its newest two exports, and makes one only after the last one is announced (run does one thing at a
-    time): the announced one, which bring_up pushes, is always among them. If it keeps one (is_one_kept), a turn lasts from an
-    export to its announcement.
+    The trainer keeps its newest two exports, and makes one only after the last one is announced (run does one
+    thing at a time): the announced one, which bring_up pushes, is always among them. If it keeps one
+    (is_one_kept), a turn lasts from an export to its announcement.
     """
 
     name = "publisher"
@@ -72,9 +80,11 @@ class Publisher:
         is_rolling: bool = False,
         is_one_kept: bool = False,
     ) -> None:
-        """`is_rolling`: engines swap one after the other. What they hold meanwhile differs; on_served tells the oldest.
+        """`is_rolling`: engines swap one after the other. What they hold meanwhile differs; on_served tells
+        the oldest.
 
-        `is_one_kept`: the trainer keeps its newest export alone, so it makes none while an engine is brought up with it.
+        `is_one_kept`: the trainer keeps its newest export alone, so it makes none while an engine is brought
+        up with it.
         """
         self._source, self._targets = source, tuple(targets)
         self.interrupt: Interrupt = interrupt
@@ -102,7 +112,9 @@ class Publisher:
         return self._stats
 
     async def run(self) -> None:
-        """Publish version after version until cancelled. Raises PublishError, or what the trainer's client raises."""
+        """Publish version after version until cancelled. Raises PublishError, or what the trainer's client
+        raises.
+        """
         while True:
             newest = await self._source.wait_version_above(self._exported_version)
             await self._publish(newest)
@@ -111,7 +123,9 @@ class Publisher:
         """Nothing is held: staging belongs to the trainer and to the engines."""
 
     def down_nowait(self, name: str) -> None:
-        """Push to the others: this engine is lost. A push that waits for it goes on once its calls are cut. Idempotent."""
+        """Push to the others: this engine is lost. A push that waits for it goes on once its calls are cut.
+        Idempotent.
+        """
         self._down.add(name)
 
     async def bring_up(self, name: str) -> None:
@@ -205,9 +219,15 @@ class Publisher:
         is_down: Callable[[str], bool] = lambda _: False,
     ) -> Push:
         return Push(
-            manifest, targets, served=self._stats.version, interrupt=self.interrupt, timeout_s=self.timeout_s, on_lost=on_lost,
-            is_rolling=self._is_rolling, is_down=is_down,
-        )  # fmt: skip
+            manifest,
+            targets,
+            served=self._stats.version,
+            interrupt=self.interrupt,
+            timeout_s=self.timeout_s,
+            on_lost=on_lost,
+            is_rolling=self._is_rolling,
+            is_down=is_down,
+        )
 
     async def _export(self, newest: int) -> WeightManifest:
         manifest = None
@@ -237,8 +257,10 @@ class Publisher:
         return PublishError(
             self.name,
             f"the trainer did not export policy_version {newest} within {self.timeout_s} s",
-            rule=f"publisher.timeout_s={self.timeout_s} is the limit of each phase, and an export waits for the running step",
-            way_out="set publisher.timeout_s above the time of one optimizer step, or read the trainer's log.",
+            rule=f"publisher.timeout_s={self.timeout_s} is the limit of each phase, and an export waits for "
+            f"the running step",
+            way_out="set publisher.timeout_s above the time of one optimizer step, or read the trainer's "
+            "log.",
         )
 
     def _enter(self, state: Literal["idle", "exporting", "pushing"]) -> None:
@@ -252,7 +274,9 @@ class Publisher:
 
 @dataclass(frozen=True, slots=True)
 class PushReport:
-    """Seconds of both phases; `pause_s` of the engine that paused longest; interrupted requests of all engines."""
+    """Seconds of both phases; `pause_s` of the engine that paused longest; interrupted requests of all
+    engines.
+    """
 
     prepare_s: float
     commit_s: float
@@ -261,13 +285,18 @@ class PushReport:
 
 
 class Push(ToAll[WeightTarget]):
-    """Prepare on every engine, check every digest, commit on every engine, all at once or one after the other, check again.
+    """Prepare on every engine, check every digest, commit on every engine, all at once or one after the
+    other, check again.
 
-    Life:       made, with the version that all engines serve -> run() once. An engine that is lost on the way is told to
-                `on_lost` and left behind; `live` holds the others. Without `on_lost` it is an error like any other.
-    Waits:      for all engines at once, at most timeout_s a phase; `is_rolling`: in commit for one after the other.
-    Invariant:  run returns only if every engine in `live` serves manifest.version with manifest.digest. No engine swaps
-                before each of them has the right bytes in staging, so what fails in prepare leaves all on the old version.
+    Life:       made, with the version that all engines serve -> run() once. An engine that is lost on the way
+    is told to
+                `on_lost` and left behind; `live` holds the others. Without `on_lost` it is an error like any
+                other.
+    Waits:      for all engines at once, at most timeout_s a phase; `is_rolling`: in commit for one after the
+    other. Invariant:  run returns only if every engine in `live` serves manifest.version with
+    manifest.digest. No engine swaps
+                before each of them has the right bytes in staging, so what fails in prepare leaves all on the
+                old version.
     """
 
     def __init__(

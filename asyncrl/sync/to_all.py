@@ -1,4 +1,6 @@
-"""Calls of one push to all engines at once, and what is said of those that fail. Knows no weights and no other push."""
+"""Calls of one push to all engines at once, and what is said of those that fail. Knows no weights and no
+other push.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,9 @@ Target = TypeVar("Target", bound=Commits)
 class ToAll(Generic[Target]):
     """One version on its way to the engines in `live`; `sent` says in an error what the trainer sent.
 
-    Waits:      for all engines at once, at most timeout_s a phase; in a rolling commit for one after the other, timeout_s each.
-    Invariant:  `live` holds the engines that have answered every phase so far. Who was lost was told to `on_lost`; without it, that is
+    Waits:      for all engines at once, at most timeout_s a phase; in a rolling commit for one after the
+    other, timeout_s each. Invariant:  `live` holds the engines that have answered every phase so far. Who was
+    lost was told to `on_lost`; without it, that is
                 an error like any other.
     """
 
@@ -51,7 +54,9 @@ class ToAll(Generic[Target]):
         self._serving: dict[str, str] = {target.name: str(served) for target in targets}
 
     async def on_all(self, phase: str, call: Callable[[Target], Awaitable[Result]]) -> dict[str, Result]:
-        """The phase on all engines at once, answers by name; waits for all of them, so that the error can say what each one has."""
+        """The phase on all engines at once, answers by name; waits for all of them, so that the error can say
+        what each one has.
+        """
         answers = await self._on(self.live, phase, call)
         self.live = tuple(target for target in self.live if target.name in answers)
         return answers
@@ -108,10 +113,12 @@ class ToAll(Generic[Target]):
         is_rolling: bool = False,
         is_down: Callable[[str], bool] = lambda _: False,
     ) -> dict[str, CommitReport]:
-        """Have all of them serve the version, and check that they do; `is_rolling`: one after the other, so that the rest samples on.
+        """Have all of them serve the version, and check that they do; `is_rolling`: one after the other, so
+        that the rest samples on.
 
-        `is_down` is asked right before an engine's turn: one that went down while others had theirs may be another process by then,
-        which has nothing staged, and whoever brings it up pushes to it. Raises PublishError.
+        `is_down` is asked right before an engine's turn: one that went down while others had theirs may be
+        another process by then, which has nothing staged, and whoever brings it up pushes to it. Raises
+        PublishError.
         """
 
         async def commit(target: Target) -> CommitReport:
@@ -136,7 +143,8 @@ class ToAll(Generic[Target]):
         self.check_digest(target, "serves", report.digest, digest)
         if report.version != self.version:
             raise self.error(
-                f"{target.name} says that it serves policy_version {report.version}, where {self.version} was committed",
+                f"{target.name} says that it serves policy_version {report.version}, where {self.version} "
+                f"was committed",
                 "a version is announced only when every engine serves it",
             )
 
@@ -144,7 +152,8 @@ class ToAll(Generic[Target]):
         """Raise PublishError if an engine has other bytes than were sent."""
         if digest != expected:
             raise self.error(
-                f"{target.name} {verb} policy_version {self.version} with digest {digest}, the trainer sent {expected} ({self.sent})",
+                f"{target.name} {verb} policy_version {self.version} with digest {digest}, the trainer sent "
+                f"{expected} ({self.sent})",
                 f"a version is announced only when every digest matches, so {self.version} was not announced",
             )
 

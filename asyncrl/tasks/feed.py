@@ -1,4 +1,6 @@
-"""The order of prompts: given ones, then seeded shuffle, epoch after epoch; handed-back ones first. Knows no group and no version."""
+"""The order of prompts: given ones, then seeded shuffle, epoch after epoch; handed-back ones first. Knows no
+group and no version.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,11 @@ from asyncrl.tasks.task import Item, Task, as_messages, caught
 class Feed:
     """The PromptSource of a run.
 
-    The first draws are the prompts of `first`, if there are any. Draw number k after them, of a task with n prompts, is place k mod n
-    of epoch k div n. Life of a prompt: drawn, then consumed (the feed hears nothing of it) or handed back, and drawn again before any
-    new one, in the old order, with the num_handed_back that it came back with.
-    Invariant: state() and the config say all there is; a feed that has loaded it goes on with the same prompts.
+    The first draws are the prompts of `first`, if there are any. Draw number k after them, of a task with n
+    prompts, is place k mod n of epoch k div n. Life of a prompt: drawn, then consumed (the feed hears nothing
+    of it) or handed back, and drawn again before any new one, in the old order, with the num_handed_back that
+    it came back with. Invariant: state() and the config say all there is; a feed that has loaded it goes on
+    with the same prompts.
     """
 
     def __init__(
@@ -35,7 +38,9 @@ class Feed:
         first: Sequence[Prompt] = (),
         name: str | None = None,
     ) -> None:
-        """`first`: whole prompts, whose ids are none of the task's (epoch/index). `name`: what errors call the task."""
+        """`first`: whole prompts, whose ids are none of the task's (epoch/index). `name`: what errors call
+        the task.
+        """
         self._name = name or repr(task)
         if len(task) == 0:
             raise ConfigError(
@@ -66,7 +71,9 @@ class Feed:
         return replace(prompt, num_handed_back=self._counts.pop(draw, 0))
 
     def hand_back_nowait(self, prompt: Prompt) -> None:
-        """Put a drawn prompt at the front again. Raises ValueError if it was not drawn, or was handed back already."""
+        """Put a drawn prompt at the front again. Raises ValueError if it was not drawn, or was handed back
+        already.
+        """
         self._hand_back(prompt.prompt_id, prompt.num_handed_back)
 
     def _hand_back(self, prompt_id: str, num_handed_back: int) -> None:
@@ -81,7 +88,9 @@ class Feed:
 
     @property
     def order(self) -> dict[str, Any]:
-        """What the order of prompts follows from, fit for JSON: a position means something under the same one alone."""
+        """What the order of prompts follows from, fit for JSON: a position means something under the same one
+        alone.
+        """
         return {
             "num_prompts": self._num_prompts,
             "seed": self._seed,
@@ -101,7 +110,8 @@ class Feed:
                 )
 
     def restore_nowait(self, num_drawn: int, handed_back: Mapping[str, int]) -> None:
-        """Go on after `num_drawn` draws; `handed_back`: id -> num_handed_back. Every other drawn prompt is out or consumed.
+        """Go on after `num_drawn` draws; `handed_back`: id -> num_handed_back. Every other drawn prompt is
+        out or consumed.
 
         Raises TaskError if the task cannot have given these prompts.
         """
@@ -112,7 +122,8 @@ class Feed:
         except (ValueError, IndexError) as error:
             raise TaskError(
                 "tasks",
-                f"the journal names the prompt {prompt_id}, which is not among the first {num_drawn} draws of {self._task!r}",
+                f"the journal names the prompt {prompt_id}, which is not among the first {num_drawn} draws "
+                f"of {self._task!r}",
                 rule="a run goes on with the same task, seed and order",
                 way_out="resume with the data of the killed run, or start a new one.",
             ) from error
@@ -127,7 +138,9 @@ class Feed:
         return {self._prompt_id(draw): count for draw, count in sorted(self._counts.items())}
 
     def state(self) -> dict[str, Any]:
-        """The cursor, fit for JSON. Prompts that are out (drawn, neither consumed nor handed back) are the caller's to remember."""
+        """The cursor, fit for JSON. Prompts that are out (drawn, neither consumed nor handed back) are the
+        caller's to remember.
+        """
         return {**self.order, "num_drawn": self._num_drawn, "handed_back": sorted(self._counts.items())}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -163,7 +176,8 @@ class Feed:
         item = found if isinstance(found, Item) else Item(found)
         try:
             messages = as_messages(item.content, place)
-        except ConfigError as error:  # rows are looked at when they are read; a task of the user's is asked in the middle of a run
+        # rows are looked at when they are read; a task of the user's is asked in the middle of a run
+        except ConfigError as error:
             raise TaskError("tasks", error.what, rule=error.rule, way_out=error.way_out) from error
         if self._system_prompt is not None:
             if messages[0]["role"] == "system":

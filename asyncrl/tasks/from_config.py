@@ -1,4 +1,6 @@
-"""Makes the task of a config. Knows every kind of task; in the processes of the reward pool it makes the score function alone."""
+"""Makes the task of a config. Knows every kind of task; in the processes of the reward pool it makes the
+score function alone.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from asyncrl.tasks.verifiers_task import VerifiersTask, no_reward
 from asyncrl.user_code import check_call, load_function, load_object
 
 LoadTaskset = Callable[[], Any]
-"""Loads the taskset of the verifiers environment that generator.verifiers names. Raises ConfigError if it cannot be."""
+"""Loads the taskset of the verifiers environment that generator.verifiers names. Raises ConfigError if it
+cannot be.
+"""
 
 
 def build_task(config: TaskConfig, seed: int, *, load_taskset: LoadTaskset | None = None) -> Task:
@@ -49,8 +53,9 @@ def build_task(config: TaskConfig, seed: int, *, load_taskset: LoadTaskset | Non
 def look_at_task(
     config: TaskConfig, seed: int, *, load_taskset: LoadTaskset | None = None
 ) -> tuple[Task | None, str]:
-    """The task before anything starts, and what it is, in words. None where only the start of the run may read it: tasks of a verifiers
-    environment, which is loaded all the same, and a dataset that may have to come from the hub.
+    """The task before anything starts, and what it is, in words. None where only the start of the run may
+    read it: tasks of a verifiers environment, which is loaded all the same, and a dataset that may have to
+    come from the hub.
 
     Raises as build_task does.
     """
@@ -63,7 +68,8 @@ def look_at_task(
         _reward_function(config)
         return (
             None,
-            f"dataset {config.dataset}, split {config.split}; not looked at: it is no folder here, and the hub needs the network",
+            f"dataset {config.dataset}, split {config.split}; not looked at: it is no folder here, and the "
+            f"hub needs the network",
         )
     task = build_task(config, seed)
     Feed(task, seed=seed, shuffle=config.shuffle, name=task_name(config))  # refuses an empty task
@@ -71,7 +77,9 @@ def look_at_task(
 
 
 def task_name(config: TaskConfig) -> str | None:
-    """What errors call a task of the user's, by its setting; None for the others, which tell what they are."""
+    """What errors call a task of the user's, by its setting; None for the others, which tell what they
+    are.
+    """
     return f"task.python={config.python}" if config.python is not None else None
 
 
@@ -118,7 +126,8 @@ def _taskset(load_taskset: LoadTaskset | None) -> Any:
     if load_taskset is None:
         raise ConfigError(
             "task.verifiers=true here",
-            rule="it takes the tasks of the environment that generator.verifiers names, and only a run has a generator",
+            rule="it takes the tasks of the environment that generator.verifiers names, and only a run has a "
+            "generator",
             way_out="give this task a source of its own.",
         )
     return load_taskset()
@@ -146,7 +155,8 @@ def _reward_function(config: TaskConfig) -> Score:
     return score
 
 
-# The task of the section `eval`: its prompts in file order, the same each time. Knows tasks; knows no engine, no version.
+# The task of the section `eval`: its prompts in file order, the same each time. Knows tasks; knows no engine,
+# no version.
 
 
 EvalTask = tuple[Task, tuple[Prompt, ...]]
@@ -182,8 +192,9 @@ def _check_size(config: EvalConfig, size: int) -> None:
     if size < config.num_prompts:
         raise ConfigError(
             f"num_prompts={config.num_prompts} is above the {size} prompts of its task",
-            rule="an evaluation takes each prompt once", way_out=f"set eval.num_prompts={size}, or give a larger task.",
-        )  # fmt: skip
+            rule="an evaluation takes each prompt once",
+            way_out=f"set eval.num_prompts={size}, or give a larger task.",
+        )
 
 
 @contextlib.contextmanager

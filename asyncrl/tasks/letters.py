@@ -1,7 +1,8 @@
-"""The quickstart task: "b 7" asks for the letter b, seven times. Small enough for a model with random weights.
+"""The quickstart task: "b 7" asks for the letter b, seven times. Small enough for a model with random
+weights.
 
-Most counts are small and a few are large (lognormal), so response lengths have the long tail that asynchronous training
-is about. The reward looks at the prompt's text and the completion alone.
+Most counts are small and a few are large (lognormal), so response lengths have the long tail that
+asynchronous training is about. The reward looks at the prompt's text and the completion alone.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from asyncrl.tasks.task import Item
 
 
 class Letters:
-    """`size` prompts "LETTER COUNT"; letters are drawn evenly, counts from a lognormal, clipped to 1 .. max_count."""
+    """`size` prompts "LETTER COUNT"; letters are drawn evenly, counts from a lognormal, clipped to 1 ..
+    max_count.
+    """
 
     def __init__(
         self,
@@ -30,7 +33,8 @@ class Letters:
             raise ValueError(f"letters={letters!r}: give letters, each once")
         if not 1 <= median_count <= max_count or sigma < 0:
             raise ValueError(
-                f"median_count={median_count}, sigma={sigma}, max_count={max_count}: 1 <= median_count <= max_count and sigma >= 0"
+                f"median_count={median_count}, sigma={sigma}, max_count={max_count}: 1 <= median_count <= "
+                f"max_count and sigma >= 0"
             )
         self._seed, self._size, self._letters = seed, size, letters
         self._median_count, self._sigma, self._max_count = median_count, sigma, max_count
@@ -48,7 +52,8 @@ class Letters:
         return Item(f"{draw.choice(self._letters)} {min(max(count, 1), self._max_count)}")
 
     def score(self, prompt: Prompt, completion: str) -> float:
-        """0 .. 1, in three parts: 0.6 for the share of right letters, 0.35 for a length near the count, 0.05 for exactness.
+        """0 .. 1, in three parts: 0.6 for the share of right letters, 0.35 for a length near the count, 0.05
+        for exactness.
 
         A sum and not a product, so that each part can be learnt before the other.
         """

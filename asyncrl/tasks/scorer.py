@@ -1,4 +1,6 @@
-"""Score functions in processes of their own, which are ended when they hang. Knows the task's config and one time limit."""
+"""Score functions in processes of their own, which are ended when they hang. Knows the task's config and one
+time limit.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +35,10 @@ logger = logging.getLogger(__name__)
 class TaskScorer:
     """The Scorer of a run: `task.score` inline, in threads or in processes, as `task.reward_pool` says.
 
-    An async score function is awaited on the event loop, with the same limit and no bound on how many at once (in
-    `process` it runs in a process like any other). A call that does not end when it is cancelled is given up. Whatever goes wrong is a
-    RewardFailure, never a reward of 0; so is a task that leaves the rewards to its harness, which gave none.
+    An async score function is awaited on the event loop, with the same limit and no bound on how many at once
+    (in `process` it runs in a process like any other). A call that does not end when it is cancelled is given
+    up. Whatever goes wrong is a RewardFailure, never a reward of 0; so is a task that leaves the rewards to
+    its harness, which gave none.
     """
 
     def __init__(
@@ -63,7 +66,9 @@ class TaskScorer:
         return self._calls.num_abandoned
 
     async def score(self, prompt: Prompt, completion: str) -> float:
-        """A finite reward. Raises RewardFailure (data), or TaskError if nothing can be scored any more (ends the run)."""
+        """A finite reward. Raises RewardFailure (data), or TaskError if nothing can be scored any more (ends
+        the run).
+        """
         if not self._has_score:
             raise no_reward(prompt)
         outcome = await self._outcome(prompt, completion)
@@ -104,12 +109,15 @@ class TaskScorer:
 
 
 class ThreadPool:
-    """At most `workers` calls at once, each in a daemon thread of its own, so that a hung one cannot keep the interpreter alive.
+    """At most `workers` calls at once, each in a daemon thread of its own, so that a hung one cannot keep the
+    interpreter alive.
 
-    Life of a call: waits for a worker, runs, is answered or given up after timeout_s. A call that was given up keeps its
+    Life of a call: waits for a worker, runs, is answered or given up after timeout_s. A call that was given
+    up keeps its
                     worker until its thread returns.
     Waits:          callers wait for a worker, woken by a thread that returns, or by the watchdog.
-    Invariant:      no wait is endless. Once every worker has been in one call for twice the limit, the watchdog declares
+    Invariant:      no wait is endless. Once every worker has been in one call for twice the limit, the
+    watchdog declares
                     the pool stuck, and every caller, waiting or to come, gets a TaskError.
     """
 
@@ -126,7 +134,9 @@ class ThreadPool:
         )
 
     async def run(self, prompt: Prompt, completion: str) -> Outcome | Awaitable[Any]:
-        """Outcome of one call, or what an async score function returned. Raises TaskError if no worker will be free any more."""
+        """Outcome of one call, or what an async score function returned. Raises TaskError if no worker will
+        be free any more.
+        """
         await self._free.acquire()
         if self._is_stuck:
             self._free.release()  # for the next one who waits
@@ -154,7 +164,8 @@ class ThreadPool:
         outcome: Outcome | Awaitable[Any]
         try:
             outcome = call(self._score, prompt, completion)
-        except BaseException as error:  # Ctrl-C goes to the main thread, so this is the score's own; unanswered, it keeps its worker
+        # Ctrl-C goes to the main thread, so this is the score's own; unanswered, it keeps its worker
+        except BaseException as error:
             outcome = Outcome(failure=f"raised {type(error).__name__}: {error}")
         with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile: the run is over
             loop.call_soon_threadsafe(self._finish, done, outcome)
@@ -177,9 +188,12 @@ class ThreadPool:
     def _stuck(self) -> TaskError:
         return TaskError(
             "tasks",
-            f"all {self._workers} reward threads have been in one call each for more than {2 * self._timeout_s} s",
-            rule=f"task.reward_timeout_s={self._timeout_s} is the limit, and a thread that hangs cannot be ended",
-            way_out="set task.reward_pool=process, whose workers are ended when they hang; or mend the reward function.",
+            f"all {self._workers} reward threads have been in one call each for more than "
+            f"{2 * self._timeout_s} s",
+            rule=f"task.reward_timeout_s={self._timeout_s} is the limit, and a thread that hangs cannot be "
+            f"ended",
+            way_out="set task.reward_pool=process, whose workers are ended when they hang; or mend the "
+            "reward function.",
         )
 
 
@@ -188,10 +202,12 @@ START_LIMIT_S = 120.0
 
 
 class ProcessPool:
-    """At most `config.reward_workers` calls at once, each in a process that is ended when the call takes too long.
+    """At most `config.reward_workers` calls at once, each in a process that is ended when the call takes too
+    long.
 
-    Life:       processes start with the first call and live until aclose(); one that is ended or dies is replaced.
-    Waits:      callers wait for a worker, woken by one whose call is over. No call outlives limit plus START_LIMIT_S.
+    Life:       processes start with the first call and live until aclose(); one that is ended or dies is
+    replaced. Waits:      callers wait for a worker, woken by one whose call is over. No call outlives limit
+    plus START_LIMIT_S.
     """
 
     def __init__(self, config: TaskConfig, seed: int) -> None:
@@ -207,14 +223,17 @@ class ProcessPool:
         )
 
     async def run(self, prompt: Prompt, completion: str) -> Outcome:
-        """Outcome of one call. Raises TaskError if the processes cannot start or cannot build the score function."""
+        """Outcome of one call. Raises TaskError if the processes cannot start or cannot build the score
+        function.
+        """
         async with self._free:
             try:
                 async with TimeLimit(self._timeout_s + START_LIMIT_S):
                     return await self._run(prompt, completion)
             except TimeoutError:
                 raise self._broken(
-                    f"gave no answer within task.reward_timeout_s={self._timeout_s} s and {START_LIMIT_S} s for their start",
+                    f"gave no answer within task.reward_timeout_s={self._timeout_s} s and {START_LIMIT_S} s "
+                    f"for their start",
                     "make the task's module import and its construction quick.",
                 ) from None
 
@@ -233,7 +252,8 @@ class ProcessPool:
             answer = await asyncio.wrap_future(future)
         except TimeoutError:
             return Outcome(
-                failure=f"did not return within {self._timeout_s} s (task.reward_timeout_s); its process was ended"
+                failure=f"did not return within {self._timeout_s} s (task.reward_timeout_s); its process was "
+                f"ended"
             )
         except ProcessExpired as error:
             return Outcome(failure=f"ended its process (exit code {error.exitcode})")

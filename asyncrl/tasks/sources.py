@@ -22,7 +22,9 @@ from asyncrl.tasks.task import Item, Rows
 
 
 def read_files(paths: Sequence[str]) -> Rows:
-    """The rows of all files, in order. Raises ConfigError for a file that is missing, empty, broken or of another kind."""
+    """The rows of all files, in order. Raises ConfigError for a file that is missing, empty, broken or of
+    another kind.
+    """
     rows: list[Mapping[str, Any]] = []
     places: list[str] = []
     for path in map(Path, paths):
@@ -87,13 +89,16 @@ def _read_parquet(path: Path) -> list[tuple[str, Mapping[str, Any]]]:
     return [(f"{path} row {number}", row) for number, row in enumerate(table.to_pylist())]
 
 
-# Prompts from the Hugging Face `datasets` library: a hub id or a folder. Knows rows and columns; knows no rewards.
+# Prompts from the Hugging Face `datasets` library: a hub id or a folder. Knows rows and columns; knows no
+# rewards.
 
 
 def read_dataset(name: str, split: str, settings: Mapping[str, Any]) -> Rows:
-    """The rows of one split; `settings` go to `datasets.load_dataset` as they are (`name` of a subset, `revision`, ...).
+    """The rows of one split; `settings` go to `datasets.load_dataset` as they are (`name` of a subset,
+    `revision`, ...).
 
-    A folder may be one that `save_to_disk` wrote, or one with data files. Raises ConfigError if it cannot be read.
+    A folder may be one that `save_to_disk` wrote, or one with data files. Raises ConfigError if it cannot be
+    read.
     """
     import datasets
 
@@ -106,7 +111,8 @@ def read_dataset(name: str, split: str, settings: Mapping[str, Any]) -> Rows:
     except (datasets.exceptions.DatasetsError, OSError, ValueError, TypeError, RuntimeError) as error:
         raise ConfigError(
             f"{shown} cannot be loaded: {type(error).__name__}: {error}",
-            way_out="check the hub id or folder, task.split, the subset (task.args: {name: ...}) and the network.",
+            way_out="check the hub id or folder, task.split, the subset (task.args: {name: ...}) and the "
+            "network.",
         ) from error
     if isinstance(found, Mapping):
         if split not in found:
@@ -124,8 +130,9 @@ def read_dataset(name: str, split: str, settings: Mapping[str, Any]) -> Rows:
 class GymTask:
     """The reasoning-gym task `name` with `size` prompts; scored by that task's own score_answer.
 
-    What is scored is what stands in the last <answer> tags (by the library's own extraction), or the whole completion
-    where there are none. Many tasks give part of the reward to an answer with words around it, as that library has it.
+    What is scored is what stands in the last <answer> tags (by the library's own extraction), or the whole
+    completion where there are none. Many tasks give part of the reward to an answer with words around it, as
+    that library has it.
     """
 
     def __init__(self, name: str, *, size: int, seed: int, settings: Mapping[str, Any]) -> None:
@@ -163,7 +170,9 @@ class GymTask:
         return len(self._dataset)
 
     def prompt(self, index: int) -> Item:
-        """Question of entry `index`; its answer is {"answer", "metadata"}, for the metadata of many tasks hold the answer too."""
+        """Question of entry `index`; its answer is {"answer", "metadata"}, for the metadata of many tasks
+        hold the answer too.
+        """
         entry = self._dataset[index]
         return Item(entry["question"], answer={"answer": entry["answer"], "metadata": entry["metadata"]})
 
@@ -183,10 +192,13 @@ def not_installed(name: str, package: str) -> ConfigError:
     )
 
 
-# The `math` reward: is the completion's final answer the reference answer, as mathematics? (math-verify decides.)
+# The `math` reward: is the completion's final answer the reference answer, as mathematics? (math-verify
+# decides.)
 #
-# https://github.com/huggingface/Math-Verify. Its own time limits are signals, which work in the main thread alone, so they are
-# off and the scorer's limit counts. A model may write 9^(9^9), whose evaluation would hold the interpreter for hours: that is
+# https://github.com/huggingface/Math-Verify. Its own time limits are signals, which work in the main thread
+# alone, so they are
+# off and the scorer's limit counts. A model may write 9^(9^9), whose evaluation would hold the interpreter
+# for hours: that is
 # why `math` runs in processes unless task.reward_pool says otherwise.
 
 
@@ -212,7 +224,8 @@ def math_reward(prompt: Prompt, completion: str, answer: Any) -> float:
 def _gold(answer: str) -> tuple[Any, ...]:
     """The reference answer, parsed: what stands after ####, if that is there (as in GSM8K), else all of it.
 
-    Bare LaTeX is put into dollars, without which math-verify sees the first number in it alone; a sentence is not.
+    Bare LaTeX is put into dollars, without which math-verify sees the first number in it alone; a sentence is
+    not.
     """
     from math_verify import parse
 

@@ -1,4 +1,6 @@
-"""One call of a score function, whatever it does: a number, or words for what went wrong. Knows no pool and no config."""
+"""One call of a score function, whatever it does: a number, or words for what went wrong. Knows no pool and
+no config.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 """Of chat messages, as the gateway takes them too."""
 
 Score = Callable[[Prompt, str], float | Awaitable[float]]
-"""Reward of a completion's text. Pure: from the prompt and the text alone, whatever thread or process it runs in."""
+"""Reward of a completion's text. Pure: from the prompt and the text alone, whatever thread or process it runs
+in.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +50,15 @@ class Task(Protocol):
         ...
 
     def prompt(self, index: int) -> str | Item:
-        """The prompt at `index` (0 .. len - 1), the same one each time it is asked for. A text is an Item of that text."""
+        """The prompt at `index` (0 .. len - 1), the same one each time it is asked for. A text is an Item of
+        that text.
+        """
         ...
 
     def score(self, prompt: Prompt, completion: str) -> float | Awaitable[float]:
-        """Reward of a completion of `prompt`; may be `async def`. An exception is a failed rollout, not a reward of 0."""
+        """Reward of a completion of `prompt`; may be `async def`. An exception is a failed rollout, not a
+        reward of 0.
+        """
         ...
 
 
@@ -74,9 +82,11 @@ def as_messages(content: object, where: str) -> tuple[Mapping[str, str], ...]:
             raise _not_a_prompt(where, f"message {number} is {used!r:.160}")
         if used["role"] not in ROLES:
             raise ConfigError(
-                f"{where} is no prompt: message {number} has the role {used['role']!r:.80}", rule=f"roles are {', '.join(ROLES)}",
-                way_out="correct the role: most chat templates write any word, and the model then reads one that it was never taught.",
-            )  # fmt: skip
+                f"{where} is no prompt: message {number} has the role {used['role']!r:.80}",
+                rule=f"roles are {', '.join(ROLES)}",
+                way_out="correct the role: most chat templates write any word, and the model then reads one "
+                "that it was never taught.",
+            )
         messages.append(used)
     return tuple(messages)
 
@@ -84,7 +94,8 @@ def as_messages(content: object, where: str) -> tuple[Mapping[str, str], ...]:
 def _not_a_prompt(where: str, found: str) -> ConfigError:
     return ConfigError(
         f"{where} is no prompt: {found}",
-        rule="a prompt is a text that is not empty, or a list of chat messages with a text as `role` and as `content`",
+        rule="a prompt is a text that is not empty, or a list of chat messages with a text as `role` and as "
+        "`content`",
         way_out="correct it, or name the right column as task.prompt_column.",
     )
 
@@ -106,7 +117,8 @@ class Rows:
 
 
 class RowTask:
-    """A task out of rows: one column is the prompt, one may be the answer, the others are `info`; `score` is a function.
+    """A task out of rows: one column is the prompt, one may be the answer, the others are `info`; `score` is
+    a function.
 
     Every row is looked at when the task is built, so that a bad one ends the run before it has started.
     """
@@ -151,22 +163,28 @@ class RowTask:
 
 
 LARGEST_REWARD = 1e18
-"""The mean, the square and the sum of many such are finite in float32. The gateway asks the same of what harnesses say."""
+"""The mean, the square and the sum of many such are finite in float32. The gateway asks the same of what
+harnesses say.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a call of a score function came to: a finite `reward`, or `failure` in words. Plain values: fit to cross a process."""
+    """What a call of a score function came to: a finite `reward`, or `failure` in words. Plain values: fit to
+    cross a process.
+    """
 
     reward: float = math.nan
     failure: str = ""
 
 
 class caught:  # noqa: N801  reads like contextlib.suppress
-    """Keeps an exception of the user's code in `failure`, in words, and goes on. Cancellation of whoever runs it, and Ctrl-C, pass.
+    """Keeps an exception of the user's code in `failure`, in words, and goes on. Cancellation of whoever runs
+    it, and Ctrl-C, pass.
 
-    This is the rollout boundary of rewards: what the user's code raises is data about one rollout. So is the CancelledError of
-    something that it awaited and somebody else cancelled: a task that ends with that one is forgotten in silence.
+    This is the rollout boundary of rewards: what the user's code raises is data about one rollout. So is the
+    CancelledError of something that it awaited and somebody else cancelled: a task that ends with that one is
+    forgotten in silence.
     """
 
     def __init__(self) -> None:
@@ -190,7 +208,9 @@ class caught:  # noqa: N801  reads like contextlib.suppress
 
 
 def _is_being_cancelled() -> bool:
-    """Whether somebody cancels the task that this runs in. False where none runs: in a thread, or outside of a loop."""
+    """Whether somebody cancels the task that this runs in. False where none runs: in a thread, or outside of
+    a loop.
+    """
     try:
         task = asyncio.current_task()
     except RuntimeError:  # no loop runs in this thread
@@ -214,7 +234,9 @@ async def call_async(value: Awaitable[Any]) -> Outcome:
 
 
 def as_outcome(value: object) -> Outcome:
-    """A number as a reward: int, float, bool, numpy's, or an array or tensor with one element. All else is a failure."""
+    """A number as a reward: int, float, bool, numpy's, or an array or tensor with one element. All else is a
+    failure.
+    """
     number = value
     if (
         hasattr(number, "item")

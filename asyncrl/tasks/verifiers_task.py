@@ -1,4 +1,5 @@
-"""The tasks of a verifiers environment as prompts. Knows what a task of that library looks like; does not load one, runs and scores none.
+"""The tasks of a verifiers environment as prompts. Knows what a task of that library looks like; does not
+load one, runs and scores none.
 
 https://github.com/PrimeIntellect-ai/verifiers
 """
@@ -21,12 +22,14 @@ INFO_KEY = "verifiers"
 class VerifiersTask:
     """The tasks of `taskset` in its own order; of one without an end the first `size`.
 
-    All are read when this is built, so that a bad one ends the run before it has started. The messages of a prompt are for those who
-    look at it: the environment makes its own from the same data.
+    All are read when this is built, so that a bad one ends the run before it has started. The messages of a
+    prompt are for those who look at it: the environment makes its own from the same data.
     """
 
     def __init__(self, taskset: Any, *, size: int) -> None:
-        """Raises ConfigError if a task cannot be made, or cannot be sent to a worker and built again there."""
+        """Raises ConfigError if a task cannot be made, or cannot be sent to a worker and built again
+        there.
+        """
         self._name = type(taskset).__name__
         hidden = [
             name

@@ -1,4 +1,5 @@
-"""A fake engine server, for the virtual clock: it stands at the far end of the HTTP calls, under the real client code.
+"""A fake engine server, for the virtual clock: it stands at the far end of the HTTP calls, under the real
+client code.
 
 Its tokens depend on weights, seed, position and the ids before alone, like a deterministic engine's.
 """
@@ -41,10 +42,12 @@ __all__ = ["END_TOKEN", "FakeEngineServer"]
 class FakeEngineServer(Caller):
     """An engine server with slots, latency and versions, reached as if over HTTP.
 
-    Life:       a request queues -> holds one of `slots` -> draws a token every `decode_s` -> END_TOKEN, max_tokens or
+    Life:       a request queues -> holds one of `slots` -> draws a token every `decode_s` -> END_TOKEN,
+    max_tokens or
                 abort. A commit closes the gate, ends or keeps what runs, swaps for `swap_s`, opens the gate.
                 It may sleep part by part; what comes meanwhile queues until it can serve again.
-    Knobs:      `refuse` (a reason answers 400), `corrupt_digest`, `mangle` (changes an answer), `mangle_chunk`, `chunk_tokens`
+    Knobs:      `refuse` (a reason answers 400), `corrupt_digest`, `mangle` (changes an answer),
+    `mangle_chunk`, `chunk_tokens`
                 (a streamed chunk has so many), `parts` (its memory), die(), freeze(), restart().
     """
 
@@ -400,13 +403,15 @@ class FakeRun:
         return spans
 
 
-# Which parts of a fake engine server are awake, and the pushes that fill its weights. Knows no request that samples.
+# Which parts of a fake engine server are awake, and the pushes that fill its weights. Knows no request that
+# samples.
 
 
 class FakeParts:
     """Parts of `part_bytes` each, asleep or awake.
 
-    Life:       awake -> sleep() -> asleep -> wake() -> awake, weights without content until restored, or until take_push()
+    Life:       awake -> sleep() -> asleep -> wake() -> awake, weights without content until restored, or
+    until take_push()
                 has found a whole push.
     Knobs:      `fail_wake` (a reason answers 507: no memory).
     """

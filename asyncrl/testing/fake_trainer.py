@@ -1,4 +1,6 @@
-"""A fake trainer worker and its processes, for the virtual clock: it stands at the far end of the calls, under the real client."""
+"""A fake trainer worker and its processes, for the virtual clock: it stands at the far end of the calls,
+under the real client.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ from asyncrl.messages.trainer_calls import (
 from asyncrl.testing.fake_engine import FakeEngineServer
 from asyncrl.waits import TimeLimit
 
-# The process of a fake server, for a supervisor on the virtual clock: it ends, hangs and comes up as it is told.
+# The process of a fake server, for a supervisor on the virtual clock: it ends, hangs and comes up as it is
+# told.
 
 
 class Mortal(Protocol):
@@ -44,7 +47,8 @@ ServerT = TypeVar("ServerT", bound=Mortal)
 class FakeProcess(Generic[ServerT]):
     """A Restartable over a fake server; a new process answers `start_s` seconds after it was started.
 
-    Knobs:      `fails_to_start` (so many of the next processes end instead of coming up), `reap_s` (the kernel tells of a death
+    Knobs:      `fails_to_start` (so many of the next processes end instead of coming up), `reap_s` (the
+    kernel tells of a death
                 so long after the connections broke).
     """
 
@@ -106,11 +110,13 @@ class FakeEngineProcess(FakeProcess[FakeEngineServer]):
 
 
 class FakeTrainerServer(Caller):
-    """Rank 0 of a trainer: one call at a time, and a step takes `train_s`. A death breaks its connections; frozen, it keeps them.
+    """Rank 0 of a trainer: one call at a time, and a step takes `train_s`. A death breaks its connections;
+    frozen, it keeps them.
 
-    Its weights are the list `weights` of what it was trained on: a name for each batch. Saved states are kept in `states` by path,
-    as a disk would. `dies_at` (a path): the process ends when that call comes; `dies_after`: when it is done, before the answer.
-    `refuse` (a reason): the next call of a kind is refused. A rank that a step waits for and that is dead makes the step hang.
+    Its weights are the list `weights` of what it was trained on: a name for each batch. Saved states are kept
+    in `states` by path, as a disk would. `dies_at` (a path): the process ends when that call comes;
+    `dies_after`: when it is done, before the answer. `refuse` (a reason): the next call of a kind is refused.
+    A rank that a step waits for and that is dead makes the step hang.
     """
 
     def __init__(

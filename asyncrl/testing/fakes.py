@@ -1,4 +1,6 @@
-"""A fake for every Protocol of types, with behaviour, for the virtual clock. Knows no room and runs no process."""
+"""A fake for every Protocol of types, with behaviour, for the virtual clock. Knows no room and runs no
+process.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,8 @@ __all__ = [
 class FakeEngine:
     """A SamplingEngine with a latency for each request and no servers: `tokens` z, under `policy_version`.
 
-    `latency_s(request)` seconds after it was sent, a request is answered; `tokens(request)` says with how many.
+    `latency_s(request)` seconds after it was sent, a request is answered; `tokens(request)` says with how
+    many.
     """
 
     def __init__(
@@ -63,7 +66,9 @@ class FakeEngine:
         on_segment: Callable[[PartialCompletion], None] | None = None,
         on_tokens: Callable[[Sequence[int]], None] | None = None,
     ) -> Completion:
-        """Sleep, then answer. `partial` is noted in `resumed`; nothing interrupts, so `on_segment` is never told."""
+        """Sleep, then answer. `partial` is noted in `resumed`; nothing interrupts, so `on_segment` is never
+        told.
+        """
         del on_segment
         self.requests.append(request)
         if partial is not None:
@@ -86,7 +91,9 @@ class FakeEngine:
 
 
 class FakeTokenizer:
-    """A ChatTokenizer with one token a character: its code point; the prompts' contents one after the other."""
+    """A ChatTokenizer with one token a character: its code point; the prompts' contents one after the
+    other.
+    """
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
         """Code points of all contents."""
@@ -159,7 +166,9 @@ class FakeSink:
 
 
 class FakeScorer:
-    """A Scorer that answers `reward(prompt, completion)` after `latency_s`; a text instead of a number is a failure."""
+    """A Scorer that answers `reward(prompt, completion)` after `latency_s`; a text instead of a number is a
+    failure.
+    """
 
     def __init__(
         self,
@@ -183,8 +192,8 @@ class FakeScorer:
 class FakeTrainer:
     """A WeightSource, and the train() of a trainer's client: a step takes `train_s`, an export `export_s`.
 
-    Like the worker it does one thing at a time: an export waits for the step that runs. The digest of a version
-    is `w{version}`, or always `w0` if `is_frozen` (a publish of the same weights).
+    Like the worker it does one thing at a time: an export waits for the step that runs. The digest of a
+    version is `w{version}`, or always `w0` if `is_frozen` (a publish of the same weights).
     """
 
     def __init__(

@@ -1,4 +1,6 @@
-"""A journal in memory, with the journal's methods and its rules about groups and batches. For tests of other rooms; runs no thread."""
+"""A journal in memory, with the journal's methods and its rules about groups and batches. For tests of other
+rooms; runs no thread.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,11 @@ from asyncrl.messages.records import Batch, GroupId, PartialCompletion, Prompt, 
 
 
 class MemoryJournal:
-    """Keeps what it is told: `events` in order as (method without _nowait, its arguments ...), and `states` of groups.
+    """Keeps what it is told: `events` in order as (method without _nowait, its arguments ...), and `states`
+    of groups.
 
-    `hold()` makes batch_taken wait until `go()`, like a slow disk; `fail(error)` makes every later call raise it, like a full one.
+    `hold()` makes batch_taken wait until `go()`, like a slow disk; `fail(error)` makes every later call raise
+    it, like a full one.
     """
 
     name = "journal"
@@ -107,7 +111,8 @@ class MemoryJournal:
         for group_id in group_ids:
             if self.states.get(group_id) != "ready":
                 raise JournalError(
-                    f"batch {batch.version} cannot be taken: group {group_id} is {self.states.get(group_id, 'unknown')}"
+                    f"batch {batch.version} cannot be taken: group {group_id} is "
+                    f"{self.states.get(group_id, 'unknown')}"
                 )
         self._note("batch_taken", batch)
         self.batches[batch.version] = batch

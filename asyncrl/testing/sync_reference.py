@@ -1,7 +1,9 @@
-"""The plain synchronous RL loop: sample, score, train, load the new weights, again. Knows no buffer, no servers, no HTTP.
+"""The plain synchronous RL loop: sample, score, train, load the new weights, again. Knows no buffer, no
+servers, no HTTP.
 
-It is what a run with max_staleness=0 must equal bit for bit, so it shares no code with the rooms it is compared to:
-every part is handed in, and everything happens one after the other in the order in which it is written here.
+It is what a run with max_staleness=0 must equal bit for bit, so it shares no code with the rooms it is
+compared to: every part is handed in, and everything happens one after the other in the order in which it is
+written here.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ class SyncParts:
     derive_seed: Callable[[str, int], int]
     """Seed of one sample, from (prompt_id, sample_index)."""
     generate: Callable[[Sequence[tuple[Sequence[int], int]]], Sequence[Completion]]
-    """Sample a completion for each (prompt token ids, seed) of a step with the weights that were loaded last. One by one or as a
-    batch: a deterministic engine gives the same tokens either way."""
+    """Sample a completion for each (prompt token ids, seed) of a step with the weights that were loaded last.
+    One by one or as a batch: a deterministic engine gives the same tokens either way."""
     decode: Callable[[Sequence[int]], str]
     """Text of a completion's token ids."""
     score: Callable[[Prompt, str], float]
@@ -67,7 +69,8 @@ class SyncStep:
 def sync_reference(
     parts: SyncParts, *, num_groups: int, group_size: int, num_steps: int
 ) -> Iterator[SyncStep]:
-    """Take `num_steps` optimizer steps, each on `num_groups` prompts with `group_size` samples; yield each step.
+    """Take `num_steps` optimizer steps, each on `num_groups` prompts with `group_size` samples; yield each
+    step.
 
     Nothing is retried and nothing is caught: a part that raises ends the loop.
     """

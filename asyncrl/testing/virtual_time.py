@@ -1,10 +1,11 @@
-"""An asyncio event loop whose clock jumps to the next timer. For fakes only: it knows no threads, no sockets, no processes.
+"""An asyncio event loop whose clock jumps to the next timer. For fakes only: it knows no threads, no sockets,
+no processes.
 
-run_virtual(story())     runs a coroutine; `asyncio.sleep(3600)` takes no time, and the same story always plays the same way
-await all_blocked()      lets everybody else go on until nobody can; no virtual time passes
-stand_still(10.0)        the loop does nothing for 10 s, as a process that was stopped: timers of that time all come due at its end
-DeadlockError            nobody can move and no timer is left: says which task waits in which function
-BusyLoopError            somebody runs for ever without letting the clock go on
+run_virtual(story())     runs a coroutine; `asyncio.sleep(3600)` takes no time, and the same story always
+plays the same way await all_blocked()      lets everybody else go on until nobody can; no virtual time passes
+stand_still(10.0)        the loop does nothing for 10 s, as a process that was stopped: timers of that time
+all come due at its end DeadlockError            nobody can move and no timer is left: says which task waits
+in which function BusyLoopError            somebody runs for ever without letting the clock go on
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ _MAX_NAMED = 20
 
 
 class DeadlockError(Exception):
-    """Nothing can happen any more. `blocked` holds (task name, function it waits in), `now_s` the virtual time."""
+    """Nothing can happen any more. `blocked` holds (task name, function it waits in), `now_s` the virtual
+    time.
+    """
 
     def __init__(self, now_s: float, blocked: list[tuple[str, str]]) -> None:
         self.now_s, self.blocked = now_s, blocked
@@ -38,7 +41,8 @@ class BusyLoopError(Exception):
     def __init__(self, now_s: float, num_rounds: int, running: list[tuple[str, str]]) -> None:
         self.now_s, self.num_rounds, self.running = now_s, num_rounds, running
         super().__init__(
-            f"time stands still at t={now_s} s after {num_rounds} rounds of the loop: {_sentence(running, 'is')}"
+            f"time stands still at t={now_s} s after {num_rounds} rounds of the loop: "
+            f"{_sentence(running, 'is')}"
         )
 
 
@@ -48,8 +52,8 @@ def run_virtual(
     """Run `coro` on a virtual clock that starts at `start_s` seconds, and return its result.
 
     Tasks that are left over are cancelled, and the loop is closed. Raises DeadlockError when nothing can
-    happen any more, BusyLoopError after `max_rounds` rounds of the loop at one instant, and the error of a callback
-    or of a task that nobody awaited, which asyncio would only log.
+    happen any more, BusyLoopError after `max_rounds` rounds of the loop at one instant, and the error of a
+    callback or of a task that nobody awaited, which asyncio would only log.
     """
     loop = VirtualTimeLoop(start_s, max_rounds)
     runner = asyncio.Runner(loop_factory=lambda: loop)
@@ -77,7 +81,9 @@ async def all_blocked() -> None:
 
 
 def stand_still(seconds: float) -> None:
-    """Let virtual time pass in which nobody runs, not even who has a timer. Raises RuntimeError outside run_virtual."""
+    """Let virtual time pass in which nobody runs, not even who has a timer. Raises RuntimeError outside
+    run_virtual.
+    """
     _virtual_loop("stand_still").stand_still(seconds)
 
 
@@ -91,11 +97,15 @@ def _virtual_loop(asked: str) -> VirtualTimeLoop:
 
 
 class VirtualTimeLoop(asyncio.BaseEventLoop):
-    """The loop behind run_virtual. It is its own selector: where another loop sleeps, this one sets its clock.
+    """The loop behind run_virtual. It is its own selector: where another loop sleeps, this one sets its
+    clock.
 
-    Waits:      tasks sleep in futures and timers as ever. select(), called whenever the loop has run its ready
-                callbacks, wakes those in all_blocked first, else jumps to the next timer, else raises DeadlockError.
-    Invariant:  the clock moves only while nothing is ready, and only to the time of the next timer; stand_still() aside.
+    Waits:      tasks sleep in futures and timers as ever. select(), called whenever the loop has run its
+    ready
+                callbacks, wakes those in all_blocked first, else jumps to the next timer, else raises
+                DeadlockError.
+    Invariant:  the clock moves only while nothing is ready, and only to the time of the next timer;
+    stand_still() aside.
     """
 
     def __init__(self, start_s: float, max_rounds: int) -> None:
@@ -125,7 +135,9 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         self._set_clock(self._now_s + seconds)
 
     def select(self, timeout: float | None) -> list[Any]:
-        """Called by the loop once a round; `timeout` is 0 if callbacks are ready or due, None if there is no timer."""
+        """Called by the loop once a round; `timeout` is 0 if callbacks are ready or due, None if there is no
+        timer.
+        """
         self._rounds += 1
         if self._rounds > self._max_rounds:
             self._rounds = 0
@@ -142,7 +154,8 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
     def run_in_executor(self, executor: Any, func: Any, *args: Any) -> NoReturn:  # type: ignore[override]
         """Refused: a thread knows nothing of the virtual clock."""
         raise RuntimeError(
-            f"{getattr(func, '__qualname__', func)} would run in a thread; the virtual clock knows no threads, give the test a fake"
+            f"{getattr(func, '__qualname__', func)} would run in a thread; the virtual clock knows no "
+            f"threads, give the test a fake"
         )
 
     def _wake_all_blocked(self) -> bool:

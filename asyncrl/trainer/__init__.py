@@ -1,1 +1,3 @@
-"""Client and worker of the optimizer steps. Knows tensors and batches; knows no engine, no prompt's meaning."""
+"""Client and worker of the optimizer steps. Knows tensors and batches; knows no engine, no prompt's
+meaning.
+"""

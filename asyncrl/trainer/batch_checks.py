@@ -1,7 +1,8 @@
 """Checks a batch before anything is computed from it. Knows arrays and ages; knows no torch and no weights.
 
-Invariant: no token sampled before header.min_version carries loss. loss_tokens guarantees it here, whatever the
-buffer did before: such a token gets weight 0 where the batch allows it (mask_older), or the batch is refused.
+Invariant: no token sampled before header.min_version carries loss. loss_tokens guarantees it here, whatever
+the buffer did before: such a token gets weight 0 where the batch allows it (mask_older), or the batch is
+refused.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ LOGPROB_SLACK = 1e-3
 
 
 def check_batch(header: BatchHeader, arrays: BatchArrays, policy_version: int, vocab_size: int) -> None:
-    """Refuse (409) a batch for another version, and (422) one whose parts do not fit together; says which and where."""
+    """Refuse (409) a batch for another version, and (422) one whose parts do not fit together; says which and
+    where.
+    """
     if header.version != policy_version:
         raise Refused(
             409,
@@ -70,16 +73,20 @@ def check_batch(header: BatchHeader, arrays: BatchArrays, policy_version: int, v
 
 
 def loss_tokens(header: BatchHeader, arrays: BatchArrays) -> BoolN:
-    """The tokens that carry loss, bool [N]. Refuses (409) an old token if the batch does not allow masking, and an empty batch."""
+    """The tokens that carry loss, bool [N]. Refuses (409) an old token if the batch does not allow masking,
+    and an empty batch.
+    """
     old = arrays.loss_mask & (arrays.versions < header.min_version)
     if old.any() and not header.mask_older:
         worst = int(np.flatnonzero(old)[np.argmin(arrays.versions[old])])
         raise Refused(
             409,
-            f"a token of {_name(header, worst)} was sampled at version {arrays.versions[worst]}, and {int(old.sum())} tokens "
+            f"a token of {_name(header, worst)} was sampled at version {arrays.versions[worst]}, and "
+            f"{int(old.sum())} tokens "
             f"are older than min_version {header.min_version} in batch {header.version}",
             rule="no token older than version - buffer.max_staleness may be trained on",
-            way_out="this is a fault of the buffer, please report it; buffer.on_overdue=mask gives such tokens no weight.",
+            way_out="this is a fault of the buffer, please report it; buffer.on_overdue=mask gives such "
+            "tokens no weight.",
         )
     kept = arrays.loss_mask & ~old
     if not kept.any():
@@ -95,8 +102,12 @@ def loss_tokens(header: BatchHeader, arrays: BatchArrays) -> BoolN:
 
 def _check_arrays(arrays: BatchArrays) -> None:
     expected = {
-        "token_ids": np.int32, "loss_mask": np.bool_, "behaviour_logprobs": np.float32, "versions": np.int32, "engines": np.int16,
-    }  # fmt: skip
+        "token_ids": np.int32,
+        "loss_mask": np.bool_,
+        "behaviour_logprobs": np.float32,
+        "versions": np.int32,
+        "engines": np.int16,
+    }
     for name, dtype in expected.items():
         array = getattr(arrays, name)
         if array.dtype != dtype or array.shape != (len(arrays.token_ids),):
@@ -107,7 +118,9 @@ def _check_arrays(arrays: BatchArrays) -> None:
 
 
 def _check_structure(header: BatchHeader, num_tokens: int) -> None:
-    """Trajectories follow each other without gaps, group after group, in a group by sample and branch, each once."""
+    """Trajectories follow each other without gaps, group after group, in a group by sample and branch, each
+    once.
+    """
     end, group_ids, before = 0, list[int](), (-1, 0)
     for trajectory in header.trajectories:
         name = trajectory_name(trajectory)
@@ -138,7 +151,8 @@ def _check_structure(header: BatchHeader, num_tokens: int) -> None:
         before, end = place, trajectory.end
     if end != num_tokens or not header.trajectories or len(set(group_ids)) != len(group_ids):
         _refuse(
-            f"{len(header.trajectories)} trajectories of groups {group_ids} cover {end} of {num_tokens} tokens",
+            f"{len(header.trajectories)} trajectories of groups {group_ids} cover {end} of {num_tokens} "
+            f"tokens",
             "they cover every token, each group once",
         )
 
@@ -162,10 +176,13 @@ def _refuse(error: str, rule: str) -> None:
     raise wrong_batch(error, rule)
 
 
-# What one sample of the advantage is: a rollout, or the part of it that earned a reward of its own. Knows no loss and no weights.
+# What one sample of the advantage is: a rollout, or the part of it that earned a reward of its own. Knows no
+# loss and no weights.
 #
-# A rollout without credits is one unit, all its branches together. With credits each of its unit numbers is one, wherever the tokens
-# lie. Units are numbered in the order in which a batch first names them, so that in a batch of single-branch rollouts without
+# A rollout without credits is one unit, all its branches together. With credits each of its unit numbers is
+# one, wherever the tokens
+# lie. Units are numbered in the order in which a batch first names them, so that in a batch of single-branch
+# rollouts without
 # credits unit b is trajectory b.
 
 
@@ -174,7 +191,9 @@ IntN = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Units:
-    """`rewards` and `groups` (group_index) of the B units; `unit_N` int64 [N]: that of each token, -1 where no credit says one."""
+    """`rewards` and `groups` (group_index) of the B units; `unit_N` int64 [N]: that of each token, -1 where
+    no credit says one.
+    """
 
     rewards: list[float]
     groups: list[int]
@@ -208,7 +227,9 @@ def find_units(header: BatchHeader, num_tokens: int) -> Units:
 
 
 def check_units(header: BatchHeader, loss_mask: BoolN) -> None:
-    """Refuse (422) rollouts whose branches or credits do not add up to samples; trajectories lie where the header says."""
+    """Refuse (422) rollouts whose branches or credits do not add up to samples; trajectories lie where the
+    header says.
+    """
     for _, branches in groupby(
         header.trajectories, key=lambda entry: (entry.group_index, entry.sample_index)
     ):
@@ -236,7 +257,8 @@ def _check_rollout(branches: list[TrajectoryHeader], loss_mask: BoolN) -> None:
             known = rewards_of.setdefault(credit.unit, credit.reward)
             if not np.isfinite(credit.reward) or known != credit.reward:
                 raise wrong_batch(
-                    f"unit {credit.unit} of {trajectory_name(first)} has reward {credit.reward}, the first that is told is {known}",
+                    f"unit {credit.unit} of {trajectory_name(first)} has reward {credit.reward}, the first "
+                    f"that is told is {known}",
                     "a unit of a rollout has one reward, a finite one",
                 )
 
@@ -247,7 +269,8 @@ def _check_coverage(entry: TrajectoryHeader, loss_mask: BoolN) -> None:
     for credit in entry.credits:
         if not 0 <= credit.start < credit.end <= len(loss_mask) or credit.unit < 0:
             raise wrong_batch(
-                f"{trajectory_name(entry)} has a credit for tokens [{credit.start}, {credit.end}) of {len(loss_mask)}, unit {credit.unit}",
+                f"{trajectory_name(entry)} has a credit for tokens [{credit.start}, {credit.end}) of "
+                f"{len(loss_mask)}, unit {credit.unit}",
                 "a credit is for at least one token of its trajectory, its unit 0 or more",
             )
         edges[credit.start] += 1
@@ -256,7 +279,8 @@ def _check_coverage(entry: TrajectoryHeader, loss_mask: BoolN) -> None:
     wrong = np.flatnonzero(loss_mask & (times != 1))
     if len(wrong):
         raise wrong_batch(
-            f"token {wrong[0]} of {trajectory_name(entry)} is in {times[wrong[0]]} credits ({len(wrong)} such)",
+            f"token {wrong[0]} of {trajectory_name(entry)} is in {times[wrong[0]]} credits ({len(wrong)} "
+            f"such)",
             "credits cover every loss token once",
         )
 

@@ -1,4 +1,6 @@
-"""How far engines and trainer are apart on tokens that both have from the same weights, engine by engine. Knows numbers alone."""
+"""How far engines and trainer are apart on tokens that both have from the same weights, engine by engine.
+Knows numbers alone.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,18 @@ Int16M = npt.NDArray[np.int16]
 GAP_WARNING = 0.05
 """Nats of mean logprob gap on fresh tokens from which the log warns."""
 MIN_ENGINE_TOKENS = 64
-"""Fresh tokens of one engine from which its own mean is judged: of fewer, one unlikely token can be most of it."""
+"""Fresh tokens of one engine from which its own mean is judged: of fewer, one unlikely token can be most of
+it.
+"""
 MOST_NAMED = 4
 """Engines that a message names beside the one that it is about."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """|current - behaviour| in nats over `num_tokens` >= 1 fresh tokens of engine number `engine`; None: of all together."""
+    """|current - behaviour| in nats over `num_tokens` >= 1 fresh tokens of engine number `engine`; None: of
+    all together.
+    """
 
     engine: int | None
     num_tokens: int
@@ -35,7 +41,9 @@ class Gap:
 
 
 def measure_gaps(current_M: Float32M, behaviour_M: Float32M, engine_M: Int16M) -> list[Gap]:
-    """That of all M fresh tokens, then of each engine that sampled some (-1: not known, and in the first alone); [] if M is 0."""
+    """That of all M fresh tokens, then of each engine that sampled some (-1: not known, and in the first
+    alone); [] if M is 0.
+    """
     if len(current_M) == 0:
         return []
     gap_M = np.abs(current_M.astype(np.float64) - behaviour_M.astype(np.float64))
@@ -56,7 +64,9 @@ def gap_metrics(gaps: Sequence[Gap]) -> dict[str, float]:
 
 
 def worst_gap(gaps: Sequence[Gap], limit: float) -> Gap | None:
-    """The largest mean that is above `limit`, one engine's rather than that of all where both are the same. NaN is above nothing."""
+    """The largest mean that is above `limit`, one engine's rather than that of all where both are the same.
+    NaN is above nothing.
+    """
     above = [gap for gap in gaps if gap.can_be_judged and gap.mean > limit]
     return max(above, key=lambda gap: (gap.mean, gap.engine is not None), default=None)
 

@@ -1,8 +1,9 @@
-"""Gives the memory under a storage up and takes it again, the storage staying where it is. Knows torch's storages and the kernel.
+"""Gives the memory under a storage up and takes it again, the storage staying where it is. Knows torch's
+storages and the kernel.
 
-On CUDA the storage is set to size 0, and its memory goes back to the device. On the CPU the kernel takes its whole pages and
-keeps their addresses (MADV_DONTNEED of https://man7.org/linux/man-pages/man2/madvise.2.html): what is taken reads as zeros, and
-the next write has a page again, a large one where the kernel has them.
+On CUDA the storage is set to size 0, and its memory goes back to the device. On the CPU the kernel takes its
+whole pages and keeps their addresses (MADV_DONTNEED of https://man7.org/linux/man-pages/man2/madvise.2.html):
+what is taken reads as zeros, and the next write has a page again, a large one where the kernel has them.
 """
 
 from __future__ import annotations
@@ -18,10 +19,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-# Tensors of the host side by side in one mapping, so that their memory comes and goes in large pages. Knows torch and the kernel.
+# Tensors of the host side by side in one mapping, so that their memory comes and goes in large pages. Knows
+# torch and the kernel.
 #
-# A page of 4 KiB costs the kernel several times what it costs to fill it; one of 2 MiB about half. It gives those only for whole ones
-# that hold nothing: tensors between others of an allocator's heap leave some page of each behind, and get small ones back.
+# A page of 4 KiB costs the kernel several times what it costs to fill it; one of 2 MiB about half. It gives
+# those only for whole ones
+# that hold nothing: tensors between others of an allocator's heap leave some page of each behind, and get
+# small ones back.
 
 
 LARGE_PAGE = 2**21
@@ -30,11 +34,13 @@ GROUP_BYTES = 2**26
 
 
 def gather(tensors: Iterable[Tensor], release: Callable[[], None] = lambda: None) -> int:
-    """Move those that can be moved into a mapping of their own; returns their bytes. Those that were moved before are left there.
+    """Move those that can be moved into a mapping of their own; returns their bytes. Those that were moved
+    before are left there.
 
-    `release` gives the kernel what an allocator keeps of the memory that they leave, group after group: else both would be there at once.
-    A tensor can be moved if nobody else looks at its storage: no view, no shard, no optimizer. Tied parameters are one tensor. Small ones
-    move too, since one of them that lies in a mapped model file keeps all of the file resident; single numbers stay.
+    `release` gives the kernel what an allocator keeps of the memory that they leave, group after group: else
+    both would be there at once. A tensor can be moved if nobody else looks at its storage: no view, no shard,
+    no optimizer. Tied parameters are one tensor. Small ones move too, since one of them that lies in a mapped
+    model file keeps all of the file resident; single numbers stay.
     """
     alone = list({id(tensor): tensor for tensor in tensors if _is_alone(tensor)}.values())
     group, size, num_bytes = list[Tensor](), 0, 0

@@ -1,8 +1,10 @@
-"""A TrainStep whose state can be moved off the device, and whose weights leave it in chunks: for a trainer that takes turns.
+"""A TrainStep whose state can be moved off the device, and whose weights leave it in chunks: for a trainer
+that takes turns.
 
-    weights     all that the model computes with: the policy's, buffers and adapters included, and the reference's
-    gradients   there only within a step; what is left is dropped
-    optimizer   AdamW's moments, and float32 master weights that are not the model's own: an export does not need them
+    weights     all that the model computes with: the policy's, buffers and adapters included, and the
+    reference's gradients   there only within a step; what is left is dropped
+    optimizer   AdamW's moments, and float32 master weights that are not the model's own: an export does not
+    need them
 
 Knows which tensors these are and what each request needs; how memory moves, it leaves to offload.py.
 """
@@ -42,7 +44,8 @@ CHUNK_FILE = "chunk.safetensors"
 
 
 class MovableStep(TrainStep):
-    """Life: as TrainStep's; between any two calls offload and onload, of any parts. What needs a part that is away is refused.
+    """Life: as TrainStep's; between any two calls offload and onload, of any parts. What needs a part that is
+    away is refused.
 
     Invariant:  a checkpoint is never refused: what is away is saved from where it lies, and stays there.
     """
@@ -69,7 +72,9 @@ class MovableStep(TrainStep):
         return self._offload.onload(parts)
 
     def release_copy(self) -> None:
-        """On the CPU the copy that a checkpoint was written from lies in the memory that offloading is to free."""
+        """On the CPU the copy that a checkpoint was written from lies in the memory that offloading is to
+        free.
+        """
         if self.offloaded and self.device.type == "cpu":
             self._state.drop_copy()
             trim()
@@ -141,14 +146,17 @@ class MovableStep(TrainStep):
         if version != self.policy_version:
             raise Refused(
                 409,
-                f"a chunk of version {version} was asked for while the trainer is at policy_version {self.policy_version}",
+                f"a chunk of version {version} was asked for while the trainer is at policy_version "
+                f"{self.policy_version}",
                 rule="the newest weights are exported, and a set of chunks is of one version",
                 way_out="begin again with chunk 0 of the newest version.",
             )
         return self._chunks.names(self._lazy_weights(), version, index)
 
     def export_chunk(self, index: int) -> ExportChunkResponse:
-        """On rank 0: write it, after chunk_names(); the canary goes with the last one. Raises OSError, or Refused as export()."""
+        """On rank 0: write it, after chunk_names(); the canary goes with the last one. Raises OSError, or
+        Refused as export().
+        """
         canary = self._canary() if self.is_last_chunk(index) else None
         answer = self._chunks.write(self._lazy_weights(), index)
         trim()  # what the allocator keeps of the gathered tensors would add up, chunk by chunk
@@ -176,12 +184,16 @@ class MovableStep(TrainStep):
         except OSError as error:
             raise ConfigError(
                 f"no {num_bytes} bytes on {self.device.type} that trainer and engines could share: {error}",
-                rule="in turns, weights go through memory that both sides open (CUDA IPC on a device, /dev/shm on the CPU)",
-                way_out="lower publisher.chunk_bytes if there is no room, else give trainer and engines devices of their own.",
+                rule="in turns, weights go through memory that both sides open (CUDA IPC on a device, "
+                "/dev/shm on the CPU)",
+                way_out="lower publisher.chunk_bytes if there is no room, else give trainer and engines "
+                "devices of their own.",
             ) from error
 
     def _lazy_weights(self) -> LazyWeights:
-        """As _merged_weights, in the order of an export, each weight that has an adapter merged only when it is asked for."""
+        """As _merged_weights, in the order of an export, each weight that has an adapter merged only when it
+        is asked for.
+        """
         if self._adapters is None:
             return LazyWeights(in_file_order(named_weights(self.policy.model)))
         weights, merges = self._adapters.merging()

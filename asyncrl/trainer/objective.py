@@ -1,7 +1,9 @@
-"""Turns logprobs into the loss of one optimizer step: advantages, surrogate, correction, KL, aggregation. Knows no model.
+"""Turns logprobs into the loss of one optimizer step: advantages, surrogate, correction, KL, aggregation.
+Knows no model.
 
-The functions are given by name (spec.ObjectiveSpec) and may be the user's: what they return is checked. The sum of what
-micro_loss returns over all micro-batches of an optimizer step is its loss, so their cut never changes the result.
+The functions are given by name (spec.ObjectiveSpec) and may be the user's: what they return is checked. The
+sum of what micro_loss returns over all micro-batches of an optimizer step is its loss, so their cut never
+changes the result.
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ BoolN = npt.NDArray[np.bool_]
 class BatchNumbers:
     """What is known of a batch before its first optimizer step; arrays over all its tokens [N].
 
-    `advantage_N`: that of the sample a token is part of. `proximal_N`: logprobs by the weights before the batch, `reference_N`: by the
-    initial weights; None where not needed.
+    `advantage_N`: that of the sample a token is part of. `proximal_N`: logprobs by the weights before the
+    batch, `reference_N`: by the initial weights; None where not needed.
     """
 
     header: BatchHeader
@@ -43,7 +45,9 @@ class BatchNumbers:
 
 @dataclass(frozen=True)
 class StepNumbers:
-    """What all micro-batches of one optimizer step share: weight_S multiplies each loss token of a trajectory, [S] in the header."""
+    """What all micro-batches of one optimizer step share: weight_S multiplies each loss token of a
+    trajectory, [S] in the header.
+    """
 
     num_loss_tokens: int
     weight_S: Float32N
@@ -51,7 +55,9 @@ class StepNumbers:
 
 
 class Objective:
-    """The functions of one run. Stateless beside them; `needs_proximal` says whether a pass before the first step must be made."""
+    """The functions of one run. Stateless beside them; `needs_proximal` says whether a pass before the first
+    step must be made.
+    """
 
     def __init__(self, spec: TrainerSpec) -> None:
         """Raises ConfigError if a function cannot be found, or not be called as it will be."""
@@ -75,7 +81,9 @@ class Objective:
 
     @property
     def needs_proximal(self) -> bool:
-        """A forward pass over the batch before its first step: where the logprobs of that step's own forward come too late."""
+        """A forward pass over the batch before its first step: where the logprobs of that step's own forward
+        come too late.
+        """
         is_used = self._objective.ratio == "proximal" or self._correction is not None
         is_recomputed = is_used and self.spec.steps_per_batch > 1 and self.settings.proximal == "recompute"
         is_penalised = self.needs_reference and self.settings.kl_in == "reward"
@@ -91,8 +99,8 @@ class Objective:
     ) -> Float32N:
         """float32 [N], from the rewards of the batch's units (B of them) with their penalties.
 
-        A unit's length is all its sampled tokens, in whichever turns and branches; its KL penalty is the sum over all its tokens that
-        carry loss.
+        A unit's length is all its sampled tokens, in whichever turns and branches; its KL penalty is the sum
+        over all its tokens that carry loss.
         """
         units = find_units(header, len(has_loss))
         reward_B = torch.tensor(units.rewards, dtype=torch.float32)
@@ -120,7 +128,8 @@ class Objective:
                         :500
                     ],
                     rule="the penalty of algorithm.kl_in=reward is finite",
-                    way_out="the weights give logprobs that are not finite: lower trainer.learning_rate and go on from a checkpoint.",
+                    way_out="the weights give logprobs that are not finite: lower trainer.learning_rate and "
+                    "go on from a checkpoint.",
                 )
         advantage_B = self._advantage(reward_B, group_B)
         if (
@@ -130,7 +139,8 @@ class Objective:
         ):
             raise Refused(
                 422,
-                f"algorithm.advantage={self._objective.advantage} returned {advantage_B} for rewards {reward_B.tolist()}",
+                f"algorithm.advantage={self._objective.advantage} returned {advantage_B} for rewards "
+                f"{reward_B.tolist()}",
                 rule="it returns a finite float32 tensor [B]",
                 way_out="correct the function, or set algorithm.advantage=grpo.",
             )
@@ -158,7 +168,9 @@ class Objective:
     def micro_loss(
         self, micro: MicroBatch, current_M: Tensor, batch: BatchNumbers, step: StepNumbers
     ) -> tuple[Tensor, dict[str, float]]:
-        """(share of the step's loss, scalar with gradient; sums of statistics over the micro-batch's tokens)."""
+        """(share of the step's loss, scalar with gradient; sums of statistics over the micro-batch's
+        tokens).
+        """
         device = current_M.device
 
         def over_tokens(values_N: npt.NDArray[Any]) -> Tensor:
@@ -236,8 +248,10 @@ class Objective:
         raise Refused(
             422,
             f"algorithm.loss={self._objective.surrogate} returned {answer!r}"[:500],
-            rule=f"it returns (the loss of each token: a tensor [{len(current_M)}] with gradient, dict of statistics: one number each)",
-            way_out="correct the function; docs/algorithms.md shows the signature, asyncrl/algorithms/losses.py some that fit.",
+            rule=f"it returns (the loss of each token: a tensor [{len(current_M)}] with gradient, dict of "
+            f"statistics: one number each)",
+            way_out="correct the function; docs/algorithms.md shows the signature, "
+            "asyncrl/algorithms/losses.py some that fit.",
         )
 
 

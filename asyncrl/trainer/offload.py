@@ -1,11 +1,14 @@
-"""Moves the memory of a trainer's tensors off its device and back. Knows tensors and ranks; what a part is for, it does not know.
+"""Moves the memory of a trainer's tensors off its device and back. Knows tensors and ranks; what a part is
+for, it does not know.
 
-What moves is the memory under the tensors and not the tensors: the bytes of a storage go elsewhere, and its memory is given up
-(parking.py, memory.py). Whatever points at it (a parameter and its tied twin, a view, FSDP's flat shard and the DTensor over it, an
-optimizer's key) stays what it is, is not to be read meanwhile, and has its content again once the storage has.
+What moves is the memory under the tensors and not the tensors: the bytes of a storage go elsewhere, and its
+memory is given up (parking.py, memory.py). Whatever points at it (a parameter and its tied twin, a view,
+FSDP's flat shard and the DTensor over it, an optimizer's key) stays what it is, is not to be read meanwhile,
+and has its content again once the storage has.
 
     on CUDA    into pinned host memory. What lies in host memory already (trainer.cpu_offload) stays there.
-    on the CPU into a file in the run directory. Memory goes by whole pages: what is smaller stays. Before a tensor goes for the
+    on the CPU into a file in the run directory. Memory goes by whole pages: what is smaller stays. Before a
+    tensor goes for the
                first time it moves into memory with others (arena.py), which comes back in large pages.
 
 Single numbers stay: they are not worth the copy, and a checkpoint reads the optimizer's step counts.
@@ -35,10 +38,12 @@ CANNOT_MOVE = (OSError, MemoryError, RuntimeError)
 
 
 class Offload:
-    """What of a trainer's state is away from its device. Made on all ranks; offload and onload are called on all of them at once.
+    """What of a trainer's state is away from its device. Made on all ranks; offload and onload are called on
+    all of them at once.
 
     Life:       here -> offload(parts) -> away -> onload(parts) -> here ...
-    Invariant:  a part is here on all ranks or away on all of them: a move that fails on one rank is taken back on the others.
+    Invariant:  a part is here on all ranks or away on all of them: a move that fails on one rank is taken
+    back on the others.
     """
 
     def __init__(
@@ -49,7 +54,9 @@ class Offload:
         tensors_of: Callable[[TrainerPart], Iterable[Tensor]],
         with_gradients: Callable[[], Iterable[Tensor]],
     ) -> None:
-        """`tensors_of` weights and of the optimizer, DTensors or not, each storage in one part only; on the device, or not to be moved."""
+        """`tensors_of` weights and of the optimizer, DTensors or not, each storage in one part only; on the
+        device, or not to be moved.
+        """
         self._ranks, self._device, self._folder = ranks, device, folder
         self._tensors_of, self._with_gradients = tensors_of, with_gradients
         self._memory = memory_of(device)
@@ -66,7 +73,9 @@ class Offload:
         return [part for part in PARTS if part in self.away]
 
     def offload(self, parts: Iterable[TrainerPart]) -> Moved:
-        """Move what is here of `parts`; gradients are dropped, the next backward pass makes new ones. Raises Refused."""
+        """Move what is here of `parts`; gradients are dropped, the next backward pass makes new ones. Raises
+        Refused.
+        """
         started, moving = time.perf_counter(), [part for part in PARTS if part in set(parts) - self.away]
         copied: dict[TrainerPart, list[Place]] = {}
 
@@ -126,7 +135,8 @@ class Offload:
         if missing:
             raise Refused(
                 409,
-                f"cannot {what}: {' and '.join(missing)} {'is' if missing == ['optimizer'] else 'are'} offloaded",
+                f"cannot {what}: {' and '.join(missing)} {'is' if missing == ['optimizer'] else 'are'} "
+                f"offloaded",
                 rule=f"it needs {' and '.join(parts)} on the trainer's device",
                 way_out=f"POST /onload with parts {missing} first.",
             )
@@ -199,7 +209,8 @@ def local_of(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-# The memory of one part of a trainer, and where its bytes lie while it is given up. Knows storages; knows no tensor and no rank.
+# The memory of one part of a trainer, and where its bytes lie while it is given up. Knows storages; knows no
+# tensor and no rank.
 
 
 ALIGNMENT = 4096
@@ -274,7 +285,9 @@ class Parking:
         self.places = {place.storage._cdata: place for place in places}
 
     def bring_back(self) -> None:
-        """Take memory, and read it; then come forget(), or free_again() if it raises or another rank could not."""
+        """Take memory, and read it; then come forget(), or free_again() if it raises or another rank could
+        not.
+        """
         for place in self.places.values():
             self._memory.take(place.storage, place.num_bytes)
             self.store.read(place.offset, place.data)

@@ -1,8 +1,10 @@
-"""The trainer process: `python -m asyncrl.trainer.worker --spec FILE --fd N`. Knows how to start and end; no steps itself.
+"""The trainer process: `python -m asyncrl.trainer.rank_process --spec FILE --fd N`. Knows how to start and
+end; no steps itself.
 
-Makes the staging directory with mode 0700, and removes it if the parent is gone. Whoever else ends the worker removes it, or
-leaves it to the one that takes its place: engines may still read the last export.
-With several ranks each is such a process; rank 0 removes the directory, the others only if the parent is gone.
+Makes the staging directory with mode 0700, and removes it if the parent is gone. Whoever else ends the worker
+removes it, or leaves it to the one that takes its place: engines may still read the last export.
+With several ranks each is such a process; rank 0 removes the directory, the others only if the parent is
+gone.
 """
 
 from __future__ import annotations
@@ -62,7 +64,9 @@ def main() -> None:
 
 
 def make_staging(path: Path) -> None:
-    """Make the folder that only this user may enter, or end the process: a folder of another user's is never used."""
+    """Make the folder that only this user may enter, or end the process: a folder of another user's is never
+    used.
+    """
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         info = path.lstat()

@@ -1,4 +1,5 @@
-"""The trainer's processes as one group: commands of rank 0, sums and agreements. Knows JSON, bytes and numbers; knows no model.
+"""The trainer's processes as one group: commands of rank 0, sums and agreements. Knows JSON, bytes and
+numbers; knows no model.
 
 All ranks are processes of this machine and meet in a file of the staging folder. Nothing is pickled.
 """
@@ -54,8 +55,9 @@ class Ranks:
     """The place of this process in the group. `mesh` is None where nothing is sharded.
 
     Life:       join_ranks() -> rank 0 sends commands, the others wait for them -> the process ends.
-    Waits:      wait_command waits without limit; every other call, and every collective of FSDP, trainer.timeout_s at most.
-    Invariant:  all ranks make the same collective calls in the same order, so what decides about one is the same on all.
+    Waits:      wait_command waits without limit; every other call, and every collective of FSDP,
+    trainer.timeout_s at most. Invariant:  all ranks make the same collective calls in the same order, so what
+    decides about one is the same on all.
     """
 
     def __init__(
@@ -114,7 +116,9 @@ class Ranks:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Around work on this rank's own part of a batch: what is refused there is not refused on all ranks, and ends the group."""
+        """Around work on this rank's own part of a batch: what is refused there is not refused on all ranks,
+        and ends the group.
+        """
         try:
             yield
         except Refused as refused:
@@ -133,12 +137,14 @@ def join_ranks(spec: TrainerSpec, device: torch.device) -> Ranks:
     if spec.trainer.cpu_offload and not is_cuda:
         raise ConfigError(
             "trainer.cpu_offload=true, and the trainer runs on the CPU",
-            rule="it moves weights, gradients and optimizer state from the GPU's memory to the host's: here they are there already",
+            rule="it moves weights, gradients and optimizer state from the GPU's memory to the host's: here "
+            "they are there already",
             way_out="leave trainer.cpu_offload at false, or set placement.trainer=cuda.",
         )
     if is_cuda and size > torch.cuda.device_count():
         raise ConfigError(
-            f"trainer.world_size={size} is above the {torch.cuda.device_count()} CUDA devices of this machine",
+            f"trainer.world_size={size} is above the {torch.cuda.device_count()} CUDA devices of this "
+            f"machine",
             rule="each rank has a device of its own",
             way_out=f"lower trainer.world_size to {torch.cuda.device_count()}, or set placement.trainer=cpu.",
         )

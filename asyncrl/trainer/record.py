@@ -1,14 +1,15 @@
-"""The trained record: one JSON line a step, enough to check the staleness bound with nothing else. Knows no torch.
+"""The trained record: one JSON line a step, enough to check the staleness bound with nothing else. Knows no
+torch.
 
-A line holds `version` (the batch turned it into version + 1), `min_version`, `loss` (null where all of its steps were skipped),
-`num_loss_tokens`, and for each
-trajectory (a branch of a rollout) its ids, the rollout's reward, `num_tokens`, `num_loss_tokens`, `tokens_sha` (first 16 hex
-digits of the sha256 of its int32 token ids) and `spans`: [start, end, version] of the tokens that carried loss, positions
-counted from the first prompt token.
+A line holds `version` (the batch turned it into version + 1), `min_version`, `loss` (null where all of its
+steps were skipped), `num_loss_tokens`, and for each
+trajectory (a branch of a rollout) its ids, the rollout's reward, `num_tokens`, `num_loss_tokens`,
+`tokens_sha` (first 16 hex digits of the sha256 of its int32 token ids) and `spans`: [start, end, version] of
+the tokens that carried loss, positions counted from the first prompt token.
 
-A line {"restored": v} says that the trainer went on from the weights of version v: later lines of v and above count, earlier
-ones do not. Does it hold "lost": [first, last], then the lines of these versions are missing, for the reason that "why" gives: they
-cannot come back, because the weights hold what was trained on.
+A line {"restored": v} says that the trainer went on from the weights of version v: later lines of v and above
+count, earlier ones do not. Does it hold "lost": [first, last], then the lines of these versions are missing,
+for the reason that "why" gives: they cannot come back, because the weights hold what was trained on.
 """
 
 from __future__ import annotations
@@ -79,9 +80,11 @@ def loss_spans(has_loss: npt.NDArray[np.bool_], versions: npt.NDArray[np.int32])
 
 
 def hold_record(path: Path, timeout_s: float = 60.0) -> int:
-    """Take the record for this process until it ends; waits for one that is being killed. Returns the descriptor to keep open.
+    """Take the record for this process until it ends; waits for one that is being killed. Returns the
+    descriptor to keep open.
 
-    Without it the trainer of a killed run could write one more line after that of the resumed one. Raises TimeoutError.
+    Without it the trainer of a killed run could write one more line after that of the resumed one. Raises
+    TimeoutError.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     file = os.open(path.with_name(f".{path.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -101,9 +104,11 @@ def hold_record(path: Path, timeout_s: float = 60.0) -> int:
 
 
 def note_restored(path: Path, version: int) -> None:
-    """Say that the batches from `version` on are about to be trained again, and which of those before are missing.
+    """Say that the batches from `version` on are about to be trained again, and which of those before are
+    missing.
 
-    A line that a kill has torn is cut off first. What a machine loses that stops is the end of a file: its last lines are read, no more.
+    A line that a kill has torn is cut off first. What a machine loses that stops is the end of a file: its
+    last lines are read, no more.
     """
     reached = -1
     if path.is_file():

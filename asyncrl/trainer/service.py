@@ -1,10 +1,13 @@
 """The trainer's endpoints over one MovableStep. Knows HTTP; what a step is, it leaves to step.py.
 
-Life:       one thread loads the model and owns torch; all requests but /health run on it in the order in which they
+Life:       one thread loads the model and owns torch; all requests but /health run on it in the order in
+which they
             arrive. /health is answered by the event loop, during a step too.
 Waits:      a request waits for those before it; the client waits for its answer.
-Ranks:      every rank answers /health. Rank 0 alone takes requests, and sends each as a command to the torch threads of the
-            others, which do their part of it (following.py). What it refuses by itself, it refuses before it sends.
+Ranks:      every rank answers /health. Rank 0 alone takes requests, and sends each as a command to the torch
+threads of the
+            others, which do their part of it (following.py). What it refuses by itself, it refuses before it
+            sends.
 """
 
 from __future__ import annotations
@@ -96,7 +99,9 @@ class TrainerService:
         )
 
     def together(self, command: Command, work: Callable[[], T]) -> T:
-        """On the torch thread of rank 0: `work`, while the other ranks do their part of it. Raises what it raises."""
+        """On the torch thread of rank 0: `work`, while the other ranks do their part of it. Raises what it
+        raises.
+        """
         if self._broken:
             raise Refused(
                 409,
@@ -122,7 +127,7 @@ class TrainerService:
             raise Refused(
                 422,
                 str(error),
-                rule="the body is asyncrl.messages.pack_batch",
+                rule="the body is asyncrl.messages.trainer_calls.pack_batch",
                 way_out="send it with asyncrl's own client.",
             ) from error
         metrics = self.together(Command("train", body=body), lambda: self.step.train(header, arrays))
@@ -134,7 +139,9 @@ class TrainerService:
         )
 
     def export(self) -> ExportResponse:
-        """On the torch thread: write the newest weights, then delete exports that nobody can be asked to read any more."""
+        """On the torch thread: write the newest weights, then delete exports that nobody can be asked to read
+        any more.
+        """
         path = self._spec.staging_dir / f"v{self.step.policy_version}.safetensors"
         try:
             answer = self.together(Command("export"), lambda: self.step.export(path))
@@ -151,7 +158,9 @@ class TrainerService:
         return answer
 
     def save(self, path: Path, *, merged: bool) -> TrainerHealth:
-        """On the torch thread: write a Hugging Face folder, or the adapters alone. Raises Refused if it cannot be written."""
+        """On the torch thread: write a Hugging Face folder, or the adapters alone. Raises Refused if it
+        cannot be written.
+        """
         try:
             self.step.check_save(
                 merged=merged
@@ -173,7 +182,9 @@ class TrainerService:
         return StateSaved(policy_version=self.step.policy_version, held_s=pending.held_s)
 
     async def wait_save_state(self) -> TrainerHealth:
-        """Answer when what was begun is complete; the torch thread goes on meanwhile. Raises Refused if it could not be written."""
+        """Answer when what was begun is complete; the torch thread goes on meanwhile. Raises Refused if it
+        could not be written.
+        """
         try:
             await asyncio.to_thread(self.step.wait_save_state)
         finally:  # the others have written when rank 0 has, or have failed as it did
@@ -181,7 +192,9 @@ class TrainerService:
         return self.health()
 
     def offload(self, parts: list[TrainerPart]) -> Moved:
-        """On the torch thread: move these parts off the devices of all ranks. Raises Refused, with all where it was."""
+        """On the torch thread: move these parts off the devices of all ranks. Raises Refused, with all where
+        it was.
+        """
         return self.together(Command("offload", {"parts": parts}), lambda: self.step.offload(parts))
 
     def onload(self, parts: list[TrainerPart]) -> Moved:
@@ -200,14 +213,16 @@ class TrainerService:
             raise Refused(
                 507,
                 f"cannot write chunk {index} into {self._spec.staging_dir}: {error}",
-                rule=f"shared memory holds one chunk of publisher.chunk_bytes={self._spec.chunk_bytes}, or the largest tensor",
+                rule=f"shared memory holds one chunk of publisher.chunk_bytes={self._spec.chunk_bytes}, or "
+                f"the largest tensor",
                 way_out="free or enlarge shared memory (df -h /dev/shm), or lower publisher.chunk_bytes.",
             ) from error
 
     async def broadcast(self, request: BroadcastRequest) -> BroadcastResponse:
         """Send what is held, beside the torch thread: training goes on. Raises Refused.
 
-        A trainer that was started again holds nothing: it copies the version that is asked for if it is the newest.
+        A trainer that was started again holds nothing: it copies the version that is asked for if it is the
+        newest.
         """
         if self._spec.transport != "nccl":
             raise Refused(
@@ -312,7 +327,9 @@ async def _one_rank(_: Request, error: Exception) -> JSONResponse:
 
 
 async def _broken(_: Request, error: Exception) -> JSONResponse:
-    """Any other exception is answered, not fatal; the server's log has the traceback, which Starlette raises again for it."""
+    """Any other exception is answered, not fatal; the server's log has the traceback, which Starlette raises
+    again for it.
+    """
     is_memory = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
     way_out = "lower trainer.micro_batch_tokens." if is_memory else "the trainer's log has the traceback."
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
@@ -324,7 +341,8 @@ async def _broken(_: Request, error: Exception) -> JSONResponse:
 
 # What the ranks other than the first do: follow its commands. Knows the commands; knows no HTTP.
 #
-# A refusal that all ranks come to alike is rank 0's to answer. Any other error ends this process, with the reason as its last
+# A refusal that all ranks come to alike is rank 0's to answer. Any other error ends this process, with the
+# reason as its last
 # word, and so the run: the group cannot go on without one of its ranks.
 
 

@@ -1,4 +1,6 @@
-"""Which optimizer step, and which rank of it, computes which sequences. Knows lengths; knows no weights and no loss."""
+"""Which optimizer step, and which rank of it, computes which sequences. Knows lengths; knows no weights and
+no loss.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ class _Sequence:
 
 
 def mini_batches(header: BatchHeader, has_loss: BoolN, count: int) -> list[BoolN]:
-    """The loss tokens of each optimizer step: whole groups in order of admission. One without a loss token is left out."""
+    """The loss tokens of each optimizer step: whole groups in order of admission. One without a loss token is
+    left out.
+    """
     num_groups = header.trajectories[-1].group_index + 1
     count = min(count, num_groups)
     step_of_N = np.zeros(len(has_loss), np.int64)
@@ -42,10 +46,12 @@ def mini_batches(header: BatchHeader, has_loss: BoolN, count: int) -> list[BoolN
 
 
 def split_tokens(header: BatchHeader, arrays: BatchArrays, has_loss: BoolN, num_ranks: int) -> list[BoolN]:
-    """The loss tokens of each rank: whole sequences in the header's order, cut where each rank has its share of the tokens.
+    """The loss tokens of each rank: whole sequences in the header's order, cut where each rank has its share
+    of the tokens.
 
-    What counts are the tokens to compute, those once that all of a group begin with before any carries loss. Neighbours stay
-    together, so that at most num_ranks - 1 groups are cut in two. No rank is further from its share than one sequence is long.
+    What counts are the tokens to compute, those once that all of a group begin with before any carries loss.
+    Neighbours stay together, so that at most num_ranks - 1 groups are cut in two. No rank is further from its
+    share than one sequence is long.
     """
     sequences = _sequences(header, has_loss)
     prompts = {
@@ -76,8 +82,8 @@ def rank_micro_batches(
 ) -> list[tuple[MicroBatch, bool]]:
     """Micro-batches of this rank, and whether each one counts.
 
-    All ranks get the same number, and each is one forward pass: FSDP's collectives must match. A rank that has fewer of its
-    own gets copies of a short one that do not count.
+    All ranks get the same number, and each is one forward pass: FSDP's collectives must match. A rank that
+    has fewer of its own gets copies of a short one that do not count.
     """
     if ranks.size == 1:
         return [(micro, True) for micro in pack(header, arrays, has_loss, max_tokens, device)]
@@ -90,7 +96,9 @@ def rank_micro_batches(
 
 
 def _prompt_length(sequences: list[_Sequence], arrays: BatchArrays) -> int:
-    """First tokens that all of these have, none of which carries loss: with other branches than one it may be less than a prompt."""
+    """First tokens that all of these have, none of which carries loss: with other branches than one it may be
+    less than a prompt.
+    """
     first, length = sequences[0], min(sequence.first for sequence in sequences)
     for other in sequences[1:]:
         differs = (
@@ -141,7 +149,9 @@ Float32N = npt.NDArray[np.float32]
 
 @dataclass
 class StepSums:
-    """Of the micro-batches of one optimizer step; logprobs and entropies [N] are set where a token carries loss."""
+    """Of the micro-batches of one optimizer step; logprobs and entropies [N] are set where a token carries
+    loss.
+    """
 
     logprobs_N: Float32N
     entropies_N: Float32N
@@ -159,7 +169,9 @@ class StepSums:
             self.stats[name] = self.stats.get(name, 0.0) + value
 
     def add_up(self, ranks: Ranks) -> None:
-        """Become the sums of all ranks, on all of them alike: what follows from them each decides by itself."""
+        """Become the sums of all ranks, on all of them alike: what follows from them each decides by
+        itself.
+        """
         if ranks.size == 1:
             return
         ranks.add_up(self.logprobs_N, self.entropies_N)
@@ -171,7 +183,9 @@ class StepSums:
 
 @dataclass
 class BatchTotals:
-    """Of the optimizer steps on one batch; logprobs and entropies of each token before the first step on it."""
+    """Of the optimizer steps on one batch; logprobs and entropies of each token before the first step on
+    it.
+    """
 
     logprobs_N: Float32N
     entropies_N: Float32N

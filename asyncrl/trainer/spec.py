@@ -1,4 +1,6 @@
-"""What a trainer worker is told at its start. Knows no torch: the controller writes it, the worker reads it."""
+"""What a trainer worker is told at its start. Knows no torch: the controller writes it, the worker reads
+it.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from asyncrl.config.base import Device, DType, FrozenConfig
 
 
 class ObjectiveSpec(FrozenConfig):
-    """What a step minimises. Functions are `module:function`, with the signatures of asyncrl/algorithms; the worker is given them."""
+    """What a step minimises. Functions are `module:function`, with the signatures of asyncrl/algorithms; the
+    worker is given them.
+    """
 
     settings: AlgorithmConfig = AlgorithmConfig()
     """The section of the config, handed to the functions."""
@@ -29,7 +33,9 @@ class ObjectiveSpec(FrozenConfig):
     aggregate: Literal["token", "sequence", "constant"] = "token"
     """How the loss of the tokens becomes one number."""
     token_weights: str
-    """token_weights(aggregate, tokens_per_sequence_S, num_sequences, num_loss_tokens, max_tokens) -> weight_S."""
+    """token_weights(aggregate, tokens_per_sequence_S, num_sequences, num_loss_tokens, max_tokens) ->
+    weight_S.
+    """
     kl: str
     """kl(current_M, reference_M, estimator) -> kl_M."""
     kl_penalty: str
@@ -68,7 +74,9 @@ class TrainerSpec(FrozenConfig):
     device: Device = "auto"
     """auto = CUDA where there is a device, else CPU."""
     seed: int = Field(default=0, ge=0)
-    """Seed of whatever a model or a loss of the user's own draws, and of new adapters; the rest draws nothing."""
+    """Seed of whatever a model or a loss of the user's own draws, and of new adapters; the rest draws
+    nothing.
+    """
     threads: int = Field(default=1, ge=1)
     """CPU threads of each rank. Results on the CPU are bit-identical for the same number."""
     rank: int = Field(default=0, ge=0)
@@ -82,18 +90,24 @@ class TrainerSpec(FrozenConfig):
     max_tokens: int = Field(default=256, ge=1)
     """rollout.max_tokens: the longest completion."""
     transport: Literal["shm", "lora", "ipc", "nccl"] = "shm"
-    """What /export writes: all weights, or the adapters alone (lora). nccl: it holds a copy for /broadcast instead."""
+    """What /export writes: all weights, or the adapters alone (lora). nccl: it holds a copy for /broadcast
+    instead.
+    """
     is_file_wanted: bool = False
     """With transport=nccl: write the file too, for whoever evaluates."""
     chunk_bytes: int = Field(default=2**28, ge=1)
     """publisher.chunk_bytes: what /export_chunk writes at once."""
     chunks: Literal["file", "memory"] = "file"
-    """Where /export_chunk puts a chunk: a safetensors file, or memory that the engines open too (asyncrl/sharing.py), which
-    embedded engines do, and vLLM with transport=ipc, on the device of rank 0."""
+    """Where /export_chunk puts a chunk: a safetensors file, or memory that the engines open too
+    (asyncrl/sharing.py), which embedded engines do, and vLLM with transport=ipc, on the device of rank 0."""
     canary_tokens: int = Field(default=0, ge=0)
-    """Tokens of the text whose logprobs go with each export, 2 or more (0 = none); the engines must have room for one more."""
+    """Tokens of the text whose logprobs go with each export, 2 or more (0 = none); the engines must have room
+    for one more.
+    """
     measures_gap: bool = True
-    """Compare the engines' logprobs of fresh tokens with the trainer's; false where the engines have no model."""
+    """Compare the engines' logprobs of fresh tokens with the trainer's; false where the engines have no
+    model.
+    """
     staging_dir: Path
     """Folder of the exports, in shared memory; made with mode 0700, and removed at the worker's end."""
     record_path: Path

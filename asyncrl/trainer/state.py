@@ -1,10 +1,13 @@
-"""What a trainer needs to go on as if it had never stopped: saved beside training, loaded exactly. Knows no batch.
+"""What a trainer needs to go on as if it had never stopped: saved beside training, loaded exactly. Knows no
+batch.
 
-That is the float32 master weights and AdamW's moments by parameter name, the counts that stand in Progress, and each rank's
-random generators of torch. The learning rate is a function of these counts, the initial weights of a KL penalty are those of
-model.path; neither is saved. With adapters (trainer.lora) the weights below them are not saved either.
+That is the float32 master weights and AdamW's moments by parameter name, the counts that stand in Progress,
+and each rank's random generators of torch. The learning rate is a function of these counts, the initial
+weights of a KL penalty are those of model.path; neither is saved. With adapters (trainer.lora) the weights
+below them are not saved either.
 
-DCP lays shards out anew: what N ranks have saved, M ranks load. The same bits come out of the same number of ranks.
+DCP lays shards out anew: what N ranks have saved, M ranks load. The same bits come out of the same number of
+ranks.
 """
 
 from __future__ import annotations
@@ -56,7 +59,9 @@ class Progress:
 
 @dataclass
 class PendingSave:
-    """A save whose copy is made and whose files are being written. `held_s`: seconds for which training stood still."""
+    """A save whose copy is made and whose files are being written. `held_s`: seconds for which training stood
+    still.
+    """
 
     path: Path
     held_s: float
@@ -69,15 +74,19 @@ class PendingSave:
         return self._written.done()
 
     def wait(self) -> None:
-        """Return when the folder is complete. Raises StateError if it could not be written, and then it is not there."""
+        """Return when the folder is complete. Raises StateError if it could not be written, and then it is
+        not there.
+        """
         self.is_collected = True
         self._written.result()
 
 
 class TrainerState:
-    """Saves and loads the weights and the optimizer that it is given. Made on all ranks at once, and called on all of them.
+    """Saves and loads the weights and the optimizer that it is given. Made on all ranks at once, and called
+    on all of them.
 
-    Life:       begin_save -> PendingSave.wait -> begin_save ...: one at a time, since its copy lies in buffers that are
+    Life:       begin_save -> PendingSave.wait -> begin_save ...: one at a time, since its copy lies in
+    buffers that are
                 used again. A save whose process dies leaves .NAME.unfinished behind and never a NAME.
     Invariant:  a load that is refused because of what the folder is or holds has changed nothing.
     """
@@ -109,8 +118,8 @@ class TrainerState:
     ) -> PendingSave:
         """Copy everything to host memory, and have it written while training goes on. Raises StateError.
 
-        `path` must be new, and is complete or not there. Refused until the save before has been waited for. `content_of` finds the
-        values of a local tensor that are not in it (offload.py).
+        `path` must be new, and is complete or not there. Refused until the save before has been waited for.
+        `content_of` finds the values of a local tensor that are not in it (offload.py).
         """
         if self._pending is not None and not self._pending.is_collected:
             raise StateError(
@@ -135,11 +144,13 @@ class TrainerState:
             self._host.clear()  # and not another dict: DCP may keep this one in a cycle
 
     def load(self, path: Path, *, is_checked: bool = False) -> Progress:
-        """Overwrite weights, optimizer and random generators with those of a saved folder; returns its counts.
+        """Overwrite weights, optimizer and random generators with those of a saved folder; returns its
+        counts.
 
-        `is_checked`: the caller has just compared every file with its manifest; it is not read for that a second time.
-        Raises StateError if the folder is not complete and undamaged, or is of another model. `path` must lie in a run
-        directory that the user named: see state_folder.py on what is and is not checked.
+        `is_checked`: the caller has just compared every file with its manifest; it is not read for that a
+        second time. Raises StateError if the folder is not complete and undamaged, or is of another model.
+        `path` must lie in a run directory that the user named: see state_folder.py on what is and is not
+        checked.
         """
         manifest = self._ranks.together(lambda: self._check_fits(read_manifest(path), path))[self._ranks.rank]
         if not is_checked:
@@ -263,7 +274,8 @@ class TrainerState:
             )
             first = differing[0]
             raise StateError(
-                f"{path} is of another model: {len(differing)} weights differ, e.g. {first} is {manifest.shapes.get(first, 'missing')} "
+                f"{path} is of another model: {len(differing)} weights differ, e.g. {first} is "
+                f"{manifest.shapes.get(first, 'missing')} "
                 f"there and {shapes.get(first, 'missing')} here",
                 rule="names and shapes are the same",
                 way_out=way_out,

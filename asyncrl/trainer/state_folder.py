@@ -1,12 +1,14 @@
-"""The folder of a saved trainer state: complete or not at all. Knows tensors by name; what they are for, it does not know.
+"""The folder of a saved trainer state: complete or not at all. Knows tensors by name; what they are for, it
+does not know.
 
     __R_N.distcp    the shards that rank R wrote, by torch.distributed.checkpoint (DCP)
     .metadata       where each shard of each tensor lies: DCP's index, a pickle
-    state.json      the manifest: what the tensors belong to, size and SHA-256 of the other files, which are hashed while they are written
+    state.json      the manifest: what the tensors belong to, size and SHA-256 of the other files, which are
+    hashed while they are written
 
-DCP does not check what it reads, so every file is compared with the manifest first. That is against damage, not against
-malice: a manifest can be forged like a file. The index is unpickled with DCP's own classes alone and tensors are read with
-weights_only; still, open only folders in run directories that the user named.
+DCP does not check what it reads, so every file is compared with the manifest first. That is against damage,
+not against malice: a manifest can be forged like a file. The index is unpickled with DCP's own classes alone
+and tensors are read with weights_only; still, open only folders in run directories that the user named.
 """
 
 from __future__ import annotations
@@ -95,7 +97,8 @@ class Manifest(BaseModel):
 
 
 class SaveGroup:
-    """The trainer's processes as they write or read a folder, on a process group of their own: training uses its own beside it.
+    """The trainer's processes as they write or read a folder, on a process group of their own: training uses
+    its own beside it.
 
     Made on all ranks at once, where there is more than one.
     """
@@ -138,7 +141,9 @@ class SaveGroup:
 
 
 def ignore_single_process_warning() -> None:
-    """DCP warns whenever it runs without a process group, which is meant here. Not on the writing thread: filters are global."""
+    """DCP warns whenever it runs without a process group, which is meant here. Not on the writing thread:
+    filters are global.
+    """
     warnings.filterwarnings(
         "ignore", message="torch.distributed is (disabled|unavailable)", category=UserWarning
     )
@@ -157,7 +162,9 @@ def check_new(path: Path) -> None:
 def write_folder(
     path: Path, live: dict[str, Tensor], host: dict[str, Tensor], manifest: Manifest, ranks: SaveGroup
 ) -> None:
-    """Write the values in `host`, laid out over the ranks as `live` is, which is not read. Raises StateError."""
+    """Write the values in `host`, laid out over the ranks as `live` is, which is not read. Raises
+    StateError.
+    """
     unfinished = path.with_name(f".{path.name}.unfinished")
 
     def begin() -> None:
@@ -220,7 +227,9 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def check_files(path: Path, manifest: Manifest, ranks: SaveGroup) -> None:
-    """Compare each file with the manifest, each rank its share. Raises StateError on all ranks if one is missing or damaged."""
+    """Compare each file with the manifest, each rank its share. Raises StateError on all ranks if one is
+    missing or damaged.
+    """
 
     def check_own_share() -> None:
         for name in sorted(manifest.files)[ranks.rank :: ranks.size]:
@@ -229,14 +238,20 @@ def check_files(path: Path, manifest: Manifest, ranks: SaveGroup) -> None:
             except OSError as error:
                 raise _damaged(path / name, str(error)) from error
             if found != (expected := manifest.files[name]):
-                raise _damaged(path / name, f"{found.num_bytes} bytes, SHA-256 {found.sha256[:16]}; written were {expected.num_bytes}, "
-                               f"{expected.sha256[:16]}")  # fmt: skip
+                raise _damaged(
+                    path / name,
+                    f"{found.num_bytes} bytes, SHA-256 {found.sha256[:16]}; written "
+                    f"were {expected.num_bytes}, "
+                    f"{expected.sha256[:16]}",
+                )
 
     ranks.together(check_own_share)
 
 
 def read_tensors(path: Path, live: dict[str, Tensor], manifest: Manifest, ranks: SaveGroup) -> None:
-    """Overwrite `live` with what was saved, by whatever number of ranks. Check the files first. Raises StateError."""
+    """Overwrite `live` with what was saved, by whatever number of ranks. Check the files first. Raises
+    StateError.
+    """
     ignore_single_process_warning()
     reader, planner = (
         _Reader(path, frozenset(manifest.files)),
@@ -318,7 +333,8 @@ def _call_dcp(path: Path, work: Callable[[], object]) -> None:
         rank, (reason, _) = next(iter(error.failures.items()))
         raise StateError(
             f"cannot write or read {path}: {type(reason).__name__} on rank {rank}: {str(reason)[:300]}",
-            way_out="check the disk; a folder that was written by another version of torch may not be readable.",
+            way_out="check the disk; a folder that was written by another version of torch may not be "
+            "readable.",
             status=507,
         ) from error
 

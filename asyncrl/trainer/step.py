@@ -1,7 +1,9 @@
-"""The optimizer steps on one batch, on this rank's part of it. Knows tensors; knows no HTTP, and which loss only by name.
+"""The optimizer steps on one batch, on this rank's part of it. Knows tensors; knows no HTTP, and which loss
+only by name.
 
-A batch is good for epochs * mini_batches optimizer steps and makes one policy_version. Master weights, gradients and
-optimizer state are float32; with dtype bfloat16 the forward pass and the exported weights are bfloat16, as in the engine.
+A batch is good for epochs * mini_batches optimizer steps and makes one policy_version. Master weights,
+gradients and optimizer state are float32; with dtype bfloat16 the forward pass and the exported weights are
+bfloat16, as in the engine.
 """
 
 from __future__ import annotations
@@ -51,18 +53,23 @@ Float32N = npt.NDArray[np.float32]
 class TrainStep:
     """Weights, optimizer and the number of steps taken. Not thread-safe: one thread owns it.
 
-    Life:       policy_version 0 -> train -> 1 -> train -> 2 ...; a refused batch leaves policy_version as it was.
-    Invariant:  each batch is trained on once, by the policy_version that it is for. On the CPU the same batches with the
+    Life:       policy_version 0 -> train -> 1 -> train -> 2 ...; a refused batch leaves policy_version as it
+    was. Invariant:  each batch is trained on once, by the policy_version that it is for. On the CPU the same
+    batches with the
                 same number of threads give the same bits.
     """
 
     def __init__(self, spec: TrainerSpec, ranks: Ranks = ALONE) -> None:
-        """Load everything. Raises ConfigError if the model or a function cannot be had, or memory is short."""
+        """Load everything. Raises ConfigError if the model or a function cannot be had, or memory is
+        short.
+        """
         torch.set_num_threads(spec.threads)
         torch.manual_seed(spec.seed)
         self.spec, self.ranks, self.policy_version, self.num_optimizer_steps = spec, ranks, 0, 0
         self._schedule_ahead = 0
-        """Steps that the present settings would have taken so far, above those that were: 0 unless a resume changed them."""
+        """Steps that the present settings would have taken so far, above those that were: 0 unless a resume
+        changed them.
+        """
         self.num_skipped_in_a_row = 0
         self._objective = Objective(spec)
         parts = make_parts(spec, ranks, needs_reference=self._objective.needs_reference)
@@ -91,7 +98,8 @@ class TrainStep:
     def train(self, header: BatchHeader, arrays: BatchArrays) -> dict[str, float]:
         """Take the optimizer steps of one batch; returns its metrics by full name. Raises Refused.
 
-        What a skipped step has spoilt is NaN: the loss and the gradient norm of a batch all of whose steps were skipped, say.
+        What a skipped step has spoilt is NaN: the loss and the gradient norm of a batch all of whose steps
+        were skipped, say.
         """
         started = time.perf_counter()
         check_batch(
@@ -104,7 +112,8 @@ class TrainStep:
         for epoch in range(self.spec.trainer.epochs):
             for chosen in parts:
                 self._optimizer_step(batch, chosen, taken, is_first=epoch == 0)
-            # A part without a loss token is no step, and counts as one: the schedule ends with the run's last batch.
+            # A part without a loss token is no step, and counts as one: the schedule ends with the run's last
+            # batch.
             self.num_optimizer_steps += self.spec.trainer.mini_batches - len(parts)
         self.policy_version += 1
         self._record(header, arrays, has_loss, taken)
@@ -132,7 +141,9 @@ class TrainStep:
         }
 
     def export(self, path: Path) -> ExportResponse:
-        """Write the current weights, in the engine's dtype, as a safetensors file. Raises OSError, or Refused if they give NaN."""
+        """Write the current weights, in the engine's dtype, as a safetensors file. Raises OSError, or Refused
+        if they give NaN.
+        """
         canary = self._canary()  # first of all: other ranks are in join_export
         if self.spec.transport == "lora" and self._adapters is not None:
             answer = export_weights(self._adapters.export_tensors(), path, self.policy_version).model_copy(
@@ -151,9 +162,11 @@ class TrainStep:
             gather_along(in_file_order(self._merged_weights()), self.dtype)
 
     def save(self, path: Path, *, merged: bool = True) -> None:
-        """Write the current weights and the tokenizer as a Hugging Face folder, or the adapters alone as a peft folder.
+        """Write the current weights and the tokenizer as a Hugging Face folder, or the adapters alone as a
+        peft folder.
 
-        One that is there is replaced by the whole new one. Raises OSError, or ValueError if there are no adapters.
+        One that is there is replaced by the whole new one. Raises OSError, or ValueError if there are no
+        adapters.
         """
         self.check_save(merged=merged)
         if merged:
@@ -177,14 +190,18 @@ class TrainStep:
             gather_along(self._adapters.tensors(), self.dtype)
 
     def begin_save_state(self, path: Path) -> PendingSave:
-        """Copy all that is needed to go on; it is written to the new folder `path` beside training. Raises StateError."""
+        """Copy all that is needed to go on; it is written to the new folder `path` beside training. Raises
+        StateError.
+        """
         self._pending = self._state.begin_save(
             Progress(self.policy_version, self.num_optimizer_steps, self.num_skipped_in_a_row), path
         )
         return self._pending
 
     def wait_save_state(self) -> None:
-        """Return when what was begun last is complete, at once if nothing was. Raises StateError. Any thread may call it."""
+        """Return when what was begun last is complete, at once if nothing was. Raises StateError. Any thread
+        may call it.
+        """
         if self._pending is not None:
             self._pending.wait()
 
@@ -200,7 +217,9 @@ class TrainStep:
         self._note_restored(self.policy_version)  # now: there may be no batch left to train on
 
     def weights_digest(self) -> str:
-        """Digest of the float32 master weights: of what is trained, so of the adapters alone with trainer.lora."""
+        """Digest of the float32 master weights: of what is trained, so of the adapters alone with
+        trainer.lora.
+        """
         return digest_of(self._masters.named)
 
     def _numbers(self, header: BatchHeader, arrays: BatchArrays, has_loss: BoolN) -> BatchNumbers:
@@ -254,7 +273,9 @@ class TrainStep:
     def _optimizer_step(
         self, batch: BatchNumbers, chosen: BoolN, taken: BatchTotals, *, is_first: bool
     ) -> None:
-        """One forward-backward over the chosen tokens and one step; a gradient that is not finite is skipped and counted."""
+        """One forward-backward over the chosen tokens and one step; a gradient that is not finite is skipped
+        and counted.
+        """
         try:
             sums = self._accumulate(batch, chosen)
             if is_first:
@@ -311,7 +332,9 @@ class TrainStep:
         taken.grad_norms.append(grad_norm)
 
     def _skip(self, batch: BatchNumbers, taken: BatchTotals, what: str) -> None:
-        """Leave the weights as they are; the batch is saved for inspection. Refuses once it happens too often."""
+        """Leave the weights as they are; the batch is saved for inspection. Refuses once it happens too
+        often.
+        """
         self.num_skipped_in_a_row += 1
         self.num_optimizer_steps += 1
         taken.num_skipped += 1
@@ -328,7 +351,9 @@ class TrainStep:
         )
 
     def _check_gap(self, batch: BatchNumbers, chosen: BoolN, sums: StepSums) -> dict[str, float]:
-        """Metrics of |current - behaviour| on fresh tokens, where both come from the same weights. Refuses past the limit."""
+        """Metrics of |current - behaviour| on fresh tokens, where both come from the same weights. Refuses
+        past the limit.
+        """
         if not self.spec.measures_gap:
             return {}
         arrays, limit = batch.arrays, self.spec.trainer.logprob_gap_limit
@@ -340,7 +365,8 @@ class TrainStep:
             self._refuse_saved(
                 batch,
                 gap_words(worst, gaps),
-                f"trainer.logprob_gap_limit={limit}, for the mean of all fresh tokens and for that of each engine",
+                f"trainer.logprob_gap_limit={limit}, for the mean of all fresh tokens and for that of each "
+                f"engine",
                 f"{gap_advice(worst, gaps)}; or raise trainer.logprob_gap_limit.",
             )
         if (worst := worst_gap(gaps, GAP_WARNING)) is not None:
@@ -368,11 +394,13 @@ class TrainStep:
         path = self._save_failed(batch)
         raise Refused(
             422,
-            f"batch {batch.header.version} ({_groups(batch)}) gave {error}; policy_version stays {self.policy_version}, "
+            f"batch {batch.header.version} ({_groups(batch)}) gave {error}; policy_version stays "
+            f"{self.policy_version}, "
             f"the batch is saved in {path}",
             rule=rule,
             way_out=way_out
-            or "look at the batch with asyncrl.messages.unpack_batch; lower trainer.learning_rate or trainer.max_grad_norm.",
+            or "look at the batch with asyncrl.messages.trainer_calls.unpack_batch; lower "
+            "trainer.learning_rate or trainer.max_grad_norm.",
         )
 
     def _record(self, header: BatchHeader, arrays: BatchArrays, has_loss: BoolN, taken: BatchTotals) -> None:
@@ -397,7 +425,8 @@ def _groups(batch: BatchNumbers) -> str:
     return f"{'group' if len(ids) == 1 else 'groups'} {', '.join(map(str, ids))}"
 
 
-# Metrics of one step from the logprobs of its loss tokens, all measured before the update. Knows numbers alone.
+# Metrics of one step from the logprobs of its loss tokens, all measured before the update. Knows numbers
+# alone.
 
 
 Float32M = npt.NDArray[np.float32]
@@ -406,9 +435,9 @@ Float32M = npt.NDArray[np.float32]
 def policy_metrics(current_M: Float32M, behaviour_M: Float32M, entropy_M: Float32M) -> dict[str, float]:
     """Entropy, distance and effective sample size of M >= 1 loss tokens; logprobs and entropy in nats.
 
-    kl_behaviour estimates KL(behaviour || current) by the mean of w - 1 - log w, w = exp(current - behaviour), which is
-    unbiased and never negative (http://joschu.net/blog/kl-approx.html). ess is the effective sample size of the weights w
-    as a fraction of M, (sum w)^2 / (M sum w^2): 1 on-policy.
+    kl_behaviour estimates KL(behaviour || current) by the mean of w - 1 - log w, w = exp(current -
+    behaviour), which is unbiased and never negative (http://joschu.net/blog/kl-approx.html). ess is the
+    effective sample size of the weights w as a fraction of M, (sum w)^2 / (M sum w^2): 1 on-policy.
     """
     log_weight_M = current_M.astype(np.float64) - behaviour_M.astype(np.float64)
     weight_M = np.exp(log_weight_M)
@@ -425,8 +454,8 @@ def policy_metrics(current_M: Float32M, behaviour_M: Float32M, entropy_M: Float3
 def learning_rate_at(config: TrainerConfig, step: int) -> float:
     """Learning rate of optimizer step `step`, counted from 0 over the whole run.
 
-    Warm-up rises linearly and reaches the peak in its last step, number warmup_steps - 1; then the rate stays (constant) or
-    falls to 0 one step after the last of num_steps * mini_batches * epochs.
+    Warm-up rises linearly and reaches the peak in its last step, number warmup_steps - 1; then the rate stays
+    (constant) or falls to 0 one step after the last of num_steps * mini_batches * epochs.
     """
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps

@@ -42,8 +42,10 @@ class TrainerClient:
     """Calls one trainer worker, and knows its policy_version; a types.WeightSource.
 
     Life:       open until aclose(). `policy_version` follows the answers to train().
-    Waits:      train, export and save wait for the worker, `timeout_s` at most (None: until it answers or its connection
-                breaks; whoever watches health() ends the worker). wait_version_above sleeps until train() sets the event.
+    Waits:      train, export and save wait for the worker, `timeout_s` at most (None: until it answers or its
+    connection
+                breaks; whoever watches health() ends the worker). wait_version_above sleeps until train()
+                sets the event.
     Invariant:  policy_version never goes back.
     """
 
@@ -56,7 +58,9 @@ class TrainerClient:
         return f"<TrainerClient v{self.policy_version} at {self._caller.url}>"
 
     async def train(self, batch: Batch) -> StepReport:
-        """One optimizer step. Raises TrainerError if the worker refuses the batch or breaks, TrainerLost if it is gone."""
+        """One optimizer step. Raises TrainerError if the worker refuses the batch or breaks, TrainerLost if
+        it is gone.
+        """
         report = await self._train(batch)
         self._reached(report.policy_version)
         return report
@@ -101,25 +105,34 @@ class TrainerClient:
         )
 
     async def broadcast(self, request: BroadcastRequest) -> BroadcastResponse:
-        """Have the weights that are held sent to everybody in the group, while training goes on. Raises TrainerError."""
+        """Have the weights that are held sent to everybody in the group, while training goes on. Raises
+        TrainerError.
+        """
         return await self._post("/broadcast", request, BroadcastResponse)
 
     async def offload(self, parts: Sequence[TrainerPart]) -> Moved:
-        """Have these parts moved off the trainer's device; what is away already stays. Raises TrainerError, with all where it was."""
+        """Have these parts moved off the trainer's device; what is away already stays. Raises TrainerError,
+        with all where it was.
+        """
         return await self._post("/offload", OffloadRequest(parts=list(parts)), Moved)
 
     async def onload(self, parts: Sequence[TrainerPart]) -> Moved:
-        """Have these parts moved back; what is there already stays. Raises TrainerError, with all where it was."""
+        """Have these parts moved back; what is there already stays. Raises TrainerError, with all where it
+        was.
+        """
         return await self._post("/onload", OffloadRequest(parts=list(parts)), Moved)
 
     async def export_chunk(self, version: int, index: int) -> ExportChunkResponse:
-        """Have chunk `index` of the newest weights written over the one before, which nobody reads any more. Raises TrainerError."""
+        """Have chunk `index` of the newest weights written over the one before, which nobody reads any more.
+        Raises TrainerError.
+        """
         return await self._post(
             "/export_chunk", ExportChunkRequest(version=version, index=index), ExportChunkResponse
         )
 
     async def save(self, path: Path, *, merged: bool = True) -> None:
-        """Have the newest weights and the tokenizer written as a Hugging Face folder; `path` must be new. Raises TrainerError.
+        """Have the newest weights and the tokenizer written as a Hugging Face folder; `path` must be new.
+        Raises TrainerError.
 
         Not `merged`: the adapters alone, as a peft folder.
         """
@@ -135,16 +148,20 @@ class TrainerClient:
         ).policy_version
 
     async def wait_save_state(self) -> None:
-        """Return when what was begun is complete. Raises CheckpointError if it could not be written, TrainerLost."""
+        """Return when what was begun is complete. Raises CheckpointError if it could not be written,
+        TrainerLost.
+        """
         await self._post_state("/wait_save_state", b"", TrainerHealth)
 
     async def recover(
         self, state: Path | None, batches: AsyncIterator[Batch], on_step: Callable[[Batch, StepReport], None]
     ) -> None:
-        """Go on from a saved folder (None: from the start), and train on these batches again; on_step is told of each.
+        """Go on from a saved folder (None: from the start), and train on these batches again; on_step is told
+        of each.
 
         `state` is of a checkpoint that was found whole: its files are not hashed a second time.
-        policy_version follows only where it is above what it was: a version that was announced stays announced. Raises TrainerError.
+        policy_version follows only where it is above what it was: a version that was announced stays
+        announced. Raises TrainerError.
         """
         if state is not None:
             await self._post("/load_state", StateRequest(path=str(state), is_checked=True), TrainerHealth)
@@ -154,7 +171,9 @@ class TrainerClient:
         self._reached(max(health.policy_version, self.policy_version))
 
     async def health(self, timeout_s: float) -> TrainerHealth:
-        """Ask whether the worker lives; it answers during a step too. Raises TrainerError after `timeout_s`."""
+        """Ask whether the worker lives; it answers during a step too. Raises TrainerError after
+        `timeout_s`.
+        """
         try:
             return await self._caller.get("/health", TrainerHealth, timeout_s=timeout_s)
         except (CallLost, CallRefused) as error:
@@ -184,7 +203,9 @@ class TrainerClient:
 
 
 def pack_groups(batch: Batch) -> tuple[BatchHeader, BatchArrays]:
-    """The batch as it crosses to the worker: header and packed arrays, trajectories in the order of groups, samples and branches."""
+    """The batch as it crosses to the worker: header and packed arrays, trajectories in the order of groups,
+    samples and branches.
+    """
     headers: list[TrajectoryHeader] = []
     start = 0
     for group_index, group in enumerate(batch.groups):
@@ -236,7 +257,8 @@ def pack_groups(batch: Batch) -> tuple[BatchHeader, BatchArrays]:
 def token_versions(trajectory: Trajectory) -> npt.NDArray[np.int32]:
     """int32 [T]: the version each token was sampled under, -1 where it was not sampled.
 
-    Raises TrainerError if version_spans and loss_mask do not name the same tokens: half a record must not be trained on.
+    Raises TrainerError if version_spans and loss_mask do not name the same tokens: half a record must not be
+    trained on.
     """
     versions = np.full(len(trajectory.token_ids), -1, np.int32)
     for span in trajectory.version_spans:
@@ -255,7 +277,9 @@ def token_versions(trajectory: Trajectory) -> npt.NDArray[np.int32]:
 
 
 def token_engines(trajectory: Trajectory) -> npt.NDArray[np.int16]:
-    """int16 [T]: number of the engine server that sampled each token, -1 where none did or it is not known."""
+    """int16 [T]: number of the engine server that sampled each token, -1 where none did or it is not
+    known.
+    """
     engines = np.full(len(trajectory.token_ids), -1, np.int16)
     for span in trajectory.version_spans:
         engines[span.start : span.end] = span.engine
@@ -275,6 +299,7 @@ def _explain(error: CallLost | CallRefused) -> TrainerError:
         "trainer",
         f"no answer to {error.path}: {error.why}",
         rule="the run cannot go on without its trainer",
-        way_out="read the trainer's log in the run directory; killed without a word usually means out of memory: "
+        way_out="read the trainer's log in the run directory; killed without a word usually means out of "
+        "memory: "
         "lower trainer.micro_batch_tokens.",
     )

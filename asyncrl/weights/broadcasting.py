@@ -1,10 +1,13 @@
-"""A group of processes of this machine in which one sends buffers to all others. Knows torch's process groups; knows no model.
+"""A group of processes of this machine in which one sends buffers to all others. Knows torch's process
+groups; knows no model.
 
-On CUDA devices it is NCCL's, on the CPU gloo's. They differ in _connect, _wait and close(); all else is the same on both.
+On CUDA devices it is NCCL's, on the CPU gloo's. They differ in _connect, _wait and close(); all else is the
+same on both.
 
-Why not vLLM's own helpers for this (nccl_common.trainer_init and PyNcclCommunicator): their processes meet in a TCP store that whoever
-reaches the port may write to, and unpickle what they find there; the trainer would have to import vLLM; and nothing in them ends a wait
-for a process that has died. Here they meet in a file of a folder that is ours alone, nothing is pickled, and every wait has an end.
+Why not vLLM's own helpers for this (nccl_common.trainer_init and PyNcclCommunicator): their processes meet in
+a TCP store that whoever reaches the port may write to, and unpickle what they find there; the trainer would
+have to import vLLM; and nothing in them ends a wait for a process that has died. Here they meet in a file of
+a folder that is ours alone, nothing is pickled, and every wait has an end.
 """
 
 from __future__ import annotations
@@ -34,8 +37,8 @@ class GroupBroken(Exception):  # noqa: N818  what it is, not what went wrong
 class WeightGroup:
     """The seat of this process in one group.
 
-    Life:       joined, once all are there -> send, or receive, any number of times -> closed, by the first failure too.
-    Waits:      every call for the others, timeout_s at most; then the group is broken.
+    Life:       joined, once all are there -> send, or receive, any number of times -> closed, by the first
+    failure too. Waits:      every call for the others, timeout_s at most; then the group is broken.
     Invariant:  all members make the same calls in the same order: what is sent says its own shape first.
     """
 
@@ -70,7 +73,9 @@ class WeightGroup:
             self._broadcast(buffer)
 
     def receive(self) -> Iterator[tuple[int, dict[str, Tensor]]]:
-        """The version, and the tensors of one buffer after the other, each buffer in memory of its own. Raises GroupBroken."""
+        """The version, and the tensors of one buffer after the other, each buffer in memory of its own.
+        Raises GroupBroken.
+        """
         length = torch.zeros(1, dtype=torch.int64, device=self._device)
         self._broadcast(length)
         head = torch.empty(int(length.item()), dtype=torch.uint8, device=self._device)
@@ -135,7 +140,9 @@ def _connect(seat: GroupSeat, device: torch.device, timeout: timedelta) -> Any:
 
 @contextmanager
 def _without_watchdog() -> Iterator[None]:
-    """A group made here does not end the whole process when another member dies: a trainer goes on, with the next group."""
+    """A group made here does not end the whole process when another member dies: a trainer goes on, with the
+    next group.
+    """
     name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
     before = os.environ.get(name)
     os.environ[name] = "0"

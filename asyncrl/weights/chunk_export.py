@@ -1,10 +1,12 @@
-"""Exports weights chunk by chunk into one place that is written over again and again. Knows digests; knows no engine.
+"""Exports weights chunk by chunk into one place that is written over again and again. Knows digests; knows no
+engine.
 
-A chunk is as many tensors, in the order of an export, as fit into chunk_bytes, or one that does not. Whoever asks for the next
-chunk has loaded the one before: it is overwritten. Any chunk may be asked for at any time: a trainer that was started again
-goes on where the lost one was.
+A chunk is as many tensors, in the order of an export, as fit into chunk_bytes, or one that does not. Whoever
+asks for the next chunk has loaded the one before: it is overwritten. Any chunk may be asked for at any time:
+a trainer that was started again goes on where the lost one was.
 
-Each tensor is gathered, written and forgotten: beside the place (chunk_places.py), which holds one chunk, that is the memory it takes.
+Each tensor is gathered, written and forgotten: beside the place (chunk_places.py), which holds one chunk,
+that is the memory it takes.
 """
 
 from __future__ import annotations
@@ -22,9 +24,11 @@ from asyncrl.messages.trainer_calls import ExportChunkResponse
 from asyncrl.weights.export import digests_of, num_bytes, whole_tensors, write_tensors
 from asyncrl.weights.shared_memory import SharedMemory, make_memory, shared_digest
 
-# Where a chunk of weights is put for the engines: a file, or memory that they share. Knows tensors and digests; knows no version.
+# Where a chunk of weights is put for the engines: a file, or memory that they share. Knows tensors and
+# digests; knows no version.
 #
-# There is one place, made once and written over by each chunk: beside the weights it is all the memory that a push takes here.
+# There is one place, made once and written over by each chunk: beside the weights it is all the memory that a
+# push takes here.
 
 
 ALIGNMENT = 256
@@ -39,7 +43,9 @@ class ChunkPlace(Protocol):
     device: torch.device
 
     def put(self, like: Mapping[str, Tensor], tensors: Tensors) -> dict[str, bytes]:
-        """Write `tensors`, which have names, shapes and order of `like`, over what was there; their digests. Raises OSError."""
+        """Write `tensors`, which have names, shapes and order of `like`, over what was there; their digests.
+        Raises OSError.
+        """
         ...
 
     def digests(self, tensors: Tensors) -> dict[str, bytes]:
@@ -91,7 +97,9 @@ class SharedChunk:
         dtype: torch.dtype,
         digest: Callable[[str, Tensor], bytes] = shared_digest,
     ) -> None:
-        """`folder`: for a file in shared memory, on the CPU; of trainers before this one none stays there. Raises OSError."""
+        """`folder`: for a file in shared memory, on the CPU; of trainers before this one none stays there.
+        Raises OSError.
+        """
         for old in folder.glob("chunk-*.bin"):
             old.unlink()
         self.device, self._dtype, self._digest = device, dtype, digest
@@ -143,7 +151,9 @@ def aligned(size: int) -> int:
 
 
 class LazyWeights(Mapping[str, Tensor]):
-    """Weights of which some are computed each time they are asked for. `like` has the shape and dtype of each, for nothing."""
+    """Weights of which some are computed each time they are asked for. `like` has the shape and dtype of
+    each, for nothing.
+    """
 
     def __init__(
         self, like: Mapping[str, Tensor], computed: Mapping[str, Callable[[], Tensor]] | None = None
@@ -171,7 +181,8 @@ class LazyWeights(Mapping[str, Tensor]):
 class Chunks:
     """The chunks of one trainer's weights, version after version; on rank 0.
 
-    Life:       for each version: chunk after chunk; with the last one the digest of all, for which each tensor's is kept.
+    Life:       for each version: chunk after chunk; with the last one the digest of all, for which each
+    tensor's is kept.
     """
 
     def __init__(self, place: ChunkPlace, chunk_bytes: int, dtype: torch.dtype) -> None:
@@ -187,7 +198,8 @@ class Chunks:
         self._version, self._digests = -1, {}
 
     def names(self, weights: LazyWeights, version: int, index: int) -> list[str]:
-        """What is to be gathered, in this order, for this chunk; with the last one, what has no digest yet comes before it.
+        """What is to be gathered, in this order, for this chunk; with the last one, what has no digest yet
+        comes before it.
 
         Raises Refused.
         """

@@ -1,7 +1,8 @@
 """Reads, exports and saves model weights. Knows files and digests; knows no batch.
 
-Export is one pass over the weights: each tensor's bytes go straight into the file while another thread hashes them. Sharded
-weights are gathered one tensor at a time; the ranks that write nothing go through the same pass (gather_along).
+Export is one pass over the weights: each tensor's bytes go straight into the file while another thread hashes
+them. Sharded weights are gathered one tensor at a time; the ranks that write nothing go through the same pass
+(gather_along).
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ SAFETENSORS_NAMES = {
 
 
 def named_weights(model: Any) -> dict[str, Tensor]:
-    """Every parameter once (tied duplicates left out) and every persistent buffer, by the model's own names."""
+    """Every parameter once (tied duplicates left out) and every persistent buffer, by the model's own
+    names.
+    """
     weights = dict(model.named_parameters())
     with_duplicates = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     weights.update(
@@ -48,7 +51,8 @@ def named_weights(model: Any) -> dict[str, Tensor]:
 def whole_tensors(
     weights: Mapping[str, Tensor], dtype: torch.dtype | None = None, device: str | torch.device = "cpu"
 ) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor on `device`, contiguous, a floating point one as `dtype`. Copies only what is not so already.
+    """Each tensor on `device`, contiguous, a floating point one as `dtype`. Copies only what is not so
+    already.
 
     A sharded tensor is gathered on all ranks, each of which must go through all of them.
     """
@@ -140,7 +144,9 @@ def in_file_order(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 def save_folder(
     model: Any, weights: dict[str, Tensor], tokenizer: Any, dtype: torch.dtype, path: Path
 ) -> None:
-    """Write a Hugging Face folder of `model` with these weights as `dtype`, complete or not at all; replaces one. Raises OSError."""
+    """Write a Hugging Face folder of `model` with these weights as `dtype`, complete or not at all; replaces
+    one. Raises OSError.
+    """
     with whole_folder(path) as unfinished:
         model.save_pretrained(unfinished, state_dict=in_export_dtype(weights, dtype))
         config_file = unfinished / "config.json"

@@ -1,7 +1,9 @@
-"""A copy of the weights that is sent to engines while training goes on with the originals. Knows tensors; knows no engine.
+"""A copy of the weights that is sent to engines while training goes on with the originals. Knows tensors;
+knows no engine.
 
-The copy lies on the trainer's device, in the dtype of an export, in buffers of publisher.chunk_bytes (or of one tensor that is larger)
-that are made once and written over by each export: all weights once more is the memory it takes.
+The copy lies on the trainer's device, in the dtype of an export, in buffers of publisher.chunk_bytes (or of
+one tensor that is larger) that are made once and written over by each export: all weights once more is the
+memory it takes.
 """
 
 from __future__ import annotations
@@ -31,9 +33,10 @@ from asyncrl.weights.shared_memory import word_digest
 class HeldWeights:
     """The copy of one version, and its way to the engines; on rank 0.
 
-    Life:       empty -> hold(): a version is held -> send() it, any number of times -> hold() the next, over it.
-    Waits:      hold for a send that is under way, and the other way round; send for every member of its group, as long as a seat says.
-    Invariant:  what is sent is what was held, whole: they exclude each other. A group that broke is never used again.
+    Life:       empty -> hold(): a version is held -> send() it, any number of times -> hold() the next, over
+    it. Waits:      hold for a send that is under way, and the other way round; send for every member of its
+    group, as long as a seat says. Invariant:  what is sent is what was held, whole: they exclude each other.
+    A group that broke is never used again.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, chunk_bytes: int) -> None:
@@ -48,7 +51,9 @@ class HeldWeights:
         return f"<HeldWeights v{self.version}, {sum(buffer.nbytes for buffer in self._buffers)} bytes on {self._device}>"
 
     def hold(self, weights: LazyWeights, version: int) -> ExportResponse:
-        """Copy them over what was held, gathering what is sharded. Raises RuntimeError if there is no memory for it."""
+        """Copy them over what was held, gathering what is sharded. Raises RuntimeError if there is no memory
+        for it.
+        """
         with self._in_use:
             self.version = -1
             tensors = whole_tensors(weights, self._dtype, self._device)
@@ -77,7 +82,8 @@ class HeldWeights:
             if self.version != request.version:
                 raise Refused(
                     409,
-                    f"policy_version {request.version} is to be sent, and what is held is version {self.version}",
+                    f"policy_version {request.version} is to be sent, and what is held is version "
+                    f"{self.version}",
                     rule="the newest export alone is held",
                     way_out="export, and send that.",
                 )
@@ -91,7 +97,8 @@ class HeldWeights:
                     409,
                     f"policy_version {request.version} was not sent: {broken}",
                     rule="weights are sent once, to all workers of all engines",
-                    way_out="read the logs of the engines; what they have is sent anew once they were started again.",
+                    way_out="read the logs of the engines; what they have is sent anew once they were "
+                    "started again.",
                 ) from broken
             sent = sum(chunk.num_bytes for chunk in self._chunks)
             return BroadcastResponse(version=self.version, digest=self.digest, num_bytes=sent)
@@ -124,7 +131,9 @@ class HeldWeights:
             self._chunks.append(SentChunk(num_bytes=size, tensors=placed))
 
     def _copy(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[bytes]:
-        """Digests are of the tensors before they are copied: a fault in the copy shows at the other end too."""
+        """Digests are of the tensors before they are copied: a fault in the copy shows at the other end
+        too.
+        """
         for chunk, buffer in zip(self._chunks, self._buffers, strict=True):
             for name, place in tensors_in(chunk, buffer).items():
                 found, tensor = next(tensors)

@@ -1,13 +1,17 @@
-"""Memory that two processes share, and checksums of what lies in it. Knows mapped files and CUDA's driver; knows no weights.
+"""Memory that two processes share, and checksums of what lies in it. Knows mapped files and CUDA's driver;
+knows no weights.
 
-One process makes the memory and tells its handle (wire.MemoryHandle: plain JSON); others open it. On the CPU it is a mapped file in
-shared memory, on a CUDA device an allocation of the driver's own, which CUDA IPC opens in another process on the same device.
+One process makes the memory and tells its handle (wire.MemoryHandle: plain JSON); others open it. On the CPU
+it is a mapped file in shared memory, on a CUDA device an allocation of the driver's own, which CUDA IPC opens
+in another process on the same device.
 
-Why not torch's IPC (UntypedStorage._share_cuda_): what torch shares lies in a segment of its caching allocator, which then never goes
-back to the device; its counter of readers is a file in /dev/shm that a killed process leaves; and one handle is good for one reader.
-The driver's calls are public and have none of it. https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__MEM.html has them.
+Why not torch's IPC (UntypedStorage._share_cuda_): what torch shares lies in a segment of its caching
+allocator, which then never goes back to the device; its counter of readers is a file in /dev/shm that a
+killed process leaves; and one handle is good for one reader. The driver's calls are public and have none of
+it. https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__MEM.html has them.
 
-CUDA copies are only begun when a call returns: whoever says that bytes are there, or have been read, calls settle() first.
+CUDA copies are only begun when a call returns: whoever says that bytes are there, or have been read, calls
+settle() first.
 """
 
 from __future__ import annotations
@@ -44,7 +48,9 @@ class SharedMemory(Protocol):
 
 
 def make_memory(num_bytes: int, device: torch.device, folder: Path) -> SharedMemory:
-    """New memory; on the CPU a file in `folder`. Raises OSError if there is none, or the device cannot share it."""
+    """New memory; on the CPU a file in `folder`. Raises OSError if there is none, or the device cannot share
+    it.
+    """
     if device.type != "cuda":
         return MappedFile.made(folder / f"chunk-{os.getpid()}.bin", num_bytes)
     torch.cuda.empty_cache()  # the driver does not see what torch's allocator keeps unused
@@ -52,14 +58,18 @@ def make_memory(num_bytes: int, device: torch.device, folder: Path) -> SharedMem
 
 
 def open_memory(handle: MemoryHandle, device: torch.device) -> SharedMemory:
-    """Memory that another process has made. Raises OSError if it cannot be opened; ValueError if the handle is for another device."""
+    """Memory that another process has made. Raises OSError if it cannot be opened; ValueError if the handle
+    is for another device.
+    """
     if (handle.kind == "cuda") != (device.type == "cuda"):
         raise ValueError(f"{handle.kind} memory cannot be opened for tensors on {device}")
     return MappedFile.opened(handle) if handle.kind == "file" else CudaMemory.opened(handle, device)
 
 
 class MappedFile:
-    """A mapped file, its space set aside: a full shared memory is an error here, and not a signal at the first write."""
+    """A mapped file, its space set aside: a full shared memory is an error here, and not a signal at the
+    first write.
+    """
 
     def __init__(self, path: str, file: int, num_bytes: int) -> None:
         self.handle = MemoryHandle(kind="file", name=path, num_bytes=num_bytes)
@@ -96,7 +106,8 @@ class MappedFile:
 class CudaMemory:
     """An allocation on a CUDA device: this process's own, or opened from another's handle.
 
-    Life:       made or opened -> freed or closed with the last view of `data`. Whoever made it keeps it while others may have it
+    Life:       made or opened -> freed or closed with the last view of `data`. Whoever made it keeps it while
+    others may have it
                 open; what they see after that is not defined.
     """
 
@@ -174,7 +185,9 @@ class IpcHandle(ctypes.Structure):
 
 
 class CudaDriver:
-    """The calls of CUDA's driver that sharing takes. Between on(...) they work on that device. All raise OSError."""
+    """The calls of CUDA's driver that sharing takes. Between on(...) they work on that device. All raise
+    OSError.
+    """
 
     def __init__(self, library: str = "libcuda.so.1") -> None:
         self._library = ctypes.CDLL(library)
@@ -252,10 +265,12 @@ MIXERS = (-7046029254386353131, -4658895280553007687, -7723592293110705685)
 
 
 def shared_digest(name: str, tensor: Tensor) -> bytes:
-    """wire.tensor_digest over a checksum of the tensor's bytes, where they are: no copy of a device's tensor to the host.
+    """wire.tensor_digest over a checksum of the tensor's bytes, where they are: no copy of a device's tensor
+    to the host.
 
-    It proves that the bytes, their order, name, dtype and shape are the same at both ends, against any fault and not against
-    somebody who wants to deceive: 128 bits of XXH3 on the CPU, 64 bits of mixed words on a device.
+    It proves that the bytes, their order, name, dtype and shape are the same at both ends, against any fault
+    and not against somebody who wants to deceive: 128 bits of XXH3 on the CPU, 64 bits of mixed words on a
+    device.
     """
     return _digest(name, tensor, _checksum(tensor.detach().contiguous()))
 
@@ -290,9 +305,11 @@ def _checksum(tensor: Tensor) -> bytes:
 
 
 def word_sum(tensor: Tensor) -> bytes:
-    """Each 64-bit word of a contiguous tensor is mixed with its position, and all are added modulo 2**64; then come the odd bytes.
+    """Each 64-bit word of a contiguous tensor is mixed with its position, and all are added modulo 2**64;
+    then come the odd bytes.
 
-    A change of one word always changes the sum, since mixing loses nothing; of several, all but once in 2**64.
+    A change of one word always changes the sum, since mixing loses nothing; of several, all but once in
+    2**64.
     """
     flat, per_word = tensor.reshape(-1), 8 // tensor.element_size()
     num_words = flat.numel() // per_word

@@ -1,7 +1,8 @@
-"""Where the memory of offloaded tensors lies meanwhile: the host's, for a device's; a file, for the host's. Knows bytes; knows no tensor.
+"""Where the memory of offloaded tensors lies meanwhile: the host's, for a device's; a file, for the host's.
+Knows bytes; knows no tensor.
 
-Both are made once and grow to the most that was ever put into them. There is one place for the bytes of each offset: whoever
-uses a store says what lies where.
+Both are made once and grow to the most that was ever put into them. There is one place for the bytes of each
+offset: whoever uses a store says what lies where.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ import torch
 from torch import Tensor
 
 SLAB_BYTES = 2**26
-"""torch rounds a pinned allocation up to a power of two: of slabs that are one, nothing is wasted but the end of the last."""
+"""torch rounds a pinned allocation up to a power of two: of slabs that are one, nothing is wasted but the end
+of the last.
+"""
 
 NUM_THREADS = min(4, os.cpu_count() or 1)
 
@@ -27,7 +30,9 @@ class Store(Protocol):
     """Bytes by offset. `data` is a contiguous uint8 tensor; a copy is done only after wait()."""
 
     def reserve(self, num_bytes: int) -> None:
-        """Make room for offsets 0 .. num_bytes - 1. Raises OSError, MemoryError or RuntimeError if there is none."""
+        """Make room for offsets 0 .. num_bytes - 1. Raises OSError, MemoryError or RuntimeError if there is
+        none.
+        """
         ...
 
     def write(self, offset: int, data: Tensor) -> None:
@@ -86,7 +91,8 @@ class HostBuffers:
 
 
 class HostFile:
-    """A file without a name in `folder`: however this process ends, the disk gets its space back. For data in host memory.
+    """A file without a name in `folder`: however this process ends, the disk gets its space back. For data in
+    host memory.
 
     A few threads copy, since most of the time goes into the kernel's handling of pages.
     """
@@ -142,7 +148,9 @@ class HostFile:
 
 
 def host_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor in host memory, not copied. Unlike numpy(), it does not tie the tensor to its storage's size."""
+    """The bytes of a contiguous tensor in host memory, not copied. Unlike numpy(), it does not tie the tensor
+    to its storage's size.
+    """
     array = (
         (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
         if tensor.nbytes

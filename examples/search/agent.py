@@ -1,9 +1,11 @@
-"""A search agent in the style of Search-R1: the model asks a search tool until it can answer; the reward is an exact match.
+"""A search agent in the style of Search-R1: the model asks a search tool until it can answer; the reward is
+an exact match.
 
     pip install -e '.[harness]'
     asyncrl run examples/search/search.yaml
 
-The corpus lies beside this file; another one is a JSON-lines file of `title` and `text` (generator.args.corpus).
+The corpus lies beside this file; another one is a JSON-lines file of `title` and `text`
+(generator.args.corpus).
 """
 
 from __future__ import annotations
@@ -47,9 +49,11 @@ async def run(
     max_searches: int = 3,
     must_search: bool = False,
 ) -> Outcome:
-    """Search and answer. `must_search`: the first turn is a call whatever the model would rather do, which helps a small model begin.
+    """Search and answer. `must_search`: the first turn is a call whatever the model would rather do, which
+    helps a small model begin.
 
-    The reward is 1 for a right answer, 0 for a wrong one. A small share for form keeps a model that never answers from standing still.
+    The reward is 1 for a right answer, 0 for a wrong one. A small share for form keeps a model that never
+    answers from standing still.
     """
     index = open_index(corpus)
     messages: list[Any] = [{"role": "system", "content": SYSTEM}, *task.messages]
@@ -60,7 +64,7 @@ async def run(
             choice = {"type": "function", "function": {"name": "search"}}
         completion = await session.client.chat.completions.create(
             model=session.model, messages=messages, tools=TOOLS, tool_choice=choice
-        )  # fmt: skip
+        )
         message = completion.choices[0].message
         messages.append(message)
         if not message.tool_calls:
@@ -134,6 +138,8 @@ def mentions(passages: str, answer: str) -> bool:
 
 
 def normalised(text: str) -> str:
-    """As exact match is measured on question answering: no case, punctuation, articles, or more than one space."""
+    """As exact match is measured on question answering: no case, punctuation, articles, or more than one
+    space.
+    """
     plain = "".join(character for character in text.lower() if character not in string.punctuation)
     return " ".join(word for word in plain.split() if word not in ("a", "an", "the"))

@@ -1,8 +1,10 @@
-"""A verifiers environment: sums too long for the head, and a calculator. Needs no network, no sandbox and no uv.
+"""A verifiers environment: sums too long for the head, and a calculator. Needs no network, no sandbox and no
+uv.
 
-`generator: {verifiers: calculator_env}` where this file is in the working directory, or installed (`pip install -e .`). It is one module
-with the three parts that the library looks for: a Taskset, the Task with its rewards, and here also a Harness, the program that talks to
-the model. This one runs inside the worker; the library's own programs (bash, null) are started as processes, and need uv.
+`generator: {verifiers: calculator_env}` where this file is in the working directory, or installed (`pip
+install -e .`). It is one module with the three parts that the library looks for: a Taskset, the Task with its
+rewards, and here also a Harness, the program that talks to the model. This one runs inside the worker; the
+library's own programs (bash, null) are started as processes, and need uv.
 """
 
 import ast
@@ -82,7 +84,9 @@ class CalculatorConfig(vf.TasksetConfig):
 
 
 class CalculatorTaskset(vf.Taskset[CalculatorTask, CalculatorConfig]):
-    """`num_tasks` sums of `num_terms` numbers of two to four digits; the same ones each time, so that a run can be resumed."""
+    """`num_tasks` sums of `num_terms` numbers of two to four digits; the same ones each time, so that a run
+    can be resumed.
+    """
 
     def load(self) -> list[CalculatorTask]:
         """All of them."""

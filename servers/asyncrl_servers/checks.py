@@ -1,4 +1,6 @@
-"""What every engine server refuses in the same words, and how version spans are written. Knows messages alone."""
+"""What every engine server refuses in the same words, and how version spans are written. Knows messages
+alone.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +14,19 @@ from asyncrl.messages.engine_calls import GenerateRequest, Span
 
 
 def check_request(request: GenerateRequest, max_length: int, vocab_size: int) -> None:
-    """Raise Refused (400) for a request that can never run: too long, unknown token ids, more resumed ids than ids."""
+    """Raise Refused (400) for a request that can never run: too long, unknown token ids, more resumed ids
+    than ids.
+    """
     num_prompt = len(request.prompt_ids)
     if num_prompt + request.max_tokens > max_length:
         raise Refused(
             400,
-            f"request {request.request_id} wants {num_prompt} prompt tokens + {request.max_tokens} new ones = "
+            f"request {request.request_id} wants {num_prompt} prompt tokens + {request.max_tokens} new ones "
+            f"= "
             f"{num_prompt + request.max_tokens}, a slot holds {max_length}",
             rule="prompt and completion must fit into a slot",
-            way_out="shorten the prompt, lower max_tokens, or raise rollout.max_prompt_tokens or rollout.max_tokens.",
+            way_out="shorten the prompt, lower max_tokens, or raise rollout.max_prompt_tokens or "
+            "rollout.max_tokens.",
         )
     if min(request.prompt_ids) < 0 or max(request.prompt_ids) >= vocab_size:
         wrong = next(token for token in request.prompt_ids if not 0 <= token < vocab_size)
@@ -113,7 +119,9 @@ RESEND = "export and prepare again; if it repeats, look for what else writes the
 
 
 def spans_of(marks: Sequence[tuple[int, int]], num_tokens: int) -> list[Span]:
-    """Version spans that cover [0, num_tokens) once, in order. A mark is (first token, policy_version); empty spans are left out."""
+    """Version spans that cover [0, num_tokens) once, in order. A mark is (first token, policy_version); empty
+    spans are left out.
+    """
     ends = [*(start for start, _ in marks[1:]), num_tokens][
         : len(marks)
     ]  # no mark at all: aborted before it ran
@@ -124,7 +132,8 @@ def spans_of(marks: Sequence[tuple[int, int]], num_tokens: int) -> list[Span]:
     ]
 
 
-# Random numbers that depend on (seed, position) alone, so that an interrupted request draws what it would have drawn. Knows numpy.
+# Random numbers that depend on (seed, position) alone, so that an interrupted request draws what it would
+# have drawn. Knows numpy.
 
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -138,6 +147,8 @@ def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def uniform_draws(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """One number in [0, 1) for each (seed, absolute position), float64 with 53 random bits; depends on nothing else."""
+    """One number in [0, 1) for each (seed, absolute position), float64 with 53 random bits; depends on
+    nothing else.
+    """
     counter = _mix(seeds + _GOLDEN) + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN
     return (_mix(counter) >> np.uint64(11)).astype(np.float64) * 2.0**-53

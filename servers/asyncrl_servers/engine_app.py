@@ -1,4 +1,6 @@
-"""The HTTP side of an engine server: its endpoints over any engine that answers with futures. Knows no torch."""
+"""The HTTP side of an engine server: its endpoints over any engine that answers with futures. Knows no
+torch.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ class Engine(Protocol):
     def submit(
         self, request: GenerateRequest, stream: TokenStream | None = None
     ) -> AnyFuture[GenerateResponse]:
-        """Queue a request. Raises Refused if it can never run. Tokens that `stream` was told are left out of the answer."""
+        """Queue a request. Raises Refused if it can never run. Tokens that `stream` was told are left out of
+        the answer.
+        """
         ...
 
     def abort(self, request_ids: list[str] | None) -> AnyFuture[list[str]]:

@@ -1,4 +1,5 @@
-"""What every engine server knows of its sleep, in the same words: which parts are awake, and a push that comes chunk by chunk.
+"""What every engine server knows of its sleep, in the same words: which parts are awake, and a push that
+comes chunk by chunk.
 
 Knows messages and digests; knows no tensor and no memory.
 """
@@ -20,7 +21,9 @@ PUSH_AGAIN = "push this version again, from chunk 0."
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where the serving weights can be read again: the file `path`, or the model folder of the start (None)."""
+    """Where the serving weights can be read again: the file `path`, or the model folder of the start
+    (None).
+    """
 
     path: str | None
     digest: str
@@ -29,8 +32,9 @@ class Source:
 class Wakefulness:
     """Which parts have memory, and whether the weights have content.
 
-    Life:       awake -> asleep(part) -> awake(part). Weights that were asleep come back without content, until set_content().
-    Invariant:  can_serve is true only while every part has memory and the weights are those of a version that was verified.
+    Life:       awake -> asleep(part) -> awake(part). Weights that were asleep come back without content,
+    until set_content(). Invariant:  can_serve is true only while every part has memory and the weights are
+    those of a version that was verified.
     """
 
     __slots__ = ("_asleep", "can_serve", "has_content")
@@ -102,7 +106,8 @@ def nowhere_whole(version: int) -> Refused:
 class ChunkedPush:
     """The chunks of the newest push, as far as they are loaded.
 
-    Life:       nothing -> chunk 0, 1, ... of one version -> whole -> committed. Chunk 0 begins anew at any time; a chunk that is
+    Life:       nothing -> chunk 0, 1, ... of one version -> whole -> committed. Chunk 0 begins anew at any
+    time; a chunk that is
                 not what was sent, and a commit that is refused, end it: nothing.
     Invariant:  `digests` has each tensor that was loaded once, under its name.
     """
@@ -119,7 +124,9 @@ class ChunkedPush:
         self.digests: dict[str, bytes] = {}
 
     def expect(self, request: LoadChunkRequest, serving: int) -> None:
-        """Raise Refused (409) if this chunk cannot come now: another one is next, or the version is older than the serving one."""
+        """Raise Refused (409) if this chunk cannot come now: another one is next, or the version is older
+        than the serving one.
+        """
         if request.version < serving:
             raise Refused(
                 409,
@@ -137,20 +144,24 @@ class ChunkedPush:
             )
             raise Refused(
                 409,
-                f"chunk {request.index} of policy_version {request.version} came, loaded is {here}{', which is whole' * self.is_whole}",
+                f"chunk {request.index} of policy_version {request.version} came, loaded is "
+                f"{here}{', which is whole' * self.is_whole}",
                 rule="the chunks of one version come in order",
                 way_out=PUSH_AGAIN,
             )
 
     def add(self, request: LoadChunkRequest, digests: Mapping[str, bytes], num_bytes: int) -> str:
-        """The tensors of this chunk are loaded; returns their digest. Raises Refused (409) if they are not what was sent."""
+        """The tensors of this chunk are loaded; returns their digest. Raises Refused (409) if they are not
+        what was sent.
+        """
         again = sorted(self.digests.keys() & digests.keys())
         digest = joint_digest(digests.values())
         if again or (len(digests), num_bytes) != (request.num_tensors, request.num_bytes):
             self.clear()
             raise Refused(
                 409,
-                f"{request.place} holds {len(digests)} tensors of {num_bytes} bytes, announced were {request.num_tensors} of "
+                f"{request.place} holds {len(digests)} tensors of {num_bytes} bytes, announced were "
+                f"{request.num_tensors} of "
                 f"{request.num_bytes}; {len(again)} of them came in an earlier chunk {again[:3]}",
                 rule="each tensor of a push comes once",
                 way_out=RESEND,
@@ -164,7 +175,8 @@ class ChunkedPush:
         return digest
 
     def take(self, version: int, digest: str, names: Iterable[str] | None = None) -> Source | None:
-        """End the push, whole: where its weights lie, if in one file. Raises Refused (409) if it is not whole or not `digest`.
+        """End the push, whole: where its weights lie, if in one file. Raises Refused (409) if it is not whole
+        or not `digest`.
 
         `names`: the tensors that it must have brought, if that is known here.
         """
@@ -179,8 +191,8 @@ class ChunkedPush:
         if not is_whole or missing or loaded != digest:
             raise Refused(
                 409,
-                f"commit of policy_version {version} with digest {digest}, but loaded is {state} with digest {loaded}"
-                + (f", and {len(missing)} tensors never came: {missing[:3]}" if missing else ""),
+                f"commit of policy_version {version} with digest {digest}, but loaded is {state} with digest "
+                f"{loaded}" + (f", and {len(missing)} tensors never came: {missing[:3]}" if missing else ""),
                 rule="a version is served only when all its chunks are here and are what was sent",
                 way_out=PUSH_AGAIN,
             )

@@ -1,4 +1,6 @@
-"""Streamed answers: sampled tokens on their way to one client each, as lines of JSON. Knows messages and asyncio; knows no engine."""
+"""Streamed answers: sampled tokens on their way to one client each, as lines of JSON. Knows messages and
+asyncio; knows no engine.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,10 @@ Told: TypeAlias = "tuple[list[int], list[float], int]"
 class TokenStream:
     """Tokens of one request between the engine that samples them and the answer that sends them.
 
-    Life:       made in the event loop of the client's connection, which alone calls it -> put() by put() -> closed.
-    Waits:      wait_changed sleeps until there are tokens to take, or close_nowait() was called.
-    Invariant:  what was put is taken once, in order. It holds no more than its request's max_tokens, however slow the client is.
+    Life:       made in the event loop of the client's connection, which alone calls it -> put() by put() ->
+    closed. Waits:      wait_changed sleeps until there are tokens to take, or close_nowait() was called.
+    Invariant:  what was put is taken once, in order. It holds no more than its request's max_tokens, however
+    slow the client is.
     """
 
     __slots__ = ("_changed", "_told", "loop")
@@ -79,9 +82,11 @@ def _put_all(told: list[tuple[TokenStream, Told]]) -> None:
 
 
 class StreamedAnswer(Response):
-    """The answer to one /generate with `stream`: a line a GenerateChunk, and last the GenerateResponse, or an ErrorBody.
+    """The answer to one /generate with `stream`: a line a GenerateChunk, and last the GenerateResponse, or an
+    ErrorBody.
 
-    Nothing is sent before the first token, so that a refusal still has its own status. `abort` is called if the client goes away.
+    Nothing is sent before the first token, so that a refusal still has its own status. `abort` is called if
+    the client goes away.
     """
 
     def __init__(

@@ -1,4 +1,6 @@
-"""Memory that the trainer shares with a server of its device: CUDA IPC, or a mapped file on the CPU; and the tensors in it."""
+"""Memory that the trainer shares with a server of its device: CUDA IPC, or a mapped file on the CPU; and the
+tensors in it.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ DTYPES = {
 
 
 class TrainerMemory:
-    """Life: a trainer's memory stays open from its first chunk until another one tells a handle, or this process ends."""
+    """Life: a trainer's memory stays open from its first chunk until another one tells a handle, or this
+    process ends.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -37,9 +41,12 @@ class TrainerMemory:
             except (OSError, ValueError) as error:
                 raise Refused(
                     400,
-                    f"cannot open the {handle.kind} memory of {handle.num_bytes} bytes that holds the chunk: {error}",
-                    rule="trainer and engine take turns on one device of one machine, and share a piece of its memory",
-                    way_out="give them the same device (placement), or devices of their own; in containers, one that holds both.",
+                    f"cannot open the {handle.kind} memory of {handle.num_bytes} bytes that holds the chunk: "
+                    f"{error}",
+                    rule="trainer and engine take turns on one device of one machine, and share a piece of "
+                    "its memory",
+                    way_out="give them the same device (placement), or devices of their own; in containers, "
+                    "one that holds both.",
                 ) from error
         return self._memory
 

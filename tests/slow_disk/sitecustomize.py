@@ -1,4 +1,6 @@
-"""On PYTHONPATH of a run: each commit of its journal takes a fifth of a second longer, as on a disk that is slow to sync."""
+"""On PYTHONPATH of a run: each commit of its journal takes a fifth of a second longer, as on a disk that is
+slow to sync.
+"""
 
 from __future__ import annotations
 

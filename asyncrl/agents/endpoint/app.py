@@ -1,4 +1,6 @@
-"""The routes: who calls, what is asked, how it is answered, whole or as a stream. Knows HTTP; knows no token and no template."""
+"""The routes: who calls, what is asked, how it is answered, whole or as a stream. Knows HTTP; knows no token
+and no template.
+"""
 
 from __future__ import annotations
 
@@ -41,9 +43,10 @@ _EVENT_STREAM = {
 class Routes:
     """The endpoint of all sessions as an aiohttp app.
 
-    Life:       a request is refused, or finds its session -> its call is sampled, or is one that was sampled before -> answered.
-    Waits:      handlers sleep in the client's body, the engine, and the client's reading, all bounded by Connection or the session.
-    Invariant:  whatever a client sends is answered in OpenAI's form; `refused` counts the errors by status.
+    Life:       a request is refused, or finds its session -> its call is sampled, or is one that was sampled
+    before -> answered. Waits:      handlers sleep in the client's body, the engine, and the client's reading,
+    all bounded by Connection or the session. Invariant:  whatever a client sends is answered in OpenAI's
+    form; `refused` counts the errors by status.
     """
 
     def __init__(
@@ -225,7 +228,9 @@ class Routes:
 
 
 class _Stream:
-    """One response that may be a stream of events: begun with the first of them, so that an early error has its own status."""
+    """One response that may be a stream of events: begun with the first of them, so that an early error has
+    its own status.
+    """
 
     def __init__(self, request: web.Request) -> None:
         self._request = request

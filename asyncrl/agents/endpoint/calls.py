@@ -1,4 +1,6 @@
-"""One call between its request and its answers, and which later requests are the same call again. Knows no engine and no HTTP."""
+"""One call between its request and its answers, and which later requests are the same call again. Knows no
+engine and no HTTP.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +37,12 @@ class AskedAs:
 class Call:
     """One sampling, and everybody who wants its answer.
 
-    Life:       sampled by the request that made it -> done, with answers or an error -> delivered, to whoever is there by then.
+    Life:       sampled by the request that made it -> done, with answers or an error -> delivered, to whoever
+    is there by then.
                 What was sampled is kept until it is delivered, and recorded then, once.
     Waits:      wait_done, and wait_news for a stream; both are woken by the sampling.
-    Invariant:  a completion is in the capture if and only if it was written to a client that was there: deliver_nowait alone records.
+    Invariant:  a completion is in the capture if and only if it was written to a client that was there:
+    deliver_nowait alone records.
     """
 
     def __init__(
@@ -160,12 +164,16 @@ class CallTable:
         self._refused.clear()
 
     def refused_nowait(self, digest: bytes | None) -> None:
-        """Its client was told to ask again later: what it retries was never sampled. `digest` None: its body was not read."""
+        """Its client was told to ask again later: what it retries was never sampled. `digest` None: its body
+        was not read.
+        """
         if digest in self._refused or len(self._refused) < _MAX_REFUSED:
             self._refused[digest] += 1
 
     def find(self, asked_as: AskedAs) -> Call | None:
-        """The call that this one repeats: by its key, by its client's word, or because it is the same and nobody got the answer."""
+        """The call that this one repeats: by its key, by its client's word, or because it is the same and
+        nobody got the answer.
+        """
         keyed = self._by_key.get(asked_as.idempotency_key) if asked_as.idempotency_key is not None else None
         if keyed is not None:
             if keyed.asked_as.digest != asked_as.digest:

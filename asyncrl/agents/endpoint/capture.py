@@ -1,4 +1,6 @@
-"""The exact tokens of one session, as a tree of completions. Pure: knows no HTTP, no engine, no torch, and never waits."""
+"""The exact tokens of one session, as a tree of completions. Pure: knows no HTTP, no engine, no torch, and
+never waits.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,17 @@ from asyncrl.messages.protocols import ChatRenderer
 from asyncrl.messages.records import Completion, Outcome, Rollout
 
 How = Literal["new", "extended", "realigned", "forked"]
-"""What a call's prompt is. new: the session's first. extended: recorded ids and what is new, and their text is what the template
-writes for the whole chat. realigned: the same, but the template writes the history otherwise (reasoning stripped, white space
-merged, tool calls rendered its own way). forked: written anew, because the history is nobody's, or was edited."""
+"""What a call's prompt is. new: the session's first. extended: recorded ids and what is new, and their text
+is what the template writes for the whole chat. realigned: the same, but the template writes the history
+otherwise (reasoning stripped, white space merged, tool calls rendered its own way). forked: written anew,
+because the history is nobody's, or was edited."""
 
 
 @dataclass(slots=True)
 class CaptureCounts:
-    """Calls of all sessions so far, and what their prompts were; the rest of them were the first of their session."""
+    """Calls of all sessions so far, and what their prompts were; the rest of them were the first of their
+    session.
+    """
 
     calls: int = 0
     extended: int = 0
@@ -35,7 +40,9 @@ class CaptureCounts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Planned:
-    """A call that may be sent: `prompt_ids` begin with the `num_reused` that are the parent's. `number` counts the session's calls."""
+    """A call that may be sent: `prompt_ids` begin with the `num_reused` that are the parent's. `number`
+    counts the session's calls.
+    """
 
     number: int
     how: How
@@ -48,7 +55,9 @@ class Planned:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Draft:
-    """A call that is not planned yet: `text` is to be encoded behind the ids of `parent`, or is the whole prompt."""
+    """A call that is not planned yet: `text` is to be encoded behind the ids of `parent`, or is the whole
+    prompt.
+    """
 
     text: str
     parent: Node | None
@@ -59,10 +68,12 @@ class Draft:
 class Capture:
     """Which ids were sent, which were sampled, and what a call goes on from.
 
-    Life:       plan -> the engine samples -> record once for each choice that the harness got, or never -> ... -> rollout.
+    Life:       plan -> the engine samples -> record once for each choice that the harness got, or never ->
+    ... -> rollout.
                 Any number of calls may be planned before one of them is recorded.
-    Memory:     a node holds what its call added and sampled, 4 bytes an id and a logprob; what came before is its parents'.
-    Invariant:  a planned prompt that reuses a node's ids begins with exactly what that node's call sent and sampled (plan), so
+    Memory:     a node holds what its call added and sampled, 4 bytes an id and a logprob; what came before is
+    its parents'. Invariant:  a planned prompt that reuses a node's ids begins with exactly what that node's
+    call sent and sampled (plan), so
                 a branch of the rollout is at each sampled token what the engine had before it (make_rollout).
     """
 
@@ -73,7 +84,9 @@ class Capture:
         self._num_calls = self._num_roots = 0
         self._gone_on_from: set[Node] = set()
         self.num_branch_tokens = 0
-        """Tokens of all branches that a rollout would have now: a prefix that branches share counts in each of them."""
+        """Tokens of all branches that a rollout would have now: a prefix that branches share counts in each
+        of them.
+        """
 
     def __repr__(self) -> str:
         return f"<Capture {self.num_completions} completions of {self._num_calls} calls, {self.num_tokens} tokens>"
@@ -98,16 +111,23 @@ class Capture:
     ) -> Planned:
         """The prompt of a chat, over recorded ids where it goes on from a recorded answer.
 
-        `prefill` is text after the generation prompt that the model goes on from. Raises ValueError if the template refuses the
-        chat, it is no Unicode, or nested too deep; FarTooLong once it is clear that what is new has more than `max_tokens` tokens.
+        `prefill` is text after the generation prompt that the model goes on from. Raises ValueError if the
+        template refuses the chat, it is no Unicode, or nested too deep; FarTooLong once it is clear that what
+        is new has more than `max_tokens` tokens.
         """
         draft = self.draft(messages, tools, prefill=prefill)
         return self.plan_draft(draft, encode_bounded(draft.text, self._renderer, max_tokens))
 
     def draft(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, *, prefill: str = ""
-    ) -> Draft:  # fmt: skip
-        """The first half of plan(): all but the ids of what is new. It changes nothing, and may run in a thread beside record()."""
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        *,
+        prefill: str = "",
+    ) -> Draft:
+        """The first half of plan(): all but the ids of what is new. It changes nothing, and may run in a
+        thread beside record().
+        """
         try:
             chain = Chain(messages, tools)
             found = self._longest(chain, len(messages))
@@ -152,7 +172,9 @@ class Capture:
         *,
         choice: int = 0,
     ) -> None:
-        """The harness got this answer: `message` is the assistant message as it got it (None: it asked for text, not a chat)."""
+        """The harness got this answer: `message` is the assistant message as it got it (None: it asked for
+        text, not a chat).
+        """
         if completion_id in self._nodes:
             raise ValueError(f"{completion_id} is recorded already")
         added = planned.prompt_ids[planned.num_reused :]
@@ -178,7 +200,9 @@ class Capture:
                 self._by_chat[key] = node
 
     def last_text_ids(self) -> tuple[int, ...]:
-        """What was sampled for the call that was planned last, of those recorded. Raises RolloutFailure if there is none."""
+        """What was sampled for the call that was planned last, of those recorded. Raises RolloutFailure if
+        there is none.
+        """
         if not self._nodes:
             raise RolloutFailure(
                 "the harness ended without one completion",
@@ -189,7 +213,9 @@ class Capture:
         return tuple(last.sampled_ids.tolist())
 
     def rollout(self, sample_index: int, outcome: Outcome, reward: float) -> Rollout:
-        """Everything recorded, by branches. Raises RolloutFailure if that is nothing, or the outcome does not fit it."""
+        """Everything recorded, by branches. Raises RolloutFailure if that is nothing, or the outcome does not
+        fit it.
+        """
         return make_rollout(self._nodes.values(), sample_index, outcome, reward)
 
     def _count_branch(self, node: Node) -> None:
@@ -243,17 +269,22 @@ def _ints(ids: npt.NDArray[np.int32]) -> list[int]:
     return values
 
 
-# When two chats are the same: a canonical form of messages and tools, and a hash chain over them. Knows no tokens, no template.
+# When two chats are the same: a canonical form of messages and tools, and a hash chain over them. Knows no
+# tokens, no template.
 #
-# A harness sends its history back as its own library wrote it. These do not count: fields that are None or an empty list, the
-# order of keys, the JSON spacing of tool arguments, text content in parts, white space around an assistant's content.
+# A harness sends its history back as its own library wrote it. These do not count: fields that are None or an
+# empty list, the
+# order of keys, the JSON spacing of tool arguments, text content in parts, white space around an assistant's
+# content.
 
 
 _to_json = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode
 
 
 class Chain:
-    """The hash of a chat, message after message: equal for two chats if and only if they are the same in canonical form."""
+    """The hash of a chat, message after message: equal for two chats if and only if they are the same in
+    canonical form.
+    """
 
     __slots__ = ("_state", "answers")
 
@@ -276,7 +307,9 @@ class Chain:
 
 
 def canonical(message: Mapping[str, Any]) -> bytes:
-    """The message as one JSON object. Any message has one: what is no Unicode, or no JSON, stays as it is written."""
+    """The message as one JSON object. Any message has one: what is no Unicode, or no JSON, stays as it is
+    written.
+    """
     fields = {name: value for name, value in message.items() if value is not None and value != []}
     is_answer = fields.get("role") == "assistant"
     if "content" in fields:
@@ -300,7 +333,9 @@ def _joined(content: Any) -> Any:
 
 
 def _tool_call(call: Any) -> Any:
-    """A function call by id, name and arguments: `type` goes without saying, and `index` is of a stream's deltas alone."""
+    """A function call by id, name and arguments: `type` goes without saying, and `index` is of a stream's
+    deltas alone.
+    """
     if not isinstance(call, Mapping) or not isinstance(function := call.get("function"), Mapping):
         return call
     return [call.get("id"), function.get("name"), _arguments(function.get("arguments"))]

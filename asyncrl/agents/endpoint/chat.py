@@ -1,4 +1,6 @@
-"""One call from its checked body to its sampled answer: prompt, budget, seed, the engine. Knows no HTTP and no group."""
+"""One call from its checked body to its sampled answer: prompt, budget, seed, the engine. Knows no HTTP and
+no group.
+"""
 
 from __future__ import annotations
 
@@ -48,11 +50,12 @@ class Begun:
 class Sampler:
     """Plans calls and has them sampled, for all sessions.
 
-    Life:       begin() checks and plans, sample() asks the engine; then the call holds its answers, or its error.
-    Waits:      begin sleeps in a thread, sample in the engine, both within the session's in_hand().
-    Invariant:  what reaches the engine is ids, numbers in bounds and stop texts, all checked by ShapeReader and begin(). An engine
-                that is broken is told to `on_broken` and answered with 503; one that refuses a request, with 400. A tool-call format
-                of the user's that goes wrong fails the rollout.
+    Life:       begin() checks and plans, sample() asks the engine; then the call holds its answers, or its
+    error. Waits:      begin sleeps in a thread, sample in the engine, both within the session's in_hand().
+    Invariant:  what reaches the engine is ids, numbers in bounds and stop texts, all checked by ShapeReader
+    and begin(). An engine
+                that is broken is told to `on_broken` and answered with 503; one that refuses a request, with
+                400. A tool-call format of the user's that goes wrong fails the rollout.
     """
 
     def __init__(
@@ -79,7 +82,8 @@ class Sampler:
         return read(body) if len(body) < LONG_BODY else await self._beside.run(read, body)
 
     async def begin(self, session: GatewaySession, kind: Kind, shape: CallShape, asked_as: AskedAs) -> Begun:
-        """A new call of the session. Raises ApiError. Sleeps while a long one is rendered and tokenised: one at a time for each session.
+        """A new call of the session. Raises ApiError. Sleeps while a long one is rendered and tokenised: one
+        at a time for each session.
 
         From its return on the call's choices count as sampling, until sample() has ended.
         """
@@ -98,7 +102,8 @@ class Sampler:
                 stop=shape.stop,
                 tool_format=self._tool_format if shape.tools else None,
                 prefill=prefill,
-                name=f"call_{key:016x}",  # it may become a part of the next prompt, so it is not of the call's number either
+                # it may become a part of the next prompt, so it is not of the call's number either
+                name=f"call_{key:016x}",
                 has_logprobs=shape.logprobs,
                 token_names=self._token_names,
             )
@@ -125,7 +130,9 @@ class Sampler:
         return Begun(call, requests, shape.stream)
 
     async def sample(self, session: GatewaySession, begun: Begun) -> None:
-        """Have it sampled; the call's choices, or its error, say what came of it. Only cancellation is raised."""
+        """Have it sampled; the call's choices, or its error, say what came of it. Only cancellation is
+        raised.
+        """
         call = begun.call
         self.counts.in_flight += 1
         try:
@@ -203,7 +210,8 @@ class Sampler:
     async def _plan(self, session: GatewaySession, shape: CallShape, prefill: str) -> Planned:
         if shape.tools and self._tool_format.name == "none":
             raise invalid(
-                "tools are refused: gateway.tool_format names no format, or its auto found none in the chat template.",
+                "tools are refused: gateway.tool_format names no format, or its auto found none in the chat "
+                "template.",
                 "tools",
             )
         param, max_tokens = (
@@ -237,19 +245,22 @@ class Sampler:
         param = "messages" if shape.messages is not None else "prompt"
         if length > rules.max_prompt_tokens:
             raise too_long(
-                f"This prompt has {length} tokens; the longest prompt of this run is {rules.max_prompt_tokens} tokens "
+                f"This prompt has {length} tokens; the longest prompt of this run is "
+                f"{rules.max_prompt_tokens} tokens "
                 "(rollout.max_prompt_tokens). Shorten the conversation, or raise it.",
                 param,
             )
         if length >= rules.max_length:
             raise too_long(
-                f"This prompt has {length} tokens and leaves no room in the {rules.max_length} of the engines.",
+                f"This prompt has {length} tokens and leaves no room in the {rules.max_length} of the "
+                f"engines.",
                 param,
             )
         return min(shape.max_tokens or rules.max_tokens, rules.max_tokens, rules.max_length - length)
 
     def _keys(self, session: GatewaySession, planned: Planned, shape: CallShape) -> list[int]:
-        """One for each choice, which its seed is made of: of what is asked, and how many calls asked the same before; never of when.
+        """One for each choice, which its seed is made of: of what is asked, and how many calls asked the same
+        before; never of when.
 
         Equal calls that run at once may so swap their answers: for their harness they are one and the same.
         """

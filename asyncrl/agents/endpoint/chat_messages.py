@@ -1,4 +1,6 @@
-"""Checks of what a call says: chat messages and tools. What passes is small in depth, plain text, and safe for a template."""
+"""Checks of what a call says: chat messages and tools. What passes is small in depth, plain text, and safe
+for a template.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ _IGNORED: Mapping[str, tuple[str, ...]] = {
 
 
 class TextBudget:
-    """Counts bytes of text, and refuses more than the longest prompt can hold before anything is tokenised."""
+    """Counts bytes of text, and refuses more than the longest prompt can hold before anything is
+    tokenised.
+    """
 
     def __init__(self, max_bytes: int, max_prompt_tokens: int) -> None:
         self._left = self._max_bytes = max_bytes
@@ -39,8 +43,10 @@ class TextBudget:
         self._left -= len(text) if text.isascii() else len(text.encode())
         if self._left < 0:
             raise too_long(
-                f"The text of this call is longer than {self._max_bytes} bytes, and {self._max_prompt_tokens} tokens cannot hold more; "
-                f"the longest prompt of this run is {self._max_prompt_tokens} tokens (rollout.max_prompt_tokens).",
+                f"The text of this call is longer than {self._max_bytes} bytes, and "
+                f"{self._max_prompt_tokens} tokens cannot hold more; "
+                f"the longest prompt of this run is {self._max_prompt_tokens} tokens "
+                f"(rollout.max_prompt_tokens).",
                 param,
             )
         return text
@@ -49,12 +55,15 @@ class TextBudget:
 def check_messages(
     value: Any, budget: TextBudget, max_prompt_tokens: int, message_tokens: int
 ) -> list[dict[str, Any]]:
-    """The messages, with nothing in them but what a template may see. Raises ApiError; for too many of them before any is looked at."""
+    """The messages, with nothing in them but what a template may see. Raises ApiError; for too many of them
+    before any is looked at.
+    """
     if not isinstance(value, list) or not value:
         raise invalid(f"messages must be a list with at least one message, not {shown(value)}.", "messages")
     if len(value) * message_tokens > max_prompt_tokens:
         raise too_long(
-            f"{len(value)} messages are more than the {max_prompt_tokens} tokens of the longest prompt (rollout.max_prompt_tokens) hold: "
+            f"{len(value)} messages are more than the {max_prompt_tokens} tokens of the longest prompt "
+            f"(rollout.max_prompt_tokens) hold: "
             f"with this chat template a message is {message_tokens} at least.",
             "messages",
         )
@@ -176,7 +185,9 @@ def _check_tool_call(call: Any, at: str, budget: TextBudget) -> dict[str, Any]:
 
 
 def check_tools(value: Any, budget: TextBudget) -> list[dict[str, Any]]:
-    """The tools as they were given, of functions alone, bounded in depth. Nothing in a schema is followed: it is text for the model."""
+    """The tools as they were given, of functions alone, bounded in depth. Nothing in a schema is followed: it
+    is text for the model.
+    """
     if not isinstance(value, list) or len(value) > MAX_TOOLS:
         raise invalid(f"tools must be a list of at most {MAX_TOOLS} functions, not {shown(value)}.", "tools")
     for index, tool in enumerate(value):
@@ -197,7 +208,9 @@ def check_tools(value: Any, budget: TextBudget) -> list[dict[str, Any]]:
 
 
 def fewest_message_tokens(renderer: ChatRenderer) -> int:
-    """Tokens by which one more empty message makes a chat longer in this template, the least of the kinds that it takes; 1 at least."""
+    """Tokens by which one more empty message makes a chat longer in this template, the least of the kinds
+    that it takes; 1 at least.
+    """
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {}}}
     user, answer = {"role": "user", "content": ""}, {"role": "assistant", "content": ""}
     asked, result = (
@@ -205,9 +218,13 @@ def fewest_message_tokens(renderer: ChatRenderer) -> int:
         {"role": "tool", "tool_call_id": "c", "content": ""},
     )
     kinds: tuple[tuple[list[Any], list[Any]], ...] = (
-        ([user], [answer, user]), ([user], [user]), ([user, answer], [answer]), (asked, [result]),
-        ([{"role": "system", "content": ""}], [{"role": "system", "content": ""}]), (asked[:1], [asked[1], result]),
-    )  # fmt: skip
+        ([user], [answer, user]),
+        ([user], [user]),
+        ([user, answer], [answer]),
+        (asked, [result]),
+        ([{"role": "system", "content": ""}], [{"role": "system", "content": ""}]),
+        (asked[:1], [asked[1], result]),
+    )
     found = []
     for begin, more in kinds:
         try:
@@ -219,7 +236,9 @@ def fewest_message_tokens(renderer: ChatRenderer) -> int:
 
 
 def check_bounded(value: Any, at: str) -> None:
-    """Raise ApiError if a JSON value is too deep or too large for those who walk it later, or holds a number that is none."""
+    """Raise ApiError if a JSON value is too deep or too large for those who walk it later, or holds a number
+    that is none.
+    """
     level, nodes = [value], 0
     for _ in range(MAX_DEPTH):
         if not level:
@@ -255,19 +274,25 @@ def _text(value: Any, at: str) -> str:
     return value
 
 
-# Calls that are long: what they cost is spent in threads, and texts far too long are found without tokenising them whole.
+# Calls that are long: what they cost is spent in threads, and texts far too long are found without tokenising
+# them whole.
 #
-# Tokenising a megabyte takes about a second, a few thousand tokens take milliseconds; so do a chat of 30,000 small messages and one of
+# Tokenising a megabyte takes about a second, a few thousand tokens take milliseconds; so do a chat of 30,000
+# small messages and one of
 # hundred. Knows no messages and no template.
 
 
 Value = TypeVar("Value")
 
 USUAL_CHARACTERS = 6
-"""Texts with fewer characters a token than this are tokenised as they are: most of them fit, and the others are not much too long."""
+"""Texts with fewer characters a token than this are tokenised as they are: most of them fit, and the others
+are not much too long.
+"""
 
 LONG_BODY = 2**14
-"""Bytes from which on a body is read, and its chat rendered, in a thread: 500 of the smallest messages, some 10 ms."""
+"""Bytes from which on a body is read, and its chat rendered, in a thread: 500 of the smallest messages, some
+10 ms.
+"""
 
 LONG_TEXT = 2**14
 """Characters from which on a text is tokenised in a thread: some 15 ms, in which no other call would move."""
@@ -278,14 +303,18 @@ _CUT_TOKENS = 16
 
 
 NUM_ENCODING = 4
-"""Texts that are tokenised at once: each has a core of its own meanwhile, and memory of many times its length."""
+"""Texts that are tokenised at once: each has a core of its own meanwhile, and memory of many times its
+length.
+"""
 
 
 class OneThread:
-    """Runs functions of Python alone beside the event loop, one at a time, so that the loop keeps half of the interpreter's time.
+    """Runs functions of Python alone beside the event loop, one at a time, so that the loop keeps half of the
+    interpreter's time.
 
     Tokenising leaves the interpreter alone: NUM_ENCODING of it run at once.
-    Life: made -> run() and encode(), any number of them, first come first served -> close_nowait(): what has not begun never will.
+    Life: made -> run() and encode(), any number of them, first come first served -> close_nowait(): what has
+    not begun never will.
     """
 
     def __init__(self) -> None:
@@ -324,7 +353,8 @@ def encode_bounded(text: str, renderer: ChatRenderer, max_tokens: int | None) ->
 def is_far_too_long(texts: Sequence[str], renderer: ChatRenderer, max_tokens: int) -> bool:
     """Whether the texts have more than max_tokens tokens, as far as that can be told by their first ones.
 
-    Never true for texts that fit; not true for every text that does not. Raises ValueError for text that is no Unicode.
+    Never true for texts that fit; not true for every text that does not. Raises ValueError for text that is
+    no Unicode.
     """
     if sum(map(len, texts)) <= USUAL_CHARACTERS * max_tokens:
         return False

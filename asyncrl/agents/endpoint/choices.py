@@ -1,4 +1,5 @@
-"""The text of one answer, while its tokens come in. Knows how tokens become text; knows no tool calls, no engine, no HTTP.
+"""The text of one answer, while its tokens come in. Knows how tokens become text; knows no tool calls, no
+engine, no HTTP.
 
 A token need not be whole characters, and a stop string may begin in one token and end in a later one. So some
 text has to wait until more tokens have come: what is handed out never changes any more.
@@ -18,8 +19,8 @@ REPLACEMENT = "\ufffd"
 """What decoding puts for bytes that are no character: maybe one that is not whole yet."""
 
 CONTEXT_TOKENS = 4
-"""Tokens decoded again before new ones. A character that is not whole yet has at most three bytes, and a token has one or more; the
-mark for the space before a word needs one token before it."""
+"""Tokens decoded again before new ones. A character that is not whole yet has at most three bytes, and a
+token has one or more; the mark for the space before a word needs one token before it."""
 
 
 class TokenTexts(Protocol):
@@ -45,10 +46,12 @@ class AnswerText:
     """Visible text of an answer, in the pieces in which it gets final.
 
     All pieces together are the decoded text, without end-of-turn and special tokens but those named in
-    `keep_special`, cut before the first stop string: the one that is complete first, and of those the longest.
+    `keep_special`, cut before the first stop string: the one that is complete first, and of those the
+    longest.
 
     Life:       feed() for each new tokens, finish() once after the last.
-    Invariant:  however the tokens are cut into feeds, the pieces add up to the same text. A token is decoded at most
+    Invariant:  however the tokens are cut into feeds, the pieces add up to the same text. A token is decoded
+    at most
                 CONTEXT_TOKENS + 1 times, or with its run of byte tokens.
     """
 
@@ -91,7 +94,9 @@ class AnswerText:
         return (token in self._texts.text_ids and token not in self._texts.end_ids) or token in self._kept
 
     def _whole_runs(self, tokens: list[int]) -> list[int]:
-        """What is ready to be decoded: all but the byte tokens at the end, which wait for what comes after them."""
+        """What is ready to be decoded: all but the byte tokens at the end, which wait for what comes after
+        them.
+        """
         end = len(tokens)
         while end > 0 and tokens[end - 1] in self._texts.byte_ids:
             end -= 1
@@ -147,7 +152,8 @@ def _overlap(text: str, stop: str) -> int:
     return next((length for length in range(longest, 0, -1) if text.endswith(stop[:length])), 0)
 
 
-# Sampled tokens of one completion -> what a client is told of it: text as it gets final, tool calls, logprobs. Knows no HTTP.
+# Sampled tokens of one completion -> what a client is told of it: text as it gets final, tool calls,
+# logprobs. Knows no HTTP.
 
 
 class GatewayTokenizer(ChatRenderer, TokenTexts, Protocol):
@@ -172,8 +178,9 @@ class TokenNames:
 class Choice:
     """One completion of a call.
 
-    Life:       feed(), a few tokens at a time, and take() of what may be shown by then -> finish() -> the rest by take().
-    Invariant:  all that take() ever returned, joined, is `content`; nothing of a tool call is ever shown as text before it is
+    Life:       feed(), a few tokens at a time, and take() of what may be shown by then -> finish() -> the
+    rest by take(). Invariant:  all that take() ever returned, joined, is `content`; nothing of a tool call is
+    ever shown as text before it is
                 known not to be one.
     """
 
@@ -189,7 +196,9 @@ class Choice:
         has_logprobs: bool,
         token_names: TokenNames | None = None,
     ) -> None:
-        """`tool_format` None: the text is text. `prefill`: beginning of the answer that was not sampled. `name` makes ids of tool calls."""
+        """`tool_format` None: the text is text. `prefill`: beginning of the answer that was not sampled.
+        `name` makes ids of tool calls.
+        """
         self.index, self.finish_reason = index, ""
         self.num_tokens = 0
         self.content: str | None = None

@@ -1,6 +1,8 @@
-"""What a client may do to its connection: be slow, be many, send what is no HTTP. Knows bytes and clocks, no call and no session.
+"""What a client may do to its connection: be slow, be many, send what is no HTTP. Knows bytes and clocks, no
+call and no session.
 
-aiohttp (3.14) closes a connection that is idle, or still within the head of a request, after `keepalive_timeout` seconds.
+aiohttp (3.14) closes a connection that is idle, or still within the head of a request, after
+`keepalive_timeout` seconds.
 """
 
 from __future__ import annotations
@@ -20,10 +22,14 @@ from asyncrl.waits import Alarm
 log = logging.getLogger(__name__)
 
 _LINGERING_S = 5.0
-"""How long the rest of a body is read and dropped after the answer, so that the client can read why it was refused."""
+"""How long the rest of a body is read and dropped after the answer, so that the client can read why it was
+refused.
+"""
 _LOOKS_IN_A_GROUP = 32
 _MAX_LOOKS = 256
-"""So many connections are looked at for one that may be closed, when a new one comes and all places are taken."""
+"""So many connections are looked at for one that may be closed, when a new one comes and all places are
+taken.
+"""
 
 
 def answer_error(error: ApiError) -> web.Response:
@@ -34,21 +40,25 @@ def answer_error(error: ApiError) -> web.Response:
 
 
 def belongs_to(request: web.BaseRequest, owner: str | None) -> None:
-    """The client of this request has shown a key that is known: its connection is `owner`'s (None: a worker's) from here on."""
+    """The client of this request has shown a key that is known: its connection is `owner`'s (None: a
+    worker's) from here on.
+    """
     connection = request.protocol
     if isinstance(connection, Connection):
         connection.crowd.known(connection, owner)
 
 
 class Crowd:
-    """All open connections, and whose they are: a stranger's, by address, until they have shown a key, then that key's.
+    """All open connections, and whose they are: a stranger's, by address, until they have shown a key, then
+    that key's.
 
     Life:       enter -> known, when a key is shown -> leave.
     Waits:      none.
-    Invariant:  never more than max_connections. Nobody is kept out by those who only sit there: a new connection takes the place of one
-                of whoever holds most, the oldest that does nothing, and is refused if none is found. Workers lose theirs to nobody.
-                What a new connection costs does not grow with their number: at most _MAX_LOOKS are looked at, 32 of a group, and those
-                found busy are looked at last from then on.
+    Invariant:  never more than max_connections. Nobody is kept out by those who only sit there: a new
+    connection takes the place of one
+                of whoever holds most, the oldest that does nothing, and is refused if none is found. Workers
+                lose theirs to nobody. What a new connection costs does not grow with their number: at most
+                _MAX_LOOKS are looked at, 32 of a group, and those found busy are looked at last from then on.
     """
 
     def __init__(self, max_connections: int) -> None:
@@ -56,7 +66,9 @@ class Crowd:
         self._places: dict[Connection, tuple[str, str] | None] = {}
         self._groups: dict[tuple[str, str], OrderedDict[Connection, None]] = {}
         self._by_size: dict[int, OrderedDict[tuple[str, str], None]] = {}
-        """The groups again, by how many connections they have: few sizes, as they add up to max_connections at most."""
+        """The groups again, by how many connections they have: few sizes, as they add up to max_connections
+        at most.
+        """
 
     def __repr__(self) -> str:
         return f"<Crowd {len(self._places)}/{self.max_connections} connections of {len(self._groups)} groups>"
@@ -102,7 +114,9 @@ class Crowd:
             self._by_size.setdefault(now, OrderedDict())[place] = None
 
     def _make_room(self) -> bool:
-        """Close the first that may be: any of a stranger, for what he asks is refused, and an idle one of a key."""
+        """Close the first that may be: any of a stranger, for what he asks is refused, and an idle one of a
+        key.
+        """
         num_looks = 0
         for size in sorted(self._by_size, reverse=True):
             same = self._by_size[size]
@@ -122,11 +136,13 @@ class Crowd:
 
 
 class Connection(web.RequestHandler):
-    """One connection, whose client has `slow_s` seconds: for a request's head, for its body, and to take what is written to it.
+    """One connection, whose client has `slow_s` seconds: for a request's head, for its body, and to take what
+    is written to it.
 
     Life:       open -> closed by the client, by one of the three limits, or by the Crowd.
     Waits:      none of its own.
-    Invariant:  a connection that is open for longer than slow_s is sampling, or is being read from and written to.
+    Invariant:  a connection that is open for longer than slow_s is sampling, or is being read from and
+    written to.
     """
 
     __slots__ = ("_closing", "_late", "_slow_s", "_stuck", "crowd")
@@ -163,12 +179,16 @@ class Connection(web.RequestHandler):
         refusal.connection_made(transport)
 
     def expect_body(self, request: web.BaseRequest) -> None:
-        """The head is there: the body has its time from here on. Reading it raises ApiError 408 once that is over."""
+        """The head is there: the body has its time from here on. Reading it raises ApiError 408 once that is
+        over.
+        """
         if not request.content.is_eof():
             self._late = Alarm(self._slow_s, functools.partial(self._body_is_late, request.content))
 
     def end_body(self) -> None:
-        """Whoever answers needs no more of the body. Its clock would hold the request for as long as it runs."""
+        """Whoever answers needs no more of the body. Its clock would hold the request for as long as it
+        runs.
+        """
         if self._late is not None:
             self._late.cancel()
             self._late = None

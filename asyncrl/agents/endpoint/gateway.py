@@ -1,4 +1,6 @@
-"""The gateway: an OpenAI-compatible endpoint over a SamplingEngine, whose sessions record what was sampled. Knows no reward, no group."""
+"""The gateway: an OpenAI-compatible endpoint over a SamplingEngine, whose sessions record what was sampled.
+Knows no reward, no group.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ _CLOSE_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class GatewayStats:
-    """`calls` were planned so far, and `extended`, `realigned` or `forked` (the rest began a session); `refused` counts errors by status.
+    """`calls` were planned so far, and `extended`, `realigned` or `forked` (the rest began a session);
+    `refused` counts errors by status.
 
     Tokens are of calls that were sampled to their end. `sessions`, `connections` and `in_flight` are of now.
     """
@@ -51,9 +54,10 @@ class GatewayStats:
 class Gateway:
     """The SessionHost, and the endpoint that its sessions' keys open.
 
-    Life:       made -> bind() takes the port, so that its address is known -> start() -> aclose() ends every session and connection.
-    Waits:      none of its own; what its handlers wait for is bounded by the client's time (gateway.read_timeout_s) and the session.
-    Invariant:  nothing that a client sends reaches an engine unchecked, and no call is answered after its session.
+    Life:       made -> bind() takes the port, so that its address is known -> start() -> aclose() ends every
+    session and connection. Waits:      none of its own; what its handlers wait for is bounded by the client's
+    time (gateway.read_timeout_s) and the session. Invariant:  nothing that a client sends reaches an engine
+    unchecked, and no call is answered after its session.
     """
 
     def __init__(
@@ -68,7 +72,9 @@ class Gateway:
         on_broken: Callable[[RoomError], None],
         extra_routes: Sequence[web.RouteDef] = (),
     ) -> None:
-        """`seed_of`: the seed of a request from (prompt_id, sample_index, attempt, key of the call). `on_broken` ends the run."""
+        """`seed_of`: the seed of a request from (prompt_id, sample_index, attempt, key of the call).
+        `on_broken` ends the run.
+        """
         self._config = config
         limits = SessionLimits(config.max_calls, config.max_concurrent_calls, config.max_rollout_tokens)
         self._sessions = Sessions(tokenizer, limits)
@@ -107,7 +113,9 @@ class Gateway:
     def open_for_people_nowait(
         self, key: str, rollout_id: str, *, prompt_id: str, sample_index: int
     ) -> GatewaySession:
-        """A session without a limit of calls, under a key that may open the next one when this one has ended."""
+        """A session without a limit of calls, under a key that may open the next one when this one has
+        ended.
+        """
         return self._sessions.open_nowait(
             rollout_id,
             prompt_id=prompt_id,
@@ -126,13 +134,17 @@ class Gateway:
         seed_of: SeedOf,
         on_broken: Callable[[RoomError], None],
     ) -> SessionHost:
-        """Sessions of another engine, which are none of stats(). A call that asks for another temperature gets this one."""
+        """Sessions of another engine, which are none of stats(). A call that asks for another temperature
+        gets this one.
+        """
         rules = replace(self._rules, temperature=temperature, on_sampling_override="use_config")
         self._samplers[name] = self._make_sampler(engine, rules=rules, seed_of=seed_of, on_broken=on_broken)
         return Lane(name, self._sessions)
 
     def bind(self) -> str:
-        """Take the port; returns the address for clients, without /v1. Idempotent. Raises ConfigError if it cannot be had."""
+        """Take the port; returns the address for clients, without /v1. Idempotent. Raises ConfigError if it
+        cannot be had.
+        """
         if self._socket is None:
             self._socket = _bind(self._config.host, self._config.port or 0)
         if self._config.public_url is not None:
@@ -200,22 +212,30 @@ def _bind(host: str, port: int) -> socket.socket:
         raise ConfigError(
             f"gateway.host={host} and gateway.port={port} cannot be listened on: {error.strerror or error}",
             rule="harnesses reach the model under this address",
-            way_out="set gateway.port to none for any free one, or choose another; gateway.host must be an address of this machine.",
+            way_out="set gateway.port to none for any free one, or choose another; gateway.host must be an "
+            "address of this machine.",
         ) from error
 
 
-# How often Python looks for cycles in the process that the gateway runs in. Knows no gateway; called once, by whoever owns the process.
+# How often Python looks for cycles in the process that the gateway runs in. Knows no gateway; called once, by
+# whoever owns the process.
 #
-# A collection of everything stands still for all calls at once: some 80 ms with what the imports of a run leave (110,000 objects),
-# again and again as sessions come and go. Almost nothing here is in a cycle: what a call leaves is freed when it is answered.
+# A collection of everything stands still for all calls at once: some 80 ms with what the imports of a run
+# leave (110,000 objects),
+# again and again as sessions come and go. Almost nothing here is in a cycle: what a call leaves is freed when
+# it is answered.
 
 
 YOUNG = 10_000
-"""Objects made and not freed yet until the young ones are looked through; Python's own is 700, less than a few calls in flight have."""
+"""Objects made and not freed yet until the young ones are looked through; Python's own is 700, less than a
+few calls in flight have.
+"""
 
 
 def collect_less() -> None:
-    """Never look again through what is there by now, and less often through what comes. Call it when all is imported and built."""
+    """Never look again through what is there by now, and less often through what comes. Call it when all is
+    imported and built.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(YOUNG, 10, 10)

@@ -1,4 +1,6 @@
-"""Errors as the endpoint answers them: OpenAI's statuses, types and codes. Knows no HTTP library and no session."""
+"""Errors as the endpoint answers them: OpenAI's statuses, types and codes. Knows no HTTP library and no
+session.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What a call may ask for: an allow-list of parameters, each checked. Nothing else reaches a template or an engine. Knows no session."""
+"""What a call may ask for: an allow-list of parameters, each checked. Nothing else reaches a template or an
+engine. Knows no session.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ DEFAULT_TEXT_TOKENS = 16
 """Of /v1/completions, as OpenAI has it. A chat without max_tokens gets the run's."""
 
 _HARMLESS = frozenset(
-    "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention prediction".split()
+    "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention "
+    "prediction".split()
 )
 """Change nothing of what is sampled."""
 
@@ -115,7 +118,9 @@ class CallShape:
 
 
 def parse_json(body: bytes) -> dict[str, Any]:
-    """The body as an object. Depth is bounded and text is Unicode: the parser refuses lone surrogates. Raises ApiError."""
+    """The body as an object. Depth is bounded and text is Unicode: the parser refuses lone surrogates. Raises
+    ApiError.
+    """
     try:
         value = from_json(body, allow_inf_nan=False)
     except ValueError as error:
@@ -164,7 +169,8 @@ class ShapeReader:
         logprobs = given.get("logprobs")
         if logprobs is not None and (isinstance(logprobs, bool) or logprobs != 0):
             raise invalid(
-                f"logprobs={shown(logprobs)} is refused: the engines report the logprob of the sampled token alone (0).",
+                f"logprobs={shown(logprobs)} is refused: the engines report the logprob of the sampled token "
+                f"alone (0).",
                 "logprobs",
             )
         asked = _integer(given.get("max_tokens", DEFAULT_TEXT_TOKENS), "max_tokens", 1, None)
@@ -233,7 +239,8 @@ class ShapeReader:
             return
         if self._rules.on_sampling_override == "refuse":
             raise invalid(
-                f"{name}={value} is refused: training samples at {name}={fixed}. Leave {name} out, or set gateway.on_sampling_override to "
+                f"{name}={value} is refused: training samples at {name}={fixed}. Leave {name} out, or set "
+                f"gateway.on_sampling_override to "
                 "use_config.",
                 name,
             )

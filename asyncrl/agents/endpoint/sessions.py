@@ -21,7 +21,9 @@ MAX_TOMBSTONES = 10_000
 """Ended sessions whose reason can still be told to a call that comes too late."""
 
 PEOPLES_SHARE = 16
-"""A person's key may make so many times the calls of a rollout, and hold so many times its tokens, until an outcome is posted."""
+"""A person's key may make so many times the calls of a rollout, and hold so many times its tokens, until an
+outcome is posted.
+"""
 
 REFUSALS_PER_CALL = 10
 """Calls of one rollout that may be refused, for each that it may make."""
@@ -37,13 +39,16 @@ class SessionLimits:
 
 
 class GatewaySession:
-    """One attempt of a rollout: its key, what was sampled under it, and its calls in hand. It is the Session of its owner.
+    """One attempt of a rollout: its key, what was sampled under it, and its calls in hand. It is the Session
+    of its owner.
 
-    Life:       open -> ended, with a reason. Then its host forgets it but for the reason; the owner may still ask for the rollout,
-                and what was sampled dies with the owner's reference. One that the gateway has ended for what its harness did
-                (fail_nowait) has no rollout.
+    Life:       open -> ended, with a reason. Then its host forgets it but for the reason; the owner may still
+    ask for the rollout,
+                and what was sampled dies with the owner's reference. One that the gateway has ended for what
+                its harness did (fail_nowait) has no rollout.
     Waits:      none; its calls sleep in the engine, within in_hand(), and its owner in while_open().
-    Invariant:  no call outlives the session: end_nowait cancels every in_hand() block, which raises ApiError 410. What is in
+    Invariant:  no call outlives the session: end_nowait cancels every in_hand() block, which raises ApiError
+    410. What is in
                 `capture` was given to somebody: deliver_nowait alone records.
     """
 
@@ -62,7 +67,9 @@ class GatewaySession:
         lane: str = "",
         peoples_key: str | None = None,
     ) -> None:
-        """`lane`: who answers its calls. `peoples_key`: a person tries an agent with it, with PEOPLES_SHARE times the limits."""
+        """`lane`: who answers its calls. `peoples_key`: a person tries an agent with it, with PEOPLES_SHARE
+        times the limits.
+        """
         self.key = peoples_key or secrets.token_urlsafe(24)
         self.lane, self.is_peoples = lane, peoples_key is not None
         self.opening: Sequence[Mapping[str, Any]] | None = None
@@ -95,7 +102,9 @@ class GatewaySession:
         return f"<GatewaySession {self.rollout_id}/a{self.attempt} {self.num_calls} calls, {self.num_sampling} in flight, {state}>"
 
     def end_nowait(self, reason: str) -> None:
-        """No call is answered any more (410 with `reason`), those in hand included. Idempotent: the first reason stays."""
+        """No call is answered any more (410 with `reason`), those in hand included. Idempotent: the first
+        reason stays.
+        """
         if self.ended is not None:
             return
         self.ended = reason
@@ -112,28 +121,35 @@ class GatewaySession:
             self.end_nowait(f"the rollout failed: {failure.what}")
 
     def refused_nowait(self) -> None:
-        """One of its calls was refused. Refusing costs time too, so a harness that does not stop is stopped."""
+        """One of its calls was refused. Refusing costs time too, so a harness that does not stop is
+        stopped.
+        """
         self.num_refused += 1
         most = REFUSALS_PER_CALL * self.limits.max_calls
         if self.num_refused > most and not self.is_peoples:
             self.fail_nowait(
                 RolloutFailure(
                     f"{self.rollout_id}: {self.num_refused} of its calls were refused",
-                    rule=f"a rollout may have {most} refusals, {REFUSALS_PER_CALL} times gateway.max_calls={self.limits.max_calls}",
+                    rule=f"a rollout may have {most} refusals, {REFUSALS_PER_CALL} times "
+                    f"gateway.max_calls={self.limits.max_calls}",
                     way_out="have the harness read the errors and stop, or wait between its tries.",
                 )
             )
 
     def deliver_nowait(self, call: Call) -> None:
-        """The answer of the call goes out to a client that is there: from here on it is part of the rollout."""
+        """The answer of the call goes out to a client that is there: from here on it is part of the
+        rollout.
+        """
         call.deliver_nowait(self.capture)
         num_tokens, most = self.capture.num_branch_tokens, self.limits.max_rollout_tokens
         if most is not None and num_tokens > most and not self.is_peoples:
             self.fail_nowait(
                 RolloutFailure(
                     f"{self.rollout_id}: its branches have {num_tokens} tokens after {self.num_calls} calls",
-                    rule=f"gateway.max_rollout_tokens={most} is the limit; context that branches share counts in each of them",
-                    way_out="have the harness keep its history as it is, so that calls go on from each other, make fewer calls or ask "
+                    rule=f"gateway.max_rollout_tokens={most} is the limit; context that branches share "
+                    f"counts in each of them",
+                    way_out="have the harness keep its history as it is, so that calls go on from each "
+                    "other, make fewer calls or ask "
                     "for fewer choices (n); or raise gateway.max_rollout_tokens if the trainer has the time.",
                 )
             )
@@ -143,7 +159,9 @@ class GatewaySession:
         return self._renderer.decode(self.capture.last_text_ids())
 
     def rollout(self, sample_index: int, outcome: Outcome, reward: float) -> Rollout:
-        """Everything that was sampled, by branches. Raises RolloutFailure if that is nothing, or `outcome` names what is not there."""
+        """Everything that was sampled, by branches. Raises RolloutFailure if that is nothing, or `outcome`
+        names what is not there.
+        """
         if self._failure is not None:
             raise self._failure
         return self.capture.rollout(sample_index, outcome, reward)
@@ -184,8 +202,8 @@ class GatewaySession:
 class Sessions:
     """The SessionHost: all open sessions by key, and why the others ended.
 
-    Life:       open_nowait -> found by its key -> end_nowait of the session -> a tombstone, the oldest of which go.
-    Waits:      none.
+    Life:       open_nowait -> found by its key -> end_nowait of the session -> a tombstone, the oldest of
+    which go. Waits:      none.
     Invariant:  a session that has ended is in no table; there are never more than `max_tombstones` reasons.
     """
 
@@ -217,7 +235,9 @@ class Sessions:
         lane: Lane | None = None,
         peoples_key: str | None = None,
     ) -> GatewaySession:
-        """A new session, to be ended by whoever opened it. A person's key may open one session after another."""
+        """A new session, to be ended by whoever opened it. A person's key may open one session after
+        another.
+        """
         session = GatewaySession(
             rollout_id,
             prompt_id=prompt_id,
@@ -237,7 +257,9 @@ class Sessions:
         return session
 
     def find(self, key: str) -> GatewaySession:
-        """The open session of this key. Raises ApiError: 401 for an unknown key, 410 with the reason for one that has ended."""
+        """The open session of this key. Raises ApiError: 401 for an unknown key, 410 with the reason for one
+        that has ended.
+        """
         session = self._open.get(key)
         if session is not None:
             return session
@@ -258,7 +280,9 @@ class Sessions:
 
 
 class Lane:
-    """The SessionHost of sessions whose calls somebody else answers: another engine, under the same port. It counts for itself."""
+    """The SessionHost of sessions whose calls somebody else answers: another engine, under the same port. It
+    counts for itself.
+    """
 
     def __init__(self, name: str, sessions: Sessions) -> None:
         self.name, self._sessions = name, sessions
@@ -282,23 +306,28 @@ class Lane:
 
 
 def check_limits(session: GatewaySession, num_choices: int) -> None:
-    """Raise ApiError if the session may not sample one call more, with so many choices: 429, or 400 if it never may."""
+    """Raise ApiError if the session may not sample one call more, with so many choices: 429, or 400 if it
+    never may.
+    """
     limits, most = session.limits, session.limits.max_concurrent_calls
     if num_choices > most:
         raise invalid(
-            f"n={num_choices} is refused: each choice counts, and gateway.max_concurrent_calls={most} is the most at once.",
+            f"n={num_choices} is refused: each choice counts, and gateway.max_concurrent_calls={most} is the "
+            f"most at once.",
             "n",
         )
     if session.is_peoples:
         _check_peoples(session)
     elif session.num_calls >= limits.max_calls:
         raise rate_limited(
-            f"This rollout has made {session.num_calls} calls; gateway.max_calls={limits.max_calls} is the limit.",
+            f"This rollout has made {session.num_calls} calls; gateway.max_calls={limits.max_calls} is the "
+            f"limit.",
             retry_after_s=None,
         )
     if session.num_sampling + num_choices > most:
         raise rate_limited(
-            f"{session.num_sampling} answers of this rollout are being sampled and {num_choices} more are asked for; "
+            f"{session.num_sampling} answers of this rollout are being sampled and {num_choices} more are "
+            f"asked for; "
             f"gateway.max_concurrent_calls={most} is the most at once.",
             retry_after_s=1,
         )
@@ -313,7 +342,9 @@ def _check_peoples(session: GatewaySession) -> None:
     ):
         if most is not None and number >= PEOPLES_SHARE * most:
             raise rate_limited(
-                f"This rollout has {number} {what} and no outcome yet; {PEOPLES_SHARE} times gateway.{name}={most} is the limit. Post an "
-                "outcome to /v1/outcome with the outcome key: it ends this rollout, and this key goes on with the next one.",
+                f"This rollout has {number} {what} and no outcome yet; {PEOPLES_SHARE} times "
+                f"gateway.{name}={most} is the limit. Post an "
+                "outcome to /v1/outcome with the outcome key: it ends this rollout, and this key goes on "
+                "with the next one.",
                 retry_after_s=None,
             )

@@ -1,4 +1,6 @@
-"""Reads tool calls that are JSON objects, keeping the exact text of their arguments. Knows no markers around them."""
+"""Reads tool calls that are JSON objects, keeping the exact text of their arguments. Knows no markers around
+them.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from asyncrl.agents.endpoint.refusals import ApiError
 from asyncrl.errors import ConfigError, RolloutFailure
 from asyncrl.user_code import load_function
 
-# What a tool-call format is: how a model writes tool calls into its text. Knows no particular one, no tokens, no HTTP.
+# What a tool-call format is: how a model writes tool calls into its text. Knows no particular one, no tokens,
+# no HTTP.
 
 
 THINKING_END = "</think>"
@@ -34,7 +37,9 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ParsedAnswer:
-    """`content`: the text outside the calls, None if that is nothing. Without calls it is the whole answer, to the letter."""
+    """`content`: the text outside the calls, None if that is nothing. Without calls it is the whole answer,
+    to the letter.
+    """
 
     content: str | None
     tool_calls: tuple[ToolCall, ...] = ()
@@ -49,14 +54,17 @@ class ToolFormat(Protocol):
     """Markers of calls. Where they are special tokens, AnswerText(keep_special=opens) lets them through."""
 
     def parse(self, text: str) -> ParsedAnswer:
-        """Calls and content of a whole answer, its prefill included. An answer with a malformed call is text, whole. Never raises."""
+        """Calls and content of a whole answer, its prefill included. An answer with a malformed call is text,
+        whole. Never raises.
+        """
         ...
 
     def hold_from(self, text: str, start: int = 0) -> int:
-        """Where a tool call begins, or may begin once more text has come, with the white space before it; len(text) if nowhere.
+        """Where a tool call begins, or may begin once more text has come, with the white space before it;
+        len(text) if nowhere.
 
-        What comes before is content whatever follows, and parse(...).content begins with it. `start`: what hold_from said of a
-        beginning of this text, to look at nothing twice.
+        What comes before is content whatever follows, and parse(...).content begins with it. `start`: what
+        hold_from said of a beginning of this text, to look at nothing twice.
         """
         ...
 
@@ -128,7 +136,9 @@ def read_calls(text: str, at: int, keys: Sequence[str]) -> tuple[list[ToolCall],
 
 
 def read_call(text: str, at: int, keys: Sequence[str]) -> tuple[ToolCall, int]:
-    """The call `{"name": ..., KEY: {...}}`, one of `keys` holding its arguments, and where it ends. Raises MalformedCall."""
+    """The call `{"name": ..., KEY: {...}}`, one of `keys` holding its arguments, and where it ends. Raises
+    MalformedCall.
+    """
     members, end = _read_object(text, at)
     arguments = [members[key] for key in keys if key in members]
     if len(arguments) != 1 or "name" not in members:
@@ -153,7 +163,9 @@ def make_call(name: Any, arguments: str) -> ToolCall:
 
 
 def _read_object(text: str, at: int) -> tuple[dict[str, Member], int]:
-    """Keys and values of the object at `at`, and where it ends. Every value is read once, so the time is linear."""
+    """Keys and values of the object at `at`, and where it ends. Every value is read once, so the time is
+    linear.
+    """
     members: dict[str, Member] = {}
     at = skip_space(text, _expect(text, at, "{"))
     if text.startswith("}", at):
@@ -202,16 +214,20 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
 class HermesFormat:
-    r"""`<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>`, any number of them, text before and between.
+    r"""`<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>`, any number of them, text before and
+    between.
 
-    A list of calls in one <tool_call> is read too. The last one need not be closed: a stop string may have cut it off.
+    A list of calls in one <tool_call> is read too. The last one need not be closed: a stop string may have
+    cut it off.
     """
 
     name = "hermes"
     opens: tuple[str, ...] = (OPEN, CLOSE)
 
     def __init__(self, *, writes_lists: bool = False) -> None:
-        """`writes_lists`: the model was taught `<tool_call>[...]</tool_call>` (SmolLM2), so a prefill begins that."""
+        """`writes_lists`: the model was taught `<tool_call>[...]</tool_call>` (SmolLM2), so a prefill begins
+        that.
+        """
         self._begin = f"{OPEN}[\n" if writes_lists else f"{OPEN}\n"
 
     def parse(self, text: str) -> ParsedAnswer:
@@ -227,7 +243,9 @@ class HermesFormat:
         return hold_before(text, find_marker(text, OPEN, start), start)
 
     def prefill_required(self) -> str:
-        """Up to where the model names the tool. Without a space at the end, which is part of the next token."""
+        """Up to where the model names the tool. Without a space at the end, which is part of the next
+        token.
+        """
         return f'{self._begin}{{"name":'
 
     def prefill_named(self, name: str) -> str:
@@ -267,7 +285,8 @@ _KEYS = ("parameters", "arguments")
 class LlamaFormat:
     """`{"name": "f", "parameters": {"x": 1}}`, several of them parted by `;`, nothing after them.
 
-    Text may come before <|python_tag|> alone: JSON in the middle of a text is text. So is code after <|python_tag|>.
+    Text may come before <|python_tag|> alone: JSON in the middle of a text is text. So is code after
+    <|python_tag|>.
     """
 
     name = "llama"
@@ -285,13 +304,17 @@ class LlamaFormat:
         return ParsedAnswer(before.rstrip() or None, tuple(calls))
 
     def hold_from(self, text: str, start: int = 0) -> int:
-        """Everything if it begins like a call, else <|python_tag|> or its beginning at the end, or the white space at the end."""
+        """Everything if it begins like a call, else <|python_tag|> or its beginning at the end, or the white
+        space at the end.
+        """
         if text.startswith("{", skip_space(text, 0)):
             return 0
         return hold_before(text, find_marker(text, PYTHON_TAG, start), start)
 
     def prefill_required(self) -> str:
-        """Up to where the model names the tool. Without a space at the end, which is part of the next token."""
+        """Up to where the model names the tool. Without a space at the end, which is part of the next
+        token.
+        """
         return '{"name":'
 
     def prefill_named(self, name: str) -> str:
@@ -318,10 +341,11 @@ USAGE = "parse(text) -> [(name, arguments), ...] or None"
 
 
 class UserFormat:
-    """`parse(text)`: the calls in a whole answer, as (name, arguments) with arguments a dict or a JSON text; None if it has none.
+    """`parse(text)`: the calls in a whole answer, as (name, arguments) with arguments a dict or a JSON text;
+    None if it has none.
 
-    A ValueError (json.loads raises one) says that a call is malformed, and the answer stays text. With calls there is no content.
-    An answer is streamed in one piece, for only the whole of it tells.
+    A ValueError (json.loads raises one) says that a call is malformed, and the answer stays text. With calls
+    there is no content. An answer is streamed in one piece, for only the whole of it tells.
     """
 
     opens: tuple[str, ...] = ()
@@ -391,8 +415,8 @@ class UserFormat:
 __all__ = ["NoFormat", "ParsedAnswer", "ToolCall", "ToolFormat", "find_tool_format"]
 
 OTHER_FORMATS = ("<function=", "<arg_key>", "<TOOLCALL>", "functools[", "<tool_calls>")
-"""In templates of models that write neither: Qwen 3 Coder and Functionary, GLM, Nemotron, Firefunction, MiniMax. Some have
-<tool_call> or <|python_tag|> as well."""
+"""In templates of models that write neither: Qwen 3 Coder and Functionary, GLM, Nemotron, Firefunction,
+MiniMax. Some have <tool_call> or <|python_tag|> as well."""
 
 
 class NoFormat:
@@ -417,7 +441,9 @@ class NoFormat:
 
 
 def find_tool_format(name: str, template: str) -> ToolFormat:
-    """The format of gateway.tool_format=`name`; auto: what the chat template shows the model, or none. Raises ConfigError."""
+    """The format of gateway.tool_format=`name`; auto: what the chat template shows the model, or none. Raises
+    ConfigError.
+    """
     if name == "auto":
         name = _name_from(template)
     if name == "hermes":

@@ -1,4 +1,6 @@
-"""Recorded completions -> the branches of a rollout, with the reward that each token answers for. Knows no chat and no template."""
+"""Recorded completions -> the branches of a rollout, with the reward that each token answers for. Knows no
+chat and no template.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +18,24 @@ from asyncrl.errors import RolloutFailure
 from asyncrl.messages.protocols import ChatRenderer
 from asyncrl.messages.records import Credit, Outcome, Rollout, Trajectory, VersionSpan
 
-# What a chat's template writes after a recorded answer: the text to be encoded behind the recorded ids. Knows no tree, no ids.
+# What a chat's template writes after a recorded answer: the text to be encoded behind the recorded ids. Knows
+# no tree, no ids.
 #
-# Recorded ids are never made from text again. So the template's text of a longer chat has to be cut where the recorded ones end:
-# - The template writes what was asked and answered, to the letter: its text begins with theirs, and what follows is new.
-# - It writes something else (it strips reasoning or white space, renders a tool call its own way, says the date): the answer is
-# replaced by a sentinel, and what follows the sentinel is new. The recorded ids stand for what came before it.
+# Recorded ids are never made from text again. So the template's text of a longer chat has to be cut where the
+# recorded ones end:
+# - The template writes what was asked and answered, to the letter: its text begins with theirs, and what
+# follows is new.
+# - It writes something else (it strips reasoning or white space, renders a tool call its own way, says the
+# date): the answer is
+# replaced by a sentinel, and what follows the sentinel is new. The recorded ids stand for what came before
+# it.
 # - It refuses the sentinel, or swallows it: nobody knows where to cut.
 
 
 SENTINEL = f"asyncrl{secrets.token_hex(16)}"
-"""Stands in for an answer. Letters and digits that no template gives a meaning, and that no harness can guess."""
+"""Stands in for an answer. Letters and digits that no template gives a meaning, and that no harness can
+guess.
+"""
 
 Chat = tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]] | None]
 """Messages and tools."""
@@ -34,7 +43,9 @@ Chat = tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]] | None]
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A text that a prompt's ids spell: kept as its length and hash, for a session holds many that begin alike."""
+    """A text that a prompt's ids spell: kept as its length and hash, for a session holds many that begin
+    alike.
+    """
 
     num_chars: int
     digest: bytes
@@ -51,7 +62,9 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """`text` follows the recorded ids. `asked`: the text of the whole, if that is what the template writes; else None."""
+    """`text` follows the recorded ids. `asked`: the text of the whole, if that is what the template writes;
+    else None.
+    """
 
     text: str
     asked: Asked | None
@@ -66,10 +79,11 @@ def find_rest(
     sampled_ids: Sequence[int],
     prefill: str,
 ) -> Rest | None:
-    """What follows the recorded answer `chat[0][answer_index]`, generation prompt and prefill included; None: cannot be known.
+    """What follows the recorded answer `chat[0][answer_index]`, generation prompt and prefill included; None:
+    cannot be known.
 
-    `asked`: the text that its prompt spells, None if that is not what the template writes: then it never will again, and a
-    render is saved. Raises ValueError if the template refuses the chat.
+    `asked`: the text that its prompt spells, None if that is not what the template writes: then it never will
+    again, and a render is saved. Raises ValueError if the template refuses the chat.
     """
     if (
         asked is not None
@@ -124,15 +138,19 @@ Path = list["Node"]
 LARGEST_NUMBER = 1e18
 """Of rewards and metrics: the mean, the square and the sum of many such are finite in float32."""
 MAX_METRICS = 256
-"""Of one rollout. Each name is a curve of the run: names that say something else each time are many thousands."""
+"""Of one rollout. Each name is a curve of the run: names that say something else each time are many
+thousands.
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Node:
-    """One completion, after what its parent holds: `ids` are the A that were put behind the parent's, then the N that were sampled.
+    """One completion, after what its parent holds: `ids` are the A that were put behind the parent's, then
+    the N that were sampled.
 
-    ids int32 [A + N]; logprobs float32 [N] in nats; version_spans count from the first sampled token. `order` is (number of the
-    call, choice). `asked` is the text that the prompt's ids spell, None where the template would write another.
+    ids int32 [A + N]; logprobs float32 [N] in nats; version_spans count from the first sampled token. `order`
+    is (number of the call, choice). `asked` is the text that the prompt's ids spell, None where the template
+    would write another.
     """
 
     completion_id: str
@@ -158,14 +176,18 @@ class Node:
 
     @property
     def content(self) -> tuple[bytes, int, bytes, tuple[tuple[int, int, int], ...], bool, int]:
-        """All that this node has but its name, its parent and its engines: what orders completions, whichever call came first."""
+        """All that this node has but its name, its parent and its engines: what orders completions, whichever
+        call came first.
+        """
         spans = tuple((span.start, span.end, span.version) for span in self.version_spans)
         ids = self.ids.astype(">i4").tobytes()  # so that bytes are in the order of ids
         return ids, self.num_added, self.logprobs.tobytes(), spans, self.is_truncated, self.num_interruptions
 
     @property
     def engines(self) -> tuple[int, ...]:
-        """Of each span. Which engine samples is a matter of its load: of two runs that are equal otherwise, it must order nothing."""
+        """Of each span. Which engine samples is a matter of its load: of two runs that are equal otherwise,
+        it must order nothing.
+        """
         return tuple(span.engine for span in self.version_spans)
 
     def path(self) -> Path:
@@ -187,10 +209,12 @@ class Node:
 
 
 def make_rollout(nodes: Iterable[Node], sample_index: int, outcome: Outcome, reward: float) -> Rollout:
-    """The branches, in the order of their ids; each sampled token has its loss in the first branch that holds it.
+    """The branches, in the order of their ids; each sampled token has its loss in the first branch that holds
+    it.
 
-    The order, and the numbers of units with it, is that of the contents: calls of one harness that run at once arrive in any order.
-    Raises RolloutFailure if nothing was sampled, or the outcome's numbers are too large, too many, or name the wrong completions.
+    The order, and the numbers of units with it, is that of the contents: calls of one harness that run at
+    once arrive in any order. Raises RolloutFailure if nothing was sampled, or the outcome's numbers are too
+    large, too many, or name the wrong completions.
     """
     _check_numbers(outcome, reward)
     nodes = _in_order(list(nodes), outcome)
@@ -218,7 +242,9 @@ def make_rollout(nodes: Iterable[Node], sample_index: int, outcome: Outcome, rew
 
 
 def _in_order(nodes: Sequence[Node], outcome: Outcome) -> list[Node]:
-    """By the contents from the root on. Of two that are equal in everything, the one that was gone on from is the later one."""
+    """By the contents from the root on. Of two that are equal in everything, the one that was gone on from is
+    the later one.
+    """
     parents = {node.parent for node in nodes}
     reward = {**outcome.branch_rewards, **outcome.turn_rewards}
     own = {
@@ -229,7 +255,9 @@ def _in_order(nodes: Sequence[Node], outcome: Outcome) -> list[Node]:
 
 
 def _paths(nodes: Sequence[Node]) -> list[Path]:
-    """To each node that none of the others goes on from. Without those that sampled nothing, no path is a part of another."""
+    """To each node that none of the others goes on from. Without those that sampled nothing, no path is a
+    part of another.
+    """
     inner: set[Node] = set()
     for node in nodes:
         ancestor = node.parent
@@ -302,7 +330,8 @@ def _credited(
     """(reward, unit) of each node, if rewards were given by turn or by branch."""
     if outcome.turn_rewards and outcome.branch_rewards:
         raise RolloutFailure(
-            f"the outcome has {len(outcome.turn_rewards)} turn_rewards and {len(outcome.branch_rewards)} branch_rewards",
+            f"the outcome has {len(outcome.turn_rewards)} turn_rewards and {len(outcome.branch_rewards)} "
+            f"branch_rewards",
             rule="a token answers for one reward",
             way_out="give one of the two, or fold both into one.",
         )
@@ -342,14 +371,16 @@ def _by_branch(
         branch = branch_of[completion_id]
         if of_branch.setdefault(branch, reward) != reward:
             raise RolloutFailure(
-                f"branch_rewards gives branch {branch} two rewards, {of_branch[branch]} and {reward} (at {completion_id})",
+                f"branch_rewards gives branch {branch} two rewards, {of_branch[branch]} and {reward} (at "
+                f"{completion_id})",
                 rule="a branch has one reward",
                 way_out="name each branch by one completion that lies in it alone, its last one say.",
             )
     missing = [path[-1].completion_id for branch, path in enumerate(paths) if branch not in of_branch]
     if missing:
         raise RolloutFailure(
-            f"branch_rewards names {len(of_branch)} of {len(paths)} branches; not those that end with {_listed(missing)}",
+            f"branch_rewards names {len(of_branch)} of {len(paths)} branches; not those that end with "
+            f"{_listed(missing)}",
             rule="with branch_rewards each branch has its reward",
             way_out="name them all; 0.0 is a reward too.",
         )
@@ -360,7 +391,8 @@ def _unclear(completion_id: str, num_branches: int, paths: Sequence[Path]) -> Ro
     return RolloutFailure(
         f"branch_rewards names {completion_id}, which lies in {num_branches} branches",
         rule="a branch is named by a completion that lies in it alone",
-        way_out=f"name branches by their last completions: {_listed([path[-1].completion_id for path in paths])}.",
+        way_out=f"name branches by their last completions: "
+        f"{_listed([path[-1].completion_id for path in paths])}.",
     )
 
 
@@ -387,7 +419,8 @@ def _check_numbers(outcome: Outcome, reward: float) -> None:
     if len(outcome.metrics) > MAX_METRICS:
         raise RolloutFailure(
             f"the outcome has {len(outcome.metrics)} metrics: {_listed(list(outcome.metrics))}",
-            rule=f"a rollout has {MAX_METRICS} metrics at most, and the same names as the others: each is a curve of the run",
+            rule=f"a rollout has {MAX_METRICS} metrics at most, and the same names as the others: each is a "
+            f"curve of the run",
             way_out="give means instead of a metric for each turn or prompt.",
         )
 

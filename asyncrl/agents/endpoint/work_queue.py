@@ -30,7 +30,8 @@ class NotForOutcomes(Exception):  # noqa: N818  an answer, too
 
 @dataclass(eq=False, slots=True)
 class Entry:
-    """One work. `body`: what the worker gets. `started` is called whenever a worker takes it, `ended` once, with what came of it.
+    """One work. `body`: what the worker gets. `started` is called whenever a worker takes it, `ended` once,
+    with what came of it.
 
     `outcome_key` (None: there is none) is what its outcome is posted with.
     """
@@ -60,10 +61,12 @@ class WorkerRecord:
 class LeaseBook:
     """Works between run() and their end.
 
-    Life:       add -> queued -> lease -> leased -> ended, by a result, by silence of its worker, or withdrawn. A lease that never
+    Life:       add -> queued -> lease -> leased -> ended, by a result, by silence of its worker, or
+    withdrawn. A lease that never
                 reached its worker goes back to the queue's front.
     Waits:      none.
-    Invariant:  every work ends once, in _end; a leased work is in the `leases` of one worker, a queued one in none. Rewards come
+    Invariant:  every work ends once, in _end; a leased work is in the `leases` of one worker, a queued one in
+    none. Rewards come
                 from where `outcomes` says and from nowhere else (_counted).
     """
 
@@ -101,7 +104,9 @@ class LeaseBook:
         return worker
 
     def ask(self, worker_id: WorkerId, number: int, holding: Collection[str]) -> bool:
-        """A worker begins to ask for work; false if this is an old request. What it was given and does not hold is queued again."""
+        """A worker begins to ask for work; false if this is an old request. What it was given and does not
+        hold is queued again.
+        """
         worker = self.workers[worker_id]
         if number <= worker.last_number:
             return False
@@ -115,7 +120,9 @@ class LeaseBook:
         return True
 
     def lease(self, worker_id: WorkerId, max_items: int) -> list[Entry]:
-        """The first of the queue, for this worker: `max_items` at most, and no more once they have MAX_BYTES. It may ask again at once."""
+        """The first of the queue, for this worker: `max_items` at most, and no more once they have MAX_BYTES.
+        It may ask again at once.
+        """
         worker = self.workers[worker_id]
         taken: list[Entry] = []
         while self._queue and len(taken) < max_items and sum(len(entry.body) for entry in taken) < MAX_BYTES:
@@ -133,7 +140,9 @@ class LeaseBook:
         return {lease_id: self._why(lease_id) for lease_id in holding if lease_id not in leases}
 
     def result(self, worker_id: WorkerId, lease_id: str, result: Outcome | RolloutFailure) -> None:
-        """What a worker says of a lease; of an outcome, what counts. Raises Gone if it is not this worker's."""
+        """What a worker says of a lease; of an outcome, what counts. Raises Gone if it is not this
+        worker's.
+        """
         entry = self._entries.get(lease_id)
         if entry is None or entry.worker != worker_id:
             raise Gone(self._why(lease_id))
@@ -146,7 +155,9 @@ class LeaseBook:
         self._postable(key)
 
     def post(self, key: str, outcome: Outcome) -> None:
-        """What a harness says itself, with its outcome key; the last one before the end stands. Raises as check_post()."""
+        """What a harness says itself, with its outcome key; the last one before the end stands. Raises as
+        check_post().
+        """
         self._postable(key).posted = outcome
 
     def withdraw(self, lease_id: str, why: str) -> None:
@@ -197,7 +208,9 @@ class LeaseBook:
         return entry
 
     def _counted(self, entry: Entry, said: Outcome) -> Outcome | RolloutFailure:
-        """Metrics of what was said at the end and of what was posted; rewards of one of them, or of neither."""
+        """Metrics of what was said at the end and of what was posted; rewards of one of them, or of
+        neither.
+        """
         posted = entry.posted or Outcome()
         metrics = {**posted.metrics, **said.metrics}
         if self.outcomes == "none":

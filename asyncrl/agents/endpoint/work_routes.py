@@ -1,6 +1,8 @@
-"""Hands work to harness workers over HTTP and takes their results. Knows messages and keys; knows no model, no token, no reward.
+"""Hands work to harness workers over HTTP and takes their results. Knows messages and keys; knows no model,
+no token, no reward.
 
-Workers long-poll; each of their messages is a sign of life that renews all their leases. One whose event loop is blocked gives none.
+Workers long-poll; each of their messages is a sign of life that renews all their leases. One whose event loop
+is blocked gives none.
 """
 
 from __future__ import annotations
@@ -15,12 +17,14 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from aiohttp import web
+from pydantic import ValidationError
 
 from asyncrl.agents.endpoint.connections import answer_error, belongs_to
 from asyncrl.agents.endpoint.refusals import invalid, outcome_refused, session_ended, unknown_key
 from asyncrl.agents.endpoint.work_queue import Entry, Gone, LeaseBook, NotForOutcomes, WorkerId
 from asyncrl.config import Outcomes
 from asyncrl.errors import PromptUnusable, RolloutFailure
+from asyncrl.messages.base import ErrorBody, Message
 from asyncrl.messages.records import Outcome, Work
 from asyncrl.messages.work import (
     MAX_MESSAGE_BYTES,
@@ -31,15 +35,54 @@ from asyncrl.messages.work import (
     AliveRequest,
     LeaseRequest,
     OutcomeMessage,
-    Refusal,
     ResultRequest,
     WorkerMessage,
     WorkItem,
-    answer_message,
-    bearer,
-    read_message,
 )
 from asyncrl.waits import ROUNDING_S, Alarm, LoopClock
+
+Read = TypeVar("Read", bound=Message)
+
+
+class Refusal(Exception):  # noqa: N818  an answer, not a crash
+    """Answer this one request with `status` and an ErrorBody."""
+
+    def __init__(self, status: int, error: str, *, rule: str = "", way_out: str = "") -> None:
+        self.status, self.body = status, ErrorBody(error=error, rule=rule, way_out=way_out)
+        super().__init__(error)
+
+
+async def read_message(request: web.Request, shape: type[Read]) -> Read:
+    """The body. Raises Refusal: 413 if it is larger than the request may be, 422 with the first field that is
+    wrong.
+    """
+    try:
+        return shape.model_validate_json(await request.read())
+    except web.HTTPRequestEntityTooLarge:
+        raise Refusal(413, f"the message is larger than {request.client_max_size} bytes") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise Refusal(
+            422,
+            f"{where + ': ' if where else ''}{first['msg']}",
+            rule="see asyncrl/messages/work.py for the message",
+            way_out="run worker and trainer with the same asyncrl.",
+        ) from error
+
+
+def bearer(request: web.Request) -> str:
+    """The token that this request shows; empty if none."""
+    scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""
+
+
+def answer_message(message: Message, status: int = 200) -> web.Response:
+    """A message as a response."""
+    return web.Response(
+        body=message.model_dump_json().encode(), status=status, content_type="application/json"
+    )
+
 
 Asked = TypeVar("Asked", bound=WorkerMessage)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -51,10 +94,12 @@ _SILENT = "read that worker's log; what blocks its event loop belongs into `awai
 
 
 _NOT_POSTED = {
-    "returned": "generator.outcomes=returned: a rollout's reward is what its harness returns, or its command's last line. Where a program "
+    "returned": "generator.outcomes=returned: a rollout's reward is what its harness returns, or its "
+    "command's last line. Where a program "
     "cannot print its outcome, set generator.outcomes=posted.",
     "none": "generator.outcomes=none: the task's own reward alone scores a rollout.",
-    "posted": "this key samples and sets no reward. Outcomes are posted with the outcome key, which only the program itself is given.",
+    "posted": "this key samples and sets no reward. Outcomes are posted with the outcome key, which only the "
+    "program itself is given.",
 }
 """Why no outcome is taken from a session's key, by `generator.outcomes`."""
 
@@ -79,9 +124,11 @@ class Leases:
     """The WorkQueue that harness workers empty, on the gateway's own port.
 
     Life:       made inside the loop -> routes() mounted -> aclose().
-    Waits:      run sleeps until its work has ended: until a result, or until its worker has been silent for lease_timeout_s in
+    Waits:      run sleeps until its work has ended: until a result, or until its worker has been silent for
+    lease_timeout_s in
                 which our own loop ran. A poll of /work/lease sleeps until there is work, MAX_WAIT_S at most.
-    Invariant:  each run() ends once, by its worker's one accepted result or by a RolloutFailure; see LeaseBook.
+    Invariant:  each run() ends once, by its worker's one accepted result or by a RolloutFailure; see
+    LeaseBook.
     """
 
     def __init__(
@@ -94,8 +141,8 @@ class Leases:
         outcomes: Outcomes = "returned",
         give_answer: bool = False,
     ) -> None:
-        """`model`: its name for calls. `task_seed`: the seed that a harness is given for its own draws. `outcomes`, `give_answer`: see
-        GeneratorConfig.
+        """`model`: its name for calls. `task_seed`: the seed that a harness is given for its own draws.
+        `outcomes`, `give_answer`: see GeneratorConfig.
         """
         self._worker_key, self._model, self._task_seed, self._give_answer = (
             worker_key,
@@ -122,12 +169,19 @@ class Leases:
         """How much waits, how much runs, and who is there to run it."""
         book = self._book
         return LeasesStats(
-            book.num_queued, book.num_leased, len(book.workers), sum(worker.slots for worker in book.workers.values()),
-            self._clock.time() - self._last_seen_s, self._num_leased, self._num_lost,
-        )  # fmt: skip
+            book.num_queued,
+            book.num_leased,
+            len(book.workers),
+            sum(worker.slots for worker in book.workers.values()),
+            self._clock.time() - self._last_seen_s,
+            self._num_leased,
+            self._num_lost,
+        )
 
     async def run(self, work: Work, *, started: Callable[[], None]) -> Outcome:
-        """Have it run by some worker; see types.WorkQueue. `started` is called again if the work was lost on its way to a worker."""
+        """Have it run by some worker; see types.WorkQueue. `started` is called again if the work was lost on
+        its way to a worker.
+        """
         lease_id = f"{self._run_id}-{next(self._numbers)}"
         outcome_key = secrets.token_urlsafe(24) if self._book.outcomes == "posted" else None
         body = self._body(lease_id, work, outcome_key)
@@ -148,7 +202,9 @@ class Leases:
         return result
 
     def worker_gone_nowait(self, name: str, why: str) -> None:
-        """The process of the worker of this name has ended (whoever started it knows first): what it held fails now."""
+        """The process of the worker of this name has ended (whoever started it knows first): what it held
+        fails now.
+        """
         for worker_id in [worker_id for worker_id in self._book.workers if worker_id[0] == name]:
             self._drop(
                 worker_id,
@@ -158,7 +214,8 @@ class Leases:
             )
 
     def on_outcome(self, key: str, take: Callable[[Outcome], None], *, sampling_key: str) -> None:
-        """Outcomes that are posted with this key are those of no work: `take` has them. It may raise RolloutFailure, answered with 400.
+        """Outcomes that are posted with this key are those of no work: `take` has them. It may raise
+        RolloutFailure, answered with 400.
 
         `sampling_key`: that of the calls, which posts nothing.
         """
@@ -166,7 +223,9 @@ class Leases:
         self._not_takers.add(sampling_key)
 
     async def aclose(self) -> None:
-        """Answer the polls that wait, with nothing, and give out nothing any more; results are taken. Idempotent."""
+        """Answer the polls that wait, with nothing, and give out nothing any more; results are taken.
+        Idempotent.
+        """
         self._is_closed = True
         self._wake()
         if self._silence is not None:
@@ -190,8 +249,12 @@ class Leases:
                 if not hmac.compare_digest(
                     bearer(request).encode(errors="surrogateescape"), self._worker_key.encode()
                 ):
-                    raise Refusal(401, "wrong or missing worker key", rule="workers show the run's worker key as bearer token",
-                                   way_out="start the worker with the key that the run prints.")  # fmt: skip
+                    raise Refusal(
+                        401,
+                        "wrong or missing worker key",
+                        rule="workers show the run's worker key as bearer token",
+                        way_out="start the worker with the key that the run prints.",
+                    )
                 belongs_to(request, None)
                 return await handler(request)
             except Refusal as refusal:
@@ -219,7 +282,9 @@ class Leases:
     async def _wait_items(
         self, request: web.Request, message: LeaseRequest, worker_id: WorkerId
     ) -> list[Entry]:
-        """Work as soon as there is any; none once the time is over, or if this worker has asked anew, or is gone."""
+        """Work as soon as there is any; none once the time is over, or if this worker has asked anew, or is
+        gone.
+        """
         worker, wait_s = (
             self._book.workers[worker_id],
             min(message.wait_s, MAX_WAIT_S, self.lease_timeout_s / 2),
@@ -256,13 +321,17 @@ class Leases:
             self._book.result(worker_id, message.lease_id, failed or outcome)
         except Gone as gone:
             raise Refusal(
-                410, f"lease {message.lease_id} is not this worker's: {gone}",
-                rule="a result is accepted once, from the worker that holds the lease", way_out="drop the result.",
-            ) from None  # fmt: skip
+                410,
+                f"lease {message.lease_id} is not this worker's: {gone}",
+                rule="a result is accepted once, from the worker that holds the lease",
+                way_out="drop the result.",
+            ) from None
         return answer_message(Accepted())
 
     async def _outcome(self, request: web.Request) -> web.StreamResponse:
-        """Errors are OpenAI-shaped: it is a harness that asks. The key comes first: nobody has a body read without one."""
+        """Errors are OpenAI-shaped: it is a harness that asks. The key comes first: nobody has a body read
+        without one.
+        """
         key = request.match_info.get("key") or bearer(request)
         try:
             take = self._takers.get(key)
@@ -330,16 +399,25 @@ class Leases:
         prompt = work.prompt
         try:
             item = WorkItem(
-                lease_id=lease_id, rollout_id=work.rollout_id, prompt_id=prompt.prompt_id,
-                messages=[dict(each) for each in prompt.messages], info=dict(prompt.info),
-                answer=prompt.answer if self._give_answer else None, has_answer=self._give_answer,
-                sample_index=work.sample_index, attempt=work.attempt,
-                seed=self._task_seed(work), key=work.key, outcome_key=outcome_key, timeout_s=work.timeout_s,
-            )  # fmt: skip
+                lease_id=lease_id,
+                rollout_id=work.rollout_id,
+                prompt_id=prompt.prompt_id,
+                messages=[dict(each) for each in prompt.messages],
+                info=dict(prompt.info),
+                answer=prompt.answer if self._give_answer else None,
+                has_answer=self._give_answer,
+                sample_index=work.sample_index,
+                attempt=work.attempt,
+                seed=self._task_seed(work),
+                key=work.key,
+                outcome_key=outcome_key,
+                timeout_s=work.timeout_s,
+            )
             return item.model_dump_json().encode()
         except (ValueError, TypeError, RecursionError) as error:  # pydantic's own are ValueErrors
             raise PromptUnusable(
-                f"{work.rollout_id}: prompt {prompt.prompt_id} cannot be sent to a worker: {str(error)[:300]}",
+                f"{work.rollout_id}: prompt {prompt.prompt_id} cannot be sent to a worker: "
+                f"{str(error)[:300]}",
                 rule="`answer` and `info` of a prompt travel as JSON",
                 way_out="have the task give numbers, texts, lists and dicts.",
             ) from error

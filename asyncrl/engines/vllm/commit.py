@@ -1,4 +1,5 @@
-"""One commit of staged weights on one vLLM process: pause, load, label, resume, and the canary that says whether it is true.
+"""One commit of staged weights on one vLLM process: pause, load, label, resume, and the canary that says
+whether it is true.
 
 Knows the order and what a failure at each place means; knows no file and no route's path.
 """
@@ -29,17 +30,28 @@ _READ_LOG = "read its log for why, then start it again."
 class Commit:
     """Makes one Load the serving weights of a process.
 
-    Life:       run() once; for an engine that sleeps, check() once it is awake. An attempt whose canary fails is followed by another,
+    Life:       run() once; for an engine that sleeps, check() once it is awake. An attempt whose canary fails
+    is followed by another,
                 under a label of its own.
-    Waits:      for vLLM: as long as its caller lets it, but for resume, which has RESUME_LIMIT_S and is not cut short by a cancellation.
-    Invariant:  a paused engine is resumed, whatever happens, unless its process was given up. From the first byte that is loaded to the
-                canary's word no answer leaves; if that word never comes, or is no, the process is broken: what it holds is no version.
+    Waits:      for vLLM: as long as its caller lets it, but for resume, which has RESUME_LIMIT_S and is not
+    cut short by a cancellation. Invariant:  a paused engine is resumed, whatever happens, unless its process
+    was given up. From the first byte that is loaded to the
+                canary's word no answer leaves; if that word never comes, or is no, the process is broken:
+                what it holds is no version.
     """
 
     def __init__(
-        self, process: Process, routes: Routes, sampler: Sampler, load: Load, *, slots: int, limit: float, retries: int,
+        self,
+        process: Process,
+        routes: Routes,
+        sampler: Sampler,
+        load: Load,
+        *,
+        slots: int,
+        limit: float,
+        retries: int,
         warn: Callable[[str], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._process, self._routes, self._sampler, self._load = process, routes, sampler, load
         self._slots, self._limit, self._warn = slots, limit, warn
         self._num_attempts = 1 + (retries if load.can_repeat and load.canary is not None else 0)
@@ -51,7 +63,9 @@ class Commit:
         return f"<Commit v{self._load.version} as {self._label} on {self._process.name}>"
 
     async def run(self, interrupt: Interrupt) -> CommitReport:
-        """Returns once the weights serve, or, in an engine that sleeps, once they lie there. Raises EngineError."""
+        """Returns once the weights serve, or, in an engine that sleeps, once they lie there. Raises
+        EngineError.
+        """
         process, load = self._process, self._load
         with self._all_or_broken():
             for attempt in range(self._num_attempts):
@@ -93,8 +107,9 @@ class Commit:
         self._pause_s += clock() - started
 
     def _not_kept(self, interrupt: Interrupt) -> list[Segment]:
-        """Segments that end here: with abort all, those too that reached vLLM after the pause; else streams, whose next tokens could not
-        be told before their end, and as many others as leave a slot for the canary.
+        """Segments that end here: with abort all, those too that reached vLLM after the pause; else streams,
+        whose next tokens could not be told before their end, and as many others as leave a slot for the
+        canary.
         """
         sent = self._process.sent
         if interrupt == "abort":
@@ -165,14 +180,19 @@ class Commit:
         raise EngineError(
             process.name,
             f"{what} ({attempt} of {self._num_attempts} attempts)",
-            rule=f"a version is announced only when the canary agrees to publisher.canary_limit={self._limit} nats",
-            way_out=f"if the numbers are as far apart as rounding of model.dtype makes them, set publisher.canary_limit above them; else "
-            f"start {process.name} again, and the run with its --run-dir; if it repeats, report it with {process.name}'s log.",
+            rule=f"a version is announced only when the canary agrees to "
+            f"publisher.canary_limit={self._limit} nats",
+            way_out=f"if the numbers are as far apart as rounding of model.dtype makes them, set "
+            f"publisher.canary_limit above them; else "
+            f"start {process.name} again, and the run with its --run-dir; if it repeats, report it with "
+            f"{process.name}'s log.",
         )
 
     @contextmanager
     def _all_or_broken(self) -> Iterator[None]:
-        """Left while nobody knows what the weights are, by an error or a cancellation: the process is broken."""
+        """Left while nobody knows what the weights are, by an error or a cancellation: the process is
+        broken.
+        """
         process, is_done = self._process, False
         try:
             yield

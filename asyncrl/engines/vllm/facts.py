@@ -1,4 +1,6 @@
-"""What a vLLM server must be for this run, held against what it says of itself. Pure: knows settings; asks nobody."""
+"""What a vLLM server must be for this run, held against what it says of itself. Pure: knows settings; asks
+nobody.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +15,19 @@ from asyncrl.messages.engine_calls import GenerateRequest
 
 EXTENSION = "asyncrl_servers.vllm.worker_extension.WeightLoader"
 _MIN_KEEP_ALIVE_S = 60
-"""Our connections rest for 30 s (calling.Caller); a server that closes one first breaks the next request on it."""
+"""Our connections rest for 30 s (calling.Caller); a server that closes one first breaks the next request on
+it.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class VllmFacts:
     """What the run counts on.
 
-    `end_ids`: tokens that end a completion; vLLM is told to heed no others. `special_ids`: tokens that have no text, by their name:
-    a stop string that is such a name stops at that token. `starts_fresh`: it has the weights of the start; False: it is somebody
-    else's, and its weights are replaced before anything is sampled.
+    `end_ids`: tokens that end a completion; vLLM is told to heed no others. `special_ids`: tokens that have
+    no text, by their name: a stop string that is such a name stops at that token. `starts_fresh`: it has the
+    weights of the start; False: it is somebody else's, and its weights are replaced before anything is
+    sampled.
     """
 
     model_path: str
@@ -42,14 +47,22 @@ def check_settings(name: str, info: ServerInfo, facts: VllmFacts) -> None:
     served, dtype = str(model.get("model")), str(model.get("dtype")).removeprefix("torch.")
     keep_alive_s = info.vllm_env.get("VLLM_HTTP_TIMEOUT_KEEP_ALIVE")
     _require(
-        name, "logprobs_mode", model.get("logprobs_mode"), model.get("logprobs_mode") == "processed_logprobs",
-        "the trainer needs the logprobs of the distribution that was sampled from, temperature and top_p applied",
+        name,
+        "logprobs_mode",
+        model.get("logprobs_mode"),
+        model.get("logprobs_mode") == "processed_logprobs",
+        "the trainer needs the logprobs of the distribution that was sampled from, temperature and top_p "
+        "applied",
         "--logprobs-mode processed_logprobs",
-    )  # fmt: skip
+    )
     _require(
-        name, "model", served, os.path.realpath(served) == os.path.realpath(facts.model_path),
-        f"it must serve the model that is trained, {facts.model_path}", f"vllm serve {facts.model_path}",
-    )  # fmt: skip
+        name,
+        "model",
+        served,
+        os.path.realpath(served) == os.path.realpath(facts.model_path),
+        f"it must serve the model that is trained, {facts.model_path}",
+        f"vllm serve {facts.model_path}",
+    )
     _require(
         name,
         "dtype",
@@ -59,37 +72,59 @@ def check_settings(name: str, info: ServerInfo, facts: VllmFacts) -> None:
         f"--dtype {facts.dtype}",
     )
     _require(
-        name, "max_model_len", model.get("max_model_len"), _at_least(model.get("max_model_len"), facts.max_length),
-        f"prompt and completion take up to {facts.max_length} tokens", f"--max-model-len {facts.max_length}",
-    )  # fmt: skip
+        name,
+        "max_model_len",
+        model.get("max_model_len"),
+        _at_least(model.get("max_model_len"), facts.max_length),
+        f"prompt and completion take up to {facts.max_length} tokens",
+        f"--max-model-len {facts.max_length}",
+    )
     _require(
-        name, "max_num_seqs", scheduler.get("max_num_seqs"), _at_least(scheduler.get("max_num_seqs"), facts.slots),
-        f"rollout.slots={facts.slots} requests are to run at once", f"--max-num-seqs {facts.slots}",
-    )  # fmt: skip
+        name,
+        "max_num_seqs",
+        scheduler.get("max_num_seqs"),
+        _at_least(scheduler.get("max_num_seqs"), facts.slots),
+        f"rollout.slots={facts.slots} requests are to run at once",
+        f"--max-num-seqs {facts.slots}",
+    )
     _require(
-        name, "VLLM_HTTP_TIMEOUT_KEEP_ALIVE", keep_alive_s, keep_alive_s is None or _at_least(keep_alive_s, _MIN_KEEP_ALIVE_S),
+        name,
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE",
+        keep_alive_s,
+        keep_alive_s is None or _at_least(keep_alive_s, _MIN_KEEP_ALIVE_S),
         "a connection that the server closes while it rests breaks the next request on it",
         f"VLLM_HTTP_TIMEOUT_KEEP_ALIVE={_MIN_KEEP_ALIVE_S} or more in its environment",
-    )  # fmt: skip
+    )
     if facts.has_adapters:
         _require(
-            name, "lora_config", info.vllm_config.get("lora_config"), info.vllm_config.get("lora_config") is not None,
-            "publisher.transport=lora brings adapters", "--enable-lora and a --max-lora-rank of trainer.lora.rank or more",
-        )  # fmt: skip
+            name,
+            "lora_config",
+            info.vllm_config.get("lora_config"),
+            info.vllm_config.get("lora_config") is not None,
+            "publisher.transport=lora brings adapters",
+            "--enable-lora and a --max-lora-rank of trainer.lora.rank or more",
+        )
         _require(
-            name, "VLLM_ALLOW_RUNTIME_LORA_UPDATING", info.vllm_env.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING"),
+            name,
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING",
+            info.vllm_env.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING"),
             info.vllm_env.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING") is not False,
-            "publisher.transport=lora brings adapters while it serves", "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment",
-        )  # fmt: skip
+            "publisher.transport=lora brings adapters while it serves",
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment",
+        )
 
 
 def check_workers(name: str, workers: Sequence[Mapping[str, Any]]) -> None:
     """Raise ConfigError if not every worker answers as our extension does."""
     for worker in workers:
         _require(
-            name, "worker extension", worker.get("extension"), worker.get("extension") == 1,
-            "our extension loads the weights and says their digest", f"--worker-extension-cls {EXTENSION}",
-        )  # fmt: skip
+            name,
+            "worker extension",
+            worker.get("extension"),
+            worker.get("extension") == 1,
+            "our extension loads the weights and says their digest",
+            f"--worker-extension-cls {EXTENSION}",
+        )
 
 
 def lacks(name: str, what: str, rule: str, give: str) -> ConfigError:
@@ -111,17 +146,21 @@ def _require(name: str, setting: str, found: object, is_so: bool, rule: str, giv
         raise lacks(name, f"has {setting}={found}", rule, give)
 
 
-# Stop strings that lie over the joint of a resumed segment: vLLM looks at new text alone. Knows a decoder; knows no request.
+# Stop strings that lie over the joint of a resumed segment: vLLM looks at new text alone. Knows a decoder;
+# knows no request.
 
 
 _SLACK = 8
-"""Tokens looked at beyond the longest stop string's bytes (each token holds a byte or more, but for special ones)."""
+"""Tokens looked at beyond the longest stop string's bytes (each token holds a byte or more, but for special
+ones).
+"""
 
 
 class JointWatch:
     """Tells which of the first new tokens completes a stop string that began before them.
 
-    Life: made with the resumed ids -> take() for the new ones, in order -> is_over: no stop string reaches back so far any more.
+    Life: made with the resumed ids -> take() for the new ones, in order -> is_over: no stop string reaches
+    back so far any more.
     """
 
     def __init__(
@@ -139,7 +178,9 @@ class JointWatch:
         return self._num_taken >= self._window
 
     def take(self, token_ids: Sequence[int]) -> int | None:
-        """Number of these that are left when the one that completes a stop string is the last; None if none does."""
+        """Number of these that are left when the one that completes a stop string is the last; None if none
+        does.
+        """
         for index, token_id in enumerate(token_ids):
             if self.is_over:
                 return None

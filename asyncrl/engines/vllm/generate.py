@@ -1,4 +1,6 @@
-"""Has one segment sampled by vLLM: sends it, reads its answer or its stream, ends it. Knows one process; knows no commit's order."""
+"""Has one segment sampled by vLLM: sends it, reads its answer or its stream, ends it. Knows one process;
+knows no commit's order.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ ASK_AGAIN_S = 0.1
 
 
 class Sampler:
-    """Samples segments on one process. Life: with its process. Waits: see Process; and for vLLM's answers, without a limit of its own."""
+    """Samples segments on one process. Life: with its process. Waits: see Process; and for vLLM's answers,
+    without a limit of its own.
+    """
 
     def __init__(
         self,
@@ -63,7 +67,8 @@ class Sampler:
             return answer
 
     async def end(self, segments: Sequence[Segment], left: Sequence[str] = ()) -> None:
-        """Have these end with what they have; returns once vLLM has answered all of them. `left`: wire ids that nobody waits for.
+        """Have these end with what they have; returns once vLLM has answered all of them. `left`: wire ids
+        that nobody waits for.
 
         Raises CallRefused or CallLost.
         """
@@ -151,7 +156,9 @@ class Sampler:
     async def _refused(
         self, segment: Segment, refusal: CallRefused
     ) -> RequestRefused | EngineLost | Exception:
-        """A status of 400 and above: of this one request, unless the engine behind the server is dead, or nobody may ask it."""
+        """A status of 400 and above: of this one request, unless the engine behind the server is dead, or
+        nobody may ask it.
+        """
         if refusal.status in (401, 403, 404):
             return engine_error(self._routes.caller, refusal)
         if (dead := await self._process.death_of(refusal)) is not None:
@@ -159,7 +166,8 @@ class Sampler:
         request = segment.request
         return RequestRefused(
             f"{self._process.name} answered {refusal.status} to request {request.request_id} "
-            f"({len(request.prompt_ids)} prompt tokens, max_tokens={request.max_tokens}): {refusal.body.error}",
+            f"({len(request.prompt_ids)} prompt tokens, max_tokens={request.max_tokens}): "
+            f"{refusal.body.error}",
             rule="vLLM says whether it can serve a request",
             way_out=f"read {self._process.name}'s log."
             if refusal.status >= 500

@@ -1,4 +1,6 @@
-"""vLLM's own HTTP routes as calls (vLLM 0.32). The only place that knows their paths; knows no version of ours and no commit."""
+"""vLLM's own HTTP routes as calls (vLLM 0.32). The only place that knows their paths; knows no version of
+ours and no commit.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from asyncrl.http import Answer, Caller, CallGarbled, CallLost, CallRefused
 from asyncrl.messages.base import ErrorBody
 
-# Bodies of vLLM's routes, as far as we send and read them (vLLM 0.32). Knows shapes; knows no route and no version of ours.
+# Bodies of vLLM's routes, as far as we send and read them (vLLM 0.32). Knows shapes; knows no route and no
+# version of ours.
 
 
 class Sent(BaseModel):
@@ -43,7 +46,9 @@ class Said(Read):
 
 
 class Sampling(Sent):
-    """vLLM's sampling parameters. `logprobs` 0: of the sampled token alone; `prompt_logprobs` 0: of the prompt's own tokens."""
+    """vLLM's sampling parameters. `logprobs` 0: of the sampled token alone; `prompt_logprobs` 0: of the
+    prompt's own tokens.
+    """
 
     max_tokens: int
     temperature: float
@@ -97,7 +102,9 @@ class Logprobs(Read):
 
 
 class Choice(Read):
-    """The answer, or in a stream some tokens of it. `weight_versions` comes with the finish_reason, and covers the whole output."""
+    """The answer, or in a stream some tokens of it. `weight_versions` comes with the finish_reason, and
+    covers the whole output.
+    """
 
     token_ids: list[int] | None = None
     finish_reason: str | None = None
@@ -130,7 +137,9 @@ class PromptLogprob(Read):
 
 
 class Generated(Read):
-    """Answer of /inference/v1/generate, or one line of a streamed one. `prompt_logprobs`: by token id, none for the first token."""
+    """Answer of /inference/v1/generate, or one line of a streamed one. `prompt_logprobs`: by token id, none
+    for the first token.
+    """
 
     choices: list[Choice] = Field(max_length=1)
     usage: Usage | None = None
@@ -189,7 +198,9 @@ class UpdateBody(Sent):
 
 
 class FinishBody(Sent):
-    """POST /finish_weight_update, whose body may say a label; ours is set by a route of its own, in every way of loading."""
+    """POST /finish_weight_update, whose body may say a label; ours is set by a route of its own, in every way
+    of loading.
+    """
 
 
 class ServerInfo(Read):
@@ -232,7 +243,9 @@ _DECODE_S = ("request_prefill_time_seconds_sum", "inter_token_latency_seconds_su
 
 
 class Routes:
-    """Calls to one vLLM server. All raise CallRefused, with what vLLM says, or CallLost. `timeout_s` None: as long as it takes."""
+    """Calls to one vLLM server. All raise CallRefused, with what vLLM says, or CallLost. `timeout_s` None: as
+    long as it takes.
+    """
 
     def __init__(self, caller: Caller) -> None:
         self.caller = caller
@@ -266,7 +279,9 @@ class Routes:
         )
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
-        """Schedule nothing any more. Requests that come now wait in vLLM. With "wait" it returns once what ran has finished."""
+        """Schedule nothing any more. Requests that come now wait in vLLM. With "wait" it returns once what
+        ran has finished.
+        """
         await self._post(
             f"/pause?{urlencode({'mode': mode, 'clear_cache': str(clear_cache).lower()})}", None, Said
         )
@@ -276,7 +291,9 @@ class Routes:
         await self._post("/resume", None, Said, timeout_s)
 
     async def rpc(self, method: str, argument: dict[str, Any] | None = None) -> list[dict[str, Any]]:
-        """What this method of our worker extension answers, in each worker. Raises CallRefused if one answers an error."""
+        """What this method of our worker extension answers, in each worker. Raises CallRefused if one answers
+        an error.
+        """
         args = [] if argument is None else [json.dumps(argument)]
         answer = await self._post("/collective_rpc", RpcBody(method=method, args=args), RpcResults)
         for result in answer.results:
@@ -302,7 +319,9 @@ class Routes:
         await self._post("/v1/load_lora_adapter", AdapterBody(lora_name=name, lora_path=folder), Said)
 
     async def join_group(self, seat: dict[str, Any]) -> None:
-        """Have every worker take its seat in the group through which weights are sent; returns when all of the group have."""
+        """Have every worker take its seat in the group through which weights are sent; returns when all of
+        the group have.
+        """
         await self._post("/init_weight_transfer_engine", JoinBody(init_info=seat), Said)
 
     async def start_update(self) -> None:
@@ -334,7 +353,9 @@ class Routes:
         return await self._get("/server_info?config_format=json", ServerInfo, timeout_s)
 
     async def counts(self, *, timeout_s: float | None) -> dict[str, float]:
-        """num_running, num_queued, tokens_generated and decode_s, from its metrics; decode_s adds up over requests."""
+        """num_running, num_queued, tokens_generated and decode_s, from its metrics; decode_s adds up over
+        requests.
+        """
         text = (await self._get("/metrics", Said, timeout_s)).text
         counts = {ours: _metric(text, theirs) for ours, theirs in _COUNTS.items()}
         return {**counts, "decode_s": sum(_metric(text, name) for name in _DECODE_S)}

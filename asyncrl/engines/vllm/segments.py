@@ -1,4 +1,6 @@
-"""One segment of a request in vLLM's terms, and its answer in ours. Pure: knows messages and labels; knows no call and no wait."""
+"""One segment of a request in vLLM's terms, and its answer in ours. Pure: knows messages and labels; knows no
+call and no wait.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,8 @@ _MIN_TEMPERATURE = 0.01
 class Segment:
     """One segment from its arrival to its answer.
 
-    Life: made -> at the gate -> sent, under a version and its label -> answered. `answered` is set however the call ended.
-    `num_loads`: how often weights had been loaded into the process when it was sent.
+    Life: made -> at the gate -> sent, under a version and its label -> answered. `answered` is set however
+    the call ended. `num_loads`: how often weights had been loaded into the process when it was sent.
     """
 
     request: GenerateRequest
@@ -69,7 +71,8 @@ class Sampled:
 
 
 def generate_body(segment: Segment, facts: VllmFacts, *, model: str | None) -> Generate:
-    """What vLLM is asked. Its random stream restarts with each request, so the seed says where the segment begins.
+    """What vLLM is asked. Its random stream restarts with each request, so the seed says where the segment
+    begins.
 
     The salt is the version's: a prefix cache never outlives its weights, whether or not somebody clears it.
     """
@@ -103,17 +106,20 @@ def segment_seed(seed: int, num_prompt: int) -> int:
 
 
 def check_request(name: str, request: GenerateRequest, facts: VllmFacts, vocab_size: int | None) -> None:
-    """Raise RequestRefused for what vLLM would do otherwise than asked: it cuts what is too long, and warms what is too cold.
+    """Raise RequestRefused for what vLLM would do otherwise than asked: it cuts what is too long, and warms
+    what is too cold.
 
     An id far outside of the vocabulary ends its engine, and with it all requests.
     """
     num_prompt = len(request.prompt_ids)
     if num_prompt + request.max_tokens > facts.max_length:
         raise RequestRefused(
-            f"{name} refused request {request.request_id}: {num_prompt} prompt tokens + {request.max_tokens} new ones = "
+            f"{name} refused request {request.request_id}: {num_prompt} prompt tokens + {request.max_tokens} "
+            f"new ones = "
             f"{num_prompt + request.max_tokens}, a slot holds {facts.max_length}",
             rule="prompt and completion must fit into a slot",
-            way_out="shorten the prompt, lower max_tokens, or raise rollout.max_prompt_tokens or rollout.max_tokens.",
+            way_out="shorten the prompt, lower max_tokens, or raise rollout.max_prompt_tokens or "
+            "rollout.max_tokens.",
         )
     wrong = next(
         (
@@ -131,7 +137,8 @@ def check_request(name: str, request: GenerateRequest, facts: VllmFacts, vocab_s
         )
     if request.num_resumed > num_prompt:
         raise RequestRefused(
-            f"{name} refused request {request.request_id}: it has num_resumed={request.num_resumed} of {num_prompt} prompt ids",
+            f"{name} refused request {request.request_id}: it has num_resumed={request.num_resumed} of "
+            f"{num_prompt} prompt ids",
             rule="resumed ids are the last ones of the prompt",
             way_out="count only the ids that an earlier segment sampled.",
         )
@@ -152,10 +159,11 @@ def response_of(
     version_of: Callable[[str], int | None],
     is_stale: bool,
 ) -> GenerateResponse:
-    """The tokens after the first `num_told`, up to the first one whose label has no version that can be trusted (version_of: None).
+    """The tokens after the first `num_told`, up to the first one whose label has no version that can be
+    trusted (version_of: None).
 
-    `is_stale`: the prompt may have been read from a cache of older weights, if it began under newer ones: then nothing of it counts.
-    Raises EngineError for an answer that cannot be.
+    `is_stale`: the prompt may have been read from a cache of older weights, if it began under newer ones:
+    then nothing of it counts. Raises EngineError for an answer that cannot be.
     """
     if sampled.finish not in _FINISHES:
         raise _nonsense(
@@ -175,9 +183,11 @@ def response_of(
     if any(span.version < 0 for span in spans):
         raise EngineError(
             name,
-            f"answered request {segment.request.request_id} with tokens under labels that this run never set: {_shown(sampled.labels)}",
-            rule="one run alone pushes weights into a server", way_out="give each run servers of its own (rollout.urls).",
-        )  # fmt: skip
+            f"answered request {segment.request.request_id} with tokens under labels that this run never "
+            f"set: {_shown(sampled.labels)}",
+            rule="one run alone pushes weights into a server",
+            way_out="give each run servers of its own (rollout.urls).",
+        )
     if is_stale and sampled.num_cached and spans and spans[0].version != segment.version:
         spans = []
     num_good = spans[-1].end if spans else 0
@@ -186,9 +196,12 @@ def response_of(
     told = [span for span in spans if span.start < num_told]
     if num_told > num_good or any(span.version != segment.version for span in told):
         raise _nonsense(
-            name, segment, f"labels {_shown(sampled.labels)} after {num_told} tokens under version {segment.version} had come",
+            name,
+            segment,
+            f"labels {_shown(sampled.labels)} after {num_told} tokens under version "
+            f"{segment.version} had come",
             "the label of the weights changes in a commit alone",
-        )  # fmt: skip
+        )
     return GenerateResponse(
         request_id=segment.request.request_id,
         token_ids=sampled.token_ids[num_told:],

@@ -1,4 +1,6 @@
-"""Asks a vLLM server for the logprobs of a short text, and holds them against the trainer's. Knows numbers; decides nothing."""
+"""Asks a vLLM server for the logprobs of a short text, and holds them against the trainer's. Knows numbers;
+decides nothing.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,16 @@ from asyncrl.errors import ConfigError
 from asyncrl.http import CallGarbled, CallLost, CallRefused
 from asyncrl.messages.trainer_calls import Canary
 
-# Waits until a vLLM server answers, and sees that it is what the run counts on. Knows routes and settings; starts nothing.
+# Waits until a vLLM server answers, and sees that it is what the run counts on. Knows routes and settings;
+# starts nothing.
 
 
 _ASK_AGAIN_S = 0.2
 
 
 async def make_ready(process: Process, routes: Routes, facts: VllmFacts, *, is_first: bool) -> None:
-    """Returns once it serves as it must; its limit is the caller's. Raises ConfigError, EngineError, CallRefused or CallLost.
+    """Returns once it serves as it must; its limit is the caller's. Raises ConfigError, EngineError,
+    CallRefused or CallLost.
 
     `is_first`: nobody of this run has pushed weights there, so what it has must be what it was started with.
     """
@@ -52,15 +56,20 @@ async def make_ready(process: Process, routes: Routes, facts: VllmFacts, *, is_f
         workers = await routes.rpc("asyncrl_facts")
         check_workers(name, workers)
     except CallRefused as refusal:
-        raise lacks(name, f"has no worker extension of ours ({refusal.body.error})", "it loads the weights and says their digest",
-                    f"--worker-extension-cls {EXTENSION}") from refusal  # fmt: skip
+        raise lacks(
+            name,
+            f"has no worker extension of ours ({refusal.body.error})",
+            "it loads the weights and says their digest",
+            f"--worker-extension-cls {EXTENSION}",
+        ) from refusal
     process.vocab_size = min(int(worker["vocab_size"]) for worker in workers)
     label, ours = await routes.label(), process.label_of(process.version)
     if is_first and label not in (START_LABEL, ours):
         raise ConfigError(
             f"{name}: the vLLM server there has weights that another run pushed, under the label {label}",
-            rule=f"a run begins with the weights of model.path, as policy_version {process.version}", way_out="start that server again.",
-        )  # fmt: skip
+            rule=f"a run begins with the weights of model.path, as policy_version {process.version}",
+            way_out="start that server again.",
+        )
     await routes.resume()  # whoever paused it last may have been killed
     await routes.set_label(ours)
     process.label = ours
@@ -79,7 +88,9 @@ async def make_ready(process: Process, routes: Routes, facts: VllmFacts, *, is_f
 
 
 async def _until_up(routes: Routes) -> None:
-    """A server that we started has a socket from the first moment; one of somebody else's may refuse connections for a while."""
+    """A server that we started has a socket from the first moment; one of somebody else's may refuse
+    connections for a while.
+    """
     while True:
         try:
             return await routes.is_well(timeout_s=None)
@@ -97,9 +108,11 @@ def _maybe(refusal: CallRefused, missing: ConfigError) -> ConfigError | CallRefu
 async def canary_fault(
     routes: Routes, canary: Canary, *, label: str, model: str | None, limit: float, request_id: str
 ) -> str:
-    """What vLLM says of the canary that the trainer does not, in words; '' if they agree. Raises CallRefused or CallLost.
+    """What vLLM says of the canary that the trainer does not, in words; '' if they agree. Raises CallRefused
+    or CallLost.
 
-    The first probe goes the way of every request, through the prefix cache; the second computes the prompt anew.
+    The first probe goes the way of every request, through the prefix cache; the second computes the prompt
+    anew.
     """
     probes = [
         _probe(canary.token_ids, label, model, f"{request_id}-{name}", name == "prompt")
@@ -114,7 +127,9 @@ async def canary_fault(
 
 
 async def warm_up(routes: Routes, *, label: str, request_id: str) -> None:
-    """Have vLLM do once what it compiles at the first time: sampling with a seed, logprobs, and those of a prompt."""
+    """Have vLLM do once what it compiles at the first time: sampling with a seed, logprobs, and those of a
+    prompt.
+    """
     for is_prompt in (False, True):
         await routes.generate(_probe([1, 2, 3], label, None, f"{request_id}-{is_prompt}", is_prompt))
     sampling = Sampling(max_tokens=2, temperature=0.7, top_p=0.9, seed=1)

@@ -1,4 +1,6 @@
-"""What its client knows of one vLLM process: which weights it serves, who may be sent to it, what is in flight, whether it lives."""
+"""What its client knows of one vLLM process: which weights it serves, who may be sent to it, what is in
+flight, whether it lives.
+"""
 
 from __future__ import annotations
 
@@ -22,18 +24,25 @@ T = TypeVar("T")
 
 
 class Process:
-    """One vLLM process behind a server's name. The next one gets a Process of its own, so that nobody mistakes the two.
+    """One vLLM process behind a server's name. The next one gets a Process of its own, so that nobody
+    mistakes the two.
 
-    Life:       whole: open, or closed while weights change or parts of it sleep -> given up by cut_nowait, or broken by break_nowait:
+    Life:       whole: open, or closed while weights change or parts of it sleep -> given up by cut_nowait, or
+    broken by break_nowait:
                 what it holds is no version. Both are for good.
-    Waits:      a segment sleeps in wait_open until it may be sent, and in wait_settled with an answer that came after a load began, until
-                it is clear what the weights were. Every change wakes them; hold ends them all when the process is lost.
-    Invariant:  a segment is sent only while the weights are those of `version`, under `label`. No token leaves under a label that is
+    Waits:      a segment sleeps in wait_open until it may be sent, and in wait_settled with an answer that
+    came after a load began, until
+                it is clear what the weights were. Every change wakes them; hold ends them all when the
+                process is lost.
+    Invariant:  a segment is sent only while the weights are those of `version`, under `label`. No token
+    leaves under a label that is
                 distrusted: version_of has no version for it.
     """
 
     def __init__(self, routes: Routes, version: int, mark: str = "") -> None:
-        """`mark` stands in every label of ours: another run that pushes to the same server has another one."""
+        """`mark` stands in every label of ours: another run that pushes to the same server has another
+        one.
+        """
         caller = routes.caller
         self.name = caller.name
         self._mark = f"~{mark}" if mark else ""  # vLLM takes no @ in a salt
@@ -88,7 +97,9 @@ class Process:
         return any(segment.request.request_id == request_id for segment in self._segments.values())
 
     def version_of(self, label: str) -> int | None:
-        """The version that a label of ours means; None if what was sampled under it is not to be trusted, -1 if it is none of ours."""
+        """The version that a label of ours means; None if what was sampled under it is not to be trusted, -1
+        if it is none of ours.
+        """
         if label in self._distrusted:
             return None
         text = label.removesuffix(self._mark).partition("#")[0]
@@ -97,7 +108,9 @@ class Process:
         return int(text) if text.isdecimal() and label.endswith(self._mark) else -1
 
     def label_of(self, version: int, attempt: int = 0) -> str:
-        """What the weights of a version are called at the server; each attempt to load them has a label of its own."""
+        """What the weights of a version are called at the server; each attempt to load them has a label of
+        its own.
+        """
         return f"{version}{f'#{attempt}' if attempt else ''}{self._mark}"
 
     # weights
@@ -138,7 +151,9 @@ class Process:
         return segment.num_loads == self.num_loads
 
     def is_stale(self, segment: Segment) -> bool:
-        """Whether a load that kept the KV cache lies between its sending and now: if it began after that, it may have read old blocks."""
+        """Whether a load that kept the KV cache lies between its sending and now: if it began after that, it
+        may have read old blocks.
+        """
         return self.last_kept_kv > segment.num_loads
 
     async def wait_open(self, segment: Segment) -> None:
@@ -157,7 +172,9 @@ class Process:
 
     @contextlib.contextmanager
     def holding(self, segment: Segment) -> Iterator[None]:
-        """In flight until the block ends. Left by a cancellation, its wire id is kept for the abort that follows."""
+        """In flight until the block ends. Left by a cancellation, its wire id is kept for the abort that
+        follows.
+        """
         self._segments[segment.wire_id] = segment
         try:
             yield
@@ -172,7 +189,9 @@ class Process:
             segment.answered.set()
 
     def abort_nowait(self, request_ids: list[str] | None) -> tuple[list[Segment], dict[str, str]]:
-        """Mark these segments (None = all) as aborted; those at the gate end. Also wire ids of those that were left, by request id."""
+        """Mark these segments (None = all) as aborted; those at the gate end. Also wire ids of those that
+        were left, by request id.
+        """
         wanted = None if request_ids is None else set(request_ids)
         found = [one for one in self._segments.values() if wanted is None or one.request.request_id in wanted]
         for segment in found:
@@ -186,14 +205,18 @@ class Process:
     # calls
 
     async def hold(self, path: str, call: Callable[[], Awaitable[T]]) -> T:
-        """What the call returns. Raises EngineLost once the process is lost; what else a call raises passes."""
+        """What the call returns. Raises EngineLost once the process is lost; what else a call raises
+        passes.
+        """
         try:
             return await self.line.hold(call)
         except CallCut:
             raise self._lost(path) from None
 
     async def ask(self, path: str, call: Callable[[], Awaitable[T]]) -> T:
-        """The same, with every failure as an EngineError; an EngineLost if the engine behind the server is dead."""
+        """The same, with every failure as an EngineError; an EngineLost if the engine behind the server is
+        dead.
+        """
         try:
             return await self.hold(path, call)
         except CallLost as lost:
@@ -202,7 +225,8 @@ class Process:
             raise (await self.death_of(refusal) or engine_error(self._caller, refusal)) from refusal
 
     async def death_of(self, refusal: CallRefused) -> EngineLost | None:
-        """Of an engine whose server lives on for a moment, and answers 500 or above to what it can no longer do. None if it is well.
+        """Of an engine whose server lives on for a moment, and answers 500 or above to what it can no longer
+        do. None if it is well.
 
         Raises EngineLost if the process is given up meanwhile.
         """
@@ -212,14 +236,18 @@ class Process:
             await self.hold("/health", lambda: self._routes.is_well(timeout_s=_HEALTH_LIMIT_S))
         except (CallLost, CallRefused) as dead:
             return EngineLost(
-                self.name, f"answered {refusal.status} to {refusal.path} ({refusal.body.error}) and is not well: {dead}",
+                self.name,
+                f"answered {refusal.status} to {refusal.path} ({refusal.body.error}) and is not well: {dead}",
                 rule="a run needs its engine servers",
-                way_out=f"read {self.name}'s log for why its engine died, then start the run again.", is_told=self.is_given_up,
-            )  # fmt: skip
+                way_out=f"read {self.name}'s log for why its engine died, then start the run again.",
+                is_told=self.is_given_up,
+            )
         return None
 
     def break_nowait(self, what: str, *, rule: str, way_out: str) -> None:
-        """What it holds is no version: all calls end, those to come too. Whoever supervises it learns of it from them. Idempotent."""
+        """What it holds is no version: all calls end, those to come too. Whoever supervises it learns of it
+        from them. Idempotent.
+        """
         if not self.line.is_cut:
             self._why_broken = what, rule, way_out
             self.line.cut_nowait()

@@ -1,4 +1,6 @@
-"""The client of one vLLM server: our messages as vLLM's own routes, its failures as ours. Knows no other server, no routing."""
+"""The client of one vLLM server: our messages as vLLM's own routes, its failures as ours. Knows no other
+server, no routing.
+"""
 
 from __future__ import annotations
 
@@ -35,24 +37,39 @@ _TAGS: dict[EnginePart, str] = {"weights": "weights", "kv": "kv_cache"}
 
 
 class VllmServer:
-    """One vLLM server, for the pool (segments), for the publisher (a WeightTarget) and for a handover (a SleepingEngine).
+    """One vLLM server, for the pool (segments), for the publisher (a WeightTarget) and for a handover (a
+    SleepingEngine).
 
-    Life:       made -> ready() -> given up by cut_nowait(), or broken by a commit that failed -> renew_nowait(): a new process stands
-                behind the same name, to be made ready like the first. Lives as long as its `caller`, which the maker closes.
-    Waits:      generate_segment sleeps while a commit is under way or parts sleep, then until vLLM answers; prepare and commit until vLLM
-                has done it. Their limit is the caller's: rollout.timeout_s, publisher.timeout_s, and the run's heartbeat under both.
-    Invariant:  what EngineServer promises. The versions of tokens are those of vLLM's own spans; tokens told before their end are told
+    Life:       made -> ready() -> given up by cut_nowait(), or broken by a commit that failed ->
+    renew_nowait(): a new process stands
+                behind the same name, to be made ready like the first. Lives as long as its `caller`, which
+                the maker closes.
+    Waits:      generate_segment sleeps while a commit is under way or parts sleep, then until vLLM answers;
+    prepare and commit until vLLM
+                has done it. Their limit is the caller's: rollout.timeout_s, publisher.timeout_s, and the
+                run's heartbeat under both.
+    Invariant:  what EngineServer promises. The versions of tokens are those of vLLM's own spans; tokens told
+    before their end are told
                 while no weights had been loaded since they were asked for. Process and Commit say the rest.
 
-    `canary_limit` in nats; `retries` of a load whose canary fails; `decode` for stop strings that lie over the joint of two segments.
-    `mark` tells labels and caches of this run from those of another one that pushes to the same server: its tokens are an EngineError.
+    `canary_limit` in nats; `retries` of a load whose canary fails; `decode` for stop strings that lie over
+    the joint of two segments. `mark` tells labels and caches of this run from those of another one that
+    pushes to the same server: its tokens are an EngineError.
     """
 
     def __init__(
-        self, caller: Caller, *, facts: VllmFacts, policy_version: int = 0, decode: Callable[[Sequence[int]], str] | None = None,
-        canary_limit: float, retries: int = 1, chunk_bytes: int = 2**28, warn: Callable[[str], None] = lambda _: None,
+        self,
+        caller: Caller,
+        *,
+        facts: VllmFacts,
+        policy_version: int = 0,
+        decode: Callable[[Sequence[int]], str] | None = None,
+        canary_limit: float,
+        retries: int = 1,
+        chunk_bytes: int = 2**28,
+        warn: Callable[[str], None] = lambda _: None,
         mark: str = "",
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._caller, self.facts = caller, facts
         self.meeting: Meeting | None = None
         """Where weights are received, if the trainer sends them; given before the first push."""
@@ -86,7 +103,9 @@ class VllmServer:
         return self._process.version
 
     def cut_nowait(self) -> None:
-        """Give the process up: every call that waits for it, and every one to come, raises EngineLost. Idempotent."""
+        """Give the process up: every call that waits for it, and every one to come, raises EngineLost.
+        Idempotent.
+        """
         self._process.cut_nowait()
         self._leave_meeting_nowait()
 
@@ -100,7 +119,8 @@ class VllmServer:
         self._num_chunks = 0
 
     async def ready(self, timeout_s: float) -> EngineHealth:
-        """Return once the server answers, has the settings that the run counts on, and has done slow things once.
+        """Return once the server answers, has the settings that the run counts on, and has done slow things
+        once.
 
         Raises ConfigError with the flag to give, EngineError, or EngineLost after `timeout_s`.
         """
@@ -125,18 +145,20 @@ class VllmServer:
     async def generate_segment(
         self, request: GenerateRequest, *, on_chunk: OnChunk | None = None
     ) -> GenerateResponse:
-        """Sample one segment until the end, the budget or an interruption. With `on_chunk`, which is told of tokens as they come, the
-        answer has the tokens after those that it was told.
+        """Sample one segment until the end, the budget or an interruption. With `on_chunk`, which is told of
+        tokens as they come, the answer has the tokens after those that it was told.
 
-        Raises RequestRefused (data: this request is too long, say), EngineLost if the server is gone, or EngineError if
-        it answers something that cannot be.
+        Raises RequestRefused (data: this request is too long, say), EngineLost if the server is gone, or
+        EngineError if it answers something that cannot be.
         """
         check_request(self.name, request, self.facts, self._process.vocab_size)
         if self._process.is_here(request.request_id):
             raise EngineError(
-                self.name, f"is sampling request {request.request_id} already", rule="request ids are unique among requests in flight",
+                self.name,
+                f"is sampling request {request.request_id} already",
+                rule="request ids are unique among requests in flight",
                 way_out="wait for its answer, or abort it.",
-            )  # fmt: skip
+            )
         self._num_segments += 1
         segment = Segment(
             request, f"{self._wire_prefix}-{self._num_segments}-{request.request_id}", on_chunk is not None
@@ -144,7 +166,9 @@ class VllmServer:
         return await self._sampler.sample(segment, on_chunk)
 
     async def abort(self, request_ids: list[str] | None, *, timeout_s: float | None = 10.0) -> list[str]:
-        """End these requests (None = all) with what they have; returns those that were here, once they have ended. Raises EngineError."""
+        """End these requests (None = all) with what they have; returns those that were here, once they have
+        ended. Raises EngineError.
+        """
         process, limit = self._process, TimeLimit(timeout_s)
         found, left = process.abort_nowait(request_ids)
         sent = [segment for segment in found if segment.is_sent]
@@ -186,7 +210,9 @@ class VllmServer:
         )
 
     async def prepare(self, manifest: WeightManifest) -> str:
-        """Have the weights staged beside the serving ones; returns the digest of what was read. Raises EngineError."""
+        """Have the weights staged beside the serving ones; returns the digest of what was read. Raises
+        EngineError.
+        """
         self._check_weights_awake(f"policy_version {manifest.version} cannot be prepared")
         self._staged = None
         load: Load
@@ -198,15 +224,19 @@ class VllmServer:
             load = AdapterLoad(self.name, manifest, self._adapter_folder)
         else:
             raise EngineError(
-                self.name, f"is to serve adapters of policy_version {manifest.version}, and takes none",
-                rule="vLLM takes adapters only if it was started for them", way_out="set publisher.transport=lora.",
-            )  # fmt: skip
+                self.name,
+                f"is to serve adapters of policy_version {manifest.version}, and takes none",
+                rule="vLLM takes adapters only if it was started for them",
+                way_out="set publisher.transport=lora.",
+            )
         digest = await self._process.ask("/collective_rpc", lambda: load.stage(self._routes))
         self._staged = load
         return digest
 
     async def commit(self, version: int, digest: str, interrupt: Interrupt) -> CommitReport:
-        """Have the prepared weights swapped in; returns what the server says of the swap, once the canary agrees. Raises EngineError."""
+        """Have the prepared weights swapped in; returns what the server says of the swap, once the canary
+        agrees. Raises EngineError.
+        """
         process, load = self._process, self._staged
         self._check_weights_awake(f"policy_version {version} cannot be committed")
         is_same = version == process.version and digest == process.digest
@@ -226,9 +256,15 @@ class VllmServer:
             self._staged = None if isinstance(load, ChunkLoad) else load
             raise self._not_staged(version, digest, load)
         commit = Commit(
-            process, self._routes, self._sampler, load,
-            slots=self.facts.slots, limit=self._canary_limit, retries=self._retries, warn=self._warn,
-        )  # fmt: skip
+            process,
+            self._routes,
+            self._sampler,
+            load,
+            slots=self.facts.slots,
+            limit=self._canary_limit,
+            retries=self._retries,
+            warn=self._warn,
+        )
         self.num_commits += 1
         process.begin_commit_nowait(version)
         report = None
@@ -247,8 +283,9 @@ class VllmServer:
     async def sleep(self, parts: Sequence[EnginePart]) -> Moved:
         """Have what runs aborted and these parts freed. Idempotent. Raises EngineError.
 
-        vLLM puts weights and KV cache to sleep together: what is to stay is woken again. The weights are kept on the host, so that they
-        can be woken as they were. Requests that come meanwhile wait here until all parts are awake again.
+        vLLM puts weights and KV cache to sleep together: what is to stay is woken again. The weights are kept
+        on the host, so that they can be woken as they were. Requests that come meanwhile wait here until all
+        parts are awake again.
         """
         process, started = self._process, asyncio.get_running_loop().time()
         self.num_commits += 1
@@ -264,16 +301,19 @@ class VllmServer:
     async def wake(self, parts: Sequence[EnginePart], *, restore: bool = False) -> Moved:
         """Have memory taken for these parts again. Idempotent. Raises EngineError.
 
-        vLLM wakes weights with what they were. Without `restore` they are not served all the same, until a push is committed.
+        vLLM wakes weights with what they were. Without `restore` they are not served all the same, until a
+        push is committed.
         """
         process, started = self._process, asyncio.get_running_loop().time()
         if restore and "weights" in parts and not process.has_content:
             if not process.is_settled and self._unchecked is None:
                 raise EngineError(
-                    self.name, f"cannot restore policy_version {process.version}: others were loaded over it, and it is nowhere else",
+                    self.name,
+                    f"cannot restore policy_version {process.version}: others were loaded over "
+                    f"it, and it is nowhere else",
                     rule="what is restored is what the weights were when they went to sleep",
                     way_out="push this version again, from chunk 0.",
-                )  # fmt: skip
+                )
             process.has_content = True
             process.change_nowait()
         if woken := sorted(process.asleep & set(parts)):
@@ -286,27 +326,35 @@ class VllmServer:
         return Moved(num_bytes=0, seconds=asyncio.get_running_loop().time() - started)
 
     async def load_chunk(self, chunk: ExportChunkResponse) -> str:
-        """Have one chunk of a push loaded into its woken weights; returns the digest of what was loaded. Raises EngineError."""
+        """Have one chunk of a push loaded into its woken weights; returns the digest of what was loaded.
+        Raises EngineError.
+        """
         process = self._process
         what = f"chunk {chunk.index} of policy_version {chunk.version} cannot be loaded"
         self._check_weights_awake(what)
         if process.has_content:
             raise EngineError(
-                self.name, f"{what} over weights that are served",
+                self.name,
+                f"{what} over weights that are served",
                 rule="chunks are loaded into weights that slept and woke without restore",
                 way_out="sleep and wake the weights first, then send the chunks from 0.",
-            )  # fmt: skip
+            )
         if chunk.version < process.version:
             raise EngineError(
-                self.name, f"{what} after {process.version}", rule="versions only grow", way_out="push a newer version.",
-            )  # fmt: skip
+                self.name,
+                f"{what} after {process.version}",
+                rule="versions only grow",
+                way_out="push a newer version.",
+            )
         here, self._num_chunks, self._staged = self._num_chunks, 0, None
         if chunk.index not in (0, here) or (chunk.index and chunk.version != self._chunk_version):
             lies = f"chunks 0..{here - 1} of policy_version {self._chunk_version}" if here else "nothing"
             raise EngineError(
-                self.name, f"{what}: loaded is {lies}", rule="the chunks of one version come in order",
+                self.name,
+                f"{what}: loaded is {lies}",
+                rule="the chunks of one version come in order",
                 way_out="push this version again, from chunk 0.",
-            )  # fmt: skip
+            )
         if chunk.index == 0:
             process.begin_load_nowait(keeps_kv=False)
             process.offered_version = max(process.offered_version, chunk.version)
@@ -352,7 +400,9 @@ class VllmServer:
         busy = ", and another commit is under way" if process.is_committing else ""
         return EngineError(
             self.name,
-            f"is to serve policy_version {version} with digest {digest}; staged is {staged}, it serves {process.version}{busy}",
-            rule="only staged weights can be committed, one commit at a time, and a server's version never goes back",
+            f"is to serve policy_version {version} with digest {digest}; staged is {staged}, it serves "
+            f"{process.version}{busy}",
+            rule="only staged weights can be committed, one commit at a time, and a server's version never "
+            "goes back",
             way_out="prepare this version first.",
         )

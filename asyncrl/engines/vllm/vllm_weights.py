@@ -1,4 +1,6 @@
-"""The ways in which weights get into vLLM: a file through our worker extension, chunks, an adapter. Knows no pause and no version's end."""
+"""The ways in which weights get into vLLM: a file through our worker extension, chunks, an adapter. Knows no
+pause and no version's end.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,11 @@ from asyncrl.messages.base import GroupSeat, weights_digest
 from asyncrl.messages.records import WeightManifest
 from asyncrl.messages.trainer_calls import Canary
 
-# Adapters as vLLM takes them: a peft folder made of the trainer's file. Knows files and raw bytes; knows no torch and no server.
+# Adapters as vLLM takes them: a peft folder made of the trainer's file. Knows files and raw bytes; knows no
+# torch and no server.
 #
-# The trainer's file holds `<module>.lora_A.weight` [rank, in] and `<module>.lora_B.weight` [out, rank] of each layer that has one, and
+# The trainer's file holds `<module>.lora_A.weight` [rank, in] and `<module>.lora_B.weight` [out, rank] of
+# each layer that has one, and
 # the scalar `scale`, which is alpha / rank.
 
 
@@ -43,7 +47,8 @@ class Tensor:
 
 
 def write_adapter_folder(name: str, manifest: WeightManifest) -> tuple[Path, str]:
-    """Write the adapters of the manifest as a folder beside its file, for server `name`; (folder, digest of what was read).
+    """Write the adapters of the manifest as a folder beside its file, for server `name`; (folder, digest of
+    what was read).
 
     A folder of its own for each version: vLLM's prefix cache tells adapters apart by it. Raises EngineError.
     """
@@ -79,7 +84,8 @@ def _check(name: str, manifest: WeightManifest, tensors: Mapping[str, Tensor], d
     if found != (manifest.num_tensors, manifest.num_bytes) or digest != manifest.digest:
         raise EngineError(
             name,
-            f"{manifest.path} has {found[0]} tensors of {found[1]} bytes with digest {digest}, announced for policy_version "
+            f"{manifest.path} has {found[0]} tensors of {found[1]} bytes with digest {digest}, announced for "
+            f"policy_version "
             f"{manifest.version} were {manifest.num_tensors} of {manifest.num_bytes} with {manifest.digest}",
             rule="a version is served only when what was loaded is what was sent",
             way_out=_RESEND,
@@ -94,15 +100,22 @@ def _config(name: str, manifest: WeightManifest, tensors: Mapping[str, Tensor]) 
     ranks |= {tensors[f"{module}.lora_B.weight"].shape[1] for module in modules}
     if len(tensors) != 2 * len(modules) + 1 or len(ranks) != 1 or tensors[SCALE].dtype != "F32":
         raise EngineError(
-            name, f"{manifest.path} has {len(tensors)} tensors for adapters of {len(modules)} layers, of ranks {sorted(ranks)}",
-            rule=_RULE, way_out=_RESEND,
-        )  # fmt: skip
+            name,
+            f"{manifest.path} has {len(tensors)} tensors for adapters of {len(modules)} layers, of "
+            f"ranks {sorted(ranks)}",
+            rule=_RULE,
+            way_out=_RESEND,
+        )
     (rank,) = ranks
     (scale,) = struct.unpack("<f", tensors[SCALE].data)
     return {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "r": rank, "lora_alpha": scale * rank,
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "bias": "none",
+        "r": rank,
+        "lora_alpha": scale * rank,
         "target_modules": sorted({module.rpartition(".")[2] for module in modules}),
-    }  # fmt: skip
+    }
 
 
 @contextmanager
@@ -144,7 +157,9 @@ _ASK_AGAIN_S, _ASK_AGAIN_MAX_S = 0.01, 0.5
 
 
 class Load(Protocol):
-    """Weights of one version, staged, on their way into one process. All raise CallRefused, CallLost or EngineError."""
+    """Weights of one version, staged, on their way into one process. All raise CallRefused, CallLost or
+    EngineError.
+    """
 
     version: int
     digest: str
@@ -181,12 +196,18 @@ class FileLoad:
         )
 
     async def stage(self, routes: Routes) -> str:
-        """The workers hash in a thread, and are asked until they are done: an answer that waited would hold up generation."""
+        """The workers hash in a thread, and are asked until they are done: an answer that waited would hold
+        up generation.
+        """
         manifest, wait_s = self.manifest, _ASK_AGAIN_S
         asked = {
-            "version": manifest.version, "path": manifest.path, "digest": manifest.digest,
-            "num_tensors": manifest.num_tensors, "num_bytes": manifest.num_bytes, "kind": manifest.kind,
-        }  # fmt: skip
+            "version": manifest.version,
+            "path": manifest.path,
+            "digest": manifest.digest,
+            "num_tensors": manifest.num_tensors,
+            "num_bytes": manifest.num_bytes,
+            "kind": manifest.kind,
+        }
         await routes.rpc(
             "asyncrl_drop", {}
         )  # else a file that was staged before is not read again, whatever has become of it
@@ -264,7 +285,8 @@ class ChunkLoad:
         if found != self.digest:
             raise EngineError(
                 self.name,
-                f"has chunks of policy_version {self.version} with digest {found}, the trainer sent {self.digest}",
+                f"has chunks of policy_version {self.version} with digest {found}, the trainer sent "
+                f"{self.digest}",
                 rule="a version is served only when what was loaded is what was sent",
             )
 
@@ -282,7 +304,8 @@ def one_digest(name: str, workers: Sequence[Mapping[str, Any]]) -> str:
     return digests.pop()
 
 
-# Weights that the trainer sends to all engines at once, through vLLM's own weight-transfer routes. Knows no device and no group.
+# Weights that the trainer sends to all engines at once, through vLLM's own weight-transfer routes. Knows no
+# device and no group.
 
 
 class Meeting(Protocol):
@@ -322,7 +345,9 @@ class BroadcastLoad:
         )
 
     async def stage(self, routes: Routes) -> str:
-        """Nothing is brought yet: it is said that this engine, with its workers, takes part. They compare the digest as they load."""
+        """Nothing is brought yet: it is said that this engine, with its workers, takes part. They compare the
+        digest as they load.
+        """
         workers = await routes.rpc("asyncrl_facts", {})
         self.meeting.expect_nowait(self.name, self.version, len(workers))
         return self.digest
@@ -330,9 +355,11 @@ class BroadcastLoad:
     async def load(self, routes: Routes) -> None:
         """Wait for all others, then receive; a worker that gets something else refuses it."""
         expected = {
-            "version": self.version, "digest": self.manifest.held_digest,
-            "num_tensors": self.manifest.num_tensors, "num_bytes": self.manifest.num_bytes,
-        }  # fmt: skip
+            "version": self.version,
+            "digest": self.manifest.held_digest,
+            "num_tensors": self.manifest.num_tensors,
+            "num_bytes": self.manifest.num_bytes,
+        }
 
         async def take(seat: GroupSeat) -> None:
             if seat.is_new:

@@ -1,7 +1,9 @@
-"""The kernels under packed attention. Know segments and families of a layout; know nothing of merging and of models.
+"""The kernels under packed attention. Know segments and families of a layout; know nothing of merging and of
+models.
 
-A kernel runs all causal segments, or all families' own tokens against their prefixes, and gives output [1, H, N, D] and
-log-sum-exp [1, H, N]; backward takes the merged ones. Grouped-query heads (K < H) are never expanded.
+A kernel runs all causal segments, or all families' own tokens against their prefixes, and gives output [1, H,
+N, D] and log-sum-exp [1, H, N]; backward takes the merged ones. Grouped-query heads (K < H) are never
+expanded.
 """
 
 from __future__ import annotations
@@ -24,9 +26,11 @@ from asyncrl.trainer.model.packing import Layout
 
 @contextmanager
 def exact_in_bfloat16(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
-    """On the CPU, multiply float32 operands that hold bfloat16 numbers as bfloat16 and sum up in float32: nothing is lost.
+    """On the CPU, multiply float32 operands that hold bfloat16 numbers as bfloat16 and sum up in float32:
+    nothing is lost.
 
-    Does nothing unless `dtype`, that of the numbers, is bfloat16. Where the CPU has no such instructions it changes nothing.
+    Does nothing unless `dtype`, that of the numbers, is bfloat16. Where the CPU has no such instructions it
+    changes nothing.
     """
     if device.type != "cpu" or dtype != torch.bfloat16:
         yield
@@ -41,7 +45,9 @@ def exact_in_bfloat16(dtype: torch.dtype, device: torch.device) -> Iterator[None
 
 
 BLOCK_SCORES = 2**18
-"""Attention scores of one block of the half-precision backward pass on the CPU: 1 MiB in float32, which its caches hold."""
+"""Attention scores of one block of the half-precision backward pass on the CPU: 1 MiB in float32, which its
+caches hold.
+"""
 MIN_BLOCK_ROWS = 16
 """Fewest queries of such a block, however many keys there are."""
 
@@ -74,7 +80,9 @@ class CpuKernel:
         return output, logsum
 
     def forward_families(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """All own tokens of each family to all of its prefix; results are of the families' own tokens alone."""
+        """All own tokens of each family to all of its prefix; results are of the families' own tokens
+        alone.
+        """
         outputs, logsums = [], []
         for own, prefix in _family_slices(self._layout):
             output, logsum = _flash(
@@ -120,8 +128,9 @@ class CpuKernel:
 class _HalfBackward:
     """Backward pass in bfloat16 or float16 on the CPU, 1.5 to 3 times as fast as the flash kernel's.
 
-    Probabilities come from float32 scores, as in the flash kernel; their products are half-precision matrix multiplications of
-    up to BLOCK_SCORES scores at a time. Queries of the heads that share a key head are rows of one matrix.
+    Probabilities come from float32 scores, as in the flash kernel; their products are half-precision matrix
+    multiplications of up to BLOCK_SCORES scores at a time. Queries of the heads that share a key head are
+    rows of one matrix.
     """
 
     def __init__(
@@ -213,7 +222,9 @@ class CudaKernel:
         return self._forward(query, key, value, lengths, lengths, is_causal=True)
 
     def forward_families(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """All own tokens of each family to all of its prefix; results are of the families' own tokens alone."""
+        """All own tokens of each family to all of its prefix; results are of the families' own tokens
+        alone.
+        """
         own, prefixes, own_lengths, prefix_lengths = self._families()
         return self._forward(
             query[:, :, own],
@@ -324,15 +335,21 @@ def _parts(layout: Layout) -> Iterator[tuple[slice, slice, bool]]:
         yield own, prefix, False
 
 
-# Attention over packed tokens: no padding, and a prefix that sequences share is there once. Knows layouts; knows no model.
+# Attention over packed tokens: no padding, and a prefix that sequences share is there once. Knows layouts;
+# knows no model.
 #
-# Own tokens of a family attend to two sets of keys: causally to those of their own sequence, and to all of the prefix. The two
-# results are merged by their log-sum-exps, which is exact. In the backward pass each part's flash kernel is given the merged
-# output and the merged log-sum-exp: softmax probabilities and the row sums of grad * output are then those of the whole, so
+# Own tokens of a family attend to two sets of keys: causally to those of their own sequence, and to all of
+# the prefix. The two
+# results are merged by their log-sum-exps, which is exact. In the backward pass each part's flash kernel is
+# given the merged
+# output and the merged log-sum-exp: softmax probabilities and the row sums of grad * output are then those of
+# the whole, so
 # that the parts' gradients add up to the exact one.
 #
-# Registered with transformers as ATTENTION; a model's layers reach it with the keyword `packed_layout`. Kernels: flash attention
-# on the CPU and, for bfloat16 and float16, on CUDA (attention_kernels.py); elsewhere plain SDPA, sequence by sequence.
+# Registered with transformers as ATTENTION; a model's layers reach it with the keyword `packed_layout`.
+# Kernels: flash attention
+# on the CPU and, for bfloat16 and float16, on CUDA (attention_kernels.py); elsewhere plain SDPA, sequence by
+# sequence.
 
 
 ATTENTION = "asyncrl_packed"
@@ -354,7 +371,9 @@ def attention(
     attention_mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls: [1, heads, N, head_dim] -> [1, N, heads, head_dim]. Without a layout it is plain SDPA."""
+    """What transformers calls: [1, heads, N, head_dim] -> [1, N, heads, head_dim]. Without a layout it is
+    plain SDPA.
+    """
     layout: Layout | None = options.pop("packed_layout", None)
     windows: set[int] | None = options.pop("windows_seen", None)
     if layout is None:
@@ -391,7 +410,9 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, layout: Layout, 
 
 
 def plain_attention(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> Tensor:
-    """The same by SDPA and autograd, each sequence with its own copy of the prefix's keys. For any device and dtype."""
+    """The same by SDPA and autograd, each sequence with its own copy of the prefix's keys. For any device and
+    dtype.
+    """
     parts = dict[int, Tensor]()
     for prefix_start, prefix, own_start, own in layout.rows:
         front, back = slice(prefix_start, prefix_start + prefix), slice(own_start, own_start + own)
@@ -419,7 +440,9 @@ def plain_attention(query: Tensor, key: Tensor, value: Tensor, layout: Layout, s
 
 
 class _Merged(torch.autograd.Function):
-    """Two passes of a kernel, merged. A kernel is made for one call, holds the layout and runs all segments or all families."""
+    """Two passes of a kernel, merged. A kernel is made for one call, holds the layout and runs all segments
+    or all families.
+    """
 
     @staticmethod
     def forward(

@@ -1,7 +1,9 @@
-"""Low-rank adapters in a Hugging Face model: put in, merged, exported, saved. Knows modules; knows no batch and no optimizer.
+"""Low-rank adapters in a Hugging Face model: put in, merged, exported, saved. Knows modules; knows no batch
+and no optimizer.
 
-A layer with an adapter computes with W + scale * B A, scale = alpha / rank (lora_layer.py); the base model knows this weight by its
-own name. A starts random and B at zero, so that a new adapter changes nothing (https://arxiv.org/abs/2106.09685).
+A layer with an adapter computes with W + scale * B A, scale = alpha / rank (lora_layer.py); the base model
+knows this weight by its own name. A starts random and B at zero, so that a new adapter changes nothing
+(https://arxiv.org/abs/2106.09685).
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from asyncrl.errors import ConfigError
 from asyncrl.files import open_as, whole_folder
 from asyncrl.weights.export import in_export_dtype, named_weights
 
-# Which layers of a model get an adapter. Asks for names and kinds of modules alone, so a model without weights (on `meta`) will do.
+# Which layers of a model get an adapter. Asks for names and kinds of modules alone, so a model without
+# weights (on `meta`) will do.
 
 
 def find_targets(model: Any, config: LoraConfig) -> list[str]:
@@ -42,7 +45,8 @@ def find_targets(model: Any, config: LoraConfig) -> list[str]:
         found = [name for target in config.targets for name in _named(model, target, linear, head)]
     if not found:
         raise ConfigError(
-            f"trainer.lora.targets={config.targets} names no layer of {type(model).__name__}; its linear layers are {_kinds(linear)}",
+            f"trainer.lora.targets={config.targets} names no layer of {type(model).__name__}; its linear "
+            f"layers are {_kinds(linear)}",
             rule="an adapter sits on a linear layer other than the head",
             way_out="name some of them, or set trainer.lora to none to train all weights.",
         )
@@ -58,7 +62,9 @@ def find_targets(model: Any, config: LoraConfig) -> list[str]:
 
 
 def _named(model: Any, target: str, linear: dict[str, nn.Linear], head: nn.Module | None) -> list[str]:
-    """Names of the linear layers that are `target` or end in it. Raises ConfigError if there are none, or others too."""
+    """Names of the linear layers that are `target` or end in it. Raises ConfigError if there are none, or
+    others too.
+    """
     matches = {
         name: module
         for name, module in model.named_modules()
@@ -67,7 +73,8 @@ def _named(model: Any, target: str, linear: dict[str, nn.Linear], head: nn.Modul
     if any(module is head for module in matches.values()):
         raise ConfigError(
             f"trainer.lora.targets names {target}, the output head of {type(model).__name__}",
-            rule="the head carries no adapter: it is often tied to the embedding, and applied to few tokens at a time",
+            rule="the head carries no adapter: it is often tied to the embedding, and applied to few tokens "
+            "at a time",
             way_out=f"take {target} out of trainer.lora.targets; its linear layers are {_kinds(linear)}.",
         )
     if wrong := [name for name in matches if name not in linear]:
@@ -98,11 +105,15 @@ def _shared_weights(model: Any) -> set[str]:
     return {name for group in names.values() if len(group) > 1 for name in group}
 
 
-# A linear layer with an adapter that computes as an engine does: with the merged weight. Knows tensors; knows no model.
+# A linear layer with an adapter that computes as an engine does: with the merged weight. Knows tensors; knows
+# no model.
 #
-# An engine merges W + scale * B A once a publish, and in bfloat16 rounds it. To add scale * B (A x) to W x would be another policy:
-# a weight that the adapter moves by less than half a bfloat16 step does not move in the engine. So the merged, rounded weight is
-# used here too, made anew in each pass, with gradients for A and B as if nothing were rounded, like those of master weights.
+# An engine merges W + scale * B A once a publish, and in bfloat16 rounds it. To add scale * B (A x) to W x
+# would be another policy:
+# a weight that the adapter moves by less than half a bfloat16 step does not move in the engine. So the
+# merged, rounded weight is
+# used here too, made anew in each pass, with gradients for A and B as if nothing were rounded, like those of
+# master weights.
 
 
 ADAPTER = "default"
@@ -122,7 +133,9 @@ class MergedLinear(lora.Linear):
 
 
 def merge(base: Tensor, lora_A: Tensor, lora_B: Tensor, scale: float) -> Tensor:
-    """W + scale * B A, computed in float32, in the dtype of W. An engine does the same (asyncrl_servers/embedded/lora.py)."""
+    """W + scale * B A, computed in float32, in the dtype of W. An engine does the same
+    (asyncrl_servers/embedded/lora.py).
+    """
     return (base.float() + (lora_B.float() @ lora_A.float()) * scale).to(base.dtype)
 
 
@@ -146,18 +159,23 @@ class _MergedLinear(torch.autograd.Function):
 
 
 SCALE = "scale"
-"""Name of the scalar float32 tensor, alpha / rank, that goes with exported adapters: an engine needs it, and the digest covers it."""
+"""Name of the scalar float32 tensor, alpha / rank, that goes with exported adapters: an engine needs it, and
+the digest covers it.
+"""
 
 
 class Adapters:
     """The adapters of one model.
 
-    Life:       made once, before the policy and the optimizer; the model then trains its adapters and nothing else.
-    Invariant:  the base weights stay as they were loaded, rounded to the dtype of the run, and require no gradient.
+    Life:       made once, before the policy and the optimizer; the model then trains its adapters and nothing
+    else. Invariant:  the base weights stay as they were loaded, rounded to the dtype of the run, and require
+    no gradient.
     """
 
     def __init__(self, model: Any, config: LoraConfig, seed: int, dtype: torch.dtype) -> None:
-        """Puts them into `model`; they are float32. Raises ConfigError if they cannot sit where trainer.lora.targets says."""
+        """Puts them into `model`; they are float32. Raises ConfigError if they cannot sit where
+        trainer.lora.targets says.
+        """
         names = find_targets(model, config)
         self._model, self.config, self._dtype = model, config, dtype
         self._peft_config = peft.LoraConfig(
@@ -210,19 +228,24 @@ class Adapters:
         return adapters
 
     def export_tensors(self) -> dict[str, Tensor]:
-        """What an engine needs beside the base weights, as the model computes with it: tensors() on the CPU, and the scale.
+        """What an engine needs beside the base weights, as the model computes with it: tensors() on the CPU,
+        and the scale.
 
         Sharded ones are gathered, here and in merged() and save(): every rank calls, and in the same order.
         """
         return {**in_export_dtype(self.tensors(), self._dtype), SCALE: torch.tensor(self.scale)}
 
     def merged(self) -> dict[str, Tensor]:
-        """All weights by the base model's own names, those of layers with an adapter merged, sharded where the model is."""
+        """All weights by the base model's own names, those of layers with an adapter merged, sharded where
+        the model is.
+        """
         weights, merges = self.merging()
         return weights | {name: merge_one() for name, merge_one in merges.items()}
 
     def merging(self) -> tuple[dict[str, Tensor], dict[str, Callable[[], Tensor]]]:
-        """(all weights by the base model's own names, as they are without adapters; what merges each that has one), for one at a time."""
+        """(all weights by the base model's own names, as they are without adapters; what merges each that has
+        one), for one at a time.
+        """
         weights = {
             name: tensor for name, tensor in named_weights(self._model).items() if ".lora_" not in name
         }
@@ -241,7 +264,9 @@ class Adapters:
         return merge(base, lora_A, lora_B, self.scale)
 
     def save(self, path: Path, model_path: str) -> None:
-        """Write a folder that peft.PeftModel.from_pretrained opens on the base, complete or not at all; replaces one. Raises OSError."""
+        """Write a folder that peft.PeftModel.from_pretrained opens on the base, complete or not at all;
+        replaces one. Raises OSError.
+        """
         tensors = {
             f"base_model.model.{name}": tensor
             for name, tensor in in_export_dtype(self.tensors(), self._dtype).items()
@@ -261,7 +286,9 @@ class Adapters:
 
 
 def _short_names(model: Any, names: list[str]) -> list[str]:
-    """Last parts of the names where they mean these modules and no others, as people write them; else the full names."""
+    """Last parts of the names where they mean these modules and no others, as people write them; else the
+    full names.
+    """
     ends = sorted({name.rpartition(".")[2] for name in names})
     meant = [
         name

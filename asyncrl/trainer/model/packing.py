@@ -2,15 +2,17 @@
 
 The N tokens of a micro-batch lie flat, in segments that attend causally to themselves:
 
-    [prefix of family 1][prefix of family 2] ... [own tokens of its sequence 1][of its sequence 2] ... [sequences without prefix]
+    [prefix of family 1][prefix of family 2] ... [own tokens of its sequence 1][of its sequence 2] ...
+    [sequences without prefix]
 
-A family is the sequences of one group that share their first tokens (the prompt, as a rule): those are stored and computed
-once, and every own token of the family attends to all of them. A sequence is read up to its last loss token, which itself
-is only predicted: what comes after it can change nothing. Sequences without a loss token are left out.
+A family is the sequences of one group that share their first tokens (the prompt, as a rule): those are stored
+and computed once, and every own token of the family attends to all of them. A sequence is read up to its last
+loss token, which itself is only predicted: what comes after it can change nothing. Sequences without a loss
+token are left out.
 
-Nothing here asks what a prompt is: loss tokens may stand anywhere after the first token, with others (tool output, context that
-another branch has trained) between them, in a shared prefix too. A group has one family at most, so where its rollouts have
-branches that begin differently, less is shared than could be.
+Nothing here asks what a prompt is: loss tokens may stand anywhere after the first token, with others (tool
+output, context that another branch has trained) between them, in a shared prefix too. A group has one family
+at most, so where its rollouts have branches that begin differently, less is shared than could be.
 """
 
 from __future__ import annotations
@@ -31,16 +33,19 @@ IntN = npt.NDArray[np.int64]
 MIN_SHARED_TOKENS = 16
 """Tokens that sharing a prefix must save: below, the second attention pass over the prefix costs more."""
 MOST_TOKENS = {"cpu": 2048}
-"""A micro-batch on this kind of device is no larger: it would not be faster, and its activations leave the caches."""
+"""A micro-batch on this kind of device is no larger: it would not be faster, and its activations leave the
+caches.
+"""
 
 
 @dataclass(frozen=True)
 class Layout:
     """How attention connects the N tokens: plain numbers, the same for every layer.
 
-    `segments` cover [0, N) in order, none is empty. The first `num_prefix_tokens` tokens are the families' prefixes, the next
-    `num_family_tokens` the own tokens of the same families in the same order; `families` holds (prefix tokens, own tokens) of
-    each. `rows` says for each sequence where its tokens stand: (prefix start, prefix length, own start, own length).
+    `segments` cover [0, N) in order, none is empty. The first `num_prefix_tokens` tokens are the families'
+    prefixes, the next `num_family_tokens` the own tokens of the same families in the same order; `families`
+    holds (prefix tokens, own tokens) of each. `rows` says for each sequence where its tokens stand: (prefix
+    start, prefix length, own start, own length).
     """
 
     segments: tuple[tuple[int, int], ...]
@@ -64,10 +69,12 @@ class Layout:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Whole sequences for one forward-backward: N packed tokens, M loss tokens, S sequences. Tensors on the device, int64.
+    """Whole sequences for one forward-backward: N packed tokens, M loss tokens, S sequences. Tensors on the
+    device, int64.
 
-    Loss token m, `target_M`, is predicted by the hidden state at `predict_M` (two may have the same, at a prefix's end). It
-    stands at `source_M` in the batch's arrays and belongs to sequence `sequence_M`, which is `trajectory_S` in the header.
+    Loss token m, `target_M`, is predicted by the hidden state at `predict_M` (two may have the same, at a
+    prefix's end). It stands at `source_M` in the batch's arrays and belongs to sequence `sequence_M`, which
+    is `trajectory_S` in the header.
     """
 
     token_ids_N: Tensor
@@ -94,7 +101,9 @@ class _Sequence:
 def pack(
     header: BatchHeader, arrays: BatchArrays, has_loss: BoolN, max_tokens: int, device: torch.device
 ) -> list[MicroBatch]:
-    """Micro-batches of at most `max_tokens` packed tokens each, in the header's order; a longer sequence is alone in its own."""
+    """Micro-batches of at most `max_tokens` packed tokens each, in the header's order; a longer sequence is
+    alone in its own.
+    """
     max_tokens = min(max_tokens, MOST_TOKENS.get(device.type, max_tokens))
     sequences = _sequences(header, arrays, has_loss)
     return [_assemble(batch, arrays, has_loss, device) for batch in _cut(sequences, max_tokens)]
@@ -115,7 +124,9 @@ def _sequences(header: BatchHeader, arrays: BatchArrays, has_loss: BoolN) -> lis
 
 
 def _cut(sequences: list[_Sequence], max_tokens: int) -> list[list[_Sequence]]:
-    """Fill one micro-batch after the other. A group may be cut in two: its prefix is then computed in both."""
+    """Fill one micro-batch after the other. A group may be cut in two: its prefix is then computed in
+    both.
+    """
     batches: list[list[_Sequence]] = []
     num_tokens = 0
     for sequence in sequences:
@@ -209,7 +220,9 @@ def _assemble(
 
 
 def _loss_places(sequences: list[_Sequence], layout: Layout, has_loss: BoolN) -> tuple[IntN, IntN, IntN]:
-    """Of each loss token: where it stands in the arrays, the packed place that predicts it, its sequence's number."""
+    """Of each loss token: where it stands in the arrays, the packed place that predicts it, its sequence's
+    number.
+    """
     source, predict, number = [], [], []
     for index, (sequence, (prefix_start, prefix, own_start, _)) in enumerate(
         zip(sequences, layout.rows, strict=True)

@@ -34,18 +34,23 @@ from asyncrl.trainer.spec import TrainerSpec
 
 # Float32 master weights under a model that computes in bfloat16, in one process. Knows parameters alone.
 #
-# The forward pass runs entirely in bfloat16, like the engine's; each micro-batch's bfloat16 gradients are added up in float32,
-# the optimizer works on the float32 masters, and the model gets them rounded. In float32 the parameters are their own masters.
+# The forward pass runs entirely in bfloat16, like the engine's; each micro-batch's bfloat16 gradients are
+# added up in float32,
+# the optimizer works on the float32 masters, and the model gets them rounded. In float32 the parameters are
+# their own masters.
 
 
 class MasterWeights:
-    """Named float32 weights that an optimizer steps on. Life: made once; after each optimizer step write_back().
+    """Named float32 weights that an optimizer steps on. Life: made once; after each optimizer step
+    write_back().
 
     Invariant: outside of a step the model's weights are the masters, rounded to its dtype.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
-        """`model` holds float32 weights; with bfloat16 it is converted. Only parameters that require a gradient have a master."""
+        """`model` holds float32 weights; with bfloat16 it is converted. Only parameters that require a
+        gradient have a master.
+        """
         named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         if dtype == torch.float32:
             self.named: dict[str, Tensor] = dict(named)
@@ -102,7 +107,8 @@ def resolve_device(spec: TrainerSpec) -> tuple[torch.device, torch.dtype]:
 
 
 def load_model(spec: TrainerSpec, device: torch.device, *, is_sharded: bool = False) -> Any:
-    """The model with float32 master weights, dropout off, all parameters trained; under adapters in the dtype of the forward pass.
+    """The model with float32 master weights, dropout off, all parameters trained; under adapters in the dtype
+    of the forward pass.
 
     One to be sharded stays whole in host memory, in every rank, until its shards go to the device.
     """
@@ -120,19 +126,23 @@ def load_model(spec: TrainerSpec, device: torch.device, *, is_sharded: bool = Fa
         ) from error
     if missing := sorted([*info["missing_keys"], *(str(key) for key in info["mismatched_keys"])]):
         raise ConfigError(
-            f"the weights of {spec.model_path} lack {len(missing)} tensors of a {type(model).__name__}, e.g. {missing[0]}",
+            f"the weights of {spec.model_path} lack {len(missing)} tensors of a {type(model).__name__}, e.g. "
+            f"{missing[0]}",
             rule="transformers would fill them with random numbers, in every process with others",
             way_out="complete the folder; model.scratch makes a model with random weights on purpose.",
         )
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     if not is_adapted:  # gradients and optimizer state of adapters are small beside the weights
         _check_memory(num_parameters, device, spec.trainer)
-    model.eval()  # dropout would make the trainer's logprobs differ from the engine's; gradients flow all the same
+    # dropout would make the trainer's logprobs differ from the engine's; gradients flow all the same
+    model.eval()
     return (model if is_sharded else model.to(device)).requires_grad_(True)
 
 
 def load_tokenizer(spec: TrainerSpec) -> Any:
-    """The model's tokenizer, with spec.chat_template if there is one. Raises OSError or ValueError if it cannot be read."""
+    """The model's tokenizer, with spec.chat_template if there is one. Raises OSError or ValueError if it
+    cannot be read.
+    """
     tokenizer = AutoTokenizer.from_pretrained(spec.model_path)
     if spec.chat_template is not None:
         tokenizer.chat_template = Path(spec.chat_template).read_text(encoding="utf-8")
@@ -140,7 +150,9 @@ def load_tokenizer(spec: TrainerSpec) -> Any:
 
 
 def make_optimizer(weights: Iterable[torch.Tensor], config: TrainerConfig) -> torch.optim.AdamW:
-    """AdamW, fused; weight decay on matrices alone, not on norms and biases. The learning rate is set before each step."""
+    """AdamW, fused; weight decay on matrices alone, not on norms and biases. The learning rate is set before
+    each step.
+    """
     parameters = list(weights)
     groups = [
         {
@@ -154,7 +166,9 @@ def make_optimizer(weights: Iterable[torch.Tensor], config: TrainerConfig) -> to
 
 
 def _check_memory(num_parameters: int, device: torch.device, config: TrainerConfig) -> None:
-    """Refuse what cannot fit before it is allocated. On CUDA the weights themselves are still to be moved, a shard to each device."""
+    """Refuse what cannot fit before it is allocated. On CUDA the weights themselves are still to be moved, a
+    shard to each device.
+    """
     if device.type == "cuda" and not config.cpu_offload:
         shard = -(-num_parameters // config.world_size)
         needed_bytes, free_bytes = shard * (STATE_BYTES + 4), torch.cuda.mem_get_info(device)[0]
@@ -166,8 +180,8 @@ def _check_memory(num_parameters: int, device: torch.device, config: TrainerConf
             f"of {num_parameters / 1e6:.0f} M parameters, "
             f"and {free_bytes / 2**30:.1f} GiB are free on {device.type}",
             rule=f"{STATE_BYTES} bytes a parameter beside the float32 weights, activations not counted",
-            way_out="set trainer.lora, which trains adapters alone, or take a smaller model or a machine with more memory"
-            + (", or raise trainer.world_size." if device.type == "cuda" else "."),
+            way_out="set trainer.lora, which trains adapters alone, or take a smaller model or a machine "
+            "with more memory" + (", or raise trainer.world_size." if device.type == "cuda" else "."),
         )
 
 
@@ -177,12 +191,15 @@ def _first_line(error: Exception) -> str:
 
 # Shards a policy over the ranks with FSDP2. Knows modules; knows no batch.
 #
-# Parameters become float32 shards, which the optimizer steps on; each decoder layer is gathered for its forward and backward
+# Parameters become float32 shards, which the optimizer steps on; each decoder layer is gathered for its
+# forward and backward
 # pass in the dtype of the run, and its gradient is added up over the ranks in float32.
 
 
 def sharded_policy(model: Any, plan: Plan, ranks: Ranks, dtype: torch.dtype, *, is_offloaded: bool) -> Policy:
-    """A policy of `model` (whole, on any device), sharded in place and moved to this rank's device, layer after layer."""
+    """A policy of `model` (whole, on any device), sharded in place and moved to this rank's device, layer
+    after layer.
+    """
     assert ranks.mesh is not None
     policy = Policy(model, plan)
     options: dict[str, Any] = {
@@ -198,7 +215,8 @@ def sharded_policy(model: Any, plan: Plan, ranks: Ranks, dtype: torch.dtype, *, 
         # The step's loss is a sum over all ranks, not a mean: nothing is divided.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo has no sum with a factor
-    # Experts that only some ranks use would give sums of different sizes. Since torch 2.12, on whose predecessors
+    # Experts that only some ranks use would give sums of different sizes. Since torch 2.12, on whose
+    # predecessors
     # transformers' stacked experts have a gradient anyway.
     set_unused = getattr(policy, "set_reduce_scatter_unused_params", None)
     if set_unused is not None:
@@ -207,7 +225,9 @@ def sharded_policy(model: Any, plan: Plan, ranks: Ranks, dtype: torch.dtype, *, 
 
 
 def reshard(policy: Policy) -> None:
-    """Free what a forward pass without a backward pass has left gathered: outside a step the weights are their shards."""
+    """Free what a forward pass without a backward pass has left gathered: outside a step the weights are
+    their shards.
+    """
     for module in _sharded(policy):
         module.reshard()
 
@@ -222,7 +242,8 @@ def _layers(model: Any) -> list[nn.Module]:
     return [module for module in model.modules() if type(module).__name__ in names][::-1]
 
 
-# Makes what a TrainStep works with: model, adapters, reference, master weights. Knows how they fit together; knows no batch.
+# Makes what a TrainStep works with: model, adapters, reference, master weights. Knows how they fit together;
+# knows no batch.
 
 
 if TYPE_CHECKING:
@@ -231,7 +252,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Parts:
-    """`reference`: the initial weights, where a KL divergence to them is asked for and adapters cannot be switched off for it."""
+    """`reference`: the initial weights, where a KL divergence to them is asked for and adapters cannot be
+    switched off for it.
+    """
 
     device: torch.device
     dtype: torch.dtype
@@ -254,7 +277,8 @@ def make_parts(spec: TrainerSpec, ranks: Ranks, *, needs_reference: bool) -> Par
         masters = MasterWeights(model, dtype)
         policy = Policy(model)
     else:
-        # A policy finds its plan with whole weights in the dtype of the run, so before the shards are cut; in host memory, because a
+        # A policy finds its plan with whole weights in the dtype of the run, so before the shards are cut; in
+        # host memory, because a
         # device need not hold the whole model. What a plan depends on is the architecture, not the device.
         frozen = _frozen_copy(model, dtype)
         plan = find_plan(frozen)

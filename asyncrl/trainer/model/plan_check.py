@@ -1,7 +1,9 @@
-"""Finds out how a model can be run, by running it on a few tokens. Knows transformers; knows no batch and no loss.
+"""Finds out how a model can be run, by running it on a few tokens. Knows transformers; knows no batch and no
+loss.
 
-The packed plan is taken only if it gives the hidden states of one plain forward pass a sequence. What fails, or differs, is
-run on padded rows: recurrent state, attention that does not go through transformers' AttentionInterface, soft caps, sinks.
+The packed plan is taken only if it gives the hidden states of one plain forward pass a sequence. What fails,
+or differs, is run on padded rows: recurrent state, attention that does not go through transformers'
+AttentionInterface, soft caps, sinks.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ PREFIX, OWN = 20, (9, 1, 5)
 
 @dataclass(frozen=True)
 class Plan:
-    """What a model can do. `window`: longest sequence that the packed plan may have (None = any). `reason`: why not packed."""
+    """What a model can do. `window`: longest sequence that the packed plan may have (None = any). `reason`:
+    why not packed.
+    """
 
     is_packed: bool
     has_plain_head: bool
@@ -71,7 +75,8 @@ def find_plan(model: Any) -> Plan:
     finally:
         model.set_attn_implementation(before)
     difference = _difference(hidden_ND, micro, expected)
-    # Mean distance, in units of the hidden state. Measured: 2e-7 in float32, 3e-3 in bfloat16, 0.3 and more if tokens mix.
+    # Mean distance, in units of the hidden state. Measured: 2e-7 in float32, 3e-3 in bfloat16, 0.3 and more
+    # if tokens mix.
     limit = 1e-4 if hidden_ND.dtype in (torch.float32, torch.float64) else 3e-2
     if not difference <= limit:
         return Plan(
@@ -93,10 +98,12 @@ def _difference(hidden_ND: Tensor, micro: MicroBatch, expected: list[Tensor]) ->
 
 
 def _has_plain_head(model: Any, ids_T: Tensor) -> bool:
-    """Whether logits are exactly the output embedding applied to the last hidden state: no cap, scale or other step between.
+    """Whether logits are exactly the output embedding applied to the last hidden state: no cap, scale or
+    other step between.
 
-    Asked as the model is, and once more with large logits: a soft cap hardly changes those of an untrained or a small model, and
-    each architecture calls it otherwise (final_logit_softcapping, logits_soft_cap, ...) or has it in its code.
+    Asked as the model is, and once more with large logits: a soft cap hardly changes those of an untrained or
+    a small model, and each architecture calls it otherwise (final_logit_softcapping, logits_soft_cap, ...) or
+    has it in its code.
     """
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):

@@ -1,11 +1,14 @@
-"""The output head: logprobs and entropies of given tokens, from hidden states. Knows no loss and no attention.
+"""The output head: logprobs and entropies of given tokens, from hidden states. Knows no loss and no
+attention.
 
-Logits [M, V] never exist as a whole. The head is applied to all M tokens and a slice of C vocabulary entries at a time, with
-the running maximum, sum of exponentials and entropy sum of an online softmax. Of each slice the exponentials are kept for the
-backward pass, in the weights' dtype, up to SAVED_BYTES; beyond it they are computed once more.
+Logits [M, V] never exist as a whole. The head is applied to all M tokens and a slice of C vocabulary entries
+at a time, with the running maximum, sum of exponentials and entropy sum of an online softmax. Of each slice
+the exponentials are kept for the backward pass, in the weights' dtype, up to SAVED_BYTES; beyond it they are
+computed once more.
 
-Precision: logits, softmax and entropy are float32 (float64 for float64 weights). Products of bfloat16 numbers are exact in
-float32, so bfloat16 weights lose nothing in the forward pass; their backward pass multiplies in bfloat16.
+Precision: logits, softmax and entropy are float32 (float64 for float64 weights). Products of bfloat16 numbers
+are exact in float32, so bfloat16 weights lose nothing in the forward pass; their backward pass multiplies in
+bfloat16.
 """
 
 from __future__ import annotations
@@ -54,7 +57,9 @@ def highest_logprob(hidden_D: Tensor, weight_VD: Tensor, bias_V: Tensor | None) 
 
 @dataclass(frozen=True)
 class _Slice:
-    """Vocabulary entries [start, end) and the tokens whose target is one of them: `rows`, and the targets counted from start."""
+    """Vocabulary entries [start, end) and the tokens whose target is one of them: `rows`, and the targets
+    counted from start.
+    """
 
     start: int
     end: int
@@ -99,7 +104,8 @@ class _HeadLogprobs(torch.autograd.Function):
                     highest_M,
                 )
             )
-        # The log-sum-exp is highest + log(sum): kept apart, since their sum would lose digits where logits are large.
+        # The log-sum-exp is highest + log(sum): kept apart, since their sum would lose digits where logits
+        # are large.
         logprob_M, entropy_M = (target_logit_M - highest_M) - sum_M.log(), sum_M.log() - product_M / sum_M
         if keep:
             ctx.save_for_backward(hidden_MD, weight_VD, bias_V, target_M, highest_M, sum_M)
@@ -124,7 +130,8 @@ class _HeadLogprobs(torch.autograd.Function):
                 operand_MD = wide_MD if _multiplies_wide(weight_VD) else hidden_MD
                 logits_MC = _logits(operand_MD, weight_VD, bias_V, part, ctx.temperature)
                 exponential_MC = (logits_MC - reference_M[:, None]).exp_().to(weight_VD.dtype)
-            # probability = exponential * exp(reference - highest) / sum: the factor goes to the smaller side of each product.
+            # probability = exponential * exp(reference - highest) / sum: the factor goes to the smaller side
+            # of each product.
             factor_M = -grad_M * (reference_M - highest_M).exp() / sum_M
             weight_CD = weight_VD[part.start : part.end]
             grad_hidden_MD.addcmul_((exponential_MC @ weight_CD).to(wide), factor_M[:, None])
@@ -157,7 +164,9 @@ def _wide(weight: Tensor) -> torch.dtype:
 
 
 def _multiplies_wide(weight: Tensor) -> bool:
-    """Whether logits come from operands converted to float32: everywhere but on CUDA, whose kernels can sum up in it."""
+    """Whether logits come from operands converted to float32: everywhere but on CUDA, whose kernels can sum
+    up in it.
+    """
     return not (weight.is_cuda and weight.dtype in (torch.bfloat16, torch.float16))
 
 
@@ -175,12 +184,15 @@ def _logits(
     return logits_MC if temperature == 1.0 else logits_MC.mul_(1.0 / temperature)
 
 
-# The language model as the trainer sees it: packed tokens in, logprobs out. Knows transformers; knows no loss.
+# The language model as the trainer sees it: packed tokens in, logprobs out. Knows transformers; knows no
+# loss.
 #
 # Two plans, chosen at the start by comparing both with one plain forward pass a sequence (plan_check.py):
 #
-# packed   every token once, no padding, shared prefixes computed once (attention.py). All usual architectures.
-# padded   rows of similar length padded on the right, where causality alone keeps padding away from real tokens. Slower;
+# packed   every token once, no padding, shared prefixes computed once (attention.py). All usual
+# architectures.
+# padded   rows of similar length padded on the right, where causality alone keeps padding away from real
+# tokens. Slower;
 # for whatever the packed plan gets wrong: recurrent state, attention of the model's own, sliding windows that
 # are shorter than a sequence.
 
@@ -194,7 +206,8 @@ PADDED_SPREAD_TOKENS = 32
 class Policy(nn.Module):
     """A Hugging Face causal language model and the plan by which it is run.
 
-    Everything that calls the model's forward is in here, and every weight is used inside forward(): FSDP2 wraps this module.
+    Everything that calls the model's forward is in here, and every weight is used inside forward(): FSDP2
+    wraps this module.
     """
 
     def __init__(self, model: Any, plan: Plan | None = None) -> None:
@@ -215,7 +228,8 @@ class Policy(nn.Module):
 
     @torch.no_grad()
     def text_logprobs(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Of one sequence: (logprob_M of its targets; the highest logprob where the last one stands), in nats at temperature 1.
+        """Of one sequence: (logprob_M of its targets; the highest logprob where the last one stands), in nats
+        at temperature 1.
 
         As forward() computes them, without a gradient. What shards a policy must know of this second way in.
         """
@@ -231,7 +245,9 @@ class Policy(nn.Module):
         return logprob_MV.gather(-1, micro.target_M[:, None]).squeeze(-1), logprob_MV[-1].max()
 
     def enable_gradient_checkpointing(self) -> None:
-        """Keep only each layer's input for the backward pass, which then computes the layer once more. Raises ConfigError."""
+        """Keep only each layer's input for the backward pass, which then computes the layer once more. Raises
+        ConfigError.
+        """
         model = self.model
         # The old name warns that it goes in transformers v6; the new one came in the course of v5.
         enable = (

@@ -1,7 +1,8 @@
-"""Makes a Hugging Face folder from model.scratch: random weights and a character-level tokenizer. Knows no run.
+"""Makes a Hugging Face folder from model.scratch: random weights and a character-level tokenizer. Knows no
+run.
 
-`python -m asyncrl.trainer.scratch --spec FILE`, so that the controller need not import torch. The same spec
-gives the same bytes.
+`python -m asyncrl.trainer.model.scratch --spec FILE`, so that the controller need not import torch. The same
+spec gives the same bytes.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class ScratchSpec(BaseModel):
 def scratch_config(architecture: Mapping[str, Any], tokenizer: Any) -> Any:
     """The transformers config of a model from scratch; vocab_size and token ids come from the tokenizer.
 
-    Raises ValueError if `architecture` has no model_type, or names a key that its transformers config does not know.
+    Raises ValueError if `architecture` has no model_type, or names a key that its transformers config does
+    not know.
     """
     known = dict(architecture)
     model_type = known.pop("model_type", None)
@@ -55,7 +57,8 @@ def scratch_config(architecture: Mapping[str, Any], tokenizer: Any) -> Any:
     unknown = sorted(set(known) - set(AutoConfig.for_model(model_type).to_dict()) - OLD_KEYS)
     if unknown:
         raise ValueError(
-            f"model.scratch.architecture has keys that a {model_type} config does not know: {', '.join(unknown)}"
+            f"model.scratch.architecture has keys that a {model_type} config does not know: "
+            f"{', '.join(unknown)}"
         )
     return AutoConfig.for_model(model_type, **{**known, **filled})
 
@@ -99,7 +102,8 @@ def main() -> None:
     except (ValidationError, ValueError, TypeError, KeyError) as error:
         fail(
             f"cannot make a model from model.scratch: {error}",
-            way_out="correct model.scratch in the config; architecture takes the keys of a transformers config.",
+            way_out="correct model.scratch in the config; architecture takes the keys of a transformers "
+            "config.",
         )
     except (OSError, SafetensorError) as error:  # the latter is what a full disk gives
         fail(

@@ -1,7 +1,8 @@
-"""The tokenizer of model.scratch. Knows no model, and does not import torch: the controller asks it before anything starts.
+"""The tokenizer of model.scratch. Knows no model, and does not import torch: the controller asks it before
+anything starts.
 
-A character outside the alphabet becomes the one token <unk> when it is encoded, which decodes to nothing when special tokens are left
-out: choose an alphabet that holds every prompt.
+A character outside the alphabet becomes the one token <unk> when it is encoded, which decodes to nothing when
+special tokens are left out: choose an alphabet that holds every prompt.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ CHAT_TEMPLATE = (
 )
 
 CHAT_TEMPLATE_WITH_TOOLS = CHAT_TEMPLATE.replace("message['content']", "(message['content'] or '')")
-"""A message of tool calls may have no content. Neither the calls nor the tools themselves are written: what a model from nothing
-makes of them is the task's to teach, in its own words."""
+"""A message of tool calls may have no content. Neither the calls nor the tools themselves are written: what a
+model from nothing makes of them is the task's to teach, in its own words."""
 
 
 def make_character_tokenizer(characters: str, *, has_tool_role: bool = False) -> Any:

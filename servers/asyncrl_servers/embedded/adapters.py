@@ -1,7 +1,9 @@
-"""Adapters as they arrive: checked against the model, merged over its base weights. Knows tensors and names; knows no request.
+"""Adapters as they arrive: checked against the model, merged over its base weights. Knows tensors and names;
+knows no request.
 
-A file of adapters holds `<module>.lora_A.weight` [rank, in] and `<module>.lora_B.weight` [out, rank] of each layer that has
-one, and the scalar `scale`. The trainer merges by the same rule (asyncrl/trainer/lora_layer.py): both compute with the same weights.
+A file of adapters holds `<module>.lora_A.weight` [rank, in] and `<module>.lora_B.weight` [out, rank] of each
+layer that has one, and the scalar `scale`. The trainer merges by the same rule
+(asyncrl/trainer/lora_layer.py): both compute with the same weights.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ class Adapter:
 
 
 def linear_parameters(model: nn.Module) -> set[str]:
-    """Names of the parameters that an adapter may change: weights of linear layers that no other layer shares."""
+    """Names of the parameters that an adapter may change: weights of linear layers that no other layer
+    shares.
+    """
     times: dict[int, int] = {}
     for _, parameter in model.named_parameters(remove_duplicate=False):
         times[id(parameter)] = times.get(id(parameter), 0) + 1
@@ -50,7 +54,9 @@ def linear_parameters(model: nn.Module) -> set[str]:
 def read_adapters(
     tensors: Mapping[str, Tensor], parameters: Mapping[str, Tensor], linear: set[str], path: str
 ) -> list[Adapter]:
-    """The adapters of a file, each of which fits its parameter. Raises Refused (409) with the names of what does not."""
+    """The adapters of a file, each of which fits its parameter. Raises Refused (409) with the names of what
+    does not.
+    """
     modules = sorted(
         {name.removesuffix(suffix) for name in tensors for suffix in SUFFIXES if name.endswith(suffix)}
     )
@@ -79,9 +85,11 @@ def _check_names(found: set[str], modules: list[str], linear: set[str], path: st
     if missing or unknown or strangers or not modules:
         raise Refused(
             409,
-            f"{path} has adapters of {len(modules)} layers: lacks {missing[:3]}, has unknown tensors {unknown[:3]}, and adapters for "
+            f"{path} has adapters of {len(modules)} layers: lacks {missing[:3]}, has unknown tensors "
+            f"{unknown[:3]}, and adapters for "
             f"{strangers[:3]}, which are no linear layers of their own in this model",
-            rule="adapters are <module>.lora_A.weight and <module>.lora_B.weight of linear layers, and one scale",
+            rule="adapters are <module>.lora_A.weight and <module>.lora_B.weight of linear layers, and one "
+            "scale",
             way_out=WAY_OUT,
         )
 
@@ -98,7 +106,8 @@ def _check_shapes(module: str, lora_A: Tensor, lora_B: Tensor, weight: Tensor, p
     if not fits:
         raise Refused(
             409,
-            f"the adapter of {module} in {path} is A {tuple(lora_A.shape)} {lora_A.dtype} and B {tuple(lora_B.shape)} {lora_B.dtype}, "
+            f"the adapter of {module} in {path} is A {tuple(lora_A.shape)} {lora_A.dtype} and B "
+            f"{tuple(lora_B.shape)} {lora_B.dtype}, "
             f"the layer's weight is {tuple(weight.shape)}",
             rule="A is [rank, in] and B [out, rank] for a weight [out, in]",
             way_out=WAY_OUT,

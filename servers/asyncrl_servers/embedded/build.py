@@ -1,4 +1,6 @@
-"""Checks at start, on the loaded model and the machine at hand, what the engine promises. Knows the runner alone."""
+"""Checks at start, on the loaded model and the machine at hand, what the engine promises. Knows the runner
+alone.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from asyncrl_servers.embedded.runner import Runner
 def build_engine(
     spec: EmbeddedSpec, on_crash: Callable[[BaseException | None], None] = lambda _: None
 ) -> Engine:
-    """A loaded and checked engine, not started yet. Prints an ErrorBody line and raises SystemExit(1) if it cannot work."""
+    """A loaded and checked engine, not started yet. Prints an ErrorBody line and raises SystemExit(1) if it
+    cannot work.
+    """
     torch.set_num_threads(spec.threads)
     loaded = load_model(spec)
     weight_bytes = sum(parameter.nbytes for parameter in loaded.model.parameters())
@@ -98,7 +102,8 @@ def check_same_model(runner: Runner, name: str) -> None:
     scale = max(1.0, reference_TV.abs().max().item())
     if not difference <= TOLERANCE[loaded.dtype] * scale:
         fail(
-            f"{name}: logits over the slot cache differ from {type(loaded.model).__name__}'s own by {difference:.4g}, "
+            f"{name}: logits over the slot cache differ from {type(loaded.model).__name__}'s own by "
+            f"{difference:.4g}, "
             f"the largest logit being {scale:.4g}",
             rule=f"they may differ by {TOLERANCE[loaded.dtype]:.4g} of the largest",
             way_out="the model's attention is of a kind this engine does not reproduce: use another model.",
@@ -107,7 +112,9 @@ def check_same_model(runner: Runner, name: str) -> None:
 
 @torch.inference_mode()
 def check_determinism(runner: Runner, name: str, slots: int) -> None:
-    """End the process if a sequence's logits depend on what stands beside it, on its slot, or on how it was resumed."""
+    """End the process if a sequence's logits depend on what stands beside it, on its slot, or on how it was
+    resumed.
+    """
     total = min(40, runner.max_length)
     ids = [(5 * i + 1) % runner.loaded.vocab_size for i in range(total)]
     num_decoded = min(3, total - 1)
@@ -123,15 +130,19 @@ def check_determinism(runner: Runner, name: str, slots: int) -> None:
             and torch.equal(resumed, alone[-1])
         ):
             fail(
-                f"{name}: a sequence's logits change with {n - 1} others beside it (dtype {runner.loaded.dtype}, "
+                f"{name}: a sequence's logits change with {n - 1} others beside it (dtype "
+                f"{runner.loaded.dtype}, "
                 f"{torch.get_num_threads()} threads)",
-                rule="rollout.deterministic=true promises tokens that depend on prompt, seed and weights alone",
+                rule="rollout.deterministic=true promises tokens that depend on prompt, seed and weights "
+                "alone",
                 way_out="set rollout.threads=1, model.dtype=float32, or rollout.deterministic=false.",
             )
 
 
 def _decode(runner: Runner, n: int, token_id: int, length: int) -> Tensor:
-    """Logits [n, V] of a step in which row n-1 takes `token_id` as token number length-1; the others stay short."""
+    """Logits [n, V] of a step in which row n-1 takes `token_id` as token number length-1; the others stay
+    short.
+    """
     last_ids, lengths = np.zeros(n, dtype=np.int64), np.ones(n, dtype=np.int64)
     last_ids[-1], lengths[-1] = token_id, length
     return runner.decode(last_ids, lengths)

@@ -1,4 +1,6 @@
-"""The engine loop: one thread that owns the model and decides what happens between two decode steps. Knows no HTTP."""
+"""The engine loop: one thread that owns the model and decides what happens between two decode steps. Knows no
+HTTP.
+"""
 
 from __future__ import annotations
 
@@ -50,12 +52,15 @@ TELL_S = 0.005
 class Engine:
     """Continuous batching over slots.
 
-    Life:       start() -> serving -> stop(). An exception in the loop answers all requests with an error and calls
+    Life:       start() -> serving -> stop(). An exception in the loop answers all requests with an error and
+    calls
                 `on_crash` once.
-    Waits:      the loop sleeps in its inbox when nothing runs and nothing that is queued may run (nothing is, or parts are
-                asleep); submit, abort, commit, sleep, wake and stop wake it. Callers sleep in the futures they got; each is
-                answered, at the latest by the crash.
-    Invariant:  every sampled token is stamped with the version of the weights that computed it: weights and version
+    Waits:      the loop sleeps in its inbox when nothing runs and nothing that is queued may run (nothing is,
+    or parts are
+                asleep); submit, abort, commit, sleep, wake and stop wake it. Callers sleep in the futures
+                they got; each is answered, at the latest by the crash.
+    Invariant:  every sampled token is stamped with the version of the weights that computed it: weights and
+    version
                 change together in _swap, between two decode steps, and nowhere else.
     """
 
@@ -115,9 +120,11 @@ class Engine:
         )
 
     def submit(self, request: GenerateRequest, stream: TokenStream | None = None) -> Future[GenerateResponse]:
-        """Queue a request. Raises Refused (400) at once if it can never run; the future may carry Refused too (409, 503).
+        """Queue a request. Raises Refused (400) at once if it can never run; the future may carry Refused too
+        (409, 503).
 
-        `stream` is told of tokens as they are sampled, but for the last one; what it was told is left out of the answer.
+        `stream` is told of tokens as they are sampled, but for the last one; what it was told is left out of
+        the answer.
         """
         self._check(request)
         tokenizer = self.runner.loaded.tokenizer
@@ -150,7 +157,9 @@ class Engine:
         return self._inbox.ask(lambda: self._sleep(request))
 
     def wake(self, request: WakeRequest) -> Future[Moved]:
-        """Take memory for these parts again; the future may carry Refused (409), or RuntimeError if there is none."""
+        """Take memory for these parts again; the future may carry Refused (409), or RuntimeError if there is
+        none.
+        """
         return self._inbox.ask(lambda: self._wake(request))
 
     def load_chunk(self, request: LoadChunkRequest) -> LoadChunkResponse:
@@ -181,7 +190,9 @@ class Engine:
 
     @torch.inference_mode()
     def turn(self) -> None:
-        """Take what came in, admit, decode one step. The loop's body; callers other than the loop must not have started it."""
+        """Take what came in, admit, decode one step. The loop's body; callers other than the loop must not
+        have started it.
+        """
         self._inbox.do_all_nowait()
         if self._draining is None and self.resting.state.can_serve:
             self._admit()
@@ -308,7 +319,8 @@ class Engine:
             if not has_content and self.resting.push.version == request.version:
                 self.resting.commit(request)
                 has_content = True
-            # The digest last: at the first commit it is not computed yet, which takes long, and decoding stands still here.
+            # The digest last: at the first commit it is not computed yet, which takes long, and decoding
+            # stands still here.
             if (
                 has_content
                 and request.version == self.weights.version
@@ -329,7 +341,9 @@ class Engine:
             self._finish_commit()
 
     def _finish_commit(self) -> None:
-        """Swap and answer. Decoding goes on afterwards in any case; if the swap fails, over the old weights."""
+        """Swap and answer. Decoding goes on afterwards in any case; if the swap fails, over the old
+        weights.
+        """
         assert self._draining is not None
         request, staged, answer = self._draining
         self._draining = None

@@ -39,15 +39,18 @@ class LoadedModel:
     vocab_size: int
     eos_ids: frozenset[int]
     spare_rows: int
-    """Rows of padding that an exact call needs at its end. Elementwise kernels compute what is left over behind their
-    last whole vector pair (32 floats) by another formula (measured for silu and gelu); an odd width leaves something over."""
+    """Rows of padding that an exact call needs at its end. Elementwise kernels compute what is left over
+    behind their last whole vector pair (32 floats) by another formula (measured for silu and gelu); an odd
+    width leaves something over."""
     reference_logits: Tensor
     """Logits of the model's own attention for `probe_ids`, float32."""
     probe_ids: list[int]
 
 
 def load_model(spec: EmbeddedSpec) -> LoadedModel:
-    """Load and probe; ends the process with the reason and the way out if the model is missing or of an unsupported kind."""
+    """Load and probe; ends the process with the reason and the way out if the model is missing or of an
+    unsupported kind.
+    """
     path = Path(spec.model_path)
     if not (path / "config.json").is_file():
         fail(
@@ -123,7 +126,9 @@ def _read_model(path: Path, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
 
 
 def read_parameters(path: Path, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-    """The parameters of the model in a folder, tied ones once, as load_model reads them. Raises one of READ_ERRORS."""
+    """The parameters of the model in a folder, tied ones once, as load_model reads them. Raises one of
+    READ_ERRORS.
+    """
     model, _ = _read_model(path, dtype)
     return {
         name: owned(parameter.data)
@@ -135,9 +140,12 @@ def _check_length(spec: EmbeddedSpec, model: Any) -> None:
     positions = getattr(model.config, "max_position_embeddings", None)
     if positions is not None and spec.max_length > positions:
         fail(
-            f"{spec.name}: prompt plus completion may take {spec.max_length} tokens, the model knows {positions} positions",
-            rule="rollout.max_prompt_tokens + rollout.max_tokens must fit the model's max_position_embeddings",
-            way_out=f"lower rollout.max_tokens or rollout.max_prompt_tokens so that both add up to {positions} or less.",
+            f"{spec.name}: prompt plus completion may take {spec.max_length} tokens, the model knows "
+            f"{positions} positions",
+            rule="rollout.max_prompt_tokens + rollout.max_tokens must fit the model's "
+            "max_position_embeddings",
+            way_out=f"lower rollout.max_tokens or rollout.max_prompt_tokens so that both add up to "
+            f"{positions} or less.",
         )
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
         fail(

@@ -74,11 +74,14 @@ class Inbox:
                 answer.set_exception(RuntimeError(f"the engine loop died: {self._error!r}"))
 
 
-# Gives queued requests their rows and prefills their prompts, each different one once. Knows rows and the runner; decides nothing.
+# Gives queued requests their rows and prefills their prompts, each different one once. Knows rows and the
+# runner; decides nothing.
 
 
 def admit(runner: Runner, rows: RunningRows, sequences: list[Sequence], version: int) -> Tensor:
-    """Rows for `sequences`, which run under `version` from here on; returns the logits [N, V] after their prompts."""
+    """Rows for `sequences`, which run under `version` from here on; returns the logits [N, V] after their
+    prompts.
+    """
     first = rows.n
     leaders: dict[tuple[int, ...], int] = {}
     jobs: list[tuple[int, tuple[int, ...]]] = []

@@ -1,14 +1,17 @@
-"""Attention over the slot cache, called from inside any Hugging Face model. Knows tensors; knows no request, no HTTP.
+"""Attention over the slot cache, called from inside any Hugging Face model. Knows tensors; knows no request,
+no HTTP.
 
-A call of the model has one row a token, whatever sequence the token belongs to. Everything but attention works on rows
-alone; attention finds out from the `Pass` of the call which slot a row belongs to. A model that is run through its own
-forward reaches the pass through `in_force`.
+A call of the model has one row a token, whatever sequence the token belongs to. Everything but attention
+works on rows alone; attention finds out from the `Pass` of the call which slot a row belongs to. A model that
+is run through its own forward reaches the pass through `in_force`.
 
-Bits. On CPU a float32 row comes out with the same bits whatever stands beside it, and decoding a token gives the
-same bits as prefilling it (so that a resumed request goes on exactly), because:
-- each matrix product has at least 4 rows: below that MKL takes another kernel, with another order of summation;
+Bits. On CPU a float32 row comes out with the same bits whatever stands beside it, and decoding a token gives
+the same bits as prefilling it (so that a resumed request goes on exactly), because:
+- each matrix product has at least 4 rows: below that MKL takes another kernel, with another order of
+  summation;
 - the product with V is summed in blocks of CONTRACTION positions: above 192 MKL splits the sum by its length;
-- a masked probability is exactly 0 and every value in the cache is finite, so what lies beyond a sequence's end adds 0.
+- a masked probability is exactly 0 and every value in the cache is finite, so what lies beyond a sequence's
+  end adds 0.
 `canary.check_determinism` checks it at start, on the machine at hand.
 """
 
@@ -28,19 +31,25 @@ from transformers import AttentionInterface
 
 # Tensors whose memory leaves the process when they do. Knows the operating system; knows no model.
 #
-# An allocator keeps what is freed: glibc's malloc_trim gives back the holes in its heaps, but not the end of the heap of any thread but
-# the main one (up to 64 MiB each). So weights and KV cache, which go to sleep, lie in mappings of their own on the CPU. On CUDA they
+# An allocator keeps what is freed: glibc's malloc_trim gives back the holes in its heaps, but not the end of
+# the heap of any thread but
+# the main one (up to 64 MiB each). So weights and KV cache, which go to sleep, lie in mappings of their own
+# on the CPU. On CUDA they
 # come from torch's caching allocator, whose unused blocks `memory.give_back` returns to the device.
 
 
 _LARGE_BYTES = 2**21
-"""From here on a mapping may hold large pages: the first write to small ones costs several times what it copies."""
+"""From here on a mapping may hold large pages: the first write to small ones costs several times what it
+copies.
+"""
 
 _POPULATE_WRITE = 23
 """madvise of Linux 5.14 and later. It takes whole pages: tensors that it is for begin on one."""
 
 _ALIGNMENT = 64
-"""Bytes to which torch's CPU allocator aligns. A tensor in a mapped safetensors file lies where the ones before it end."""
+"""Bytes to which torch's CPU allocator aligns. A tensor in a mapped safetensors file lies where the ones
+before it end.
+"""
 
 
 @torch.inference_mode(False)
@@ -63,7 +72,9 @@ def own_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) ->
 def own_empties(
     kinds: Mapping[str, tuple[torch.Size, torch.dtype]], device: torch.device
 ) -> dict[str, Tensor]:
-    """Tensors without content side by side, so that large pages hold small ones too; the memory goes with the last. Raises as own_empty."""
+    """Tensors without content side by side, so that large pages hold small ones too; the memory goes with the
+    last. Raises as own_empty.
+    """
     if device.type != "cpu":
         return {name: own_empty(shape, dtype, device) for name, (shape, dtype) in kinds.items()}
     sizes = {name: shape.numel() * dtype.itemsize for name, (shape, dtype) in kinds.items()}
@@ -96,7 +107,9 @@ def _mapped(num_bytes: int) -> Tensor:
 
 
 def _is_there(tensor: Tensor) -> bool:
-    """Have the kernel give a new mapping its pages, which are zeros; false where it is none, or the kernel does not know how."""
+    """Have the kernel give a new mapping its pages, which are zeros; false where it is none, or the kernel
+    does not know how.
+    """
     if tensor.device.type != "cpu" or tensor.nbytes < _LARGE_BYTES:
         return False
     libc = ctypes.CDLL(None, use_errno=True)
@@ -109,7 +122,9 @@ def _aligned(size: int) -> int:
 
 
 def owned(tensor: Tensor) -> Tensor:
-    """The tensor itself if it lies in a mapped file or on another device, else a copy in a mapping of its own."""
+    """The tensor itself if it lies in a mapped file or on another device, else a copy in a mapping of its
+    own.
+    """
     is_torchs = tensor.device.type == "cpu" and tensor.data_ptr() % _ALIGNMENT == 0
     return own_copy(tensor, tensor.device) if is_torchs else tensor
 
@@ -134,7 +149,9 @@ def padded_length(length: int) -> int:
 
 @dataclass(slots=True)
 class SlotCache:
-    """Keys and values: [layers, slots, kv_heads, positions, head_dim] each; positions is a multiple of LENGTH_STEP."""
+    """Keys and values: [layers, slots, kv_heads, positions, head_dim] each; positions is a multiple of
+    LENGTH_STEP.
+    """
 
     keys: Tensor
     values: Tensor
@@ -143,7 +160,9 @@ class SlotCache:
     def allocate(
         cls, shape: CacheShape, slots: int, max_length: int, dtype: torch.dtype, device: torch.device
     ) -> SlotCache:
-        """A cache of zeros: what was never written must be finite, since it is multiplied by a probability of 0."""
+        """A cache of zeros: what was never written must be finite, since it is multiplied by a probability of
+        0.
+        """
         size = (shape.num_layers, slots, shape.kv_heads, padded_length(max_length), shape.head_dim)
         return cls(own_zeros(size, dtype, device), own_zeros(size, dtype, device))
 
@@ -192,7 +211,9 @@ class DecodePass:
     num_rows: int
     segments: list[Segment]
     flat_index: Tensor
-    """int64 [n * kv_heads]: row of the flattened cache [slots * kv_heads * positions] that gets the new key."""
+    """int64 [n * kv_heads]: row of the flattened cache [slots * kv_heads * positions] that gets the new
+    key.
+    """
     is_exact: bool
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
@@ -228,7 +249,8 @@ class ProbePass:
         """Record kv_heads and head_dim."""
         if key.shape != value.shape or query.shape[2] != key.shape[2] or query.shape[1] % key.shape[1]:
             raise UnsupportedAttentionError(
-                f"layer {layer} has queries {tuple(query.shape)}, keys {tuple(key.shape)} and values {tuple(value.shape)}"
+                f"layer {layer} has queries {tuple(query.shape)}, keys {tuple(key.shape)} and values "
+                f"{tuple(value.shape)}"
             )
         self.shapes[layer] = (key.shape[1], key.shape[2])
         return torch.zeros_like(query)
@@ -259,7 +281,9 @@ class in_force:  # noqa: N801  read as a statement: `with in_force(pass_, max_le
 
 
 def mix_values(probabilities: Tensor, values: Tensor, is_exact: bool) -> Tensor:
-    """Probabilities [..., rows, length] times values [..., length, d], summed block after block if `is_exact`."""
+    """Probabilities [..., rows, length] times values [..., length, d], summed block after block if
+    `is_exact`.
+    """
     length = values.shape[-2]
     if not is_exact or length <= CONTRACTION:
         return torch.matmul(probabilities, values)
@@ -287,7 +311,9 @@ def _attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in every attention layer, with [1, heads, R, d] or [R, heads, 1, d]. Refuses what it would get wrong."""
+    """What transformers calls in every attention layer, with [1, heads, R, d] or [R, heads, 1, d]. Refuses
+    what it would get wrong.
+    """
     layer = getattr(module, "layer_idx", None)
     if layer is None:
         raise UnsupportedAttentionError(f"{type(module).__name__} has no layer_idx")
@@ -309,5 +335,6 @@ def _attention(
     return mixed[:, None], None
 
 
-# No mask function is registered under this name, so transformers builds no mask (masking_utils._preprocess_mask_arguments).
+# No mask function is registered under this name, so transformers builds no mask
+# (masking_utils._preprocess_mask_arguments).
 AttentionInterface.register(NAME, _attention)

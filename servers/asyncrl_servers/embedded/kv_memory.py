@@ -1,4 +1,6 @@
-"""Adds up what an engine server needs and refuses what cannot fit, with the numbers. Knows sizes; runs nothing."""
+"""Adds up what an engine server needs and refuses what cannot fit, with the numbers. Knows sizes; runs
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ class EmbeddedSpec(BaseModel):
     model_path: str
     """Hugging Face folder with config, weights and (for stop strings) tokenizer."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Type of the weights. A run writes that of its trainer; auto (bfloat16 on CUDA, float32 on a CPU) is for a server alone."""
+    """Type of the weights. A run writes that of its trainer; auto (bfloat16 on CUDA, float32 on a CPU) is for
+    a server alone.
+    """
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto = CUDA where there is a device, else CPU."""
     slots: int = Field(ge=1)
@@ -41,10 +45,13 @@ class EmbeddedSpec(BaseModel):
     start_version: int = Field(default=0, ge=0)
     """policy_version of the weights in model_path."""
     has_adapters: bool = False
-    """Adapters will be published (publisher.transport=lora): memory for the weights under them is counted at start."""
+    """Adapters will be published (publisher.transport=lora): memory for the weights under them is counted at
+    start.
+    """
     spare_path: str | None = None
-    """File on disk for weights that came in several chunks, written when they go to sleep: wake with restore reads it again, if a
-    handover fails. None = not written (a sleep costs nothing), and such weights must be pushed again."""
+    """File on disk for weights that came in several chunks, written when they go to sleep: wake with restore
+    reads it again, if a handover fails. None = not written (a sleep costs nothing), and such weights must be
+    pushed again."""
     max_queued: int = Field(default=100_000, ge=1)
     """Requests that may wait for a slot; one more is refused with 503."""
 
@@ -66,7 +73,8 @@ def give_back(device: torch.device) -> None:
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
         return
-    # glibc keeps what is freed inside its heaps; other C libraries have no malloc_trim, and give large blocks back by themselves.
+    # glibc keeps what is freed inside its heaps; other C libraries have no malloc_trim, and give large blocks
+    # back by themselves.
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
@@ -74,7 +82,9 @@ def give_back(device: torch.device) -> None:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes beside the serving weights: KV cache, prompt cache, staged weights, and the largest temporaries."""
+    """Bytes beside the serving weights: KV cache, prompt cache, staged weights, and the largest
+    temporaries.
+    """
 
     kv_cache: int
     prompt_cache: int
@@ -118,7 +128,9 @@ def check_load(spec: EmbeddedSpec, path: Path, device: torch.device) -> None:
 def check_memory(
     spec: EmbeddedSpec, shape: CacheShape, itemsize: int, vocab_size: int, weight_bytes: int, free: int
 ) -> MemoryPlan:
-    """The plan, if it fits into `free` bytes; else end the process with the numbers and the nearest setting that fits."""
+    """The plan, if it fits into `free` bytes; else end the process with the numbers and the nearest setting
+    that fits.
+    """
 
     def plan(slots: int) -> MemoryPlan:
         return plan_memory(slots, spec.max_length, shape, itemsize, vocab_size, weight_bytes)
@@ -134,9 +146,11 @@ def check_memory(
     else:
         way_out = "lower rollout.max_tokens + rollout.max_prompt_tokens, use a smaller model, or free memory."
     fail(
-        f"{spec.name}: {spec.slots} slots of {spec.max_length} tokens need {_show(wanted.total)} beside the weights ({wanted}), "
+        f"{spec.name}: {spec.slots} slots of {spec.max_length} tokens need {_show(wanted.total)} beside the "
+        f"weights ({wanted}), "
         f"{_show(free)} are free",
-        rule=f"memory is set aside at start ({_show(per_slot)} a slot, {_show(fixed)} whatever the slots), never run out of later",
+        rule=f"memory is set aside at start ({_show(per_slot)} a slot, {_show(fixed)} whatever the slots), "
+        f"never run out of later",
         way_out=way_out,
     )
 

@@ -1,7 +1,8 @@
-"""New weights: staged beside the serving ones, verified, swapped in. Knows tensors and digests; knows no request.
+"""New weights: staged beside the serving ones, verified, swapped in. Knows tensors and digests; knows no
+request.
 
-The rule of what a set of weights is, the same on both ends: `dict(model.named_parameters())`, tied ones once. Adapters (lora.py)
-change some of the weights that the server started with, which are kept for it.
+The rule of what a set of weights is, the same on both ends: `dict(model.named_parameters())`, tied ones once.
+Adapters (lora.py) change some of the weights that the server started with, which are kept for it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from asyncrl_servers.embedded.adapters import linear_parameters, read_adapters
 from asyncrl_servers.embedded.kv_attention import own_copy, own_empties
 from asyncrl_servers.sleeping import Source, Wakefulness
 
-# Weights in safetensors files, checked against the model that they are for. Knows files and tensors; knows no version.
+# Weights in safetensors files, checked against the model that they are for. Knows files and tensors; knows no
+# version.
 
 
 _DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
@@ -70,12 +72,15 @@ def read_adapter_tensors(path: str) -> dict[str, Tensor]:
 
 
 def check_names(found: set[str], kinds: Mapping[str, Kind], path: str, *, is_part: bool = False) -> None:
-    """Raise Refused (409) if the names of a file are not those of the parameters; `is_part`: of some of them."""
+    """Raise Refused (409) if the names of a file are not those of the parameters; `is_part`: of some of
+    them.
+    """
     missing, unknown = sorted(kinds.keys() - found) if not is_part else [], sorted(found - kinds.keys())
     if missing or unknown:
         raise Refused(
             409,
-            f"{path} lacks {len(missing)} parameters {missing[:3]} and has {len(unknown)} unknown ones {unknown[:3]}",
+            f"{path} lacks {len(missing)} parameters {missing[:3]} and has {len(unknown)} unknown ones "
+            f"{unknown[:3]}",
             rule="a set of weights is dict(model.named_parameters()), tied ones once",
             way_out="use the same model in trainer and engine.",
         )
@@ -86,7 +91,8 @@ def fitting(name: str, tensor: Tensor, kind: Kind, path: str) -> Tensor:
     if tensor.shape != kind.shape or tensor.dtype != kind.dtype:
         raise Refused(
             409,
-            f"{name} in {path} is {tensor.dtype} {tuple(tensor.shape)}, the model has {kind.dtype} {tuple(kind.shape)}",
+            f"{name} in {path} is {tensor.dtype} {tuple(tensor.shape)}, the model has {kind.dtype} "
+            f"{tuple(kind.shape)}",
             rule="trainer and engine hold the same model in the same dtype",
             way_out="set model.dtype to the same for both.",
         )
@@ -94,7 +100,9 @@ def fitting(name: str, tensor: Tensor, kind: Kind, path: str) -> Tensor:
 
 
 def write_all(path: str, tensors: Mapping[str, Tensor]) -> None:
-    """Write a safetensors file, whole or not at all, one tensor after the other (safetensors' own function copies all first)."""
+    """Write a safetensors file, whole or not at all, one tensor after the other (safetensors' own function
+    copies all first).
+    """
     header: dict[str, dict[str, object]] = {}
     end = 0
     for name, tensor in tensors.items():
@@ -136,11 +144,13 @@ class StagedWeights:
 class Weights:
     """The serving weights of a model and at most one staged set; or no weights, while they are asleep.
 
-    Waits:      nobody. stage() runs in any thread, swap() in the thread that runs the model. From drop() to settle() belong to
+    Waits:      nobody. stage() runs in any thread, swap() in the thread that runs the model. From drop() to
+    settle() belong to
                 Resting, which holds `lock`.
-    Invariant:  a staged set has the digest that its sender named (stage guarantees it), and after swap() every
-                parameter is what was staged, or, if it raises, what it was before. Until other weights are swapped in
-                whole, `_base` holds those of the start, and nothing writes to them.
+    Invariant:  a staged set has the digest that its sender named (stage guarantees it), and after swap()
+    every
+                parameter is what was staged, or, if it raises, what it was before. Until other weights are
+                swapped in whole, `_base` holds those of the start, and nothing writes to them.
     """
 
     def __init__(
@@ -164,14 +174,18 @@ class Weights:
         self._read_start, self._has_adapters = read_start, has_adapters
         self._is_start = True
         self.source: Source | None = None
-        """Where the weights that serve, or served before they were dropped, can be read again; None at the start, until drop()."""
+        """Where the weights that serve, or served before they were dropped, can be read again; None at the
+        start, until drop().
+        """
         self._linear = linear_parameters(model)
         self._base: dict[str, Tensor] | None = {
             name: parameter.data for name, parameter in self._parameters.items()
         }
         self._digest: str | None = None
         self._shared_digest: str | None = None
-        """Of the weights of the start, once they were dropped: the same version may come again through memory."""
+        """Of the weights of the start, once they were dropped: the same version may come again through
+        memory.
+        """
         self._staged: StagedWeights | None = None
 
     @property
@@ -186,7 +200,9 @@ class Weights:
         return digest in (self.digest, self._shared_digest)
 
     def stage(self, request: PrepareRequest) -> StagedWeights:
-        """Read, check and verify a set of weights or adapters; replaces the staged one. Raises Refused (400, 409)."""
+        """Read, check and verify a set of weights or adapters; replaces the staged one. Raises Refused (400,
+        409).
+        """
         with self.lock:
             self.state.check_weights_awake(f"policy_version {request.version} cannot be staged")
             self._staged = None
@@ -200,7 +216,8 @@ class Weights:
             if (len(tensors), num_bytes) != (request.num_tensors, request.num_bytes):
                 raise Refused(
                     409,
-                    f"{request.path} holds {len(tensors)} tensors of {num_bytes} bytes, announced were {request.num_tensors} "
+                    f"{request.path} holds {len(tensors)} tensors of {num_bytes} bytes, announced were "
+                    f"{request.num_tensors} "
                     f"of {request.num_bytes}",
                     way_out=RESEND,
                 )
@@ -276,12 +293,16 @@ class Weights:
             raise Refused(
                 409,
                 "weights under adapters cannot sleep",
-                rule="adapters are merged over the weights of the start, which are kept for it (publisher.transport=lora)",
-                way_out="let the KV cache sleep alone, or publish whole weights (another publisher.transport).",
+                rule="adapters are merged over the weights of the start, which are kept for it "
+                "(publisher.transport=lora)",
+                way_out="let the KV cache sleep alone, or publish whole weights (another "
+                "publisher.transport).",
             )
 
     def keep_at(self, path: str) -> None:
-        """Write what serves to the file `path`, unless it lies somewhere else already. Raises Refused (507) if it cannot be written."""
+        """Write what serves to the file `path`, unless it lies somewhere else already. Raises Refused (507)
+        if it cannot be written.
+        """
         if self.source is None and not self._is_start and self.state.has_content:
             try:
                 write_all(path, self._parameters)
@@ -346,12 +367,15 @@ class Weights:
         return sum(tensor.nbytes for tensor in tensors.values())
 
     def _merge(self, tensors: dict[str, Tensor], path: str) -> dict[str, Tensor]:
-        """All parameters, adapters merged over the weights of the start. Raises Refused (409) with nothing changed."""
+        """All parameters, adapters merged over the weights of the start. Raises Refused (409) with nothing
+        changed.
+        """
         if self._base is None:
             raise Refused(
                 409,
                 f"{path} holds adapters, and this server no longer has the weights that it started with",
-                rule="adapters are merged over the weights of the start, which a publish of whole weights replaces",
+                rule="adapters are merged over the weights of the start, which a publish of whole weights "
+                "replaces",
                 way_out="start the server again, or publish whole weights.",
             )
         adapters = read_adapters(tensors, self._parameters, self._linear, path)

@@ -1,4 +1,6 @@
-"""Attention of a prefill call: stretches of many sequences, those of like length in one matrix product. Knows tensors alone."""
+"""Attention of a prefill call: stretches of many sequences, those of like length in one matrix product. Knows
+tensors alone.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ class Block:
 
 
 class PrefillPass:
-    """One call of the model over the stretches `items`, one after the other; rows after the last are padding."""
+    """One call of the model over the stretches `items`, one after the other; rows after the last are
+    padding.
+    """
 
     def __init__(
         self, cache: SlotCache, items: Sequence[PrefillItem], num_heads: int, *, is_exact: bool
@@ -104,7 +108,9 @@ class PrefillPass:
 
 
 def _group(items: Sequence[PrefillItem], num_heads: int) -> list[list[PrefillItem]]:
-    """Stretches of at most QUERY_CHUNK tokens, put together where token count and length round to the same."""
+    """Stretches of at most QUERY_CHUNK tokens, put together where token count and length round to the
+    same.
+    """
     by_size: dict[tuple[int, int], list[PrefillItem]] = {}
     for item in items:
         for start in range(item.start, item.end, QUERY_CHUNK):
@@ -142,11 +148,15 @@ def _block(items: list[PrefillItem], device: torch.device) -> Block:
     )
 
 
-# The forward pass of Llama-like models without the wrappers of transformers. Knows weights and rows; knows no request.
+# The forward pass of Llama-like models without the wrappers of transformers. Knows weights and rows; knows no
+# request.
 #
-# A small model's decode step is mostly Python: half of it goes through transformers' layers of calls. Llama, Mistral,
-# Qwen2 and Qwen3 share one plain shape (RMSNorm, rotary attention, gated MLP), which is run here on the same Parameter
-# objects. Any other model is run through its own forward. Both are compared with the model's own at start (canary).
+# A small model's decode step is mostly Python: half of it goes through transformers' layers of calls. Llama,
+# Mistral,
+# Qwen2 and Qwen3 share one plain shape (RMSNorm, rotary attention, gated MLP), which is run here on the same
+# Parameter
+# objects. Any other model is run through its own forward. Both are compared with the model's own at start
+# (canary).
 
 
 MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
@@ -172,7 +182,9 @@ class _Layer:
 
 
 class PlainDecoder:
-    """Logits of rows of tokens. Holds the model's Parameters themselves, so that it follows every swap of their data."""
+    """Logits of rows of tokens. Holds the model's Parameters themselves, so that it follows every swap of
+    their data.
+    """
 
     def __init__(self, model: Any, max_length: int) -> None:
         base = model.model

@@ -1,4 +1,6 @@
-"""Forward passes of the model over slots: prefill, decode, and the prompts it remembers. Knows no request, no sampling."""
+"""Forward passes of the model over slots: prefill, decode, and the prompts it remembers. Knows no request, no
+sampling.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +30,16 @@ from asyncrl_servers.embedded.sequence import cut_rows
 PREFILL_ROWS = 1024
 """Most tokens in one prefill call; a longer prompt takes several."""
 EXACT_ROWS = 16
-"""Exact calls have a multiple of this many rows: the size from which a row of a float32 product keeps its bits."""
+"""Exact calls have a multiple of this many rows: the size from which a row of a float32 product keeps its
+bits.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Remembered:
-    """A prefilled prompt of T tokens: keys and values [layers, kv_heads, T, head_dim], logits [V] after its last token."""
+    """A prefilled prompt of T tokens: keys and values [layers, kv_heads, T, head_dim], logits [V] after its
+    last token.
+    """
 
     keys: Tensor
     values: Tensor
@@ -46,7 +52,9 @@ class Remembered:
 
 
 class PromptCache:
-    """The prompts used last, at most `max_bytes`. Must be cleared at every weight swap: it never outlives its weights."""
+    """The prompts used last, at most `max_bytes`. Must be cleared at every weight swap: it never outlives its
+    weights.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes, self.num_bytes = max_bytes, 0
@@ -77,7 +85,8 @@ class PromptCache:
 class Runner:
     """Runs the model over a slot cache. One thread owns it.
 
-    Sequences stand in slots 0..n-1 without a gap (the caller sees to it), so that decoding reads a plain view.
+    Sequences stand in slots 0..n-1 without a gap (the caller sees to it), so that decoding reads a plain
+    view.
     """
 
     def __init__(
@@ -95,7 +104,9 @@ class Runner:
         self._positions = torch.arange(positions, device=loaded.device)
 
     def free_cache(self) -> int:
-        """Drop the KV cache, whose bytes it returns, and all remembered prompts. Nothing can run until take_cache."""
+        """Drop the KV cache, whose bytes it returns, and all remembered prompts. Nothing can run until
+        take_cache.
+        """
         num_bytes = self.cache.num_bytes
         self.prompts.clear()
         self.cache = self._allocate(0)
@@ -119,7 +130,9 @@ class Runner:
         return SlotCache.allocate(loaded.shape, slots, self.max_length, loaded.dtype, loaded.device)
 
     def prefill(self, jobs: Sequence[tuple[int, Sequence[int]]]) -> Tensor:
-        """Fill slots with sequences, each (slot, token ids); returns the logits after each last token, [jobs, V]."""
+        """Fill slots with sequences, each (slot, token ids); returns the logits after each last token, [jobs,
+        V].
+        """
         self.num_prefilled += len(jobs)
         results: list[Tensor] = []
         items: list[PrefillItem] = []
@@ -159,7 +172,9 @@ class Runner:
         return logits[: len(ends)]
 
     def decode(self, last_ids: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> Tensor:
-        """One step of the sequences in slots 0..n-1: logits [n, V] after `last_ids` [n], token number `lengths` - 1 of each."""
+        """One step of the sequences in slots 0..n-1: logits [n, V] after `last_ids` [n], token number
+        `lengths` - 1 of each.
+        """
         n = len(last_ids)
         rows = self._num_rows(n)
         packed = np.zeros((2, rows), dtype=np.int64)
@@ -186,7 +201,9 @@ class Runner:
             self.prompts.put(prompt_ids, Remembered(keys.clone(), values.clone(), logits_V.clone()))
 
     def recall(self, slot: int, prompt_ids: tuple[int, ...]) -> Tensor | None:
-        """Fill a slot with a remembered prompt and return the logits_V after it; None if it is not remembered."""
+        """Fill a slot with a remembered prompt and return the logits_V after it; None if it is not
+        remembered.
+        """
         entry = self.prompts.get(prompt_ids)
         if entry is None:
             return None

@@ -1,4 +1,6 @@
-"""One request on its way through the engine, and the table of the running ones. Knows ids and numbers; knows no torch."""
+"""One request on its way through the engine, and the table of the running ones. Knows ids and numbers; knows
+no torch.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from asyncrl.messages.engine_calls import GenerateRequest, GenerateResponse, Spa
 from asyncrl_servers.checks import spans_of, uniform_draws
 from asyncrl_servers.streaming import TokenStream, Told
 
-# Cuts the running rows into stretches of like length, so that a long sequence does not make the short ones pay. Knows numbers.
+# Cuts the running rows into stretches of like length, so that a long sequence does not make the short ones
+# pay. Knows numbers.
 
 
 CHUNK = 8
@@ -25,7 +28,8 @@ OVERHEAD_FLOATS = 30_000
 
 
 def cut_rows(padded_lengths: npt.NDArray[np.int64], floats_per_position: int) -> list[tuple[int, int, int]]:
-    """Stretches (start, end, length) that cover the rows [n]; each row's padded length is at most its stretch's.
+    """Stretches (start, end, length) that cover the rows [n]; each row's padded length is at most its
+    stretch's.
 
     Neighbouring chunks are joined unless the positions saved are worth a stretch of their own.
     """
@@ -46,7 +50,8 @@ def cut_rows(padded_lengths: npt.NDArray[np.int64], floats_per_position: int) ->
 
 
 def moves_after_removal(row: int, lengths: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
-    """Moves (source, target), in order, that close the gap at `row` among rows [n] and keep the chunks ordered by length.
+    """Moves (source, target), in order, that close the gap at `row` among rows [n] and keep the chunks
+    ordered by length.
 
     All rows grow alike, so an order once made stays; each chunk hands its longest row to the one before.
     """
@@ -63,14 +68,16 @@ def moves_after_removal(row: int, lengths: npt.NDArray[np.int64]) -> list[tuple[
 
 
 _SLACK = 8
-"""Tokens looked at beyond the longest stop string's bytes (each token holds a byte or more, but for special ones)."""
+"""Tokens looked at beyond the longest stop string's bytes (each token holds a byte or more, but for special
+ones).
+"""
 
 
 class StopWatch:
     """Tells when the decoded text of a request contains one of its stop strings.
 
-    Only the tail is decoded: as many tokens as the longest stop string has bytes, and a few more. Special tokens
-    have no text, but a stop string that is one special token's name stops at that token.
+    Only the tail is decoded: as many tokens as the longest stop string has bytes, and a few more. Special
+    tokens have no text, but a stop string that is one special token's name stops at that token.
     """
 
     def __init__(self, stop: list[str], tokenizer: Any, resumed_ids: list[int]) -> None:
@@ -108,8 +115,8 @@ class SamplingRows:
 def sample(logits_NV: Tensor, rows: SamplingRows) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
     """Draw one token a row: (ids int64 [N], logprobs float32 [N] in nats of the distribution drawn from).
 
-    The draw inverts the cumulative distribution in order of token ids, in float64. Temperature 0 is the largest
-    logit, with the logprob of temperature 1.
+    The draw inverts the cumulative distribution in order of token ids, in float64. Temperature 0 is the
+    largest logit, with the logprob of temperature 1.
     """
     device = logits_NV.device
     logits_NV = logits_NV.float()
@@ -123,7 +130,8 @@ def sample(logits_NV: Tensor, rows: SamplingRows) -> tuple[npt.NDArray[np.int64]
     cdf_NV = logprobs_NV.exp().cumsum(-1, dtype=torch.float64)
     draws = torch.from_numpy(uniform_draws(rows.seeds, rows.positions)).to(device)[:, None]
     tokens_N1 = torch.searchsorted(cdf_NV, draws * cdf_NV[:, -1:], right=True)
-    # A product that rounds up to the total lands behind the last token; the last one of probability above 0 is meant.
+    # A product that rounds up to the total lands behind the last token; the last one of probability above 0
+    # is meant.
     tokens_N1 = torch.minimum(tokens_N1, torch.searchsorted(cdf_NV, cdf_NV[:, -1:].contiguous()))
     is_greedy = rows.temperatures == 0.0
     if is_greedy.any():
@@ -137,7 +145,9 @@ def sample(logits_NV: Tensor, rows: SamplingRows) -> tuple[npt.NDArray[np.int64]
 
 
 def _cut_top_p(logits_NV: Tensor, cut: npt.NDArray[np.int64], top_ps: npt.NDArray[np.float64]) -> Tensor:
-    """Keep, in the rows `cut`, the fewest most likely tokens whose probabilities add up to top_p (Holtzman et al. 2020)."""
+    """Keep, in the rows `cut`, the fewest most likely tokens whose probabilities add up to top_p (Holtzman et
+    al. 2020).
+    """
     index = torch.from_numpy(cut).to(logits_NV.device)
     limits = torch.from_numpy(top_ps[cut]).to(logits_NV.device)[:, None]
     chosen_MV = logits_NV[index]
@@ -157,7 +167,8 @@ FinishReason = Literal["stop", "length", "abort"]
 class Sequence:
     """A request from its arrival to its answer.
 
-    Life: queued -> running in a slot -> answered, or queued -> answered (aborted). `answer` is set exactly once.
+    Life: queued -> running in a slot -> answered, or queued -> answered (aborted). `answer` is set exactly
+    once.
     """
 
     __slots__ = ("answer", "marks", "num_told", "prompt_ids", "request", "stop_watch", "stream")
@@ -191,7 +202,9 @@ class Sequence:
 
 
 class RunningRows:
-    """The running sequences as columns; row i stands in slot i of the KV cache, rows 0..n-1 are taken, without a gap."""
+    """The running sequences as columns; row i stands in slot i of the KV cache, rows 0..n-1 are taken,
+    without a gap.
+    """
 
     def __init__(self, slots: int, max_length: int) -> None:
         self.n = 0
@@ -221,7 +234,9 @@ class RunningRows:
         )
 
     def add(self, sequence: Sequence) -> int:
-        """Take the next row for a sequence whose prompt is (being) prefilled into that slot; returns the row."""
+        """Take the next row for a sequence whose prompt is (being) prefilled into that slot; returns the
+        row.
+        """
         row = self.n
         request = sequence.request
         self.sequences.append(sequence)
@@ -243,7 +258,8 @@ class RunningRows:
         self.lengths[first : self.n] += 1
 
     def remove(self, row: int) -> list[tuple[int, int]]:
-        """Free a row; returns the moves (source, target) that closed the gap, to be repeated in order by the KV cache.
+        """Free a row; returns the moves (source, target) that closed the gap, to be repeated in order by the
+        KV cache.
 
         Only rows above `row` move.
         """

@@ -1,4 +1,6 @@
-"""Sleep and wake of an embedded engine: memory is given back and taken again, and filled. Knows tensors; knows no request."""
+"""Sleep and wake of an embedded engine: memory is given back and taken again, and filled. Knows tensors;
+knows no request.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,15 @@ from asyncrl_servers.embedded.runner import Runner
 from asyncrl_servers.sleeping import PUSH_AGAIN, ChunkedPush, nowhere_whole
 from asyncrl_servers.trainer_memory import TrainerMemory, views
 
-# The tensors of a chunk, wherever the trainer has put them: in a file, or in memory that both have open. Knows no model.
+# The tensors of a chunk, wherever the trainer has put them: in a file, or in memory that both have open.
+# Knows no model.
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """`read` gives the tensor of a name, not copied; `digest` is as the trainer computes it for this kind of place."""
+    """`read` gives the tensor of a name, not copied; `digest` is as the trainer computes it for this kind of
+    place.
+    """
 
     names: frozenset[str]
     read: Callable[[str], Tensor]
@@ -65,14 +70,18 @@ class ChunkReader:
 class Resting:
     """The memory of an engine's KV cache and weights, part by part.
 
-    Life:       awake -> free() -> asleep -> take() -> awake; weights come back without content until they are restored, or
+    Life:       awake -> free() -> asleep -> take() -> awake; weights come back without content until they are
+    restored, or
                 commit() finds a whole push in them, or staged ones are swapped in.
-    Waits:      nobody. load_chunk runs in any thread, all else in the thread that runs the model, while nothing runs.
-    Invariant:  a part that could not be woken is asleep as it was; and weights never have content that no digest vouches for.
+    Waits:      nobody. load_chunk runs in any thread, all else in the thread that runs the model, while
+    nothing runs. Invariant:  a part that could not be woken is asleep as it was; and weights never have
+    content that no digest vouches for.
     """
 
     def __init__(self, runner: Runner, weights: Weights, spare_path: str | None = None) -> None:
-        """`spare_path`: a file for weights that lie nowhere as a whole, while they are asleep; None: those cannot be restored."""
+        """`spare_path`: a file for weights that lie nowhere as a whole, while they are asleep; None: those
+        cannot be restored.
+        """
         self._runner, self._weights, self._spare_path = runner, weights, spare_path
         self.state = weights.state
         self.push = ChunkedPush()
@@ -85,7 +94,9 @@ class Resting:
 
     @torch.inference_mode(False)
     def free(self, parts: Collection[EnginePart]) -> int:
-        """Give the memory of these parts back, which check_may_free has passed; returns its bytes. Raises Refused (507)."""
+        """Give the memory of these parts back, which check_may_free has passed; returns its bytes. Raises
+        Refused (507).
+        """
         num_bytes = 0
         with self._weights.lock:
             if "weights" in parts and self.state.is_awake("weights"):
@@ -101,7 +112,9 @@ class Resting:
 
     @torch.inference_mode(False)
     def take(self, parts: Collection[EnginePart], *, restore: bool) -> int:
-        """Take memory for these parts; returns its bytes. Raises Refused (400, 409; 507: there is not enough memory)."""
+        """Take memory for these parts; returns its bytes. Raises Refused (400, 409; 507: there is not enough
+        memory).
+        """
         num_bytes = 0
         with self._weights.lock:
             self._check_memory(parts)
@@ -121,7 +134,9 @@ class Resting:
         return num_bytes
 
     def load_chunk(self, request: LoadChunkRequest) -> LoadChunkResponse:
-        """Copy the tensors of a chunk into the weights, and say what is there. Raises Refused (400, 409), after which no chunk is."""
+        """Copy the tensors of a chunk into the weights, and say what is there. Raises Refused (400, 409),
+        after which no chunk is.
+        """
         weights = self._weights
         with weights.lock:
             self.state.check_may_load(request.version)
@@ -152,18 +167,23 @@ class Resting:
         self._runner.prompts.clear()
 
     def _check_memory(self, parts: Collection[EnginePart]) -> None:
-        """Raise Refused (507) if there is less than these parts need: asked first, as a CPU's memory is promised before it is there."""
+        """Raise Refused (507) if there is less than these parts need: asked first, as a CPU's memory is
+        promised before it is there.
+        """
         sizes = {"kv": self._runner.num_cache_bytes(), "weights": self._weights.num_bytes()}
         needed = {part: sizes[part] for part in parts if not self.state.is_awake(part)}
         free = available_bytes(self._runner.loaded.device)
         if sum(needed.values()) > free:
             device = self._runner.loaded.device
             raise _no_memory(
-                f"{' and '.join(needed)} need {sum(needed.values())} bytes to wake, {free} are free on {device}"
+                f"{' and '.join(needed)} need {sum(needed.values())} bytes to wake, {free} are free on "
+                f"{device}"
             )
 
     def _restore(self) -> int:
-        """Load again what served. Memory for it is taken once: what is awake without content is given back first."""
+        """Load again what served. Memory for it is taken once: what is awake without content is given back
+        first.
+        """
         weights, source = self._weights, self._weights.source
         if source is None:
             raise nowhere_whole(weights.version)

@@ -1,4 +1,6 @@
-"""`python -m asyncrl_servers.simulated --spec FILE --fd N`: one simulated engine server, a child of the run."""
+"""`python -m asyncrl_servers.simulated --spec FILE --fd N`: one simulated engine server, a child of the
+run.
+"""
 
 from __future__ import annotations
 

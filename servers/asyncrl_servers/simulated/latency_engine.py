@@ -1,4 +1,6 @@
-"""A latency model behind the endpoints of an engine server. Knows asyncio's clock and numbers; knows no model, no torch, no HTTP."""
+"""A latency model behind the endpoints of an engine server. Knows asyncio's clock and numbers; knows no
+model, no torch, no HTTP.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,8 @@ from asyncrl_servers.simulated.simulated_state import SimulatedResting, Simulate
 from asyncrl_servers.sleeping import Source
 from asyncrl_servers.streaming import TokenStream
 
-# One request at the simulated engine: its place on the step clock, and the tokens that it draws. Knows no clock but steps.
+# One request at the simulated engine: its place on the step clock, and the tokens that it draws. Knows no
+# clock but steps.
 
 
 class Running:
@@ -62,7 +65,8 @@ class Running:
     def untold(
         self, end: int, vocab_size: int, changes: Sequence[tuple[float, int]]
     ) -> tuple[list[int], list[float], list[Span]]:
-        """Tokens from the first that was not told up to number `end`, their logprobs and spans; they count as told.
+        """Tokens from the first that was not told up to number `end`, their logprobs and spans; they count as
+        told.
 
         `changes`: (place on the step clock, policy_version from there on), in order.
         """
@@ -75,7 +79,8 @@ class Running:
             np.full(num_tokens, self.request.seed, np.uint64),
             np.arange(first_position, first_position + num_tokens),
         )
-        # Token k is sampled when the clock reaches start + k + 1; it belongs to the last version in force before that.
+        # Token k is sampled when the clock reaches start + k + 1; it belongs to the last version in force
+        # before that.
         first = max(0, bisect_left(changes, (self.start, -1)) - 1)
         marks = [
             (max(0, int(steps - self.start + 1e-9) - start), version) for steps, version in changes[first:]
@@ -92,13 +97,15 @@ class SimulatedEngine:
     """Holds any number of requests at the cost of a heap entry each, whatever the number of their tokens.
 
     All running requests get a token a step, so one clock of steps tells how far each is: it runs at
-    1 / (decode_step_s + n * per_row_s) and stands still during prefill and swaps. A request ends when the clock
-    reaches its start plus its length; version changes are places on the clock. Tokens are drawn at the end, or when a
-    stream is told of them, once a step.
+    1 / (decode_step_s + n * per_row_s) and stands still during prefill and swaps. A request ends when the
+    clock reaches its start plus its length; version changes are places on the clock. Tokens are drawn at the
+    end, or when a stream is told of them, once a step.
 
     Life:       a request is queued -> running -> answered, or queued -> answered (aborted).
-    Waits:      one timer, for the next end (with a stream running, for the next step); every change of what runs sets it
-                anew. A commit with interrupt=wait waits for the last running request, whose end or abort answers it.
+    Waits:      one timer, for the next end (with a stream running, for the next step); every change of what
+    runs sets it
+                anew. A commit with interrupt=wait waits for the last running request, whose end or abort
+                answers it.
     Invariant:  the clock never runs back, and answers never hold a token that the clock has not passed.
     """
 
@@ -166,7 +173,9 @@ class SimulatedEngine:
         return PrepareResponse(version=request.version, digest=digest)
 
     def commit(self, request: CommitRequest) -> asyncio.Future[CommitResponse]:
-        """Serve under the new version after swap_s; the answer comes when decoding can go on. Raises Refused (409)."""
+        """Serve under the new version after swap_s; the answer comes when decoding can go on. Raises Refused
+        (409).
+        """
         answer: asyncio.Future[CommitResponse] = asyncio.get_running_loop().create_future()
         if self._draining is not None:
             raise commit_waits_already(self._draining[0].version)
@@ -312,7 +321,9 @@ class SimulatedEngine:
         self._stall(self.spec.prefill_s_per_token * len(request.prompt_ids))
 
     def _completion_length(self, seed: int) -> int:
-        """Tokens of the whole completion, its resumed part included: lognormal (Box and Muller 1958), from the seed alone."""
+        """Tokens of the whole completion, its resumed part included: lognormal (Box and Muller 1958), from
+        the seed alone.
+        """
         first, second = uniform_draws(np.full(2, seed, dtype=np.uint64), np.array([-1, -2])).tolist()
         normal = math.sqrt(-2.0 * math.log(1.0 - first)) * math.cos(2.0 * math.pi * second)
         sigma = self.spec.sigma

@@ -1,4 +1,6 @@
-"""Sleep and wake of an engine without a model: the same states and refusals as the real one's, and numbers instead of memory."""
+"""Sleep and wake of an engine without a model: the same states and refusals as the real one's, and numbers
+instead of memory.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ from asyncrl_servers.sleeping import ChunkedPush, Source, Wakefulness, nowhere_w
 class SimulatedSpec(BaseModel):
     """The spec file of `python -m asyncrl_servers.simulated`: one JSON object, unknown keys refused.
 
-    With n running requests a decode step takes decode_step_s + n * per_row_s, and each of them gets one token.
+    With n running requests a decode step takes decode_step_s + n * per_row_s, and each of them gets one
+    token.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -57,18 +60,22 @@ class SimulatedSpec(BaseModel):
     """Requests that may wait for a slot; one more is refused with 503."""
 
 
-# Weights of an engine without a model: read and verified like real ones, and dropped. Knows the file format, no torch.
+# Weights of an engine without a model: read and verified like real ones, and dropped. Knows the file format,
+# no torch.
 
 
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
 
 
 def verify_weights(request: PrepareRequest) -> str:
-    """Digest of the tensors in the safetensors file. Raises Refused: 400 if it cannot be read, 409 if it is not what was sent."""
+    """Digest of the tensors in the safetensors file. Raises Refused: 400 if it cannot be read, 409 if it is
+    not what was sent.
+    """
     if request.kind != "weights":
         raise Refused(
             400,
-            f"policy_version {request.version} comes as adapters (kind={request.kind}), and this server has no weights to merge them over",
+            f"policy_version {request.version} comes as adapters (kind={request.kind}), and this server has "
+            f"no weights to merge them over",
             rule="rollout.engine=simulated takes whole weights alone",
             way_out="set publisher.transport=shm, or rollout.engine=embedded.",
         )
@@ -79,7 +86,9 @@ def verify_weights(request: PrepareRequest) -> str:
 
 
 def read_digests(path: str) -> tuple[dict[str, bytes], int]:
-    """(digest of each tensor by name, bytes of all) of a safetensors file. Raises Refused (400) if it cannot be read."""
+    """(digest of each tensor by name, bytes of all) of a safetensors file. Raises Refused (400) if it cannot
+    be read.
+    """
     try:
         with (
             Path(path).open("rb") as file,
@@ -110,7 +119,8 @@ def _tensors(
 class SimulatedResting:
     """Which parts are asleep, and the push that lies in the weights.
 
-    Life:       as the Resting of the embedded engine: awake -> free() -> asleep -> take() -> awake, and the weights without content
+    Life:       as the Resting of the embedded engine: awake -> free() -> asleep -> take() -> awake, and the
+    weights without content
                 until they are restored or a whole push is committed.
     """
 
@@ -131,7 +141,9 @@ class SimulatedResting:
         return sum(self._num_bytes[part] for part in freed)
 
     def take(self, parts: Collection[EnginePart], version: int, *, restore: bool) -> int:
-        """Wake these parts; returns the bytes of those that were asleep. Raises Refused (400, 409) with nothing changed."""
+        """Wake these parts; returns the bytes of those that were asleep. Raises Refused (400, 409) with
+        nothing changed.
+        """
         is_restored = restore and "weights" in parts and not self.state.has_content
         if is_restored:
             self._check_source(version)
@@ -156,7 +168,9 @@ class SimulatedResting:
         return LoadChunkResponse(version=request.version, index=request.index, digest=digest)
 
     def commit(self, request: CommitRequest, serving: int, digest: str) -> None:
-        """Serve the push that lies here. Raises Refused (409), after which no chunk is there. `digest` is that of `serving`."""
+        """Serve the push that lies here. Raises Refused (409), after which no chunk is there. `digest` is
+        that of `serving`.
+        """
         if request.version == serving and digest not in ("", request.digest):
             raise not_newer(request.version, serving)
         self.settle(self.push.take(request.version, request.digest))

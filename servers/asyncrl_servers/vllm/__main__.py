@@ -1,4 +1,6 @@
-"""`python -m asyncrl_servers.vllm --spec FILE --fd N`: one vLLM server, a child of the run. vLLM is imported once all is checked."""
+"""`python -m asyncrl_servers.vllm --spec FILE --fd N`: one vLLM server, a child of the run. vLLM is imported
+once all is checked.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The spec as vLLM's own argument list: what is always so, what belongs to another config key, what the user adds. Imports no vLLM."""
+"""The spec as vLLM's own argument list: what is always so, what belongs to another config key, what the user
+adds. Imports no vLLM.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,13 @@ class VllmSpec(BaseModel):
     name: str
     """Name of this server in logs and errors, like engine-0."""
     model_path: str
-    """Hugging Face folder with config, weights and tokenizer. Without a tokenizer there are no stop strings."""
+    """Hugging Face folder with config, weights and tokenizer. Without a tokenizer there are no stop
+    strings.
+    """
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type of the weights. A run writes that of its trainer; auto (bfloat16 on CUDA, float32 on a CPU) is for a server alone."""
+    """Type of the weights. A run writes that of its trainer; auto (bfloat16 on CUDA, float32 on a CPU) is for
+    a server alone.
+    """
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """What vLLM must be built for (auto = whatever it is built for)."""
     max_length: int = Field(ge=2)
@@ -48,10 +54,12 @@ class VllmSpec(BaseModel):
     tensor_parallel: int = Field(default=1, ge=1)
     """Devices that share one model."""
     transport: Literal["shm", "disk", "lora", "nccl", "ipc"] = "shm"
-    """How weights come: through the worker extension (shm, disk), as adapters (lora), or from the trainer's device: chunks (ipc),
-    through the extension too, or a broadcast (nccl), through vLLM's own transfer."""
+    """How weights come: through the worker extension (shm, disk), as adapters (lora), or from the trainer's
+    device: chunks (ipc), through the extension too, or a broadcast (nccl), through vLLM's own transfer."""
     kv_cache_bytes: int | None = Field(default=None, ge=1)
-    """Memory for the KV cache (none = enough for all slots on CPU; what vLLM's own rule leaves over on CUDA)."""
+    """Memory for the KV cache (none = enough for all slots on CPU; what vLLM's own rule leaves over on
+    CUDA).
+    """
     args: dict[str, Any] = {}
     """vLLM's own arguments by name."""
     worker_extension: str = WORKER_EXTENSION
@@ -68,7 +76,9 @@ MIN_BYTES = 2**26
 
 
 def kv_cache_bytes(folder: Path, dtype: str, slots: int, max_length: int) -> int:
-    """Memory in which all slots hold sequences of full length, one block over; MIN_BYTES where the config file does not tell."""
+    """Memory in which all slots hold sequences of full length, one block over; MIN_BYTES where the config
+    file does not tell.
+    """
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         config = config.get("text_config", config)
@@ -136,7 +146,9 @@ KV_CACHE = {"kv_cache_memory_bytes", "gpu_memory_utilization", "num_gpu_blocks_o
 
 
 def build_arguments(spec: VllmSpec, known: Mapping[str, Sequence[str]], *, is_cpu: bool) -> list[str]:
-    """The argument list. `known`: the options of its parser by name, with underscores. Raises Refused for an argument of the user's."""
+    """The argument list. `known`: the options of its parser by name, with underscores. Raises Refused for an
+    argument of the user's.
+    """
     given = {name.lstrip("-").replace("-", "_"): value for name, value in spec.args.items()}
     for name in given:
         check_name(name, known)
@@ -154,7 +166,8 @@ def build_arguments(spec: VllmSpec, known: Mapping[str, Sequence[str]], *, is_cp
         "max_model_len": spec.max_length,
         "max_num_seqs": spec.slots,
         "seed": spec.seed,
-        "generation_config": "vllm",  # else the model's own file changes top_p and top_k where a request is silent
+        # else the model's own file changes top_p and top_k where a request is silent
+        "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs",
         "enable_scale_out": True,
         "enable_prompt_tokens_details": True,
@@ -235,7 +248,9 @@ def _lora_rank(rank: int) -> int:
 
 
 def _words(name: str, value: Any, known: Mapping[str, Sequence[str]]) -> list[str]:
-    """One argument as words: true and false as switches, lists as several words, dicts as JSON, none as not given."""
+    """One argument as words: true and false as switches, lists as several words, dicts as JSON, none as not
+    given.
+    """
     option = f"--{name.replace('_', '-')}"
     if value is None:
         return []

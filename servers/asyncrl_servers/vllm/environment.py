@@ -20,9 +20,11 @@ def check_start(spec: VllmSpec) -> None:
     if spec.device not in ("auto", built_for):
         raise Refused(
             400,
-            f"{spec.name} is to run on the device {spec.device}, and the vLLM of {sys.executable} is built for {built_for}",
+            f"{spec.name} is to run on the device {spec.device}, and the vLLM of {sys.executable} is built "
+            f"for {built_for}",
             rule="vLLM runs on what it is built for",
-            way_out="install the other build (`make setup-vllm` for CPU, the extra vllm for CUDA), or name it in rollout.vllm_python.",
+            way_out="install the other build (`make setup-vllm` for CPU, the extra vllm for CUDA), or name "
+            "it in rollout.vllm_python.",
         )
     if not (Path(spec.model_path) / "config.json").is_file():
         raise Refused(
@@ -44,12 +46,15 @@ def is_cpu_build() -> bool:
 
 
 def set_environment(spec: VllmSpec, scratch: Path) -> None:
-    """Set what vLLM is to find, for this process and its children. `scratch` takes their sockets and temporary files."""
+    """Set what vLLM is to find, for this process and its children. `scratch` takes their sockets and
+    temporary files.
+    """
     os.environ |= {
         "VLLM_SERVER_DEV_MODE": "1",  # /pause, /resume, /collective_rpc and the like
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",  # else a mistyped path makes some 20 s of retries
-        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "3600",  # 5 s breaks pooled clients: their next POST finds the connection closed
+        # 5 s breaks pooled clients: their next POST finds the connection closed
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "3600",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR") or _inductor_cache(),
         "TMPDIR": str(scratch),
@@ -66,11 +71,14 @@ def set_environment(spec: VllmSpec, scratch: Path) -> None:
 
 
 def _inductor_cache() -> str:
-    """Where torch keeps compiled kernels of itself; in a scratch folder each start would compile them anew."""
+    """Where torch keeps compiled kernels of itself; in a scratch folder each start would compile them
+    anew.
+    """
     return str(Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}")
 
 
-# Why vLLM could not start, in words a run can show: vLLM itself says "see root cause above" and has it in the log of another process.
+# Why vLLM could not start, in words a run can show: vLLM itself says "see root cause above" and has it in the
+# log of another process.
 
 
 _ERROR_LINE = re.compile(r"\b((?:\w+\.)*\w*(?:Error|Exception): .+|Worker proc \S+ died unexpectedly.*)")
@@ -88,7 +96,9 @@ _POINTERS = (
 
 
 def start_failure(spec: VllmSpec, error: Exception) -> Refused:
-    """The refusal that names the cause: the error itself, or where that only points elsewhere, the last one in this server's log."""
+    """The refusal that names the cause: the error itself, or where that only points elsewhere, the last one
+    in this server's log.
+    """
     said = f"{type(error).__name__}: {error}"
     if any(pointer in said for pointer in _POINTERS):
         said = last_error(_own_log()) or said

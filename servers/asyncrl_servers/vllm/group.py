@@ -1,7 +1,9 @@
-"""All processes of one vLLM server end together, whichever of them ends first. Knows processes; knows no vLLM.
+"""All processes of one vLLM server end together, whichever of them ends first. Knows processes; knows no
+vLLM.
 
-vLLM's engine and workers are children of the API server that outlive it if it is killed. So the server leads a process group, and a
-small process of that group, forked before anything is loaded, waits for the end of the leader and ends what is left.
+vLLM's engine and workers are children of the API server that outlive it if it is killed. So the server leads
+a process group, and a small process of that group, forked before anything is loaded, waits for the end of the
+leader and ends what is left.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ def lead_group() -> None:
 
 
 def start_warden(scratch: Path) -> None:
-    """Fork the process that ends the group and removes `scratch` once the caller is gone. Call it before any thread is started."""
+    """Fork the process that ends the group and removes `scratch` once the caller is gone. Call it before any
+    thread is started.
+    """
     leader = os.getpid()
     if os.fork():
         return
@@ -46,7 +50,8 @@ def start_warden(scratch: Path) -> None:
 def end_group(leader: int, grace_s: float = GRACE_S) -> None:
     """End all other processes of the group: SIGTERM, and SIGKILL to what is left after `grace_s`.
 
-    Except multiprocessing's resource tracker: it ends by itself once nobody is left, and removes their shared memory then.
+    Except multiprocessing's resource tracker: it ends by itself once nobody is left, and removes their shared
+    memory then.
     """
     _signal(leader, signal.SIGTERM)
     if not _wait_until(lambda: not _members(leader), grace_s):
@@ -72,7 +77,9 @@ def _wait_until(is_so: Callable[[], bool], timeout_s: float) -> bool:
 
 
 def _members(leader: int, *, with_tracker: bool = False) -> list[int]:
-    """Living processes of the group, without the leader, the caller and (unless asked) the resource tracker."""
+    """Living processes of the group, without the leader, the caller and (unless asked) the resource
+    tracker.
+    """
     found = []
     for folder in Path("/proc").iterdir():
         if not folder.name.isdigit() or int(folder.name) in (leader, os.getpid()):

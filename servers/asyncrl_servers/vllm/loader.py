@@ -1,8 +1,9 @@
-"""Brings weights into the model of one vLLM worker, whole or chunk by chunk, and says when they are not all there. Knows vLLM's reload.
+"""Brings weights into the model of one vLLM worker, whole or chunk by chunk, and says when they are not all
+there. Knows vLLM's reload.
 
-Plain `model.load_weights` is wrong after the start: layers have their weights packed for the kernels by then (on CPU every linear layer
-is, and its parameter is empty). vLLM's layerwise reload gives the layers their first form back, buffers what is loaded, and packs a layer
-as soon as it is complete.
+Plain `model.load_weights` is wrong after the start: layers have their weights packed for the kernels by then
+(on CPU every linear layer is, and its parameter is empty). vLLM's layerwise reload gives the layers their
+first form back, buffers what is loaded, and packs a layer as soon as it is complete.
 """
 
 from __future__ import annotations
@@ -28,14 +29,17 @@ from asyncrl.messages.base import ChunkMemory, joint_digest
 from asyncrl.weights.shared_memory import byte_digest, word_digest
 from asyncrl_servers.trainer_memory import TrainerMemory
 
-# Safetensors files on their way into a vLLM worker: mapped, hashed, cut into chunks. Knows torch; knows no vLLM.
+# Safetensors files on their way into a vLLM worker: mapped, hashed, cut into chunks. Knows torch; knows no
+# vLLM.
 
 
 RESEND = "export and prepare again; if it repeats, look for what else writes the staging file."
 
 
 def map_file(path: str) -> dict[str, Tensor]:
-    """All tensors of the file, in its order, lying in the file itself. Raises Refused if it cannot be read."""
+    """All tensors of the file, in its order, lying in the file itself. Raises Refused if it cannot be
+    read.
+    """
     if not Path(path).is_file():
         raise Refused(400, f"no weights file {path}", way_out=RESEND)
     try:
@@ -83,11 +87,13 @@ def chunks_of(tensors: Mapping[str, Tensor], chunk_bytes: int) -> Iterator[list[
 
 
 class Staged:
-    """A weights file that waits for its load. Its digest is computed in a thread, while the worker goes on generating.
+    """A weights file that waits for its load. Its digest is computed in a thread, while the worker goes on
+    generating.
 
-    Life:       hashing -> staged, or failed: what was announced is another digest, or the file cannot be hashed. Is never hashed again.
-    Waits:      nobody; whoever wants to know asks `is_hashed` again. `wait` is for a load that comes too early.
-    Invariant:  `tensors` lie in the file that was mapped: replacing the file changes nothing here, as nobody writes into it.
+    Life:       hashing -> staged, or failed: what was announced is another digest, or the file cannot be
+    hashed. Is never hashed again. Waits:      nobody; whoever wants to know asks `is_hashed` again. `wait` is
+    for a load that comes too early. Invariant:  `tensors` lie in the file that was mapped: replacing the file
+    changes nothing here, as nobody writes into it.
     """
 
     def __init__(self, version: int, path: str, announced: str, num_tensors: int, num_bytes: int) -> None:
@@ -129,8 +135,10 @@ BROKEN = "the weights of this server are of no version until a load succeeds: lo
 class Loader:
     """The weights of one worker. Knows files and vLLM's model; knows no route and no other worker.
 
-    Life:       idle -> staging -> staged -> load -> idle;  or  idle -> open (one chunk after the other) -> finished -> idle.
-                A load that fails after it has begun leaves the weights `broken`, until one succeeds: it replaces them all.
+    Life:       idle -> staging -> staged -> load -> idle;  or  idle -> open (one chunk after the other) ->
+    finished -> idle.
+                A load that fails after it has begun leaves the weights `broken`, until one succeeds: it
+                replaces them all.
     Waits:      nowhere but for a digest that is asked to be loaded while it is still computed.
     Invariant:  a load answers without error only if every parameter of the model got its elements from it.
     """
@@ -209,7 +217,9 @@ class Loader:
         num_bytes: int,
         memory: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Load chunk `index` of an update, from a file or from memory that the trainer shares; 0 opens an update. Raises Refused."""
+        """Load chunk `index` of an update, from a file or from memory that the trainer shares; 0 opens an
+        update. Raises Refused.
+        """
         expected = self._num_chunks if self.open_version == version else 0
         if index not in (0, expected):
             raise Refused(
@@ -218,7 +228,8 @@ class Loader:
                 rule="chunks come in order, from 0",
                 way_out="send them again from 0.",
             )
-        # A copy: the next chunk may be written over this one while vLLM holds tensors of it until their layer is complete.
+        # A copy: the next chunk may be written over this one while vLLM holds tensors of it until their layer
+        # is complete.
         if memory is None:
             tensors, hashed = {name: tensor.clone() for name, tensor in map_file(path).items()}, byte_digest
         else:
@@ -231,7 +242,8 @@ class Loader:
         if index and (again := sorted(self._names & tensors.keys())):
             raise Refused(
                 409,
-                f"{path} has {len(again)} tensors that came in an earlier chunk of version {version}: {', '.join(again[:3])}",
+                f"{path} has {len(again)} tensors that came in an earlier chunk of version {version}: "
+                f"{', '.join(again[:3])}",
                 rule="each tensor of a push comes once",
                 way_out="send them again from 0.",
             )
@@ -257,7 +269,9 @@ class Loader:
         return {"digest": joint_digest(self._digests)}
 
     def drop(self) -> None:
-        """Forget what is staged. An update that is open cannot be undone: its weights are partly the new ones."""
+        """Forget what is staged. An update that is open cannot be undone: its weights are partly the new
+        ones.
+        """
         self.staged = None
         if self.open_version is not None:
             self._abandon("dropped")
@@ -267,7 +281,8 @@ class Loader:
         if self.open_version is not None:
             self._abandon("given up")
         self.open_version, self._num_chunks, self._digests, self._names = version, 0, [], set()
-        # A tied parameter is listed once, for its first layer. Layers without parameters have buffers that they compute themselves.
+        # A tied parameter is listed once, for its first layer. Layers without parameters have buffers that
+        # they compute themselves.
         self._owners = {name.rpartition(".")[0] for name, _ in self.model.named_parameters()}
         with self._changing():
             initialize_layerwise_reload(self.model)
@@ -292,7 +307,8 @@ class Loader:
             if missing:
                 raise Refused(
                     409,
-                    f"the weights of version {self.open_version} lack {len(missing)} parameters of the model: {', '.join(missing[:5])}",
+                    f"the weights of version {self.open_version} lack {len(missing)} parameters of the "
+                    f"model: {', '.join(missing[:5])}",
                     rule="a version is served only when every parameter came from it",
                     way_out=BROKEN,
                 )
@@ -323,7 +339,9 @@ class Loader:
             torch.cuda.synchronize()
 
     def _repack_tied(self) -> None:
-        """Pack the output layer anew where it shares its weight with the embedding: it loads nothing itself, so its packed copy is old."""
+        """Pack the output layer anew where it shares its weight with the embedding: it loads nothing itself,
+        so its packed copy is old.
+        """
         if not current_platform.is_cpu():
             return
         from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
@@ -339,7 +357,9 @@ class Loader:
                 dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
 
     def _check_staged(self, staged: Staged) -> None:
-        """Raise Refused, and stage nothing any more, if the file could not be hashed or is not what was announced."""
+        """Raise Refused, and stage nothing any more, if the file could not be hashed or is not what was
+        announced.
+        """
         try:
             staged.check()
         except Refused:
@@ -361,7 +381,9 @@ class Loader:
             raise
 
     def _abandon(self, why: str) -> None:
-        """Close an update that cannot be completed. The layers get tensors again, else the next request would end the engine."""
+        """Close an update that cannot be completed. The layers get tensors again, else the next request would
+        end the engine.
+        """
         self.broken = f"version {self.open_version} came in part ({self._num_chunks} chunks, {why})"
         self.open_version = None
         with (

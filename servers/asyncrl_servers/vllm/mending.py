@@ -1,4 +1,6 @@
-"""What vLLM's CPU engine needs to be mended: seeds that end it, kernels that it compiles for nothing, waits that starve the machine."""
+"""What vLLM's CPU engine needs to be mended: seeds that end it, kernels that it compiles for nothing, waits
+that starve the machine.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,13 @@ def mend_cpu() -> None:
 
 
 def mend_waits() -> None:
-    """Sleep 20 us between two looks at the shared memory through which the engine and its workers speak, instead of yielding the core.
+    """Sleep 20 us between two looks at the shared memory through which the engine and its workers speak,
+    instead of yielding the core.
 
-    vLLM spins there, with sched_yield, for the whole of each step. Engine and worker then hold two cores, and on Linux 6.18 with two of
-    them everybody else (vLLM's own front end, the trainer, the run) was not scheduled for up to 9 s at a time; with this for 5 ms at
-    most, at the same tokens a second. vLLM's other way to wait, for a notice over zmq, loses notices that come in quick succession.
+    vLLM spins there, with sched_yield, for the whole of each step. Engine and worker then hold two cores, and
+    on Linux 6.18 with two of them everybody else (vLLM's own front end, the trainer, the run) was not
+    scheduled for up to 9 s at a time; with this for 5 ms at most, at the same tokens a second. vLLM's other
+    way to wait, for a notice over zmq, loses notices that come in quick succession.
     """
     from vllm.distributed.device_communicators import shm_broadcast
 
@@ -36,8 +40,9 @@ def _nap() -> None:
 def mend_ranks() -> None:
     """Count ranks and draw tokens as plain torch does.
 
-    vLLM compiles both with torch.compile, even with --enforce-eager: on CPU the first request with logprobs takes some 9 s then, and ends
-    the engine where there is no C++ compiler. The functions are the same, not compiled.
+    vLLM compiles both with torch.compile, even with --enforce-eager: on CPU the first request with logprobs
+    takes some 9 s then, and ends the engine where there is no C++ compiler. The functions are the same, not
+    compiled.
     """
     from vllm.v1.sample import sampler
     from vllm.v1.sample.ops import topk_topp_sampler
@@ -53,9 +58,10 @@ def mend_ranks() -> None:
 def mend_seeds() -> None:
     """Undo a draw that vLLM discards by restoring the generator, instead of by winding it back.
 
-    vLLM 0.32: after a partial prefill (a long prompt, many prompts at once, a recompute after a pause) the runner throws the sampled token
-    away and calls Generator.set_offset, which a CPU generator has not: "CPU Generator does not use offset", and the whole engine ends.
-    Remove with a vLLM whose CPU runner does without it.
+    vLLM 0.32: after a partial prefill (a long prompt, many prompts at once, a recompute after a pause) the
+    runner throws the sampled token away and calls Generator.set_offset, which a CPU generator has not: "CPU
+    Generator does not use offset", and the whole engine ends. Remove with a vLLM whose CPU runner does
+    without it.
     """
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner as Runner
 
@@ -92,7 +98,8 @@ def mend_seeds() -> None:
     )
 
 
-# vLLM's executor of worker processes, for --distributed-executor-backend. Importing it mends the waits of the engine's process.
+# vLLM's executor of worker processes, for --distributed-executor-backend. Importing it mends the waits of the
+# engine's process.
 
 
 mend_waits()

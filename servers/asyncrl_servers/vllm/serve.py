@@ -1,4 +1,6 @@
-"""vLLM's OpenAI server with our arguments on our socket. The only module of the API process that imports vLLM."""
+"""vLLM's OpenAI server with our arguments on our socket. The only module of the API process that imports
+vLLM.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from asyncrl.messages.base import ErrorBody
 from asyncrl_servers.vllm.arguments import VllmSpec, build_arguments
 from asyncrl_servers.vllm.environment import engine_death, is_cpu_build, start_failure
 
-# The lock on every route of a vLLM server. vLLM's own --api-key leaves /pause, /collective_rpc and others open, and lies in argv.
+# The lock on every route of a vLLM server. vLLM's own --api-key leaves /pause, /collective_rpc and others
+# open, and lies in argv.
 
 
 _expected: list[bytes] = []
@@ -82,7 +85,9 @@ def parse_arguments(spec: VllmSpec) -> argparse.Namespace:
 
 
 def serve_vllm(spec: VllmSpec, fd: int) -> None:
-    """Start the engine and serve until SIGTERM. Raises Refused if it cannot start, and if the engine ends before it is told to."""
+    """Start the engine and serve until SIGTERM. Raises Refused if it cannot start, and if the engine ends
+    before it is told to.
+    """
     args = parse_arguments(spec)
     listener = socket.socket(fileno=fd)
     host, args.port = listener.getsockname()[:2]
@@ -96,7 +101,9 @@ def serve_vllm(spec: VllmSpec, fd: int) -> None:
 
 
 async def _run(args: argparse.Namespace, listener: socket.socket) -> bool:
-    """Serve as vLLM's run_server_worker, which does not tell a server that was told to end from one whose engine died."""
+    """Serve as vLLM's run_server_worker, which does not tell a server that was told to end from one whose
+    engine died.
+    """
     try:
         async with build_async_engine_client(args) as engine:
             ending = await build_and_serve(engine, f"http://{args.host}:{args.port}", listener, args)

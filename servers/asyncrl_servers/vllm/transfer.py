@@ -1,8 +1,10 @@
-"""Backends for vLLM's native weight transfer: "shm", files in shared memory; "broadcast", what the trainer sends to all workers at once.
+"""Backends for vLLM's native weight transfer: "shm", files in shared memory; "broadcast", what the trainer
+sends to all workers at once.
 
-POST /init_weight_transfer_engine {"init_info": {}}, /start_weight_update, /update_weights {"update_info": ..}, /finish_weight_update.
-Both load as our extension does (loader.py): the digest is compared, and every parameter must have got its elements. A failure here is
-vLLM's: the route answers 500. vLLM's own backends, nccl and ipc, do neither, and work on CUDA alone.
+POST /init_weight_transfer_engine {"init_info": {}}, /start_weight_update, /update_weights {"update_info":
+..}, /finish_weight_update. Both load as our extension does (loader.py): the digest is compared, and every
+parameter must have got its elements. A failure here is vLLM's: the route answers 500. vLLM's own backends,
+nccl and ipc, do neither, and work on CUDA alone.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ class LoaderEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
         self._loader.begin(-1)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """One call. vLLM's own method synchronizes an accelerator afterwards, which a CPU is not; the loader does where there is one."""
+        """One call. vLLM's own method synchronizes an accelerator afterwards, which a CPU is not; the loader
+        does where there is one.
+        """
         try:
             self.receive_weights(self.parse_update_info(update_info))
         except Exception:

@@ -1,7 +1,8 @@
-"""What vLLM mixes into each of its workers (--worker-extension-cls): methods for POST /collective_rpc. Importing it mends two things.
+"""What vLLM mixes into each of its workers (--worker-extension-cls): methods for POST /collective_rpc.
+Importing it mends two things.
 
-A method gets one JSON text and answers with a dict that has `ok` or `error` (with rule and way_out); it never raises, as an exception
-in one worker would end the engine or leave the others waiting.
+A method gets one JSON text and answers with a dict that has `ok` or `error` (with rule and way_out); it never
+raises, as an exception in one worker would end the engine or leave the others waiting.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ if current_platform.is_cpu():
 
 
 class WeightLoader:
-    """Mixed into vLLM's worker class, so it has no state of its own but what `_asyncrl_loader` makes at the first call."""
+    """Mixed into vLLM's worker class, so it has no state of its own but what `_asyncrl_loader` makes at the
+    first call.
+    """
 
     asyncrl_loader_class = Loader
 
