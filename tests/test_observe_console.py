@@ -12,8 +12,7 @@ import pytest
 from rich.console import Console as RichConsole
 
 from asyncrl.observe.console import Console, PanelState, live_panel, plain_line
-from asyncrl.observe.run_numbers import TimeShares
-from asyncrl.observe.text import duration, sparkline
+from asyncrl.observe.run_numbers import TimeShares, duration, sparkline
 from asyncrl.observe.verdict import Verdict, summary_panel
 
 METRICS = {

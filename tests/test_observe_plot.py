@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.observe.plot import running_mean, smoothing_window, write_reward_plot
+from asyncrl.observe.recorder import running_mean, smoothing_window, write_reward_plot
 from asyncrl.observe.run_numbers import Steps
 
 

@@ -25,12 +25,12 @@ from asyncrl.errors import ConfigError
 from asyncrl.files import RunLock, lines_from_end
 from asyncrl.messages.trainer_calls import BatchArrays, BatchHeader, TrajectoryHeader
 from asyncrl.observe.inspect import render_inspect
-from asyncrl.observe.known_waits import Wait
 from asyncrl.observe.recorder import Recorder, boot_id
 from asyncrl.observe.run_files import judge_state
 from asyncrl.observe.run_numbers import Steps
 from asyncrl.observe.status import render_status
 from asyncrl.observe.trained import TrainedRecord
+from asyncrl.observe.watchdog import Wait
 from asyncrl.trainer.record import append_line, note_restored, trained_line
 
 NUM_GROUPS = 2
@@ -420,20 +420,18 @@ def test_no_line_of_a_long_run_is_read_twice_but_those_that_are_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     num_steps, shown, parsed = 400, 150, list[bytes]()
-    monkeypatch.setattr("asyncrl.observe.status.SHOWN_STEPS", shown)
+    monkeypatch.setattr("asyncrl.observe.inspect.SHOWN_STEPS", shown)
 
-    def counting(line: bytes, **_: Any) -> Any:
+    def counting(line: bytes) -> Any:
         parsed.append(line)
-        return json.JSONDecoder().decode(line.decode())
+        return json.loads(line)
 
     make_run(tmp_path, num_steps=num_steps)
-    monkeypatch.setattr("asyncrl.observe.run_files.from_json", counting)
-    monkeypatch.setattr("asyncrl.observe.run_files._COLUMNS_OF", SimpleNamespace(validate_json=counting))
     for module in ("run_files", "trained"):
         monkeypatch.setattr(f"asyncrl.observe.{module}.parse_line", counting)
     status = json.loads(render_status(tmp_path, as_json=True))
-    assert (status["steps_done"], len(parsed)) == (num_steps, num_steps + 1), (
-        "one line a step, the last one whole, and none of the record"
+    assert (status["steps_done"], len(parsed)) == (num_steps, num_steps), (
+        "one line a step, and none of the record"
     )
     parsed.clear()
     plain = inspected(tmp_path)
@@ -442,11 +440,11 @@ def test_no_line_of_a_long_run_is_read_twice_but_those_that_are_shown(
         True,
         2 * num_steps,
     )
-    assert len(parsed) == 2 * num_steps + 1 + shown
+    assert len(parsed) == 2 * num_steps + shown
     assert [step["step"] for step in plain["steps"]] == list(range(num_steps - shown, num_steps))
     parsed.clear()
     (only,) = inspected(tmp_path, step=17)["steps"]
-    assert (only["metrics"]["step"], len(parsed)) == (17, 2 * num_steps + 3)
+    assert (only["metrics"]["step"], len(parsed)) == (17, 2 * num_steps + 1)
     assert f"the last 100 of {num_steps} steps" in render_inspect(tmp_path)
 
 

@@ -94,7 +94,7 @@ for module in pkgutil.iter_modules(asyncrl.observe.__path__):
 heavy = {"torch", "transformers", "datasets", "matplotlib", "tensorboard"} & set(sys.modules)
 assert not heavy, heavy
 from asyncrl.observe.recorder import Recorder
-from asyncrl.observe.plot import write_reward_plot
+from asyncrl.observe.recorder import write_reward_plot
 from asyncrl.observe.run_numbers import Steps
 steps = [{"step": n, "time_s": float(n), "reward/mean": 0.1 * n} for n in range(1, 4)]
 recorder = Recorder(sys.argv[1])

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 
 from asyncrl.messages.records import Batch, Group, GroupId, Prompt, Trajectory, VersionSpan
-from asyncrl.observe.step_metrics import batch_metrics
+from asyncrl.observe.gauges import batch_metrics
 
 
 def trajectory(

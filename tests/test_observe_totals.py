@@ -17,7 +17,7 @@ from journal_cases import make_batch
 from asyncrl.config import RunConfig, load_config
 from asyncrl.journal.read import Counted
 from asyncrl.messages.records import StepReport
-from asyncrl.observe.step_metrics import Totals
+from asyncrl.observe.gauges import Totals
 from asyncrl.rollouts.evaluator import EvalResult
 from asyncrl.run.report import Reporter
 

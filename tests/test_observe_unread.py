@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from asyncrl.observe import text as unread
-from asyncrl.observe.text import outliving
+from asyncrl.observe import console as unread
+from asyncrl.observe.console import outliving
 
 
 @pytest.fixture

@@ -4,24 +4,34 @@ live run may write on.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from rich.console import Group as Rendered
-
 from asyncrl.errors import ConfigError, JournalError
 from asyncrl.journal.story import BatchStory, GroupLine, GroupStory, batch_story, events, group_story, totals
 from asyncrl.messages.records import PartialCompletion, Rollout, Trajectory, VersionSpan
+from asyncrl.observe.inspect_tables import inspect_tables
 from asyncrl.observe.run_files import RunFiles, read_run
 from asyncrl.observe.run_numbers import masked_tokens
-from asyncrl.observe.status import inspect_summary, inspect_tables, to_json, to_text
-from asyncrl.observe.story_tables import story_tables
+from asyncrl.observe.status import to_text
+from asyncrl.observe.trained import (
+    TRAINED_FILE,
+    Line,
+    TrainedRecord,
+    batch_summary,
+    read_record,
+    trajectory_summaries,
+)
+from asyncrl.observe.verdict import judge
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 
 JOURNAL_FILE = "journal.sqlite"
+SHOWN_STEPS = 1000
+"""So many steps, the newest, are listed one by one; a terminal gets the last hundred of them."""
 
 
 def render_inspect(
@@ -33,33 +43,79 @@ def render_inspect(
     Raises ConfigError if `run_dir` is no run directory, or has no such step or group.
     """
     summary = summarise(read_run(run_dir, step=step), step=step, group=group)
-    return (
-        to_json(summary) if as_json else to_text(Rendered(*story_tables(summary), *inspect_tables(summary)))
-    )
+    return json.dumps(summary, indent=2) if as_json else to_text(*inspect_tables(summary))
 
 
 def summarise(files: RunFiles, *, step: int | None = None, group: int | None = None) -> dict[str, Any]:
-    """Plain values. The trainer's record says what was trained on; keys `journal`, `batch` and `story` are
-    from the journal.
+    """Plain values: staleness recomputed from the spans, whether the bound was kept, the verdict, and each of
+    the newest batches (or that of `step` or `group`), from the trainer's record; `journal`, `batch` and
+    `story` are from the journal.
 
     Raises ConfigError for a step or group that neither knows.
     """
-    path, problems = files.run_dir / JOURNAL_FILE, list[str]()
+    path, problems = files.run_dir / JOURNAL_FILE, list(files.problems)
+    record = read_record(files.run_dir / TRAINED_FILE, problems, files.config.buffer.max_staleness)
+    violations, lost = record.violations(), record.lost_steps()
     told: dict[str, Any] = {}
-    if path.is_file():
-        try:
+    try:
+        if path.is_file():
             if group is not None and (story := group_story(path, group)) is not None:
                 told["story"] = _story(story, files)
             if step is not None and (batch := batch_story(path, step)) is not None:
                 told["batch"] = _batch(batch)
             if group is None and step is None:
                 told["journal"] = _run(path, files)
-        except JournalError as error:
-            problems.append(str(error))
-    summary = inspect_summary(
-        files, step=step, group=group, is_required=not told
-    )  # what is not trained on yet, the journal alone knows
-    return {**summary, **told, "problems": [*summary["problems"], *problems]}
+    except JournalError as error:
+        problems.append(str(error))
+    shown = _chosen(record, step, group)
+    if not shown and not told and (step is not None or group is not None):
+        raise _unknown(files.run_dir, record, step, group)
+    return {
+        "run_dir": str(files.run_dir),
+        "state": files.state,
+        "max_staleness": files.config.buffer.max_staleness,
+        "on_overdue": files.config.buffer.on_overdue,
+        **record.totals(),
+        "bound_kept": not violations if len(record) else None,
+        "violations": violations,
+        "lost": lost,
+        "restored_from": record.restored,
+        "steps": [_step(line, files, step, group) for line in shown],
+        "verdict": judge(files.steps, files.config).as_dict() if files.steps else None,
+        **told,
+        "problems": [*problems, *lost],
+    }
+
+
+def _step(line: Line, files: RunFiles, step: int | None, group: int | None) -> dict[str, Any]:
+    plain = batch_summary(line)
+    if step is not None or group is not None:
+        plain["trajectories"] = trajectory_summaries(line, group)
+    if step is not None and files.one_step is not None:
+        plain["metrics"] = dict(files.one_step)
+    return plain
+
+
+def _chosen(record: TrainedRecord, step: int | None, group: int | None) -> list[Line]:
+    if group is not None:
+        line = record.of_group(group)
+        return [line] if line is not None and step in (None, line["version"]) else []
+    return record.newest(SHOWN_STEPS) if step is None else record.of_step(step)
+
+
+def _unknown(run_dir: Path, record: TrainedRecord, step: int | None, group: int | None) -> ConfigError:
+    if step is not None and (group is None or not record.of_step(step)):
+        return ConfigError(
+            f"{run_dir} has no record of step {step}",
+            rule=f"it has {record.range_text}",
+            way_out="give one of those, or leave --step out.",
+        )
+    where = "" if step is None else f" in step {step}"
+    return ConfigError(
+        f"group {group} was not trained on{where} in {run_dir}",
+        rule="only groups that a batch took are in the record",
+        way_out="take an id from `asyncrl inspect RUN_DIR --json`, key group_ids.",
+    )
 
 
 def _run(path: Path, files: RunFiles) -> dict[str, Any]:
@@ -105,19 +161,14 @@ def _batch(batch: BatchStory) -> dict[str, Any]:
         if batch.tokens_by_version is None
         else {str(v): num for v, num in batch.tokens_by_version.items()},
         "masked_tokens": batch.masked_tokens if batch.mask_older else 0,
-        "groups": [
-            {
-                "group_id": line.group_id,
-                "prompt_id": line.prompt_id,
-                **_numbers(line),
-            }
-            for line in batch.groups
-        ],
+        "groups": [_numbers(line) for line in batch.groups],
     }
 
 
 def _numbers(line: GroupLine) -> dict[str, Any]:
     return {
+        "group_id": line.group_id,
+        "prompt_id": line.prompt_id,
         "num_rollouts": line.num_rollouts,
         "num_failed": line.num_failed,
         "num_sampled": line.num_sampled,
@@ -133,8 +184,7 @@ def _story(story: GroupStory, files: RunFiles) -> dict[str, Any]:
     batch = batch_story(files.run_dir / JOURNAL_FILE, story.batch) if story.batch is not None else None
     has_tokens = story.prompt is not None
     return {
-        "group_id": line.group_id,
-        "prompt_id": line.prompt_id,
+        **_numbers(line),
         "state": line.state,
         "reason": story.reason,
         "start_version": story.start_version,
@@ -142,7 +192,6 @@ def _story(story: GroupStory, files: RunFiles) -> dict[str, Any]:
         "ended_at": _time(story.ended_s),
         "batch": story.batch,
         "trained_at": None if batch is None else _time(batch.trained_s),
-        **_numbers(line),
         "same_prompt": list(story.siblings),
         "has_tokens": has_tokens,
         "messages": [dict(message) for message in story.prompt.messages] if story.prompt is not None else [],

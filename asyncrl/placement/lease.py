@@ -27,7 +27,7 @@ from typing import Any, Literal
 from asyncrl.errors import AsyncrlError, RoomError
 from asyncrl.messages.base import EnginePart, Moved, TrainerPart
 from asyncrl.messages.protocols import OffloadingTrainer, SleepingEngine
-from asyncrl.waits import TimeLimit, uncut
+from asyncrl.waits import TimeLimit, uncut, waiting
 
 Side = Literal["engines", "trainer"]
 State = Literal["idle", "generating", "training", "handover", "broken"]
@@ -400,8 +400,9 @@ class HandOver:
     async def _one(self, room: str, verb: str, work: Awaitable[Any]) -> int:
         limit = TimeLimit(self._timeout_s)
         try:
-            async with limit:
-                moved = await work
+            with waiting(f"{verb} of {room}", on=room, who="handover"):
+                async with limit:
+                    moved = await work
         except TimeoutError:
             if not limit.expired():
                 raise

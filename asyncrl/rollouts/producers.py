@@ -148,6 +148,18 @@ class Producers:
             last_failure=self._last_failure,
         )
 
+    def gauges(self) -> dict[str, float]:
+        """Its numbers, by the names of observe/gauges.py."""
+        return {
+            "rollout/inflight": len(self._started_s),
+            "rollout/finished": self._finished,
+            "rollout/failed": self._failed,
+            "rollout/retried": self._runner.num_retried,
+            "rollout/dropped": self._dropped,
+            "rollout/failed_groups": self._failed_groups,
+            "rollout/given_up": self._given_up,
+        }
+
     def prompts_out(self) -> list[Prompt]:
         """The prompts whose groups run, and those of failed groups that are yet to come again."""
         return [

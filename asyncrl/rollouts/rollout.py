@@ -25,7 +25,7 @@ from asyncrl.messages.records import (
     Ticket,
     UnfinishedGroup,
 )
-from asyncrl.waits import TimeLimit
+from asyncrl.waits import TimeLimit, waiting
 
 # The seed of each request to the model: a pure function of who asks, never of when.
 
@@ -101,12 +101,17 @@ class Slots:
     async def wait(self, name: str) -> None:
         """Return when the asker holds its place."""
         if name in self._waiting:
-            await self._waiting[name]
+            with waiting(self._what_is_free, on="a rollout that ends"):
+                await self._waiting[name]
 
     async def wait_spare(self) -> None:
         """Return when a place is free."""
-        while not self.has_spare:
-            await self._spare.wait()
+        with waiting(self._what_is_free, on="a rollout that ends"):
+            while not self.has_spare:
+                await self._spare.wait()
+
+    def _what_is_free(self) -> str:
+        return f"a free sequence in the engines ({self.num_held} of {self.capacity} sample)"
 
     def give_back_nowait(self, name: str) -> None:
         """Hold no place and wait for none; the place goes to whoever is next."""

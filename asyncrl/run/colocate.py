@@ -20,7 +20,7 @@ from asyncrl.messages.protocols import OffloadingTrainer, SleepingEngine
 from asyncrl.placement.lease import HandOver, HandoverReport, Lease, Side
 from asyncrl.sync.chunk_push import ChunkPublisher
 from asyncrl.sync.publisher import Publisher
-from asyncrl.waits import uncut
+from asyncrl.waits import uncut, waiting
 
 T = TypeVar("T")
 ALL_PARTS: tuple[EnginePart, ...] = ("kv", "weights")
@@ -76,6 +76,10 @@ class Turns(Protocol):
         """None where nobody takes turns."""
         ...
 
+    def gauges(self) -> dict[str, float]:
+        """Its numbers, by the names of observe/gauges.py."""
+        ...
+
 
 class SideBySide:
     """Each side has devices of its own: nobody waits for a turn, and the publisher goes on beside both."""
@@ -117,7 +121,8 @@ class SideBySide:
 
     async def bring_up(self, name: str) -> None:
         """The publisher does it."""
-        await self._publisher.bring_up(name)
+        with waiting(f"the announced weights in {name}", on="publisher", who="supervisor"):
+            await self._publisher.bring_up(name)
 
     def down_nowait(self, name: str) -> None:
         """The publisher leaves it out."""
@@ -128,6 +133,10 @@ class SideBySide:
 
     def stats(self) -> None:
         """Nobody takes turns."""
+
+    def gauges(self) -> dict[str, float]:
+        """None of its own."""
+        return {}
 
 
 class TurnTrainer(OffloadingTrainer, Protocol):
@@ -203,6 +212,17 @@ class TakingTurns:
             num_bytes=sum(phase.num_bytes for report in self.last.values() for phase in report.phases),
         )
 
+    def gauges(self) -> dict[str, float]:
+        """Of the two handovers around a step; bytes freed, taken and moved in all their phases."""
+        turns = self.stats()
+        return {
+            "turns/phases": turns.num_phases,
+            "perf/handover_s": turns.to_trainer_s + turns.to_engines_s,
+            "perf/to_trainer_s": turns.to_trainer_s,
+            "perf/to_engines_s": turns.to_engines_s,
+            "perf/handover_bytes": turns.num_bytes,
+        }
+
     async def start(self, version: int) -> None:
         """The first turn: the engines' with the weights of their start, or after a push if the trainer has
         made others.
@@ -218,9 +238,10 @@ class TakingTurns:
         """Hand over to the trainer, if the engines have their turn. Raises RoomError, with the phase that
         failed.
         """
-        async with self._one_at_a_time:
-            if self.lease.owner != "trainer":
-                self.last = {"trainer": await self._hand_to_trainer()}
+        with waiting("the trainer's turn", on="trainer and engines"):
+            async with self._one_at_a_time:
+                if self.lease.owner != "trainer":
+                    self.last = {"trainer": await self._hand_to_trainer()}
 
     async def to_engines(self, version: int) -> None:
         """Hand over to the engines with these weights, and announce them; after the last step the trainer
@@ -228,12 +249,13 @@ class TakingTurns:
 
         Raises RoomError, with the phase that failed.
         """
-        async with self._one_at_a_time:
-            await self._publisher.evaluate(version)
-            if version >= self._num_steps:
-                return
-            self.last["engines"] = await self._handover.to_generating(self._push)
-            self._publisher.announce()
+        with waiting("the engines' turn", on="trainer and engines"):
+            async with self._one_at_a_time:
+                await self._publisher.evaluate(version)
+                if version >= self._num_steps:
+                    return
+                self.last["engines"] = await self._handover.to_generating(self._push)
+                self._publisher.announce()
 
     @contextlib.asynccontextmanager
     async def room_for_engine(self, name: str) -> AsyncIterator[None]:
@@ -252,7 +274,8 @@ class TakingTurns:
                 if self.lease.state == "generating":
                     yield
                     return
-            await self._changed.wait()
+            with waiting(f"the engines' turn, to start {name}", on="the train loop", who="supervisor"):
+                await self._changed.wait()
 
     async def bring_up(self, name: str) -> None:
         """An empty turn: all engines sleep, and get the weights that are served from the trainer. Not cut
@@ -269,8 +292,9 @@ class TakingTurns:
 
     async def wait_room_for_trainer(self) -> None:
         """Return when nobody but the trainer has a turn, or somebody who hands over waits for it."""
-        while self.lease.state in ("generating", "handover") and not self._num_needing:
-            await self._changed.wait()
+        with waiting("the engines to leave the devices, to start the trainer", on="the train loop"):
+            while self.lease.state in ("generating", "handover") and not self._num_needing:
+                await self._changed.wait()
 
     async def _empty_turn(self) -> None:
         await self._hand_to_trainer()

@@ -191,6 +191,7 @@ class Job:
         """The exit code. Raises the AsyncrlError that ended the run."""
         loop, main = asyncio.get_running_loop(), asyncio.current_task()
         assert main is not None
+        main.set_name("train loop")
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number, main)
         try:

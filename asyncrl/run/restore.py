@@ -24,6 +24,7 @@ from asyncrl.messages.records import Batch, Prompt, StepReport, UnfinishedGroup
 from asyncrl.run.resume import ResumePoint
 from asyncrl.tasks.feed import Feed
 from asyncrl.trainer.trainer_client import TrainerClient
+from asyncrl.waits import waiting
 
 logger = logging.getLogger("asyncrl.run.restore")
 
@@ -255,6 +256,10 @@ class Checkpointer:
     def __repr__(self) -> str:
         return f"<Checkpointer {self.num_made} made, {self.num_failed} failed{', writing' if self._writing else ''}>"
 
+    def gauges(self) -> dict[str, float]:
+        """Its numbers, by the names of observe/gauges.py."""
+        return {"checkpoint/made": self.num_made, "checkpoint/failed": self.num_failed}
+
     async def after_step(self, version: int) -> None:
         """Begin a checkpoint if one is due at this version."""
         every = self._checkpoints.config.every
@@ -278,7 +283,8 @@ class Checkpointer:
         if self._checkpoints.config.every is None or version == 0:
             return
         if self._writing is not None:
-            await asyncio.wait({self._writing})
+            with waiting("the checkpoint before", on="checkpoint"):
+                await asyncio.wait({self._writing})
         if version in self._checkpoints.versions():
             return
         begun = await self._begin()
@@ -303,7 +309,8 @@ class Checkpointer:
             async with (
                 self._checkpoints.in_use
             ):  # only now: had the trainer died meanwhile, it would have to go back first
-                folder = await asyncio.to_thread(self._checkpoints.finish, pending, version, controller)
+                with waiting("the files of a checkpoint to be whole", on="disk"):
+                    folder = await asyncio.to_thread(self._checkpoints.finish, pending, version, controller)
                 self.num_made += 1
                 self._journal.checkpointed_nowait(version, folder, self._checkpoints.versions())
                 if self._keep == "checkpoint":

@@ -25,7 +25,7 @@ from asyncrl.agents.process_tree import hide_memory
 from asyncrl.agents.verifiers import taskset_loader
 from asyncrl.config import RunConfig
 from asyncrl.engines.pool import EnginePool
-from asyncrl.observe.text import outliving
+from asyncrl.observe.console import outliving
 from asyncrl.placement.choices import settle_dtype
 from asyncrl.placement.processes import KEY_ENV
 from asyncrl.rollouts.generators import HarnessGenerator, SingleTurn

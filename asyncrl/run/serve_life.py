@@ -18,7 +18,7 @@ from typing import Any
 from asyncrl.config import RunConfig, run_config_yaml
 from asyncrl.errors import AsyncrlError, ConfigError, RoomError, first_cause
 from asyncrl.files import RunLock, write_whole
-from asyncrl.observe.text import outliving
+from asyncrl.observe.console import outliving
 from asyncrl.run import start as startup
 from asyncrl.run.build import CLOSE_TIMEOUT_S, close_within
 from asyncrl.run.run_folder import allow_many_connections, logging_to, make_run_dir

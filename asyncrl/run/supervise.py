@@ -19,6 +19,7 @@ from typing import Any, Literal, Protocol
 from asyncrl.config import SupervisionConfig
 from asyncrl.errors import ConnectionShortage, EngineLost, PublishError, RoomError
 from asyncrl.messages.work import WorkerHealth
+from asyncrl.waits import waiting
 
 logger = logging.getLogger("asyncrl.run.supervise")
 
@@ -201,7 +202,8 @@ class EngineSupervisor:
             self.is_starting = True
             self._line.renew_nowait()
             try:
-                await self._process.start_again()
+                with waiting("its new process", on=self.name):
+                    await self._process.start_again()
             except ConnectionShortage:
                 raise
             except RoomError as error:

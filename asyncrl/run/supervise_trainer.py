@@ -19,6 +19,7 @@ from asyncrl.messages.records import Batch, StepReport, WeightManifest
 from asyncrl.messages.trainer_calls import ExportChunkResponse
 from asyncrl.run.supervise import GRACE_S, Restartable, Restarts, backoff_s, heartbeat, in_short
 from asyncrl.trainer.trainer_client import TrainerClient
+from asyncrl.waits import waiting
 
 T = TypeVar("T")
 logger = logging.getLogger("asyncrl.run.supervise")
@@ -90,6 +91,14 @@ class LivingTrainer:
         """Of the newest step that was answered."""
         return self.client.policy_version
 
+    def gauges(self) -> dict[str, float]:
+        """Its numbers, by the names of observe/gauges.py."""
+        return {
+            "policy_version": self.policy_version,
+            "trainer/restarts": self.num_restarts,
+            "trainer/down": not self.is_up,
+        }
+
     async def recover(
         self,
         state: Path | None,
@@ -119,10 +128,11 @@ class LivingTrainer:
 
     async def wait_up(self) -> None:
         """Return once its processes answer and are where they were. Raises RoomError if they never will."""
-        while not self.is_up:
-            if self._over is not None:
-                raise self._over
-            await self._changed.wait()
+        with waiting("the trainer to be back", on="watch trainer"):
+            while not self.is_up:
+                if self._over is not None:
+                    raise self._over
+                await self._changed.wait()
 
     async def export(self) -> WeightManifest:
         """Have the newest weights written into staging."""
@@ -249,7 +259,8 @@ class LivingTrainer:
         self._report, self._reported = None, asyncio.Event()
         self._before_start()
         try:
-            await self._start_all()
+            with waiting("new processes of the trainer", on=self._ranks[0].name):
+                await self._start_all()
         except ConnectionShortage:
             raise
         except RoomError as error:

@@ -185,6 +185,16 @@ class ChunkPublisher:
         """Totals and the last publish; `pause_s` is all of it, for the engines serve nothing meanwhile."""
         return self._stats
 
+    def gauges(self) -> dict[str, float]:
+        """Its numbers, by the names of observe/gauges.py."""
+        stats = self._stats
+        return {
+            "publish/version": stats.version,
+            "publish/skipped": stats.skipped,
+            "perf/publish_s": stats.publish_s,
+            "perf/publish_pause_s": stats.pause_s,
+        }
+
     def is_down(self, name: str) -> bool:
         """Whether this engine is left out."""
         return name in self._down

@@ -14,7 +14,7 @@ from asyncrl.errors import EngineLost, PublishError
 from asyncrl.messages.protocols import WeightSource, WeightTarget
 from asyncrl.messages.records import Interrupt, WeightManifest
 from asyncrl.sync.to_all import OnLost, ToAll
-from asyncrl.waits import TimeLimit
+from asyncrl.waits import TimeLimit, waiting
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +111,23 @@ class Publisher:
         """Totals and the last publish."""
         return self._stats
 
+    def gauges(self) -> dict[str, float]:
+        """Its numbers, by the names of observe/gauges.py."""
+        stats = self._stats
+        return {
+            "publish/version": stats.version,
+            "publish/skipped": stats.skipped,
+            "perf/publish_s": stats.publish_s,
+            "perf/publish_pause_s": stats.pause_s,
+        }
+
     async def run(self) -> None:
         """Publish version after version until cancelled. Raises PublishError, or what the trainer's client
         raises.
         """
         while True:
-            newest = await self._source.wait_version_above(self._exported_version)
+            with waiting(f"a policy_version above {self._exported_version}", on="the train loop"):
+                newest = await self._source.wait_version_above(self._exported_version)
             await self._publish(newest)
 
     async def aclose(self) -> None:
@@ -152,8 +163,9 @@ class Publisher:
 
     async def wait_announced(self, version: int) -> None:
         """Return once every live engine serves `version` or a newer one."""
-        while self._stats.version < version:
-            await self._changed.wait()
+        with waiting(f"the engines to serve policy_version {version}", on="publisher"):
+            while self._stats.version < version:
+                await self._changed.wait()
 
     async def wait_exported_or_busy(self, version: int) -> None:
         """Called by the train loop right after the step that made `version`, before the next one.
@@ -161,8 +173,9 @@ class Publisher:
         Returns once the weights are copied into staging, so that the next step may change them; or at once if
         an older version is still being pushed, because the trainer is never held for a push.
         """
-        while self._exported_version < version and self._state != "pushing":
-            await self._changed.wait()
+        with waiting(f"the copy of the weights of policy_version {version}", on="publisher"):
+            while self._exported_version < version and self._state != "pushing":
+                await self._changed.wait()
 
     async def _publish(self, newest: int) -> None:
         if not self._is_one_kept:

@@ -10,7 +10,7 @@ from typing import Generic, Protocol, TypeVar
 
 from asyncrl.errors import ConnectionShortage, EngineLost, PublishError, RoomError
 from asyncrl.messages.records import CommitReport, Interrupt
-from asyncrl.waits import TimeLimit
+from asyncrl.waits import TimeLimit, waiting
 
 Result = TypeVar("Result")
 RESTART = "read the log of the engine that is named, then start the run again; if it repeats, report it with both logs."
@@ -71,8 +71,10 @@ class ToAll(Generic[Target]):
         async def one(target: Target) -> None:
             limit = TimeLimit(self._timeout_s)
             try:
-                async with limit:
-                    answers[target.name] = await call(target)
+                what = f"{phase} of policy_version {self.version}"
+                with waiting(what, on=target.name, who="publisher"):
+                    async with limit:
+                        answers[target.name] = await call(target)
             except TimeoutError:
                 if not limit.expired():
                     raise

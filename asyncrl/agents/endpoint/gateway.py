@@ -202,6 +202,17 @@ class Gateway:
             completion_tokens=counts.completion,
         )
 
+    def gauges(self) -> dict[str, float]:
+        """Its numbers, by the names of observe/gauges.py."""
+        captured = self._sessions.counts
+        return {
+            "gateway/calls": captured.calls,
+            "gateway/extended": captured.extended,
+            "gateway/realigned": captured.realigned,
+            "gateway/forked": captured.forked,
+            "gateway/refused": sum(self._routes.refused.values()),
+        }
+
 
 def _bind(host: str, port: int) -> socket.socket:
     family: Literal[socket.AddressFamily.AF_INET, socket.AddressFamily.AF_INET6]

@@ -39,7 +39,7 @@ from asyncrl.messages.work import (
     WorkerMessage,
     WorkItem,
 )
-from asyncrl.waits import ROUNDING_S, Alarm, LoopClock
+from asyncrl.waits import ROUNDING_S, Alarm, LoopClock, waiting
 
 Read = TypeVar("Read", bound=Message)
 
@@ -178,6 +178,23 @@ class Leases:
             self._num_lost,
         )
 
+    def gauges(self) -> dict[str, float]:
+        """Its numbers, by the names of observe/gauges.py."""
+        return {
+            "harness/queued": self._book.num_queued,
+            "harness/leased": self._book.num_leased,
+            "harness/workers": len(self._book.workers),
+            "harness/lost": self._num_lost,
+            "harness/leases": self._num_leased,
+        }
+
+    def _what_runs(self) -> str:
+        book = self._book
+        return (
+            f"harnesses ({book.num_queued} wait for a worker, {book.num_leased} run on {len(book.workers)} "
+            f"workers)"
+        )
+
     async def run(self, work: Work, *, started: Callable[[], None]) -> Outcome:
         """Have it run by some worker; see types.WorkQueue. `started` is called again if the work was lost on
         its way to a worker.
@@ -194,7 +211,8 @@ class Leases:
         self._book.add(Entry(lease_id, work, body, started, ended, outcome_key))
         self._wake()
         try:
-            result = await done
+            with waiting(self._what_runs, on="a worker's result"):
+                result = await done
         finally:
             self._book.withdraw(lease_id, _TAKEN_BACK)
         if isinstance(result, RolloutFailure):
