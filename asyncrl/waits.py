@@ -228,7 +228,7 @@ def waiting(what: str | Callable[[], str], *, on: str, who: str = "") -> Iterato
     `on`: the process or task that ends it. `what` may be a function, where the reason changes meanwhile.
     """
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    where = sys._getframe(2).f_code.co_qualname  # above us and the __enter__ of our decorator
+    where = sys._getframe(2).f_code.co_qualname.replace(".<locals>", "")  # above us and our __enter__
     name = task.get_name() if task else ""
     if not name or name.startswith("Task-"):  # nobody gave it a name
         name = where.partition(".")[0]

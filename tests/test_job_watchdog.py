@@ -63,7 +63,7 @@ def test_a_frozen_trainer_is_named_by_status_and_ends_the_run_with_stacks_in_the
         stdout,
     )
     log = (run_dir / "logs" / "controller.log").read_text()
-    assert re.search(r"> TrainerClient\.(train|export) \(client\.py:", log)
+    assert re.search(r"> TrainerClient\.(train|export) \(trainer_client\.py:", log)
     assert "thread MainThread:" in log
     assert (
         "most recent call first" in (run_dir / "logs" / "engine-0.log").read_text()
@@ -88,7 +88,7 @@ def test_a_frozen_engine_is_started_again_by_the_watchdog_and_the_run_ends_well(
     # A publish may have been what it froze in: then nobody waits for a completion, and the publisher waits
     # for it.
     assert re.search(
-        r"waits in Engine(Pool\.generate|Server\.prepare|Server\.commit) for [^\n]*engine-0", stdout
+        r"waits? in (EnginePool\._segment|ToAll\._on\.one) for [^\n]*engine-0", stdout
     ), stdout
     assert [what for what, _ in events(run_dir)][:2] == ["stuck", "engine lost"]
     assert len(read_lines(run_dir / "metrics.jsonl")) == 40

@@ -4,14 +4,16 @@ import errno
 import io
 import logging
 import os
+import re
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TextIO
 
 import pytest
 from rich.console import Console as RichConsole
 
-from asyncrl.observe.console import Console, PanelState, live_panel, plain_line
+from asyncrl.observe import console as console_module
+from asyncrl.observe.console import Console, PanelState, live_panel, outliving, plain_line
 from asyncrl.observe.run_numbers import TimeShares, duration, sparkline
 from asyncrl.observe.verdict import Verdict, summary_panel
 
@@ -89,10 +91,11 @@ def test_auto_is_plain_without_a_terminal_and_live_on_one() -> None:
 
 def test_plain_prints_a_line_a_step_and_what_is_said() -> None:
     out = io.StringIO()
-    with Console("plain", run_name="r", num_steps=300, max_staleness=4, file=out) as console:
-        console.say("saved to [runs/x]")
-        console.show_activity("not shown")
-        console.show_step(METRICS)
+    console = Console("plain", run_name="r", num_steps=300, max_staleness=4, file=out)
+    console.start()
+    console.say("saved to [runs/x]")
+    console.show_activity("not shown")
+    console.show_step(METRICS)
     lines = out.getvalue().splitlines()
     assert lines[0] == "saved to [runs/x]"
     assert lines[1].startswith("step  12/300")
@@ -101,10 +104,10 @@ def test_plain_prints_a_line_a_step_and_what_is_said() -> None:
 
 def test_none_prints_nothing_at_all() -> None:
     out = io.StringIO()
-    with Console("none", run_name="r", num_steps=300, max_staleness=4, file=out) as console:
-        console.say("x")
-        console.show_step(METRICS)
-        console.show("y")
+    console = Console("none", run_name="r", num_steps=300, max_staleness=4, file=out)
+    console.say("x")
+    console.show_step(METRICS)
+    console.show("y")
     assert out.getvalue() == ""
 
 
@@ -228,5 +231,96 @@ def test_the_rewards_of_a_long_run_stay_few_and_evenly_spread() -> None:
     state = PanelState(run_name="r", num_steps=10_000, max_staleness=4, started_s=0.0)
     for step in range(10_000):
         state.add_step({"step": step, "reward/mean": float(step)})
-    assert len(state.rewards) < 1024
-    assert state.rewards == [float(step) for step in range(0, 10_000, state.reward_every)]
+    assert state.rewards() == [float(step) for step in range(0, 10_000, 10)]
+
+
+# ---- standard output that is not read
+
+
+@pytest.fixture
+def pipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[int, int]]:
+    monkeypatch.setattr(console_module, "PATIENCE_S", 0.01)
+    reading, writing = os.pipe()
+    yield reading, writing
+    os.close(reading)
+
+
+def read_all(descriptor: int) -> str:
+    os.set_blocking(descriptor, False)
+    text = b""
+    while True:
+        try:
+            text += os.read(descriptor, 1 << 16)
+        except BlockingIOError:
+            return text.decode()
+
+
+def test_lines_that_find_no_room_are_left_out_and_the_reader_is_told_how_many(
+    pipe: tuple[int, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    reading, writing = pipe
+    with os.fdopen(writing, "w") as file, caplog.at_level(logging.WARNING):
+        shown = outliving(file)
+        for number in range(5000):
+            shown.write(f"step {number} and what else a line of a step has to say, of some length\n")
+        before = read_all(reading)
+        shown.write("step 5000\n")
+        shown.write("step 5001\n")
+        after = read_all(reading)
+    lines = before.splitlines()
+    assert [int(line.split()[1]) for line in lines] == list(range(len(lines))), (
+        "those that found room are whole and in order"
+    )
+    assert 500 < len(lines) < 5000
+    assert after.split("\n") == [
+        "",
+        f"[{5000 - len(lines)} pieces of output are left out here: nobody read them]",
+        "step 5000",
+        "step 5001",
+        "",
+    ]
+    assert len([record for record in caplog.records if "standard output is not read" in record.message]) == 1
+
+
+def test_a_reader_that_is_slow_for_a_moment_misses_nothing(
+    pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading, writing = pipe
+    got, waited_ms = [], list[float]()
+
+    class Poll:
+        """Room is made by the very wait for it."""
+
+        def poll(self, timeout_ms: float) -> list[int]:
+            waited_ms.append(timeout_ms)
+            got.append(read_all(reading))
+            return [writing]
+
+    monkeypatch.setattr(console_module, "_poll", lambda _: Poll())
+    with os.fdopen(writing, "w") as file:
+        shown = outliving(file)
+        for number in range(20):
+            shown.write(f"{number} " * 3000)
+        got.append(read_all(reading))
+    assert re.findall(r"\d+", "".join(got)) == [str(number) for number in range(20) for _ in range(3000)]
+    assert set(waited_ms) == {10.0}
+
+
+def test_a_full_pipe_is_waited_for_once_and_not_line_by_line(
+    pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, writing = pipe
+    has_room, waited_ms = False, list[float]()
+
+    class Poll:
+        def poll(self, timeout_ms: float) -> list[int]:
+            waited_ms.append(timeout_ms)
+            return [writing] if has_room else []
+
+    monkeypatch.setattr(console_module, "_poll", lambda _: Poll())
+    with os.fdopen(writing, "w") as file:
+        shown = outliving(file)
+        for room in (True, False, False, False, True, False, False):
+            has_room = room
+            shown.write("a line of a step\n")
+    assert waited_ms == [10, 10, 0, 0, 0, 10, 0]

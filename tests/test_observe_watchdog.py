@@ -17,8 +17,6 @@ from stuck_runs import WATCHDOG_S, House, play
 from asyncrl.config import SupervisionConfig
 from asyncrl.errors import RoomError
 from asyncrl.observe.watchdog import ChildState, Reported, StuckClock, Watchdog
-from asyncrl.testing.virtual_time import run_virtual
-from asyncrl.waits import task_stacks
 
 
 @pytest.fixture
@@ -304,20 +302,3 @@ def test_a_report_is_due_exactly_when_nothing_changed_for_long_enough(
         assert clock.quiet_s(now_s) == now_s - moved_s
         reports = max(reports, expected)
         assert clock.due_s > now_s
-
-
-def test_tasks_in_the_same_place_are_one_line_of_the_stacks() -> None:
-    async def story() -> str:
-        event = asyncio.Event()
-        async with asyncio.TaskGroup() as tasks:
-            for index in range(9):
-                tasks.create_task(event.wait(), name=f"rollout g0/r{index}")
-            await asyncio.sleep(1)
-            text = task_stacks()
-            event.set()
-        return text
-
-    (line,) = lines_about(run_virtual(story()), "rollout")
-    assert line.startswith(
-        "task rollout g0/r0, rollout g0/r1, rollout g0/r2, rollout g0/r3 and 5 more: Event.wait"
-    )

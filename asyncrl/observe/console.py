@@ -15,7 +15,6 @@ import os
 import select
 import sys
 import time
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TextIO, cast
@@ -35,7 +34,7 @@ Kind = Literal["auto", "live", "plain", "none"]
 
 
 class Console:
-    """Shows progress. Life: silent until start(); live until close(). A context manager does both.
+    """Shows progress. Life: silent until start(); live until close().
 
     live repaints one panel, from a thread of rich's own, so the clock goes on while nothing happens; plain
     prints a line a step; none prints nothing at all; auto is live on a terminal, else plain. Once the file
@@ -57,13 +56,6 @@ class Console:
         self.kind: Kind = ("live" if self._rich.is_terminal else "plain") if kind == "auto" else kind
         self._state = PanelState(run_name, num_steps, max_staleness, started_s=time.monotonic())
         self._live: Live | None = None
-
-    def __enter__(self) -> Console:
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def start(self) -> None:
         """Begin to show."""
@@ -153,10 +145,8 @@ _TIME_WORDS = {
 
 @dataclass(slots=True)
 class PanelState:
-    """What the panel shows: the last metrics, rewards of all the run, and the last steps for means. Times in
-    seconds of one clock.
+    """What the panel shows, from the thread that repaints. `started_s`: of the clock that it is given.
 
-    `rewards` has each `reward_every`-th of `num_rewards`, so that it stays short however long the run is.
     `num_skipped`: optimizer steps skipped so far, `last_skipped` the newest of them in words.
     """
 
@@ -164,33 +154,30 @@ class PanelState:
     num_steps: int
     max_staleness: int
     started_s: float
-    steps_done: int = 0
     activity: str = "starting"
-    last: Mapping[str, float] = field(default_factory=dict)
+    steps: Steps = field(default_factory=Steps)
     num_skipped: int = 0
     last_skipped: str = ""
-    rewards: list[float] = field(default_factory=list)
-    num_rewards: int = 0
-    reward_every: int = 1
-    recent: deque[Mapping[str, float]] = field(default_factory=lambda: deque(maxlen=_RECENT))
 
     def add_step(self, metrics: Mapping[str, float]) -> None:
         """Take in one step."""
-        self.steps_done = int(metrics["step"]) + 1
-        self.last = metrics
-        self.recent.append(metrics)
+        self.steps.add(metrics)
         self.num_skipped += int(metrics.get("trainer/skipped_steps", 0))
         self.last_skipped = skipped_text(metrics) or self.last_skipped
-        if "reward/mean" in metrics:
-            if self.num_rewards % self.reward_every == 0:
-                self.rewards.append(metrics["reward/mean"])
-            self.num_rewards += 1
-            if len(self.rewards) == _MOST_REWARDS:  # another list: the old one may be being shown
-                self.rewards, self.reward_every = self.rewards[::2], 2 * self.reward_every
+
+    @property
+    def steps_done(self) -> int:
+        """The number `step` counts from 0."""
+        return int(self.steps.last.get("step", -1)) + 1
+
+    def rewards(self) -> list[float]:
+        """Of all the run, evenly spread and not many: the panel is drawn often."""
+        rewards = self.steps.column("reward/mean")
+        return [reward for reward in rewards[:: 1 + len(rewards) // _MOST_REWARDS] if reward == reward]
 
     def recent_total(self, name: str) -> float:
-        """Sum of a metric over the last steps; of a copy, for the repainting thread asks too."""
-        return sum(step.get(name, 0.0) for step in tuple(self.recent))
+        """Sum of a metric over the last steps."""
+        return sum(value for value in self.steps.column(name)[-_RECENT:] if value == value)
 
 
 def live_panel(state: PanelState, *, now_s: float) -> RenderableType:
@@ -200,12 +187,12 @@ def live_panel(state: PanelState, *, now_s: float) -> RenderableType:
     rows.add_column(ratio=1, overflow="fold")
     rows.add_row("progress", _progress(state, now_s))
     rows.add_row("now", Text(state.activity, overflow="ellipsis", no_wrap=True))
-    if state.last:
-        rows.add_row("reward", reward_text(state.rewards, state.last.get("reward/mean")))
-        rows.add_row("staleness", Text(staleness_text(state.last, state.max_staleness)))
+    if last := state.steps.last:
+        rows.add_row("reward", reward_text(state.rewards(), last.get("reward/mean")))
+        rows.add_row("staleness", Text(staleness_text(last, state.max_staleness)))
         rows.add_row("speed", _speed(state))
         rows.add_row("time", _time(state))
-        rows.add_row("rollouts", _rollouts(state.last))
+        rows.add_row("rollouts", _rollouts(last))
         if state.num_skipped:
             rows.add_row("skipped", Text(f"{state.last_skipped}, {state.num_skipped} in all", style="red"))
     title = Text.assemble(("asyncrl ", "bold"), state.run_name)
@@ -233,8 +220,8 @@ def staleness_text(metrics: Mapping[str, float], max_staleness: int) -> str:
 
 def _progress(state: PanelState, now_s: float) -> RenderableType:
     words = f"{state.steps_done}/{state.num_steps}  {duration(now_s - state.started_s)}"
-    if state.recent and state.steps_done < state.num_steps:
-        step_s = state.recent_total("perf/step_s") / len(state.recent)
+    if state.steps and state.steps_done < state.num_steps:
+        step_s = state.recent_total("perf/step_s") / min(_RECENT, len(state.steps))
         words += f", {duration(step_s * (state.num_steps - state.steps_done))} to go"
     line = Table.grid(padding=(0, 1), expand=True)
     line.add_column(ratio=1)
@@ -248,8 +235,8 @@ def _speed(state: PanelState) -> RenderableType:
     if seconds <= 0:
         return Text("-")
     tokens = state.recent_total("tokens/trained") / seconds
-    length = state.last.get("sample/length_mean", 0.0)
-    step_s = seconds / len(state.recent)
+    length = state.steps.last.get("sample/length_mean", 0.0)
+    step_s = seconds / min(_RECENT, len(state.steps))
     return Text(f"{step_s:.2f} s a step, {tokens:,.0f} trained tokens/s, {length:.0f} tokens a rollout")
 
 

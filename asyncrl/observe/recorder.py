@@ -78,13 +78,13 @@ class Recorder:
         """
         if "step" not in metrics:
             raise ValueError(f"metrics without 'step': {sorted(metrics)}")
-        finite = {name: _plain(value) for name, value in metrics.items() if math.isfinite(value)}
+        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         line: dict[str, Any] = dict(finite)
         if left_out := [name for name in metrics if name not in finite]:
             line[NOT_FINITE] = left_out
         if self._file is None:
             self._file = _open_for_lines(self.run_dir / METRICS_FILE)
-        self._file.write(json.dumps(line, allow_nan=False) + "\n")
+        self._file.write(json.dumps(line, default=lambda number: number.item()) + "\n")  # numpy's
         self._file.flush()
         if self._tensorboard is not None:
             scalars = {name: value for name, value in finite.items() if not name.startswith(EVAL_PREFIX)}
@@ -184,11 +184,6 @@ def _line_of_step(text: bytes) -> dict[str, Any]:
 
 def _newest_step(line: Mapping[str, Any]) -> float:
     return float(line[LOST_KEY][1] if LOST_KEY in line else line["step"])
-
-
-def _plain(value: float) -> float:
-    """A Python int or float for the numpy ones as well, so that JSON can have it."""
-    return int(value) if float(value).is_integer() and not isinstance(value, float) else float(value)
 
 
 def _finite(value: Any) -> Any:
