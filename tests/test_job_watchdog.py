@@ -87,9 +87,7 @@ def test_a_frozen_engine_is_started_again_by_the_watchdog_and_the_run_ends_well(
     assert f"engine-0: process {engine.pid} is stopped" in stdout
     # A publish may have been what it froze in: then nobody waits for a completion, and the publisher waits
     # for it.
-    assert re.search(
-        r"waits? in (EnginePool\._segment|ToAll\._on\.one) for [^\n]*engine-0", stdout
-    ), stdout
+    assert re.search(r"waits? in (EnginePool\._segment|ToAll\._on\.one) for [^\n]*engine-0", stdout), stdout
     assert [what for what, _ in events(run_dir)][:2] == ["stuck", "engine lost"]
     assert len(read_lines(run_dir / "metrics.jsonl")) == 40
     assert not psutil.pid_exists(engine.pid)

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console as RichConsole
 
 from asyncrl.observe import console as console_module
-from asyncrl.observe.console import Console, PanelState, live_panel, outliving, plain_line
+from asyncrl.observe.console import Console, Kind, PanelState, live_panel, outliving, plain_line
 from asyncrl.observe.run_numbers import TimeShares, duration, sparkline
 from asyncrl.observe.verdict import Verdict, summary_panel
 
@@ -49,71 +49,53 @@ def drawn(renderable: object, width: int = 80) -> str:
     return out.getvalue()
 
 
+def line_of(**more: float) -> str:
+    metrics = METRICS | {name.replace("__", "/"): value for name, value in more.items()}
+    return plain_line(metrics, num_steps=300, max_staleness=4)
+
+
 def test_a_plain_line_says_step_reward_staleness_and_where_the_time_went() -> None:
-    line = plain_line(METRICS, num_steps=300, max_staleness=4)
-    assert (
-        line
-        == "step  12/300  reward 0.413  staleness 1.2 (max 3 of 4)  0.41 s/step  train 71% wait 24% (gen)"
-    )
+    words = "reward 0.413  staleness 1.2 (max 3 of 4)  0.41 s/step  train 71% wait 24% (gen)"
+    assert line_of() == f"step  12/300  {words}"
     assert plain_line({"step": 0}, num_steps=9, max_staleness=1) == "step 1/9"
-    assert "masked 2.0%" in plain_line(
-        METRICS | {"sample/masked_fraction": 0.02}, num_steps=300, max_staleness=4
-    )
+    assert "masked 2.0%" in line_of(sample__masked_fraction=0.02)
 
 
 def test_a_step_that_was_skipped_says_so_with_its_batch_on_the_line_and_in_the_panel_for_good() -> None:
-    skipped = METRICS | {"trainer/skipped_steps": 1.0}
-    assert "  step skipped: not finite (batch 11, counted from 0)  " in plain_line(
-        skipped, num_steps=300, max_staleness=4
-    )
-    assert "3 steps skipped: not finite (batch 11, counted from 0)" in plain_line(
-        METRICS | {"trainer/skipped_steps": 3}, num_steps=300, max_staleness=4
-    )
-    assert "skipped" not in plain_line(
-        METRICS | {"trainer/skipped_steps": 0.0}, num_steps=300, max_staleness=4
-    )
+    words = "skipped: not finite (batch 11, counted from 0)"
+    assert f"  step {words}  " in line_of(trainer__skipped_steps=1.0)
+    assert f"3 steps {words}" in line_of(trainer__skipped_steps=3)
+    assert "skipped" not in line_of(trainer__skipped_steps=0.0)
     state = PanelState(run_name="r", num_steps=300, max_staleness=4, started_s=0.0)
-    for metrics in (
-        METRICS | {"step": 3, "trainer/skipped_steps": 2.0},
-        skipped,
-        METRICS | {"step": 12, "trainer/skipped_steps": 0.0},
-    ):
-        state.add_step(metrics)
-    assert "step skipped: not finite (batch 11, counted from 0), 3 in all" in drawn(
-        live_panel(state, now_s=1.0)
-    )
+    for step, num_skipped in ((3, 2.0), (11, 1.0), (12, 0.0)):
+        state.add_step(METRICS | {"step": step, "trainer/skipped_steps": num_skipped})
+    assert f"step {words}, 3 in all" in drawn(live_panel(state, now_s=1.0))
+
+
+def console_to(file: TextIO, kind: Kind = "plain") -> Console:
+    return Console(kind, run_name="quick [start]", num_steps=300, max_staleness=4, file=file, width=80)
 
 
 def test_auto_is_plain_without_a_terminal_and_live_on_one() -> None:
-    assert Console("auto", run_name="r", num_steps=3, max_staleness=1, file=io.StringIO()).kind == "plain"
-    assert Console("auto", run_name="r", num_steps=3, max_staleness=1, file=Terminal()).kind == "live"
+    assert [console_to(file, "auto").kind for file in (io.StringIO(), Terminal())] == ["plain", "live"]
 
 
-def test_plain_prints_a_line_a_step_and_what_is_said() -> None:
+@pytest.mark.parametrize("kind", ["plain", "none"])
+def test_plain_prints_a_line_a_step_and_what_is_said_and_none_prints_nothing(kind: Kind) -> None:
     out = io.StringIO()
-    console = Console("plain", run_name="r", num_steps=300, max_staleness=4, file=out)
+    console = console_to(out, kind)
     console.start()
     console.say("saved to [runs/x]")
     console.show_activity("not shown")
     console.show_step(METRICS)
+    console.show("a table")
     lines = out.getvalue().splitlines()
-    assert lines[0] == "saved to [runs/x]"
-    assert lines[1].startswith("step  12/300")
-    assert len(lines) == 2
-
-
-def test_none_prints_nothing_at_all() -> None:
-    out = io.StringIO()
-    console = Console("none", run_name="r", num_steps=300, max_staleness=4, file=out)
-    console.say("x")
-    console.show_step(METRICS)
-    console.show("y")
-    assert out.getvalue() == ""
+    assert lines == ([] if kind == "none" else ["saved to [runs/x]", line_of(), "a table"])
 
 
 def test_live_leaves_the_last_picture_and_its_thread_ends() -> None:
     out = Terminal()
-    console = Console("live", run_name="quick [start]", num_steps=300, max_staleness=4, file=out, width=80)
+    console = console_to(out, "live")
     console.start()
     console.show_step(METRICS)
     console.close()
@@ -136,18 +118,13 @@ def full_disk() -> TextIO:
 def test_nobody_who_reads_any_more_ends_no_run_and_is_logged_once(
     make: Callable[[], TextIO], caplog: pytest.LogCaptureFixture
 ) -> None:
-    with (
-        make() as file,
-        caplog.at_level(logging.WARNING),
-    ):  # closing it, as the process does at its end, raises nothing either
-        console = Console("plain", run_name="r", num_steps=300, max_staleness=4, file=file)
+    with make() as file, caplog.at_level(logging.WARNING):  # closing it at the end raises nothing either
+        console = console_to(file)
         console.say("saved")
         console.show_step(METRICS)
         console.show("a table")
         console.close()
-    assert (
-        len([record for record in caplog.records if "nothing is shown from here on" in record.message]) == 1
-    )
+    assert caplog.text.count("nothing is shown from here on") == 1
 
 
 class ClosedTerminal(Terminal):
@@ -161,7 +138,7 @@ class ClosedTerminal(Terminal):
 
 def test_the_live_panel_of_a_closed_terminal_repaints_into_nothing() -> None:
     out = ClosedTerminal()
-    console = Console("live", run_name="r", num_steps=300, max_staleness=4, file=out, width=80)
+    console = console_to(out, "live")
     console.start()
     assert console._live is not None
     out.is_closed = True
@@ -183,17 +160,10 @@ def test_the_panel_fits_its_width_and_shows_everything_by_name(width: int) -> No
     picture = drawn(live_panel(state, now_s=165.0), width)
     assert max(map(len, picture.splitlines())) <= width
     flat = " ".join(picture.replace("│", " ").split())
-    for words in (
-        "12/300",
-        "1 min 05 s",
-        "1 min 58 s to go",
-        "1.2 on average, 3 at most of 4 allowed",
-        "train 71%",
-        "wait stragglers 5%",
-    ):
-        assert words in flat
-    for words in ("61 in flight", "1 failed", "2 retried", "33 interrupted"):
-        assert words in flat
+    assert "12/300 1 min 05 s, 1 min 58 s to go" in flat
+    assert "1.2 on average, 3 at most of 4 allowed" in flat
+    assert "train 71%, wait gen 17%, wait stragglers 5%" in flat
+    assert "61 in flight, 33 interrupted, 2 retried, 1 failed" in flat
 
 
 def test_the_summary_shows_the_verdict_in_80_columns() -> None:
@@ -219,12 +189,8 @@ def test_a_sparkline_averages_what_does_not_fit() -> None:
 
 
 def test_durations_read_like_a_person_says_them() -> None:
-    assert [duration(seconds) for seconds in (8.26, 245, 59.99, 7800)] == [
-        "8.3 s",
-        "4 min 05 s",
-        "60.0 s",
-        "2 h 10 min",
-    ]
+    found = " | ".join(map(duration, (8.26, 245, 59.99, 7800)))
+    assert found == "8.3 s | 4 min 05 s | 60.0 s | 2 h 10 min"
 
 
 def test_the_rewards_of_a_long_run_stay_few_and_evenly_spread() -> None:

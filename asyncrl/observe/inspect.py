@@ -13,7 +13,7 @@ from typing import Any
 
 from asyncrl.errors import ConfigError, JournalError
 from asyncrl.journal.story import BatchStory, GroupLine, GroupStory, batch_story, events, group_story, totals
-from asyncrl.messages.records import PartialCompletion, Rollout, Trajectory, VersionSpan
+from asyncrl.messages.records import Trajectory, VersionSpan
 from asyncrl.observe.inspect_tables import inspect_tables
 from asyncrl.observe.run_files import RunFiles, read_run
 from asyncrl.observe.run_numbers import masked_tokens
@@ -30,6 +30,7 @@ from asyncrl.observe.verdict import judge
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 
 JOURNAL_FILE = "journal.sqlite"
+Decode = Callable[[Sequence[int]], str]
 SHOWN_STEPS = 1000
 """So many steps, the newest, are listed one by one; a terminal gets the last hundred of them."""
 
@@ -156,7 +157,6 @@ def _batch(batch: BatchStory) -> dict[str, Any]:
         "trained_at": _time(batch.trained_s),
         "published_at": _time(batch.published_s),
         "loss": batch.loss,
-        "weights_digest": batch.weights_digest,
         "tokens_by_version": None
         if batch.tokens_by_version is None
         else {str(v): num for v, num in batch.tokens_by_version.items()},
@@ -179,13 +179,15 @@ def _numbers(line: GroupLine) -> dict[str, Any]:
 
 
 def _story(story: GroupStory, files: RunFiles) -> dict[str, Any]:
-    line = story.line
-    decoder = Decoder.of_run(files)
+    decode, source = find_decoder(files)
     batch = batch_story(files.run_dir / JOURNAL_FILE, story.batch) if story.batch is not None else None
-    has_tokens = story.prompt is not None
+    is_running, messages = story.line.state == "running", story.prompt.messages if story.prompt else ()
+    known = {*story.rollouts, *story.failures, *story.partials}
+    if is_running and story.prompt is not None:  # those too that have no token yet
+        known |= set(range(files.config.rollout.group_size))
     return {
-        **_numbers(line),
-        "state": line.state,
+        **_numbers(story.line),
+        "state": story.line.state,
         "reason": story.reason,
         "start_version": story.start_version,
         "admitted_at": _time(story.admitted_s),
@@ -193,109 +195,78 @@ def _story(story: GroupStory, files: RunFiles) -> dict[str, Any]:
         "batch": story.batch,
         "trained_at": None if batch is None else _time(batch.trained_s),
         "same_prompt": list(story.siblings),
-        "has_tokens": has_tokens,
-        "messages": [dict(message) for message in story.prompt.messages] if story.prompt is not None else [],
-        "rollouts": [
-            _rollout(story, index, decoder)
-            for index in _indices(story, files.config.rollout.group_size if has_tokens else 0)
-        ],
-        "text_from": decoder.source,
+        "has_tokens": story.prompt is not None,
+        "messages": [dict(message) for message in messages],
+        "rollouts": [{"sample_index": index, **_rollout(story, index, decode)} for index in sorted(known)],
+        "text_from": source,
     }
 
 
-def _indices(story: GroupStory, group_size: int) -> list[int]:
-    """Of all rollouts that are known of; of a group that runs, those too that have no token yet."""
-    known = {*story.rollouts, *story.failures, *story.partials}
-    return sorted(known | set(range(group_size)) if story.line.state == "running" else known)
-
-
-def _rollout(story: GroupStory, index: int, decoder: Decoder) -> dict[str, Any]:
-    plain: dict[str, Any] = {"sample_index": index}
+def _rollout(story: GroupStory, index: int, decode: Decode | None) -> dict[str, Any]:
     if (rollout := story.rollouts.get(index)) is not None:
-        return plain | {"state": "finished"} | _finished(rollout, decoder)
+        branches = [_branch(branch, decode) for branch in rollout]
+        whole = {
+            "state": "finished",
+            "reward": rollout[0].reward,
+            "num_sampled": sum(branch.num_sampled for branch in rollout),
+            "num_interruptions": sum(branch.num_interruptions for branch in rollout),
+            "is_truncated": any(branch.is_truncated for branch in rollout),
+            "metrics": dict(rollout[0].metrics),
+        }
+        return whole | (branches[0] if len(branches) == 1 else {"branches": branches})
     if (failure := story.failures.get(index)) is not None:
-        return plain | {"state": "failed", "attempts": failure[0], "why": failure[1]}
+        return {"state": "failed", "attempts": failure[0], "why": failure[1]}
     if (partial := story.partials.get(index)) is not None:
         attempt, turn, completion = partial
-        return plain | {"state": "running", "attempt": attempt, "turn": turn} | _partial(completion, decoder)
-    return plain | {"state": "running"}
+        return {
+            "state": "running",
+            "attempt": attempt,
+            "turn": turn,
+            "num_sampled": len(completion.token_ids),
+            "num_interruptions": completion.num_interruptions,
+            "pieces": pieces(completion.token_ids, completion.version_spans, decode),
+        }
+    return {"state": "running"}
 
 
-def _finished(rollout: Rollout, decoder: Decoder) -> dict[str, Any]:
-    """The only branch itself, or numbers of all and then each."""
-    branches = [_branch(branch, decoder) for branch in rollout]
-    plain = {
-        "reward": rollout[0].reward,
-        "num_sampled": sum(branch.num_sampled for branch in rollout),
-        "num_interruptions": sum(branch.num_interruptions for branch in rollout),
-        "is_truncated": any(branch.is_truncated for branch in rollout),
-        "metrics": dict(rollout[0].metrics),
-    }
-    return plain | (branches[0] if len(branches) == 1 else {"branches": branches})
-
-
-def _branch(branch: Trajectory, decoder: Decoder) -> dict[str, Any]:
+def _branch(branch: Trajectory, decode: Decode | None) -> dict[str, Any]:
     plain = {
         "branch": branch.branch,
         "num_sampled": branch.num_sampled,
         "num_interruptions": branch.num_interruptions,
         "is_truncated": branch.is_truncated,
-        "pieces": pieces(branch.token_ids.tolist(), branch.version_spans, decoder),
+        "pieces": pieces(branch.token_ids.tolist(), branch.version_spans, decode),
     }
     return plain | ({"credits": [asdict(credit) for credit in branch.credits]} if branch.credits else {})
 
 
-def _partial(completion: PartialCompletion, decoder: Decoder) -> dict[str, Any]:
-    return {
-        "num_sampled": len(completion.token_ids),
-        "num_interruptions": completion.num_interruptions,
-        "pieces": pieces(list(completion.token_ids), completion.version_spans, decoder),
-    }
-
-
 def _time(seconds: float | None) -> str | None:
     """Local time with its offset, to the millisecond."""
-    return (
-        None
-        if seconds is None
-        else datetime.fromtimestamp(seconds).astimezone().isoformat(timespec="milliseconds")
-    )
+    if seconds is None:
+        return None
+    return datetime.fromtimestamp(seconds).astimezone().isoformat(timespec="milliseconds")
 
 
-# Sampled tokens as text again, one piece for each version. Knows a run's tokenizer where it lies; imports no
-# torch for it.
-
-
-class Decoder:
-    """Text of token ids, if the run's tokenizer can be found. `source` is its folder, or why there is
-    none.
+def find_decoder(files: RunFiles) -> tuple[Decode | None, str]:
+    """Text of token ids, and the folder of its tokenizer; or why there is none. From the model folder of the
+    run, else the one that it was given. Only tokenizer.json: other formats would import torch.
     """
-
-    def __init__(self, decode: Callable[[Sequence[int]], str] | None, source: str) -> None:
-        self.decode, self.source = decode, source
-
-    @classmethod
-    def of_run(cls, files: RunFiles) -> Decoder:
-        """From the model folder of the run, else the one that it was given. Only tokenizer.json: other
-        formats would import torch.
-        """
-        model = files.config.model
-        folders = [
-            files.run_dir / "model",
-            files.run_dir / "final",
-            *([Path(model.path).expanduser()] if model.path else []),
-        ]
-        folder = next((folder for folder in folders if (folder / "tokenizer.json").is_file()), None)
-        if folder is None:
-            return cls(None, f"no tokenizer.json in {', '.join(map(str, folders))}")
-        try:
-            return cls(HFChatTokenizer(folder, chat_template=model.chat_template).decode, str(folder))
-        except ConfigError as error:
-            return cls(None, str(error))
+    model = files.config.model
+    folders = [files.run_dir / "model", files.run_dir / "final"]
+    folders += [Path(model.path).expanduser()] if model.path else []
+    folder = next((folder for folder in folders if (folder / "tokenizer.json").is_file()), None)
+    if folder is None:
+        return None, f"no tokenizer.json in {', '.join(map(str, folders))}"
+    try:
+        return HFChatTokenizer(folder, chat_template=model.chat_template).decode, str(folder)
+    except ConfigError as error:
+        return None, str(error)
 
 
-def pieces(token_ids: Sequence[int], spans: Sequence[VersionSpan], decoder: Decoder) -> list[dict[str, Any]]:
-    """[start, end), version, engine (where known) and text of each span, or its token ids where there is no
+def pieces(
+    token_ids: Sequence[int], spans: Sequence[VersionSpan], decode: Decode | None
+) -> list[dict[str, Any]]:
+    """[start, end), version, engine (where known) and text of each span, or its token ids without a
     tokenizer.
 
     A character may need the tokens of two spans that follow each other: it is shown with the later one.
@@ -303,24 +274,19 @@ def pieces(token_ids: Sequence[int], spans: Sequence[VersionSpan], decoder: Deco
     found = []
     first, shown = 0, ""
     for number, span in enumerate(spans):
-        if (
-            number == 0 or span.start != spans[number - 1].end
-        ):  # a turn begins: what stands before it was not sampled
-            first, shown = span.start, ""
-        plain: dict[str, Any] = {"start": span.start, "end": span.end, "version": span.version}
+        if number == 0 or span.start != spans[number - 1].end:
+            first, shown = span.start, ""  # a turn begins: what stands before it was not sampled
+        piece: dict[str, Any] = {"start": span.start, "end": span.end, "version": span.version}
         if span.engine >= 0:
-            plain["engine"] = span.engine
-        if decoder.decode is None:
-            found.append(plain | {"token_ids": list(token_ids[span.start : span.end])})
-            continue
-        whole = decoder.decode(token_ids[first : span.end])
-        if number + 1 < len(spans) and spans[number + 1].start == span.end:
-            whole = whole.rstrip("�")
-        text = (
-            whole[len(shown) :]
-            if whole.startswith(shown)
-            else decoder.decode(token_ids[span.start : span.end])
-        )
-        found.append(plain | {"text": text})
-        shown = whole
+            piece["engine"] = span.engine
+        sampled = list(token_ids[span.start : span.end])
+        if decode is None:
+            piece["token_ids"] = sampled
+        else:
+            whole = decode(token_ids[first : span.end])
+            if number + 1 < len(spans) and spans[number + 1].start == span.end:
+                whole = whole.rstrip("\ufffd")
+            piece["text"] = whole[len(shown) :] if whole.startswith(shown) else decode(sampled)
+            shown = whole
+        found.append(piece)
     return found

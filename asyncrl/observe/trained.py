@@ -62,7 +62,8 @@ class TrainedRecord:
                 first, last = line[LOST_KEY]
                 self._lost.append((int(first), int(last), str(line.get("why"))))
             return
-        version = line["version"] + 0
+        version = line["version"] + 0  # raises if it is no number
+        line["min_version"] + 0
         row, groups, faults = _count(version, line["trajectories"], self.max_staleness)
         numbers = array("q", (start, version, *row))  # raises before anything is changed
         self._note(start, faults)
