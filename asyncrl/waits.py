@@ -9,15 +9,13 @@ be told first.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import sys
 import threading
 import traceback
 import weakref
 from collections.abc import Callable, Coroutine, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import CodeType, FrameType, TracebackType
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -201,19 +199,39 @@ async def uncut(work: Coroutine[Any, Any, T]) -> tuple[T, asyncio.CancelledError
     return doing.result(), cancelled
 
 
-@dataclass(frozen=True, eq=False, slots=True)
 class OpenWait:
-    """A task that waits. `where`: the function that declared it; `who`: the task's name, unless given."""
+    """A task that waits, from __enter__ to __exit__. Cheap: its words are worked out when asked."""
 
-    who: str
-    where: str
-    what: str | Callable[[], str]
-    on: str
-    since_s: float
-    task: asyncio.Task[Any] | None
+    __slots__ = ("_code", "_waits", "_who", "on", "since_s", "task", "what")
+
+    def __init__(self, what: str | Callable[[], str], on: str, who: str, code: CodeType) -> None:
+        self.what, self.on, self._who, self._code = what, on, who, code
+
+    def __enter__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.task, self.since_s = asyncio.current_task(loop), loop.time()
+        waits = _OPEN.get(loop)
+        if waits is None:
+            waits = _OPEN[loop] = {}
+        self._waits = waits
+        waits[self] = None
+
+    def __exit__(self, *_: object) -> None:
+        del self._waits[self]
 
     def __str__(self) -> str:
         return self.what if isinstance(self.what, str) else self.what()
+
+    @property
+    def where(self) -> str:
+        """The function that declared it."""
+        return self._code.co_qualname.replace(".<locals>", "")
+
+    @property
+    def who(self) -> str:
+        """As declared; else the task's name, or the class in whose method it waits."""
+        name = self.task.get_name() if self.task is not None else "Task-0"
+        return self._who or (self.where.partition(".")[0] if name.startswith("Task-") else name)
 
 
 _OPEN: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[OpenWait, None]] = (
@@ -221,24 +239,12 @@ _OPEN: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[OpenWait, None]
 )
 
 
-@contextlib.contextmanager
-def waiting(what: str | Callable[[], str], *, on: str, who: str = "") -> Iterator[None]:
-    """Declare a wait where it happens, say for "the optimizer step of batch 7" on "trainer-0".
+def waiting(what: str | Callable[[], str], *, on: str, who: str = "") -> OpenWait:
+    """A wait, declared where it happens, say for "the optimizer step of batch 7" on "trainer-0"
 
     `on`: the process or task that ends it. `what` may be a function, where the reason changes meanwhile.
     """
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    where = sys._getframe(2).f_code.co_qualname.replace(".<locals>", "")  # above us and our __enter__
-    name = task.get_name() if task else ""
-    if not name or name.startswith("Task-"):  # nobody gave it a name
-        name = where.partition(".")[0]
-    wait = OpenWait(who or name, where, what, on, loop.time(), task)
-    waits = _OPEN.setdefault(loop, {})
-    waits[wait] = None
-    try:
-        yield
-    finally:
-        del waits[wait]
+    return OpenWait(what, on, who, sys._getframe(1).f_code)
 
 
 def open_waits() -> list[OpenWait]:

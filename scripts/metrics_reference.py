@@ -16,10 +16,11 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
 HEAD = """\
 # Metrics
 
-<!-- Made by scripts/metrics_reference.py from asyncrl/observe/gauges.py. Change it there, then run the script. -->
+<!-- Made by scripts/metrics_reference.py from asyncrl/observe/gauges.py: change it there. -->
 
-Each step is one line of `metrics.jsonl`, and a scalar each in TensorBoard; each evaluation is one of `eval.jsonl`. A name that
-ends in `*` stands for all that begin like it. What to look for in them: [algorithms](algorithms.md#what-the-metrics-mean).
+Each step is one line of `metrics.jsonl`, and a scalar each in TensorBoard; each evaluation is one of
+`eval.jsonl`. A name that ends in `*` stands for all that begin like it. What to look for in them stands in
+[algorithms](algorithms.md#what-the-metrics-mean).
 """
 
 

@@ -16,8 +16,8 @@ import numpy as np
 
 from asyncrl.messages.records import Batch, Rollout, Trajectory
 
-Kind = Literal["step", "now", "total", "eval", "run"]
-KINDS: Mapping[Kind, str] = {
+GaugeKind = Literal["step", "now", "total", "eval", "run"]
+KINDS: Mapping[GaugeKind, str] = {
     "step": "Of the batch and its optimizer step",
     "now": "At the end of the step",
     "total": "Counted over the whole run, over restarts and resumes",
@@ -30,7 +30,7 @@ KINDS: Mapping[Kind, str] = {
 class Gauge:
     """`is_progress`: a change of it means that the run moves."""
 
-    kind: Kind
+    kind: GaugeKind
     unit: str
     meaning: str
     is_progress: bool = False
