@@ -44,36 +44,19 @@ def make_run(
     max_staleness: int = 2,
 ) -> None:
     """A run directory as the rooms write it: the real recorder, and the trainer's own record of each step."""
-    config = RunConfig.model_validate(
-        {
-            "model": {"path": "m"},
-            "task": {"python": "a:B"},
-            "buffer": {"max_staleness": max_staleness},
-            "trainer": {"num_steps": 9, "num_groups": NUM_GROUPS},
-        }
-    )
+    trainer, buffer = {"num_steps": 9, "num_groups": NUM_GROUPS}, {"max_staleness": max_staleness}
+    sections = {"model": {"path": "m"}, "task": {"python": "a:B"}, "buffer": buffer, "trainer": trainer}
+    config = RunConfig.model_validate(sections)
     (run_dir / "config.yaml").write_text(run_config_yaml(config))
     recorder = Recorder(run_dir, tensorboard=False)
     for version in range(num_steps):
         append_line(run_dir / "trained.jsonl", record_line(version, ages))
-        recorder.record_step(
-            {
-                "step": version,
-                "time_s": version + 1.0,
-                "reward/mean": 0.25 * version,
-                "sample/staleness_mean": 1.0,
-                "sample/staleness_max": 2.0,
-                "perf/step_s": 1.0,
-                "perf/train_s": 0.9,
-            }
-        )
+        ages_of = {"sample/staleness_mean": 1.0, "sample/staleness_max": 2.0}
+        times = {"time_s": version + 1.0, "perf/step_s": 1.0, "perf/train_s": 0.9}
+        recorder.record_step({"step": version, "reward/mean": 0.25 * version, **ages_of, **times})
+    oldest = [["g7/r1", 12.0], ["g8/r0", 3.5]]
     recorder.write_status(
-        {
-            "state": state,
-            "step": num_steps,
-            "waits": {"trainer": "generation"},
-            "oldest_rollouts": [["g7/r1", 12.0], ["g8/r0", 3.5]],
-        }
+        {"state": state, "step": num_steps, "waits": {"trainer": "generation"}, "oldest_rollouts": oldest}
     )
     recorder.close()
 
