@@ -63,8 +63,8 @@ class TrainedRecord:
                 self._lost.append((int(first), int(last), str(line.get("why"))))
             return
         version = line["version"] + 0  # raises if it is no number
-        line["min_version"] + 0
         row, groups, faults = _count(version, line["trajectories"], self.max_staleness)
+        line["min_version"] + 0
         numbers = array("q", (start, version, *row))  # raises before anything is changed
         self._note(start, faults)
         for group in groups:
