@@ -127,7 +127,7 @@ class TrainerService:
             raise Refused(
                 422,
                 str(error),
-                rule="the body is asyncrl.messages.trainer_calls.pack_batch",
+                rule="the body is pack_batch of asyncrl.messages.trainer_calls",
                 way_out="send it with asyncrl's own client.",
             ) from error
         metrics = self.together(Command("train", body=body), lambda: self.step.train(header, arrays))

@@ -399,7 +399,7 @@ class TrainStep:
             f"the batch is saved in {path}",
             rule=rule,
             way_out=way_out
-            or "look at the batch with asyncrl.messages.trainer_calls.unpack_batch; lower "
+            or "look at the batch with unpack_batch of asyncrl.messages.trainer_calls; lower "
             "trainer.learning_rate or trainer.max_grad_norm.",
         )
 
