@@ -21,7 +21,10 @@ refused by `_checked`.
 WORDS = ("auto", "cpu", "cuda", "all")
 RANGE = re.compile(r"(\d+)-(\d+)")
 FORMS = "auto, cpu, cuda, all, a device number like 0, a list like [0, 1], or a range like 0-3"
-ONE_MACHINE = "devices are those of one machine so far, so a node cannot be named: write the device number alone, like 0, [0, 1] or 0-3"
+ONE_MACHINE = (
+    "devices are those of one machine so far, so a node cannot be named: write the device number "
+    "alone, like 0, [0, 1] or 0-3"
+)
 
 
 class PlacementConfig(FrozenConfig):
@@ -107,7 +110,10 @@ def partly_shared(trainer: tuple[int, ...], rollout: tuple[int, ...]) -> str:
     )
 
 
-PARTLY_WAY_OUT = "give both sides the same devices (placement.rollout=trainer, at buffer.max_staleness=0), or none in common"
+PARTLY_WAY_OUT = (
+    "give both sides the same devices (placement.rollout=trainer, at buffer.max_staleness=0), "
+    "or none in common"
+)
 
 
 def _checked(value: Any) -> Any:
@@ -163,7 +169,10 @@ def transport_conflict(
     """
     transport = publisher.transport
     if transport == "lora" and not has_adapters:
-        return "publisher.transport=lora publishes adapters, and trainer.lora is none; set trainer.lora={rank: 16}"
+        return (
+            "publisher.transport=lora publishes adapters, and trainer.lora is none; set "
+            "trainer.lora={rank: 16}"
+        )
     if transport == "lora" and rollout.engine == "simulated":
         return "publisher.transport=lora needs an engine with weights, and rollout.engine=simulated has none"
     if transport in BETWEEN_DEVICES and (

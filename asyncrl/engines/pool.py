@@ -82,7 +82,10 @@ class EnginePool:
 
     def __repr__(self) -> str:
         stats = self.stats()
-        return f"<EnginePool {len(self.servers)} servers, {stats.inflight} in flight, v{self.oldest_served_version}>"
+        return (
+            f"<EnginePool {len(self.servers)} servers, {stats.inflight} in flight, "
+            f"v{self.oldest_served_version}>"
+        )
 
     @property
     def oldest_served_version(self) -> int:
@@ -340,7 +343,10 @@ class SegmentJoin:
 
     def __repr__(self) -> str:
         state = self._finish_reason or "unfinished"
-        return f"<SegmentJoin {self.request.request_id} {len(self.token_ids)}/{self.request.max_tokens} tokens, {state}>"
+        return (
+            f"<SegmentJoin {self.request.request_id} {len(self.token_ids)}/{self.request.max_tokens} "
+            f"tokens, {state}>"
+        )
 
     @property
     def num_left(self) -> int:

@@ -195,7 +195,10 @@ class Lease:
         self._handover_s = 0.0
 
     def __repr__(self) -> str:
-        return f"<Lease {self.state}{f' to {self._to}: {self.phase}' if self.state == 'handover' else ''}, owner {self.owner}>"
+        return (
+            f"<Lease {self.state}{f' to {self._to}: {self.phase}' if self.state == 'handover' else ''}, "
+            f"owner {self.owner}>"
+        )
 
     @property
     def phase(self) -> str:
