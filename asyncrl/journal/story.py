@@ -179,8 +179,9 @@ def batch_story(path: Path, version: int) -> BatchStory | None:
             ):
                 for span in decode_trajectory(blob, group_id, index, branch, path).version_spans:
                     counts[span.version] += span.end - span.start
-        min_version, mask_older, *times = row
+        min_version, mask_older, taken_s, trained_s, loss, published_s = row
         tokens_by_version = None if counts is None else dict(sorted(counts.items()))
+        times = (taken_s, trained_s, loss, published_s)
         return BatchStory(version, min_version, bool(mask_older), *times, lines, tokens_by_version)
 
 
