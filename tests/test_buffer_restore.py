@@ -150,12 +150,6 @@ def killed_at_version_10(
     return story
 
 
-@pytest.mark.parametrize("on_overdue", ["wait", "mask", "drop"])
-def test_ready_groups_that_are_too_old_for_a_smaller_max_staleness_are_given_up(on_overdue: str) -> None:
-    story = killed_at_version_10(4, on_overdue, ready=[7, 8, 10, 10])
-    assert resume(story, max_staleness=1, num_groups=2, on_overdue=on_overdue) == ({90, 91}, set(), {92, 93})
-
-
 @pytest.mark.parametrize(("on_overdue", "expected"), [("wait", {91, 92}), ("drop", {91, 92}), ("mask", {91})])
 def test_a_running_group_is_given_up_unless_what_it_samples_from_now_on_can_be_trained_on(
     on_overdue: str, expected: set[int]

@@ -65,7 +65,7 @@ async def live(run_dir: Path) -> Journal:
     journal.group_ended_nowait(GroupId(5), "handed_back", "dropped", requeued=1)
     await journal.batch_taken(make_batch(0, 0, 1))
     record(run_dir, make_batch(0, 0, 1))
-    journal.trained_nowait(0, {"policy/loss": 0.25}, "w1")
+    journal.trained_nowait(0, {"policy/loss": 0.25})
     journal.published_nowait(1, "w1")
     journal.checkpointed_nowait(1, "checkpoints/step_1")
     await journal.batch_taken(make_batch(1, 2, 3))
@@ -232,7 +232,6 @@ def test_a_running_group_shows_how_far_each_rollout_is(tmp_path: Path) -> None:
 def test_a_step_shows_its_batch_with_versions_whether_trained_or_not(tmp_path: Path) -> None:
     plain = inspected(tmp_path, step=0)
     assert plain["batch"]["tokens_by_version"] == {"0": 40}
-    assert plain["batch"]["weights_digest"] == "w1"
     assert [group["group_id"] for group in plain["batch"]["groups"]] == [0, 1]
     assert len(plain["steps"][0]["trajectories"]) == 4
     (tmp_path / "untrained").mkdir()

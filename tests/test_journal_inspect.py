@@ -6,7 +6,6 @@ import asyncio
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import get_args
 
 import pytest
 from journal_cases import (
@@ -21,7 +20,6 @@ from journal_cases import (
     tell_ready,
 )
 
-from asyncrl.buffer.staleness import HandBackReason
 from asyncrl.errors import JournalError
 from asyncrl.journal.journal import Journal
 from asyncrl.journal.read import Counted
@@ -45,7 +43,7 @@ async def tell_a_run(path: Path) -> Journal:
     journal.rollout_finished_nowait(GroupId(5), (make_trajectory(5, 1),))
     journal.group_ended_nowait(GroupId(5), "handed_back", "dropped", requeued=1)
     await journal.batch_taken(make_batch(0, 0, 1))
-    journal.trained_nowait(0, {"policy/loss": 0.25}, "digest")
+    journal.trained_nowait(0, {"policy/loss": 0.25})
     journal.published_nowait(1, "digest")
     journal.checkpointed_nowait(1, "checkpoints/step_1")
     await journal.batch_taken(replace(make_batch(1, 2, 3), min_version=1, mask_older=True))
@@ -90,7 +88,7 @@ def test_the_story_of_a_group_a_batch_and_the_run(tmp_path: Path) -> None:
         )
         zeroth = batch_story(path, 0)
         assert zeroth is not None
-        assert (zeroth.loss, zeroth.weights_digest, zeroth.masked_tokens) == (0.25, "digest", 0)
+        assert (zeroth.loss, zeroth.masked_tokens) == (0.25, 0)
         assert zeroth.published_s is not None
         assert [(line.group_id, line.num_rollouts, line.num_sampled) for line in zeroth.groups] == [
             (0, 2, 20),
@@ -147,26 +145,6 @@ def test_what_was_counted_by_each_batch_and_by_now_is_in_the_journal(tmp_path: P
         journal.group_ended_nowait(GroupId(7), "filtered", "")
         (later,) = (await journal.read_resume(2)).counted
         assert (later.filtered, later.filtered_tokens, later.generated) == (1, 10, now.generated + 10)
-        await journal.aclose()
-
-    asyncio.run(story())
-
-
-def test_dropped_are_those_that_the_staleness_rule_handed_back_and_not_those_of_a_resume(
-    tmp_path: Path,
-) -> None:
-    async def story() -> None:
-        journal = open_journal(tmp_path / "journal.sqlite")
-        reasons = (
-            *get_args(HandBackReason),
-            "too old under the settings that it was resumed with",
-            "its prompt cannot be written down",
-        )
-        for group_id, reason in enumerate(reasons):
-            admit(journal, group_id)
-            journal.group_ended_nowait(GroupId(group_id), "handed_back", reason, requeued=1)
-        (counted,) = (await journal.read_resume(0)).counted
-        assert counted == Counted(dropped=len(get_args(HandBackReason)))
         await journal.aclose()
 
     asyncio.run(story())

@@ -200,7 +200,7 @@ def test_a_full_disk_is_told_and_the_file_stays_whole(small_disk: Path) -> None:
 
     with pytest.raises(JournalError, match=r"cannot be opened: .* is full") as caught:
         open_journal(path)
-    assert caught.value.way_out == "free space on its disk."
+    assert caught.value.way_out.startswith("free space on its disk")
     subprocess.run(["mount", "-o", "remount,size=4m", small_disk], check=True)  # the way out, taken
 
     async def after() -> None:
@@ -211,19 +211,6 @@ def test_a_full_disk_is_told_and_the_file_stays_whole(small_disk: Path) -> None:
         await journal.aclose()
 
     asyncio.run(after())
-
-
-def test_the_lock_is_one_for_a_process_too_and_comes_back(tmp_path: Path) -> None:
-    lock = RunLock(tmp_path / "run.lock").acquire()
-    assert (tmp_path / "run.lock").read_text() == f"{os.getpid()}\n"
-    with pytest.raises(JournalError, match=f"process {os.getpid()} writes into"):
-        RunLock(tmp_path / "run.lock").acquire()
-    asyncio.run(open_journal(tmp_path / "journal.sqlite", lock=lock).aclose())
-    assert lock.is_held
-    lock.release()
-    lock.release()
-    with open_lock(tmp_path) as again:
-        assert again.is_held
 
 
 @contextlib.contextmanager

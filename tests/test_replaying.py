@@ -277,7 +277,6 @@ def test_recorded_rollouts_are_taken_while_their_version_is_served_and_the_bound
             running.cancel()
             await producers.aclose()
         assert replay.num_taken == of_each * num_groups * (max_staleness + 1)
-        assert repr(replay).startswith(f"<Replay {replay.num_taken} of {num_prompts * of_each} taken, over <")
         taken.extend(sampling.sampled)
 
     run_virtual(story())
@@ -307,7 +306,9 @@ def test_a_retry_and_a_group_of_a_newer_version_sample() -> None:
 
         async def ask(group_id: int, sample_index: int, attempt: int = 0) -> bool:
             before = replay.num_taken
-            await replay.run_attempt(RolloutAttempt(group_id, REPLAY[0], sample_index, attempt, lambda: None))  # type: ignore[arg-type]
+            await replay.run_attempt(
+                RolloutAttempt("g/r", group_id, REPLAY[0], sample_index, attempt, lambda: None)
+            )  # type: ignore[arg-type]
             return replay.num_taken > before
 
         assert await ask(0, 0)

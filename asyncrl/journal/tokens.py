@@ -1,4 +1,4 @@
-"""Token records and prompts as bytes and back, bit for bit. Knows no SQLite.
+"""Token records and prompts as bytes and back, bit for bit: what the journal and recordings hold.
 
 A blob is zlib over: length of the head (uint32), head (JSON), token ids (int32), logprobs (float32), loss
 mask (one bit a token). Numbers are little endian, in byte planes: first the lowest byte of each, and so on,
@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncrl.errors import JournalError
-from asyncrl.journal.refusals import damaged
+from asyncrl.journal.schema import damaged
 from asyncrl.messages.records import Credit, PartialCompletion, Prompt, Ticket, Trajectory, VersionSpan
 
 FORMAT = 1
@@ -183,7 +183,6 @@ def _checked(trajectory: Trajectory, name: str, dtype: np.dtype[Any]) -> npt.NDA
         raise JournalError(
             f"sample {trajectory.sample_index} has {name} of {array.dtype} {list(array.shape)}",
             rule=f"it is {dtype.name} with one entry for each of the {len(trajectory.token_ids)} tokens",
-            way_out="this is a bug in the generator that made the trajectory.",
         )
     return array
 

@@ -100,7 +100,6 @@ def _batch(batch: BatchStory) -> dict[str, Any]:
         "trained_at": _time(batch.trained_s),
         "published_at": _time(batch.published_s),
         "loss": batch.loss,
-        "weights_digest": batch.weights_digest,
         "tokens_by_version": None
         if batch.tokens_by_version is None
         else {str(v): num for v, num in batch.tokens_by_version.items()},

@@ -67,8 +67,6 @@ def _batch(batch: Mapping[str, Any]) -> Iterator[RenderableType]:
         f"batch {batch['version']}: taken {batch['taken_at']}, {trained}{published}; no loss below version "
         f"{batch['min_version']}."
     )
-    if batch["weights_digest"]:
-        yield Text(f"weights after it: {batch['weights_digest']}")
     if batch["tokens_by_version"] is None:
         yield Text("its tokens were deleted, as no checkpoint needs them any more (journal.keep)")
     else:

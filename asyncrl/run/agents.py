@@ -31,9 +31,9 @@ from asyncrl.messages.work import WORKER_KEY_ENV
 from asyncrl.observe.run_files import read_evaluations
 from asyncrl.placement.processes import ChildProcess
 from asyncrl.rollouts.evaluation import Evaluation, FileHold, Schedule
-from asyncrl.rollouts.evaluator import EvalResult, Evaluator, RunAgent
-from asyncrl.rollouts.generators import HarnessGenerator
-from asyncrl.rollouts.rollout import AttemptsApart, derive_seed
+from asyncrl.rollouts.evaluator import EvalResult, Evaluator
+from asyncrl.rollouts.generators import HarnessGenerator, SingleTurn
+from asyncrl.rollouts.rollout import Generator, derive_seed
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.run import start as startup
 from asyncrl.run.supervise import WorkerSupervisor
@@ -262,23 +262,37 @@ def wire_evaluation(
     result, too.
     """
     rollout = config.rollout
-    engine = EnginePool([target], slots=settings.slots)
+    engine, broken = EnginePool([target], slots=settings.slots), list[RoomError]()
+    generator: Generator
+    if harnessing is None or not config.evaluates_agent:
+        generator = SingleTurn(
+            engine,
+            tokenizer,
+            scorer,
+            run_seed=settings.seed,
+            max_tokens=rollout.max_tokens,
+            max_prompt_tokens=rollout.max_prompt_tokens,
+            temperature=settings.temperature,
+            stop=tuple(config.generator.stop),
+        )
+    else:  # the run's own harness, in its own workers, with calls that go to the eval engine
+        host = harnessing.gateway.lane(
+            "eval",
+            engine,
+            temperature=settings.temperature,
+            seed_of=lambda prompt_id, sample, attempt, call: derive_seed(
+                settings.seed, prompt_id, sample, call, attempt
+            ),
+            on_broken=broken.append,
+        )
+        generator = HarnessGenerator(host, harnessing.leases, scorer)
     evaluator = Evaluator(
-        engine,
-        tokenizer,
-        scorer,
+        generator,
         prompts,
         samples=settings.samples,
         slots=settings.slots,
-        temperature=settings.temperature,
-        max_tokens=rollout.max_tokens,
-        max_prompt_tokens=rollout.max_prompt_tokens,
-        stop=tuple(config.generator.stop),
-        sample_timeout_s=rollout.timeout_s,
-        seed_of=lambda prompt_id, sample: derive_seed(settings.seed, prompt_id, sample, turn=0),
-        run_agent=None
-        if harnessing is None or not config.evaluates_agent
-        else _eval_agent(config, settings, harnessing, engine, scorer),
+        timeout_s=rollout.timeout_s,
+        broken=broken,
     )
     before = read_evaluations(run_dir, [])
     for line in before:
@@ -301,24 +315,3 @@ def wire_evaluation(
         on_result=evaluated,
         on_trouble=warn,
     )
-
-
-def _eval_agent(
-    config: RunConfig, settings: EvalConfig, harnessing: Harnessing, engine: EnginePool, scorer: TaskScorer
-) -> RunAgent:
-    """The run's own harness, in its own workers, with calls that go to the eval engine. It hands a rollout to
-    who asks: none is trained.
-    """
-
-    def seed_of(prompt_id: str, sample_index: int, attempt: int, call_key: int) -> int:
-        return derive_seed(settings.seed, prompt_id, sample_index, call_key, attempt)
-
-    def on_broken(error: RoomError) -> None:
-        attempts.on_broken(error)
-
-    host = harnessing.gateway.lane(
-        "eval", engine, temperature=settings.temperature, seed_of=seed_of, on_broken=on_broken
-    )
-    generator = HarnessGenerator(host, harnessing.leases, scorer)
-    attempts = AttemptsApart(generator, timeout_s=config.rollout.timeout_s)
-    return attempts.run

@@ -254,7 +254,7 @@ async def _try(
 
     def record(tried: Tried) -> None:
         if not tried.has_failed:
-            recorder.record(tried.prompt, tried.attempt, tried.reward, tried.rollout)
+            recorder.record(tried.prompt, tried.reward, tried.rollout)
 
     in_order = InOrder(rollout.group_size, record)
 

@@ -19,7 +19,7 @@ from asyncrl.errors import RolloutFailure, RoomError
 from asyncrl.messages.records import GroupId, Outcome, Prompt, Rollout
 from asyncrl.rollouts.producers import Spawn
 from asyncrl.rollouts.recording import Recorder, spans_of
-from asyncrl.rollouts.rollout import FailedRollout, Generator, RolloutAttempt, RolloutRunner
+from asyncrl.rollouts.rollout import FailedRollout, Generator, RolloutRunner
 
 # How long a rollout was, in words and numbers. Pure.
 
@@ -120,7 +120,7 @@ class PeoplesKey:
             f"people/{digest}", messages
         )  # who begins with the same words plays the same prompt: a group to be replayed
         index = self._recorder.next_sample(prompt.prompt_id)
-        self._recorder.record(prompt, 0, reward, renumbered(rollout, index))
+        self._recorder.record(prompt, reward, renumbered(rollout, index))
         self._say(
             f"rollout {session.sample_index}: reward {'none' if reward is None else f'{reward:.4g}'}, "
             f"{shape_text(rollout)}"
@@ -134,7 +134,6 @@ class Tried:
     number: int
     prompt: Prompt
     sample_index: int
-    attempt: int
     outcome: Rollout | FailedRollout
 
     @property
@@ -190,27 +189,6 @@ class InOrder:
             self._give(self._held.pop(place))
 
 
-class _Counting:
-    """A Generator that remembers which attempt a rollout came from; the runner tells nobody."""
-
-    def __init__(self, generator: Generator) -> None:
-        self._generator = generator
-        self.attempts: dict[tuple[int, int], int] = {}
-
-    async def run_attempt(self, attempt: RolloutAttempt) -> Rollout:
-        self.attempts[attempt.group_id, attempt.sample_index] = attempt.attempt
-        return await self._generator.run_attempt(attempt)
-
-
-class _NoJournal:
-    """A RolloutJournal of what is not gone on with."""
-
-    def admitted_nowait(self, *_: object, **__: object) -> None:
-        pass
-
-    segment_nowait = rollout_finished_nowait = rollout_failed_nowait = group_ended_nowait = admitted_nowait
-
-
 async def try_rollouts(
     generator: Generator,
     prompts: Sequence[Prompt],
@@ -225,8 +203,8 @@ async def try_rollouts(
     """`group_size` rollouts of each prompt, `capacity` at once; `on_tried` is told of each as it ends. A
     RoomError ends `spawn`'s group.
     """
-    counting, free, all_tried = _Counting(generator), asyncio.Semaphore(capacity), list[Tried]()
-    runner, journal = RolloutRunner(counting, timeout_s=timeout_s, retries=retries), _NoJournal()
+    free, all_tried = asyncio.Semaphore(capacity), list[Tried]()
+    runner = RolloutRunner(generator, timeout_s=timeout_s, retries=retries)
 
     async def no_wait() -> None:
         """`free` is what is waited for, for all attempts together."""
@@ -235,9 +213,9 @@ async def try_rollouts(
         async with free:
             group_id, prompt = GroupId(number), prompts[number]
             outcome = await runner.run(
-                group_id, prompt, index, wait_slot=no_wait, stopped_sampling=lambda: None, journal=journal
+                group_id, prompt, index, wait_slot=no_wait, stopped_sampling=lambda: None
             )
-        tried = Tried(number, prompt, index, counting.attempts[group_id, index], outcome)
+        tried = Tried(number, prompt, index, outcome)
         all_tried.append(tried)
         on_tried(tried)
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from asyncrl.buffer.overdue import OnOverdue
 from asyncrl.buffer.simulation import Outcome, Simulation, Workload
-from asyncrl.buffer.staleness import OnOverdue, StalenessRule
+from asyncrl.buffer.staleness import StalenessRule
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
 
@@ -76,7 +77,7 @@ def play(case: Case, *, max_staleness: int, slots: int, train_s: float, publish_
     workload = Workload(
         num_slots=slots, sigma=case.sigma, group_size=case.group_size, train_s=train_s, publish_s=publish_s
     )
-    return Simulation(rule, workload, max_staleness=max_staleness, masks=case.on_overdue == "mask").run()
+    return Simulation(rule, workload).run()
 
 
 def in_turns(case: Case) -> Outcome:
