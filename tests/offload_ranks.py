@@ -11,12 +11,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from asyncrl.trainer.host_memory import CudaMemory
 from torch.distributed.tensor import DTensor
 from trainer_cases import make_batch
 
 from asyncrl.messages.base import TrainerPart
-from asyncrl.trainer.host_memory import CudaMemory
-from asyncrl.trainer.movable_step import MovableStep
 from asyncrl.trainer.offload import Parking, local_of
 from asyncrl.trainer.ranks import Ranks, join_ranks
 from asyncrl.trainer.spec import TrainerSpec
@@ -26,7 +25,7 @@ from asyncrl.weights.stores import HostBuffers
 ALL: tuple[TrainerPart, ...] = ("weights", "gradients", "optimizer")
 
 
-def as_on_cuda(step: MovableStep) -> MovableStep:
+def as_on_cuda(step: TrainStep) -> TrainStep:
     cpu = torch.device("cpu")
     step._offload._parking = {
         part: Parking(CudaMemory(), HostBuffers(cpu, slab_bytes=10_000)) for part in step._offload._parking
@@ -39,7 +38,7 @@ def steps_agree(spec: TrainerSpec, ranks: Ranks, folder: Path) -> None:
     """Three steps with moves between them are three steps without; a checkpoint of what is away is one of
     what is here.
     """
-    plain, step = TrainStep(spec, ranks), as_on_cuda(MovableStep(spec, ranks))
+    plain, step = TrainStep(spec, ranks), as_on_cuda(TrainStep(spec, ranks))
     for version in range(3):
         step.offload(ALL)
         assert all(
@@ -67,6 +66,6 @@ def rank_main(rank: int, spec_texts: list[str], folder: Path) -> None:
     try:
         for spec in specs:
             steps_agree(spec, ranks, folder)
-            assert isinstance(next(MovableStep(spec, ranks).policy.parameters()), DTensor)
+            assert isinstance(next(TrainStep(spec, ranks).policy.parameters()), DTensor)
     finally:
         dist.destroy_process_group()

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from asyncrl.trainer.state_folder import StateError
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -18,7 +19,6 @@ from trainer_cases import make_batch
 from asyncrl.trainer.ranks import Ranks, join_ranks
 from asyncrl.trainer.spec import TrainerSpec
 from asyncrl.trainer.state import Progress, TrainerState
-from asyncrl.trainer.state_folder import StateError
 from asyncrl.trainer.step import TrainStep
 
 

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 from asyncrl.agents.endpoint.choices import AnswerText
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
-from asyncrl.trainer.model.scratch_tokenizer import make_character_tokenizer
+from asyncrl.trainer.model.scratch import make_character_tokenizer
 
 MARKER = "<tool_call>"
 MAKERS: dict[str, Callable[[], Tokenizer]] = {

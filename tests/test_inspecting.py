@@ -38,7 +38,7 @@ from asyncrl.trainer.trainer_client import pack_groups
 
 def record(run_dir: Path, batch: Batch) -> None:
     header, arrays = pack_groups(batch)
-    append_line(run_dir / "trained.jsonl", trained_line(header, arrays, arrays.loss_mask, 0.5, None))
+    append_line(run_dir / "trained.jsonl", trained_line(header, arrays, arrays.loss_mask, 0.5))
 
 
 async def live(run_dir: Path) -> Journal:

@@ -9,12 +9,11 @@ from pathlib import Path
 
 import psutil
 import torch
+from asyncrl.trainer.host_memory import GROUP_BYTES, LARGE_PAGE, HostMemory, gather, new_places
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_model import make_tiny_model
 from transformers import AutoModelForCausalLM
-
-from asyncrl.trainer.host_memory import GROUP_BYTES, LARGE_PAGE, HostMemory, gather, new_places
 
 
 @given(st.lists(st.integers(1, 5 * mmap.PAGESIZE), min_size=1, max_size=20))

@@ -231,7 +231,7 @@ def test_a_batch_of_branches_is_trained_in_mini_batches_and_epochs_and_recorded_
     step = make_step(trainer={"mini_batches": 3, "epochs": 2})
     metrics = step.train(header, arrays)
     assert (metrics["trainer/optimizer_steps"], metrics["tokens/trained"]) == (6, arrays.loss_mask.sum())
-    entries = trained_line(header, arrays, arrays.loss_mask, 0.0, None)["trajectories"]
+    entries = trained_line(header, arrays, arrays.loss_mask, 0.0)["trajectories"]
     assert [(entry["sample_index"], entry["branch"]) for entry in entries] == [
         (t.sample_index, t.branch) for t in header.trajectories
     ]

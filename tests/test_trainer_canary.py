@@ -24,10 +24,10 @@ from asyncrl.messages.trainer_calls import Canary, ExportChunkRequest, ExportChu
 from asyncrl.trainer.canary import _micro_batch, canary_ids, make_canary
 from asyncrl.trainer.model.plan_check import Plan
 from asyncrl.trainer.model.policy import Policy
-from asyncrl.trainer.movable_step import MovableStep
+from asyncrl.trainer.step import TrainStep
 
 NUM_TOKENS = 160
-MakeStep = Callable[..., MovableStep]
+MakeStep = Callable[..., TrainStep]
 
 
 @pytest.fixture
@@ -35,9 +35,9 @@ def make_step(tmp_path: Path) -> MakeStep:
     """Of an untied model with a step of training behind it, unless told otherwise."""
     folder = make_tiny_model(tmp_path / "model", tie_word_embeddings=False)
 
-    def make(*, model_dir: Path = folder, num_steps: int = 1, **values: Any) -> MovableStep:
+    def make(*, model_dir: Path = folder, num_steps: int = 1, **values: Any) -> TrainStep:
         (tmp_path / "staging").mkdir(exist_ok=True)
-        step = MovableStep(
+        step = TrainStep(
             make_spec(model_dir, tmp_path, **{"canary_tokens": NUM_TOKENS, "chunk_bytes": 10_000, **values})
         )
         for version in range(num_steps):
@@ -213,7 +213,7 @@ def chunks_of(group: Group, version: int) -> list[ExportChunkResponse]:
             group.ask(
                 lambda caller: caller.post("/export_chunk", message, ExportChunkResponse, timeout_s=TIMEOUT_S)
             )
-        )  # noqa: B023
+        )
     return chunks
 
 

@@ -195,11 +195,7 @@ def test_the_adapters_alone_are_exported_with_their_scale_in_far_fewer_bytes(
         float(exported["scale"]),
         exported[f"{path}.lora_A.weight"].shape,
         exported[f"{path}.lora_B.weight"].shape,
-    ) == (
-        2.0,
-        (4, 32),
-        (32, 4),
-    )
+    ) == (2.0, (4, 32), (32, 4))
     assert exported[f"{path}.lora_A.weight"].dtype == torch.bfloat16
     assert (answer.kind, answer.num_tensors, answer.num_bytes) == ("lora", 5, 4 + 4 * 4 * 32 * 2)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from asyncrl.trainer.host_memory import HostMemory
 from hypothesis import given
 from hypothesis import strategies as st
 from offload_ranks import steps_agree
@@ -22,15 +23,13 @@ from trainer_cases import make_batch, make_spec
 
 from asyncrl.http import Refused
 from asyncrl.messages.base import TrainerPart
-from asyncrl.trainer.host_memory import HostMemory
-from asyncrl.trainer.movable_step import MovableStep
 from asyncrl.trainer.offload import Parking
 from asyncrl.trainer.ranks import ALONE
 from asyncrl.trainer.step import TrainStep
 from asyncrl.weights.stores import HostBuffers, HostFile
 
 ALL: tuple[TrainerPart, ...] = ("weights", "gradients", "optimizer")
-MakeStep = Callable[..., MovableStep]
+MakeStep = Callable[..., TrainStep]
 PAGED = {"hidden_size": 64, "intermediate_size": 256}
 """Weights of several pages."""
 
@@ -42,9 +41,9 @@ def paged_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make_step(paged_model_dir: Path, tmp_path: Path) -> MakeStep:
-    def make(model_dir: Path = paged_model_dir, **values: Any) -> MovableStep:
+    def make(model_dir: Path = paged_model_dir, **values: Any) -> TrainStep:
         (tmp_path / "staging").mkdir(exist_ok=True)
-        return MovableStep(make_spec(model_dir, tmp_path, **values))
+        return TrainStep(make_spec(model_dir, tmp_path, **values))
 
     return make
 

@@ -16,8 +16,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from asyncrl.config import ScratchConfig
 from asyncrl.messages.base import ErrorBody, find_fatal
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
-from asyncrl.trainer.model.scratch import ScratchSpec, main, make_random_model, make_scratch_model
-from asyncrl.trainer.model.scratch_tokenizer import make_character_tokenizer
+from asyncrl.trainer.model.scratch import (
+    ScratchSpec,
+    main,
+    make_character_tokenizer,
+    make_random_model,
+    make_scratch_model,
+)
 
 TOKENIZER = make_character_tokenizer(TINY_CHARACTERS)
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from asyncrl.trainer.state_folder import FileEntry, StateError, _entry, read_manifest
 from state_ranks import Run, rank_main, same, train
 from tiny_model import make_tiny_model
 from torch import multiprocessing
@@ -27,7 +28,6 @@ from asyncrl.checkpoints.folder import Checkpoints
 from asyncrl.checkpoints.manifest import check_manifest
 from asyncrl.config import CheckpointConfig
 from asyncrl.trainer.state import Progress
-from asyncrl.trainer.state_folder import FileEntry, StateError, _entry, read_manifest
 from asyncrl.trainer.step import TrainStep
 
 LORA = {"rank": 4, "alpha": 8.0}

@@ -28,7 +28,7 @@ from asyncrl.messages.records import WeightManifest
 from asyncrl.messages.trainer_calls import ExportChunkRequest, ExportChunkResponse, TrainResponse, pack_batch
 from asyncrl.sync.broadcast import Broadcasts
 from asyncrl.sync.publisher import Push
-from asyncrl.trainer.model.scratch_tokenizer import make_character_tokenizer
+from asyncrl.trainer.model.scratch import make_character_tokenizer
 from asyncrl.trainer.trainer_client import TrainerClient
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]

@@ -26,7 +26,7 @@ from asyncrl.messages.base import weights_digest
 from asyncrl.messages.engine_calls import EngineHealth, GenerateRequest
 from asyncrl.messages.records import WeightManifest
 from asyncrl.messages.trainer_calls import Canary
-from asyncrl.trainer.model.scratch_tokenizer import make_character_tokenizer
+from asyncrl.trainer.model.scratch import make_character_tokenizer
 
 SLOTS, MAX_LENGTH, CANARY_LIMIT = 16, 768, 1e-3
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789 .,!?"

@@ -112,14 +112,10 @@ class SaveRequest(Message):
 
 class StateRequest(Message):
     """Save what is needed to go on into the new folder `path` (/begin_save_state), or go on from there
-    (/load_state).
-
-    `is_checked`: of a folder to load, every file was compared with its manifest by whoever asks; DCP itself
-    checks nothing.
+    (/load_state). Of a folder to load, the client has compared every file with the checkpoint's manifest.
     """
 
     path: str
-    is_checked: bool = False
 
 
 class StateSaved(Message):

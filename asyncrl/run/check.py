@@ -21,6 +21,7 @@ from pathlib import Path
 from asyncrl.agents.command import CommandHarness
 from asyncrl.agents.endpoint.tool_calls import find_tool_format
 from asyncrl.agents.verifiers import taskset_loader
+from asyncrl.algorithms.registry import resolve
 from asyncrl.config import ModelConfig, RunConfig, run_config_yaml
 from asyncrl.errors import ConfigError, TaskError
 from asyncrl.messages.base import SECRET_ENV, find_fatal
@@ -29,12 +30,11 @@ from asyncrl.placement.fit import scarce_connections
 from asyncrl.rollouts.tokenizer import HFChatTokenizer, read_template
 from asyncrl.run.check_user_code import CONFIG, FINE
 from asyncrl.run.model_folder import check_model_type, find_on_disk, is_hub_id
-from asyncrl.run.specs import objective_spec
 from asyncrl.run.start import START_TIMEOUT_S
 from asyncrl.tasks.feed import Feed
 from asyncrl.tasks.from_config import EvalTask, look_at_eval_task, look_at_task, task_name
 from asyncrl.tasks.task import Task
-from asyncrl.trainer.model.scratch_tokenizer import make_character_tokenizer
+from asyncrl.trainer.model.scratch import make_character_tokenizer
 
 NUM_PROMPTS = 100
 """So many prompts are tokenized, the first ones."""
@@ -61,7 +61,7 @@ class Found:
 
 def look(config: RunConfig) -> Found:
     """Load everything but weights. Raises ConfigError with the first that cannot be had."""
-    objective_spec(config.algorithm)
+    resolve(config.algorithm)
     task, words = look_at_task(config.task, config.seed, load_taskset=taskset_loader(config.generator))
     lines, notes = [f"task: {words}"], [SIMULATED] if config.rollout.engine == "simulated" else []
     notes += scarce_connections(config)

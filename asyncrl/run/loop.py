@@ -72,6 +72,7 @@ from typing import Any
 
 from asyncrl.agents.command import passed_env
 from asyncrl.agents.process_tree import hide_memory
+from asyncrl.algorithms.registry import resolve
 from asyncrl.checkpoints.folder import set_aside
 from asyncrl.config import RunConfig, run_config_yaml
 from asyncrl.errors import AsyncrlError, ConfigError, RoomError, first_cause
@@ -95,7 +96,6 @@ from asyncrl.run.run_folder import (
     make_run_dir,
     refused_by_system,
 )
-from asyncrl.run.specs import objective_spec
 from asyncrl.run.start import Server, note_deaths
 from asyncrl.run.supervise import heartbeat
 from asyncrl.run.watch import make_watchdog
@@ -126,7 +126,7 @@ def run_job(
     if config.generator.is_harness:
         hide_memory()  # keys, answers and rewards of all rollouts
     config, dtype_words = settle_dtype(config, begun=begun_dtype(run_dir))
-    objective_spec(config.algorithm)  # a loss that is not known is refused before anything is made
+    resolve(config.algorithm)  # a loss that is not known is refused before anything is made
     passed_env(config.generator.pass_env)  # and so is a variable that is not set
     refuse_what_cannot_fit(make_plan(config), config)
     folder = run_dir or Path("runs") / f"{name}-{datetime.now().strftime('%Y%m%d-%H%M%S')}"

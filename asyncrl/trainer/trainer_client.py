@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -53,9 +54,6 @@ class TrainerClient:
         self._caller, self._timeout_s = caller, timeout_s
         self.policy_version = policy_version
         self._changed = asyncio.Event()
-
-    def __repr__(self) -> str:
-        return f"<TrainerClient v{self.policy_version} at {self._caller.url}>"
 
     async def train(self, batch: Batch) -> StepReport:
         """One optimizer step. Raises TrainerError if the worker refuses the batch or breaks, TrainerLost if
@@ -164,7 +162,7 @@ class TrainerClient:
         announced. Raises TrainerError.
         """
         if state is not None:
-            await self._post("/load_state", StateRequest(path=str(state), is_checked=True), TrainerHealth)
+            await self._post("/load_state", StateRequest(path=str(state)), TrainerHealth)
         async for batch in batches:
             on_step(batch, await self._train(batch))
         health = await self.health(timeout_s=RECOVERED_TIMEOUT_S)
@@ -191,15 +189,15 @@ class TrainerClient:
 
     async def _post_state(self, path: str, body: BaseModel | bytes, answer: type[Answer]) -> Answer:
         try:
-            return await self._caller.post(path, body, answer, timeout_s=self._timeout_s)
-        except CallRefused as refused:
+            return await self._post(path, body, answer)
+        except TrainerLost:
+            raise
+        except TrainerError as error:
             raise CheckpointError(
-                f"the trainer cannot save its state: {refused.body.error}",
-                rule=refused.body.rule or "the last whole checkpoint stays, and the run goes on",
-                way_out=refused.body.way_out or "read the trainer's log in the run directory.",
-            ) from refused
-        except CallLost as lost:
-            raise _explain(lost) from lost
+                f"the trainer cannot save its state: {error.fault}",
+                rule=error.rule or "the last whole checkpoint stays, and the run goes on",
+                way_out=error.way_out,
+            ) from error
 
 
 def pack_groups(batch: Batch) -> tuple[BatchHeader, BatchArrays]:
@@ -207,10 +205,10 @@ def pack_groups(batch: Batch) -> tuple[BatchHeader, BatchArrays]:
     samples and branches.
     """
     headers: list[TrajectoryHeader] = []
-    start = 0
+    trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
     for group_index, group in enumerate(batch.groups):
         for trajectory in group.trajectories:
-            end = start + len(trajectory.token_ids)
+            start = headers[-1].end if headers else 0
             headers.append(
                 TrajectoryHeader(
                     group_index=group_index,
@@ -218,39 +216,28 @@ def pack_groups(batch: Batch) -> tuple[BatchHeader, BatchArrays]:
                     sample_index=trajectory.sample_index,
                     prompt_id=group.prompt.prompt_id,
                     start=start,
-                    end=end,
+                    end=start + len(trajectory.token_ids),
                     reward=trajectory.reward,
                     branch=trajectory.branch,
-                    credits=[
-                        CreditHeader(start=one.start, end=one.end, reward=one.reward, unit=one.unit)
-                        for one in trajectory.credits
-                    ],
+                    credits=[CreditHeader(**asdict(credit)) for credit in trajectory.credits],
                 )
             )
-            start = end
     header = BatchHeader(
         version=batch.version,
         min_version=batch.min_version,
         mask_older=batch.mask_older,
         trajectories=headers,
     )
-    trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
+
+    def joined(of: Callable[[Trajectory], npt.NDArray[Any]], dtype: type[np.generic]) -> npt.NDArray[Any]:
+        return np.concatenate([np.zeros(0, dtype), *map(of, trajectories)])
+
     return header, BatchArrays(
-        token_ids=np.concatenate(
-            [np.zeros(0, np.int32), *(trajectory.token_ids for trajectory in trajectories)]
-        ),
-        loss_mask=np.concatenate(
-            [np.zeros(0, np.bool_), *(trajectory.loss_mask for trajectory in trajectories)]
-        ),
-        behaviour_logprobs=np.concatenate(
-            [np.zeros(0, np.float32), *(trajectory.behaviour_logprobs for trajectory in trajectories)]
-        ),
-        versions=np.concatenate(
-            [np.zeros(0, np.int32), *(token_versions(trajectory) for trajectory in trajectories)]
-        ),
-        engines=np.concatenate(
-            [np.zeros(0, np.int16), *(token_engines(trajectory) for trajectory in trajectories)]
-        ),
+        token_ids=joined(lambda one: one.token_ids, np.int32),
+        loss_mask=joined(lambda one: one.loss_mask, np.bool_),
+        behaviour_logprobs=joined(lambda one: one.behaviour_logprobs, np.float32),
+        versions=joined(token_versions, np.int32),
+        engines=joined(token_engines, np.int16),
     )
 
 
@@ -271,7 +258,7 @@ def token_versions(trajectory: Trajectory) -> npt.NDArray[np.int32]:
             f"sample {trajectory.sample_index}: version_spans {trajectory.version_spans} do not cover "
             f"its {int(trajectory.loss_mask.sum())} sampled tokens",
             rule="version_spans cover exactly the tokens of loss_mask, each once",
-            way_out="this is a fault of the generator or the engine client: please report it.",
+            way_out="please report it: the generator or the engine client is wrong.",
         )
     return versions
 

@@ -67,9 +67,6 @@ class MasterWeights:
         for name, parameter in self._working.items():
             parameter.register_post_accumulate_grad_hook(self._collector(self.named[name]))  # type: ignore[no-untyped-call]
 
-    def __repr__(self) -> str:
-        return f"<MasterWeights {len(self.named)} tensors, {'rounded to the model' if self._working else 'the model itself'}>"
-
     @staticmethod
     def _collector(master: Tensor) -> Callable[[Tensor], None]:
         def collect(parameter: Tensor) -> None:
