@@ -11,6 +11,7 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ from asyncrl.messages.records import Rollout
 from asyncrl.rollouts.evaluator import Evaluator
 from asyncrl.rollouts.recording import RecordedRollout, Recorder, RecordFile, read_recording
 from asyncrl.rollouts.rollout import AttemptsApart, RolloutAttempt
-from asyncrl.run.serve_life import open_folder, say
+from asyncrl.run.serve import open_folder, say
 from asyncrl.run.serve_rollouts import InOrder, PeoplesKey, Tried, result_table, try_rollouts, verdict
 from asyncrl.testing.fakes import FakeEngine, FakeScorer, FakeTokenizer
 from asyncrl.testing.virtual_time import run_virtual
@@ -41,7 +42,10 @@ class Desk:
         self.world, self.said, self.broken = world, list[str](), list[RoomError]()
         self.recorder = Recorder(file, world.engine.tokenizer, warn=self.said.append)
         self.people = PeoplesKey(
-            world.gateway, leases, self.recorder, say=self.said.append, on_broken=self.broken.append
+            world.gateway,
+            leases,
+            self.recorder,
+            SimpleNamespace(say=self.said.append, on_broken=self.broken.append),
         )
         self.headers = {"Authorization": f"Bearer {self.people.key}"}
 
@@ -248,10 +252,13 @@ def test_each_prompt_is_tried_as_often_as_a_group_is_large_and_failures_are_told
 
 def test_what_is_recorded_keeps_the_order_of_the_prompts_whatever_is_done_first() -> None:
     def tried(number: int, index: int) -> Tried:
-        return Tried(number, make_prompt(number), index, 0, (make_branch(),))
+        return Tried(number, make_prompt(number), index, index, (make_branch(),))
 
     given = list[tuple[int, int]]()
-    in_order = InOrder(2, lambda one: given.append((one.number, one.sample_index)))
+    recorder = SimpleNamespace(
+        record=lambda prompt, attempt, reward, rollout: given.append((int(prompt.prompt_id[2:]), attempt))
+    )
+    in_order = InOrder(2, recorder)
     for place in ((1, 0), (0, 1)):
         in_order.take(tried(*place))
     assert given == []

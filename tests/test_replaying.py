@@ -23,6 +23,7 @@ from test_tasks_feed import Numbers
 from asyncrl.config import RunConfig, load_config
 from asyncrl.errors import ConfigError
 from asyncrl.messages.records import Group, Prompt, Rollout
+from asyncrl.placement.devices import Placement
 from asyncrl.rollouts.generators import Replay
 from asyncrl.rollouts.producers import Producers
 from asyncrl.rollouts.recording import RecordedRollout, RecordFile, Recording
@@ -33,6 +34,9 @@ from asyncrl.testing.memory_journal import MemoryJournal
 from asyncrl.testing.virtual_time import run_virtual
 
 REPLAY = [Prompt(f"replay/{number}", ({"role": "user", "content": f"r{number}"},)) for number in range(40)]
+
+
+CPU = Placement(("cpu",), ("cpu",), None, "apart")
 
 
 def make_config(folder: Path, **sections: Any) -> RunConfig:
@@ -162,7 +166,7 @@ def test_the_digest_is_of_every_weight_and_of_nothing_else(tmp_path: Path) -> No
         (path / "tokenizer.json").write_text("{}")
         for name, tensors in files.items():
             save_file(tensors, path / name, metadata)
-        return sampled_by(make_config(tmp_path), path).model_digest
+        return sampled_by(make_config(tmp_path), path, CPU).model_digest
 
     weights = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.zeros(3, dtype=np.float16)}
     whole = digest("whole", {"model.safetensors": weights})

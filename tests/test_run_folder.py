@@ -14,10 +14,9 @@ import pytest
 
 from asyncrl.config import ObserveConfig, load_config
 from asyncrl.errors import ConfigError
+from asyncrl.run.life import logging_to, make_run_dir
 from asyncrl.run.loop import run_job
-from asyncrl.run.run_folder import logging_to, make_run_dir
-from asyncrl.run.serve import serve_gateway
-from asyncrl.run.serve_life import say, say_secret
+from asyncrl.run.serve import say, say_secret, serve_gateway
 
 
 def mode(path: Path) -> int:
