@@ -246,13 +246,6 @@ TestTurns = Turns.TestCase
 TestTurns.settings = settings(max_examples=120, stateful_step_count=12, deadline=None)
 
 
-def test_a_start_from_two_loaded_sides_gives_the_devices_to_one_of_them() -> None:
-    world = World(trainer={"weights", "optimizer"})
-    assert world.run("engines") is None
-    world.assert_rests("engines")
-    assert [engine.version for engine in world.engines] == [0, 0]
-
-
 @pytest.mark.parametrize("first", ["engines", "trainer"])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_start_that_failed_can_be_made_again(first: Side, fault: Fault) -> None:

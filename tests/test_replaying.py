@@ -130,11 +130,6 @@ def test_another_temperature_and_a_file_without_rewards_are_refused(tmp_path: Pa
         choose(recording(make_record(reward=None)), make_config(tmp_path), Path("f"))
 
 
-def test_an_evaluation_replays_nothing(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"eval\.task\.replay is not for evaluations"):
-        make_config(tmp_path, eval={"task": {"python": "asyncrl.tasks.letters:Letters", "replay": "f"}})
-
-
 # ---- the file and the run
 
 
@@ -299,27 +294,3 @@ def test_recorded_rollouts_are_taken_while_their_version_is_served_and_the_bound
             )
             assert is_recorded == (is_taken and branch.sample_index < of_each)
             assert (f"g{group.group_id}/r{branch.sample_index}" in taken) == (not is_recorded)
-
-
-def test_a_retry_and_a_group_of_a_newer_version_sample() -> None:
-    async def story() -> None:
-        sampling = Sampling()
-        versions = {0: 0, 1: 1}
-        replay = Replay(
-            sampling, recorded_rollouts(1, 2), start_version=lambda group_id: versions.get(group_id)
-        )
-
-        async def ask(group_id: int, sample_index: int, attempt: int = 0) -> bool:
-            before = replay.num_taken
-            await replay.run_attempt(RolloutAttempt(group_id, REPLAY[0], sample_index, attempt, lambda: None))  # type: ignore[arg-type]
-            return replay.num_taken > before
-
-        assert await ask(0, 0)
-        assert await ask(0, 1)
-        assert not await ask(0, 2), "not recorded"
-        assert not await ask(0, 0, attempt=1), "the recorded one has failed"
-        assert not await ask(1, 0), "its tokens would be older than the group may be"
-        assert not await ask(2, 0), "handed back meanwhile"
-        assert replay.num_taken == 2
-
-    run_virtual(story())
