@@ -15,8 +15,7 @@ from journal_cases import make_batch, make_group, make_partial, make_rollout, op
 from asyncrl.buffer.buffer import Buffer
 from asyncrl.checkpoints.folder import Checkpoints, Whole
 from asyncrl.config import BufferConfig, CheckpointConfig, SupervisionConfig
-from asyncrl.errors import CheckpointError, JournalError, TaskError, TrainerError, WouldWait
-from asyncrl.journal.journal import Journal
+from asyncrl.errors import CheckpointError, JournalError, TaskError, TrainerError
 from asyncrl.journal.story import events
 from asyncrl.messages.records import Batch, GroupId, Prompt, StepReport, Ticket, UnfinishedGroup
 from asyncrl.run.restore import recover_trainer, restore
@@ -236,15 +235,6 @@ def test_restoring_twice_in_a_row_comes_to_the_same(tmp_path: Path) -> None:
     assert found[0] == found[1] == found[2]
 
 
-def test_a_run_that_was_killed_before_anything_happened_begins(tmp_path: Path) -> None:
-    async def resumed(life: Life) -> None:
-        assert await life.restore() == ()
-        assert (life.worker.calls, life.worker.weights) == ([], [])
-        assert life.admit() == Ticket(GroupId(0), 0)
-
-    lives(tmp_path / "journal.sqlite", resumed)
-
-
 def test_a_prompt_that_could_not_be_written_down_is_made_again_by_the_task_and_comes_first(
     tmp_path: Path,
 ) -> None:
@@ -316,17 +306,6 @@ def test_groups_that_are_too_old_for_changed_settings_are_given_up_and_their_pro
     lives(tmp_path / "journal.sqlite", first, second, third)
 
 
-def test_the_journal_is_told_from_where_the_weights_went_on(tmp_path: Path) -> None:
-    async def resumed(life: Life) -> None:
-        await life.restore(make_whole(tmp_path / "step", 2), 2)
-        await life.journal.flush()
-        assert [event.detail for event in events(life.journal.path) if event.what == "restored"] == [
-            {"version": 2}
-        ]
-
-    lives(tmp_path / "journal.sqlite", leave_something_of_everything, resumed)
-
-
 class RefusesState:
     async def recover(self, *_: object) -> None:
         raise TrainerError("trainer-0", "the state is of another model")
@@ -365,17 +344,6 @@ def test_a_resume_that_is_refused_has_told_nobody_and_the_next_one_finds_all_as_
         assert (life.restored, len(life.steps), len(unfinished)) == (1, 2, 1)
 
     lives(tmp_path / "journal.sqlite", first, refused, *([] if refusal == "tokens" else [resumed]))
-
-
-def test_a_run_with_another_task_is_refused(tmp_path: Path) -> None:
-    async def resumed(life: Life) -> None:
-        task = Questions()
-        life.feed = Feed(task, seed=0, shuffle=False)
-        life.feed._num_prompts = 3
-        with pytest.raises(TaskError, match="not among the first"):
-            await life.restore()
-
-    lives(tmp_path / "journal.sqlite", leave_something_of_everything, resumed)
 
 
 # ---- without the journal
@@ -516,21 +484,5 @@ def test_a_new_trainer_cannot_get_batches_that_are_gone(tmp_path: Path) -> None:
             await recover_trainer(
                 life.client, life.journal, Checkpoints(tmp_path, CheckpointConfig()), 3, num_batches=20
             )
-
-    lives(tmp_path / "journal.sqlite", story)
-
-
-def test_the_journal_keeps_the_whole_way_of_a_step_that_was_taken_again(tmp_path: Path) -> None:
-    async def story(life: Life) -> None:
-        await life.run_steps(2)
-        life.worker.restart()
-        journal: Journal = life.journal
-        await recover_trainer(
-            life.client, journal, Checkpoints(tmp_path, CheckpointConfig()), 2, num_batches=20
-        )
-        state = await journal.read_resume(0)
-        assert (state.next_version, state.running, state.ready) == (2, (), ())
-        with pytest.raises(WouldWait):
-            life.buffer.take_nowait()
 
     lives(tmp_path / "journal.sqlite", story)

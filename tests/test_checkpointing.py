@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from asyncrl.checkpoints.folder import Checkpoints
 from asyncrl.config import CheckpointConfig
-from asyncrl.errors import CheckpointError, JournalError, TrainerLost
+from asyncrl.errors import CheckpointError, TrainerLost
 from asyncrl.journal.journal import Journal
 from asyncrl.run.restore import Checkpointer
 from asyncrl.testing.memory_journal import MemoryJournal
@@ -122,16 +122,6 @@ def test_a_checkpoint_is_made_at_each_multiple_and_journaled_once_it_is_whole(tm
     live(story, tmp_path)
 
 
-def test_with_every_none_there_is_none_and_none_at_the_end_either(tmp_path: Path) -> None:
-    async def story(house: House) -> None:
-        for _ in range(4):
-            await house.step()
-        await house.checkpointer.make_last(4)
-        assert (house.whole, house.trainer.num_begun) == ([], 0)
-
-    live(story, tmp_path, every=None)
-
-
 def test_the_run_goes_on_while_one_is_written_and_what_is_due_meanwhile_is_left_out_and_told(
     tmp_path: Path,
 ) -> None:
@@ -222,22 +212,6 @@ def test_one_that_cannot_be_made_is_told_each_time_and_costs_nothing_else(
         house.trainer.version = 7
         await house.step()
         assert house.whole == [2, 8], "and the next one is made"
-        assert repr(house.checkpointer).startswith("<Checkpointer 2 made, 2 failed")
-
-    live(story, tmp_path)
-
-
-def test_the_last_one_comes_after_the_one_that_is_being_written(tmp_path: Path) -> None:
-    async def story(house: House) -> None:
-        house.trainer.go.clear()
-        for _ in range(3):
-            await house.step(is_written=False)
-        last = asyncio.ensure_future(house.checkpointer.make_last(3))
-        await asyncio.sleep(0)
-        assert house.trainer.num_begun == 1
-        house.trainer.go.set()
-        await last
-        assert house.whole == [2, 3]
 
     live(story, tmp_path)
 
@@ -258,39 +232,6 @@ def test_a_version_that_has_its_checkpoint_gets_no_second_one_at_the_end(
         assert (house.whole, house.trainer.num_begun, house.checkpointer.num_made) == ([2], 1, 1)
 
     live(story, tmp_path)
-
-
-def test_before_the_first_step_there_is_nothing_to_keep(tmp_path: Path) -> None:
-    async def story(house: House) -> None:
-        await house.checkpointer.make_last(0)
-        assert house.whole == []
-
-    live(story, tmp_path)
-
-
-def test_a_journal_that_cannot_be_written_ends_the_run(tmp_path: Path) -> None:
-    async def story(house: House) -> None:
-        await house.step()
-        house.journal.fail(JournalError("the disk is full"))
-        await house.step()
-
-    with pytest.raises(ExceptionGroup) as caught:
-        live(story, tmp_path)
-    assert [type(error) for error in caught.value.exceptions] == [JournalError]
-
-
-@pytest.mark.parametrize(("keep", "expected"), [("checkpoint", [0, 2, 4, 6]), ("all", [])])
-def test_the_journal_keeps_what_any_checkpoint_that_counts_may_need(
-    tmp_path: Path, keep: str, expected: list[int]
-) -> None:
-    async def story(house: House) -> None:
-        for _ in range(8):
-            await house.step()
-        assert [event[1] for event in house.journal.named("compact")] == expected, (
-            "0 until there are keep_last of them"
-        )
-
-    live(story, tmp_path, keep=keep)
 
 
 @settings(max_examples=20, deadline=None)

@@ -23,7 +23,6 @@ from asyncrl.checkpoints.folder import Checkpoints
 from asyncrl.cli import app
 from asyncrl.config import RunConfig, load_config, run_config_yaml
 from asyncrl.errors import ConfigError
-from asyncrl.files import write_whole
 from asyncrl.journal.journal import Journal
 from asyncrl.messages.records import GroupId, Prompt, Ticket
 from asyncrl.observe.run_numbers import Steps
@@ -202,18 +201,7 @@ def test_a_run_that_was_cut_off_after_its_last_step_is_gone_on_with(
     assert find_resume(run_dir, config, "auto") is not None
 
 
-def test_a_summary_that_cannot_be_read_says_nothing(run_dir: Path, tmp_path: Path) -> None:
-    (run_dir / "summary.json").write_text('{"state": "do')
-    assert find_resume(run_dir, make_config(tmp_path / "now"), "auto") is not None
-
-
 # ---- what may change
-
-
-def test_equal_configs_differ_in_no_key_and_a_file_and_back_changes_none(tmp_path: Path) -> None:
-    config = make_config(tmp_path)
-    (tmp_path / "again.yaml").write_text(run_config_yaml(config))
-    assert changed_keys(config, load_config(tmp_path / "again.yaml")) == {}
 
 
 def test_all_that_was_changed_is_listed_with_both_values_and_the_flags_to_accept_it(
@@ -249,28 +237,6 @@ def test_what_is_named_may_change_by_key_or_by_section(
     with pytest.raises(ConfigError, match="learning_rate") as caught:
         find_resume(run_dir, config, "auto", [name for name in allowed if not name.startswith("trainer")])
     assert "max_tokens" not in str(caught.value)
-
-
-def test_the_start_of_a_name_is_not_its_section(run_dir: Path, tmp_path: Path) -> None:
-    config = make_config(tmp_path / "now", trainer={"learning_rate": 0.1})
-    with pytest.raises(ConfigError, match="learning_rate"):
-        find_resume(run_dir, config, "auto", ["train", "trainer.learning"])
-
-
-@pytest.mark.parametrize(
-    "sections",
-    [
-        {"observe": {"console": "none", "heartbeat_s": 5.0}},
-        {"checkpoint": {"every": 3, "keep_last": 5}},
-        {"supervision": {"max_restarts": 9}},
-        {"rollout": {"timeout_s": 5.0, "slots": 8}},
-        {"trainer": {"timeout_s": 5.0, "num_steps": 13}},
-    ],
-)
-def test_limits_places_and_what_is_kept_may_change(
-    run_dir: Path, tmp_path: Path, sections: dict[str, Any]
-) -> None:
-    assert find_resume(run_dir, make_config(tmp_path / "now", **sections), "auto") is not None
 
 
 @pytest.mark.parametrize(
@@ -334,7 +300,8 @@ def test_every_key_that_may_change_is_a_key() -> None:
     sections = {
         name: getattr(field.annotation, "model_fields", {}) for name, field in RunConfig.model_fields.items()
     }
-    assert set(FREE_KEYS) <= {f"{name}.{key}" for name, keys in sections.items() for key in keys}
+    free = {f"{section}.{key}" for section, keys in FREE_KEYS.items() for key in keys.split()}
+    assert free <= {f"{name}.{key}" for name, keys in sections.items() for key in keys}
     assert set(FREE_SECTIONS) <= set(sections)
 
 
@@ -356,13 +323,6 @@ def test_two_configs_are_flat_alike_only_if_they_are_equal(
 # ---- files
 
 
-def test_a_file_is_replaced_as_a_whole_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
-    write_whole(tmp_path / "config.yaml", "a: 1\n")
-    write_whole(tmp_path / "config.yaml", "a: 2\n")
-    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
-    assert (tmp_path / "config.yaml").read_text() == "a: 2\n"
-
-
 @pytest.mark.parametrize(
     ("then", "now"),
     [
@@ -382,8 +342,3 @@ def test_settings_that_only_look_alike_have_changed_and_equal_ones_have_not(
     assert changed_keys(before, after), "the task would be given something else"
     for config in (before, after):
         assert changed_keys(config, config.model_copy(deep=True)) == {}
-
-
-def test_nan_is_the_same_setting_as_nan(tmp_path: Path) -> None:
-    first, second = (make_config(tmp_path, task={"args": {"x": float("nan")}}) for _ in range(2))
-    assert changed_keys(first, second) == {}

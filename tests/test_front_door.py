@@ -11,6 +11,7 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,13 +22,14 @@ from rich.console import Console
 
 from asyncrl.agents.endpoint.work_routes import Leases
 from asyncrl.config import RunConfig, load_config
-from asyncrl.errors import ConfigError, EngineError, RolloutFailure, RoomError
+from asyncrl.errors import ConfigError, EngineError, RolloutFailure, RolloutTimeout, RoomError
 from asyncrl.messages.records import Rollout
 from asyncrl.rollouts.evaluator import Evaluator
 from asyncrl.rollouts.recording import RecordedRollout, Recorder, RecordFile, read_recording
-from asyncrl.rollouts.rollout import RolloutAttempt
-from asyncrl.run.serve_life import open_folder, say
+from asyncrl.rollouts.rollout import AttemptsApart, RolloutAttempt
+from asyncrl.run.serve import open_folder, say
 from asyncrl.run.serve_rollouts import InOrder, PeoplesKey, Tried, result_table, try_rollouts, verdict
+from asyncrl.testing.fakes import FakeEngine, FakeScorer, FakeTokenizer
 from asyncrl.testing.virtual_time import run_virtual
 
 # ---- a person's key
@@ -40,7 +42,10 @@ class Desk:
         self.world, self.said, self.broken = world, list[str](), list[RoomError]()
         self.recorder = Recorder(file, world.engine.tokenizer, warn=self.said.append)
         self.people = PeoplesKey(
-            world.gateway, leases, self.recorder, say=self.said.append, on_broken=self.broken.append
+            world.gateway,
+            leases,
+            self.recorder,
+            SimpleNamespace(say=self.said.append, on_broken=self.broken.append),
         )
         self.headers = {"Authorization": f"Bearer {self.people.key}"}
 
@@ -226,6 +231,9 @@ def test_each_prompt_is_tried_as_often_as_a_group_is_large_and_failures_are_told
     all_tried = run_virtual(story())
     assert all_tried == told
     assert agent.peak == 2
+    assert {(tried.prompt.prompt_id, tried.sample_index): tried.attempt for tried in told} == {
+        (f"0/{number}", index): int(index > 0) for number in range(2) for index in range(3)
+    }
     assert told[0].line() == "0/0 sample 0: reward 0, 2 turns, 3 sampled tokens"
     assert "0/1 sample 2 failed 2 times, last: g1/r2 went wrong" in [tried.line() for tried in told]
     assert verdict(told).startswith(
@@ -244,10 +252,13 @@ def test_each_prompt_is_tried_as_often_as_a_group_is_large_and_failures_are_told
 
 def test_what_is_recorded_keeps_the_order_of_the_prompts_whatever_is_done_first() -> None:
     def tried(number: int, index: int) -> Tried:
-        return Tried(number, make_prompt(number), index, (make_branch(),))
+        return Tried(number, make_prompt(number), index, index, (make_branch(),))
 
     given = list[tuple[int, int]]()
-    in_order = InOrder(2, lambda one: given.append((one.number, one.sample_index)))
+    recorder = SimpleNamespace(
+        record=lambda prompt, attempt, reward, rollout: given.append((int(prompt.prompt_id[2:]), attempt))
+    )
+    in_order = InOrder(2, recorder)
     for place in ((1, 0), (0, 1)):
         in_order.take(tried(*place))
     assert given == []
@@ -303,9 +314,9 @@ class OneTry:
 
     async def run_attempt(self, attempt: RolloutAttempt) -> Rollout:
         self.names.append(attempt.rollout_id)
-        attempt.clock.hold()
+        attempt.hold_clock()
         await asyncio.sleep(self.queued)
-        attempt.clock.resume()
+        attempt.resume_clock()
         await asyncio.sleep(self.seconds)
         if self.failure is not None:
             raise self.failure
@@ -324,21 +335,44 @@ class OneTry:
         )
 
 
-def make_evaluator(agent: OneTry, broken: list[RoomError] | None = None) -> Evaluator:
-    prompts = [make_prompt(number) for number in range(3)]
-    return Evaluator(agent, prompts, samples=2, slots=2, timeout_s=50.0, broken=broken)
+def test_time_in_the_queue_is_no_time_of_the_attempt() -> None:
+    async def story() -> None:
+        await AttemptsApart(OneTry(9.0, queued=500.0), timeout_s=10.0).run("n", make_prompt(0), 0)
+        with pytest.raises(RolloutTimeout, match=r"n is not finished after 10\.0 s"):
+            await AttemptsApart(OneTry(11.0), timeout_s=10.0).run("n", make_prompt(0), 0)
+        with pytest.raises(TimeoutError):
+            await AttemptsApart(OneTry(failure=TimeoutError()), timeout_s=10.0).run("n", make_prompt(0), 0)
+
+    run_virtual(story())
 
 
 def test_a_harness_that_fails_because_its_engine_broke_is_no_data() -> None:
     async def story() -> None:
-        broken = list[RoomError]()
-        evaluator = make_evaluator(OneTry(failure=RolloutFailure("503")), broken)
-        assert (await evaluator.evaluate(7)).num_failed == 6
-        asyncio.get_running_loop().call_later(0.5, broken.append, EngineError("engine-eval", "gone"))
+        attempts = AttemptsApart(OneTry(failure=RolloutFailure("503")), timeout_s=None)
+        with pytest.raises(RolloutFailure, match="503"):
+            await attempts.run("n", make_prompt(0), 0)
+        attempts.on_broken(EngineError("engine-eval", "gone"))
+        attempts.on_broken(EngineError("engine-eval", "later"))
         with pytest.raises(EngineError, match="gone"):
-            await evaluator.evaluate(7)
+            await attempts.run("n", make_prompt(0), 0)
 
     run_virtual(story())
+
+
+def make_evaluator(agent: OneTry) -> Evaluator:
+    return Evaluator(
+        FakeEngine(),
+        FakeTokenizer(),
+        FakeScorer(),
+        [make_prompt(number) for number in range(3)],
+        samples=2,
+        slots=2,
+        temperature=0.5,
+        max_tokens=4,
+        max_prompt_tokens=8,
+        seed_of=lambda *_: 0,
+        run_agent=AttemptsApart(agent, timeout_s=50.0).run,
+    )
 
 
 def test_an_evaluation_of_an_agent_takes_its_rewards_and_the_tokens_of_all_its_turns() -> None:

@@ -5,7 +5,7 @@ any call.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from asyncrl.errors import RoomError
-from asyncrl.messages.base import EnginePart, Moved, TrainerPart
-from asyncrl.placement.lease import ROUTINE, HandOver, Lease, Side
+from asyncrl.messages.base import EnginePart, Moved
+from asyncrl.placement.lease import ROUTINE, Call, Lease, Side
 from asyncrl.testing.virtual_time import all_blocked, run_virtual
 
 TIMEOUT_S = 30.0
@@ -50,10 +50,7 @@ class World:
 
     def __post_init__(self) -> None:
         self.engines = [FakeEngine(self, f"engine-{index}") for index in range(self.num_engines)]
-        self.lease = Lease()
-        self.handover = HandOver(
-            self.lease, self.engines, FakeTrainer(self), timeout_s=TIMEOUT_S, on_event=self.tell
-        )
+        self.lease = Lease(self.calls, timeout_s=TIMEOUT_S, on_event=self.tell)
         self._calls = 0
         self.is_undoing = False
 
@@ -62,6 +59,19 @@ class World:
         self.is_undoing = kind == "handover failed" or (
             self.is_undoing and kind not in ("handover undone", "lease broken")
         )
+
+    def calls(self, call: Call) -> dict[str, Awaitable[Moved]]:
+        if call.of == "publisher":
+            return {"publisher": self.push()}
+        if call.of == "trainer":
+            change = self.trainer.discard if call.verb == "offload" else self.trainer.add
+            return {"trainer": self.call(call.parts, change)}
+        return {
+            engine.name: engine.sleep(call.parts)
+            if call.verb == "sleep"
+            else engine.wake(call.parts, restore=call.restore)
+            for engine in self.engines
+        }
 
     async def call(self, parts: Sequence[str], change: Any) -> Moved:
         """One call: `change(part)` for each part, unless a fault says otherwise."""
@@ -103,7 +113,7 @@ class World:
                 f"{self.trainer} beside {engine_parts} ({self.lease})"
             )
 
-    async def push(self) -> None:
+    async def push(self) -> Moved:
         def bring(_part: str) -> None:
             assert "weights" in self.trainer, "there is nothing to push"
             for engine in self.engines:
@@ -113,20 +123,14 @@ class World:
             for engine in self.engines:
                 engine.version = engine.committed = self.trained
 
-        await self.call(("weights",), bring)
+        return await self.call(("weights",), bring)
 
     def run(self, to: Side, faults: dict[int, Fault] | None = None) -> BaseException | None:
         """One handover; the error that it raised."""
         self.faults, self._calls, self.hit, self.hit_in_undo, self.events = faults or {}, 0, [], [], []
 
         async def story() -> BaseException | None:
-            begin = self.handover.start(to) if self.lease.owner is None else None
-            work = begin or (
-                self.handover.to_training(self.push)
-                if to == "trainer"
-                else self.handover.to_generating(self.push)
-            )
-            self.task = asyncio.create_task(work, name="handover")
+            self.task = asyncio.create_task(self.lease.hand_to(to), name="handover")
             (outcome,) = await asyncio.gather(self.task, return_exceptions=True)
             assert len(asyncio.all_tasks()) == 1, "something is still under way"
             return outcome if isinstance(outcome, BaseException) else None
@@ -175,19 +179,6 @@ class FakeEngine:
             self.awake.add(part)
 
         return await self._world.call(parts, change)
-
-
-class FakeTrainer:
-    """Parts on the device; gradients are made by training alone."""
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-
-    async def offload(self, parts: Sequence[TrainerPart]) -> Moved:
-        return await self._world.call(parts, self._world.trainer.discard)
-
-    async def onload(self, parts: Sequence[TrainerPart]) -> Moved:
-        return await self._world.call(parts, self._world.trainer.add)
 
 
 class Turns(RuleBasedStateMachine):
@@ -253,13 +244,6 @@ class Turns(RuleBasedStateMachine):
 
 TestTurns = Turns.TestCase
 TestTurns.settings = settings(max_examples=120, stateful_step_count=12, deadline=None)
-
-
-def test_a_start_from_two_loaded_sides_gives_the_devices_to_one_of_them() -> None:
-    world = World(trainer={"weights", "optimizer"})
-    assert world.run("engines") is None
-    world.assert_rests("engines")
-    assert [engine.version for engine in world.engines] == [0, 0]
 
 
 @pytest.mark.parametrize("first", ["engines", "trainer"])
@@ -334,12 +318,13 @@ def test_a_call_that_somebody_else_cancelled_is_a_failure_and_no_cancellation_of
     world.run("engines")
     world.run("trainer")
 
-    async def cancelled_push() -> None:
+    async def cancelled_push() -> Moved:
         raise asyncio.CancelledError
 
     async def story() -> None:
+        world.push = cancelled_push  # type: ignore[method-assign]
         with pytest.raises(RoomError, match="'push weights'.*cancelled from outside"):
-            await world.handover.to_generating(cancelled_push)
+            await world.lease.hand_to("engines")
 
     run_virtual(story())
     world.assert_rests("trainer")
@@ -360,16 +345,50 @@ def test_every_step_is_told_with_its_seconds_and_bytes() -> None:
     assert world.events[-1][1] == {"to": "engines", "seconds": 5.0}
 
 
+@pytest.mark.parametrize("number", range(8))
+def test_what_undoes_each_phase_is_made_in_reverse_from_the_one_that_failed(number: int) -> None:
+    undone = {
+        0: ["trainer onload optimizer"],
+        1: ["engines sleep weights"],
+        2: [],
+        3: ["trainer onload weights"],
+        4: ["engines sleep kv"],
+    }
+    made: list[str] = []
+    world = World(num_engines=1)
+    world.run("trainer")
+    calls = world.lease._calls
+
+    def note(call: Call) -> Any:
+        made.append(f"{call.of} {call.verb} {' '.join(call.parts)}".strip())
+        return calls(call)
+
+    world.lease._calls = note
+    assert (world.run("engines", {number: "refuse"}) is None) == (number > 4)
+    if number <= 4:
+        expected = [call for phase in range(number, -1, -1) for call in undone[phase]]
+        assert made[number + 1 :] == expected
+        made.clear()
+        world.run("engines")
+    assert made == [
+        "trainer offload gradients optimizer",
+        "engines wake weights",
+        "publisher push",
+        "trainer offload weights",
+        "engines wake kv",
+    ]
+
+
 def test_a_second_handover_meanwhile_is_refused() -> None:
     world = World()
     world.run("engines")
 
     async def story() -> None:
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(world.handover.to_training(world.push))
+            tasks.create_task(world.lease.hand_to("trainer"))
             await all_blocked()
             with pytest.raises(RoomError, match="cannot begin .*handover to trainer: engines sleep"):
-                await world.handover.to_training(world.push)
+                await world.lease.hand_to("trainer")
 
     run_virtual(story())
     world.assert_rests("trainer")

@@ -65,12 +65,6 @@ def test_a_pin_that_cannot_be_read_is_told_and_not_taken_for_none(tmp_path: Path
     assert "--allow-change model.path" in caught.value.way_out
 
 
-def test_what_no_weights_and_no_tokens_are_read_from_may_change(tmp_path: Path, model: Path) -> None:
-    begin(tmp_path / "run", model)
-    (model / "README.md").write_text("a model")
-    ModelPin(tmp_path / "run", "base").check(model)
-
-
 def test_the_weights_are_read_once_and_again_only_where_a_file_was_touched(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,14 +133,6 @@ def test_a_model_that_was_accepted_becomes_the_runs_only_when_the_run_goes_on_wi
         ModelPin(tmp_path / "run", "base").check(model)
     pin.write()
     ModelPin(tmp_path / "run", "base").check(model)
-
-
-def test_a_check_writes_nothing(tmp_path: Path, model: Path) -> None:
-    begin(tmp_path / "run", model)
-    before = (tmp_path / "run" / "model.json").read_bytes()
-    os.utime(model / "model.safetensors", (1, 1))
-    ModelPin(tmp_path / "run", "base").check(model)
-    assert (tmp_path / "run" / "model.json").read_bytes() == before
 
 
 def test_a_model_that_is_made_from_scratch_is_made_again(tmp_path: Path, model: Path) -> None:

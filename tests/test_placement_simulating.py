@@ -94,15 +94,6 @@ def test_numbers_that_no_machine_has_are_refused_and_named(option: dict[str, flo
     assert str(value) in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "option", [{"ratio": 1e-6}, {"ratio": 1e6}, {"sigma": 10.0}, {"handover_s": 1e6}, {"publish_s": 1e6}]
-)
-def test_the_ends_of_what_is_allowed_can_be_simulated(option: dict[str, float]) -> None:
-    config = load_config(ROOT / "configs" / "quickstart.yaml")
-    numbers = {"ratio": 1.0, "sigma": 0.5, "handover_s": 0.1, "publish_s": 0.0} | option
-    assert "in turns" in simulation_text(config, num_devices=2, num_batches=10, **numbers)
-
-
 # ---- docs/colocation.md
 
 

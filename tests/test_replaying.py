@@ -23,6 +23,7 @@ from test_tasks_feed import Numbers
 from asyncrl.config import RunConfig, load_config
 from asyncrl.errors import ConfigError
 from asyncrl.messages.records import Group, Prompt, Rollout
+from asyncrl.placement.devices import Placement
 from asyncrl.rollouts.generators import Replay
 from asyncrl.rollouts.producers import Producers
 from asyncrl.rollouts.recording import RecordedRollout, RecordFile, Recording
@@ -33,6 +34,9 @@ from asyncrl.testing.memory_journal import MemoryJournal
 from asyncrl.testing.virtual_time import run_virtual
 
 REPLAY = [Prompt(f"replay/{number}", ({"role": "user", "content": f"r{number}"},)) for number in range(40)]
+
+
+CPU = Placement(("cpu",), ("cpu",), None, "apart")
 
 
 def make_config(folder: Path, **sections: Any) -> RunConfig:
@@ -126,11 +130,6 @@ def test_another_temperature_and_a_file_without_rewards_are_refused(tmp_path: Pa
         choose(recording(make_record(reward=None)), make_config(tmp_path), Path("f"))
 
 
-def test_an_evaluation_replays_nothing(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"eval\.task\.replay is not for evaluations"):
-        make_config(tmp_path, eval={"task": {"python": "asyncrl.tasks.letters:Letters", "replay": "f"}})
-
-
 # ---- the file and the run
 
 
@@ -162,7 +161,7 @@ def test_the_digest_is_of_every_weight_and_of_nothing_else(tmp_path: Path) -> No
         (path / "tokenizer.json").write_text("{}")
         for name, tensors in files.items():
             save_file(tensors, path / name, metadata)
-        return sampled_by(make_config(tmp_path), path).model_digest
+        return sampled_by(make_config(tmp_path), path, CPU).model_digest
 
     weights = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.zeros(3, dtype=np.float16)}
     whole = digest("whole", {"model.safetensors": weights})
@@ -277,6 +276,7 @@ def test_recorded_rollouts_are_taken_while_their_version_is_served_and_the_bound
             running.cancel()
             await producers.aclose()
         assert replay.num_taken == of_each * num_groups * (max_staleness + 1)
+        assert repr(replay).startswith(f"<Replay {replay.num_taken} of {num_prompts * of_each} taken, over <")
         taken.extend(sampling.sampled)
 
     run_virtual(story())
@@ -294,29 +294,3 @@ def test_recorded_rollouts_are_taken_while_their_version_is_served_and_the_bound
             )
             assert is_recorded == (is_taken and branch.sample_index < of_each)
             assert (f"g{group.group_id}/r{branch.sample_index}" in taken) == (not is_recorded)
-
-
-def test_a_retry_and_a_group_of_a_newer_version_sample() -> None:
-    async def story() -> None:
-        sampling = Sampling()
-        versions = {0: 0, 1: 1}
-        replay = Replay(
-            sampling, recorded_rollouts(1, 2), start_version=lambda group_id: versions.get(group_id)
-        )
-
-        async def ask(group_id: int, sample_index: int, attempt: int = 0) -> bool:
-            before = replay.num_taken
-            await replay.run_attempt(
-                RolloutAttempt("g/r", group_id, REPLAY[0], sample_index, attempt, lambda: None)
-            )  # type: ignore[arg-type]
-            return replay.num_taken > before
-
-        assert await ask(0, 0)
-        assert await ask(0, 1)
-        assert not await ask(0, 2), "not recorded"
-        assert not await ask(0, 0, attempt=1), "the recorded one has failed"
-        assert not await ask(1, 0), "its tokens would be older than the group may be"
-        assert not await ask(2, 0), "handed back meanwhile"
-        assert replay.num_taken == 2
-
-    run_virtual(story())

@@ -14,10 +14,9 @@ import pytest
 
 from asyncrl.config import ObserveConfig, load_config
 from asyncrl.errors import ConfigError
+from asyncrl.run.life import logging_to, make_run_dir
 from asyncrl.run.loop import run_job
-from asyncrl.run.run_folder import logging_to, make_run_dir
-from asyncrl.run.serve import serve_gateway
-from asyncrl.run.serve_life import say, say_secret
+from asyncrl.run.serve import say, say_secret, serve_gateway
 
 
 def mode(path: Path) -> int:
@@ -106,15 +105,3 @@ def test_a_controller_whose_agents_run_beside_it_hides_its_memory(
         assert not is_readable()
     finally:
         libc.prctl(4, 1, 0, 0, 0)
-
-
-def test_a_variable_to_be_passed_that_is_not_set_is_refused_before_anything_is_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("JUDGE_API_KEY", raising=False)
-    shell_agent = Path(__file__).parents[1] / "examples" / "shell_agent" / "shell_agent.yaml"
-    config = load_config(shell_agent, ["generator.pass_env=[JUDGE_API_KEY]"])
-    for begin in (run_job, serve_gateway):
-        with pytest.raises(ConfigError, match=r"generator\.pass_env names JUDGE_API_KEY"):
-            begin(config, tmp_path / "run", name="run")
-    assert not (tmp_path / "run").exists()

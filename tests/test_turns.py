@@ -304,14 +304,6 @@ def test_a_chunk_that_was_not_asked_for_is_never_loaded(change: dict[str, Any], 
     assert all(fake.num_loaded == 0 for fake in houses[0].fakes)
 
 
-def test_without_restarts_a_lost_engine_ends_the_run_by_name() -> None:
-    async def story(house: House) -> None:
-        house.fakes[1].dies_at = "/load_chunk"
-        await house.step()
-
-    assert "engine-1" in str(fails(story, max_restarts=0))
-
-
 def test_a_cancelled_empty_turn_is_finished_first() -> None:
     async def story(house: House) -> None:
         await house.step()

@@ -123,9 +123,6 @@ KNOWN: Mapping[str, Kind] = {
     ),
     "LivingTrainer.export": Kind("publisher", "the trainer to be back", "watch trainer", "trainer_restarts"),
     "LivingTrainer.save": Kind("train loop", "the trainer to be back", "watch trainer", "trainer_restarts"),
-    "LivingTrainer._replace": Kind(
-        "supervisor", "new processes of the trainer", "{server}", "trainer_restarts"
-    ),
     "Checkpointer.after_step": Kind("train loop", "a folder for a checkpoint", "the disk"),
     "Checkpointer.make_last": Kind(
         "the run's end", "the last checkpoint", "the trainer, the disk", "checkpoints"
@@ -225,7 +222,7 @@ KNOWN: Mapping[str, Kind] = {
     "Publisher.bring_up": Kind(
         "supervisor", "an engine's turn to get version {published}", "a push that runs", "restarts"
     ),
-    "EngineSupervisor._replace": Kind("supervisor", "a new process for {server}", "{server}", "restarts"),
+    "Supervisor._replace": Kind("supervisor", "a new process for {server}", "{server}", "restarts"),
     "Evaluation.run": Kind("evaluation", "a published version that is due", "the publisher", "evaluations"),
     "Evaluation.wait_last": Kind(
         "the run's end", "the evaluation of the last version", "the evaluation", "evaluations"
@@ -250,7 +247,6 @@ KNOWN: Mapping[str, Kind] = {
         "a worker's result",
         "rollouts_finished",
     ),
-    "WorkerSupervisor._replace": Kind("supervisor", "a new worker process", "{server}", "restarts"),
     "TaskScorer.score": Kind("rollouts", "their rewards", "the reward function", "rollouts_finished"),
 }
 """By the name of the function in which somebody waits. A test proves that each of them exists."""

@@ -23,7 +23,6 @@ from asyncrl.config import ModelConfig, RunConfig
 from asyncrl.errors import ConfigError
 from asyncrl.files import write_whole
 from asyncrl.messages.base import find_fatal
-from asyncrl.run.run_folder import MODEL_PIN
 from asyncrl.run.start import START_TIMEOUT_S
 
 # Blocking work beside the event loop. Knows no process and no room.
@@ -241,6 +240,8 @@ def _download(hub_id: str, revision: str | None) -> Path:
 # call it in a thread.
 
 
+MODEL_PIN = "model.json"
+"""In the run directory: the model that the run began with."""
 PATTERNS = (
     "*.safetensors",
     "*.safetensors.index.json",
@@ -303,9 +304,6 @@ class ModelPin:
                 rule="it says which model the run began with",
                 way_out="put it back as it was, or accept the model as it is with --allow-change model.path.",
             ) from error
-
-    def __repr__(self) -> str:
-        return f"<ModelPin {self.path}, {'none yet' if self._pinned is None else f'{len(self._pinned.files)} files'}>"
 
     @property
     def revision(self) -> str | None:

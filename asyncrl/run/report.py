@@ -35,7 +35,7 @@ from asyncrl.rollouts.evaluator import EvalResult
 from asyncrl.run.agents import Harnessing
 from asyncrl.run.build import Rooms
 from asyncrl.run.colocate import TurnStats
-from asyncrl.run.run_folder import run_again
+from asyncrl.run.life import run_again
 from asyncrl.trainer.gap import GAP_WARNING
 
 logger = logging.getLogger("asyncrl.run.report")
@@ -436,7 +436,7 @@ def counters(rooms: Rooms) -> dict[str, float | Mapping[str, float]]:
             for server in rooms.servers
             if isinstance(server.health, EngineHealth)
         },
-        "engine/restarts": sum(supervisor.stats().restarts for supervisor in rooms.supervisors),
+        "engine/restarts": sum(supervisor.num_restarts for supervisor in rooms.supervisors),
         "rollout/failed": producers.failed,
         "rollout/retried": producers.retried,
         "rollout/interrupted": engines.interrupted,

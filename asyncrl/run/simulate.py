@@ -174,7 +174,8 @@ def case_text(case: Case) -> str:
         _line(f"in turns, handover {case.handover_s:g} s", turns, 1.0, ""),
     ]
     for split in splits:
-        name = f"max_staleness {split.max_staleness}, split {split.num_trainer}+{case.num_devices - split.num_trainer}"
+        parts = f"{split.num_trainer}+{case.num_devices - split.num_trainer}"
+        name = f"max_staleness {split.max_staleness}, split {parts}"
         lines.append(_line(name, split.outcome, split.gain, break_even_text(split)))
     return "\n".join(lines)
 

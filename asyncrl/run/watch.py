@@ -23,7 +23,7 @@ from asyncrl.observe.known_waits import ChildState, Reported
 from asyncrl.observe.watchdog import Watchdog
 from asyncrl.placement.processes import ForeignProcess
 from asyncrl.run.build import Rooms
-from asyncrl.run.run_folder import run_again
+from asyncrl.run.life import run_again
 from asyncrl.run.start import Server, failure_text
 from asyncrl.waits import places
 
@@ -81,7 +81,7 @@ def reported(rooms: Rooms, num_groups: int, *, with_rollouts: bool) -> Reported:
         + buffer.all_masked,
         "batches_taken": buffer.next_batch,
         "published": publisher.version,
-        "restarts": sum(supervisor.stats().restarts for supervisor in rooms.supervisors),
+        "restarts": sum(supervisor.num_restarts for supervisor in rooms.supervisors),
         "engines_down": len(rooms.engines.stats().down),
         "trainer_restarts": rooms.trainer.num_restarts,
         "trainer_down": not rooms.trainer.is_up,
