@@ -33,6 +33,7 @@ from pathlib import Path
 
 from asyncrl.agents.command import passed_env
 from asyncrl.agents.process_tree import hide_memory
+from asyncrl.algorithms.registry import resolve
 from asyncrl.checkpoints.folder import set_aside
 from asyncrl.config import RunConfig, run_config_yaml
 from asyncrl.files import RunLock, write_whole
@@ -50,7 +51,6 @@ from asyncrl.run.replay import settle_copy
 from asyncrl.run.report import Reporter
 from asyncrl.run.restore import restore
 from asyncrl.run.resume import ResumeMode, ResumePoint, begun_dtype, find_resume, settle_saved
-from asyncrl.run.specs import objective_spec
 from asyncrl.run.supervise import heartbeat
 from asyncrl.run.watch import make_watchdog
 from asyncrl.user_code import end_what_is_left
@@ -80,7 +80,7 @@ def run_job(
     if config.generator.is_harness:
         hide_memory()  # keys, answers and rewards of all rollouts
     config, dtype_words = settle_dtype(config, begun=begun_dtype(run_dir))
-    objective_spec(config.algorithm)  # a loss that is not known is refused before anything is made
+    resolve(config.algorithm)  # a loss that is not known is refused before anything is made
     passed_env(config.generator.pass_env)  # and so is a variable that is not set
     plan = make_plan(config)
     refuse_what_cannot_fit(plan, config)

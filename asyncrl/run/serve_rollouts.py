@@ -84,7 +84,7 @@ class PeoplesKey:
         prompt = Prompt(f"people/{digest}", messages)
         index = self._recorder.next_sample(prompt.prompt_id)
         numbered = tuple(replace(branch, sample_index=index) for branch in rollout)
-        self._recorder.record(prompt, 0, reward, numbered)
+        self._recorder.record(prompt, reward, numbered)
         told = "none" if reward is None else f"{reward:.4g}"
         self._life.say(f"rollout {session.sample_index}: reward {told}, {shape_text(rollout)}")
 
@@ -164,7 +164,7 @@ class InOrder:
 
     def _record(self, tried: Tried) -> None:
         if not tried.has_failed:
-            self._recorder.record(tried.prompt, tried.attempt, tried.reward, tried.rollout)
+            self._recorder.record(tried.prompt, tried.reward, tried.rollout)
 
 
 class _Counting:
