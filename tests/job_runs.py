@@ -113,8 +113,9 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def children_of(process: subprocess.Popen[str], name: str = "") -> list[psutil.Process]:
-    """The child processes whose command line holds `name`."""
-    return [child for child in psutil.Process(process.pid).children() if name in " ".join(child.cmdline())]
+    """The child processes whose command line holds `name`; the fork server is none that a run talks to."""
+    commands = {child: " ".join(child.cmdline()) for child in psutil.Process(process.pid).children()}
+    return [child for child, command in commands.items() if name in command and "fork_server" not in command]
 
 
 def all_gone(children: list[psutil.Process], timeout_s: float = 20) -> bool:

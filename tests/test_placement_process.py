@@ -174,7 +174,7 @@ def test_a_child_exits_when_its_parent_is_killed(module: str, tmp_path: Path) ->
         textwrap.dedent(f"""
         import asyncio, sys
         from pathlib import Path
-        from asyncrl.placement.process import ChildProcess
+        from asyncrl.placement.processes import ChildProcess
         async def main():
             child = ChildProcess("child-0", "{module}", "{{}}", run_dir=Path({str(tmp_path)!r}), secret="s")
             await child.start()

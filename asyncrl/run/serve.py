@@ -27,7 +27,7 @@ from asyncrl.config import RunConfig
 from asyncrl.engines.pool import EnginePool
 from asyncrl.observe.text import outliving
 from asyncrl.placement.choices import settle_dtype
-from asyncrl.placement.processes import KEY_ENV
+from asyncrl.placement.fork_server import KEY_ENV
 from asyncrl.rollouts.generators import HarnessGenerator, SingleTurn
 from asyncrl.rollouts.recording import Recorder, RecordFile
 from asyncrl.rollouts.rollout import Generator
