@@ -217,7 +217,7 @@ def _start_by_exec(requests: socket.socket, modules: Sequence[str], env: Mapping
 def _serve_or_exit(requests: socket.socket, modules: Sequence[str], parent: int) -> NoReturn:
     """Import `modules`, then fork a child for each request, until `parent` is gone."""
     try:
-        _be_a_server(parent)
+        _be_a_server(requests.fileno(), parent)
         for name in modules:
             importlib.import_module(name)
         assert is_fork_safe(), "an import has started a thread or opened a device, which a fork would lose"
@@ -240,8 +240,8 @@ def _serve_or_exit(requests: socket.socket, modules: Sequence[str], parent: int)
         os._exit(1)
 
 
-def _be_a_server(parent: int) -> None:
-    """No terminal, no output, and no life without the parent."""
+def _be_a_server(requests_fd: int, parent: int) -> None:
+    """No terminal, no output, no descriptor but that of the requests, and no life without the parent."""
     import ctypes
 
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -249,8 +249,11 @@ def _be_a_server(parent: int) -> None:
         os._exit(1)
     os.setsid()
     _set_title([sys.executable, "-m", "asyncrl.placement.fork_server"])
+    nowhere = os.open(os.devnull, os.O_RDWR)
     for number in range(3):
-        os.dup2(os.open(os.devnull, os.O_RDWR), number)
+        os.dup2(nowhere, number)
+    os.closerange(3, requests_fd)
+    os.closerange(requests_fd + 1, 1 << 16)
     # torch.cuda.is_available() must not open the driver, as imports may ask: no forked child could use it
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 
