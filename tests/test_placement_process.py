@@ -99,6 +99,7 @@ def probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ForkServe
     """A fork server whose child tells what it is, or ends as its argument says."""
     (tmp_path / "probe_for_test.py").write_text(PROBE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("ASYNCRL_WORKER_KEY", "s3cret")
     with contextlib.closing(ForkServer(modules=["probe_for_test"])) as server:
         monkeypatch.setattr(fork_server, "current", server)
         yield server
@@ -251,7 +252,6 @@ def test_a_child_exits_when_its_parent_is_killed(module: str, tmp_path: Path) ->
 def test_a_forked_child_is_what_python_m_would_have_started_but_for_the_imports(
     probe: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("ASYNCRL_WORKER_KEY", "s3cret")
     monkeypatch.setenv("LATER", "than the server")
     for number in range(2):
         assert asyncio.run(probed(tmp_path / f"forked-{number}", env={"MORE": "of it"})) == 0
@@ -401,7 +401,7 @@ def staging_of_a_run(root: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]
             os.kill(int(child), signal.SIGKILL)
 
 
-def test_staging_of_a_killed_run_is_cleared_and_that_of_a_living_one_is_not_whatever_its_pid_and_the_clock_say(
+def test_staging_of_a_killed_run_is_cleared_and_that_of_a_living_one_is_not_whatever_the_clock_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mine, other = new_staging_dir(tmp_path), tmp_path / "asyncrl-notes-of-somebody-else"

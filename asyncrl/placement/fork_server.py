@@ -92,8 +92,8 @@ class ForkServer:
     """
 
     def __init__(self, env: Mapping[str, str] | None = None, modules: Sequence[str] = PRELOADED) -> None:
-        """`env`: its environment, with the variables that count when a library is loaded. A process that has
-        imported all of `modules` forks it from itself.
+        """`env`: its environment (None: ours); what counts there is what libraries read when they are loaded.
+        A process that has imported all of `modules` forks it from itself.
         """
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._turn = asyncio.Lock()
@@ -169,8 +169,7 @@ current: ForkServer | None = None
 def serving() -> Iterator[None]:
     """Children of this process are forked in here, where they can be. Enter before any thread is started."""
     global current
-    env = os.environ | child_environ(["cpu"], ())  # what glibc reads when the program starts
-    current = ForkServer({name: env[name] for name in env if name not in NEVER_INHERITED})
+    current = ForkServer()
     try:
         yield
     finally:
@@ -203,10 +202,12 @@ async def _readable(fd: int) -> None:
 
 def _start_by_exec(requests: socket.socket, modules: Sequence[str], env: Mapping[str, str]) -> int:
     """`python -m` of this module, in an environment where loading a library starts no thread."""
+    inherited = {name: value for name, value in env.items() if name not in NEVER_INHERITED}
+    kept = {"OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"} | child_environ(["cpu"], (), env)
     return os.posix_spawn(
         sys.executable,
         [sys.executable, "-m", "asyncrl.placement.fork_server", str(os.getpid()), *modules, _TITLE_ROOM],
-        {**env, "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+        inherited | kept,
         file_actions=[(os.POSIX_SPAWN_DUP2, requests.fileno(), 3)],
     )
 
