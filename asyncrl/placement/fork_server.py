@@ -20,6 +20,7 @@ import io
 import json
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -64,7 +65,11 @@ class ForkedProcess:
         self.pid = pid
         self.returncode: int | None = None
         self._ended = asyncio.Event()
-        self._pidfd = os.pidfd_open(pid)
+        try:
+            self._pidfd = os.pidfd_open(pid)
+        except OSError:
+            os.kill(pid, signal.SIGKILL)
+            raise
         asyncio.get_running_loop().add_reader(self._pidfd, self._reap)
 
     async def wait(self) -> int:
@@ -125,8 +130,12 @@ class ForkServer:
                     with adopting(), os.fdopen(self.send(module, arguments, env, files), "rb", 0) as reply:
                         await _readable(reply.fileno())
                         return ForkedProcess(int(reply.read(32)))
-            except (ValueError, TimeoutError, ConnectionError):
-                logger.warning("the fork server (process %s) is gone: children start without it", self.pid)
+            except (ValueError, OSError) as error:
+                logger.warning(
+                    "the fork server (process %s) is of no use any more, children start without it: %r",
+                    self.pid,
+                    error,
+                )
                 self.close()
                 return None
 
@@ -140,6 +149,7 @@ class ForkServer:
             "env": dict(env),
             "numbers": [0, 1, 2, *files[3:]],
             "parent": os.getpid(),
+            "open_files": resource.getrlimit(resource.RLIMIT_NOFILE),
         }
         reply, theirs = os.pipe()
         with os.fdopen(theirs, "wb"), os.fdopen(os.memfd_create("fork-request"), "wb") as file:
@@ -260,10 +270,12 @@ def _be_a_server(requests_fd: int, parent: int) -> None:
 
 
 def is_fork_safe() -> bool:
-    """Whether this process has one thread, and no CUDA context."""
-    torch = sys.modules.get("torch")
-    has_context = torch is not None and torch.cuda.is_initialized()
-    return not has_context and len(list(Path("/proc/self/task").iterdir())) == 1
+    """Whether this process has one thread, and has not opened the CUDA driver."""
+    opened = set()
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the one of the listing itself
+            opened.add(str(link.readlink()))
+    return "/dev/nvidia-uvm" not in opened and len(list(Path("/proc/self/task").iterdir())) == 1
 
 
 def _run_child(middle: int, request_fd: int, reply_fd: int, *files: int) -> NoReturn:
@@ -284,15 +296,15 @@ def _run_child(middle: int, request_fd: int, reply_fd: int, *files: int) -> NoRe
             os.dup2(fd, number)
         for fd in set(files) - set(request["numbers"]):
             os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, request["open_files"])
         os.environ.clear()
         os.environ.update(request["env"])
         module, sys.argv = request["module"], [request["module"], *request["arguments"]]
         _set_title([sys.executable, "-m", *sys.argv])
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(line_buffering=True)
-        if (
-            "numpy" in sys.modules
-        ):  # random seeds itself after a fork; torch has the same seed in each process
+        # random seeds itself after a fork; torch begins with the same seed in each process
+        if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed()
         (sys.modules.get(f"{module}.__main__") or sys.modules[module]).main()
         code = 0
