@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import fcntl
-import functools
 import json
 import os
 import signal
@@ -15,15 +13,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import forked_processes
 import psutil
 import yaml
 
-from asyncrl.placement.fork_server import PRELOADED, ForkServer, adopting
 from asyncrl.placement.staging import shared_memory_root
 
 TESTS = Path(__file__).parent
 RUN = [sys.executable, "-m", "asyncrl.cli", "run"]
-RUN_MODULES = ("asyncrl.cli", "asyncrl.run.loop", "asyncrl.run.resume", "transformers.models.qwen3")
 
 CONFIG: dict[str, Any] = {
     "seed": 7,
@@ -64,53 +61,20 @@ def write_config(folder: Path, **sections: Mapping[str, Any]) -> Path:
 
 def environment(**more: str) -> dict[str, str]:
     """The environment of a run: the test modules can be imported, one thread."""
-    inherited = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
-    return inherited | {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"} | more
+    return os.environ | {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"} | more
 
 
-_ENVIRONMENT = environment()
-
-
-class ForkedRun(subprocess.Popen[str]):
-    """`python -m asyncrl.cli`, forked from a process of this test session that has imported all of it."""
-
-    def _execute_child(self, args, *options) -> None:  # type: ignore[no-untyped-def]
-        env, pipes = options[5], options[9:15]
-        stdin, stdout, stderr = pipes[0], pipes[3], pipes[5]
-        with adopting():
-            reply = warm_parent().send("asyncrl.cli", args, env, [max(stdin, 0), stdout, stderr])
-            with os.fdopen(reply, "rb", 0) as answer:
-                self.pid = int(answer.read(32))
-        self._child_created = True
-        self._close_pipe_fds(*pipes)
-
-
-@functools.cache
-def warm_parent() -> ForkServer:
-    """The fork server of this test session, whose children find all modules of a run imported."""
-    server = ForkServer(environment(), (*PRELOADED, *RUN_MODULES))
-    atexit.register(server.close)
-    return server
-
-
-def popen(arguments: list[str]) -> subprocess.Popen[str]:
-    """`asyncrl run` with its output in pipes; forked, unless a test has changed the environment."""
-    kind, command = (ForkedRun, ["run"]) if environment() == _ENVIRONMENT else (subprocess.Popen[str], RUN)
-    return kind(
-        [*command, *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(),
-        start_new_session=True,
+def popen(*arguments: str | Path, command: list[str] = RUN) -> subprocess.Popen[str]:
+    """`asyncrl run` with its output in pipes."""
+    pipe = subprocess.PIPE
+    return forked_processes.popen(
+        [*command, *map(str, arguments)], environment(), stdout=pipe, stderr=pipe, text=True
     )
 
 
-def run(
-    config: Path, run_dir: Path, *overrides: str, timeout_s: float = 120
-) -> subprocess.CompletedProcess[str]:
-    """Run to the end."""
-    with popen([str(config), *overrides, "--run-dir", str(run_dir)]) as process:
+def ended(process: subprocess.Popen[str], timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+    """What it has said when it has ended."""
+    with process:
         try:
             stdout, stderr = process.communicate(timeout=timeout_s)
         except BaseException:
@@ -119,9 +83,16 @@ def run(
     return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
 
+def run(
+    config: Path, run_dir: Path, *overrides: str, timeout_s: float = 120
+) -> subprocess.CompletedProcess[str]:
+    """Run to the end."""
+    return ended(popen(config, *overrides, "--run-dir", run_dir), timeout_s)
+
+
 def start(config: Path, run_dir: Path, *overrides: str) -> subprocess.Popen[str]:
     """Start, and return at once."""
-    process = popen([str(config), *overrides, "--run-dir", str(run_dir)])
+    process = popen(config, *overrides, "--run-dir", run_dir)
     for pipe in (
         process.stdout,
         process.stderr,

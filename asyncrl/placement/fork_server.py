@@ -299,6 +299,8 @@ def _run_child(middle: int, request_fd: int, reply_fd: int, *files: int) -> NoRe
         resource.setrlimit(resource.RLIMIT_NOFILE, request["open_files"])
         os.environ.clear()
         os.environ.update(request["env"])
+        paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+        sys.path[:0] = [path for path in paths if path not in sys.path]
         module, sys.argv = request["module"], [request["module"], *request["arguments"]]
         _set_title([sys.executable, "-m", *sys.argv])
         if isinstance(sys.stdout, io.TextIOWrapper):
