@@ -22,7 +22,14 @@ MODULES = (
     "asyncrl.run.serve",
     "transformers.models.qwen3.modeling_qwen3",
 )
-_READ_WHEN_ASKED = {"PYTEST_CURRENT_TEST", "PYTHONPATH", "OMP_NUM_THREADS", "HF_HUB_OFFLINE", SECRET_ENV}
+_READ_WHEN_ASKED = {
+    "PYTEST_CURRENT_TEST",
+    "PYTHONPATH",
+    "OMP_NUM_THREADS",
+    "HF_HUB_OFFLINE",
+    "TORCHINDUCTOR_CACHE_DIR",  # torch sets it itself, when it is imported
+    SECRET_ENV,
+}
 """Variables that no library reads when it is imported, or that all tests have at the same value."""
 
 
