@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import forked_processes
 import psutil
 import yaml
 
@@ -63,25 +64,35 @@ def environment(**more: str) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"} | more
 
 
+def popen(*arguments: str | Path, command: list[str] = RUN) -> subprocess.Popen[str]:
+    """`asyncrl run` with its output in pipes."""
+    pipe = subprocess.PIPE
+    return forked_processes.popen(
+        [*command, *map(str, arguments)], environment(), stdout=pipe, stderr=pipe, text=True
+    )
+
+
+def ended(process: subprocess.Popen[str], timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+    """What it has said when it has ended."""
+    with process:
+        try:
+            stdout, stderr = process.communicate(timeout=timeout_s)
+        except BaseException:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+
+
 def run(
     config: Path, run_dir: Path, *overrides: str, timeout_s: float = 120
 ) -> subprocess.CompletedProcess[str]:
     """Run to the end."""
-    command = [*RUN, str(config), *overrides, "--run-dir", str(run_dir)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=environment())
+    return ended(popen(config, *overrides, "--run-dir", run_dir), timeout_s)
 
 
 def start(config: Path, run_dir: Path, *overrides: str) -> subprocess.Popen[str]:
     """Start, and return at once."""
-    command = [*RUN, str(config), *overrides, "--run-dir", str(run_dir)]
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(),
-        start_new_session=True,
-    )
+    process = popen(config, *overrides, "--run-dir", run_dir)
     for pipe in (
         process.stdout,
         process.stderr,
@@ -113,8 +124,9 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def children_of(process: subprocess.Popen[str], name: str = "") -> list[psutil.Process]:
-    """The child processes whose command line holds `name`."""
-    return [child for child in psutil.Process(process.pid).children() if name in " ".join(child.cmdline())]
+    """The child processes whose command line holds `name`; the fork server is none that a run talks to."""
+    commands = {child: " ".join(child.cmdline()) for child in psutil.Process(process.pid).children()}
+    return [child for child, command in commands.items() if name in command and "fork_server" not in command]
 
 
 def all_gone(children: list[psutil.Process], timeout_s: float = 20) -> bool:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from forked_processes import popen
 from trainer_cases import make_spec
 
 from asyncrl.http import Caller
@@ -103,7 +104,7 @@ def running(
                 "OMP_NUM_THREADS": "1",
             }
             processes.append(
-                subprocess.Popen(
+                popen(
                     [sys.executable, *command],
                     stdin=subprocess.PIPE,
                     stdout=log,

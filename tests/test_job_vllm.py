@@ -29,7 +29,7 @@ from job_runs import (
 from test_job_supervision import events, wait_for_engine, wait_for_more_steps
 from vllm_process import vllm_python
 
-from asyncrl.placement.processes import KEY_ENV
+from asyncrl.placement.fork_server import KEY_ENV
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(900)]
 CONFIG = Path(__file__).parent.parent / "configs" / "quickstart-vllm.yaml"

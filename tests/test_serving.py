@@ -17,11 +17,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import job_runs
 import numpy as np
 import openai
 import pytest
 from crash_fuzz import differences, promise_of
-from job_runs import all_gone, children_of, environment, read_lines, run, start, wait_for_steps, write_config
+from job_runs import all_gone, children_of, popen, read_lines, run, start, wait_for_steps, write_config
 from resume_checker import Promise, read_evidence, violations
 from serving_agents_for_test import __name__ as agents
 from test_job_resume import kill_tree
@@ -45,10 +46,7 @@ def serve() -> Iterator[Serve]:
     with contextlib.ExitStack() as stack:
 
         def begin(*arguments: str | Path) -> subprocess.Popen[str]:
-            command, pipe = [*SERVE, *map(str, arguments)], subprocess.PIPE
-            process = subprocess.Popen(
-                command, stdout=pipe, stderr=pipe, text=True, env=environment(), start_new_session=True
-            )
+            process = popen(*arguments, command=SERVE)
             stack.enter_context(process)
             stack.callback(process.kill)
             return process
@@ -68,9 +66,7 @@ def lines_until(process: subprocess.Popen[str], text: str) -> list[str]:
 
 
 def ended(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*SERVE, *map(str, arguments)], capture_output=True, text=True, timeout=120, env=environment()
-    )
+    return job_runs.ended(popen(*arguments, command=SERVE))
 
 
 def shell(line: str, exports: str) -> Any:

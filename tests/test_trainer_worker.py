@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
+from forked_processes import popen
 from safetensors.torch import load_file
 from trainer_cases import changed, make_batch, make_spec
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -87,7 +88,7 @@ def running(model_dir: Path, folder: Path, **values: object) -> Iterator[Worker]
     spec = folder / "spec.json"
     spec.write_text(make_spec(model_dir, folder, **values).model_dump_json(), encoding="utf-8")
     with socket.create_server(("127.0.0.1", 0)) as listener, (folder / "log").open("wb") as log:
-        process = subprocess.Popen(
+        process = popen(
             [
                 sys.executable,
                 "-m",

@@ -9,7 +9,7 @@ import contextlib
 import difflib
 import functools
 import json
-import sys
+import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from importlib import metadata
@@ -23,6 +23,7 @@ from asyncrl.config import ModelConfig, RunConfig
 from asyncrl.errors import ConfigError
 from asyncrl.files import write_whole
 from asyncrl.messages.base import find_fatal
+from asyncrl.placement.processes import start_process
 from asyncrl.run.start import START_TIMEOUT_S
 
 # Blocking work beside the event loop. Knows no process and no room.
@@ -86,29 +87,26 @@ async def make_model_folder(config: RunConfig, run_dir: Path, *, revision: str |
         "dtype": config.model.dtype,
     }
     spec.write_text(json.dumps(values), encoding="utf-8")
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "asyncrl.trainer.model.scratch",
-        "--spec",
-        str(spec),
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-    )
-    try:
-        output, _ = await asyncio.wait_for(process.communicate(), START_TIMEOUT_S)
-    except TimeoutError:
-        raise ConfigError(
-            f"model.scratch was not made within {START_TIMEOUT_S} s",
-            rule="a start has that long a step",
-            way_out="take a smaller model.scratch.architecture, or a faster machine.",
-        ) from None
-    finally:
-        if process.returncode is None:
-            process.kill()
+    with tempfile.TemporaryFile() as output:
+        process = await start_process(
+            "asyncrl.trainer.model.scratch",
+            ["--spec", str(spec)],
+            files=[output.fileno(), output.fileno(), output.fileno()],
+        )
+        try:
+            await asyncio.wait_for(process.wait(), START_TIMEOUT_S)
+        except TimeoutError:
+            raise ConfigError(
+                f"model.scratch was not made within {START_TIMEOUT_S} s",
+                rule="a start has that long a step",
+                way_out="take a smaller model.scratch.architecture, or a faster machine.",
+            ) from None
+        finally:
+            if process.returncode is None:
+                process.kill()
+        output.seek(0)
+        text = output.read().decode(errors="replace")
     if process.returncode != 0:
-        text = output.decode(errors="replace")
         fatal = find_fatal(text)
         what = fatal.error if fatal else f"exit code {process.returncode}: {text[-500:]}"
         raise ConfigError(

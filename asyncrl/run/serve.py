@@ -34,7 +34,7 @@ from asyncrl.files import RunLock, write_whole
 from asyncrl.observe.text import outliving
 from asyncrl.placement.choices import settle_dtype
 from asyncrl.placement.devices import find_cuda_devices, place
-from asyncrl.placement.processes import KEY_ENV
+from asyncrl.placement.fork_server import KEY_ENV
 from asyncrl.rollouts.recording import Recorder, RecordFile
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.run import start as startup
