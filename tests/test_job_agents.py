@@ -31,7 +31,7 @@ from asyncrl.journal.read import read_batch, reading
 from asyncrl.messages.work import WORKER_KEY_ENV
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 NUM_STEPS = 8
 PATIENCE_S = 240.0
 

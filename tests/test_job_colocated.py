@@ -26,7 +26,7 @@ from job_runs import (
 from resume_checker import read_evidence, violations
 from turn_kills import FROZEN, standing_in
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 TURNS = {"rollout": "trainer"}
 
 

@@ -9,7 +9,7 @@ from conftest import NUM_STEPS
 from crash_fuzz import Crashes, differences, fuzz_config, new_seed
 from job_runs import read_lines
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def test_an_on_policy_run_ends_the_same_whatever_is_killed(

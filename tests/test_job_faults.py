@@ -34,7 +34,7 @@ from transformers import AutoModelForCausalLM
 from asyncrl.observe.status import render_status
 from asyncrl.run.watch import catches
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 LONG = "trainer.num_steps=100000"
 PATIENCE_S = 240.0
 

@@ -17,7 +17,7 @@ from resume_checker import effective, read_evidence, violations
 from asyncrl.checkpoints.folder import Checkpoints
 from asyncrl.config import load_config
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")

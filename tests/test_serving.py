@@ -25,7 +25,7 @@ from serving_agents_for_test import __name__ as agents
 
 from asyncrl.rollouts.recording import Recording, read_recording
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 SERVE = [sys.executable, "-m", "asyncrl.cli", "serve"]
 AGENT: dict[str, Any] = {
     "generator": {"python": f"{agents}:two_turns"},
