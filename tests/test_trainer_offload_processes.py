@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import resource
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -58,6 +59,13 @@ def status_bytes(pid: int, key: str) -> int:
 
 def resident(group: Group) -> list[int]:
     return [status_bytes(process.pid, "VmRSS") for process in group.processes]
+
+
+def until_resident(group: Group, *, at_most: float) -> list[int]:
+    """What is resident as soon as it is no more than that. The test's own limit ends a wait in vain."""
+    while sum(now := resident(group)) > at_most:
+        time.sleep(0.05)
+    return now
 
 
 @contextmanager
@@ -157,8 +165,8 @@ def test_resident_memory_drops_by_what_was_offloaded_and_is_back_after_onload(
     assert [big.health(rank).offloaded for rank in range(2)] == [list(ALL)] * 2
 
     save_state(big, tmp_path / "state")
-    saved = resident(big)
-    assert sum(saved) - sum(away) <= moved.num_bytes * 0.7, "the copy that it was written from is freed again"
+    # the copy that it was written from is freed again, on the other rank a moment later
+    saved = until_resident(big, at_most=sum(away) + moved.num_bytes * 0.7)
 
     with (
         torn_file(big.processes[-1].pid),
@@ -167,9 +175,8 @@ def test_resident_memory_drops_by_what_was_offloaded_and_is_back_after_onload(
         onload(big, *ALL)
     assert "what cannot be moved stays offloaded" in str(no.value)
     assert [big.health(rank).offloaded for rank in range(2)] == [list(ALL)] * 2
-    assert sum(resident(big)) - sum(saved) <= moved.num_bytes * 0.7, (
-        "no rank keeps what another could not take"
-    )
+    # no rank keeps what another could not take
+    until_resident(big, at_most=sum(saved) + moved.num_bytes * 0.7)
 
     still_away = resident(big)
     assert onload(big, "weights", "optimizer").num_bytes == moved.num_bytes

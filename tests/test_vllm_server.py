@@ -174,6 +174,7 @@ def test_the_last_words_are_the_cause_and_not_what_points_to_it() -> None:
         "(EngineCore pid=7) ERROR multiproc_executor.py:315] Worker proc VllmWorker-0 died unexpectedly "
         "(exit code: -9), shutting down.\n"
         "(EngineCore pid=7) ERROR core.py:1512] RuntimeError: Executor failed.\n"
+        "(EngineCore pid=7) ERROR core.py:1512] RuntimeError: cancelled\n"
     )
     assert last_error(killed).startswith("Worker proc VllmWorker-0 died unexpectedly (exit code: -9)")
     assert last_error("all is well\n") == ""
