@@ -7,7 +7,6 @@ import errno
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -18,7 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from job_runs import environment, interrupt, write_config
+from job_runs import interrupt, start, wait_until, write_config
 
 from asyncrl.buffer.buffer import Tally
 from asyncrl.config import RunConfig, load_config, run_config_yaml
@@ -604,33 +603,15 @@ def test_the_verdict_of_a_resumed_run_is_of_all_its_steps_and_not_of_what_was_co
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "body", ["time.sleep(600)", "ThreadPoolExecutor(1).submit(time.sleep, 600).result()"]
-)
-def test_an_interrupt_ends_a_start_that_hangs(tmp_path: Path, body: str) -> None:
-    (tmp_path / "hanging_task.py").write_text(
-        "import time\nfrom concurrent.futures import ThreadPoolExecutor\nfrom pathlib import Path\n"
-        f"class Hangs:\n    def __init__(self, size, seed, mark):\n        Path(mark).touch()\n        "
-        f"{body}\n"
-    )
+def test_an_interrupt_ends_a_start_that_hangs(tmp_path: Path) -> None:
     mark = tmp_path / "hangs"
-    config = write_config(tmp_path, task={"python": "hanging_task:Hangs", "args": {"mark": str(mark)}})
-    command = [sys.executable, "-m", "asyncrl.cli", "run", str(config), "--run-dir", str(tmp_path / "run")]
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(PYTHONPATH=str(tmp_path)),
-        start_new_session=True,
-    )
-    while not mark.exists():
-        assert process.poll() is None, process.communicate()
+    task = {"python": "rewards_for_test:HangsAtTheStart", "args": {"mark": str(mark)}}
+    process = start(write_config(tmp_path, task=task), tmp_path / "run")
+    wait_until(mark.exists, process)
     stdout, stderr = interrupt(process, signal.SIGTERM)
     assert process.returncode == 143, stderr
-    assert (
-        f"go on with: asyncrl run {tmp_path / 'run' / 'config.yaml'} --run-dir {tmp_path / 'run'}" in stdout
-    )
+    goes_on = f"go on with: asyncrl run {tmp_path / 'run' / 'config.yaml'} --run-dir {tmp_path / 'run'}"
+    assert goes_on in stdout
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["why"] == "interrupted by SIGTERM"
 
 

@@ -29,6 +29,8 @@ from asyncrl.messages.trainer_calls import Canary
 from asyncrl.trainer.model.scratch import make_character_tokenizer
 
 SLOTS, MAX_LENGTH, CANARY_LIMIT = 16, 768, 1e-3
+Outputs = list[tuple[list[int], list[float]]]
+PROMPTS = [[1, 2, 3], [(7 * i) % 40 + 1 for i in range(40)], [(11 * i + i // 5) % 40 for i in range(200)]]
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789 .,!?"
 
 
@@ -46,6 +48,8 @@ class House:
     version: int = 0
     num_requests: int = 0
     pushed: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    fresh: Outputs = field(default_factory=list)
+    """What it answered before anything was pushed to it."""
     warnings: list[str] = field(default_factory=list)
     on_warning: Callable[[], object] | None = None
     """Called once, at the next warning."""
@@ -92,6 +96,16 @@ class House:
             self.process.post(
                 "/update_weight_version", {"new_version": str(self.version)}
             )  # the next client knows no second attempt
+
+    def outputs(self) -> Outputs:
+        """Greedy tokens and one sampled row, nothing of it from a prefix cache."""
+        greedy = [self.process.generate(prompt, salt=self._salt(), max_tokens=24) for prompt in PROMPTS]
+        sampled = self.process.generate(PROMPTS[1], salt=self._salt(), max_tokens=24, temperature=1.0, seed=5)
+        return [*greedy, sampled]
+
+    def _salt(self) -> str:
+        self.num_requests += 1
+        return f"salt {self.num_requests}"
 
     def warn(self, words: str) -> None:
         self.warnings.append(words)
@@ -199,6 +213,22 @@ def vllm_house(folder: Path, *, path: tuple[Path, ...] = (), **spec: Any) -> Ite
             bool(spec.get("has_adapters")),
         )
         house.pushed[0] = base
+        yield house
+
+
+@contextmanager
+def faulty_vllm_house(folder: Path) -> Iterator[House]:
+    """One in which faults can be planted (faulty_vllm_worker.py), with small steps, so that long prompts are
+    prefilled in several.
+    """
+    (folder / "faulty").mkdir()
+    (folder / "faulty" / "faulty_vllm_worker.py").symlink_to(Path(__file__).parent / "faulty_vllm_worker.py")
+    spec = {
+        "worker_extension": "faulty_vllm_worker.FaultyWeightLoader",
+        "args": {"max-num-batched-tokens": 256},
+    }
+    with vllm_house(folder, path=(folder / "faulty",), **spec) as house:
+        house.fresh = house.outputs()
         yield house
 
 
