@@ -404,7 +404,7 @@ def _wire(
             warn=listener.warn,
             on_event=journal.event_nowait,
         )
-        generator = HarnessGenerator(harnessing.gateway, harnessing.leases, scorer)
+        generator = HarnessGenerator(harnessing.gateway, harnessing.queue, scorer)
     replay = None
     if replayed is not None:
         replay = Replay(

@@ -9,10 +9,10 @@ Who consumes what, who waits for whom, who unblocks whom:
     a free sequence in the engines        a rollout that stops sampling producers
     Buffer.wait_open                    leave under the staleness rule        a version served, a group failed
     a rollout                EnginePool.generate                 its completion, timeout_s at most     its
-    engine server a rollout                Leases.run                          a harness worker, then its
+    engine server a rollout                RolloutQueue.run                    a harness worker, then its
     outcome    a worker; its silence, timeout_s a harness                POST /v1/chat/completions
     EnginePool.generate                   its engine server, its session's end a worker                 POST
-    /work/lease                    work, MAX_WAIT_S at most              a rollout that starts watch gateway
+    /work/take                     work, MAX_WAIT_S at most              a rollout that starts watch gateway
     Rooms.broken                        an engine that broke under a call     the gateway watch worker-N
     WorkerSupervisor.run                a worker to end or hang               kernel, heartbeat a rollout
     Scorer.score                        its reward, reward_timeout_s at most  the reward function train loop
@@ -71,7 +71,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.agents.command import passed_env
-from asyncrl.agents.process_tree import hide_memory
+from asyncrl.agents.process_group import hide_memory
 from asyncrl.checkpoints.folder import set_aside
 from asyncrl.config import RunConfig, run_config_yaml
 from asyncrl.errors import AsyncrlError, ConfigError, RoomError, first_cause

@@ -20,8 +20,8 @@ from typing import Any
 from rich.console import Console
 
 from asyncrl.agents.command import passed_env
-from asyncrl.agents.endpoint.gateway import GatewayStats
-from asyncrl.agents.process_tree import hide_memory
+from asyncrl.agents.endpoint.capture import GatewayStats
+from asyncrl.agents.process_group import hide_memory
 from asyncrl.agents.verifiers import taskset_loader
 from asyncrl.config import RunConfig
 from asyncrl.engines.pool import EnginePool
@@ -183,13 +183,13 @@ async def _serve_people(
     door: Door, pool: EnginePool, tokenizer: HFChatTokenizer, recorder: Recorder, task: Task | None
 ) -> int:
     config = door.config
-    gateway, leases = make_gateway(
+    gateway, queue = make_gateway(
         config, pool, tokenizer, worker_key=secrets.token_urlsafe(24), on_broken=door.on_broken
     )
-    door.closes("work queue", leases.aclose)
+    door.closes("work queue", queue.aclose)
     door.closes("gateway", gateway.aclose)
     url = await gateway.start()
-    people = PeoplesKey(gateway, leases, recorder, say=say, on_broken=door.on_broken)
+    people = PeoplesKey(gateway, queue, recorder, say=say, on_broken=door.on_broken)
     say(
         f"gateway ready: model {model_name(config)}, temperature {config.rollout.temperature}; logs in "
         f"{door.folder / 'logs'}"
@@ -248,7 +248,7 @@ async def _try(
     harnessing = None
     if config.generator.is_harness:
         harnessing = await _harnessing(door, pool, tokenizer)
-        generator = HarnessGenerator(harnessing.gateway, harnessing.leases, scorer)
+        generator = HarnessGenerator(harnessing.gateway, harnessing.queue, scorer)
     num_tried, num_all = 0, num_prompts * rollout.group_size
     say(f"ready: {num_all} rollouts of {num_prompts} prompts; logs in {door.folder / 'logs'}")
 

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from asyncrl.agents.endpoint.gateway import Gateway
 from asyncrl.agents.endpoint.sessions import GatewaySession
-from asyncrl.agents.endpoint.work_routes import Leases
+from asyncrl.agents.endpoint.work_routes import RolloutQueue
 from asyncrl.errors import RolloutFailure, RoomError
 from asyncrl.messages.records import GroupId, Outcome, Prompt, Rollout
 from asyncrl.rollouts.producers import Spawn
@@ -63,7 +63,7 @@ class PeoplesKey:
     def __init__(
         self,
         gateway: Gateway,
-        leases: Leases,
+        queue: RolloutQueue,
         recorder: Recorder,
         *,
         say: Callable[[str], None],
@@ -76,7 +76,7 @@ class PeoplesKey:
         )
         self._num_rollouts = 0
         self._session = self._open()
-        leases.on_outcome(self.outcome_key, self._take, sampling_key=self.key)
+        queue.on_outcome(self.outcome_key, self._take, sampling_key=self.key)
 
     def __repr__(self) -> str:
         return f"<PeoplesKey {self._num_rollouts} rollouts, {self._session!r}>"
@@ -92,7 +92,7 @@ class PeoplesKey:
 
     def _open(self) -> GatewaySession:
         number = self._num_rollouts
-        return self._gateway.open_for_people_nowait(
+        return self._gateway.open_for_person_nowait(
             self.key, f"{self._name}/{number}", prompt_id=self._name, sample_index=number
         )
 
