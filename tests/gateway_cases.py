@@ -126,7 +126,6 @@ RULES = CallRules(
     max_prompt_tokens=2000,
     max_length=2400,
     vocab_size=258,
-    max_token_bytes=9,
 )
 
 

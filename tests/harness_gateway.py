@@ -12,7 +12,7 @@ from typing import Any
 
 from aiohttp import web
 
-from asyncrl.agents.endpoint.work_routes import Leases
+from asyncrl.agents.endpoint.work_routes import RolloutQueue
 from asyncrl.config import Outcomes
 from asyncrl.http import Caller
 from asyncrl.messages.records import Outcome, Prompt, Work
@@ -23,7 +23,7 @@ WORKER_KEY = "worker-key"
 @dataclass
 class TestGateway:
     __test__ = False
-    leases: Leases
+    leases: RolloutQueue
     url: str
     app: web.Application
     calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
@@ -51,7 +51,7 @@ def make_work(
 async def open_gateway(
     *, lease_timeout_s: float = 60.0, port: int = 0, outcomes: Outcomes = "returned", give_answer: bool = True
 ) -> AsyncIterator[TestGateway]:
-    leases = Leases(
+    leases = RolloutQueue(
         worker_key=WORKER_KEY,
         model="policy",
         lease_timeout_s=lease_timeout_s,

@@ -20,7 +20,7 @@ from job_runs import write_config
 from recorded_cases import SAMPLED_BY, make_branch, make_prompt
 from rich.console import Console
 
-from asyncrl.agents.endpoint.work_routes import Leases
+from asyncrl.agents.endpoint.work_routes import RolloutQueue
 from asyncrl.config import RunConfig, load_config
 from asyncrl.errors import ConfigError, EngineError, RolloutFailure, RolloutTimeout, RoomError
 from asyncrl.messages.records import Rollout
@@ -38,7 +38,7 @@ from asyncrl.testing.virtual_time import run_virtual
 class Desk:
     """A person's key over a real gateway with a scripted engine."""
 
-    def __init__(self, world: World, leases: Leases, file: RecordFile | None) -> None:
+    def __init__(self, world: World, leases: RolloutQueue, file: RecordFile | None) -> None:
         self.world, self.said, self.broken = world, list[str](), list[RoomError]()
         self.recorder = Recorder(file, world.engine.tokenizer, warn=self.said.append)
         self.people = PeoplesKey(
@@ -64,7 +64,7 @@ class Desk:
 
 def at_desk(story: Any, path: Path | None = None, engine: Any = None, **config: Any) -> list[RecordedRollout]:
     async def live() -> None:
-        leases = Leases(worker_key="k", model="m", lease_timeout_s=60.0, task_seed=lambda work: 0)
+        leases = RolloutQueue(worker_key="k", model="m", lease_timeout_s=60.0, task_seed=lambda work: 0)
         async with gateway_world(engine, extra_routes=leases.routes(), **config) as world:
             desk = Desk(world, leases, None if path is None else RecordFile(path, SAMPLED_BY))
             await story(desk)
@@ -273,12 +273,14 @@ def test_what_is_recorded_keeps_the_order_of_the_prompts_whatever_is_done_first(
 # ---- sessions of another engine
 
 
-def test_calls_of_a_lane_go_to_its_own_engine_at_its_own_temperature_and_count_for_nobody_else() -> None:
+def test_calls_of_another_route_go_to_its_own_engine_at_its_own_temperature_and_count_for_nobody_else() -> (
+    None
+):
     async def story() -> None:
         other, broken = ScriptedEngine(lambda _: "other"), list[RoomError]()
         async with gateway_world(on_sampling_override="refuse") as world:
-            host = world.gateway.lane(
-                "eval", other, temperature=0.0, seed_of=lambda *_: 7, on_broken=broken.append
+            host = world.gateway.add_route(
+                other, temperature=0.0, seed_of=lambda *_: 7, on_broken=broken.append
             )
             session = host.open_nowait(
                 "eval-v3/0/1/s0", prompt_id="0/1", sample_index=0, attempt=0, route_key="x"

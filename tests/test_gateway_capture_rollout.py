@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gateway_capture_cases import END, Message, Play, assistant, user
+from gateway_capture_cases import END, Message, Play, assistant, plan, user
 
 from asyncrl.errors import RolloutFailure
 from asyncrl.messages.records import Completion, Credit, Outcome, Trajectory, VersionSpan
@@ -67,7 +67,7 @@ def test_branches_run_from_root_to_leaf_and_each_token_is_trained_in_the_first_t
 
 def test_spans_and_interruptions_are_those_of_the_completions() -> None:
     play = Play()
-    planned = play.capture.plan([user("a")], None)
+    planned = plan(play.capture, [user("a")], None)
     sampled = Completion(
         (1, 2, 3),
         (-1.0, -2.0, -3.0),
@@ -76,7 +76,7 @@ def test_spans_and_interruptions_are_those_of_the_completions() -> None:
         num_interruptions=2,
     )
     play.capture.record(planned, sampled, assistant("x"), "chatcmpl-0")
-    more = play.capture.plan([user("a"), assistant("x"), user("b")], None)
+    more = plan(play.capture, [user("a"), assistant("x"), user("b")], None)
     for choice in range(2):
         again = Completion((4,), (-4.0,), (VersionSpan(0, 1, 9),), "stop", num_interruptions=1)
         play.capture.record(more, again, assistant("y"), f"chatcmpl-1/{choice}", choice=choice)
@@ -119,7 +119,7 @@ def test_turn_rewards_make_each_completion_a_unit() -> None:
 
 def test_units_are_numbered_by_content_whichever_was_recorded_first() -> None:
     play = Play()
-    first, second = play.capture.plan([user("a")], None), play.capture.plan([user("b")], None)
+    first, second = plan(play.capture, [user("a")], None), plan(play.capture, [user("b")], None)
     play.answer(second, f"2{END}")
     play.answer(first, f"1{END}")
     branches = play.capture.rollout(0, Outcome(turn_rewards={"chatcmpl-0": 0.2, "chatcmpl-1": 0.1}), 0.15)

@@ -16,8 +16,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from asyncrl.agents.endpoint.work_queue import MAX_BYTES, Entry, Gone, LeaseBook, NotForOutcomes, WorkerId
-from asyncrl.agents.endpoint.work_routes import Leases
+from asyncrl.agents.endpoint.refusals import ApiError
+from asyncrl.agents.endpoint.work_queue import MAX_BYTES, NotHeld, QueuedItem, WorkerId, WorkItems
+from asyncrl.agents.endpoint.work_routes import RolloutQueue
 from asyncrl.config import Outcomes
 from asyncrl.errors import RolloutFailure
 from asyncrl.messages.base import Message
@@ -26,10 +27,10 @@ from asyncrl.messages.work import (
     Accepted,
     AliveAnswer,
     AliveRequest,
-    LeaseAnswer,
-    LeaseRequest,
     OutcomeMessage,
     ResultRequest,
+    TakeAnswer,
+    TakeRequest,
 )
 from asyncrl.testing.virtual_time import all_blocked, run_virtual, stand_still
 
@@ -45,7 +46,7 @@ class LeaseHistory(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.book = LeaseBook("posted")
+        self.book = WorkItems("posted")
         self.queued: list[str] = []
         self.leased: dict[str, WorkerId] = {}
         self.over: set[str] = set()
@@ -54,40 +55,40 @@ class LeaseHistory(RuleBasedStateMachine):
         self.posted: dict[str, Outcome] = {}
         self.number = self.now_s = 0
 
-    def started(self, lease_id: str) -> None:
-        self.starts[lease_id] += 1
+    def started(self, item_id: str) -> None:
+        self.starts[item_id] += 1
 
     @rule(count=st.integers(1, 4))
     def add(self, count: int) -> None:
         for _ in range(count):
-            lease_id = f"l{len(self.ends)}"
+            item_id = f"l{len(self.ends)}"
             work = make_work(len(self.ends))
-            self.ends[lease_id], self.starts[lease_id] = [], 0
+            self.ends[item_id], self.starts[item_id] = [], 0
             self.book.add(
-                Entry(
-                    lease_id,
+                QueuedItem(
+                    item_id,
                     work,
                     b"",
-                    lambda name=lease_id: self.started(name),
-                    self.ends[lease_id].append,
-                    f"outcome-{lease_id}",
+                    lambda name=item_id: self.started(name),
+                    self.ends[item_id].append,
+                    f"outcome-{item_id}",
                 )  # type: ignore[misc]
             )
-            self.queued.append(lease_id)
+            self.queued.append(item_id)
 
     @rule(worker=WORKERS, data=st.data(), max_items=st.integers(1, 3))
     def ask(self, worker: WorkerId, data: st.DataObject, max_items: int) -> None:
         self.book.seen(worker, self.now_s)
-        mine = [lease_id for lease_id, owner in self.leased.items() if owner == worker]
+        mine = [item_id for item_id, owner in self.leased.items() if owner == worker]
         holding = data.draw(st.sets(st.sampled_from(mine))) if mine else set()
         self.number += 1
         assert self.book.ask(worker, self.number, holding)
-        lost = [lease_id for lease_id in mine if lease_id not in holding]
-        for lease_id in lost:
-            del self.leased[lease_id]
+        lost = [item_id for item_id in mine if item_id not in holding]
+        for item_id in lost:
+            del self.leased[item_id]
         self.queued = lost + self.queued
         assert not self.book.ask(worker, self.number, ()), "an old request changes nothing"
-        taken = [entry.lease_id for entry in self.book.lease(worker, max_items)]
+        taken = [item.item_id for item in self.book.take(worker, max_items)]
         assert taken == self.queued[:max_items], "first in, first out"
         del self.queued[:max_items]
         self.leased |= dict.fromkeys(taken, worker)
@@ -95,69 +96,70 @@ class LeaseHistory(RuleBasedStateMachine):
     @precondition(lambda self: self.ends)
     @rule(worker=WORKERS, data=st.data(), fails=st.booleans())
     def result(self, worker: WorkerId, data: st.DataObject, fails: bool) -> None:
-        lease_id = data.draw(st.sampled_from(sorted(self.ends)))
+        item_id = data.draw(st.sampled_from(sorted(self.ends)))
         self.book.seen(worker, self.now_s)
         result = RolloutFailure("no") if fails else Outcome(metrics={"turns": 2.0})
-        if self.leased.get(lease_id) != worker:
-            with pytest.raises(Gone):
-                self.book.result(worker, lease_id, result)
+        if self.leased.get(item_id) != worker:
+            with pytest.raises(NotHeld):
+                self.book.result(worker, item_id, result)
             return
-        self.book.result(worker, lease_id, result)
-        del self.leased[lease_id]
-        self.over.add(lease_id)
+        self.book.result(worker, item_id, result)
+        del self.leased[item_id]
+        self.over.add(item_id)
         if isinstance(result, RolloutFailure):
-            assert self.ends[lease_id] == [result]
+            assert self.ends[item_id] == [result]
         else:
-            posted = self.posted.get(lease_id, Outcome())
-            assert self.ends[lease_id] == [Outcome(posted.reward, {**posted.metrics, "turns": 2.0})]
+            posted = self.posted.get(item_id, Outcome())
+            assert self.ends[item_id] == [Outcome(posted.reward, {**posted.metrics, "turns": 2.0})]
 
     @precondition(lambda self: self.ends)
     @rule(data=st.data(), value=st.integers(0, 3))
     def post(self, data: st.DataObject, value: int) -> None:
-        lease_id = data.draw(st.sampled_from(sorted(self.ends)))
+        item_id = data.draw(st.sampled_from(sorted(self.ends)))
         outcome = Outcome(float(value), {"posted": float(value)})
-        is_live = lease_id in self.queued or lease_id in self.leased
-        with pytest.raises(NotForOutcomes if is_live else Gone):
-            self.book.post(f"key-{lease_id[1:]}", outcome)
+        is_live = item_id in self.queued or item_id in self.leased
+        with pytest.raises(ApiError) as refused:
+            self.book.find_postable(f"key-{item_id[1:]}")
+        assert refused.value.status == (403 if is_live else 410)
         if is_live:
-            self.book.post(f"outcome-{lease_id}", outcome)
-            self.posted[lease_id] = outcome
+            self.book.find_postable(f"outcome-{item_id}").posted = outcome
+            self.posted[item_id] = outcome
         else:
-            with pytest.raises(Gone):
-                self.book.post(f"outcome-{lease_id}", outcome)
+            with pytest.raises(ApiError, match="has ended"):
+                self.book.find_postable(f"outcome-{item_id}")
 
     @precondition(lambda self: self.ends)
     @rule(data=st.data())
     def take_back(self, data: st.DataObject) -> None:
-        lease_id = data.draw(st.sampled_from(sorted(self.ends)))
-        self.book.withdraw(lease_id, "taken back")
-        if lease_id in self.queued:
-            self.queued.remove(lease_id)
-        owner = self.leased.pop(lease_id, None)
+        item_id = data.draw(st.sampled_from(sorted(self.ends)))
+        self.book.withdraw(item_id, "taken back")
+        if item_id in self.queued:
+            self.queued.remove(item_id)
+        owner = self.leased.pop(item_id, None)
         if owner is not None:
-            assert self.book.lost(owner, [lease_id]) == {lease_id: "taken back"}, (
+            assert self.book.lost(owner, [item_id]) == {item_id: "taken back"}, (
                 "its worker is told at its next sign of life"
             )
-        self.over.add(lease_id)
+        self.over.add(item_id)
 
     @precondition(lambda self: self.book.workers)
     @rule(data=st.data())
     def worker_is_gone(self, data: st.DataObject) -> None:
         worker = data.draw(st.sampled_from(sorted(self.book.workers)))
-        mine = [lease_id for lease_id, owner in self.leased.items() if owner == worker]
+        mine = [item_id for item_id, owner in self.leased.items() if owner == worker]
         assert self.book.drop_worker(worker, "is gone", rule="", way_out="") == len(mine)
-        for lease_id in mine:
-            del self.leased[lease_id]
-            self.over.add(lease_id)
-            assert isinstance(self.ends[lease_id][-1], RolloutFailure)
-            assert "worker" in str(self.ends[lease_id][-1])
+        for item_id in mine:
+            del self.leased[item_id]
+            self.over.add(item_id)
+            assert isinstance(self.ends[item_id][-1], RolloutFailure)
+            assert "worker" in str(self.ends[item_id][-1])
 
     @invariant()
     def a_leased_work_is_with_one_worker_and_a_queued_one_with_none(self) -> None:
-        held = [(lease_id, worker) for worker, lease_id in self.book.all_leases()]
+        held = [(item_id, worker) for worker, record in self.book.workers.items() for item_id in record.held]
         assert sorted(held) == sorted(self.leased.items())
         assert self.book.num_queued == len(self.queued)
-        assert self.book.num_leased == len(self.leased)
+        assert self.book.num_held == len(self.leased)
 
     @invariant()
     def every_work_ends_once(self) -> None:
@@ -165,7 +167,7 @@ class LeaseHistory(RuleBasedStateMachine):
         live = set(self.queued) | set(self.leased)
         assert live | self.over == set(self.ends)
         assert not live & self.over
-        assert not any(self.ends[lease_id] for lease_id in live)
+        assert not any(self.ends[item_id] for item_id in live)
 
 
 TestLeaseHistory = LeaseHistory.TestCase
@@ -174,17 +176,16 @@ TestLeaseHistory.settings = settings(max_examples=60, stateful_step_count=40, de
 
 def ended_with(outcomes: Outcomes, said: Outcome, posted: Outcome | None = None) -> Outcome | RolloutFailure:
     """What a work comes to whose harness has posted and said this."""
-    book, ends = LeaseBook(outcomes), list[Outcome | RolloutFailure]()
+    book, ends = WorkItems(outcomes), list[Outcome | RolloutFailure]()
     book.add(
-        Entry(
+        QueuedItem(
             "l0", make_work(0), b"", lambda: None, ends.append, "outcome-0" if outcomes == "posted" else None
         )
     )
     book.seen(("w", "1"), 0.0)
-    book.lease(("w", "1"), 1)
+    book.take(("w", "1"), 1)
     if posted is not None:
-        book.post("outcome-0", Outcome(9.0))
-        book.post("outcome-0", posted)  # the last one before the end
+        book.find_postable("outcome-0").posted = posted
     book.result(("w", "1"), "l0", said)
     (end,) = ends
     return end
@@ -218,7 +219,7 @@ class Line:
 
 
 async def ask(
-    leases: Leases, path: str, message: Message, answer: type[Answer], line: Line | None = None
+    leases: RolloutQueue, path: str, message: Message, answer: type[Answer], line: Line | None = None
 ) -> Answer:
     """Call a route without a socket: a virtual clock knows none."""
     loop = asyncio.get_running_loop()
@@ -234,32 +235,30 @@ async def ask(
     return answer.model_validate_json(response.body)
 
 
-def lease_request(worker: str, number: int, **more: Any) -> LeaseRequest:
-    return LeaseRequest(
+def lease_request(worker: str, number: int, **more: Any) -> TakeRequest:
+    return TakeRequest(
         **{"worker": worker, "instance": "1", "max_items": 1, "slots": 1, "number": number, "holding": []}
         | more
     )
 
 
-def make_leases(lease_timeout_s: float = 60.0) -> Leases:
-    return Leases(worker_key="k", model="m", lease_timeout_s=lease_timeout_s, task_seed=lambda work: 0)
+def make_leases(lease_timeout_s: float = 60.0) -> RolloutQueue:
+    return RolloutQueue(worker_key="k", model="m", lease_timeout_s=lease_timeout_s, task_seed=lambda work: 0)
 
 
 def test_a_silent_worker_loses_its_leases_after_its_time_and_one_that_gives_signs_of_life_never() -> None:
     async def story() -> None:
         leases, loop = make_leases(lease_timeout_s=60.0), asyncio.get_running_loop()
-        assert leases.stats().unseen_s == 0.0
+        assert leases.gauges()["unseen_s"] == 0.0
         await asyncio.sleep(7.0)
-        assert leases.stats().unseen_s == 7.0
+        assert leases.gauges()["unseen_s"] == 7.0
         silent = asyncio.create_task(leases.run(make_work(0), started=lambda: None))
         lively = asyncio.create_task(leases.run(make_work(1), started=lambda: None))
         await all_blocked()
-        await ask(leases, "/work/lease", lease_request("silent", 0), LeaseAnswer)
-        lease_id = (
-            (await ask(leases, "/work/lease", lease_request("lively", 0), LeaseAnswer)).items[0].lease_id
-        )
+        await ask(leases, "/work/take", lease_request("silent", 0), TakeAnswer)
+        item_id = (await ask(leases, "/work/take", lease_request("lively", 0), TakeAnswer)).items[0].item_id
         begun_s = loop.time()
-        sign = AliveRequest(worker="lively", instance="1", holding=[lease_id])
+        sign = AliveRequest(worker="lively", instance="1", holding=[item_id])
         for _ in range(30):
             await asyncio.sleep(50.0)
             assert (await ask(leases, "/work/alive", sign, AliveAnswer)).cancel == {}
@@ -269,9 +268,13 @@ def test_a_silent_worker_loses_its_leases_after_its_time_and_one_that_gives_sign
             match=r"worker silent gave no sign of life for 60\.0 s; gateway\.lease_timeout_s=60\.0",
         ):
             await silent
-        assert (leases.stats().workers, leases.stats().num_lost, leases.stats().unseen_s) == (1, 1, 0.0)
+        assert (leases.gauges()["workers"], leases.gauges()["lost"], leases.gauges()["unseen_s"]) == (
+            1,
+            1,
+            0.0,
+        )
         result = ResultRequest(
-            worker="lively", instance="1", lease_id=lease_id, outcome=OutcomeMessage(reward=1.0)
+            worker="lively", instance="1", item_id=item_id, outcome=OutcomeMessage(reward=1.0)
         )
         await ask(leases, "/work/result", result, Accepted)
         assert await lively == Outcome(1.0)
@@ -285,8 +288,8 @@ def test_a_worker_whose_signs_of_life_we_could_not_hear_ourselves_keeps_its_leas
         leases = make_leases(lease_timeout_s=60.0)
         running = asyncio.create_task(leases.run(make_work(0), started=lambda: None))
         await all_blocked()
-        lease_id = (await ask(leases, "/work/lease", lease_request("w", 0), LeaseAnswer)).items[0].lease_id
-        sign = AliveRequest(worker="w", instance="1", holding=[lease_id])
+        item_id = (await ask(leases, "/work/take", lease_request("w", 0), TakeAnswer)).items[0].item_id
+        sign = AliveRequest(worker="w", instance="1", holding=[item_id])
         for before_s in (30.0, 59.5):
             await asyncio.sleep(before_s)
             stand_still(3600.0)
@@ -302,13 +305,11 @@ def test_a_worker_whose_signs_of_life_we_could_not_hear_ourselves_keeps_its_leas
 def test_a_poll_ends_after_its_time_or_for_a_newer_one_of_the_same_worker() -> None:
     async def story() -> None:
         leases, loop = make_leases(), asyncio.get_running_loop()
-        assert (
-            await ask(leases, "/work/lease", lease_request("w", 0, wait_s=1000.0), LeaseAnswer)
-        ).items == []
+        assert (await ask(leases, "/work/take", lease_request("w", 0, wait_s=1000.0), TakeAnswer)).items == []
         assert loop.time() == 20.0
-        older = asyncio.create_task(ask(leases, "/work/lease", lease_request("w", 1), LeaseAnswer))
+        older = asyncio.create_task(ask(leases, "/work/take", lease_request("w", 1), TakeAnswer))
         await all_blocked()
-        newer = asyncio.create_task(ask(leases, "/work/lease", lease_request("w", 2), LeaseAnswer))
+        newer = asyncio.create_task(ask(leases, "/work/take", lease_request("w", 2), TakeAnswer))
         await all_blocked()
         assert older.done()
         assert older.result().items == []
@@ -323,14 +324,14 @@ def test_a_poll_ends_after_its_time_or_for_a_newer_one_of_the_same_worker() -> N
 def test_a_poll_whose_client_is_gone_takes_no_work_nor_does_one_of_a_worker_that_was_dropped() -> None:
     async def story() -> None:
         leases, line = make_leases(), Line()
-        cut = asyncio.create_task(ask(leases, "/work/lease", lease_request("cut", 0), LeaseAnswer, line))
-        dropped = asyncio.create_task(ask(leases, "/work/lease", lease_request("dropped", 0), LeaseAnswer))
+        cut = asyncio.create_task(ask(leases, "/work/take", lease_request("cut", 0), TakeAnswer, line))
+        dropped = asyncio.create_task(ask(leases, "/work/take", lease_request("dropped", 0), TakeAnswer))
         await all_blocked()
         line.is_cut = True
         leases.worker_gone_nowait("dropped", "exited with code 1")
         running = asyncio.create_task(leases.run(make_work(0), started=lambda: None))
         assert (await cut).items == (await dropped).items == []
-        assert leases.stats().queued == 1
+        assert leases.gauges()["queued"] == 1
         running.cancel()
         await leases.aclose()
 
@@ -338,10 +339,12 @@ def test_a_poll_whose_client_is_gone_takes_no_work_nor_does_one_of_a_worker_that
 
 
 def test_large_works_are_not_given_out_all_at_once() -> None:
-    book = LeaseBook("returned")
+    book = WorkItems("returned")
     for number in range(5):
         book.add(
-            Entry(f"l{number}", make_work(number), b" " * (MAX_BYTES // 2), lambda: None, lambda result: None)
+            QueuedItem(
+                f"l{number}", make_work(number), b" " * (MAX_BYTES // 2), lambda: None, lambda result: None
+            )
         )
     book.seen(("w", "1"), 0.0)
-    assert [len(book.lease(("w", "1"), 5)) for _ in range(3)] == [2, 2, 1]
+    assert [len(book.take(("w", "1"), 5)) for _ in range(3)] == [2, 2, 1]

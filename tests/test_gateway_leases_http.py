@@ -15,7 +15,7 @@ from aiohttp import web
 from gateway_cases import gateway_world
 from harness_gateway import WORKER_KEY, TestGateway, open_gateway, settled
 
-from asyncrl.agents.endpoint.work_routes import Leases
+from asyncrl.agents.endpoint.work_routes import RolloutQueue
 from asyncrl.errors import RolloutFailure
 from asyncrl.http import Caller, CallRefused
 from asyncrl.messages.records import Outcome
@@ -26,10 +26,10 @@ from asyncrl.messages.work import (
     AliveAnswer,
     AliveRequest,
     FailureMessage,
-    LeaseAnswer,
-    LeaseRequest,
     OutcomeMessage,
     ResultRequest,
+    TakeAnswer,
+    TakeRequest,
 )
 
 
@@ -41,22 +41,22 @@ class Asking:
 
     async def lease(
         self, *, max_items: int = 1, holding: tuple[str, ...] = (), wait_s: float = 20.0
-    ) -> LeaseAnswer:
+    ) -> TakeAnswer:
         self.number += 1
-        request = LeaseRequest(
+        request = TakeRequest(
             **self.who, max_items=max_items, slots=4, number=self.number, holding=list(holding), wait_s=wait_s
         )
-        return await self.caller.post("/work/lease", request, LeaseAnswer, timeout_s=None)
+        return await self.caller.post("/work/take", request, TakeAnswer, timeout_s=None)
 
     async def alive(self, *holding: str, is_leaving: bool = False) -> dict[str, str]:
         request = AliveRequest(**self.who, holding=list(holding), is_leaving=is_leaving)
         return (await self.caller.post("/work/alive", request, AliveAnswer, timeout_s=None)).cancel
 
     async def result(
-        self, lease_id: str, reward: float | None = 1.0, failure: FailureMessage | None = None
+        self, item_id: str, reward: float | None = 1.0, failure: FailureMessage | None = None
     ) -> None:
         outcome = None if failure or reward is None else OutcomeMessage(reward=reward)
-        request = ResultRequest(**self.who, lease_id=lease_id, outcome=outcome, failure=failure)
+        request = ResultRequest(**self.who, item_id=item_id, outcome=outcome, failure=failure)
         await self.caller.post("/work/result", request, Accepted, timeout_s=None)
 
 
@@ -85,7 +85,7 @@ def test_a_worker_that_waits_gets_the_work_as_soon_as_there_is_any_and_its_resul
     async def story(gateway: TestGateway, tasks: asyncio.TaskGroup, worker: Asking) -> None:
         started: list[bool] = []
         polling = tasks.create_task(worker.lease())
-        await settled(lambda: gateway.leases.stats().workers == 1)
+        await settled(lambda: gateway.leases.gauges()["workers"] == 1)
         assert not started
         info = {"deep": [1, {"x": None}], "nan": math.nan}
         running = tasks.create_task(
@@ -105,14 +105,14 @@ def test_a_worker_that_waits_gets_the_work_as_soon_as_there_is_any_and_its_resul
         assert math.isnan(item.info["nan"]), "a number that is none is not turned into null"
         assert (answer.model, answer.lease_timeout_s) == ("policy", 60.0)
         assert (
-            gateway.leases.stats().queued,
-            gateway.leases.stats().leased,
-            gateway.leases.stats().slots,
+            gateway.leases.gauges()["queued"],
+            gateway.leases.gauges()["leased"],
+            gateway.leases.gauges()["slots"],
         ) == (0, 1, 4)
-        await worker.result(item.lease_id, reward=0.5)
+        await worker.result(item.item_id, reward=0.5)
         assert await running == Outcome(0.5)
         with pytest.raises(CallRefused, match="its result was accepted before") as refused:
-            await worker.result(item.lease_id)
+            await worker.result(item.item_id)
         assert refused.value.status == 410
 
     play(story)
@@ -120,14 +120,16 @@ def test_a_worker_that_waits_gets_the_work_as_soon_as_there_is_any_and_its_resul
 
 def test_the_largest_results_of_a_worker_are_taken_however_small_a_call_must_be() -> None:
     async def story() -> None:
-        leases = Leases(worker_key=WORKER_KEY, model="policy", lease_timeout_s=60.0, task_seed=lambda work: 0)
+        leases = RolloutQueue(
+            worker_key=WORKER_KEY, model="policy", lease_timeout_s=60.0, task_seed=lambda work: 0
+        )
         async with gateway_world(extra_routes=leases.routes(), max_body_bytes=2**10) as world:
             gateway = TestGateway(leases, world.url, web.Application())
             worker = Asking(gateway)
             failing = asyncio.ensure_future(gateway.run(0))
             (item,) = (await worker.lease()).items
             await worker.result(
-                item.lease_id, failure=FailureMessage(error="é" * 4000, rule="é" * 4000, way_out="é" * 4000)
+                item.item_id, failure=FailureMessage(error="é" * 4000, rule="é" * 4000, way_out="é" * 4000)
             )
             assert (await failure_of(failing)).what == "é" * 4000  # type: ignore[arg-type]
             ending = asyncio.ensure_future(gateway.run(1))
@@ -139,7 +141,7 @@ def test_the_largest_results_of_a_worker_are_taken_however_small_a_call_must_be(
                 < MAX_OUTCOME_BYTES
             )
             result = ResultRequest(
-                **worker.who, lease_id=item.lease_id, outcome=OutcomeMessage(metrics=metrics)
+                **worker.who, item_id=item.item_id, outcome=OutcomeMessage(metrics=metrics)
             )
             await worker.caller.post("/work/result", result, Accepted, timeout_s=None)
             assert (await ending).metrics == metrics
@@ -165,7 +167,7 @@ def test_without_the_worker_key_nothing_is_given_and_a_session_key_is_not_one() 
         running = tasks.create_task(gateway.run(0))
         for key in ("", "wrong", "key-0"):
             async with aiohttp.ClientSession() as client:
-                for path in ("lease", "alive", "result"):
+                for path in ("take", "alive", "result"):
                     async with client.post(
                         f"{gateway.url}/work/{path}", headers={"Authorization": f"Bearer {key}"}, json={}
                     ) as response:
@@ -180,7 +182,7 @@ def test_a_key_that_is_no_text_is_a_wrong_one() -> None:
         host, _, port = gateway.url.removeprefix("http://").partition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(
-            b"POST /work/lease HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer \xff\r\nContent-Length: 2\r\n\r\n{}"
+            b"POST /work/take HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer \xff\r\nContent-Length: 2\r\n\r\n{}"
         )
         assert b" 401 " in await reader.readline()
         writer.close()
@@ -205,13 +207,13 @@ def test_a_message_of_another_shape_is_refused_with_the_field() -> None:
 def test_a_run_that_is_cancelled_is_told_to_its_worker_whose_result_is_refused() -> None:
     async def story(gateway: TestGateway, tasks: asyncio.TaskGroup, worker: Asking) -> None:
         running = tasks.create_task(gateway.run(0))
-        lease_id = (await worker.lease()).items[0].lease_id
-        assert await worker.alive(lease_id) == {}
+        item_id = (await worker.lease()).items[0].item_id
+        assert await worker.alive(item_id) == {}
         running.cancel()
         await settled(running.done)
-        assert "rollout.timeout_s" in (await worker.alive(lease_id))[lease_id]
+        assert "rollout.timeout_s" in (await worker.alive(item_id))[item_id]
         with pytest.raises(CallRefused, match="taken back"):
-            await worker.result(lease_id)
+            await worker.result(item_id)
         assert "this run has not given it out" in (await worker.alive("of-another-run-3"))["of-another-run-3"]
 
     play(story)
@@ -220,8 +222,8 @@ def test_a_run_that_is_cancelled_is_told_to_its_worker_whose_result_is_refused()
 def test_a_worker_that_leaves_or_whose_process_ends_loses_its_leases_at_once() -> None:
     async def story(gateway: TestGateway, tasks: asyncio.TaskGroup, worker: Asking) -> None:
         first = tasks.create_task(failure_of(gateway.run(0)))
-        lease_id = (await worker.lease()).items[0].lease_id
-        await worker.alive(lease_id, is_leaving=True)
+        item_id = (await worker.lease()).items[0].item_id
+        await worker.alive(item_id, is_leaving=True)
         assert "worker w was ended" in str(await first)
         second = tasks.create_task(failure_of(gateway.run(1)))
         await worker.lease()
@@ -235,8 +237,8 @@ def test_work_that_was_lost_on_its_way_is_given_out_again_and_started_again() ->
     async def story(gateway: TestGateway, tasks: asyncio.TaskGroup, worker: Asking) -> None:
         started: list[int] = []
         running = tasks.create_task(gateway.run(0, started=lambda: started.append(0)))
-        lost = (await worker.lease()).items[0].lease_id
-        again = (await worker.lease(holding=())).items[0].lease_id
+        lost = (await worker.lease()).items[0].item_id
+        again = (await worker.lease(holding=())).items[0].item_id
         assert (again, started) == (lost, [0, 0])
         assert not (await worker.lease(holding=(again,), wait_s=0.0)).items
         worker.number = 1  # an old request, that comes late
@@ -250,14 +252,14 @@ def test_work_that_was_lost_on_its_way_is_given_out_again_and_started_again() ->
 def test_a_poll_of_a_client_that_went_away_takes_no_work() -> None:
     async def story(gateway: TestGateway, tasks: asyncio.TaskGroup, worker: Asking) -> None:
         polling = tasks.create_task(worker.lease())
-        await settled(lambda: gateway.leases.stats().workers == 1)
+        await settled(lambda: gateway.leases.gauges()["workers"] == 1)
         polling.cancel()
         await worker.caller.aclose()
         other = Asking(gateway, "other")
         await settled(lambda: polling.done())
         running = tasks.create_task(gateway.run(0))
-        lease_id = (await other.lease()).items[0].lease_id
-        await other.result(lease_id)
+        item_id = (await other.lease()).items[0].item_id
+        await other.result(item_id)
         assert await running == Outcome(1.0)
         await other.caller.aclose()
 
@@ -267,9 +269,9 @@ def test_a_poll_of_a_client_that_went_away_takes_no_work() -> None:
 def test_a_failure_is_raised_with_its_rule_and_its_way_out() -> None:
     async def story(gateway: TestGateway, tasks: asyncio.TaskGroup, worker: Asking) -> None:
         running = tasks.create_task(failure_of(gateway.run(0)))
-        lease_id = (await worker.lease()).items[0].lease_id
+        item_id = (await worker.lease()).items[0].item_id
         await worker.result(
-            lease_id, failure=FailureMessage(error="it broke", rule="it must not", way_out="mend it.")
+            item_id, failure=FailureMessage(error="it broke", rule="it must not", way_out="mend it.")
         )
         assert str(await running) == "it broke; it must not.\n  Way out: mend it."
 
@@ -284,7 +286,7 @@ def test_a_prompt_that_is_no_json_fails_its_rollout() -> None:
             assert "prompt p0 cannot be sent to a worker" in str(
                 await failure_of(gateway.run(0, answer=answer))
             )
-        assert gateway.leases.stats().queued == 0
+        assert gateway.leases.gauges()["queued"] == 0
 
     play(story)
 
@@ -301,7 +303,7 @@ def test_a_program_posts_its_outcome_with_a_key_for_that_alone_and_the_last_one_
     async def story(gateway: TestGateway, tasks: asyncio.TaskGroup, worker: Asking) -> None:
         running = tasks.create_task(gateway.run(3))
         (item,) = (await worker.lease()).items
-        lease_id, key = item.lease_id, item.outcome_key or ""
+        item_id, key = item.item_id, item.outcome_key or ""
         assert len(key) > 20
         assert await post_outcome(gateway, "/v1/outcome", {"reward": 0.25}, key) == (200, {})
         assert (
@@ -321,7 +323,7 @@ def test_a_program_posts_its_outcome_with_a_key_for_that_alone_and_the_last_one_
         assert "this key samples and sets no reward" in answer["error"]["message"]
         status, answer = await post_outcome(gateway, "/v1/outcome", {"reward": 1}, "worker-key")
         assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
-        await worker.result(lease_id, reward=None)
+        await worker.result(item_id, reward=None)
         assert await running == Outcome(0.5, {"turns": 3.0})
         for old in (key, "key-3"):
             status, answer = await post_outcome(gateway, "/v1/outcome", {"reward": 1}, old)
@@ -344,7 +346,7 @@ def test_where_no_outcome_is_posted_there_is_no_key_for_it_and_a_session_key_is_
         status, answer = await post_outcome(gateway, "/v1/outcome", {"reward": 1}, "key-3")
         assert (status, answer["error"]["code"]) == (403, "outcome_refused")
         assert why in answer["error"]["message"]
-        await worker.result(item.lease_id, reward=None)
+        await worker.result(item.item_id, reward=None)
         assert await running == Outcome()
 
     play(story, outcomes=outcomes)
@@ -358,10 +360,8 @@ def test_an_answer_is_given_on_demand_alone() -> None:
         ) -> None:
             running = tasks.create_task(gateway.run(3, answer="SECRET-ANSWER"))
             async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {WORKER_KEY}"}) as client:
-                body = LeaseRequest(
-                    **worker.who, max_items=1, slots=1, number=1, holding=[]
-                ).model_dump_json()
-                async with client.post(f"{gateway.url}/work/lease", data=body) as response:
+                body = TakeRequest(**worker.who, max_items=1, slots=1, number=1, holding=[]).model_dump_json()
+                async with client.post(f"{gateway.url}/work/take", data=body) as response:
                     assert ("SECRET-ANSWER" in await response.text()) is gives
             running.cancel()
 
@@ -370,11 +370,11 @@ def test_an_answer_is_given_on_demand_alone() -> None:
 
 def test_polls_end_when_the_queue_is_closed_and_time_without_a_worker_is_told() -> None:
     async def story(gateway: TestGateway, tasks: asyncio.TaskGroup, worker: Asking) -> None:
-        stats = gateway.leases.stats()
-        assert (stats.workers, stats.slots) == (0, 0)
-        assert stats.unseen_s >= 0.0
+        gauges = gateway.leases.gauges()
+        assert (gauges["workers"], gauges["slots"]) == (0, 0)
+        assert gauges["unseen_s"] >= 0.0
         polling = tasks.create_task(worker.lease())
-        await settled(lambda: gateway.leases.stats().workers == 1)
+        await settled(lambda: gateway.leases.gauges()["workers"] == 1)
         await gateway.leases.aclose()
         assert (await polling).items == []
         with pytest.raises(
@@ -382,7 +382,6 @@ def test_polls_end_when_the_queue_is_closed_and_time_without_a_worker_is_told() 
         ) as refused:  # not an empty answer: it would ask again at once
             await worker.lease()
         assert refused.value.status == 503
-        assert "0 queued" in repr(gateway.leases)
 
     play(story)
 
@@ -391,11 +390,11 @@ def test_two_processes_of_one_name_are_two_workers() -> None:
     async def story(gateway: TestGateway, tasks: asyncio.TaskGroup, worker: Asking) -> None:
         twin = Asking(gateway, "w", instance="2")
         running = tasks.create_task(gateway.run(0))
-        lease_id = (await worker.lease()).items[0].lease_id
-        assert "given to another worker" in (await twin.alive(lease_id))[lease_id]
+        item_id = (await worker.lease()).items[0].item_id
+        assert "given to another worker" in (await twin.alive(item_id))[item_id]
         with pytest.raises(CallRefused, match="given to another worker"):
-            await twin.result(lease_id)
-        await worker.result(lease_id)
+            await twin.result(item_id)
+        await worker.result(item_id)
         assert await running == Outcome(1.0)
         await twin.caller.aclose()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 
-from asyncrl.agents.endpoint.chat_messages import LONG_TEXT, NUM_ENCODING, OneThread
+from asyncrl.agents.endpoint.long_calls import LONG_TEXT, NUM_ENCODING, LongCalls
 
 
 class Tokenizer:
@@ -28,9 +28,9 @@ class Tokenizer:
 
 def test_long_texts_of_many_calls_are_tokenised_by_few_threads() -> None:
     async def story() -> None:
-        tokenizer, beside = Tokenizer(), OneThread()
+        tokenizer, beside = Tokenizer(), LongCalls()
         texts = ["x" * LONG_TEXT] * (10 * NUM_ENCODING)
-        await asyncio.gather(*(beside.encode(text, tokenizer, None) for text in texts))  # type: ignore[arg-type]
+        await asyncio.gather(*(beside.encode(text, tokenizer, LONG_TEXT) for text in texts))  # type: ignore[arg-type]
         beside.close_nowait()
         assert tokenizer.peak == NUM_ENCODING
 

@@ -15,7 +15,7 @@ from text_tokenizers import END, PYTHON, START, byte_fallback, byte_level, metas
 from tiny_model import TINY_CHARACTERS
 from tokenizers import Tokenizer
 
-from asyncrl.agents.endpoint.choices import AnswerText
+from asyncrl.agents.endpoint.answer_text import AnswerText
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.trainer.model.scratch import make_character_tokenizer
 

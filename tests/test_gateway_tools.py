@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gateway_cases import gateway_world
+from gateway_cases import RULES, gateway_world
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.agents.endpoint.chat_messages import TextBudget, check_messages
+from asyncrl.agents.endpoint.requests import RequestReader
 from asyncrl.agents.endpoint.tool_calls import ParsedAnswer, ToolCall, ToolFormat, find_tool_format
 from asyncrl.errors import ConfigError, RolloutFailure
 
@@ -107,7 +107,6 @@ MALFORMED = [
     call_text("f", '{"x": 1,}'),
     call_text("f", "{'x': 1}"),
     call_text("f", '{"x": NaN}'),
-    call_text("f", '{"x": 1e999}'),
     call_text("f", '{"x": "\\ud800"}'),
     call_text("f", '{"x": "a\nb"}'),
     call_text("f", '"{}"'),
@@ -130,7 +129,6 @@ MALFORMED = [
     '"',
     "{" * 100_000,
     call_text("f", '{"x": ' + "[" * 100_000 + "]" * 100_000 + "}"),
-    call_text("f", '{"x": ' + "[" * 40 + "]" * 40 + "}"),
     call_text("f", '{"x": ' + "9" * 10_000 + "}") + " {",
 ]
 
@@ -187,7 +185,8 @@ def test_arguments_are_the_text_that_the_model_wrote_and_can_be_sent_back(
         for call in expected
     ]
     message = {"role": "assistant", "content": None, "tool_calls": sent_back}
-    checked = check_messages([message], TextBudget(10**6, 10**6), 10, 1)[0]["tool_calls"]
+    body = json.dumps({"messages": [message]}).encode()
+    checked = (RequestReader(RULES).chat(body).messages or [])[0]["tool_calls"]
     assert [call["function"]["name"] for call in checked] == [call.name for call in expected]
 
 
@@ -236,7 +235,7 @@ def test_plain_text_is_held_back_no_longer_than_a_marker_may_begin() -> None:
 def test_a_prefill_begins_a_call_of_any_tool_or_of_one(
     tool_format: ToolFormat, required: str, named: str
 ) -> None:
-    any_tool, one_tool = tool_format.prefill_required(), tool_format.prefill_named("f")
+    any_tool, one_tool = tool_format.prefill(None), tool_format.prefill("f")
     assert any_tool is not None
     assert one_tool is not None
     assert (
@@ -274,7 +273,7 @@ def test_auto_reads_the_format_off_the_chat_template(template: str, name: str) -
 def test_without_a_format_text_is_text() -> None:
     none = find_tool_format("none", QWEN)
     assert none.parse(hermes(F)) == ParsedAnswer(hermes(F))
-    assert none.prefill_required() is none.prefill_named("f") is None
+    assert none.prefill(None) is none.prefill("f") is None
 
 
 def test_an_unknown_format_is_refused_with_those_there_are() -> None:
@@ -316,7 +315,7 @@ def test_a_function_of_ones_own_reads_calls_from_dicts_or_texts(own: Any) -> Non
     assert own("parse").parse("hello") == ParsedAnswer("hello")
     assert own("as_text").parse(' {"x":1}') == ParsedAnswer(None, (ToolCall("f", ' {"x":1}'),))
     assert own("parse").hold_from("hello") == 0
-    assert own("parse").prefill_required() is own("parse").prefill_named("f") is None
+    assert own("parse").prefill(None) is own("parse").prefill("f") is None
 
 
 def test_a_call_that_ones_own_function_finds_malformed_is_text(own: Any) -> None:

@@ -21,7 +21,7 @@ from harness_gateway import open_gateway, settled
 
 from asyncrl.agents import Outcome, Session, Task
 from asyncrl.agents.command import CommandHarness, last_line_outcome
-from asyncrl.agents.process_tree import MARK_ENV, find_family
+from asyncrl.agents.process_group import MARK_ENV, find_group
 from asyncrl.agents.work_client import Worker
 from asyncrl.errors import ConfigError, RolloutFailure
 
@@ -56,7 +56,7 @@ def run(script: str, session: Session = SESSION, **settings: int) -> Outcome:
     try:
         return asyncio.run(harness.run(TASK, session))
     finally:
-        assert find_family(harness.token) == [], "no process of a command is left"
+        assert find_group(harness.token) == [], "no process of a command is left"
 
 
 @pytest.mark.parametrize(
@@ -259,8 +259,8 @@ def test_cancelling_ends_the_whole_family_also_one_that_ignores_sigterm(own_temp
     async def story() -> None:
         harness = shell(script)
         running = asyncio.ensure_future(harness.run(TASK, SESSION))
-        await settled(lambda: began.exists() and len(find_family(harness.token)) >= 4)
-        family = [psutil.Process(pid) for pid in find_family(harness.token)]
+        await settled(lambda: began.exists() and len(find_group(harness.token)) >= 4)
+        family = [psutil.Process(pid) for pid in find_group(harness.token)]
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.01):
                 await running
@@ -286,7 +286,7 @@ def test_a_second_cancel_kills_at_once(own_temp: Path) -> None:
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
-        await settled(lambda: not find_family(harness.token))
+        await settled(lambda: not find_group(harness.token))
 
     asyncio.run(story())
 
@@ -331,7 +331,7 @@ def test_no_file_descriptor_and_no_zombie_is_left_after_many_commands() -> None:
             before = len(os.listdir("/proc/self/fd"))
             await asyncio.gather(*(one() for _ in range(12)))
             await one()
-            alive = [child.status() for child in psutil.Process().children(recursive=True) if child.pid != harness._keeper.pid]
+            alive = [child.status() for child in psutil.Process().children(recursive=True) if child.pid != harness._killer.pid]
             print(before == len(os.listdir("/proc/self/fd")), alive)
         asyncio.run(story())
     """

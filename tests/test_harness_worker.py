@@ -18,7 +18,7 @@ from harness_gateway import WORKER_KEY, TestGateway, open_gateway, settled
 
 from asyncrl.agents import Harness, Outcome, Session, Task
 from asyncrl.agents.harness import AnyTask, HarnessSpec, build_harness
-from asyncrl.agents.process_tree import find_family
+from asyncrl.agents.process_group import find_group
 from asyncrl.agents.work_client import Worker
 from asyncrl.agents.worker import WorkerSpec, _key_in, gateway_url, run_worker
 from asyncrl.errors import ConfigError, RolloutFailure
@@ -77,7 +77,7 @@ def test_a_worker_runs_as_many_rollouts_as_it_has_slots_and_posts_what_came_of_t
                 asyncio.ensure_future(gateway.run(number, info={"deep": [number]})) for number in range(3)
             ]
             await settled(lambda: len(steps.ends) == 2)
-            assert (gateway.leases.stats().queued, len(worker.holding)) == (1, 2)
+            assert (gateway.leases.gauges()["queued"], len(worker.holding)) == (1, 2)
             assert steps.tasks[1] == Task(
                 "p1", ({"role": "user", "content": "What is 1?"},), {"deep": [1]}, 1000, 0, 0, answer="42"
             )
@@ -204,9 +204,9 @@ def test_a_result_that_is_refused_holds_its_slot_no_longer_than_its_lease(
             await settled(lambda: "p0" in steps.ends)
             steps.ends["p0"].set_result(Outcome(1.0))
             await settled(lambda: gateway.results_refused == 2)
-            (lease_id,) = worker.holding
+            (item_id,) = worker.holding
             first.cancel()
-            await settled(lambda: lease_id not in worker.holding)
+            await settled(lambda: item_id not in worker.holding)
             gateway.results_refused = None
             second = asyncio.ensure_future(gateway.run(1))
             await settled(lambda: "p1" in steps.ends)
@@ -324,7 +324,7 @@ def test_the_worker_process_answers_health_runs_rollouts_and_ends_on_sigterm(tmp
                     "harnesses do not find the worker key"
                 )
             assert process.returncode == 0
-            assert gateway.leases.stats().workers == 0, "it said goodbye"
+            assert gateway.leases.gauges()["workers"] == 0, "it said goodbye"
 
     asyncio.run(story())
 
@@ -369,7 +369,7 @@ def test_a_harness_that_blocks_the_loop_loses_its_leases_but_health_is_answered_
                 while (await caller.get("/health", WorkerHealth, timeout_s=60.0)).loop_lag_s <= 0.5:
                     pass  # half of the lease's time is what the worker tells of
                 mark.unlink()
-                await settled(lambda: gateway.leases.stats().workers == 1)
+                await settled(lambda: gateway.leases.gauges()["workers"] == 1)
                 await settled(lambda: "stood still for" in process.log_tail())
 
     asyncio.run(story())
@@ -390,7 +390,7 @@ def test_the_commands_of_a_worker_end_with_it(tmp_path: Path, how: str) -> None:
             )
             async with started(process) as caller:
                 running = asyncio.ensure_future(gateway.run(0))
-                await settled(lambda: len(find_family(token(tmp_path / "env"))) >= 3)
+                await settled(lambda: len(find_group(token(tmp_path / "env"))) >= 3)
                 if how == "orphaned":
                     assert process._process is not None
                     assert process._process.stdin is not None
@@ -399,9 +399,9 @@ def test_the_commands_of_a_worker_end_with_it(tmp_path: Path, how: str) -> None:
                 if how == "SIGKILL":
                     process.kill_nowait()
                     await process.wait()
-                    await settled(lambda: not find_family(token(tmp_path / "env")))
+                    await settled(lambda: not find_group(token(tmp_path / "env")))
                 await caller.aclose()
-            assert find_family(token(tmp_path / "env")) == []
+            assert find_group(token(tmp_path / "env")) == []
             await settled(lambda: list((tmp_path / "tmp").iterdir()) == [])
             gateway.leases.worker_gone_nowait("worker-0", "ended")
             with pytest.raises(RolloutFailure, match="worker worker-0 (was ended|is gone: ended)"):
@@ -454,10 +454,10 @@ def test_a_worker_elsewhere_works_and_ends_with_the_code_of_its_signal() -> None
     async def story() -> None:
         async with open_gateway() as gateway, elsewhere(gateway, command="echo 0.5") as process:
             assert await gateway.run(0) == Outcome(0.5)
-            assert gateway.leases.stats().slots == 3
+            assert gateway.leases.gauges()["slots"] == 3
             process.send_signal(signal.SIGTERM)
             assert await process.wait() == 143
-            assert gateway.leases.stats().workers == 0
+            assert gateway.leases.gauges()["workers"] == 0
 
     asyncio.run(story())
 
@@ -512,7 +512,7 @@ def test_wrong_arguments_of_a_worker_are_refused_in_words(monkeypatch: pytest.Mo
         ("--slots 0", {"slots": 0}),
         ("one harness", {}),
         ("one harness", {"python": "a:b", "command": "c"}),
-        ("is no JSON:", {"python": "a:b", "args": "{"}),
+        ("is no JSON object: Expecting", {"python": "a:b", "args": "{"}),
         ("is no JSON object", {"python": "a:b", "args": "[]"}),
         ("NAME=VALUE", {"command": "true", "env": ["X"]}),
     ):

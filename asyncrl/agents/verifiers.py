@@ -1,5 +1,4 @@
-"""The harness `verifiers`: one environment of that library, as it is. Knows its seats, rewards and shared
-servers; no lease, no run.
+"""The harness `verifiers`: one environment of that library, as it is.
 
 https://github.com/PrimeIntellect-ai/verifiers, the API of 0.4 (`verifiers.v1`): a package that exports a
 Taskset, and if it likes a Harness (the program that talks to the model) and an Env (how agents play one
@@ -56,9 +55,6 @@ class VerifiersHarness:
         for name in _CHATTY:
             if logging.getLogger(name).level == logging.NOTSET:
                 logging.getLogger(name).setLevel(logging.WARNING)
-
-    def __repr__(self) -> str:
-        return f"<VerifiersHarness {self._name}, {self._shared.num_users} running>"
 
     async def run(self, task: AnyTask, session: Session) -> Outcome:
         """The environment's reward and metrics. Raises RolloutFailure for whatever fails in it, ConfigError
@@ -136,7 +132,10 @@ class VerifiersHarness:
         foreign = {call.endpoint for call in calls if call.error is not None} - {None, "/chat/completions"}
         way_out = "mend the environment, or its settings in generator.args; a few failures cost only time."
         if foreign:
-            way_out = f"choose a program (agent.harness) that calls /chat/completions; this one calls {', '.join(sorted(foreign))}."
+            called = ", ".join(sorted(foreign))
+            way_out = (
+                f"choose a program (agent.harness) that calls /chat/completions; this one calls {called}."
+            )
         return RolloutFailure(
             f"verifiers environment {self._name} failed: {said.replace(session.api_key, 'KEY')}",
             rule="what fails in an environment fails its rollout",
@@ -312,6 +311,6 @@ def _library(identifier: str) -> Any:
 
 
 def make(spec: HarnessSpec) -> VerifiersHarness:
-    """See build.py."""
+    """The harness of a worker."""
     assert spec.verifiers is not None
     return VerifiersHarness(spec.verifiers, spec.args)

@@ -241,7 +241,7 @@ KNOWN: Mapping[str, Kind] = {
         "checkpoint", "old tokens to be deleted from the journal", "the journal's thread", "checkpoints"
     ),
     "EnginePool.generate": Kind("rollouts", "completions of {server}", "{server}", "rollouts_finished"),
-    "Leases.run": Kind(
+    "RolloutQueue.run": Kind(
         "rollouts",
         "harnesses ({queued} wait for a worker, {leased} run on {workers} workers)",
         "a worker's result",

@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from asyncrl.agents.endpoint.chat_messages import fewest_message_tokens
 from asyncrl.agents.endpoint.gateway import Gateway, collect_less
+from asyncrl.agents.endpoint.long_calls import fewest_message_tokens
 from asyncrl.agents.endpoint.requests import CallRules
 from asyncrl.agents.endpoint.tool_calls import find_tool_format
-from asyncrl.agents.endpoint.work_routes import Leases
+from asyncrl.agents.endpoint.work_routes import RolloutQueue
 from asyncrl.checkpoints.folder import Checkpoints
 from asyncrl.config import EvalConfig, RunConfig
 from asyncrl.engines.engine import EngineClient
@@ -53,7 +53,7 @@ class Harnessing:
     """
 
     gateway: Gateway
-    leases: Leases
+    queue: RolloutQueue
     workers: tuple[startup.Server, ...]
     supervisors: tuple[WorkerSupervisor, ...]
     url: str
@@ -73,10 +73,10 @@ class Harnessing:
         """What to do if rollouts wait and there is nobody to run them; None while there is, or was a moment
         ago.
         """
-        work = self.leases.stats()
-        if work.workers or not work.queued or work.unseen_s < NO_WORKER_S:
+        work = self.queue.gauges()
+        if work["workers"] or not work["queued"] or work["unseen_s"] < NO_WORKER_S:
             return None
-        missing = f"{work.queued} rollouts wait and no worker has been seen for {work.unseen_s:.0f} s; "
+        missing = f"{work['queued']} rollouts wait and no worker has been seen for {work['unseen_s']:.0f} s; "
         if self.workers:
             return (
                 missing
@@ -89,7 +89,7 @@ class Harnessing:
 
     async def aclose(self) -> None:
         """Nobody is given work any more, the workers end, every session ends."""
-        await self.leases.aclose()
+        await self.queue.aclose()
         for worker in self.workers:
             await worker.aclose()
         await self.gateway.aclose()
@@ -106,7 +106,6 @@ def call_rules(config: RunConfig, tokenizer: HFChatTokenizer) -> CallRules:
         max_prompt_tokens=rollout.max_prompt_tokens,
         max_length=rollout.max_prompt_tokens + rollout.max_tokens,
         vocab_size=tokenizer.vocab_size,
-        max_token_bytes=tokenizer.max_token_bytes,
         message_tokens=fewest_message_tokens(tokenizer),
         on_sampling_override=config.gateway.on_sampling_override,
     )
@@ -124,7 +123,7 @@ def make_gateway(
     *,
     worker_key: str,
     on_broken: Callable[[RoomError], None],
-) -> tuple[Gateway, Leases]:
+) -> tuple[Gateway, RolloutQueue]:
     """The gateway with the queue of work on the same port; not open yet. Raises ConfigError for a tool format
     that is not known.
     """
@@ -135,7 +134,7 @@ def make_gateway(
     def seed_of(prompt_id: str, sample_index: int, attempt: int, call_key: int) -> int:
         return derive_seed(config.seed, prompt_id, sample_index, call_key, attempt)
 
-    leases = Leases(
+    queue = RolloutQueue(
         worker_key=worker_key,
         model=model_name(config),
         lease_timeout_s=config.gateway.lease_timeout_s,
@@ -151,9 +150,9 @@ def make_gateway(
         config.gateway,
         seed_of=seed_of,
         on_broken=on_broken,
-        extra_routes=leases.routes(),
+        extra_routes=queue.routes(),
     )
-    return gateway, leases
+    return gateway, queue
 
 
 def make_harnessing(
@@ -174,7 +173,7 @@ def make_harnessing(
     """
     is_remote = config.generator.remote
     worker_key = _worker_key(run_dir) if is_remote else secrets.token_urlsafe(24)
-    gateway, leases = make_gateway(config, engines, tokenizer, worker_key=worker_key, on_broken=on_broken)
+    gateway, queue = make_gateway(config, engines, tokenizer, worker_key=worker_key, on_broken=on_broken)
     url = gateway.bind()
     where = {"url": url, "worker_key": worker_key} if is_remote else {"url": url}
     write_whole(run_dir / "gateway.json", json.dumps(where) + "\n", is_private=True)
@@ -185,13 +184,13 @@ def make_harnessing(
             config.supervision,
             heartbeat_s=config.observe.heartbeat_s,
             lease_timeout_s=config.gateway.lease_timeout_s,
-            gone=leases.worker_gone_nowait,
+            gone=queue.worker_gone_nowait,
             warn=warn,
             on_event=on_event,
         )
         for worker in workers
     ]
-    return Harnessing(gateway, leases, tuple(workers), tuple(supervisors), url, worker_key)
+    return Harnessing(gateway, queue, tuple(workers), tuple(supervisors), url, worker_key)
 
 
 def num_rollouts(config: RunConfig) -> int:
@@ -276,8 +275,7 @@ def wire_evaluation(
             stop=tuple(config.generator.stop),
         )
     else:  # the run's own harness, in its own workers, with calls that go to the eval engine
-        host = harnessing.gateway.lane(
-            "eval",
+        host = harnessing.gateway.add_route(
             engine,
             temperature=settings.temperature,
             seed_of=lambda prompt_id, sample, attempt, call: derive_seed(
@@ -285,7 +283,7 @@ def wire_evaluation(
             ),
             on_broken=broken.append,
         )
-        generator = HarnessGenerator(host, harnessing.leases, scorer)
+        generator = HarnessGenerator(host, harnessing.queue, scorer)
     evaluator = Evaluator(
         generator,
         prompts,

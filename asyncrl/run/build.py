@@ -439,7 +439,7 @@ def make_generator(
 ) -> Generator:
     """What runs one rollout: a harness, or a single turn of our own."""
     if harnessing is not None:
-        return HarnessGenerator(harnessing.gateway, harnessing.leases, scorer)
+        return HarnessGenerator(harnessing.gateway, harnessing.queue, scorer)
     rollout = config.rollout
     return SingleTurn(
         engines,

@@ -448,14 +448,14 @@ def counters(rooms: Rooms) -> dict[str, float | Mapping[str, float]]:
         "rollout/filtered_tokens": buffer.filtered_tokens,
     }
     if rooms.harnessing is not None:
-        calls, work = rooms.harnessing.gateway.stats(), rooms.harnessing.leases.stats()
+        calls, work = rooms.harnessing.gateway.stats(), rooms.harnessing.queue.gauges()
         counters |= {
             "gateway/calls": calls.calls,
             "gateway/extended": calls.extended,
             "gateway/realigned": calls.realigned,
             "gateway/forked": calls.forked,
             "gateway/refused": sum(calls.refused.values()),
-            "harness/lost": work.num_lost,
+            "harness/lost": work["lost"],
             "harness/abandoned": {
                 worker.name: worker.health.num_abandoned
                 for worker in rooms.harnessing.workers
@@ -498,5 +498,9 @@ def turn_metrics(turns: TurnStats) -> dict[str, float]:
 
 def gateway_metrics(harnessing: Harnessing) -> dict[str, float]:
     """Of now."""
-    work = harnessing.leases.stats()
-    return {"harness/queued": work.queued, "harness/leased": work.leased, "harness/workers": work.workers}
+    work = harnessing.queue.gauges()
+    return {
+        "harness/queued": work["queued"],
+        "harness/leased": work["leased"],
+        "harness/workers": work["workers"],
+    }

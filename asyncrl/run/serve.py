@@ -26,7 +26,7 @@ from rich.console import Console
 
 from asyncrl.agents.command import passed_env
 from asyncrl.agents.endpoint.gateway import Gateway
-from asyncrl.agents.process_tree import hide_memory
+from asyncrl.agents.process_group import hide_memory
 from asyncrl.config import RunConfig, run_config_yaml
 from asyncrl.engines.pool import EnginePool
 from asyncrl.errors import ConfigError
@@ -270,13 +270,13 @@ class ServedGateway(Serving):
 
     async def _serve_people(self, pool: EnginePool, tokenizer: HFChatTokenizer, recorder: Recorder) -> int:
         config, worker_key = self.config, secrets.token_urlsafe(24)
-        gateway, leases = make_gateway(
+        gateway, queue = make_gateway(
             config, pool, tokenizer, worker_key=worker_key, on_broken=self.on_broken
         )
-        self.closes("work queue", leases.aclose)
+        self.closes("work queue", queue.aclose)
         self.closes("gateway", gateway.aclose)
         url = await gateway.start()
-        people = PeoplesKey(gateway, leases, recorder, self)
+        people = PeoplesKey(gateway, queue, recorder, self)
         self.say(
             f"gateway ready: model {model_name(config)}, temperature {config.rollout.temperature}; logs in "
             f"{self.run_dir / 'logs'}"

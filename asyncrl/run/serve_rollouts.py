@@ -16,7 +16,7 @@ from rich.table import Table
 
 from asyncrl.agents.endpoint.gateway import Gateway
 from asyncrl.agents.endpoint.sessions import GatewaySession
-from asyncrl.agents.endpoint.work_routes import Leases
+from asyncrl.agents.endpoint.work_routes import RolloutQueue
 from asyncrl.errors import RolloutFailure, RoomError
 from asyncrl.messages.records import GroupId, Outcome, Prompt, Rollout
 from asyncrl.rollouts.producers import Spawn
@@ -36,14 +36,14 @@ class PeoplesKey:
                 410 and are in none.
     """
 
-    def __init__(self, gateway: Gateway, leases: Leases, recorder: Recorder, life: Life) -> None:
+    def __init__(self, gateway: Gateway, queue: RolloutQueue, recorder: Recorder, life: Life) -> None:
         self.key, self.outcome_key = secrets.token_urlsafe(24), secrets.token_urlsafe(24)
         self._gateway, self._recorder, self._life = gateway, recorder, life
         # Drawn, so that the next time does not draw the same tokens.
         self._name = f"people/{secrets.token_hex(4)}"
         self._num_rollouts = 0
         self._session = self._open()
-        leases.on_outcome(self.outcome_key, self._take, sampling_key=self.key)
+        queue.on_outcome(self.outcome_key, self._take, sampling_key=self.key)
 
     def close(self) -> None:
         """No calls any more; what was begun is recorded. Raises RoomError if that cannot be written."""
@@ -56,7 +56,7 @@ class PeoplesKey:
 
     def _open(self) -> GatewaySession:
         number = self._num_rollouts
-        return self._gateway.open_for_people_nowait(
+        return self._gateway.open_for_person_nowait(
             self.key, f"{self._name}/{number}", prompt_id=self._name, sample_index=number
         )
 

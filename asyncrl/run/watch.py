@@ -109,9 +109,9 @@ def reported(rooms: Rooms, num_groups: int, *, with_rollouts: bool) -> Reported:
     if turns is not None:
         facts |= {"turn": turns.state, "phase": turns.phase or "between two phases"}
     if rooms.harnessing is not None:
-        calls, work = rooms.harnessing.gateway.stats(), rooms.harnessing.leases.stats()
-        marks |= {"calls": calls.calls, "leased": work.num_leased, "workers": work.workers}
-        facts |= {"queued": work.queued, "leased": work.leased, "workers": work.workers}
+        calls, work = rooms.harnessing.gateway.stats(), rooms.harnessing.queue.gauges()
+        marks |= {"calls": calls.calls, "leased": work["given"], "workers": work["workers"]}
+        facts |= {"queued": work["queued"], "leased": work["leased"], "workers": work["workers"]}
     is_mending = rooms.trainer.is_starting or any(supervisor.is_starting for supervisor in rooms.supervisors)
     found = tuple(places(all_but=() if with_rollouts else ("rollout ",)))
     return Reported(marks, facts, found, producers.oldest, is_mending=is_mending)

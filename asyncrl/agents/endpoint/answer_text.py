@@ -1,5 +1,4 @@
-"""The text of one answer, while its tokens come in. Knows how tokens become text; knows no tool calls, no
-engine, no HTTP.
+"""Sampled tokens of one completion -> what a client gets: text as it gets final, tool calls, logprobs.
 
 A token need not be whole characters, and a stop string may begin in one token and end in a later one. So some
 text has to wait until more tokens have come: what is handed out never changes any more.
@@ -10,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
-from asyncrl.agents.endpoint.chat_messages import MAX_TOOLS
+from asyncrl.agents.endpoint.requests import MAX_TOOLS
 from asyncrl.agents.endpoint.tool_calls import ParsedAnswer, ToolFormat
 from asyncrl.messages.protocols import ChatRenderer
 from asyncrl.messages.records import Completion
@@ -23,23 +22,13 @@ CONTEXT_TOKENS = 4
 token has one or more; the mark for the space before a word needs one token before it."""
 
 
-class TokenTexts(Protocol):
-    """What AnswerText needs of the tokenizer."""
+class GatewayTokenizer(ChatRenderer, Protocol):
+    """What the gateway needs of the tokenizer."""
 
-    end_ids: frozenset[int]
-    """Tokens that end a turn."""
     text_ids: frozenset[int]
     """Tokens that are text: no special ones, and none that the vocabulary does not have."""
     byte_ids: frozenset[int]
     """Tokens that become text only as a whole run of such tokens."""
-
-    def encode(self, text: str) -> tuple[int, ...]:
-        """Token ids; special tokens are known by their text."""
-        ...
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of the ids."""
-        ...
 
 
 class AnswerText:
@@ -56,7 +45,7 @@ class AnswerText:
     """
 
     def __init__(
-        self, texts: TokenTexts, stop: Sequence[str] = (), *, keep_special: Collection[str] = ()
+        self, texts: GatewayTokenizer, stop: Sequence[str] = (), *, keep_special: Collection[str] = ()
     ) -> None:
         """`keep_special`: special tokens to be shown all the same, for whoever parses tool calls."""
         self._texts = texts
@@ -142,7 +131,7 @@ class _StopStrings:
         return "" if self.is_found else self._held
 
 
-def _is_named(texts: TokenTexts, token: int, name: str) -> bool:
+def _is_named(texts: GatewayTokenizer, token: int, name: str) -> bool:
     return token not in texts.text_ids and texts.decode([token], skip_special_tokens=False) == name
 
 
@@ -150,14 +139,6 @@ def _overlap(text: str, stop: str) -> int:
     """Length of the longest end of `text` that `stop` begins with, but not the whole of it."""
     longest = min(len(text), len(stop) - 1)
     return next((length for length in range(longest, 0, -1) if text.endswith(stop[:length])), 0)
-
-
-# Sampled tokens of one completion -> what a client is told of it: text as it gets final, tool calls,
-# logprobs. Knows no HTTP.
-
-
-class GatewayTokenizer(ChatRenderer, TokenTexts, Protocol):
-    """What the gateway needs of the tokenizer."""
 
 
 class TokenNames:
