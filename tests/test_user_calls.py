@@ -113,21 +113,6 @@ def test_a_rollout_whose_reward_swallows_everything_ends_with_its_time_and_when_
     run_virtual(story())
 
 
-def test_whoever_is_cancelled_again_while_the_call_has_its_grace_does_not_wait_it_out() -> None:
-    async def story() -> None:
-        calls = UserCalls("f", error=partial(TaskError, "tasks"), warn=[].append)
-        waiting = asyncio.ensure_future(calls.run(swallows()))
-        for _ in range(2):
-            await asyncio.sleep(1.0)
-            waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-        assert now_s() == 2.0
-        assert calls.num_abandoned == 1
-
-    run_virtual(story())
-
-
 def test_a_call_that_cleans_up_within_its_grace_is_waited_for_and_none_of_the_abandoned() -> None:
     async def cleans_up() -> float:
         try:

@@ -57,9 +57,6 @@ class Feed:
         self._counts: dict[int, int] = {}  # num_handed_back of each of them
         self._epoch = lru_cache(maxsize=4)(self._make_epoch)
 
-    def __repr__(self) -> str:
-        return f"<Feed {self._num_drawn} drawn of {self._num_prompts} an epoch, {len(self._handed_back)} handed back>"
-
     def next_nowait(self) -> Prompt:
         """The next prompt. Raises TaskError if the task cannot make it."""
         if self._handed_back:

@@ -18,7 +18,6 @@ from asyncrl.messages.records import Batch, StepReport, Trajectory, WeightManife
 from asyncrl.messages.trainer_calls import (
     BatchArrays,
     BatchHeader,
-    CreditHeader,
     ExportChunkRequest,
     ExportChunkResponse,
     ExportResponse,
@@ -221,10 +220,7 @@ def pack_groups(batch: Batch) -> tuple[BatchHeader, BatchArrays]:
                     end=end,
                     reward=trajectory.reward,
                     branch=trajectory.branch,
-                    credits=[
-                        CreditHeader(start=one.start, end=one.end, reward=one.reward, unit=one.unit)
-                        for one in trajectory.credits
-                    ],
+                    credits=list(trajectory.credits),
                 )
             )
             start = end
