@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from asyncrl.engines.own_server import EngineServer
 from asyncrl.engines.pool import EnginePool
-from asyncrl.errors import RoomError
 from asyncrl.http import shortage
 from asyncrl.messages.engine_calls import PrepareRequest, PrepareResponse
 from asyncrl.messages.records import Batch, Prompt, WeightManifest
@@ -191,27 +190,6 @@ def test_an_eval_engine_that_dies_is_told_once_and_the_run_goes_on_without(busy:
         stats = house.evaluation.stats()
         assert (stats.state, stats.abandoned) == ("off", 1)
         assert house.hold.kept == []
-
-    run_virtual(story())
-
-
-def test_a_guard_that_sees_the_engine_go_ends_a_running_evaluation_at_once() -> None:
-    async def story() -> None:
-        house = House(decode_s=1000.0, timeout_s=10_000.0)
-        gone = RoomError("engine-eval", "process 7 does not answer")
-        await house.live(
-            before_step=lambda version: house.evaluation.give_up(gone) if version in (3, 5) else None
-        )
-        assert house.troubles == [
-            "the run goes on without evaluation: engine-eval: process 7 does not answer."
-        ]
-        assert (house.versions, house.evaluation.stats().state, house.evaluation.stats().abandoned) == (
-            [],
-            "off",
-            1,
-        )
-        assert house.eval_engine.num_running == 0, "its requests are aborted"
-        assert undisturbed(house)
 
     run_virtual(story())
 

@@ -112,21 +112,6 @@ def test_groups_start_as_long_as_the_engines_have_free_slots() -> None:
     play(story)
 
 
-def test_a_group_that_is_larger_than_all_slots_runs_piece_by_piece() -> None:
-    async def story(tasks: asyncio.TaskGroup) -> House:
-        house = House(tasks, engine=(engine := FakeEngine()), group_size=8, capacity=3)
-        await asyncio.sleep(1.0)
-        await all_blocked()
-        assert house.admitted == [0]
-        await asyncio.sleep(1.0)
-        await all_blocked()
-        assert house.admitted == [0, 1], "its last two rollouts leave a slot"
-        assert engine.peak_running == 3
-        return house
-
-    play(story)
-
-
 def test_a_rollout_that_is_tried_again_waits_for_a_slot_like_any_other() -> None:
     async def story(tasks: asyncio.TaskGroup) -> House:
         rewards: list[float | str] = ["the judge is down"] * 4
@@ -141,27 +126,6 @@ def test_a_rollout_that_is_tried_again_waits_for_a_slot_like_any_other() -> None
         assert [group.group_id for group in house.sink.finished] == [0]
         assert house.admitted == [0, 1]
         assert engine.peak_running == 4
-        return house
-
-    play(story)
-
-
-def test_leave_that_comes_while_a_retry_takes_the_last_slot_is_not_used_yet() -> None:
-    async def story(tasks: asyncio.TaskGroup) -> House:
-        rewards: list[float | str] = ["no"]
-        scorer = FakeScorer(lambda *_: rewards.pop() if rewards else 1.0, latency_s=5.0)
-        house = House(tasks, scorer=scorer, num_tickets=1, group_size=1, capacity=1)
-        await asyncio.sleep(3.0)
-        await all_blocked()
-        assert (house.admitted, house.producers.stats().sampling) == ([0], 0), (
-            "scored at 6 s; a slot is free, and no leave is given"
-        )
-        await asyncio.sleep(3.0)  # the retry has begun
-        house.sink.allow(1)
-        await asyncio.sleep(0.5)
-        assert house.admitted == [0], "its ticket would be stamped before its tokens can start"
-        await asyncio.sleep(1.0)
-        assert house.admitted == [0, 1]
         return house
 
     play(story)
@@ -185,18 +149,6 @@ def test_a_free_slot_goes_to_the_group_of_the_earliest_deadline() -> None:
             "g1/r0/t0/a0",
             "g0/r0/t0/a1",
         ]
-        return house
-
-    play(story)
-
-
-def test_a_rollout_that_is_being_scored_holds_no_slot() -> None:
-    async def story(tasks: asyncio.TaskGroup) -> House:
-        house = House(tasks, scorer=FakeScorer(latency_s=50.0), group_size=2, capacity=2)
-        await asyncio.sleep(1.0)
-        await all_blocked()
-        assert house.admitted == [0, 1]
-        assert (house.producers.stats().inflight, house.producers.stats().sampling) == (4, 2)
         return house
 
     play(story)

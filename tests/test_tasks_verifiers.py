@@ -97,18 +97,6 @@ def test_prompts_in_messages_are_shown_as_text_and_pictures_are_refused(
         task_of()
 
 
-def test_data_that_do_not_reach_a_worker_whole_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    import calculator_env
-    from pydantic import Field
-
-    class Secret(calculator_env.CalculatorData):
-        key: str = Field("k", exclude=True)
-
-    monkeypatch.setattr(calculator_env.CalculatorTask, "data_type", classmethod(lambda cls: Secret))
-    with pytest.raises(ConfigError, match="its data leave out key"):
-        task_of()
-
-
 def test_checking_a_config_loads_the_environment_and_reads_no_tasks() -> None:
     config = TaskConfig(verifiers=True)
     args = {"taskset": {"fail_at": 0}}
