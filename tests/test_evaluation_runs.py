@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from rollout_cases import single_turn
 
 from asyncrl.engines.own_server import EngineServer
 from asyncrl.engines.pool import EnginePool
@@ -18,10 +19,9 @@ from asyncrl.messages.engine_calls import PrepareRequest, PrepareResponse
 from asyncrl.messages.records import Batch, Prompt, WeightManifest
 from asyncrl.rollouts.evaluation import Evaluation, FileHold, Schedule
 from asyncrl.rollouts.evaluator import EvalResult, Evaluator
-from asyncrl.rollouts.generators import SingleTurn
 from asyncrl.sync.publisher import Publisher
 from asyncrl.testing.fake_engine import FakeEngineServer
-from asyncrl.testing.fakes import FakeScorer, FakeTokenizer, FakeTrainer
+from asyncrl.testing.fakes import FakeTrainer
 from asyncrl.testing.virtual_time import run_virtual
 
 KEPT_EXPORTS = 2
@@ -71,15 +71,7 @@ class House:
         self.served_at: list[float] = []
         self.trained_at: list[float] = []
         target = EngineServer(self.eval_engine)
-        generator = SingleTurn(
-            EnginePool([target], slots=4),
-            FakeTokenizer(),
-            FakeScorer(),
-            run_seed=0,
-            max_tokens=10,
-            max_prompt_tokens=10,
-            temperature=1.0,
-        )
+        generator = single_turn(EnginePool([target], slots=4), max_tokens=10)
         evaluator = Evaluator(generator, PROMPTS, samples=2, slots=4)
         self.evaluation = Evaluation(
             evaluator,

@@ -7,21 +7,22 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from itertools import cycle
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rollout_cases import make_producers, single_turn
 
 from asyncrl.engines.own_server import EngineServer
 from asyncrl.engines.pool import EnginePool
 from asyncrl.errors import EngineError, RequestRefused, TaskError
 from asyncrl.messages.protocols import SamplingEngine, Scorer
 from asyncrl.messages.records import Completion, GroupId, Prompt, Rollout, SamplingRequest, VersionSpan
-from asyncrl.rollouts.generators import SingleTurn, make_trajectory
-from asyncrl.rollouts.producers import Producers
-from asyncrl.rollouts.rollout import Generator, RolloutAttempt, RolloutRunner
+from asyncrl.rollouts.generators import make_trajectory
+from asyncrl.rollouts.rollout import Generator, RolloutAttempt
 from asyncrl.testing.fake_engine import FakeEngineServer
-from asyncrl.testing.fakes import FakeEngine, FakeScorer, FakeSink, FakeSource, FakeTokenizer
+from asyncrl.testing.fakes import FakeEngine, FakeScorer, FakeSink, FakeSource
 from asyncrl.testing.memory_journal import MemoryJournal
 from asyncrl.testing.virtual_time import all_blocked, run_virtual
 
@@ -37,35 +38,18 @@ class House:
         generator: Generator | None = None,
         scorer: Scorer | None = None,
         num_tickets: int = 100,
-        group_size: int = 2,
-        capacity: int = 4,
-        timeout_s: float | None = 100.0,
-        retries: int = 1,
-        max_failed_groups: int = 3,
-        max_hand_backs: int = 3,
+        **settings: Any,
     ) -> None:
         self.engine = engine or FakeEngine()
         self.source, self.sink = FakeSource(), FakeSink(num_tickets)
-        generator = generator or SingleTurn(
-            self.engine,
-            FakeTokenizer(),
-            scorer or FakeScorer(),
-            run_seed=0,
-            max_tokens=50,
-            max_prompt_tokens=16,
-            temperature=1.0,
-        )
         self.journal = MemoryJournal()
-        self.producers = Producers(
+        self.producers = make_producers(
             self.sink,
-            self.source,
-            RolloutRunner(generator, timeout_s=timeout_s, retries=retries),
-            spawn=tasks.create_task,
-            group_size=group_size,
-            capacity=capacity,
-            max_failed_groups=max_failed_groups,
-            max_hand_backs=max_hand_backs,
+            tasks.create_task,
+            generator or single_turn(self.engine, scorer),
+            source=self.source,
             journal=self.journal,
+            **({"capacity": 4, "retries": 1} | settings),
         )
         self.running = tasks.create_task(self.producers.run(), name="producers")
 

@@ -14,14 +14,14 @@ from functools import partial
 from typing import Any
 
 import pytest
+from rollout_cases import single_turn
 
 from asyncrl.config import TaskConfig
 from asyncrl.errors import RewardFailure, RolloutFailure, RolloutTimeout, TaskError
 from asyncrl.messages.records import GroupId, Prompt
-from asyncrl.rollouts.generators import SingleTurn
 from asyncrl.rollouts.rollout import FailedRollout, RolloutRunner
 from asyncrl.tasks import TaskScorer
-from asyncrl.testing.fakes import FakeEngine, FakeTokenizer
+from asyncrl.testing.fakes import FakeEngine
 from asyncrl.testing.virtual_time import all_blocked, run_virtual, stand_still
 from asyncrl.user_code import GRACE_S, MAX_ABANDONED, UserCalls
 
@@ -81,16 +81,7 @@ def test_a_reward_that_swallows_its_cancellation_is_a_failure_and_its_function_i
 def test_a_rollout_whose_reward_swallows_everything_ends_with_its_time_and_when_it_is_cancelled() -> None:
     async def story() -> None:
         scorer = make_scorer(swallows, [], timeout_s=1e6)
-        single_turn = SingleTurn(
-            FakeEngine(),
-            FakeTokenizer(),
-            scorer,
-            run_seed=0,
-            max_tokens=8,
-            max_prompt_tokens=8,
-            temperature=1.0,
-        )
-        runner = RolloutRunner(single_turn, timeout_s=20.0, retries=2)
+        runner = RolloutRunner(single_turn(FakeEngine(), scorer), timeout_s=20.0, retries=2)
 
         async def no_wait() -> None: ...
 

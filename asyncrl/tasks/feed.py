@@ -1,6 +1,4 @@
-"""The order of prompts: given ones, then seeded shuffle, epoch after epoch; handed-back ones first. Knows no
-group and no version.
-"""
+"""The order of prompts: given ones, then seeded shuffle, epoch after epoch; handed-back ones first."""
 
 from __future__ import annotations
 
@@ -168,7 +166,7 @@ class Feed:
             found = self._task.prompt(index)
         if boundary.error is not None:
             raise TaskError(
-                "tasks", f"{place}: making it {boundary.failure}", way_out="mend the task's prompt()."
+                "tasks", f"{place}: making it {boundary.failure}", way_out="correct the task's prompt()."
             ) from boundary.error
         item = found if isinstance(found, Item) else Item(found)
         try:
