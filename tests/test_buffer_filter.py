@@ -17,7 +17,7 @@ from asyncrl.buffer.look_ahead import LookAhead
 from asyncrl.buffer.overdue import OnOverdue
 from asyncrl.buffer.simulation import Simulation, Workload
 from asyncrl.buffer.staleness import StalenessRule
-from asyncrl.errors import RoomError, TaskError
+from asyncrl.errors import TaskError
 from asyncrl.messages.records import Credit, Group
 from asyncrl.testing.virtual_time import all_blocked, run_virtual
 
@@ -94,15 +94,6 @@ def test_a_trainer_that_waited_for_a_filtered_straggler_goes_on_and_a_producer_s
         assert buffer.stats().waited_groups == 0, "mask would not have had to mask it"
 
     run_virtual(story())
-
-
-def test_a_group_that_breaks_a_promise_is_refused_even_if_it_would_be_filtered() -> None:
-    buffer = make_buffer(num_groups=1, filter_kind="equal_rewards")
-    buffer.admit_nowait()
-    with pytest.raises(RoomError, match="group 0 has a token of version 3"):
-        buffer.finish_nowait(make_group(0, [0, 3]))
-    with pytest.raises(RoomError, match="group 1 is not running"):
-        buffer.finish_nowait(make_group(1, [0]))
 
 
 def test_too_many_filtered_groups_in_a_row_end_the_run_with_their_rewards_and_the_way_out() -> None:

@@ -31,30 +31,6 @@ def finish(rule: StalenessRule, *group_ids: int, oldest: int = 0, newest: int | 
         rule.finish_nowait(GroupId(group_id), oldest=oldest, newest=oldest if newest is None else newest)
 
 
-def test_as_many_groups_start_as_fit_into_this_batch_and_the_look_ahead() -> None:
-    rule = make_rule(num_groups=4, max_staleness=3)
-    rule.set_look_ahead(1)
-    assert rule.num_open == 8
-    admit_all(rule)
-    with pytest.raises(WouldWait):
-        rule.admit_nowait()
-    rule.set_look_ahead(3)
-    assert rule.num_open == 8
-
-
-def test_a_batch_taken_opens_no_place_before_a_newer_version_is_served() -> None:
-    rule = make_rule(max_staleness=1)
-    finish(rule, *admit_all(rule))
-    rule.take_nowait()
-    assert rule.num_open == 0
-    assert rule.waits_for is None, "the second batch of the look-ahead is ready"
-    rule.take_nowait()
-    assert rule.waits_for == "publishing"
-    rule.set_served_nowait(2)
-    assert rule.num_open == 4
-    assert rule.waits_for == "generation"
-
-
 def test_a_batch_is_the_ready_groups_of_earliest_deadline() -> None:
     rule = make_rule(max_staleness=2)
     admit_all(rule)  # 0..5 at version 0

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from count_rule import CountOrder, CountRule
 
 from asyncrl.buffer.overdue import OnOverdue
 from asyncrl.buffer.simulation import Simulation, Workload
@@ -102,3 +103,14 @@ def test_the_example_on_the_staleness_page_runs(capsys: pytest.CaptureFixture[st
     (example,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
     exec(compile(example, str(PAGE), "exec"), {})
     assert "mean age" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("order", ["completion", "oldest_first"])
+def test_a_rule_that_counts_groups_is_late_where_ours_never_is(order: CountOrder) -> None:
+    workload = Workload(num_slots=10_000, sigma=1.0, train_s=0.5)
+    counting = CountRule(num_groups=16, num_batches=200, max_staleness=2, order=order)
+    ours = StalenessRule(num_groups=16, num_batches=200, max_staleness=2, on_overdue="wait", look_ahead=2)
+    counted, kept = Simulation(counting, workload).run(), Simulation(ours, workload).run()
+    assert (counted.late_fraction > 0.1, counted.age_max > 10) == (True, True)
+    assert (kept.late_fraction, kept.age_max) == (0, 2)
+    assert kept.idle_fraction > counted.idle_fraction, "the hard bound has its price"

@@ -9,6 +9,7 @@ import random
 from dataclasses import dataclass, replace
 
 import pytest
+from rollout_cases import make_producers, single_turn
 
 from asyncrl.buffer.buffer import Buffer
 from asyncrl.buffer.overdue import OnOverdue
@@ -17,11 +18,9 @@ from asyncrl.buffer.staleness import StalenessRule
 from asyncrl.config import BufferConfig
 from asyncrl.errors import RewardFailure
 from asyncrl.messages.records import Group, Prompt, SamplingRequest
-from asyncrl.rollouts.generators import SingleTurn
-from asyncrl.rollouts.producers import Producers, ProducersStats
-from asyncrl.rollouts.rollout import RolloutRunner
+from asyncrl.rollouts.producers import ProducersStats
 from asyncrl.tasks import Feed
-from asyncrl.testing.fakes import FakeEngine, FakeTokenizer
+from asyncrl.testing.fakes import FakeEngine
 from asyncrl.testing.memory_journal import MemoryJournal
 from asyncrl.testing.virtual_time import run_virtual
 
@@ -97,20 +96,18 @@ def play_product(case: Case) -> Played:
         buffer = Buffer(
             config, num_groups=case.num_groups, num_batches=NUM_BATCHES, on_handed_back=handed_back
         )
-        generator = SingleTurn(
-            engine, FakeTokenizer(), scorer, run_seed=0, max_tokens=8, max_prompt_tokens=8, temperature=1.0
-        )
         async with asyncio.TaskGroup() as tasks:
-            producers = Producers(
+            producers = make_producers(
                 buffer,
-                Feed(Endless(), seed=0, shuffle=False),
-                RolloutRunner(generator, timeout_s=None, retries=0),
-                spawn=tasks.create_task,
+                tasks.create_task,
+                single_turn(engine, scorer),
+                source=Feed(Endless(), seed=0, shuffle=False),
+                journal=journal,
+                timeout_s=None,
                 group_size=case.workload.group_size,
                 capacity=case.workload.num_slots,
                 max_failed_groups=10**6,
                 max_hand_backs=case.workload.max_hand_backs,
-                journal=journal,
             )
             running = tasks.create_task(producers.run(), name="producers")
             for version in range(NUM_BATCHES):

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from buffer_groups import HandedBackLog, make_buffer, make_group, wait_admit
+from buffer_groups import make_buffer, make_group, wait_admit
 
 from asyncrl.buffer.buffer import Buffer
 from asyncrl.errors import RoomError
@@ -127,23 +127,6 @@ def test_asking_for_more_batches_than_the_run_has_is_an_error_and_no_hang() -> N
             await buffer.wait_batch()
 
     run_virtual(story())
-
-
-def test_a_group_that_mask_leaves_nothing_of_goes_back_at_once_and_its_place_is_free() -> None:
-    log = HandedBackLog()
-    buffer = make_buffer(num_groups=1, max_staleness=1, on_overdue="mask", log=log)
-    admit(buffer, 2)
-    finish(buffer, 0)
-    buffer.take_nowait()
-    for version in (1, 2):
-        buffer.set_served_nowait(version)
-        finish(buffer, *admit(buffer, 1), version=version)
-        assert buffer.take_nowait().min_version == version - 1
-    assert buffer.num_open() == 0
-    assert buffer.finish_nowait(make_group(1, [0, 1])) == "handed_back"
-    assert log == [(1, True, "all_masked")]
-    assert buffer.num_open() == 1
-    assert (buffer.stats().all_masked, buffer.stats().ready) == (1, 0)
 
 
 def test_masked_tokens_are_counted_from_the_spans() -> None:

@@ -10,19 +10,18 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from rollout_cases import single_turn
 
 from asyncrl.engines.own_server import EngineServer
 from asyncrl.engines.pool import EnginePool
-from asyncrl.errors import RoomError
 from asyncrl.http import shortage
 from asyncrl.messages.engine_calls import PrepareRequest, PrepareResponse
 from asyncrl.messages.records import Batch, Prompt, WeightManifest
 from asyncrl.rollouts.evaluation import Evaluation, FileHold, Schedule
 from asyncrl.rollouts.evaluator import EvalResult, Evaluator
-from asyncrl.rollouts.generators import SingleTurn
 from asyncrl.sync.publisher import Publisher
 from asyncrl.testing.fake_engine import FakeEngineServer
-from asyncrl.testing.fakes import FakeScorer, FakeTokenizer, FakeTrainer
+from asyncrl.testing.fakes import FakeTrainer
 from asyncrl.testing.virtual_time import run_virtual
 
 KEPT_EXPORTS = 2
@@ -72,15 +71,7 @@ class House:
         self.served_at: list[float] = []
         self.trained_at: list[float] = []
         target = EngineServer(self.eval_engine)
-        generator = SingleTurn(
-            EnginePool([target], slots=4),
-            FakeTokenizer(),
-            FakeScorer(),
-            run_seed=0,
-            max_tokens=10,
-            max_prompt_tokens=10,
-            temperature=1.0,
-        )
+        generator = single_turn(EnginePool([target], slots=4), max_tokens=10)
         evaluator = Evaluator(generator, PROMPTS, samples=2, slots=4)
         self.evaluation = Evaluation(
             evaluator,
@@ -191,27 +182,6 @@ def test_an_eval_engine_that_dies_is_told_once_and_the_run_goes_on_without(busy:
         stats = house.evaluation.stats()
         assert (stats.state, stats.abandoned) == ("off", 1)
         assert house.hold.kept == []
-
-    run_virtual(story())
-
-
-def test_a_guard_that_sees_the_engine_go_ends_a_running_evaluation_at_once() -> None:
-    async def story() -> None:
-        house = House(decode_s=1000.0, timeout_s=10_000.0)
-        gone = RoomError("engine-eval", "process 7 does not answer")
-        await house.live(
-            before_step=lambda version: house.evaluation.give_up(gone) if version in (3, 5) else None
-        )
-        assert house.troubles == [
-            "the run goes on without evaluation: engine-eval: process 7 does not answer."
-        ]
-        assert (house.versions, house.evaluation.stats().state, house.evaluation.stats().abandoned) == (
-            [],
-            "off",
-            1,
-        )
-        assert house.eval_engine.num_running == 0, "its requests are aborted"
-        assert undisturbed(house)
 
     run_virtual(story())
 

@@ -7,13 +7,13 @@ import math
 from typing import Any
 
 import pytest
+from rollout_cases import single_turn
 
 from asyncrl.errors import EngineError
 from asyncrl.messages.records import Prompt
 from asyncrl.rollouts.evaluator import EvalResult, Evaluator, Sample
-from asyncrl.rollouts.generators import SingleTurn
 from asyncrl.rollouts.rollout import derive_seed
-from asyncrl.testing.fakes import FakeEngine, FakeScorer, FakeTokenizer
+from asyncrl.testing.fakes import FakeEngine, FakeScorer
 from asyncrl.testing.virtual_time import run_virtual
 
 
@@ -28,15 +28,7 @@ def make_evaluator(
     *,
     timeout_s: float | None = None,
 ) -> Evaluator:
-    generator = SingleTurn(
-        engine,
-        FakeTokenizer(),
-        scorer or FakeScorer(),
-        run_seed=5,
-        max_tokens=4,
-        max_prompt_tokens=8,
-        temperature=0.5,
-    )
+    generator = single_turn(engine, scorer, run_seed=5, max_tokens=4, max_prompt_tokens=8, temperature=0.5)
     given = prompts or [prompt(number) for number in range(4)]
     return Evaluator(generator, given, samples=2, slots=3, timeout_s=timeout_s)
 

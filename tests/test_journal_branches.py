@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 from journal_cases import (
     admit,
     make_group,
-    make_partial,
     make_rollout,
     open_journal,
     same_group,
@@ -106,26 +104,6 @@ def test_what_are_not_the_branches_of_one_rollout_is_refused_and_nothing_of_it_i
     asyncio.run(story())
     (record,) = read_resume(tmp_path / "journal.sqlite", 0).running
     assert record.rollouts == {}
-
-
-def test_the_branches_of_a_rollout_are_written_together_or_not_at_all(tmp_path: Path) -> None:
-    path = tmp_path / "journal.sqlite"
-    rollout = make_rollout(0, 0)
-    broken = (rollout[0], replace(rollout[1], token_ids=rollout[1].token_ids.astype("int64")))
-
-    async def story() -> None:
-        journal = open_journal(path)
-        admit(journal, 0)
-        journal.segment_nowait(GroupId(0), 0, 0, 0, make_partial(3))
-        journal.rollout_finished_nowait(GroupId(0), broken)
-        with pytest.raises(JournalError, match="token_ids of int64"):
-            await journal.flush()
-        with pytest.raises(JournalError):
-            await journal.aclose()
-
-    asyncio.run(story())
-    (record,) = read_resume(path, 0).running
-    assert (record.rollouts, record.partials) == ({}, {0: (0, 0, make_partial(3))})
 
 
 def test_a_branch_that_is_missing_in_the_file_is_damage(tmp_path: Path) -> None:

@@ -180,23 +180,6 @@ def test_a_damaged_write_ahead_log_is_found_though_sqlite_would_drop_it_in_silen
     assert "with its -wal file" in caught.value.way_out
 
 
-@pytest.mark.parametrize("damage", ["header", "text", "half"])
-def test_a_refused_file_leaves_the_log_beside_it_as_it_is(tmp_path: Path, damage: str) -> None:
-    killed_copies(tmp_path, "b")
-    path, log = tmp_path / "b" / "journal.sqlite", tmp_path / "b" / "journal.sqlite-wal"
-    content, before = path.read_bytes(), log.read_bytes()
-    if damage == "header":
-        log.write_bytes(
-            before := before[: len(before) // 2] + b"\xff" * 5000 + before[len(before) // 2 + 5000 :]
-        )
-    else:
-        path.write_bytes(b"Dear reader, this is no database\n" * 400 if damage == "text" else content[:100])
-    for _ in range(2):
-        with pytest.raises(JournalError):
-            open_journal(path)
-        assert log.read_bytes() == before
-
-
 def test_a_commit_that_a_power_cut_tore_is_no_damage(tmp_path: Path) -> None:
     killed_copies(tmp_path, "b")
 

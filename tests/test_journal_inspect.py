@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from journal_cases import (
@@ -203,28 +202,6 @@ def test_a_long_run_that_is_compacted_stops_growing_but_for_a_line_a_group(tmp_p
     growth = (sizes[-1] - sizes[5]) / groups_later
     assert growth < 300, f"{growth:.0f} bytes a group, its tokens are about 3,000; {sizes}"
     assert (tmp_path / "journal.sqlite").stat().st_size < 2 * 2**20
-
-
-def test_a_clock_that_jumps_back_changes_no_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter(range(10_000, 0, -37))
-    monkeypatch.setattr("asyncrl.journal.journal.time", SimpleNamespace(time=lambda: float(next(clock))))
-    path = tmp_path / "journal.sqlite"
-
-    async def story() -> None:
-        journal = await tell_a_run(path)
-        admit(journal, 7)
-        admit(journal, 8)
-        journal.group_ended_nowait(GroupId(8), "handed_back", "dropped", requeued=1)
-        journal.group_ended_nowait(GroupId(7), "handed_back", "dropped", requeued=1)
-        state = await journal.read_resume(0)
-        assert [batch.version for batch in state.batches()] == [0, 1]
-        assert list(state.requeued) == ["0/7", "0/8"]
-        found = events(path)
-        assert [event.what for event in found] == ["restored", "engine_restarted"]
-        assert found[0].at_s > found[1].at_s
-        await journal.aclose()
-
-    asyncio.run(story())
 
 
 def test_checkpoints_are_removed_when_they_are_and_not_when_the_journal_forgets(tmp_path: Path) -> None:

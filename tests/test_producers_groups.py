@@ -7,21 +7,22 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from itertools import cycle
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rollout_cases import make_producers, single_turn
 
 from asyncrl.engines.own_server import EngineServer
 from asyncrl.engines.pool import EnginePool
 from asyncrl.errors import EngineError, RequestRefused, TaskError
 from asyncrl.messages.protocols import SamplingEngine, Scorer
 from asyncrl.messages.records import Completion, GroupId, Prompt, Rollout, SamplingRequest, VersionSpan
-from asyncrl.rollouts.generators import SingleTurn, make_trajectory
-from asyncrl.rollouts.producers import Producers
-from asyncrl.rollouts.rollout import Generator, RolloutAttempt, RolloutRunner
+from asyncrl.rollouts.generators import make_trajectory
+from asyncrl.rollouts.rollout import Generator, RolloutAttempt
 from asyncrl.testing.fake_engine import FakeEngineServer
-from asyncrl.testing.fakes import FakeEngine, FakeScorer, FakeSink, FakeSource, FakeTokenizer
+from asyncrl.testing.fakes import FakeEngine, FakeScorer, FakeSink, FakeSource
 from asyncrl.testing.memory_journal import MemoryJournal
 from asyncrl.testing.virtual_time import all_blocked, run_virtual
 
@@ -37,35 +38,18 @@ class House:
         generator: Generator | None = None,
         scorer: Scorer | None = None,
         num_tickets: int = 100,
-        group_size: int = 2,
-        capacity: int = 4,
-        timeout_s: float | None = 100.0,
-        retries: int = 1,
-        max_failed_groups: int = 3,
-        max_hand_backs: int = 3,
+        **settings: Any,
     ) -> None:
         self.engine = engine or FakeEngine()
         self.source, self.sink = FakeSource(), FakeSink(num_tickets)
-        generator = generator or SingleTurn(
-            self.engine,
-            FakeTokenizer(),
-            scorer or FakeScorer(),
-            run_seed=0,
-            max_tokens=50,
-            max_prompt_tokens=16,
-            temperature=1.0,
-        )
         self.journal = MemoryJournal()
-        self.producers = Producers(
+        self.producers = make_producers(
             self.sink,
-            self.source,
-            RolloutRunner(generator, timeout_s=timeout_s, retries=retries),
-            spawn=tasks.create_task,
-            group_size=group_size,
-            capacity=capacity,
-            max_failed_groups=max_failed_groups,
-            max_hand_backs=max_hand_backs,
+            tasks.create_task,
+            generator or single_turn(self.engine, scorer),
+            source=self.source,
             journal=self.journal,
+            **({"capacity": 4, "retries": 1} | settings),
         )
         self.running = tasks.create_task(self.producers.run(), name="producers")
 
@@ -112,21 +96,6 @@ def test_groups_start_as_long_as_the_engines_have_free_slots() -> None:
     play(story)
 
 
-def test_a_group_that_is_larger_than_all_slots_runs_piece_by_piece() -> None:
-    async def story(tasks: asyncio.TaskGroup) -> House:
-        house = House(tasks, engine=(engine := FakeEngine()), group_size=8, capacity=3)
-        await asyncio.sleep(1.0)
-        await all_blocked()
-        assert house.admitted == [0]
-        await asyncio.sleep(1.0)
-        await all_blocked()
-        assert house.admitted == [0, 1], "its last two rollouts leave a slot"
-        assert engine.peak_running == 3
-        return house
-
-    play(story)
-
-
 def test_a_rollout_that_is_tried_again_waits_for_a_slot_like_any_other() -> None:
     async def story(tasks: asyncio.TaskGroup) -> House:
         rewards: list[float | str] = ["the judge is down"] * 4
@@ -141,27 +110,6 @@ def test_a_rollout_that_is_tried_again_waits_for_a_slot_like_any_other() -> None
         assert [group.group_id for group in house.sink.finished] == [0]
         assert house.admitted == [0, 1]
         assert engine.peak_running == 4
-        return house
-
-    play(story)
-
-
-def test_leave_that_comes_while_a_retry_takes_the_last_slot_is_not_used_yet() -> None:
-    async def story(tasks: asyncio.TaskGroup) -> House:
-        rewards: list[float | str] = ["no"]
-        scorer = FakeScorer(lambda *_: rewards.pop() if rewards else 1.0, latency_s=5.0)
-        house = House(tasks, scorer=scorer, num_tickets=1, group_size=1, capacity=1)
-        await asyncio.sleep(3.0)
-        await all_blocked()
-        assert (house.admitted, house.producers.stats().sampling) == ([0], 0), (
-            "scored at 6 s; a slot is free, and no leave is given"
-        )
-        await asyncio.sleep(3.0)  # the retry has begun
-        house.sink.allow(1)
-        await asyncio.sleep(0.5)
-        assert house.admitted == [0], "its ticket would be stamped before its tokens can start"
-        await asyncio.sleep(1.0)
-        assert house.admitted == [0, 1]
         return house
 
     play(story)
@@ -185,18 +133,6 @@ def test_a_free_slot_goes_to_the_group_of_the_earliest_deadline() -> None:
             "g1/r0/t0/a0",
             "g0/r0/t0/a1",
         ]
-        return house
-
-    play(story)
-
-
-def test_a_rollout_that_is_being_scored_holds_no_slot() -> None:
-    async def story(tasks: asyncio.TaskGroup) -> House:
-        house = House(tasks, scorer=FakeScorer(latency_s=50.0), group_size=2, capacity=2)
-        await asyncio.sleep(1.0)
-        await all_blocked()
-        assert house.admitted == [0, 1]
-        assert (house.producers.stats().inflight, house.producers.stats().sampling) == (4, 2)
         return house
 
     play(story)

@@ -101,27 +101,6 @@ def test_a_rollout_goes_on_from_its_tokens_in_the_very_attempt_that_it_was_in() 
     go_on(UnfinishedGroup(TICKET, PROMPT, first, partials={1: (2, PARTIAL)}), check, retries=2)
 
 
-def test_an_attempt_that_fails_after_it_was_gone_on_with_is_tried_again_from_the_prompt() -> None:
-    async def check(house: House) -> None:
-        await asyncio.sleep(3.0)
-        assert isinstance(house.engine, FakeEngine)
-        assert [request.request_id for request in house.engine.requests] == ["g7/r1/t0/a0", "g7/r1/t0/a1"]
-        assert list(house.engine.resumed) == ["g7/r1/t0/a0"], "the second attempt has nothing of the first"
-        assert house.producers.stats().retried == 1
-        (group,) = house.sink.finished
-        assert len(group.trajectories) == 4
-
-    rewards: list[float | str] = ["no", 1.0]
-    scorer = FakeScorer(lambda *_: rewards.pop(0))
-    go_on(
-        UnfinishedGroup(
-            TICKET, PROMPT, {index: done(index) for index in (0, 2, 3)}, partials={1: (0, PARTIAL)}
-        ),
-        check,
-        scorer=scorer,
-    )
-
-
 def test_an_attempt_beyond_retries_that_were_lowered_is_the_last_one() -> None:
     async def check(house: House) -> None:
         await asyncio.sleep(3.0)
@@ -174,15 +153,6 @@ def test_rollouts_beyond_a_group_size_that_was_lowered_stay_and_no_more_are_samp
         ),
         check,
     )
-
-
-def test_a_group_of_failures_fails_at_once_with_their_reason() -> None:
-    async def check(house: House) -> None:
-        assert house.sink.finished == []
-        assert "last: it timed out" in house.sink.failed[GroupId(7)]
-        assert house.journal.states[GroupId(7)] == "failed"
-
-    go_on(UnfinishedGroup(TICKET, PROMPT, {1: done(1)}, dict.fromkeys((0, 2, 3), (3, "it timed out"))), check)
 
 
 def test_a_prompt_that_can_never_be_sampled_is_given_up_after_a_kill_too() -> None:

@@ -8,29 +8,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from rollout_cases import single_turn
 
 from asyncrl.errors import EngineError, RequestRefused, RewardFailure, RolloutFailure, RolloutTimeout
 from asyncrl.messages.records import Credit, GroupId, Prompt, Rollout, VersionSpan
-from asyncrl.rollouts.generators import SingleTurn
 from asyncrl.rollouts.rollout import FailedRollout, RolloutAttempt, RolloutRunner, Slots, derive_seed
-from asyncrl.testing.fakes import FakeEngine, FakeScorer, FakeTokenizer
+from asyncrl.testing.fakes import FakeEngine, FakeScorer
 from asyncrl.testing.virtual_time import all_blocked, run_virtual, stand_still
 
 PROMPT = Prompt("p7", ({"role": "user", "content": "hello"},))
-
-
-def single_turn(
-    engine: FakeEngine, scorer: FakeScorer | None = None, *, max_prompt_tokens: int = 8
-) -> SingleTurn:
-    return SingleTurn(
-        engine,
-        FakeTokenizer(),
-        scorer or FakeScorer(),
-        run_seed=3,
-        max_tokens=6,
-        max_prompt_tokens=max_prompt_tokens,
-        temperature=0.7,
-    )
 
 
 class Waiting:
@@ -93,7 +79,7 @@ def test_single_turn_records_every_token_of_prompt_and_completion() -> None:
         stopped: list[float] = []
         now_s = asyncio.get_running_loop().time
         attempt = RolloutAttempt("g4/r1", GroupId(4), PROMPT, 1, 0, lambda: stopped.append(now_s()))
-        (trajectory,) = await single_turn(engine, scorer).run_attempt(attempt)
+        (trajectory,) = await single_turn(engine, scorer, run_seed=3, temperature=0.7).run_attempt(attempt)
         assert trajectory.token_ids.tolist() == [*map(ord, "hello"), *map(ord, "zzz")]
         assert trajectory.loss_mask.tolist() == [False] * 5 + [True] * 3
         assert trajectory.behaviour_logprobs.tolist() == [0.0] * 5 + [-1.0] * 3

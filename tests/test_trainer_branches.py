@@ -5,6 +5,7 @@ words.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from trainer_cases import changed, make_spec, naive_logprobs
 from transformers import AutoModelForCausalLM
 
 from asyncrl.http import Refused
-from asyncrl.messages.trainer_calls import BatchArrays, BatchHeader, CreditHeader
+from asyncrl.messages.trainer_calls import BatchArrays, BatchHeader, Credit
 from asyncrl.trainer.batch_checks import check_batch, find_units
 from asyncrl.trainer.model import packing
 from asyncrl.trainer.model.packing import pack
@@ -255,37 +256,37 @@ def refusal(header: BatchHeader, arrays: BatchArrays) -> str:
     ("change", "words"),
     [
         (lambda credits: credits[1:], "is in 0 credits"),
-        (lambda credits: [*credits, credits[-1].model_copy(update={"unit": 90})], "is in 2 credits"),
+        (lambda credits: [*credits, replace(credits[-1], unit=90)], "is in 2 credits"),
         (
-            lambda credits: [credits[0].model_copy(update={"end": credits[0].end - 1}), *credits[1:]],
+            lambda credits: [replace(credits[0], end=credits[0].end - 1), *credits[1:]],
             "cover every loss token once",
         ),
         (
-            lambda credits: [credits[0].model_copy(update={"start": -1}), *credits[1:]],
+            lambda credits: [replace(credits[0], start=-1), *credits[1:]],
             "has a credit for tokens [-1, ",
         ),
         (
-            lambda credits: [*credits, CreditHeader(start=3, end=3, reward=0.0, unit=9)],
+            lambda credits: [*credits, Credit(start=3, end=3, reward=0.0, unit=9)],
             "has a credit for tokens [3, 3)",
         ),
         (
-            lambda credits: [credits[0].model_copy(update={"end": 10**6}), *credits[1:]],
+            lambda credits: [replace(credits[0], end=10**6), *credits[1:]],
             "has a credit for tokens [",
         ),
-        (lambda credits: [credits[0].model_copy(update={"unit": -1}), *credits[1:]], "its unit 0 or more"),
+        (lambda credits: [replace(credits[0], unit=-1), *credits[1:]], "its unit 0 or more"),
         (
-            lambda credits: [credits[0].model_copy(update={"reward": float("nan")}), *credits[1:]],
+            lambda credits: [replace(credits[0], reward=float("nan")), *credits[1:]],
             "has reward nan",
         ),
         (
-            lambda credits: [credits[0].model_copy(update={"unit": credits[1].unit}), *credits[1:]],
+            lambda credits: [replace(credits[0], unit=credits[1].unit), *credits[1:]],
             "a unit of a rollout has one reward",
         ),
         (lambda credits: [], "credits cover every loss token of a rollout, or there are none"),
     ],
 )
 def test_credits_that_do_not_add_up_are_refused(
-    change: Callable[[list[CreditHeader]], list[CreditHeader]], words: str
+    change: Callable[[list[Credit]], list[Credit]], words: str
 ) -> None:
     header, arrays = make_branch_batch(3, credits=("turn",))
     index = next(
@@ -302,7 +303,7 @@ def test_credits_that_do_not_add_up_are_refused(
 def test_a_unit_with_two_rewards_in_two_branches_is_refused() -> None:
     header, arrays = make_branch_batch(3, credits=("turn",))
     index = next(number for number, entry in enumerate(header.trajectories) if entry.branch == 1)
-    moved = header.trajectories[index].credits[0].model_copy(update={"unit": 0, "reward": 2.5})
+    moved = replace(header.trajectories[index].credits[0], unit=0, reward=2.5)
     text = refusal(
         with_entry(header, index, credits=[moved, *header.trajectories[index].credits[1:]]), arrays
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Any, cast
 
 import numpy as np
@@ -146,7 +146,7 @@ def test_branches_and_credits_cross_to_the_worker() -> None:
         (0, 1, 0.5),
         (2, 0, 2.5),
     ]
-    assert [[tuple(credit.model_dump().values()) for credit in t.credits] for t in header.trajectories] == [
+    assert [[astuple(credit) for credit in t.credits] for t in header.trajectories] == [
         [(2, 4, 1.0, 0), (4, 5, 0.25, 1)],
         [(0, 5, 0.25, 1)],
         [],

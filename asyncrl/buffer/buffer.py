@@ -1,6 +1,4 @@
-"""The buffer around the staleness rule: holds the groups, lets producers and trainer wait. Knows no HTTP, no
-torch.
-"""
+"""The buffer around the staleness rule: holds the groups, lets producers and trainer wait."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The staleness rule, a pure state machine: events in, decisions out. Knows versions and counts; no tokens,
-no clock, no asyncio.
-"""
+"""The staleness rule, a pure state machine over versions and counts: events in, decisions out."""
 
 from __future__ import annotations
 

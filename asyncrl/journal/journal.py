@@ -68,7 +68,7 @@ class Journal:
     def segment_nowait(
         self, group_id: GroupId, sample_index: int, attempt: int, turn: int, partial: PartialCompletion
     ) -> None:
-        """So much of the completion is there; replaces what was told of the same rollout before."""
+        """The completion so far; replaces what was there of the same rollout."""
         self._writer.put(decisions.segment, group_id, sample_index, attempt, turn, partial)
 
     def rollout_finished_nowait(self, group_id: GroupId, rollout: Rollout) -> None:
@@ -89,7 +89,7 @@ class Journal:
         """
         self._writer.put(decisions.group_ended, group_id, state, reason, requeued, time.time())
 
-    # ---- trainer, publisher, checkpoints
+    # ---- trainer, weight sync, checkpoints
 
     async def batch_taken(self, batch: Batch) -> Taken:
         """The groups are this batch's for ever. Train on it after this returns, and not before.
@@ -124,8 +124,8 @@ class Journal:
     def began_at_nowait(
         self, version: int, num_drawn: int, out: Mapping[str, int], next_group_id: int
     ) -> None:
-        """A new journal of an old run, which goes on from a checkpoint alone. To be told before any group is
-        admitted.
+        """A new journal of an old run, which goes on from a checkpoint alone. To be called before any
+        group is admitted.
 
         `num_drawn` prompts were drawn by then; those in `out` are to come again, with that num_handed_back,
         all others are consumed.
@@ -133,8 +133,8 @@ class Journal:
         self._writer.put(decisions.began_at, version, num_drawn, dict(out), next_group_id)
 
     def order_nowait(self, what: Mapping[str, Any]) -> None:
-        """What the order of the run's prompts follows from, at its first start: whoever goes on has to have
-        the same.
+        """What the order of the run's prompts follows from, at its first start: a resumed run
+        must have the same.
         """
         self._writer.put(decisions.order, dict(what))
 
@@ -148,7 +148,7 @@ class Journal:
     # ---- what is awaited
 
     async def flush(self) -> None:
-        """Return when all that was told is durable. Raises JournalError if it cannot be."""
+        """Return when all that was queued is durable. Raises JournalError if it cannot be."""
         await asyncio.wrap_future(self._writer.ask(lambda connection: None))
 
     async def wait_failed(self) -> None:
@@ -166,7 +166,7 @@ class Journal:
         """Delete the tokens of batches before `before_version`, the oldest kept checkpoint, and of older
         groups that were never trained on.
 
-        Goes in small steps, so that decisions told meanwhile wait for one step at most. What a group was, and
+        Goes in small steps, so that other decisions wait for one step at most. What a group was, and
         where it went, stays.
         """
         num_groups = num_pages = 0
@@ -177,7 +177,7 @@ class Journal:
         return CompactReport(num_groups, num_pages)
 
     async def aclose(self) -> None:
-        """Write what waits and close; idempotent. Raises JournalError if something told was never written."""
+        """Write what waits and close; idempotent. Raises JournalError if something was never written."""
         try:
             await asyncio.to_thread(self._writer.stop)
         finally:

@@ -148,8 +148,8 @@ def connect(path: Path, *, is_read_only: bool) -> sqlite3.Connection:
     """A connection to a journal that exists; nothing is checked. Raises sqlite3.Error. Any one thread at a
     time may use it.
 
-    A reader has to make files beside the journal, unless nobody writes it: an ended run can be read where
-    nothing may be written.
+    A reader has to make files beside the journal, unless it is not written any more: an ended run can be
+    read where nothing may be written.
     """
     mode = "ro" if is_read_only else "rw"
     is_ended = not path.with_name(f"{path.name}-wal").exists()
@@ -223,9 +223,7 @@ def _number(connection: sqlite3.Connection, pragma: str) -> int:
     return int(connection.execute(f"PRAGMA {pragma}").fetchone()[0])
 
 
-# Finds a damaged write-ahead log. SQLite takes its whole part and drops the rest in silence; knows nothing of
-# what is in it.
-#
+# Finds a damaged write-ahead log: SQLite takes its whole part and drops the rest in silence.
 # Layout: https://www.sqlite.org/fileformat2.html#the_write_ahead_log
 
 
@@ -269,7 +267,7 @@ def check_wal(connection: sqlite3.Connection, path: Path, commits: list[int]) ->
     opened).
 
     Raises JournalError if more than one is missing. The last one may be: a power cut tears the commit that
-    was being written, which nobody had an answer of yet; no check can tell that from damage to it.
+    was being written, of which no answer was given yet; no check can tell that from damage to it.
     """
     num_whole = connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()[1]
     lost = [number for number in commits if number > max(0, num_whole)]

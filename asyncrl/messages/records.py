@@ -13,16 +13,13 @@ from typing import Any, Literal, NewType
 import numpy as np
 import numpy.typing as npt
 
+from asyncrl.messages.base import Interrupt as Interrupt
+from asyncrl.messages.base import WeightKind as WeightKind
 from asyncrl.messages.trainer_calls import Canary
+from asyncrl.messages.trainer_calls import Credit as Credit
 
 GroupId = NewType("GroupId", int)
 """Number of a group in order of admission, from 0; never reused, so its order is the order of admission."""
-
-Interrupt = Literal["abort", "keep", "keep_kv", "wait"]
-"""What a weight swap does to running requests (see `publisher.interrupt`)."""
-
-WeightKind = Literal["weights", "lora"]
-"""What a publish carries: all weights, or adapters for the weights that the engines started with."""
 
 
 Finished = Literal["ready", "filtered", "handed_back"]
@@ -121,20 +118,6 @@ class PartialCompletion:
     behaviour_logprobs: tuple[float, ...] = ()
     version_spans: tuple[VersionSpan, ...] = ()
     num_interruptions: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Credit:
-    """Tokens [start, end) of a trajectory answer for `reward`, as part `unit` of their rollout.
-
-    Units of one rollout with the same number are one sample of the advantage, wherever their tokens lie, and
-    have one reward.
-    """
-
-    start: int
-    end: int
-    reward: float
-    unit: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -130,9 +131,13 @@ class StateSaved(Message):
 # A batch on its way to the trainer.
 
 
-class CreditHeader(Message):
+@dataclass(frozen=True, slots=True)
+class Credit:
     """Tokens [start, end) of a trajectory, counted from its first, answer for `reward` as part `unit` of
     their rollout.
+
+    Units of one rollout with the same number are one sample of the advantage, wherever their tokens lie, and
+    have one reward.
     """
 
     start: int
@@ -156,7 +161,7 @@ class TrajectoryHeader(Message):
     end: int
     reward: float
     branch: int = 0
-    credits: list[CreditHeader] = []
+    credits: list[Credit] = []
 
 
 class BatchHeader(Message):

@@ -134,8 +134,7 @@ class RunningGroup:
 
 
 class Producers:
-    """Groups from admission to the buffer. Knows rollouts and prompts; knows no server, no weights, no
-    staleness rule.
+    """Groups from admission to the buffer.
 
     Life:       a group is admitted -> its rollouts run -> finish_nowait to the buffer, or fail_nowait when
                 fewer than two are usable; or the buffer hands it back first and its rollouts are cancelled.

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncrl.http import Refused
-from asyncrl.messages.trainer_calls import BatchArrays, BatchHeader, CreditHeader, TrajectoryHeader
+from asyncrl.messages.trainer_calls import BatchArrays, BatchHeader, Credit, TrajectoryHeader
 
 BoolN = npt.NDArray[np.bool_]
 IntN = npt.NDArray[np.int64]
@@ -222,8 +222,7 @@ def find_units(header: BatchHeader, num_tokens: int) -> Units:
     rewards, groups, unit_N = list[float](), list[int](), np.full(num_tokens, -1, np.int64)
     numbers: dict[tuple[int, int, int | None], int] = {}
     for entry in header.trajectories:
-        whole = CreditHeader(start=0, end=entry.end - entry.start, reward=entry.reward, unit=-1)
-        for credit in entry.credits or [whole]:
+        for credit in entry.credits or [Credit(0, entry.end - entry.start, entry.reward, -1)]:
             key = (entry.group_index, entry.sample_index, credit.unit)
             if key not in numbers:
                 numbers[key] = len(rewards)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,7 +18,6 @@ from asyncrl.messages.records import Batch, StepReport, Trajectory, WeightManife
 from asyncrl.messages.trainer_calls import (
     BatchArrays,
     BatchHeader,
-    CreditHeader,
     ExportChunkRequest,
     ExportChunkResponse,
     ExportResponse,
@@ -219,7 +217,7 @@ def pack_groups(batch: Batch) -> tuple[BatchHeader, BatchArrays]:
                     end=start + len(trajectory.token_ids),
                     reward=trajectory.reward,
                     branch=trajectory.branch,
-                    credits=[CreditHeader(**asdict(credit)) for credit in trajectory.credits],
+                    credits=list(trajectory.credits),
                 )
             )
     header = BatchHeader(
