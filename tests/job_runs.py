@@ -127,7 +127,8 @@ def wait_until(condition: Callable[[], Any], process: subprocess.Popen[str], tim
     """Return once it is so; fails if the run ends before."""
     deadline = time.monotonic() + timeout_s
     while not condition():
-        assert process.poll() is None, f"the run ended with {process.returncode}: {process.communicate()}"
+        has_ended = process.poll() is not None and not condition()
+        assert not has_ended, f"the run ended with {process.returncode}: {process.communicate()}"
         assert time.monotonic() < deadline, f"not within {timeout_s} s"
         time.sleep(0.05)
 

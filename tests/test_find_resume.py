@@ -97,6 +97,9 @@ def test_a_new_directory_is_a_new_run_unless_there_must_be_one(tmp_path: Path) -
     assert find_resume(tmp_path / "new", config, "never") is None
     with pytest.raises(ConfigError, match="holds no run; --resume must goes on with one"):
         find_resume(tmp_path / "new", config, "must")
+    (tmp_path / "config.yaml").write_text("precious")
+    with pytest.raises(ConfigError, match=r"holds a config\.yaml that no run has written"):
+        find_resume(tmp_path, config, "auto")
 
 
 def test_a_directory_with_a_run_is_gone_on_with_or_refused(run_dir: Path, tmp_path: Path) -> None:

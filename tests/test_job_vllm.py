@@ -1,5 +1,5 @@
 """Whole runs on real vLLM servers, by files, by broadcast, and on a server that the run has not started: each
-trains on the same tokens, bit for bit, whatever befalls it. CI runs configs/quickstart-vllm.yaml too, which is
+trains on the same tokens, bit for bit, whatever befalls it. CI runs configs/quickstart-vllm.yaml too: it is
 asynchronous.
 """
 

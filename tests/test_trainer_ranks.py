@@ -33,7 +33,7 @@ from asyncrl.messages.trainer_calls import (
     TrainResponse,
 )
 from asyncrl.run import start as startup
-from asyncrl.trainer.ranks import ALONE, join_ranks
+from asyncrl.trainer.ranks import join_ranks
 from asyncrl.trainer.shares import split_tokens
 from asyncrl.trainer.step import TrainStep
 from asyncrl.weights.export import digest_of
@@ -136,11 +136,6 @@ def test_every_loss_token_goes_to_one_rank_whole_sequences_and_no_rank_is_off_by
             loads[owner] += np.flatnonzero(has_loss[part])[-1] + 1 - prompt
             seen.add(entry.group_index)
     assert np.abs(loads - loads.sum() / num_ranks).max() <= 25, "5 + 20 tokens is the longest sequence"
-
-
-def test_one_rank_makes_no_process_group(tiny_model_dir: Path, tmp_path: Path) -> None:
-    assert join_ranks(make_spec(tiny_model_dir, tmp_path), torch.device("cpu")) is ALONE
-    assert not torch.distributed.is_initialized()
 
 
 def test_offloading_is_refused_on_the_cpu_and_more_ranks_than_devices_on_cuda(
