@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.agents.endpoint.answer_text import Choice, TokenNames
-from asyncrl.agents.endpoint.requests import MAX_TOOLS
+from asyncrl.agents.endpoint.chat_messages import MAX_TOOLS
 from asyncrl.agents.endpoint.tool_calls import find_tool_format
 from asyncrl.messages.records import Completion, VersionSpan
 

@@ -11,6 +11,7 @@ import pytest
 from aiohttp.base_protocol import BaseProtocol
 from aiohttp.streams import StreamReader
 from aiohttp.test_utils import make_mocked_request
+from gateway_cases import in_virtual_time
 from harness_gateway import make_work
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -32,7 +33,7 @@ from asyncrl.messages.work import (
     TakeAnswer,
     TakeRequest,
 )
-from asyncrl.testing.virtual_time import all_blocked, run_virtual, stand_still
+from asyncrl.testing.virtual_time import all_blocked, stand_still
 
 Answer = TypeVar("Answer", bound=Message)
 
@@ -246,96 +247,86 @@ def make_leases(lease_timeout_s: float = 60.0) -> RolloutQueue:
     return RolloutQueue(worker_key="k", model="m", lease_timeout_s=lease_timeout_s, task_seed=lambda work: 0)
 
 
-def test_a_silent_worker_loses_its_leases_after_its_time_and_one_that_gives_signs_of_life_never() -> None:
-    async def story() -> None:
-        leases, loop = make_leases(lease_timeout_s=60.0), asyncio.get_running_loop()
-        assert leases.gauges()["unseen_s"] == 0.0
-        await asyncio.sleep(7.0)
-        assert leases.gauges()["unseen_s"] == 7.0
-        silent = asyncio.create_task(leases.run(make_work(0), started=lambda: None))
-        lively = asyncio.create_task(leases.run(make_work(1), started=lambda: None))
-        await all_blocked()
-        await ask(leases, "/work/take", lease_request("silent", 0), TakeAnswer)
-        item_id = (await ask(leases, "/work/take", lease_request("lively", 0), TakeAnswer)).items[0].item_id
-        begun_s = loop.time()
-        sign = AliveRequest(worker="lively", instance="1", holding=[item_id])
-        for _ in range(30):
-            await asyncio.sleep(50.0)
-            assert (await ask(leases, "/work/alive", sign, AliveAnswer)).cancel == {}
-            assert silent.done() == (loop.time() - begun_s >= 60.0)
-        with pytest.raises(
-            RolloutFailure,
-            match=r"worker silent gave no sign of life for 60\.0 s; gateway\.lease_timeout_s=60\.0",
-        ):
-            await silent
-        assert (leases.gauges()["workers"], leases.gauges()["lost"], leases.gauges()["unseen_s"]) == (
-            1,
-            1,
-            0.0,
-        )
-        result = ResultRequest(
-            worker="lively", instance="1", item_id=item_id, outcome=OutcomeMessage(reward=1.0)
-        )
-        await ask(leases, "/work/result", result, Accepted)
-        assert await lively == Outcome(1.0)
-        await leases.aclose()
-
-    run_virtual(story())
+@in_virtual_time
+async def test_a_silent_worker_loses_its_items_after_its_time_and_a_lively_one_never() -> None:
+    leases, loop = make_leases(lease_timeout_s=60.0), asyncio.get_running_loop()
+    assert leases.gauges()["unseen_s"] == 0.0
+    await asyncio.sleep(7.0)
+    assert leases.gauges()["unseen_s"] == 7.0
+    silent = asyncio.create_task(leases.run(make_work(0), started=lambda: None))
+    lively = asyncio.create_task(leases.run(make_work(1), started=lambda: None))
+    await all_blocked()
+    await ask(leases, "/work/take", lease_request("silent", 0), TakeAnswer)
+    item_id = (await ask(leases, "/work/take", lease_request("lively", 0), TakeAnswer)).items[0].item_id
+    begun_s = loop.time()
+    sign = AliveRequest(worker="lively", instance="1", holding=[item_id])
+    for _ in range(30):
+        await asyncio.sleep(50.0)
+        assert (await ask(leases, "/work/alive", sign, AliveAnswer)).cancel == {}
+        assert silent.done() == (loop.time() - begun_s >= 60.0)
+    with pytest.raises(
+        RolloutFailure,
+        match=r"worker silent gave no sign of life for 60\.0 s; gateway\.lease_timeout_s=60\.0",
+    ):
+        await silent
+    assert (leases.gauges()["workers"], leases.gauges()["lost"], leases.gauges()["unseen_s"]) == (
+        1,
+        1,
+        0.0,
+    )
+    result = ResultRequest(worker="lively", instance="1", item_id=item_id, outcome=OutcomeMessage(reward=1.0))
+    await ask(leases, "/work/result", result, Accepted)
+    assert await lively == Outcome(1.0)
+    await leases.aclose()
 
 
-def test_a_worker_whose_signs_of_life_we_could_not_hear_ourselves_keeps_its_leases() -> None:
-    async def story() -> None:
-        leases = make_leases(lease_timeout_s=60.0)
-        running = asyncio.create_task(leases.run(make_work(0), started=lambda: None))
-        await all_blocked()
-        item_id = (await ask(leases, "/work/take", lease_request("w", 0), TakeAnswer)).items[0].item_id
-        sign = AliveRequest(worker="w", instance="1", holding=[item_id])
-        for before_s in (30.0, 59.5):
-            await asyncio.sleep(before_s)
-            stand_still(3600.0)
-            await asyncio.sleep(0.3)  # what came meanwhile is read
-            assert (await ask(leases, "/work/alive", sign, AliveAnswer)).cancel == {}
-        with pytest.raises(RolloutFailure, match=r"worker w gave no sign of life for 60\.0 s"):
-            await running
-        await leases.aclose()
-
-    run_virtual(story())
+@in_virtual_time
+async def test_a_worker_whose_signs_of_life_we_could_not_hear_ourselves_keeps_its_leases() -> None:
+    leases = make_leases(lease_timeout_s=60.0)
+    running = asyncio.create_task(leases.run(make_work(0), started=lambda: None))
+    await all_blocked()
+    item_id = (await ask(leases, "/work/take", lease_request("w", 0), TakeAnswer)).items[0].item_id
+    sign = AliveRequest(worker="w", instance="1", holding=[item_id])
+    for before_s in (30.0, 59.5):
+        await asyncio.sleep(before_s)
+        stand_still(3600.0)
+        await asyncio.sleep(0.3)  # what came meanwhile is read
+        assert (await ask(leases, "/work/alive", sign, AliveAnswer)).cancel == {}
+    with pytest.raises(RolloutFailure, match=r"worker w gave no sign of life for 60\.0 s"):
+        await running
+    await leases.aclose()
 
 
-def test_a_poll_ends_after_its_time_or_for_a_newer_one_of_the_same_worker() -> None:
-    async def story() -> None:
-        leases, loop = make_leases(), asyncio.get_running_loop()
-        assert (await ask(leases, "/work/take", lease_request("w", 0, wait_s=1000.0), TakeAnswer)).items == []
-        assert loop.time() == 20.0
-        older = asyncio.create_task(ask(leases, "/work/take", lease_request("w", 1), TakeAnswer))
-        await all_blocked()
-        newer = asyncio.create_task(ask(leases, "/work/take", lease_request("w", 2), TakeAnswer))
-        await all_blocked()
-        assert older.done()
-        assert older.result().items == []
-        running = asyncio.create_task(leases.run(make_work(0), started=lambda: None))
-        assert (await newer).items[0].rollout_id == "g0/r0"
-        running.cancel()
-        await leases.aclose()
-
-    run_virtual(story())
+@in_virtual_time
+async def test_a_poll_ends_after_its_time_or_for_a_newer_one_of_the_same_worker() -> None:
+    leases, loop = make_leases(), asyncio.get_running_loop()
+    assert (await ask(leases, "/work/take", lease_request("w", 0, wait_s=1000.0), TakeAnswer)).items == []
+    assert loop.time() == 20.0
+    older = asyncio.create_task(ask(leases, "/work/take", lease_request("w", 1), TakeAnswer))
+    await all_blocked()
+    newer = asyncio.create_task(ask(leases, "/work/take", lease_request("w", 2), TakeAnswer))
+    await all_blocked()
+    assert older.done()
+    assert older.result().items == []
+    running = asyncio.create_task(leases.run(make_work(0), started=lambda: None))
+    assert (await newer).items[0].rollout_id == "g0/r0"
+    running.cancel()
+    await leases.aclose()
 
 
-def test_a_poll_whose_client_is_gone_takes_no_work_nor_does_one_of_a_worker_that_was_dropped() -> None:
-    async def story() -> None:
-        leases, line = make_leases(), Line()
-        cut = asyncio.create_task(ask(leases, "/work/take", lease_request("cut", 0), TakeAnswer, line))
-        dropped = asyncio.create_task(ask(leases, "/work/take", lease_request("dropped", 0), TakeAnswer))
-        await all_blocked()
-        line.is_cut = True
-        leases.worker_gone_nowait("dropped", "exited with code 1")
-        running = asyncio.create_task(leases.run(make_work(0), started=lambda: None))
-        assert (await cut).items == (await dropped).items == []
-        assert leases.gauges()["queued"] == 1
-        running.cancel()
-        await leases.aclose()
-
-    run_virtual(story())
+@in_virtual_time
+async def test_a_poll_of_a_client_that_is_gone_or_of_a_dropped_worker_takes_no_work() -> None:
+    leases, line = make_leases(), Line()
+    cut = asyncio.create_task(ask(leases, "/work/take", lease_request("cut", 0), TakeAnswer, line))
+    dropped = asyncio.create_task(ask(leases, "/work/take", lease_request("dropped", 0), TakeAnswer))
+    await all_blocked()
+    line.is_cut = True
+    leases.worker_gone_nowait("dropped", "exited with code 1")
+    running = asyncio.create_task(leases.run(make_work(0), started=lambda: None))
+    assert (await cut).items == (await dropped).items == []
+    assert leases.gauges()["queued"] == 1
+    running.cancel()
+    await leases.aclose()
 
 
 def test_large_works_are_not_given_out_all_at_once() -> None:

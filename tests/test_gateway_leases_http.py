@@ -6,18 +6,18 @@ import asyncio
 import io
 import json
 import math
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import aiohttp
 import pytest
 from aiohttp import web
-from gateway_cases import gateway_world
+from gateway_cases import gateway_world, in_loop
 from harness_gateway import WORKER_KEY, TestGateway, open_gateway, settled
 
 from asyncrl.agents.endpoint.work_routes import RolloutQueue
 from asyncrl.errors import RolloutFailure
-from asyncrl.http import Caller, CallRefused
+from asyncrl.http import CallRefused
 from asyncrl.messages.records import Outcome
 from asyncrl.messages.work import (
     MAX_MESSAGE_BYTES,
@@ -75,220 +75,174 @@ def play(story: Any, **settings: Any) -> None:
     asyncio.run(body())
 
 
+def over_queue(**settings: Any) -> Callable[[Any], Callable[[], None]]:
+    """Make a test of a story that takes a gateway, a group of tasks, and a worker."""
+
+    def decorate(story: Any) -> Callable[[], None]:
+        return lambda: play(story, **settings)
+
+    return decorate
+
+
 async def failure_of(running: Coroutine[Any, Any, Outcome]) -> RolloutFailure:
     with pytest.raises(RolloutFailure) as caught:
         await running
     return caught.value
 
 
-def test_a_worker_that_waits_gets_the_work_as_soon_as_there_is_any_and_its_result_ends_the_run() -> None:
-    async def story(gateway: TestGateway, tasks: asyncio.TaskGroup, worker: Asking) -> None:
-        started: list[bool] = []
-        polling = tasks.create_task(worker.lease())
-        await settled(lambda: gateway.leases.gauges()["workers"] == 1)
-        assert not started
-        info = {"deep": [1, {"x": None}], "nan": math.nan}
-        running = tasks.create_task(
-            gateway.run(7, info=info, answer=[1, 2], timeout_s=9.0, started=lambda: started.append(True))
-        )
-        answer = await polling
-        assert started == [True]
-        (item,) = answer.items
-        assert (item.rollout_id, item.prompt_id, item.key, item.seed, item.timeout_s) == (
-            "g7/r0",
-            "p7",
-            "key-7",
-            1000,
-            9.0,
-        )
-        assert (item.answer, item.info["deep"]) == ([1, 2], [1, {"x": None}])
-        assert math.isnan(item.info["nan"]), "a number that is none is not turned into null"
-        assert (answer.model, answer.lease_timeout_s) == ("policy", 60.0)
-        assert (
-            gateway.leases.gauges()["queued"],
-            gateway.leases.gauges()["leased"],
-            gateway.leases.gauges()["slots"],
-        ) == (0, 1, 4)
-        await worker.result(item.item_id, reward=0.5)
-        assert await running == Outcome(0.5)
-        with pytest.raises(CallRefused, match="its result was accepted before") as refused:
-            await worker.result(item.item_id)
-        assert refused.value.status == 410
-
-    play(story)
-
-
-def test_the_largest_results_of_a_worker_are_taken_however_small_a_call_must_be() -> None:
-    async def story() -> None:
-        leases = RolloutQueue(
-            worker_key=WORKER_KEY, model="policy", lease_timeout_s=60.0, task_seed=lambda work: 0
-        )
-        async with gateway_world(extra_routes=leases.routes(), max_body_bytes=2**10) as world:
-            gateway = TestGateway(leases, world.url, web.Application())
-            worker = Asking(gateway)
-            failing = asyncio.ensure_future(gateway.run(0))
-            (item,) = (await worker.lease()).items
-            await worker.result(
-                item.item_id, failure=FailureMessage(error="é" * 4000, rule="é" * 4000, way_out="é" * 4000)
-            )
-            assert (await failure_of(failing)).what == "é" * 4000  # type: ignore[arg-type]
-            ending = asyncio.ensure_future(gateway.run(1))
-            (item,) = (await worker.lease()).items
-            metrics = {f"{number:0240}": 0.0 for number in range(1000)}
-            assert (
-                0.9 * MAX_OUTCOME_BYTES
-                < len(OutcomeMessage(metrics=metrics).model_dump_json())
-                < MAX_OUTCOME_BYTES
-            )
-            result = ResultRequest(
-                **worker.who, item_id=item.item_id, outcome=OutcomeMessage(metrics=metrics)
-            )
-            await worker.caller.post("/work/result", result, Accepted, timeout_s=None)
-            assert (await ending).metrics == metrics
-            too_large, headers = (
-                io.BytesIO(b" " * (MAX_MESSAGE_BYTES + 1)),
-                {"Authorization": f"Bearer {WORKER_KEY}"},
-            )
-            async with world.http.post(
-                world.url + "/work/alive", data=too_large, headers=headers
-            ) as response:
-                assert (response.status, (await response.json())["error"]) == (
-                    413,
-                    "the message is larger than 4194304 bytes",
-                )
-            await worker.caller.aclose()
-            await leases.aclose()
-
-    asyncio.run(story())
+@over_queue()
+async def test_a_worker_that_waits_gets_the_work_as_soon_as_there_is_any_and_its_result_ends_the_run(
+    gateway: TestGateway, tasks: asyncio.TaskGroup, worker: Asking
+) -> None:
+    started: list[bool] = []
+    polling = tasks.create_task(worker.lease())
+    await settled(lambda: gateway.leases.gauges()["workers"] == 1)
+    assert not started
+    info = {"deep": [1, {"x": None}], "nan": math.nan}
+    running = tasks.create_task(
+        gateway.run(7, info=info, answer=[1, 2], timeout_s=9.0, started=lambda: started.append(True))
+    )
+    answer = await polling
+    assert started == [True]
+    (item,) = answer.items
+    assert (item.rollout_id, item.prompt_id, item.key, item.seed, item.timeout_s) == (
+        "g7/r0",
+        "p7",
+        "key-7",
+        1000,
+        9.0,
+    )
+    assert (item.answer, item.info["deep"]) == ([1, 2], [1, {"x": None}])
+    assert math.isnan(item.info["nan"]), "a number that is none is not turned into null"
+    assert (answer.model, answer.lease_timeout_s) == ("policy", 60.0)
+    assert (
+        gateway.leases.gauges()["queued"],
+        gateway.leases.gauges()["leased"],
+        gateway.leases.gauges()["slots"],
+    ) == (0, 1, 4)
+    await worker.result(item.item_id, reward=0.5)
+    assert await running == Outcome(0.5)
+    with pytest.raises(CallRefused, match="its result was accepted before") as refused:
+        await worker.result(item.item_id)
+    assert refused.value.status == 410
 
 
-def test_without_the_worker_key_nothing_is_given_and_a_session_key_is_not_one() -> None:
-    async def story(gateway: TestGateway, tasks: asyncio.TaskGroup, worker: Asking) -> None:
-        running = tasks.create_task(gateway.run(0))
-        for key in ("", "wrong", "key-0"):
-            async with aiohttp.ClientSession() as client:
-                for path in ("take", "alive", "result"):
-                    async with client.post(
-                        f"{gateway.url}/work/{path}", headers={"Authorization": f"Bearer {key}"}, json={}
-                    ) as response:
-                        assert response.status == 401
-        running.cancel()
-
-    play(story)
-
-
-def test_a_key_that_is_no_text_is_a_wrong_one() -> None:
-    async def story(gateway: TestGateway, tasks: asyncio.TaskGroup, worker: Asking) -> None:
-        host, _, port = gateway.url.removeprefix("http://").partition(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(
-            b"POST /work/take HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer \xff\r\nContent-Length: 2\r\n\r\n{}"
-        )
-        assert b" 401 " in await reader.readline()
-        writer.close()
-        await writer.wait_closed()
-
-    play(story)
-
-
-def test_a_message_of_another_shape_is_refused_with_the_field() -> None:
-    async def story(gateway: TestGateway, tasks: asyncio.TaskGroup, worker: Asking) -> None:
-        for body, said in (
-            (b"{", "JSON"),
-            (b'{"worker": "w", "instance": "1", "holding": [], "more": 1}', "more"),
-        ):
-            with pytest.raises(CallRefused, match=said) as refused:
-                await worker.caller.post("/work/alive", body, AliveAnswer, timeout_s=None)
-            assert refused.value.status == 422
-
-    play(story)
-
-
-def test_a_run_that_is_cancelled_is_told_to_its_worker_whose_result_is_refused() -> None:
-    async def story(gateway: TestGateway, tasks: asyncio.TaskGroup, worker: Asking) -> None:
-        running = tasks.create_task(gateway.run(0))
-        item_id = (await worker.lease()).items[0].item_id
-        assert await worker.alive(item_id) == {}
-        running.cancel()
-        await settled(running.done)
-        assert "rollout.timeout_s" in (await worker.alive(item_id))[item_id]
-        with pytest.raises(CallRefused, match="taken back"):
-            await worker.result(item_id)
-        assert "this run has not given it out" in (await worker.alive("of-another-run-3"))["of-another-run-3"]
-
-    play(story)
-
-
-def test_a_worker_that_leaves_or_whose_process_ends_loses_its_leases_at_once() -> None:
-    async def story(gateway: TestGateway, tasks: asyncio.TaskGroup, worker: Asking) -> None:
-        first = tasks.create_task(failure_of(gateway.run(0)))
-        item_id = (await worker.lease()).items[0].item_id
-        await worker.alive(item_id, is_leaving=True)
-        assert "worker w was ended" in str(await first)
-        second = tasks.create_task(failure_of(gateway.run(1)))
-        await worker.lease()
-        gateway.leases.worker_gone_nowait("w", "exited with code 1")
-        assert "worker w is gone: exited with code 1" in str(await second)
-
-    play(story)
-
-
-def test_work_that_was_lost_on_its_way_is_given_out_again_and_started_again() -> None:
-    async def story(gateway: TestGateway, tasks: asyncio.TaskGroup, worker: Asking) -> None:
-        started: list[int] = []
-        running = tasks.create_task(gateway.run(0, started=lambda: started.append(0)))
-        lost = (await worker.lease()).items[0].item_id
-        again = (await worker.lease(holding=())).items[0].item_id
-        assert (again, started) == (lost, [0, 0])
-        assert not (await worker.lease(holding=(again,), wait_s=0.0)).items
-        worker.number = 1  # an old request, that comes late
-        assert not (await worker.lease(holding=(), wait_s=0.0)).items
-        await worker.result(again)
-        assert await running == Outcome(1.0)
-
-    play(story)
-
-
-def test_a_poll_of_a_client_that_went_away_takes_no_work() -> None:
-    async def story(gateway: TestGateway, tasks: asyncio.TaskGroup, worker: Asking) -> None:
-        polling = tasks.create_task(worker.lease())
-        await settled(lambda: gateway.leases.gauges()["workers"] == 1)
-        polling.cancel()
-        await worker.caller.aclose()
-        other = Asking(gateway, "other")
-        await settled(lambda: polling.done())
-        running = tasks.create_task(gateway.run(0))
-        item_id = (await other.lease()).items[0].item_id
-        await other.result(item_id)
-        assert await running == Outcome(1.0)
-        await other.caller.aclose()
-
-    play(story)
-
-
-def test_a_failure_is_raised_with_its_rule_and_its_way_out() -> None:
-    async def story(gateway: TestGateway, tasks: asyncio.TaskGroup, worker: Asking) -> None:
-        running = tasks.create_task(failure_of(gateway.run(0)))
-        item_id = (await worker.lease()).items[0].item_id
+@in_loop
+async def test_the_largest_results_of_a_worker_are_taken_however_small_a_call_must_be() -> None:
+    leases = RolloutQueue(
+        worker_key=WORKER_KEY, model="policy", lease_timeout_s=60.0, task_seed=lambda work: 0
+    )
+    async with gateway_world(extra_routes=leases.routes(), max_body_bytes=2**10) as world:
+        gateway = TestGateway(leases, world.url, web.Application())
+        worker = Asking(gateway)
+        failing = asyncio.ensure_future(gateway.run(0))
+        (item,) = (await worker.lease()).items
         await worker.result(
-            item_id, failure=FailureMessage(error="it broke", rule="it must not", way_out="mend it.")
+            item.item_id, failure=FailureMessage(error="é" * 4000, rule="é" * 4000, way_out="é" * 4000)
         )
-        assert str(await running) == "it broke; it must not.\n  Way out: mend it."
-
-    play(story)
-
-
-def test_a_prompt_that_is_no_json_fails_its_rollout() -> None:
-    async def story(gateway: TestGateway, tasks: asyncio.TaskGroup, worker: Asking) -> None:
-        loop: list[Any] = []
-        loop.append(loop)
-        for answer in (object(), loop, "\ud800"):
-            assert "prompt p0 cannot be sent to a worker" in str(
-                await failure_of(gateway.run(0, answer=answer))
+        assert (await failure_of(failing)).what == "é" * 4000  # type: ignore[arg-type]
+        ending = asyncio.ensure_future(gateway.run(1))
+        (item,) = (await worker.lease()).items
+        metrics = {f"{number:0240}": 0.0 for number in range(1000)}
+        assert (
+            0.9 * MAX_OUTCOME_BYTES
+            < len(OutcomeMessage(metrics=metrics).model_dump_json())
+            < MAX_OUTCOME_BYTES
+        )
+        result = ResultRequest(**worker.who, item_id=item.item_id, outcome=OutcomeMessage(metrics=metrics))
+        await worker.caller.post("/work/result", result, Accepted, timeout_s=None)
+        assert (await ending).metrics == metrics
+        too_large, headers = (
+            io.BytesIO(b" " * (MAX_MESSAGE_BYTES + 1)),
+            {"Authorization": f"Bearer {WORKER_KEY}"},
+        )
+        async with world.http.post(world.url + "/work/alive", data=too_large, headers=headers) as response:
+            assert (response.status, (await response.json())["error"]) == (
+                413,
+                "the message is larger than 4194304 bytes",
             )
-        assert gateway.leases.gauges()["queued"] == 0
+        await worker.caller.aclose()
+        await leases.aclose()
 
-    play(story)
+
+@over_queue()
+async def test_without_the_worker_key_nothing_is_given_and_a_session_key_is_not_one(
+    gateway: TestGateway, tasks: asyncio.TaskGroup, worker: Asking
+) -> None:
+    running = tasks.create_task(gateway.run(0))
+    for key in ("", "wrong", "key-0"):
+        async with aiohttp.ClientSession() as client:
+            for path in ("take", "alive", "result"):
+                async with client.post(
+                    f"{gateway.url}/work/{path}", headers={"Authorization": f"Bearer {key}"}, json={}
+                ) as response:
+                    assert response.status == 401
+    running.cancel()
+
+
+@over_queue()
+async def test_a_key_that_is_no_text_is_a_wrong_one(
+    gateway: TestGateway, tasks: asyncio.TaskGroup, worker: Asking
+) -> None:
+    host, _, port = gateway.url.removeprefix("http://").partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(
+        b"POST /work/take HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer \xff\r\nContent-Length: 2\r\n\r\n{}"
+    )
+    assert b" 401 " in await reader.readline()
+    writer.close()
+    await writer.wait_closed()
+
+
+@over_queue()
+async def test_a_message_of_another_shape_is_refused_with_the_field(
+    gateway: TestGateway, tasks: asyncio.TaskGroup, worker: Asking
+) -> None:
+    for body, said in (
+        (b"{", "JSON"),
+        (b'{"worker": "w", "instance": "1", "holding": [], "more": 1}', "more"),
+    ):
+        with pytest.raises(CallRefused, match=said) as refused:
+            await worker.caller.post("/work/alive", body, AliveAnswer, timeout_s=None)
+        assert refused.value.status == 422
+
+
+@over_queue()
+async def test_a_run_that_is_cancelled_is_told_to_its_worker_whose_result_is_refused(
+    gateway: TestGateway, tasks: asyncio.TaskGroup, worker: Asking
+) -> None:
+    running = tasks.create_task(gateway.run(0))
+    item_id = (await worker.lease()).items[0].item_id
+    assert await worker.alive(item_id) == {}
+    running.cancel()
+    await settled(running.done)
+    assert "rollout.timeout_s" in (await worker.alive(item_id))[item_id]
+    with pytest.raises(CallRefused, match="taken back"):
+        await worker.result(item_id)
+    assert "this run has not given it out" in (await worker.alive("of-another-run-3"))["of-another-run-3"]
+
+
+@over_queue()
+async def test_a_failure_is_raised_with_its_rule_and_its_way_out(
+    gateway: TestGateway, tasks: asyncio.TaskGroup, worker: Asking
+) -> None:
+    running = tasks.create_task(failure_of(gateway.run(0)))
+    item_id = (await worker.lease()).items[0].item_id
+    await worker.result(
+        item_id, failure=FailureMessage(error="it broke", rule="it must not", way_out="mend it.")
+    )
+    assert str(await running) == "it broke; it must not.\n  Way out: mend it."
+
+
+@over_queue()
+async def test_a_prompt_that_is_no_json_fails_its_rollout(
+    gateway: TestGateway, tasks: asyncio.TaskGroup, worker: Asking
+) -> None:
+    loop: list[Any] = []
+    loop.append(loop)
+    for answer in (object(), loop, "\ud800"):
+        assert "prompt p0 cannot be sent to a worker" in str(await failure_of(gateway.run(0, answer=answer)))
+    assert gateway.leases.gauges()["queued"] == 0
 
 
 async def post_outcome(gateway: TestGateway, path: str, body: Any, key: str = "") -> tuple[int, Any]:
@@ -299,37 +253,37 @@ async def post_outcome(gateway: TestGateway, path: str, body: Any, key: str = ""
             return response.status, await response.json()
 
 
-def test_a_program_posts_its_outcome_with_a_key_for_that_alone_and_the_last_one_counts() -> None:
-    async def story(gateway: TestGateway, tasks: asyncio.TaskGroup, worker: Asking) -> None:
-        running = tasks.create_task(gateway.run(3))
-        (item,) = (await worker.lease()).items
-        item_id, key = item.item_id, item.outcome_key or ""
-        assert len(key) > 20
-        assert await post_outcome(gateway, "/v1/outcome", {"reward": 0.25}, key) == (200, {})
-        assert (
-            await post_outcome(gateway, f"/s/{key}/v1/outcome", {"reward": 0.5, "metrics": {"turns": 3}})
-        )[0] == 200
-        for body in (
-            {"reward": math.nan},
-            {"rewrd": 1},
-            1,
-            {"turn_rewards": {"a": 1}, "branch_rewards": {"a": 1}},
-            {"metrics": {"x" * 2**18: 1}},
-        ):
-            status, answer = await post_outcome(gateway, "/v1/outcome", body, key)
-            assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
-        status, answer = await post_outcome(gateway, "/v1/outcome", {"reward": 1}, "key-3")
-        assert (status, answer["error"]["code"]) == (403, "outcome_refused")
-        assert "this key samples and sets no reward" in answer["error"]["message"]
-        status, answer = await post_outcome(gateway, "/v1/outcome", {"reward": 1}, "worker-key")
-        assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
-        await worker.result(item_id, reward=None)
-        assert await running == Outcome(0.5, {"turns": 3.0})
-        for old in (key, "key-3"):
-            status, answer = await post_outcome(gateway, "/v1/outcome", {"reward": 1}, old)
-            assert (status, answer["error"]["code"]) == (410, "session_ended")
-
-    play(story, outcomes="posted")
+@over_queue(outcomes="posted")
+async def test_a_program_posts_its_outcome_with_a_key_for_that_alone_and_the_last_one_counts(
+    gateway: TestGateway, tasks: asyncio.TaskGroup, worker: Asking
+) -> None:
+    running = tasks.create_task(gateway.run(3))
+    (item,) = (await worker.lease()).items
+    item_id, key = item.item_id, item.outcome_key or ""
+    assert len(key) > 20
+    assert await post_outcome(gateway, "/v1/outcome", {"reward": 0.25}, key) == (200, {})
+    assert (await post_outcome(gateway, f"/s/{key}/v1/outcome", {"reward": 0.5, "metrics": {"turns": 3}}))[
+        0
+    ] == 200
+    for body in (
+        {"reward": math.nan},
+        {"rewrd": 1},
+        1,
+        {"turn_rewards": {"a": 1}, "branch_rewards": {"a": 1}},
+        {"metrics": {"x" * 2**18: 1}},
+    ):
+        status, answer = await post_outcome(gateway, "/v1/outcome", body, key)
+        assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
+    status, answer = await post_outcome(gateway, "/v1/outcome", {"reward": 1}, "key-3")
+    assert (status, answer["error"]["code"]) == (403, "outcome_refused")
+    assert "this key samples and sets no reward" in answer["error"]["message"]
+    status, answer = await post_outcome(gateway, "/v1/outcome", {"reward": 1}, "worker-key")
+    assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
+    await worker.result(item_id, reward=None)
+    assert await running == Outcome(0.5, {"turns": 3.0})
+    for old in (key, "key-3"):
+        status, answer = await post_outcome(gateway, "/v1/outcome", {"reward": 1}, old)
+        assert (status, answer["error"]["code"]) == (410, "session_ended")
 
 
 @pytest.mark.parametrize(
@@ -368,46 +322,19 @@ def test_an_answer_is_given_on_demand_alone() -> None:
         play(story, give_answer=gives)
 
 
-def test_polls_end_when_the_queue_is_closed_and_time_without_a_worker_is_told() -> None:
-    async def story(gateway: TestGateway, tasks: asyncio.TaskGroup, worker: Asking) -> None:
-        gauges = gateway.leases.gauges()
-        assert (gauges["workers"], gauges["slots"]) == (0, 0)
-        assert gauges["unseen_s"] >= 0.0
-        polling = tasks.create_task(worker.lease())
-        await settled(lambda: gateway.leases.gauges()["workers"] == 1)
-        await gateway.leases.aclose()
-        assert (await polling).items == []
-        with pytest.raises(
-            CallRefused, match="the run ends"
-        ) as refused:  # not an empty answer: it would ask again at once
-            await worker.lease()
-        assert refused.value.status == 503
-
-    play(story)
-
-
-def test_two_processes_of_one_name_are_two_workers() -> None:
-    async def story(gateway: TestGateway, tasks: asyncio.TaskGroup, worker: Asking) -> None:
-        twin = Asking(gateway, "w", instance="2")
-        running = tasks.create_task(gateway.run(0))
-        item_id = (await worker.lease()).items[0].item_id
-        assert "given to another worker" in (await twin.alive(item_id))[item_id]
-        with pytest.raises(CallRefused, match="given to another worker"):
-            await twin.result(item_id)
-        await worker.result(item_id)
-        assert await running == Outcome(1.0)
-        await twin.caller.aclose()
-
-    play(story)
-
-
-def test_a_caller_without_a_name_is_refused() -> None:
-    async def story(gateway: TestGateway, tasks: asyncio.TaskGroup, worker: Asking) -> None:
-        caller = Caller("x", gateway.url, "worker-key")
-        with pytest.raises(CallRefused, match="worker"):
-            await caller.post(
-                "/work/alive", b'{"worker": "", "instance": "1", "holding": []}', AliveAnswer, timeout_s=None
-            )
-        await caller.aclose()
-
-    play(story)
+@over_queue()
+async def test_polls_end_when_the_queue_is_closed_and_time_without_a_worker_is_told(
+    gateway: TestGateway, tasks: asyncio.TaskGroup, worker: Asking
+) -> None:
+    gauges = gateway.leases.gauges()
+    assert (gauges["workers"], gauges["slots"]) == (0, 0)
+    assert gauges["unseen_s"] >= 0.0
+    polling = tasks.create_task(worker.lease())
+    await settled(lambda: gateway.leases.gauges()["workers"] == 1)
+    await gateway.leases.aclose()
+    assert (await polling).items == []
+    with pytest.raises(
+        CallRefused, match="the run ends"
+    ) as refused:  # not an empty answer: it would ask again at once
+        await worker.lease()
+    assert refused.value.status == 503

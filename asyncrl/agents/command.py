@@ -159,14 +159,14 @@ class CommandHarness:
             output.close_writing_end()
             errors.close_writing_end()
             if process is None:
-                feed.abort()
+                _abort(feed)
                 await self._end(None, mark)
         try:
             for pipe in (output, errors):
                 pipe.read(on_overflow=functools.partial(kill_group_nowait, mark, process.pid))
             return await process.wait()
         finally:
-            feed.abort()
+            _abort(feed)
             await self._end(process, mark)
 
     async def _end(self, process: asyncio.subprocess.Process | None, mark: str) -> None:
@@ -216,6 +216,11 @@ class CommandHarness:
                 way_out="mend the command, or let it exit with 0 where this is no failure.",
             )
         return output.text()
+
+
+def _abort(feed: asyncio.WriteTransport) -> None:
+    if feed.get_write_buffer_size():  # else all is written, and it is closed
+        feed.abort()
 
 
 def passed_env(names: Sequence[str]) -> dict[str, str]:

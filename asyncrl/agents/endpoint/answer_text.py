@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
-from asyncrl.agents.endpoint.requests import MAX_TOOLS
+from asyncrl.agents.endpoint.chat_messages import MAX_TOOLS
 from asyncrl.agents.endpoint.tool_calls import ParsedAnswer, ToolFormat
 from asyncrl.messages.protocols import ChatRenderer
 from asyncrl.messages.records import Completion
