@@ -147,7 +147,8 @@ class _SharedServers:
     """What an environment's rollouts share: the tool servers of its taskset, and what its start() builds.
 
     Life:       closed -> opened by the first rollout -> closed by the last one to leave; then opened again,
-    ... Waits:      a rollout sleeps while another one opens or closes.
+                ...
+    Waits:      a rollout sleeps while another one opens or closes.
     Invariant:  open while a rollout runs, and nothing is left when none does.
     """
 
