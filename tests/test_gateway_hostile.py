@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import subprocess
 import threading
 from typing import Any
 
@@ -50,38 +51,20 @@ def tool_call(arguments: str) -> Any:
     }
 
 
-def tool(parameters: str) -> bytes:
-    function = b'{"name": "f", "parameters": ' + parameters.encode() + b"}"
-    return (
-        b'{"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function", "function": '
-        + function
-        + b"}]}"
-    )
-
-
 CYCLE = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#"}}}
-HUGE = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "array", "minItems": 10**9}}}
 
 REFUSED: dict[str, tuple[bytes, str]] = {
     "no JSON": (b'{"messages": [', "not JSON"),
     "no text": (b"\xff\xfe", "not JSON"),
-    "no body": (b"", "not JSON"),
     "no object": (b"[1]", "JSON object"),
     "NaN": (b'{"messages": [], "temperature": NaN}', "not JSON"),
     "infinity": (with_fields()[:-1] + b', "temperature": 1e999}', "temperature"),
     "nested for ever": (b"[" * 100_000, "recursion"),
     "a lone surrogate in a message": (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "not JSON"),
-    "a lone surrogate in stop": (
-        b'{"messages": [{"role": "user", "content": "x"}], "stop": "\\udfff"}',
-        "not JSON",
-    ),
     "a lone surrogate as bytes": (b'{"messages": [{"role": "user", "content": "\xed\xa0\x80"}]}', "not JSON"),
     "no messages": (with_messages(), "messages"),
-    "a message that is none": (with_messages(7), r"messages\[0\]"),
     "an unknown role": (with_messages({"role": "wizard", "content": "x"}), "wizard"),
-    "a role that is no text": (with_messages({"role": ["user"], "content": "x"}), "role"),
     "a user message without content": (with_messages({"role": "user"}), "content"),
-    "a user message whose content is null": (with_messages({"role": "user", "content": None}), "content"),
     "a tool message without tool_call_id": (
         with_messages(*HI, {"role": "tool", "content": "x"}),
         "tool_call_id",
@@ -96,7 +79,6 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     ),
     "an unknown key in a message": (with_messages({"role": "user", "content": "x", "cache": 1}), "cache"),
     "arguments that are no JSON": (with_messages(*HI, tool_call("{")), "arguments"),
-    "arguments that are no object": (with_messages(*HI, tool_call("[]")), "arguments"),
     "arguments nested for ever": (with_messages(*HI, tool_call(nested(100_000))), "arguments"),
     "arguments with a lone surrogate": (with_messages(*HI, tool_call('{"a": "\\ud800"}')), "arguments"),
     "a tool that is no function": (with_fields(tools=[{"type": "web_search"}]), "tools"),
@@ -106,24 +88,17 @@ REFUSED: dict[str, tuple[bytes, str]] = {
         "tool_choice",
     ),
     "top_k of 2**64": (with_fields(top_k=2**64), "top_k"),
-    "n of 0": (with_fields(n=0), "n: "),
     "n of 17": (with_fields(n=17), "n: "),
     "n of true": (with_fields(n=True), "n: "),
     "n of 10**4000": (with_fields()[:-1] + b', "n": ' + b"9" * 4000 + b"}", "an integer of"),
     "max_tokens of 0": (with_fields(max_tokens=0), "max_tokens"),
     "max_tokens of 1.5": (with_fields(max_tokens=1.5), "max_tokens"),
     "a seed that is too large": (with_fields(seed=2**63), "seed"),
-    "an empty stop": (with_fields(stop=[""]), "stop"),
-    "many stops": (with_fields(stop=["x"] * 17), "stop"),
     "a negative temperature": (with_fields(temperature=-1), "temperature"),
-    "a top_p of 2": (with_fields(top_p=2), "top_p"),
     "a schema that refers to itself": (with_fields(response_format=CYCLE), "response_format"),
-    "a schema of 10**9 items": (with_fields(response_format=HUGE), "response_format"),
     "a penalty": (with_fields(frequency_penalty=0.5), "frequency_penalty"),
     "top_logprobs": (with_fields(logprobs=True, top_logprobs=3), "top_logprobs"),
     "one tool call at most": (with_fields(parallel_tool_calls=False), "parallel_tool_calls"),
-    "audio": (with_fields(modalities=["text", "audio"]), "modalities"),
-    "functions": (with_fields(functions=[]), "functions"),
     "an unknown parameter": (with_fields(guided_json={}), "guided_json"),
     "stream_options without stream": (with_fields(stream_options={"include_usage": True}), "stream_options"),
     "more messages than tokens": (with_messages(*HI * 2001), "2001 messages"),
@@ -280,35 +255,12 @@ def test_a_text_that_is_far_too_long_is_found_by_its_first_tokens_and_one_that_f
         encode_bounded("x" * 900_000, Spaces(), 2_000)
 
 
-def curl(world: World, *arguments: str, stdin: bytes = b"") -> Any:
-    return asyncio.create_subprocess_exec(
-        "curl",
-        "-sS",
-        "--max-time",
-        "20",
-        "-w",
-        "\n%{http_code}",
-        *arguments,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-
-
 async def curl_call(world: World, body: bytes, *more: str) -> tuple[int, Any]:
-    process = await curl(
-        world,
-        "-H",
-        f"Authorization: Bearer {world.session.key}",
-        "-H",
-        "Content-Type: application/json",
-        "--data-binary",
-        "@-",
-        *more,
-        f"{world.url}/v1/chat/completions",
-    )
-    out, _ = await process.communicate(body)
-    text, _, status = out.decode().rpartition("\n")
+    command = ["curl", "-sS", "--max-time", "20", "-w", "\n%{http_code}", "--data-binary", "@-"]
+    command += ["-H", f"Authorization: Bearer {world.session.key}", "-H", "Content-Type: application/json"]
+    command += [*more, f"{world.url}/v1/chat/completions"]
+    done = await asyncio.to_thread(subprocess.run, command, input=body, capture_output=True, check=False)
+    text, _, status = done.stdout.decode().rpartition("\n")
     return int(status), json.loads(text)
 
 
@@ -490,9 +442,9 @@ def test_whoever_holds_most_connections_loses_the_oldest_idle_one_and_a_worker_n
 
 @in_loop
 async def test_every_route_asks_for_the_key_before_it_reads_a_body() -> None:
-    leases = RolloutQueue(worker_key="k", model="m", lease_timeout_s=60.0, task_seed=lambda work: 0)
-    async with gateway_world(extra_routes=leases.routes()) as world:
-        paths = [route.path for route in leases.routes()] + ["/v1/chat/completions", "/v1/completions"]
+    queue = RolloutQueue(worker_key="k", model="m", lease_timeout_s=60.0, task_seed=lambda work: 0)
+    async with gateway_world(extra_routes=queue.routes()) as world:
+        paths = [route.path for route in queue.routes()] + ["/v1/chat/completions", "/v1/completions"]
         paths += ["/s/{key}/v1/chat/completions", "/s/{key}/v1/completions"]
         assert len(paths) == 9
         for path in paths:
@@ -509,7 +461,7 @@ async def test_every_route_asks_for_the_key_before_it_reads_a_body() -> None:
             await writer.drain()
             writer.close()
         await until(lambda: not world.gateway.stats().connections)
-    await leases.aclose()
+    await queue.aclose()
 
 
 @in_loop

@@ -18,6 +18,7 @@ from asyncrl.agents.endpoint.long_calls import fewest_message_tokens
 from asyncrl.agents.endpoint.requests import CallRules
 from asyncrl.agents.endpoint.tool_calls import find_tool_format
 from asyncrl.agents.endpoint.work_routes import RolloutQueue
+from asyncrl.agents.harness import HarnessSpec
 from asyncrl.checkpoints.folder import Checkpoints
 from asyncrl.config import EvalConfig, RunConfig
 from asyncrl.engines.engine import EngineClient
@@ -204,8 +205,7 @@ def _workers(config: RunConfig, url: str, worker_key: str, run_dir: Path) -> lis
     find it.
     """
     generator = config.generator
-    names = ("python", "command", "verifiers", "args", "env", "pass_env", "max_output_bytes")
-    harness = {name: getattr(generator, name) for name in names}
+    harness = {name: getattr(generator, name) for name in HarnessSpec.model_fields}
     num_slots = num_rollouts(config) + (
         config.eval.slots if config.eval is not None and config.evaluates_agent else 0
     )

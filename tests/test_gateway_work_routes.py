@@ -96,7 +96,7 @@ async def test_a_worker_that_waits_gets_the_work_as_soon_as_there_is_any_and_its
 ) -> None:
     started: list[bool] = []
     polling = tasks.create_task(worker.lease())
-    await settled(lambda: gateway.leases.gauges()["workers"] == 1)
+    await settled(lambda: gateway.queue.gauges()["workers"] == 1)
     assert not started
     info = {"deep": [1, {"x": None}], "nan": math.nan}
     running = tasks.create_task(
@@ -116,9 +116,9 @@ async def test_a_worker_that_waits_gets_the_work_as_soon_as_there_is_any_and_its
     assert math.isnan(item.info["nan"]), "a number that is none is not turned into null"
     assert (answer.model, answer.lease_timeout_s) == ("policy", 60.0)
     assert (
-        gateway.leases.gauges()["queued"],
-        gateway.leases.gauges()["leased"],
-        gateway.leases.gauges()["slots"],
+        gateway.queue.gauges()["queued"],
+        gateway.queue.gauges()["leased"],
+        gateway.queue.gauges()["slots"],
     ) == (0, 1, 4)
     await worker.result(item.item_id, reward=0.5)
     assert await running == Outcome(0.5)
@@ -129,11 +129,11 @@ async def test_a_worker_that_waits_gets_the_work_as_soon_as_there_is_any_and_its
 
 @in_loop
 async def test_the_largest_results_of_a_worker_are_taken_however_small_a_call_must_be() -> None:
-    leases = RolloutQueue(
+    queue = RolloutQueue(
         worker_key=WORKER_KEY, model="policy", lease_timeout_s=60.0, task_seed=lambda work: 0
     )
-    async with gateway_world(extra_routes=leases.routes(), max_body_bytes=2**10) as world:
-        gateway = TestGateway(leases, world.url, web.Application())
+    async with gateway_world(extra_routes=queue.routes(), max_body_bytes=2**10) as world:
+        gateway = TestGateway(queue, world.url, web.Application())
         worker = Asking(gateway)
         failing = asyncio.ensure_future(gateway.run(0))
         (item,) = (await worker.lease()).items
@@ -162,7 +162,7 @@ async def test_the_largest_results_of_a_worker_are_taken_however_small_a_call_mu
                 "the message is larger than 4194304 bytes",
             )
         await worker.caller.aclose()
-        await leases.aclose()
+        await queue.aclose()
 
 
 @over_queue()
@@ -242,7 +242,7 @@ async def test_a_prompt_that_is_no_json_fails_its_rollout(
     loop.append(loop)
     for answer in (object(), loop, "\ud800"):
         assert "prompt p0 cannot be sent to a worker" in str(await failure_of(gateway.run(0, answer=answer)))
-    assert gateway.leases.gauges()["queued"] == 0
+    assert gateway.queue.gauges()["queued"] == 0
 
 
 async def post_outcome(gateway: TestGateway, path: str, body: Any, key: str = "") -> tuple[int, Any]:
@@ -326,12 +326,12 @@ def test_an_answer_is_given_on_demand_alone() -> None:
 async def test_polls_end_when_the_queue_is_closed_and_time_without_a_worker_is_told(
     gateway: TestGateway, tasks: asyncio.TaskGroup, worker: Asking
 ) -> None:
-    gauges = gateway.leases.gauges()
+    gauges = gateway.queue.gauges()
     assert (gauges["workers"], gauges["slots"]) == (0, 0)
     assert gauges["unseen_s"] >= 0.0
     polling = tasks.create_task(worker.lease())
-    await settled(lambda: gateway.leases.gauges()["workers"] == 1)
-    await gateway.leases.aclose()
+    await settled(lambda: gateway.queue.gauges()["workers"] == 1)
+    await gateway.queue.aclose()
     assert (await polling).items == []
     with pytest.raises(
         CallRefused, match="the run ends"
