@@ -49,9 +49,7 @@ TASK_SEED_TURN = -1
 
 @dataclass(frozen=True, slots=True)
 class Harnessing:
-    """The gateway and those who work through it: `workers` of our own, or with generator.remote whoever has
-    the worker key.
-    """
+    """The gateway, the queue of work, and the run's own `workers` (none with generator.remote)."""
 
     gateway: Gateway
     queue: RolloutQueue
@@ -71,9 +69,7 @@ class Harnessing:
         collect_less()
 
     def missing_workers(self) -> str | None:
-        """What to do if rollouts wait and there is nobody to run them; None while there is, or was a moment
-        ago.
-        """
+        """What to do if rollouts wait and no worker runs them; None while one does, or did a moment ago."""
         work = self.queue.gauges()
         if work["workers"] or not work["queued"] or work["unseen_s"] < NO_WORKER_S:
             return None

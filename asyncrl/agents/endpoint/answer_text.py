@@ -40,14 +40,13 @@ class AnswerText:
 
     Life:       feed() for each new tokens, finish() once after the last.
     Invariant:  however the tokens are cut into feeds, the pieces add up to the same text. A token is decoded
-    at most
-                CONTEXT_TOKENS + 1 times, or with its run of byte tokens.
+                at most CONTEXT_TOKENS + 1 times, or with its run of byte tokens.
     """
 
     def __init__(
         self, texts: GatewayTokenizer, stop: Sequence[str] = (), *, keep_special: Collection[str] = ()
     ) -> None:
-        """`keep_special`: special tokens to be shown all the same, for whoever parses tool calls."""
+        """`keep_special`: special tokens to be shown all the same: they mark tool calls."""
         self._texts = texts
         self._kept = frozenset(
             token for name in keep_special for token in texts.encode(name) if _is_named(texts, token, name)
