@@ -38,12 +38,12 @@ from asyncrl.testing.virtual_time import run_virtual
 class Desk:
     """A person's key over a real gateway with a scripted engine."""
 
-    def __init__(self, world: World, leases: RolloutQueue, file: RecordFile | None) -> None:
+    def __init__(self, world: World, queue: RolloutQueue, file: RecordFile | None) -> None:
         self.world, self.said, self.broken = world, list[str](), list[RoomError]()
         self.recorder = Recorder(file, world.engine.tokenizer, warn=self.said.append)
         self.people = PeoplesKey(
             world.gateway,
-            leases,
+            queue,
             self.recorder,
             SimpleNamespace(say=self.said.append, on_broken=self.broken.append),
         )
@@ -64,9 +64,9 @@ class Desk:
 
 def at_desk(story: Any, path: Path | None = None, engine: Any = None, **config: Any) -> list[RecordedRollout]:
     async def live() -> None:
-        leases = RolloutQueue(worker_key="k", model="m", lease_timeout_s=60.0, task_seed=lambda work: 0)
-        async with gateway_world(engine, extra_routes=leases.routes(), **config) as world:
-            desk = Desk(world, leases, None if path is None else RecordFile(path, SAMPLED_BY))
+        queue = RolloutQueue(worker_key="k", model="m", lease_timeout_s=60.0, task_seed=lambda work: 0)
+        async with gateway_world(engine, extra_routes=queue.routes(), **config) as world:
+            desk = Desk(world, queue, None if path is None else RecordFile(path, SAMPLED_BY))
             await story(desk)
             desk.people.close()
             desk.recorder.close()

@@ -17,14 +17,6 @@ from asyncrl.messages.records import Outcome
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 
 
-def test_the_first_call_is_written_by_the_template() -> None:
-    play = Play()
-    planned = plan(play.capture, [user("hi")], None)
-    assert (planned.how, planned.number, planned.parent) == ("new", 0, None)
-    assert planned.prompt_ids == play.renderer.encode(f"{START}user\nhi{END}\n{START}assistant\n")
-    assert play.counts == GatewayStats(calls=1)
-
-
 def test_a_call_that_goes_on_reuses_what_was_sent_and_sampled() -> None:
     play = Play()
     first = play.ask([user("hi")], f"yo{END}")
@@ -36,26 +28,6 @@ def test_a_call_that_goes_on_reuses_what_was_sent_and_sampled() -> None:
     )
     assert second.num_reused == len(first.prompt_ids) + 3
     assert play.counts == GatewayStats(calls=2, extended=1)
-
-
-def test_the_end_of_a_turn_that_was_not_sampled_is_added() -> None:
-    play = Play()
-    first = play.ask([user("hi")], "cut of", is_truncated=True)
-    second = plan(play.capture, [user("hi"), assistant("cut of"), user("go on")], None)
-    assert second.how == "extended"
-    assert second.prompt_ids[len(first.prompt_ids) :][: len("cut of") + 2] == play.renderer.encode(
-        f"cut of{END}\n"
-    )
-
-
-def test_an_answer_of_no_tokens_at_all_can_be_gone_on_from() -> None:
-    play = Play()
-    play.ask([user("hi")], "")
-    second = plan(play.capture, [user("hi"), assistant(""), user("?")], None)
-    assert second.how == "extended"
-    assert play.renderer.decode(second.prompt_ids, skip_special_tokens=False) == play.renderer.render(
-        [user("hi"), assistant(""), user("?")]
-    )
 
 
 @pytest.mark.parametrize(
@@ -168,22 +140,6 @@ def test_the_longest_recorded_history_wins_and_what_follows_it_may_hold_answers_
     assert planned.prompt_ids == play.renderer.encode(play.renderer.render(chat))
 
 
-def test_two_calls_may_be_planned_before_either_is_recorded() -> None:
-    play = Play()
-    play.ask([user("a")], f"1{END}")
-    left = plan(play.capture, [user("a"), assistant("1"), user("left")], None)
-    right = plan(play.capture, [user("a"), assistant("1"), user("right")], None)
-    assert left.parent is right.parent is not None
-    play.answer(right, f"r{END}")
-    play.answer(left, f"l{END}")
-    further = plan(play.capture, [user("a"), assistant("1"), user("right"), assistant("r"), user("on")], None)
-    assert further.how == "extended"
-    assert further.prompt_ids[: len(right.prompt_ids)] == right.prompt_ids
-    branches = play.capture.rollout(0, Outcome(), 1.0)
-    texts = [play.renderer.decode(branch.token_ids[branch.loss_mask].tolist()) for branch in branches]
-    assert texts == ["1l", "r"], "branches are in the order of their ids, whoever was answered first"
-
-
 def test_several_choices_of_one_call_are_several_children() -> None:
     play = Play()
     planned = plan(play.capture, [user("a")], None)
@@ -198,40 +154,6 @@ def test_several_choices_of_one_call_are_several_children() -> None:
     assert len(play.capture.rollout(0, Outcome(), 1.0)) == 3
 
 
-def test_of_equal_answers_the_earlier_calls_is_gone_on_from_whichever_was_recorded_first() -> None:
-    play = Play()
-    first, second = plan(play.capture, [user("a")], None), plan(play.capture, [user("a")], None)
-    play.answer(second, f"x{END}")
-    early = play.answer(first, f"x{END}")
-    parent = plan(play.capture, [user("a"), assistant("x"), user("b")], None).parent
-    assert parent is not None
-    assert parent.completion_id == early
-
-
-def test_a_call_that_was_never_recorded_is_no_part_of_the_rollout() -> None:
-    play = Play()
-    plan(play.capture, [user("a")], None)
-    play.ask([user("b")], f"x{END}")
-    (branch,) = play.capture.rollout(0, Outcome(), 1.0)
-    assert play.renderer.decode(branch.token_ids.tolist()).startswith("user\nb")
-
-
-def test_reasoning_that_the_template_strips_stays_in_the_recorded_ids() -> None:
-    play = Play(CharRenderer("strips"))
-    first = play.ask([user("a")], f"think|1{END}")
-    chat = [user("a"), assistant("think|1"), user("b")]
-    second = play.ask(chat, f"2{END}")
-    assert second.how == "realigned"
-    assert second.prompt_ids == (
-        *first.prompt_ids,
-        *play.renderer.encode(f"think|1{END}\n{START}user\nb{END}\n{START}assistant\n"),
-    )
-    chat += [assistant("2"), user("c")]
-    third = plan(play.capture, chat, None)
-    assert third.how == "realigned", "its history is not what the template writes either"
-    assert third.prompt_ids[: len(second.prompt_ids)] == second.prompt_ids
-
-
 def test_a_plan_renders_once_and_twice_only_where_the_template_begins_to_write_otherwise() -> None:
     renderer = CharRenderer("strips")
     play = Play(renderer)
@@ -244,14 +166,6 @@ def test_a_plan_renders_once_and_twice_only_where_the_template_begins_to_write_o
         chat += [assistant(text), user("more")]
     assert renders == [1, 1, 1, 2, 1]
     assert play.counts == GatewayStats(calls=5, extended=2, realigned=2)
-
-
-def test_white_space_that_the_harness_took_off_is_a_realignment() -> None:
-    play = Play()
-    first = play.ask([user("a")], f" 1 {END}")
-    second = plan(play.capture, [user("a"), assistant("1"), user("b")], None)
-    assert second.how == "realigned"
-    assert second.prompt_ids[: second.num_reused] == (*first.prompt_ids, *play.renderer.encode(f" 1 {END}"))
 
 
 @pytest.mark.parametrize("habit", ["shouts", "refuses"])
@@ -286,18 +200,6 @@ def test_an_end_token_after_white_space_of_the_template_is_not_said_twice() -> N
     assert play.renderer.decode(
         planned.prompt_ids[planned.num_reused :], skip_special_tokens=False
     ).startswith(f"\n{START}user")
-
-
-def test_a_prefill_is_sent_and_is_not_sampled() -> None:
-    play = Play()
-    first = plan(play.capture, [user("a")], None, prefill="<tool>")
-    assert play.renderer.decode(first.prompt_ids).endswith("assistant\n<tool>")
-    play.answer(first, f"x{END}", message=assistant("<tool>x"))
-    second = plan(play.capture, [user("a"), assistant("<tool>x"), user("b")], None, prefill="<more>")
-    assert second.how == "extended"
-    assert play.renderer.decode(second.prompt_ids).endswith("assistant\n<tool>x\nuser\nb\nassistant\n<more>")
-    (branch,) = play.capture.rollout(0, Outcome(), 1.0)
-    assert play.renderer.decode(branch.token_ids[branch.loss_mask].tolist()) == "x"
 
 
 # ---- prompts of ids

@@ -89,14 +89,6 @@ def test_spans_and_interruptions_are_those_of_the_completions() -> None:
     )
 
 
-def test_a_branch_is_truncated_if_its_last_completion_is() -> None:
-    play = Play()
-    play.ask([user("a")], "cut", is_truncated=True)
-    play.ask([user("a"), assistant("cut"), user("b")], f"2{END}")
-    play.ask([user("a"), assistant("cut"), user("c")], "cut too", is_truncated=True)
-    assert [branch.is_truncated for branch in play.capture.rollout(0, Outcome(), 0.0)] == [False, True]
-
-
 def test_a_branch_without_a_token_of_its_own_is_left_out() -> None:
     play = Play()
     play.ask([user("a")], f"1{END}")
@@ -115,15 +107,6 @@ def test_turn_rewards_make_each_completion_a_unit() -> None:
     assert branches[2].credits == (
         Credit(len(branches[2].token_ids) - 2, len(branches[2].token_ids), 2.0, 3),
     )
-
-
-def test_units_are_numbered_by_content_whichever_was_recorded_first() -> None:
-    play = Play()
-    first, second = plan(play.capture, [user("a")], None), plan(play.capture, [user("b")], None)
-    play.answer(second, f"2{END}")
-    play.answer(first, f"1{END}")
-    branches = play.capture.rollout(0, Outcome(turn_rewards={"chatcmpl-0": 0.2, "chatcmpl-1": 0.1}), 0.15)
-    assert [credited(play, branch) for branch in branches] == [[("1", 0.1, 0)], [("2", 0.2, 1)]]
 
 
 def test_branch_rewards_make_each_branch_a_unit_named_by_any_completion_that_is_its_own() -> None:
@@ -211,11 +194,3 @@ def test_a_rollout_of_which_nothing_was_sampled_fails() -> None:
     play.ask([user("a")], "")
     with pytest.raises(RolloutFailure, match="ended with 1 completions and not one sampled token"):
         play.capture.rollout(0, Outcome(), 1.0)
-
-
-def test_a_long_list_of_names_is_cut_in_the_message() -> None:
-    rewards = {f"{n:03d}" + "x" * 1000: 1.0 for n in range(300)}
-    with pytest.raises(RolloutFailure) as caught:
-        forked_play().capture.rollout(0, Outcome(turn_rewards=rewards), 1.0)
-    assert "and 295 more" in str(caught.value)
-    assert len(str(caught.value)) < 1000

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gateway_cases import RULES, gateway_world
+from gateway_cases import RULES, gateway_world, in_loop
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -47,20 +47,10 @@ def test_hermes_reads_any_order_of_keys_and_a_list_of_calls() -> None:
     assert HERMES.parse(f"<tool_call>[\n{F},\n{G}\n]</tool_call>") == ParsedAnswer(None, (CALL_F, CALL_G))
 
 
-def test_an_empty_list_of_calls_is_no_call() -> None:
-    text = "None fits. <tool_call>[]</tool_call>"
-    assert HERMES.parse(text) == ParsedAnswer(text)
-
-
 def test_the_last_hermes_call_need_not_be_closed_for_a_stop_string_may_have_cut_it_off() -> None:
     assert HERMES.parse(f"{hermes(F)}\n<tool_call>\n{G}\n").tool_calls == (CALL_F, CALL_G)
     unclosed = f"<tool_call>{F}<tool_call>{G}</tool_call>"
     assert HERMES.parse(unclosed) == ParsedAnswer(unclosed)
-
-
-def test_a_marker_inside_an_argument_ends_nothing() -> None:
-    arguments = json.dumps({"code": "print('</tool_call><tool_call>')"})
-    assert HERMES.parse(hermes(call_text("run", arguments))).tool_calls == (ToolCall("run", arguments),)
 
 
 def test_a_call_that_is_only_thought_about_is_none() -> None:
@@ -246,8 +236,10 @@ def test_a_prefill_begins_a_call_of_any_tool_or_of_one(
     assert not any_tool.endswith((" ", "\n")), "white space at the end would split a token"
 
 
-QWEN = """{{- "<tools>" }}{{- "\\n</tools>\\n... within <tool_call></tool_call> XML tags:\\n<tool_call>\\n{\\"name\\": <function-name>}" }}"""
-LLAMA_32 = """{{- "Environment: ipython\\n" }}{{- 'Respond in the format {"name": function name, "parameters": dictionary}. ' }}"""
+QWEN = """{{- "<tools>" }}{{- "within <tool_call></tool_call>:\\n<tool_call>\\n{\\"name\\": <name>}" }}"""
+LLAMA_32 = (
+    """{{- "Environment: ipython\\n" }}{{- 'Respond like {"name": name, "parameters": dictionary}. ' }}"""
+)
 
 
 @pytest.mark.parametrize(
@@ -268,12 +260,6 @@ LLAMA_32 = """{{- "Environment: ipython\\n" }}{{- 'Respond in the format {"name"
 )
 def test_auto_reads_the_format_off_the_chat_template(template: str, name: str) -> None:
     assert find_tool_format("auto", template).name == name
-
-
-def test_without_a_format_text_is_text() -> None:
-    none = find_tool_format("none", QWEN)
-    assert none.parse(hermes(F)) == ParsedAnswer(hermes(F))
-    assert none.prefill(None) is none.prefill("f") is None
 
 
 def test_an_unknown_format_is_refused_with_those_there_are() -> None:
@@ -347,24 +333,22 @@ def test_a_function_that_returns_something_else_fails_the_rollout_and_says_what_
     ],
 )
 @pytest.mark.parametrize("n", [1, 2])
-def test_a_wrong_function_fails_the_rollout_of_the_call_by_its_name(
+@in_loop
+async def test_a_wrong_function_fails_the_rollout_of_the_call_by_its_name(
     own: Any, name: str, said: str, n: int
 ) -> None:
-    async def story() -> None:
-        own(name)
-        async with gateway_world(tool_format=f"own_tool_format:{name}") as world:
-            tools = [{"type": "function", "function": {"name": "f"}}]
-            asking = asyncio.ensure_future(world.ask(tools=tools, n=n))
-            with pytest.raises(RolloutFailure) as failure:
-                async with world.session.while_open():
-                    await asyncio.Event().wait()
-            assert f"gateway.tool_format=own_tool_format:{name} {said}" in str(failure.value)
-            status, told = await asking
-            assert (status, told["error"]["code"]) == (410, "session_ended")
-            assert f"own_tool_format:{name} {said}" in told["error"]["message"]
-            assert world.gateway.stats().in_flight == 0
-
-    asyncio.run(story())
+    own(name)
+    async with gateway_world(tool_format=f"own_tool_format:{name}") as world:
+        tools = [{"type": "function", "function": {"name": "f"}}]
+        asking = asyncio.ensure_future(world.ask(tools=tools, n=n))
+        with pytest.raises(RolloutFailure) as failure:
+            async with world.session.while_open():
+                await asyncio.Event().wait()
+        assert f"gateway.tool_format=own_tool_format:{name} {said}" in str(failure.value)
+        status, told = await asking
+        assert (status, told["error"]["code"]) == (410, "session_ended")
+        assert f"own_tool_format:{name} {said}" in told["error"]["message"]
+        assert world.gateway.stats().in_flight == 0
 
 
 def test_a_function_that_is_not_there_or_takes_more_is_refused_at_the_start(own: Any) -> None:

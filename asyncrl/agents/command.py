@@ -136,37 +136,35 @@ class CommandHarness:
         feed.write(_standard_input(task, session))
         feed.close()  # once all is written
         process: asyncio.subprocess.Process | None = None
-        self._num_starting += 1
         try:
-            process = await asyncio.create_subprocess_exec(
-                *self.command,
-                stdin=reading_end,
-                stdout=output.writing_end,
-                stderr=errors.writing_end,
-                cwd=folder / "work",
-                env=self._environment(session, mark, folder),
-                start_new_session=True,
-            )
+            self._num_starting += 1
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *self.command,
+                    stdin=reading_end,
+                    stdout=output.writing_end,
+                    stderr=errors.writing_end,
+                    cwd=folder / "work",
+                    env=self._environment(session, mark, folder),
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise RolloutFailure(
+                    f"command {self.command[0]} cannot be started: {error}",
+                    way_out="read the worker's log; check the machine's limits.",
+                ) from error
+            finally:
+                self._num_starting -= 1
+                os.close(reading_end)
+                output.close_writing_end()
+                errors.close_writing_end()
             self._own_children.add(process.pid)
-        except OSError as error:
-            raise RolloutFailure(
-                f"command {self.command[0]} cannot be started: {error}",
-                way_out="read the worker's log; check the machine's limits.",
-            ) from error
-        finally:
-            self._num_starting -= 1
-            os.close(reading_end)
-            output.close_writing_end()
-            errors.close_writing_end()
-            if process is None:
-                feed.abort()
-                await self._end(None, mark)
-        try:
             for pipe in (output, errors):
                 pipe.read(on_overflow=functools.partial(kill_group_nowait, mark, process.pid))
             return await process.wait()
         finally:
-            feed.abort()
+            if feed.get_write_buffer_size():  # else all is written, and it is closed
+                feed.abort()
             await self._end(process, mark)
 
     async def _end(self, process: asyncio.subprocess.Process | None, mark: str) -> None:

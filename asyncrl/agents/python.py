@@ -105,7 +105,7 @@ async def _in_thread(call: Callable[[], Any]) -> Any:
     done: asyncio.Future[Any] = loop.create_future()
 
     def settle(is_value: bool, result: Any) -> None:
-        if not done.done():  # else nobody waits any more
+        if not done.done():  # else the call was cancelled
             done.set_result(result) if is_value else done.set_exception(result)
 
     def body() -> None:

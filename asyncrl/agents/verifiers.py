@@ -147,7 +147,8 @@ class _SharedServers:
     """What an environment's rollouts share: the tool servers of its taskset, and what its start() builds.
 
     Life:       closed -> opened by the first rollout -> closed by the last one to leave; then opened again,
-    ... Waits:      a rollout sleeps while another one opens or closes.
+                ...
+    Waits:      a rollout sleeps while another one opens or closes.
     Invariant:  open while a rollout runs, and nothing is left when none does.
     """
 
@@ -166,7 +167,7 @@ class _SharedServers:
             self.num_users += 1
 
     async def __aexit__(self, *_: object) -> None:
-        self.num_users -= 1  # before the wait: whoever is cancelled in it has left all the same
+        self.num_users -= 1  # before the wait: one that is cancelled in it has left all the same
         async with self._changing:
             if self._is_open and self.num_users == 0:
                 self._is_open = False
@@ -178,8 +179,8 @@ async def _serving(env: Any) -> AsyncIterator[None]:
     """As Env.serving(), but each rollout has an interception server of its own, which ends with it.
 
     verifiers 0.4.0: an interception server keeps one HTTP client for each address until it is stopped, and
-    each session has its own address. Use Env.serving() once InterceptionServer.unregister closes the clients
-    that nobody uses.
+    each session has its own address. Use Env.serving() once InterceptionServer.unregister closes the unused
+    clients.
     """
     async with env.shared_tools() as shared:
         env._shared_tools = shared
@@ -251,7 +252,7 @@ def load_environment(identifier: str, args: Mapping[str, Any]) -> Any:
 
 
 def taskset_loader(generator: GeneratorConfig) -> Callable[[], Any]:
-    """load_taskset of the environment that the config's generator names, for whoever builds the task."""
+    """load_taskset of the environment that the config's generator names."""
     return partial(load_taskset, generator.verifiers or "", generator.args)
 
 

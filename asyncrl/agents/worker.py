@@ -186,20 +186,15 @@ def run_worker(
             way_out="give the number of rollouts that this worker may run at once.",
         )
     address = gateway_url(url)
-    if sum(bool(each) for each in (python, command, verifiers)) != 1:
+    kinds = {"python": python, "command": shlex.split(command) if command else None, "verifiers": verifiers}
+    if sum(map(bool, kinds.values())) != 1:
         raise ConfigError(
             "`asyncrl work` runs one harness",
             way_out="give one of --python MODULE:FUNCTION, --command '...', --verifiers ID.",
         )
-    spec = HarnessSpec(
-        python=python,
-        command=shlex.split(command) if command else None,
-        verifiers=verifiers,
-        args=_arguments(args),
-        env=dict(_variable(each) for each in env),
-        pass_env=list(pass_env),
-        max_output_bytes=max_output_bytes,
-    )
+    variables = dict(_variable(each) for each in env)
+    more = {"env": variables, "pass_env": list(pass_env), "max_output_bytes": max_output_bytes}
+    spec = HarnessSpec.model_validate(kinds | more | {"args": _arguments(args)})
     log_to_stderr()
     hide_memory()
     harness = build_harness(spec)

@@ -18,6 +18,7 @@ from asyncrl.agents.endpoint.long_calls import fewest_message_tokens
 from asyncrl.agents.endpoint.requests import CallRules
 from asyncrl.agents.endpoint.tool_calls import find_tool_format
 from asyncrl.agents.endpoint.work_routes import RolloutQueue
+from asyncrl.agents.harness import HarnessSpec
 from asyncrl.checkpoints.folder import Checkpoints
 from asyncrl.config import EvalConfig, RunConfig
 from asyncrl.engines.engine import EngineClient
@@ -48,9 +49,7 @@ TASK_SEED_TURN = -1
 
 @dataclass(frozen=True, slots=True)
 class Harnessing:
-    """The gateway and those who work through it: `workers` of our own, or with generator.remote whoever has
-    the worker key.
-    """
+    """The gateway, the queue of work, and the run's own `workers` (none with generator.remote)."""
 
     gateway: Gateway
     queue: RolloutQueue
@@ -70,9 +69,7 @@ class Harnessing:
         collect_less()
 
     def missing_workers(self) -> str | None:
-        """What to do if rollouts wait and there is nobody to run them; None while there is, or was a moment
-        ago.
-        """
+        """What to do if rollouts wait and no worker runs them; None while one does, or did a moment ago."""
         work = self.queue.gauges()
         if work["workers"] or not work["queued"] or work["unseen_s"] < NO_WORKER_S:
             return None
@@ -204,8 +201,7 @@ def _workers(config: RunConfig, url: str, worker_key: str, run_dir: Path) -> lis
     find it.
     """
     generator = config.generator
-    names = ("python", "command", "verifiers", "args", "env", "pass_env", "max_output_bytes")
-    harness = {name: getattr(generator, name) for name in names}
+    harness = {name: getattr(generator, name) for name in HarnessSpec.model_fields}
     num_slots = num_rollouts(config) + (
         config.eval.slots if config.eval is not None and config.evaluates_agent else 0
     )

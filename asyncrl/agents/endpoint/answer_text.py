@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
-from asyncrl.agents.endpoint.requests import MAX_TOOLS
+from asyncrl.agents.endpoint.chat_messages import MAX_TOOLS
 from asyncrl.agents.endpoint.tool_calls import ParsedAnswer, ToolFormat
 from asyncrl.messages.protocols import ChatRenderer
 from asyncrl.messages.records import Completion
@@ -40,14 +40,13 @@ class AnswerText:
 
     Life:       feed() for each new tokens, finish() once after the last.
     Invariant:  however the tokens are cut into feeds, the pieces add up to the same text. A token is decoded
-    at most
-                CONTEXT_TOKENS + 1 times, or with its run of byte tokens.
+                at most CONTEXT_TOKENS + 1 times, or with its run of byte tokens.
     """
 
     def __init__(
         self, texts: GatewayTokenizer, stop: Sequence[str] = (), *, keep_special: Collection[str] = ()
     ) -> None:
-        """`keep_special`: special tokens to be shown all the same, for whoever parses tool calls."""
+        """`keep_special`: special tokens to be shown all the same: they mark tool calls."""
         self._texts = texts
         self._kept = frozenset(
             token for name in keep_special for token in texts.encode(name) if _is_named(texts, token, name)
@@ -141,28 +140,17 @@ def _overlap(text: str, stop: str) -> int:
     return next((length for length in range(longest, 0, -1) if text.endswith(stop[:length])), 0)
 
 
-class TokenNames:
-    """Text and bytes of single tokens, as logprobs name them; each token is decoded once."""
-
-    def __init__(self, tokenizer: GatewayTokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._known: dict[int, tuple[str, list[int] | None]] = {}
-
-    def of(self, token: int) -> tuple[str, list[int] | None]:
-        """Bytes are None where the token alone is no whole character."""
-        if (known := self._known.get(token)) is None:
-            text = self._tokenizer.decode((token,), skip_special_tokens=False)
-            known = self._known[token] = (text, None if REPLACEMENT in text else list(text.encode()))
-        return known
+TokenNames = dict[int, tuple[str, list[int] | None]]
+"""Text and bytes of single tokens, as logprobs name them; None where a token alone is no whole character."""
 
 
 class Choice:
     """One completion of a call.
 
     Life:       feed(), a few tokens at a time, and take() of what may be shown by then -> finish() -> the
-    rest by take(). Invariant:  all that take() ever returned, joined, is `content`; nothing of a tool call is
-    ever shown as text before it is
-                known not to be one.
+                rest by take().
+    Invariant:  all that take() ever returned, joined, is `content`; nothing of a tool call is ever shown as
+                text before it is known not to be one.
     """
 
     def __init__(
@@ -171,24 +159,22 @@ class Choice:
         tokenizer: GatewayTokenizer,
         *,
         stop: Sequence[str] = (),
-        tool_format: ToolFormat | None = None,
+        tool_format: ToolFormat,
         prefill: str = "",
         name: str,
         has_logprobs: bool,
-        token_names: TokenNames | None = None,
+        token_names: TokenNames,
     ) -> None:
-        """`tool_format` None: the text is text. `prefill`: beginning of the answer that was not sampled.
-        `name` makes ids of tool calls.
+        """`prefill`: beginning of the answer that was not sampled. `name` makes ids of tool calls.
+        `token_names` are kept, so that each token is decoded once.
         """
-        self.index, self.finish_reason = index, ""
-        self.num_tokens = 0
+        self.index, self.finish_reason, self.num_tokens = index, "", 0
         self.content: str | None = None
         self.tool_calls: list[dict[str, Any]] = []
         self.logprobs: list[dict[str, Any]] | None = None
-        self._format, self._prefill, self._name = tool_format, prefill, name
-        self._has_logprobs, self._names = has_logprobs, token_names or TokenNames(tokenizer)
-        keep = tool_format.opens if tool_format is not None else ()
-        self._answer = AnswerText(tokenizer, stop, keep_special=keep)
+        self._tokenizer, self._format, self._prefill, self._name = tokenizer, tool_format, prefill, name
+        self._has_logprobs, self._names = has_logprobs, token_names
+        self._answer = AnswerText(tokenizer, stop, keep_special=tool_format.opens)
         self._text = ""
         self._num_taken = 0
         self._completion: Completion | None = None
@@ -208,23 +194,33 @@ class Choice:
 
     def take(self) -> str:
         """Text that may be shown and was not yet."""
-        text = (self.content or "") if self.finish_reason else self._text
-        start, end = self._num_taken, len(text) if self.finish_reason else self._sure_end()
-        self._num_taken = max(start, end)
+        if self.finish_reason:
+            text, end = self.content or "", len(self.content or "")
+        else:
+            text, end = (
+                self._text,
+                0 if self._prefill else self._format.hold_from(self._text, self._num_taken),
+            )
+        start, self._num_taken = self._num_taken, max(self._num_taken, end)
         return text[start:end]
 
     def finish(self, completion: Completion) -> None:
         """Everything is sampled: parse it."""
         self.feed(completion.token_ids[self.num_tokens :])
         self._text += self._answer.finish()
-        self._completion, self.content, self.finish_reason = completion, self._text, completion.finish_reason
-        if self._format is not None:
-            self._parse(self._format)
+        self._completion, self.finish_reason = completion, completion.finish_reason
+        parsed = self._format.parse(self._prefill + self._text)
+        if len(parsed.tool_calls) > MAX_TOOLS:  # the harness could not send them back
+            parsed = ParsedAnswer(self._prefill + self._text)
+        self.content = parsed.content
+        for number, call in enumerate(parsed.tool_calls):
+            function = {"name": call.name, "arguments": call.arguments}
+            self.tool_calls.append({"id": f"{self._name}-{number}", "type": "function", "function": function})
+        if self.tool_calls and self.finish_reason == "stop":
+            self.finish_reason = "tool_calls"
         if self._has_logprobs:
-            self.logprobs = [
-                self._logprob(*each)
-                for each in zip(completion.token_ids, completion.behaviour_logprobs, strict=True)
-            ]
+            pairs = zip(completion.token_ids, completion.behaviour_logprobs, strict=True)
+            self.logprobs = [self._logprob(token, logprob) for token, logprob in pairs]
 
     def take_completion(self) -> Completion:
         """What was sampled, to be recorded; it is not kept any longer."""
@@ -232,28 +228,9 @@ class Choice:
         assert completion is not None, "a completion is recorded once, after it is finished"
         return completion
 
-    def _parse(self, tool_format: ToolFormat) -> None:
-        parsed = tool_format.parse(self._prefill + self._text)
-        if len(parsed.tool_calls) > MAX_TOOLS:  # the harness could not send them back
-            parsed = ParsedAnswer(self._prefill + self._text)
-        self.content = parsed.content
-        self.tool_calls = [
-            {
-                "id": f"{self._name}-{number}",
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
-            }
-            for number, call in enumerate(parsed.tool_calls)
-        ]
-        if self.tool_calls and self.finish_reason == "stop":
-            self.finish_reason = "tool_calls"
-
-    def _sure_end(self) -> int:
-        """How much of the text so far is content, whatever follows."""
-        if self._format is None:
-            return len(self._text)
-        return 0 if self._prefill else self._format.hold_from(self._text, self._num_taken)
-
     def _logprob(self, token: int, logprob: float) -> dict[str, Any]:
-        text, as_bytes = self._names.of(token)
+        if token not in self._names:
+            text = self._tokenizer.decode((token,), skip_special_tokens=False)
+            self._names[token] = (text, None if REPLACEMENT in text else list(text.encode()))
+        text, as_bytes = self._names[token]
         return {"token": text, "logprob": logprob, "bytes": as_bytes, "top_logprobs": []}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -105,20 +105,17 @@ def make_rollout(nodes: Iterable[Node], sample_index: int, outcome: Outcome, rew
             rule="what was sampled is what is trained on",
             way_out="let it call /v1/chat/completions with its session's key, and read the answers.",
         )
-    owned = _owned(paths)
-    credited = _credited(nodes, paths, owned, outcome)
-    return tuple(
-        _trajectory(
-            path,
-            own,
-            credited,
-            sample_index=sample_index,
-            branch=branch,
-            metrics=outcome.metrics,
-            reward=reward,
-        )
-        for branch, (path, own) in enumerate(zip(paths, owned, strict=True))
-    )
+    owners: dict[Node, int] = {}
+    """The first branch that holds a node."""
+    for branch, path in enumerate(paths):
+        for node in path:
+            owners.setdefault(node, branch)
+    credited = _credited(nodes, paths, owners, outcome)
+    rollout = []
+    for branch, path in enumerate(paths):
+        own = {node for node in path if owners[node] == branch}
+        rollout.append(_trajectory(path, own, credited, sample_index, branch, outcome.metrics, reward))
+    return tuple(rollout)
 
 
 def _in_order(nodes: Sequence[Node], outcome: Outcome) -> list[Node]:
@@ -147,21 +144,10 @@ def _paths(nodes: Sequence[Node]) -> list[Path]:
     return [node.path() for node in nodes if node not in inner]
 
 
-def _owned(paths: Sequence[Path]) -> list[set[Node]]:
-    """For each path, the nodes that no earlier one holds: at least its leaf."""
-    seen: set[Node] = set()
-    owned = []
-    for path in paths:
-        owned.append(set(path) - seen)
-        seen.update(path)
-    return owned
-
-
 def _trajectory(
     path: Path,
     own: set[Node],
     credited: Mapping[Node, tuple[float, int]],
-    *,
     sample_index: int,
     branch: int,
     metrics: Mapping[str, float],
@@ -172,7 +158,9 @@ def _trajectory(
     logprobs = np.zeros(len(token_ids), dtype=np.float32)
     spans: list[VersionSpan] = []
     credits: list[Credit] = []
-    for node, start, end in _sampled_ranges(path):
+    end = 0
+    for node in path:
+        start, end = end + node.num_added, end + len(node.ids)
         if node in own and start < end:
             loss_mask[start:end] = True
             logprobs[start:end] = node.logprobs
@@ -196,16 +184,8 @@ def _trajectory(
     )
 
 
-def _sampled_ranges(path: Path) -> Iterator[tuple[Node, int, int]]:
-    """(node, start, end) of what was sampled, counted from the root's first id."""
-    end = 0
-    for node in path:
-        start, end = end + node.num_added, end + len(node.ids)
-        yield node, start, end
-
-
 def _credited(
-    nodes: Sequence[Node], paths: Sequence[Path], owned: Sequence[set[Node]], outcome: Outcome
+    nodes: Sequence[Node], paths: Sequence[Path], owners: Mapping[Node, int], outcome: Outcome
 ) -> dict[Node, tuple[float, int]]:
     """(reward, unit) of each node, if rewards were given by turn or by branch."""
     if outcome.turn_rewards and outcome.branch_rewards:
@@ -218,7 +198,7 @@ def _credited(
     if outcome.turn_rewards:
         return _by_turn(nodes, outcome.turn_rewards)
     if outcome.branch_rewards:
-        return _by_branch(nodes, paths, owned, outcome.branch_rewards)
+        return _by_branch(nodes, paths, owners, outcome.branch_rewards)
     return {}
 
 
@@ -239,7 +219,7 @@ def _by_turn(nodes: Sequence[Node], rewards: Mapping[str, float]) -> dict[Node, 
 
 
 def _by_branch(
-    nodes: Sequence[Node], paths: Sequence[Path], owned: Sequence[set[Node]], rewards: Mapping[str, float]
+    nodes: Sequence[Node], paths: Sequence[Path], owners: Mapping[Node, int], rewards: Mapping[str, float]
 ) -> dict[Node, tuple[float, int]]:
     _check_known(nodes, rewards, "branch_rewards")
     of_branch: dict[int, float] = {}
@@ -247,7 +227,12 @@ def _by_branch(
     num_branches = Counter(node.completion_id for path in paths for node in path)
     for completion_id, reward in rewards.items():
         if num_branches[completion_id] != 1:
-            raise _unclear(completion_id, num_branches[completion_id], paths)
+            last = [path[-1].completion_id for path in paths]
+            raise RolloutFailure(
+                f"branch_rewards names {completion_id}, which lies in {num_branches[completion_id]} branches",
+                rule="a branch is named by a completion that lies in it alone",
+                way_out=f"name branches by their last completions: {_listed(last)}.",
+            )
         branch = branch_of[completion_id]
         if of_branch.setdefault(branch, reward) != reward:
             raise RolloutFailure(
@@ -264,16 +249,7 @@ def _by_branch(
             rule="with branch_rewards each branch has its reward",
             way_out="name them all; 0.0 is a reward too.",
         )
-    return {node: (of_branch[branch], branch) for branch, own in enumerate(owned) for node in own}
-
-
-def _unclear(completion_id: str, num_branches: int, paths: Sequence[Path]) -> RolloutFailure:
-    return RolloutFailure(
-        f"branch_rewards names {completion_id}, which lies in {num_branches} branches",
-        rule="a branch is named by a completion that lies in it alone",
-        way_out=f"name branches by their last completions: "
-        f"{_listed([path[-1].completion_id for path in paths])}.",
-    )
+    return {node: (of_branch[branch], branch) for node, branch in owners.items()}
 
 
 def _check_known(nodes: Sequence[Node], rewards: Mapping[str, float], name: str) -> None:

@@ -57,7 +57,8 @@ class EngineRoute:
         )
         self._rules, self._long_calls = rules, long_calls
         self._seed_of, self._on_broken = seed_of, on_broken
-        self._reader, self._token_names = RequestReader(rules), TokenNames(tokenizer)
+        self._reader = RequestReader(rules)
+        self._token_names: TokenNames = {}
         self.counts = GatewayStats()
 
     def open_nowait(
@@ -102,7 +103,7 @@ class EngineRoute:
                 index,
                 self.tokenizer,
                 stop=asked.stop,
-                tool_format=self._tool_format if asked.tools else None,
+                tool_format=self._tool_format if asked.tools else ToolFormat(),
                 prefill=prefill,
                 # it may become a part of the next prompt, so it is not made of the call's number
                 name=f"call_{key:016x}",

@@ -7,27 +7,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NotRequired, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    FailFast,
-    Field,
-    ValidationError,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
-)
-from pydantic_core import PydanticCustomError, from_json
-from typing_extensions import TypedDict
+from pydantic import BaseModel, BeforeValidator, FailFast, Field, ValidationError
+from pydantic_core import from_json
 
+from asyncrl.agents.endpoint.chat_messages import OPEN, ROLES, STRICT, ChatMessage, Tools
 from asyncrl.agents.endpoint.long_calls import LONG_BODY
 from asyncrl.agents.endpoint.refusals import ApiError, invalid, shown, too_long
 
 log = logging.getLogger(__name__)
 
-MAX_TOOLS = 128
 MAX_CHOICES = 16
 MAX_STOPS = 16
 
@@ -110,145 +100,16 @@ class CallRequest:
         return "prompt" if self.messages is None else "messages"
 
 
-# ---- messages and tools, as the chat template reads them
-
-
-def _wrong(why: str) -> PydanticCustomError:
-    return PydanticCustomError("wrong", "{why}", {"why": why})
-
-
-def _joined(content: Any) -> Any:
-    """Text, or the text of a list of text parts."""
-    if not isinstance(content, list):
-        return content
-    for part in content:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            kind = part.get("type") if isinstance(part, dict) else part
-            raise _wrong(f"a part is {shown(kind)}; this model reads text parts alone")
-    return "".join(part["text"] for part in content)
-
-
-def _parsed(arguments: Any) -> Any:
-    """Arguments as an object, which is how templates read them."""
-    if not isinstance(arguments, str):
-        raise _wrong("arguments must be the text of a JSON object")
-    try:
-        return from_json(arguments, allow_inf_nan=False)
-    except ValueError as error:
-        raise _wrong(f"arguments are not JSON: {error}") from None
-
-
-def _typed(call: Any) -> Any:
-    return {"type": "function", **call} if isinstance(call, dict) else call
-
-
-def _as_given(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
-    """Checked, and left as it is: the order of keys is part of the prompt."""
-    check(value)
-    return value
-
-
-Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}\z")]
-Content = Annotated[str, BeforeValidator(_joined)]
-_STRICT = ConfigDict(strict=True, extra="forbid")
-_OPEN = ConfigDict(strict=True, extra="ignore")
-
-
-class _CalledFunction(TypedDict):
-    __pydantic_config__ = _OPEN  # type: ignore[misc]
-    name: Name
-    arguments: Annotated[dict[str, Any], BeforeValidator(_parsed)]
-
-
-class _SentCall(TypedDict):
-    __pydantic_config__ = _OPEN  # type: ignore[misc]
-    id: str
-    type: Literal["function"]
-    function: _CalledFunction
-
-
-class _Plain(TypedDict):
-    __pydantic_config__ = _STRICT  # type: ignore[misc]
-    role: Literal["system", "developer", "user"]
-    name: NotRequired[str]
-    content: Content
-
-
-class _Assistant(TypedDict):
-    __pydantic_config__ = _STRICT  # type: ignore[misc]
-    role: Literal["assistant"]
-    name: NotRequired[str]
-    content: Content
-    reasoning_content: NotRequired[str]
-    tool_calls: NotRequired[
-        Annotated[list[Annotated[_SentCall, BeforeValidator(_typed)]], Field(max_length=MAX_TOOLS)]
-    ]
-
-
-class _ToolResult(TypedDict):
-    __pydantic_config__ = _STRICT  # type: ignore[misc]
-    role: Literal["tool"]
-    name: NotRequired[str]
-    content: Content
-    tool_call_id: Annotated[str, Field(min_length=1)]
-
-
-_ROLES = ("system", "developer", "user", "assistant", "tool")
-_SENT_BACK = ("refusal", "audio", "annotations", "function_call", "parsed")
-"""Keys that OpenAI's own client writes into an answer that it got and sends back."""
-
-
-def _tidy(message: Any) -> Any:
-    """Without keys that say nothing. An answer of calls alone has empty content: some templates (SmolLM2,
-    Phi 3) take no message without it.
-    """
-    if not isinstance(message, dict):
-        return message
-    role = message.get("role")
-    if role not in _ROLES:
-        raise _wrong(f"role is {shown(role)}; it must be one of {', '.join(_ROLES)}")
-    said = {name: value for name, value in message.items() if value is not None}
-    if role == "assistant":
-        said = {name: value for name, value in said.items() if value or name not in _SENT_BACK}
-        if not said.get("tool_calls", True):
-            del said["tool_calls"]
-        if "content" not in said and "tool_calls" not in said:
-            raise _wrong("neither content nor tool_calls; an assistant message needs one of them")
-        said.setdefault("content", "")
-    return said
-
-
-ChatMessage = Annotated[
-    _Plain | _Assistant | _ToolResult, Field(discriminator="role"), BeforeValidator(_tidy)
-]
-
-
-class _Described(TypedDict):
-    __pydantic_config__ = _OPEN  # type: ignore[misc]
-    name: Name
-    description: NotRequired[str | None]
-    parameters: NotRequired[dict[str, Any]]
-
-
-class _GivenTool(TypedDict):
-    __pydantic_config__ = _OPEN  # type: ignore[misc]
-    type: Literal["function"]
-    function: _Described
-
-
-# ---- the bodies
-
-
 Stop = Annotated[str, Field(min_length=1, max_length=1024)]
 
 
 class _StreamOptions(BaseModel):
-    model_config = _OPEN
+    model_config = OPEN
     include_usage: bool | None = None
 
 
 class _Body(BaseModel):
-    model_config = _STRICT
+    model_config = STRICT
 
     model: Annotated[str, Field(min_length=1, max_length=256)] = "policy"
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
@@ -267,7 +128,7 @@ class _Body(BaseModel):
 
 class _ChatBody(_Body):
     messages: Annotated[list[ChatMessage], Field(min_length=1), FailFast()]
-    tools: Annotated[list[_GivenTool], Field(max_length=MAX_TOOLS), WrapValidator(_as_given)] = []
+    tools: Tools = []
     tool_choice: Any = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False
@@ -408,7 +269,7 @@ class RequestReader:
 def _refused(error: ValidationError) -> ApiError:
     """The first thing that is wrong, where it stands in the body, and what stands there."""
     first = error.errors(include_url=False)[0]
-    loc = [part for part in first["loc"] if part not in _ROLES]  # pydantic names the kind of a message, too
+    loc = [part for part in first["loc"] if part not in ROLES]  # pydantic names the kind of a message, too
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).lstrip(".")[:200]
     if first["type"] == "extra_forbidden":
         if len(loc) == 1:

@@ -11,6 +11,7 @@ import pytest
 from aiohttp.base_protocol import BaseProtocol
 from aiohttp.streams import StreamReader
 from aiohttp.test_utils import make_mocked_request
+from gateway_cases import in_virtual_time
 from harness_gateway import make_work
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -32,14 +33,14 @@ from asyncrl.messages.work import (
     TakeAnswer,
     TakeRequest,
 )
-from asyncrl.testing.virtual_time import all_blocked, run_virtual, stand_still
+from asyncrl.testing.virtual_time import all_blocked, stand_still
 
 Answer = TypeVar("Answer", bound=Message)
 
 WORKERS = st.sampled_from([("a", "1"), ("a", "2"), ("b", "1")])
 
 
-class LeaseHistory(RuleBasedStateMachine):
+class QueueHistory(RuleBasedStateMachine):
     """Workers ask, lose answers on the way, finish, repeat themselves, finish others' work, leave; runs are
     taken back.
     """
@@ -48,7 +49,7 @@ class LeaseHistory(RuleBasedStateMachine):
         super().__init__()
         self.book = WorkItems("posted")
         self.queued: list[str] = []
-        self.leased: dict[str, WorkerId] = {}
+        self.held: dict[str, WorkerId] = {}
         self.over: set[str] = set()
         self.ends: dict[str, list[Outcome | RolloutFailure]] = {}
         self.starts: dict[str, int] = {}
@@ -79,19 +80,19 @@ class LeaseHistory(RuleBasedStateMachine):
     @rule(worker=WORKERS, data=st.data(), max_items=st.integers(1, 3))
     def ask(self, worker: WorkerId, data: st.DataObject, max_items: int) -> None:
         self.book.seen(worker, self.now_s)
-        mine = [item_id for item_id, owner in self.leased.items() if owner == worker]
+        mine = [item_id for item_id, owner in self.held.items() if owner == worker]
         holding = data.draw(st.sets(st.sampled_from(mine))) if mine else set()
         self.number += 1
         assert self.book.ask(worker, self.number, holding)
         lost = [item_id for item_id in mine if item_id not in holding]
         for item_id in lost:
-            del self.leased[item_id]
+            del self.held[item_id]
         self.queued = lost + self.queued
         assert not self.book.ask(worker, self.number, ()), "an old request changes nothing"
         taken = [item.item_id for item in self.book.take(worker, max_items)]
         assert taken == self.queued[:max_items], "first in, first out"
         del self.queued[:max_items]
-        self.leased |= dict.fromkeys(taken, worker)
+        self.held |= dict.fromkeys(taken, worker)
 
     @precondition(lambda self: self.ends)
     @rule(worker=WORKERS, data=st.data(), fails=st.booleans())
@@ -99,12 +100,12 @@ class LeaseHistory(RuleBasedStateMachine):
         item_id = data.draw(st.sampled_from(sorted(self.ends)))
         self.book.seen(worker, self.now_s)
         result = RolloutFailure("no") if fails else Outcome(metrics={"turns": 2.0})
-        if self.leased.get(item_id) != worker:
+        if self.held.get(item_id) != worker:
             with pytest.raises(NotHeld):
                 self.book.result(worker, item_id, result)
             return
         self.book.result(worker, item_id, result)
-        del self.leased[item_id]
+        del self.held[item_id]
         self.over.add(item_id)
         if isinstance(result, RolloutFailure):
             assert self.ends[item_id] == [result]
@@ -117,7 +118,7 @@ class LeaseHistory(RuleBasedStateMachine):
     def post(self, data: st.DataObject, value: int) -> None:
         item_id = data.draw(st.sampled_from(sorted(self.ends)))
         outcome = Outcome(float(value), {"posted": float(value)})
-        is_live = item_id in self.queued or item_id in self.leased
+        is_live = item_id in self.queued or item_id in self.held
         with pytest.raises(ApiError) as refused:
             self.book.find_postable(f"key-{item_id[1:]}")
         assert refused.value.status == (403 if is_live else 410)
@@ -135,7 +136,7 @@ class LeaseHistory(RuleBasedStateMachine):
         self.book.withdraw(item_id, "taken back")
         if item_id in self.queued:
             self.queued.remove(item_id)
-        owner = self.leased.pop(item_id, None)
+        owner = self.held.pop(item_id, None)
         if owner is not None:
             assert self.book.lost(owner, [item_id]) == {item_id: "taken back"}, (
                 "its worker is told at its next sign of life"
@@ -146,10 +147,10 @@ class LeaseHistory(RuleBasedStateMachine):
     @rule(data=st.data())
     def worker_is_gone(self, data: st.DataObject) -> None:
         worker = data.draw(st.sampled_from(sorted(self.book.workers)))
-        mine = [item_id for item_id, owner in self.leased.items() if owner == worker]
+        mine = [item_id for item_id, owner in self.held.items() if owner == worker]
         assert self.book.drop_worker(worker, "is gone", rule="", way_out="") == len(mine)
         for item_id in mine:
-            del self.leased[item_id]
+            del self.held[item_id]
             self.over.add(item_id)
             assert isinstance(self.ends[item_id][-1], RolloutFailure)
             assert "worker" in str(self.ends[item_id][-1])
@@ -157,21 +158,21 @@ class LeaseHistory(RuleBasedStateMachine):
     @invariant()
     def a_leased_work_is_with_one_worker_and_a_queued_one_with_none(self) -> None:
         held = [(item_id, worker) for worker, record in self.book.workers.items() for item_id in record.held]
-        assert sorted(held) == sorted(self.leased.items())
+        assert sorted(held) == sorted(self.held.items())
         assert self.book.num_queued == len(self.queued)
-        assert self.book.num_held == len(self.leased)
+        assert self.book.num_held == len(self.held)
 
     @invariant()
     def every_work_ends_once(self) -> None:
         assert all(len(ends) <= 1 for ends in self.ends.values())
-        live = set(self.queued) | set(self.leased)
+        live = set(self.queued) | set(self.held)
         assert live | self.over == set(self.ends)
         assert not live & self.over
         assert not any(self.ends[item_id] for item_id in live)
 
 
-TestLeaseHistory = LeaseHistory.TestCase
-TestLeaseHistory.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestQueueHistory = QueueHistory.TestCase
+TestQueueHistory.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
 def ended_with(outcomes: Outcomes, said: Outcome, posted: Outcome | None = None) -> Outcome | RolloutFailure:
@@ -219,7 +220,7 @@ class Line:
 
 
 async def ask(
-    leases: RolloutQueue, path: str, message: Message, answer: type[Answer], line: Line | None = None
+    queue: RolloutQueue, path: str, message: Message, answer: type[Answer], line: Line | None = None
 ) -> Answer:
     """Call a route without a socket: a virtual clock knows none."""
     loop = asyncio.get_running_loop()
@@ -229,113 +230,103 @@ async def ask(
     request = make_mocked_request(
         "POST", path, headers={"Authorization": "Bearer k"}, transport=line or Line(), payload=body
     )
-    (handler,) = (route.handler for route in leases.routes() if route.path == path)
+    (handler,) = (route.handler for route in queue.routes() if route.path == path)
     response: Any = await handler(request)
     assert response.status == 200, response.body
     return answer.model_validate_json(response.body)
 
 
-def lease_request(worker: str, number: int, **more: Any) -> TakeRequest:
+def take_request(worker: str, number: int, **more: Any) -> TakeRequest:
     return TakeRequest(
         **{"worker": worker, "instance": "1", "max_items": 1, "slots": 1, "number": number, "holding": []}
         | more
     )
 
 
-def make_leases(lease_timeout_s: float = 60.0) -> RolloutQueue:
+def make_queue(lease_timeout_s: float = 60.0) -> RolloutQueue:
     return RolloutQueue(worker_key="k", model="m", lease_timeout_s=lease_timeout_s, task_seed=lambda work: 0)
 
 
-def test_a_silent_worker_loses_its_leases_after_its_time_and_one_that_gives_signs_of_life_never() -> None:
-    async def story() -> None:
-        leases, loop = make_leases(lease_timeout_s=60.0), asyncio.get_running_loop()
-        assert leases.gauges()["unseen_s"] == 0.0
-        await asyncio.sleep(7.0)
-        assert leases.gauges()["unseen_s"] == 7.0
-        silent = asyncio.create_task(leases.run(make_work(0), started=lambda: None))
-        lively = asyncio.create_task(leases.run(make_work(1), started=lambda: None))
-        await all_blocked()
-        await ask(leases, "/work/take", lease_request("silent", 0), TakeAnswer)
-        item_id = (await ask(leases, "/work/take", lease_request("lively", 0), TakeAnswer)).items[0].item_id
-        begun_s = loop.time()
-        sign = AliveRequest(worker="lively", instance="1", holding=[item_id])
-        for _ in range(30):
-            await asyncio.sleep(50.0)
-            assert (await ask(leases, "/work/alive", sign, AliveAnswer)).cancel == {}
-            assert silent.done() == (loop.time() - begun_s >= 60.0)
-        with pytest.raises(
-            RolloutFailure,
-            match=r"worker silent gave no sign of life for 60\.0 s; gateway\.lease_timeout_s=60\.0",
-        ):
-            await silent
-        assert (leases.gauges()["workers"], leases.gauges()["lost"], leases.gauges()["unseen_s"]) == (
-            1,
-            1,
-            0.0,
-        )
-        result = ResultRequest(
-            worker="lively", instance="1", item_id=item_id, outcome=OutcomeMessage(reward=1.0)
-        )
-        await ask(leases, "/work/result", result, Accepted)
-        assert await lively == Outcome(1.0)
-        await leases.aclose()
-
-    run_virtual(story())
+@in_virtual_time
+async def test_a_silent_worker_loses_its_items_after_its_time_and_a_lively_one_never() -> None:
+    queue, loop = make_queue(lease_timeout_s=60.0), asyncio.get_running_loop()
+    assert queue.gauges()["unseen_s"] == 0.0
+    await asyncio.sleep(7.0)
+    assert queue.gauges()["unseen_s"] == 7.0
+    silent = asyncio.create_task(queue.run(make_work(0), started=lambda: None))
+    lively = asyncio.create_task(queue.run(make_work(1), started=lambda: None))
+    await all_blocked()
+    await ask(queue, "/work/take", take_request("silent", 0), TakeAnswer)
+    item_id = (await ask(queue, "/work/take", take_request("lively", 0), TakeAnswer)).items[0].item_id
+    begun_s = loop.time()
+    sign = AliveRequest(worker="lively", instance="1", holding=[item_id])
+    for _ in range(30):
+        await asyncio.sleep(50.0)
+        assert (await ask(queue, "/work/alive", sign, AliveAnswer)).cancel == {}
+        assert silent.done() == (loop.time() - begun_s >= 60.0)
+    with pytest.raises(
+        RolloutFailure,
+        match=r"worker silent gave no sign of life for 60\.0 s; gateway\.lease_timeout_s=60\.0",
+    ):
+        await silent
+    assert (queue.gauges()["workers"], queue.gauges()["lost"], queue.gauges()["unseen_s"]) == (
+        1,
+        1,
+        0.0,
+    )
+    result = ResultRequest(worker="lively", instance="1", item_id=item_id, outcome=OutcomeMessage(reward=1.0))
+    await ask(queue, "/work/result", result, Accepted)
+    assert await lively == Outcome(1.0)
+    await queue.aclose()
 
 
-def test_a_worker_whose_signs_of_life_we_could_not_hear_ourselves_keeps_its_leases() -> None:
-    async def story() -> None:
-        leases = make_leases(lease_timeout_s=60.0)
-        running = asyncio.create_task(leases.run(make_work(0), started=lambda: None))
-        await all_blocked()
-        item_id = (await ask(leases, "/work/take", lease_request("w", 0), TakeAnswer)).items[0].item_id
-        sign = AliveRequest(worker="w", instance="1", holding=[item_id])
-        for before_s in (30.0, 59.5):
-            await asyncio.sleep(before_s)
-            stand_still(3600.0)
-            await asyncio.sleep(0.3)  # what came meanwhile is read
-            assert (await ask(leases, "/work/alive", sign, AliveAnswer)).cancel == {}
-        with pytest.raises(RolloutFailure, match=r"worker w gave no sign of life for 60\.0 s"):
-            await running
-        await leases.aclose()
-
-    run_virtual(story())
+@in_virtual_time
+async def test_a_worker_whose_signs_of_life_we_could_not_hear_ourselves_keeps_its_leases() -> None:
+    queue = make_queue(lease_timeout_s=60.0)
+    running = asyncio.create_task(queue.run(make_work(0), started=lambda: None))
+    await all_blocked()
+    item_id = (await ask(queue, "/work/take", take_request("w", 0), TakeAnswer)).items[0].item_id
+    sign = AliveRequest(worker="w", instance="1", holding=[item_id])
+    for before_s in (30.0, 59.5):
+        await asyncio.sleep(before_s)
+        stand_still(3600.0)
+        await asyncio.sleep(0.3)  # what came meanwhile is read
+        assert (await ask(queue, "/work/alive", sign, AliveAnswer)).cancel == {}
+    with pytest.raises(RolloutFailure, match=r"worker w gave no sign of life for 60\.0 s"):
+        await running
+    await queue.aclose()
 
 
-def test_a_poll_ends_after_its_time_or_for_a_newer_one_of_the_same_worker() -> None:
-    async def story() -> None:
-        leases, loop = make_leases(), asyncio.get_running_loop()
-        assert (await ask(leases, "/work/take", lease_request("w", 0, wait_s=1000.0), TakeAnswer)).items == []
-        assert loop.time() == 20.0
-        older = asyncio.create_task(ask(leases, "/work/take", lease_request("w", 1), TakeAnswer))
-        await all_blocked()
-        newer = asyncio.create_task(ask(leases, "/work/take", lease_request("w", 2), TakeAnswer))
-        await all_blocked()
-        assert older.done()
-        assert older.result().items == []
-        running = asyncio.create_task(leases.run(make_work(0), started=lambda: None))
-        assert (await newer).items[0].rollout_id == "g0/r0"
-        running.cancel()
-        await leases.aclose()
-
-    run_virtual(story())
+@in_virtual_time
+async def test_a_poll_ends_after_its_time_or_for_a_newer_one_of_the_same_worker() -> None:
+    queue, loop = make_queue(), asyncio.get_running_loop()
+    assert (await ask(queue, "/work/take", take_request("w", 0, wait_s=1000.0), TakeAnswer)).items == []
+    assert loop.time() == 20.0
+    older = asyncio.create_task(ask(queue, "/work/take", take_request("w", 1), TakeAnswer))
+    await all_blocked()
+    newer = asyncio.create_task(ask(queue, "/work/take", take_request("w", 2), TakeAnswer))
+    await all_blocked()
+    assert older.done()
+    assert older.result().items == []
+    running = asyncio.create_task(queue.run(make_work(0), started=lambda: None))
+    assert (await newer).items[0].rollout_id == "g0/r0"
+    running.cancel()
+    await queue.aclose()
 
 
-def test_a_poll_whose_client_is_gone_takes_no_work_nor_does_one_of_a_worker_that_was_dropped() -> None:
-    async def story() -> None:
-        leases, line = make_leases(), Line()
-        cut = asyncio.create_task(ask(leases, "/work/take", lease_request("cut", 0), TakeAnswer, line))
-        dropped = asyncio.create_task(ask(leases, "/work/take", lease_request("dropped", 0), TakeAnswer))
-        await all_blocked()
-        line.is_cut = True
-        leases.worker_gone_nowait("dropped", "exited with code 1")
-        running = asyncio.create_task(leases.run(make_work(0), started=lambda: None))
-        assert (await cut).items == (await dropped).items == []
-        assert leases.gauges()["queued"] == 1
-        running.cancel()
-        await leases.aclose()
-
-    run_virtual(story())
+@in_virtual_time
+async def test_a_poll_of_a_client_that_is_gone_or_of_a_dropped_worker_takes_no_work() -> None:
+    queue, line = make_queue(), Line()
+    cut = asyncio.create_task(ask(queue, "/work/take", take_request("cut", 0), TakeAnswer, line))
+    dropped = asyncio.create_task(ask(queue, "/work/take", take_request("dropped", 0), TakeAnswer))
+    await all_blocked()
+    line.is_cut = True
+    queue.worker_gone_nowait("dropped", "exited with code 1")
+    running = asyncio.create_task(queue.run(make_work(0), started=lambda: None))
+    assert (await cut).items == (await dropped).items == []
+    assert queue.gauges()["queued"] == 1
+    running.cancel()
+    await queue.aclose()
 
 
 def test_large_works_are_not_given_out_all_at_once() -> None:
