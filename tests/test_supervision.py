@@ -148,21 +148,6 @@ def now_s() -> float:
 # ---- requests
 
 
-def test_a_request_whose_server_dies_goes_on_at_another_one_from_its_segments() -> None:
-    async def story(house: House) -> None:
-        request = make_request(max_tokens=20)
-        running = house.ask(request)
-        await asyncio.sleep(5.5 * DECODE_S)
-        await house.targets[0].abort(None)  # a segment of five tokens is safe
-        await asyncio.sleep(3 * DECODE_S)
-        house.fakes[0].die()  # and three or four more are not
-        assert (await running).token_ids == (await undisturbed(request)).token_ids
-        (resumed,) = house.fakes[1].requests
-        assert (resumed.num_resumed, resumed.max_tokens) == (5, 15)
-        assert house.pool.stats().moved == 1
-        assert house.pool.stats().down == ("engine-0",)
-
-    live(story)
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
@@ -576,15 +561,6 @@ def test_a_controller_that_stood_still_gives_up_no_server_in_the_middle_of_a_pus
     assert [supervisor.num_restarts for supervisor in house.supervisors.values()] == [0, 0]
 
 
-def test_a_server_that_hangs_while_the_controller_stands_still_is_found_out_after_it() -> None:
-    async def story(house: House) -> None:
-        await asyncio.sleep(0.5)
-        house.fakes[0].freeze()
-        stand_still(1000.0)
-        await asyncio.sleep(2 * HEARTBEAT_S + 2.0)
-        assert house.pool.stats().down == ("engine-0",)
-
-    live(story)
 
 
 # ---- a machine without descriptors

@@ -122,20 +122,6 @@ def test_a_version_that_is_evaluated_is_exported_whole_while_the_trainer_has_its
     live(story)
 
 
-def test_requests_that_an_empty_turn_interrupts_get_the_tokens_that_they_would_have_got() -> None:
-    async def story(house: House) -> None:
-        undisturbed = [await house.ask(make_request(f"u{index}", seed=index)) for index in range(4)]
-        running = [house.ask(make_request(f"r{index}", seed=index)) for index in range(4)]
-        await asyncio.sleep(0.05)
-        house.fakes[0].die()
-        for request, expected in zip(running, undisturbed, strict=True):
-            assert (await request).token_ids == expected.token_ids
-        await asyncio.sleep(10 * START_S)
-        assert house.pool.stats().down == ()
-        assert [fake.policy_version for fake in house.fakes] == [0, 0]
-        await house.step()
-
-    live(story)
 
 
 @pytest.mark.parametrize("num_engines", [1, 2])
