@@ -342,8 +342,6 @@ def test_who_waits_for_a_trainer_that_never_comes_back_ends_with_the_run() -> No
     assert "max_restarts=3 is used up" in str(fails(story))
 
 
-
-
 def test_a_late_word_of_processes_that_are_gone_does_not_touch_those_in_their_place() -> None:
     async def story(house: House) -> None:
         batch = make_batch(0, 0, 1)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from turn_house import MOVE_S, NUM_CHUNKS, START_S, House, make_batch, make_request
+from turn_cases import MOVE_S, NUM_CHUNKS, START_S, House, make_batch, make_request
 
 from asyncrl.errors import PublishError, RoomError
 from asyncrl.testing.virtual_time import all_blocked, run_virtual
@@ -120,8 +120,6 @@ def test_a_version_that_is_evaluated_is_exported_whole_while_the_trainer_has_its
         assert house.worker.calls.count("/export") == 2
 
     live(story)
-
-
 
 
 @pytest.mark.parametrize("num_engines", [1, 2])

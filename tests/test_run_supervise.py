@@ -148,8 +148,6 @@ def now_s() -> float:
 # ---- requests
 
 
-
-
 @pytest.mark.parametrize("is_streamed", [False, True])
 def test_an_engine_that_comes_back_takes_its_share_of_the_queue_at_once(is_streamed: bool) -> None:
     async def story(house: House) -> None:
@@ -559,8 +557,6 @@ def test_a_controller_that_stood_still_gives_up_no_server_in_the_middle_of_a_pus
     house = live(story, prepare_s=4.0, swap_s=1.0, timeout_s=5.0)
     assert house.announced == [0, 1, 2, 3]
     assert [supervisor.num_restarts for supervisor in house.supervisors.values()] == [0, 0]
-
-
 
 
 # ---- a machine without descriptors

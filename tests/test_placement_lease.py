@@ -284,7 +284,8 @@ def test_a_broken_lease_is_told_with_both_phases() -> None:
     world = World(num_engines=1)
     world.run("engines")
     error = world.run("trainer", {1: "refuse", 2: "hang"})
-    told = "'trainer onloads' failed (it: no memory), and so did undoing 'trainer onloads' (trainer: offload was not done within 30.0 s)"
+    told = "'trainer onloads' failed (it: no memory), and so did undoing 'trainer onloads' "
+    told += "(trainer: offload was not done within 30.0 s)"
     assert f"the lease is broken: {told}" in str(error)
     assert world.lease.broken == told
     assert world.engines[0].awake == set(), "what had no room to wake was not woken"
@@ -343,8 +344,6 @@ def test_every_step_is_told_with_its_seconds_and_bytes() -> None:
         "both engines at once"
     )
     assert world.events[-1][1] == {"to": "engines", "seconds": 5.0}
-
-
 
 
 def test_a_second_handover_meanwhile_is_refused() -> None:
