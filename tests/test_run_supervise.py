@@ -221,18 +221,6 @@ def test_a_frozen_server_is_left_at_the_heartbeat_killed_and_used_again() -> Non
     live(story)
 
 
-def test_requests_leave_a_frozen_server_before_it_is_dead() -> None:
-    async def story(house: House) -> None:
-        house.processes[0].end_s = 1000.0
-        running = house.ask(make_request())
-        await asyncio.sleep(5.5 * DECODE_S)
-        house.fakes[0].freeze()
-        await running
-        assert now_s() < HEARTBEAT_S + 3.0
-
-    live(story)
-
-
 # ---- weights
 
 
@@ -299,21 +287,6 @@ def test_bring_up_and_a_push_take_turns_so_that_no_version_is_missed() -> None:
         assert [fake.policy_version for fake in house.fakes] == [2, 2]
 
     live(story, prepare_s=2.0, swap_s=1.0)
-
-
-def test_with_no_engine_alive_a_version_is_announced_and_the_first_one_back_serves_it() -> None:
-    async def story(house: House) -> None:
-        for fake in house.fakes:
-            fake.die()
-        await all_blocked()
-        house.trainer.step()
-        await asyncio.sleep(1.0)
-        assert house.announced == [0, 1]
-        completion = await house.ask(make_request())
-        assert completion.version_spans == (VersionSpan(0, 20, 1, engine=0),)
-        assert house.publisher.stats().pause_s == 0.0
-
-    live(story)
 
 
 def test_weights_that_arrive_changed_at_a_restarted_engine_end_the_run() -> None:

@@ -165,17 +165,6 @@ def test_what_is_told_and_noted_of_a_restart() -> None:
     assert house.cleared_at == [2.0 + 1.0], "where the ranks find each other is cleared before new ones start"
 
 
-def test_an_export_is_asked_for_again_and_is_of_the_same_weights() -> None:
-    async def story(house: House) -> None:
-        await house.steps(2)
-        house.server.dies_at = "/export"
-        manifest = await house.trainer.export()
-        assert (manifest.version, manifest.digest) == (2, "|".join(house.server.weights))
-        house.check()
-
-    live(story)
-
-
 def test_a_save_that_was_lost_is_made_again_and_replaces_what_is_there(tmp_path: Path) -> None:
     async def story(house: House) -> None:
         await house.steps(1)
