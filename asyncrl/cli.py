@@ -107,7 +107,6 @@ def check(config: ConfigPath, overrides: Overrides = None) -> None:
     """Validate a config, load all that it names but weights, and print the plan: processes, devices, threads,
     memory.
     """
-    from asyncrl.agents.command import passed_env
     from asyncrl.config import load_config
     from asyncrl.placement.choices import settle_dtype
     from asyncrl.placement.fit import refuse_what_cannot_fit
@@ -117,7 +116,6 @@ def check(config: ConfigPath, overrides: Overrides = None) -> None:
 
     loaded = load_config(config, overrides or [])
     loaded, dtype_words = settle_dtype(loaded)
-    passed_env(loaded.generator.pass_env)
     found = look(loaded)
     for line in (*found.lines, *filter(None, [dtype_words])):
         typer.echo(line)

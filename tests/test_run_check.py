@@ -219,7 +219,7 @@ def test_prompts_of_which_some_are_too_long_are_told_and_what_was_read_is_handed
     assert len(found.task) == 2
 
 
-def test_functions_of_the_right_shape_pass_though_they_would_fail_when_called_and_their_threads_are_not_waited_for(
+def test_functions_of_the_right_shape_pass_uncalled_and_their_threads_are_not_waited_for(
     here: Path,
 ) -> None:
     own = {

@@ -18,7 +18,6 @@ from asyncrl.config import SupervisionConfig
 from asyncrl.errors import JournalError, RoomError, TrainerError, TrainerLost
 from asyncrl.messages.records import Batch
 from asyncrl.run.supervise_trainer import LivingTrainer
-from asyncrl.sync.publisher import Publisher
 from asyncrl.testing.fake_trainer import FakeTrainerProcess, FakeTrainerServer
 from asyncrl.testing.virtual_time import all_blocked, run_virtual
 from asyncrl.trainer.trainer_client import TrainerClient
@@ -164,17 +163,6 @@ def test_what_is_told_and_noted_of_a_restart() -> None:
     ]
     assert house.events[1][1]["policy_version"] == 2
     assert house.cleared_at == [2.0 + 1.0], "where the ranks find each other is cleared before new ones start"
-
-
-def test_an_export_is_asked_for_again_and_is_of_the_same_weights() -> None:
-    async def story(house: House) -> None:
-        await house.steps(2)
-        house.server.dies_at = "/export"
-        manifest = await house.trainer.export()
-        assert (manifest.version, manifest.digest) == (2, "|".join(house.server.weights))
-        house.check()
-
-    live(story)
 
 
 def test_a_save_that_was_lost_is_made_again_and_replaces_what_is_there(tmp_path: Path) -> None:
@@ -341,22 +329,6 @@ def test_who_waits_for_a_trainer_that_never_comes_back_ends_with_the_run() -> No
             assert all(task.cancelled() for task in waiting)
 
     assert "max_restarts=3 is used up" in str(fails(story))
-
-
-def test_a_version_that_was_answered_stays_and_the_publisher_sleeps_through_a_restart() -> None:
-    async def story(house: House) -> None:
-        served: list[int] = []
-        publisher = Publisher(house.trainer, [], interrupt="abort", timeout_s=600.0, on_served=served.append)
-        publishing = house.tasks.create_task(publisher.run())
-        await house.steps(2)
-        await all_blocked()
-        house.server.die()
-        await house.steps(1)
-        await asyncio.sleep(5.0)
-        assert served == [1, 2, 3] or served == [2, 3], "versions never go back"
-        publishing.cancel()
-
-    live(story)
 
 
 def test_a_late_word_of_processes_that_are_gone_does_not_touch_those_in_their_place() -> None:

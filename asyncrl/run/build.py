@@ -45,7 +45,7 @@ from asyncrl.sync.broadcast import Broadcasts
 from asyncrl.sync.chunk_push import ChunkPublisher
 from asyncrl.sync.publisher import Publisher
 from asyncrl.tasks.feed import Feed
-from asyncrl.tasks.from_config import EvalTask, build_task, read_eval_task, task_name
+from asyncrl.tasks.from_config import build_task, read_eval_task, task_name
 from asyncrl.tasks.scorer import TaskScorer
 from asyncrl.tasks.task import Task
 from asyncrl.trainer.trainer_client import TrainerClient
@@ -77,6 +77,8 @@ class Rooms:
     """Not one of `servers`: the run goes on without it."""
     tokenizer: HFChatTokenizer
     clients: dict[str, EngineClient]
+    targets: list[EngineClient]
+    """The clients that sample for training: all but that of the eval engine."""
     trainer: LivingTrainer
     meeting: Broadcasts | None = None
     """Where engines and trainer form a group, with publisher.transport=nccl."""
@@ -157,9 +159,7 @@ async def open_rooms(
     rooms, config = Rooms(), job.config
     rooms.checkpoints = Checkpoints(job.run_dir, config.checkpoint)
     disk_dir = await _open_journal(rooms, job, lock)
-    task, held_out = await _read_tasks(rooms, job)
-    rooms.scorer = TaskScorer(task, config.task, seed=config.seed, warn=job.warn)
-    job.closes("rewards", rooms.scorer.aclose)
+    held_out = await _read_tasks(rooms, job)
     model_path = await _find_model(rooms, job, placement, may_change_model)
     rooms.staging_dir = new_staging_dir(disk_dir)
     job.stack.callback(remove_staging_dir, rooms.staging_dir)
@@ -168,15 +168,11 @@ async def open_rooms(
     _make_trainer_and_engines(rooms, job, on_lost)
     _make_producers(rooms, job)
     if config.eval is not None and held_out is not None and rooms.eval_server is not None:
-        eval_task, eval_prompts = held_out
-        eval_scorer = TaskScorer(eval_task, config.eval.task, seed=config.eval.seed, warn=job.warn)
-        job.closes("eval rewards", eval_scorer.aclose)
         rooms.evaluation = wire_evaluation(
             config,
             config.eval,
             rooms.clients[rooms.eval_server.name],
-            eval_prompts,
-            eval_scorer,
+            *held_out,
             rooms.tokenizer,
             rooms.staging_dir,
             job.run_dir,
@@ -215,24 +211,30 @@ async def _open_journal(rooms: Rooms, job: Life, lock: RunLock | None) -> Path |
     return disk_dir
 
 
-async def _read_tasks(rooms: Rooms, job: Life) -> tuple[Task, EvalTask | None]:
+async def _read_tasks(rooms: Rooms, job: Life) -> tuple[tuple[Prompt, ...], TaskScorer] | None:
+    """Returns what an evaluation samples, and what scores it."""
     config = job.config
     job.tell("looking at what the config names")
     found = await in_daemon_thread(lambda: look(config))
     for note in found.notes:
         job.say(note)
-    task, held_out = found.task, found.eval_task
+    task = found.task
     if task is None:
         job.tell("reading the task")
         task = await in_daemon_thread(lambda: read_task(config))
     rooms.replayed = await in_daemon_thread(lambda: open_replay(config, job.run_dir))
     first = () if rooms.replayed is None else rooms.replayed.prompts
     rooms.feed = make_feed(config, task, shuffle=config.task.shuffle, first=first)
-    if config.eval is not None and held_out is None:
-        eval_config = config.eval
+    rooms.scorer = TaskScorer(task, config.task, seed=config.seed, warn=job.warn)
+    job.closes("rewards", rooms.scorer.aclose)
+    if (settings := config.eval) is None:
+        return None
+    if (held_out := found.eval_task) is None:
         job.tell("reading the eval task")
-        held_out = await in_daemon_thread(lambda: read_eval_task(eval_config))
-    return task, held_out
+        held_out = await in_daemon_thread(lambda: read_eval_task(settings))
+    scorer = TaskScorer(held_out[0], settings.task, seed=settings.seed, warn=job.warn)
+    job.closes("eval rewards", scorer.aclose)
+    return held_out[1], scorer
 
 
 async def _find_model(rooms: Rooms, job: Life, placement: Placement, may_change_model: bool) -> Path:
@@ -302,18 +304,14 @@ def _make_trainer_and_engines(rooms: Rooms, job: Life, on_lost: Callable[[Engine
         warn=job.warn,
         on_event=rooms.journal.event_nowait,
     )
-    targets = _targets(rooms, config)
+    rooms.targets = [rooms.clients[server.name] for server in rooms.servers[num_ranks:]]
     if config.publisher.transport == "nccl":
         timeout_s = config.publisher.timeout_s
         rooms.meeting = Broadcasts(rooms.trainer, rooms.staging_dir, timeout_s=timeout_s)
-        for target in targets:
+        for target in rooms.targets:
             assert isinstance(target, VllmServer), "the config has it so"
             target.meeting = rooms.meeting
-    rooms.engines = EnginePool(targets, slots=config.rollout.slots, on_lost=on_lost)
-
-
-def _targets(rooms: Rooms, config: RunConfig) -> list[EngineClient]:
-    return [rooms.clients[server.name] for server in rooms.servers[config.trainer.world_size :]]
+    rooms.engines = EnginePool(rooms.targets, slots=config.rollout.slots, on_lost=on_lost)
 
 
 def _make_producers(rooms: Rooms, job: Life) -> None:
@@ -359,7 +357,7 @@ def _make_publisher(
     """How weights reach the engines: beside generation, or in turns on shared devices; then what supervises
     them.
     """
-    config, targets = job.config, _targets(rooms, job.config)
+    config, targets = job.config, rooms.targets
     num_steps, timeout_s = config.trainer.num_steps, config.publisher.timeout_s
     if placement.mode == "colocated":
         chunks = ChunkPublisher(

@@ -49,7 +49,7 @@ SIMULATED = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Found:
-    """`lines`: what was looked at, for people. `notes`: what somebody who starts a run has to know. `task`
+    """`lines`: what was looked at, for people. `notes`: what the person who starts a run has to know. `task`
     and `eval_task` are handed on to the run, None where only its start may read them.
     """
 
@@ -170,9 +170,13 @@ def _too_long(prompts: Sequence[Prompt], tokenizer: HFChatTokenizer, limit: int,
         ) from error
     num_too_long = sum(length > limit for length in lengths)
     if num_too_long == len(lengths):
+        shortest, longest = min(lengths), max(lengths)
+        span = str(longest) if shortest == longest else f"{shortest} to {longest}"
+        which = f"all of the first {len(lengths)} prompts of the {name} are"
+        if len(lengths) == 1:
+            which = f"the first prompt of the {name} is"
         raise ConfigError(
-            f"{_all(len(lengths), name)} longer than rollout.max_prompt_tokens={limit}: {_range(lengths)} "
-            f"tokens",
+            f"{which} longer than rollout.max_prompt_tokens={limit}: {span} tokens",
             rule="a prompt is never cut: one that is too long is a failed rollout",
             way_out=f"raise rollout.max_prompt_tokens to {max(lengths)} or more, or shorten the prompts.",
         )
@@ -185,27 +189,11 @@ def _too_long(prompts: Sequence[Prompt], tokenizer: HFChatTokenizer, limit: int,
     ]
 
 
-def _all(num_prompts: int, name: str) -> str:
-    return (
-        f"the first prompt of the {name} is"
-        if num_prompts == 1
-        else f"all of the first {num_prompts} prompts of the {name} are"
-    )
-
-
-def _range(lengths: Sequence[int]) -> str:
-    shortest, longest = min(lengths), max(lengths)
-    return str(longest) if shortest == longest else f"{shortest} to {longest}"
-
-
 def _ask_user_code(config: RunConfig) -> None:
     """Raise the ConfigError that a process of its own finds, if there is something for it to load."""
-    own = (
-        ":" in config.algorithm.loss,
-        ":" in config.algorithm.advantage,
-        config.generator.python is not None,
-    )
-    if not (any(own) or config.trainer.lora is not None):
+    names = (config.algorithm.loss, config.algorithm.advantage)
+    is_own = any(":" in name for name in names) or config.generator.python is not None
+    if not is_own and config.trainer.lora is None:
         return
     if config.model.path is not None and (folder := find_on_disk(config.model)) is not None:
         config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder)})})

@@ -2,7 +2,7 @@
 says whether it can be called.
 
 A process of its own, because the controller loads no torch and none of the code that runs elsewhere. It ends
-with a fatal line, or with exit code FINE, which no module ends a process with by accident. preflight.py
+with a fatal line, or with exit code FINE, which no module ends a process with by accident. check.py
 starts it.
 """
 

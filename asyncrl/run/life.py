@@ -22,6 +22,7 @@ from typing import Any
 from asyncrl.config import RunConfig
 from asyncrl.errors import AsyncrlError, ConfigError, RoomError, first_cause
 from asyncrl.http import OURS, out_of
+from asyncrl.observe.text import outliving
 from asyncrl.placement.staging import clear_own_staging
 from asyncrl.run.start import Server, note_deaths
 
@@ -64,21 +65,21 @@ class Life(ABC):
     async def live(self) -> int:
         """What the command does, in the TaskGroup; returns its exit code."""
 
-    @abstractmethod
     def tell(self, text: str) -> None:
         """What is being done, or waited for, in words."""
+        self.say(f"{text} ...")
 
-    @abstractmethod
     def say(self, text: str) -> None:
         """One line for the person who started the command; it stays."""
+        say(text)
 
-    @abstractmethod
     def say_secret(self, text: str) -> None:
         """The same with a key in it: it is printed, and in no file of ours."""
+        say_secret(text)
 
-    @abstractmethod
     def warn(self, text: str) -> None:
         """Something went wrong that ends nothing."""
+        self.say(f"WARNING: {text}")
 
     def finish(self, state: str, why: str = "", *, can_go_on: bool = True) -> None:  # noqa: B027  optional
         """How it ended: done, interrupted or failed."""
@@ -186,6 +187,19 @@ class Life(ABC):
             self.stop.set()
         else:
             main.cancel()
+
+
+def say(text: str) -> None:
+    """A line on the console and in the log. That nothing reads it any more (`| head`, a closed terminal) ends
+    nothing.
+    """
+    logger.info("%s", text)
+    say_secret(text)
+
+
+def say_secret(text: str) -> None:
+    """A line with a key in it: printed, and in no file of ours."""
+    outliving().write(f"{text}\n")
 
 
 async def close_within(timeout_s: float, name: str, close: Callable[[], Awaitable[None]]) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import xxhash
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from asyncrl.config import ModelConfig, RunConfig
 from asyncrl.errors import ConfigError
@@ -72,7 +72,9 @@ async def make_model_folder(config: RunConfig, run_dir: Path, *, revision: str |
     `revision`: the hub's commit, none for the newest.
     """
     if config.model.scratch is None:
-        return await in_daemon_thread(lambda: _find_model(config.model, revision))
+        return await in_daemon_thread(
+            lambda: _find_given(config.model) or _download(str(config.model.path), revision)
+        )
     folder = run_dir / "model"
     spec = run_dir / "specs" / "scratch.json"
     if (
@@ -213,10 +215,6 @@ def _find_in_cache(hub_id: str) -> Path | None:
     return folder
 
 
-def _find_model(model: ModelConfig, revision: str | None) -> Path:
-    return _find_given(model) or _download(str(model.path), revision)
-
-
 def _download(hub_id: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
 
@@ -241,38 +239,24 @@ def _download(hub_id: str, revision: str | None) -> Path:
 MODEL_PIN = "model.json"
 """In the run directory: the model that the run began with."""
 PATTERNS = (
-    "*.safetensors",
-    "*.safetensors.index.json",
-    "*.bin",
-    "*.bin.index.json",
-    "config.json",
-    "generation_config.json",
-    "tokenizer*.json",
-    "tokenizer.model",
-    "vocab.*",
-    "merges.txt",
-    "added_tokens.json",
-    "special_tokens_map.json",
-    "chat_template.*",
-)
+    "*.safetensors *.safetensors.index.json *.bin *.bin.index.json config.json generation_config.json "
+    "tokenizer*.json tokenizer.model vocab.* merges.txt added_tokens.json special_tokens_map.json "
+    "chat_template.*"
+).split()
 """What weights, architecture and tokenizer are read from."""
 _CHUNK_BYTES = 8 * 2**20
 
 
-class PinnedFile(BaseModel):
+class PinnedFile(BaseModel, frozen=True, extra="forbid"):
     """One file. With the size and time that it had, it is not read again."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     size: int
     mtime_ns: int
     xxh3: str
 
 
-class PinnedModel(BaseModel):
+class PinnedModel(BaseModel, frozen=True, extra="forbid"):
     """Files by name. `given`: model.path; `revision`: of a hub id, the commit that it was fetched at."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     given: str | None
     revision: str | None
@@ -320,19 +304,20 @@ class ModelPin:
         if self._pinned is None:
             return
         before, now = self._pinned.files, _hash_all(folder, self._pinned.files)
-        differing = [
-            f"{name} has other content"
-            for name in before.keys() & now.keys()
-            if before[name].xxh3 != now[name].xxh3
-        ]
-        differing += [f"{name} is missing" for name in before.keys() - now.keys()]
-        differing += [f"{name} is new" for name in now.keys() - before.keys()]
+        differing = []
+        for name in sorted(before.keys() | now.keys()):
+            if name not in now or name not in before:
+                differing.append(f"{name} is {'missing' if name in before else 'new'}")
+            elif before[name].xxh3 != now[name].xxh3:
+                differing.append(f"{name} has other content")
         if differing:
+            back = "put the model's files back as they were"
+            if self._given is None:
+                back = f"remove {folder}: it is made again from the seed"
             raise ConfigError(
-                f"the model in {folder} is not the one that this run began with: "
-                f"{', '.join(sorted(differing))}",
+                f"the model in {folder} is not the one that this run began with: {', '.join(differing)}",
                 rule="a run goes on from the base weights and the tokenizer that it was started with",
-                way_out=f"{self._way_back(folder)}, or accept these with --allow-change model.path.",
+                way_out=f"{back}, or accept these with --allow-change model.path.",
             )
         self._found = self._model(folder, now)
 
@@ -352,13 +337,6 @@ class ModelPin:
             folder.name if folder.parent.name == "snapshots" else None
         )  # as the hub's cache lays it out
         return PinnedModel(given=self._given, revision=revision, files=files)
-
-    def _way_back(self, folder: Path) -> str:
-        return (
-            f"remove {folder}: it is made again from the seed"
-            if self._given is None
-            else "put the model's files back as they were"
-        )
 
 
 def _hash_all(folder: Path, known: Mapping[str, PinnedFile]) -> dict[str, PinnedFile]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import secrets
 import shlex
 import shutil
@@ -41,7 +40,7 @@ from asyncrl.run import start as startup
 from asyncrl.run.agents import make_gateway, make_harnessing, model_name, num_rollouts
 from asyncrl.run.build import make_feed, make_generator, read_task, say_where
 from asyncrl.run.check import look
-from asyncrl.run.life import Life, logging_to, make_run_dir
+from asyncrl.run.life import Life, logging_to, make_run_dir, say
 from asyncrl.run.model_folder import in_daemon_thread, make_model_folder
 from asyncrl.run.replay import sampled_by
 from asyncrl.run.serve_rollouts import InOrder, PeoplesKey, Tried, result_table, try_rollouts, verdict
@@ -49,8 +48,6 @@ from asyncrl.run.supervise import heartbeat
 from asyncrl.tasks.scorer import TaskScorer
 from asyncrl.tasks.task import Task
 from asyncrl.user_code import end_what_is_left
-
-logger = logging.getLogger("asyncrl.run.serve")
 
 
 def serve_gateway(
@@ -111,37 +108,8 @@ def open_folder(run_dir: Path | None, name: str, config: RunConfig) -> Iterator[
         lock.release()
 
 
-def say(text: str) -> None:
-    """A line on the console and in the log. That nothing reads it any more (`| head`, a closed terminal) ends
-    nothing.
-    """
-    logger.info("%s", text)
-    say_secret(text)
-
-
-def say_secret(text: str) -> None:
-    """A line with a key in it: printed, and in no file of ours."""
-    outliving().write(f"{text}\n")
-
-
 class Serving(Life):
-    """The life of one `asyncrl serve`; what is told on the way goes to the console."""
-
-    def tell(self, text: str) -> None:
-        """On the console and in the log."""
-        say(f"{text} ...")
-
-    def say(self, text: str) -> None:
-        """On the console and in the log."""
-        say(text)
-
-    def say_secret(self, text: str) -> None:
-        """On the console alone."""
-        say_secret(text)
-
-    def warn(self, text: str) -> None:
-        """On the console and in the log."""
-        say(f"WARNING: {text}")
+    """The life of one `asyncrl serve`."""
 
     @abstractmethod
     async def serve(self, model_path: Path, secret: str, servers: list[startup.Server]) -> int:

@@ -9,7 +9,7 @@ of the time, and lengths are lognormal.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from asyncrl.buffer.overdue import OnOverdue
 from asyncrl.buffer.simulation import Outcome, Simulation, Workload
@@ -192,8 +192,3 @@ def _line(name: str, outcome: Outcome, gain: float, even: str) -> str:
         f"{outcome.age_mean:.2f}",
     )
     return f"{name:<28} {speed:>9} {gain:>8.2f} {idle:>12} {age:>8}  {even}".rstrip()
-
-
-def with_mask(case: Case) -> Case:
-    """The same case where no batch waits for a straggler."""
-    return replace(case, on_overdue="mask")

@@ -27,7 +27,8 @@ from asyncrl.messages.records import Rollout
 from asyncrl.rollouts.evaluator import Evaluator
 from asyncrl.rollouts.recording import RecordedRollout, Recorder, RecordFile, read_recording
 from asyncrl.rollouts.rollout import AttemptsApart, RolloutAttempt
-from asyncrl.run.serve import open_folder, say
+from asyncrl.run.life import say
+from asyncrl.run.serve import open_folder
 from asyncrl.run.serve_rollouts import InOrder, PeoplesKey, Tried, result_table, try_rollouts, verdict
 from asyncrl.testing.fakes import FakeEngine, FakeScorer, FakeTokenizer
 from asyncrl.testing.virtual_time import run_virtual

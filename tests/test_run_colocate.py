@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from turn_house import MOVE_S, NUM_CHUNKS, START_S, House, make_batch, make_request
+from turn_cases import MOVE_S, NUM_CHUNKS, START_S, House, make_batch, make_request
 
 from asyncrl.errors import PublishError, RoomError
 from asyncrl.testing.virtual_time import all_blocked, run_virtual
@@ -118,22 +118,6 @@ def test_a_version_that_is_evaluated_is_exported_whole_while_the_trainer_has_its
             await house.step()
         assert house.wholes == [2, 4]
         assert house.worker.calls.count("/export") == 2
-
-    live(story)
-
-
-def test_requests_that_an_empty_turn_interrupts_get_the_tokens_that_they_would_have_got() -> None:
-    async def story(house: House) -> None:
-        undisturbed = [await house.ask(make_request(f"u{index}", seed=index)) for index in range(4)]
-        running = [house.ask(make_request(f"r{index}", seed=index)) for index in range(4)]
-        await asyncio.sleep(0.05)
-        house.fakes[0].die()
-        for request, expected in zip(running, undisturbed, strict=True):
-            assert (await request).token_ids == expected.token_ids
-        await asyncio.sleep(10 * START_S)
-        assert house.pool.stats().down == ()
-        assert [fake.policy_version for fake in house.fakes] == [0, 0]
-        await house.step()
 
     live(story)
 

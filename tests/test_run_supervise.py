@@ -148,23 +148,6 @@ def now_s() -> float:
 # ---- requests
 
 
-def test_a_request_whose_server_dies_goes_on_at_another_one_from_its_segments() -> None:
-    async def story(house: House) -> None:
-        request = make_request(max_tokens=20)
-        running = house.ask(request)
-        await asyncio.sleep(5.5 * DECODE_S)
-        await house.targets[0].abort(None)  # a segment of five tokens is safe
-        await asyncio.sleep(3 * DECODE_S)
-        house.fakes[0].die()  # and three or four more are not
-        assert (await running).token_ids == (await undisturbed(request)).token_ids
-        (resumed,) = house.fakes[1].requests
-        assert (resumed.num_resumed, resumed.max_tokens) == (5, 15)
-        assert house.pool.stats().moved == 1
-        assert house.pool.stats().down == ("engine-0",)
-
-    live(story)
-
-
 @pytest.mark.parametrize("is_streamed", [False, True])
 def test_an_engine_that_comes_back_takes_its_share_of_the_queue_at_once(is_streamed: bool) -> None:
     async def story(house: House) -> None:
@@ -238,18 +221,6 @@ def test_a_frozen_server_is_left_at_the_heartbeat_killed_and_used_again() -> Non
     live(story)
 
 
-def test_requests_leave_a_frozen_server_before_it_is_dead() -> None:
-    async def story(house: House) -> None:
-        house.processes[0].end_s = 1000.0
-        running = house.ask(make_request())
-        await asyncio.sleep(5.5 * DECODE_S)
-        house.fakes[0].freeze()
-        await running
-        assert now_s() < HEARTBEAT_S + 3.0
-
-    live(story)
-
-
 # ---- weights
 
 
@@ -316,21 +287,6 @@ def test_bring_up_and_a_push_take_turns_so_that_no_version_is_missed() -> None:
         assert [fake.policy_version for fake in house.fakes] == [2, 2]
 
     live(story, prepare_s=2.0, swap_s=1.0)
-
-
-def test_with_no_engine_alive_a_version_is_announced_and_the_first_one_back_serves_it() -> None:
-    async def story(house: House) -> None:
-        for fake in house.fakes:
-            fake.die()
-        await all_blocked()
-        house.trainer.step()
-        await asyncio.sleep(1.0)
-        assert house.announced == [0, 1]
-        completion = await house.ask(make_request())
-        assert completion.version_spans == (VersionSpan(0, 20, 1, engine=0),)
-        assert house.publisher.stats().pause_s == 0.0
-
-    live(story)
 
 
 def test_weights_that_arrive_changed_at_a_restarted_engine_end_the_run() -> None:
@@ -574,17 +530,6 @@ def test_a_controller_that_stood_still_gives_up_no_server_in_the_middle_of_a_pus
     house = live(story, prepare_s=4.0, swap_s=1.0, timeout_s=5.0)
     assert house.announced == [0, 1, 2, 3]
     assert [supervisor.num_restarts for supervisor in house.supervisors.values()] == [0, 0]
-
-
-def test_a_server_that_hangs_while_the_controller_stands_still_is_found_out_after_it() -> None:
-    async def story(house: House) -> None:
-        await asyncio.sleep(0.5)
-        house.fakes[0].freeze()
-        stand_still(1000.0)
-        await asyncio.sleep(2 * HEARTBEAT_S + 2.0)
-        assert house.pool.stats().down == ("engine-0",)
-
-    live(story)
 
 
 # ---- a machine without descriptors

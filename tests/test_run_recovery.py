@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import pytest
-from test_catching_up import Life, lives, save_checkpoint
+from test_run_restore import Life, lives, save_checkpoint
 
 from asyncrl.checkpoints import manifest
 from asyncrl.checkpoints.folder import Checkpoints
@@ -181,23 +181,5 @@ def test_a_checkpoint_whose_trainer_dies_while_it_is_written_holds_up_no_recover
         house.writing.is_written.set()
         await asyncio.wait(house.tasks)
         assert (house.checkpoints.versions(), house.told) == ([1], ["no checkpoint: trainer: no answer"])
-
-    lives(tmp_path / "journal.sqlite", story)
-
-
-def test_a_recovery_that_is_cut_off_lets_the_checkpoint_be_finished_and_the_next_one_goes_back_to_that(
-    tmp_path: Path,
-) -> None:
-    async def story(life: Life) -> None:
-        gate, house = Gate(), House(life, tmp_path)
-        await house.begin()
-        recovering = asyncio.create_task(house.recover(NewTrainer(gate, "loading")))
-        await gate.reached.wait()
-        house.writing.is_written.set()
-        recovering.cancel()
-        await asyncio.wait([recovering, *house.tasks])
-        trainer = NewTrainer(gate, "reading")
-        await house.recover(trainer)
-        assert (trainer.loaded, trainer.trained, house.checkpoints.versions()) == ("3", [], [3])
 
     lives(tmp_path / "journal.sqlite", story)

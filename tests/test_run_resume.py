@@ -25,8 +25,6 @@ from asyncrl.config import RunConfig, load_config, run_config_yaml
 from asyncrl.errors import ConfigError
 from asyncrl.journal.journal import Journal
 from asyncrl.messages.records import GroupId, Prompt, Ticket
-from asyncrl.observe.run_numbers import Steps
-from asyncrl.observe.verdict import judge
 from asyncrl.run import loop as job
 from asyncrl.run.resume import (
     FREE_KEYS,
@@ -151,24 +149,9 @@ def test_the_newest_whole_checkpoint_is_taken_and_a_damaged_one_is_named(
 
 
 def finish(run_dir: Path, config: RunConfig, state: str) -> None:
-    """summary.json as the reporter writes it."""
-    metrics = dict.fromkeys(
-        (
-            "step",
-            "reward/mean",
-            "tokens/trained",
-            "tokens/sampled",
-            "perf/wait_stragglers_s",
-            "rollout/dropped",
-        ),
-        0.0,
-    )
-    steps = [
-        {**metrics, "step": float(step), "time_s": 1.0 + step} for step in range(config.trainer.num_steps)
-    ]
-    (run_dir / "summary.json").write_text(
-        json.dumps({"state": state, "why": ""} | judge(Steps(steps), config).as_dict())
-    )
+    """summary.json, as far as it is read again."""
+    summary = {"state": state, "why": "", "num_steps": config.trainer.num_steps}
+    (run_dir / "summary.json").write_text(json.dumps(summary))
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear"])
@@ -263,10 +246,7 @@ def test_what_alters_what_is_computed_may_not(
         path.write_text(path.read_text().replace("seed: 7", "seed: 8"))
         config = load_config(path)
     else:
-        try:
-            config = make_config(tmp_path / "now", **sections)
-        except ConfigError as error:
-            pytest.fail(f"the test's own config is wrong: {error}")
+        config = make_config(tmp_path / "now", **sections)
     with pytest.raises(ConfigError, match="was started with other settings") as caught:
         find_resume(run_dir, config, "auto")
     section = next(iter(sections))

@@ -14,9 +14,9 @@ import pytest
 
 from asyncrl.config import ObserveConfig, load_config
 from asyncrl.errors import ConfigError
-from asyncrl.run.life import logging_to, make_run_dir
+from asyncrl.run.life import logging_to, make_run_dir, say, say_secret
 from asyncrl.run.loop import run_job
-from asyncrl.run.serve import say, say_secret, serve_gateway
+from asyncrl.run.serve import serve_gateway
 
 
 def mode(path: Path) -> int:
@@ -102,6 +102,7 @@ def test_a_controller_whose_agents_run_beside_it_hides_its_memory(
             begin(
                 load_config(shell_agent, ["generator.pass_env=[JUDGE_API_KEY]"]), tmp_path / "run", name="run"
             )
+        assert not (tmp_path / "run").exists(), "refused before anything is made"
         assert not is_readable()
     finally:
         libc.prctl(4, 1, 0, 0, 0)
