@@ -18,7 +18,7 @@ from asyncrl.messages.trainer_calls import ExportChunkResponse
 from asyncrl.testing.fake_engine import FakeEngineServer
 from asyncrl.testing.virtual_time import all_blocked, run_virtual
 
-MANIFEST = WeightManifest(4, "/dev/shm/w", "d4", 2, 100)
+MANIFEST = WeightManifest(version=4, path="/dev/shm/w", digest="d4", num_tensors=2, num_bytes=100)
 
 
 def test_prepare_and_commit_bring_a_version() -> None:
@@ -90,7 +90,9 @@ def test_a_server_that_is_given_up_ends_every_call_and_its_successor_takes_them_
     async def story() -> None:
         fake = FakeEngineServer(decode_s=0.01)
         server = EngineServer(fake)
-        await server.prepare(WeightManifest(3, "fake/w3", "w3", 1, 1))
+        await server.prepare(
+            WeightManifest(version=3, path="fake/w3", digest="w3", num_tensors=1, num_bytes=1)
+        )
         await server.commit(3, "w3", "abort")
         fake.freeze()
         async with asyncio.TaskGroup() as tasks:

@@ -365,7 +365,7 @@ def test_a_kept_file_outlives_the_name_that_the_trainer_deletes(tmp_path: Path) 
     exported = tmp_path / "v3.safetensors"
     exported.write_bytes(b"weights")
     hold = FileHold(tmp_path)
-    kept = hold.keep(WeightManifest(3, str(exported), "d", 1, 7))
+    kept = hold.keep(WeightManifest(version=3, path=str(exported), digest="d", num_tensors=1, num_bytes=7))
     exported.unlink()
     assert Path(kept.path).read_bytes() == b"weights"
     assert not list(tmp_path.glob("v*.safetensors")), "the trainer does not count it among its exports"
@@ -376,4 +376,8 @@ def test_a_kept_file_outlives_the_name_that_the_trainer_deletes(tmp_path: Path) 
 
 def test_a_file_that_is_gone_cannot_be_kept_and_says_so(tmp_path: Path) -> None:
     with pytest.raises(RoomError, match="the weights of policy_version 3 cannot be kept for the eval engine"):
-        FileHold(tmp_path).keep(WeightManifest(3, str(tmp_path / "v3.safetensors"), "d", 1, 7))
+        FileHold(tmp_path).keep(
+            WeightManifest(
+                version=3, path=str(tmp_path / "v3.safetensors"), digest="d", num_tensors=1, num_bytes=7
+            )
+        )

@@ -33,7 +33,7 @@ from asyncrl.messages.trainer_calls import (
     TrainResponse,
 )
 from asyncrl.run import start as startup
-from asyncrl.trainer.ranks import ALONE, join_ranks
+from asyncrl.trainer.ranks import join_ranks
 from asyncrl.trainer.shares import split_tokens
 from asyncrl.trainer.step import TrainStep
 from asyncrl.weights.export import digest_of
@@ -138,11 +138,6 @@ def test_every_loss_token_goes_to_one_rank_whole_sequences_and_no_rank_is_off_by
     assert np.abs(loads - loads.sum() / num_ranks).max() <= 25, "5 + 20 tokens is the longest sequence"
 
 
-def test_one_rank_makes_no_process_group(tiny_model_dir: Path, tmp_path: Path) -> None:
-    assert join_ranks(make_spec(tiny_model_dir, tmp_path), torch.device("cpu")) is ALONE
-    assert not torch.distributed.is_initialized()
-
-
 def test_offloading_is_refused_on_the_cpu_and_more_ranks_than_devices_on_cuda(
     tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,20 +195,6 @@ def test_in_bfloat16_they_agree_within_its_precision(tiny_model_dir: Path, tmp_p
 
 
 @pytest.mark.slow
-def test_adapters_are_trained_merged_and_saved_by_several_ranks_as_by_one(
-    tiny_model_dir: Path, tmp_path: Path
-) -> None:
-    compare(
-        tiny_model_dir,
-        tmp_path,
-        atol=1e-5,
-        num_steps=2,
-        trainer={"lora": {"rank": 4}},
-        algorithm={"kl_coefficient": 0.1},
-    )
-
-
-@pytest.mark.slow
 def test_a_refusal_leaves_all_ranks_ready_and_all_answer_health_and_end_with_the_parent(
     tiny_model_dir: Path, tmp_path: Path
 ) -> None:
@@ -264,17 +245,6 @@ def test_an_error_on_one_rank_ends_it_with_its_reason_and_rank_0_does_not_hang(
         assert fatal.error == "ArithmeticError: planted"
         assert group.health(0).policy_version == 0
         with pytest.raises(CallRefused, match="out of step"):
-            group.train(*make_batch())
-
-
-@pytest.mark.slow
-def test_a_rank_that_hangs_is_an_error_after_the_timeout(tiny_model_dir: Path, tmp_path: Path) -> None:
-    with running(
-        tiny_model_dir, tmp_path / "w", trainer={"timeout_s": 15}
-    ) as group:  # of what the ranks do at the start, too
-        assert group.health(1).policy_version == 0
-        group.processes[1].send_signal(signal.SIGSTOP)
-        with pytest.raises(CallRefused, match="Timed out"):
             group.train(*make_batch())
 
 

@@ -144,18 +144,6 @@ def test_a_run_of_the_worker_is_bit_for_bit_that_of_a_step_in_process_and_ends_w
         assert not worker.staging.exists()
 
 
-def test_a_batch_for_another_version_is_refused_with_409_and_both_values(worker: Worker) -> None:
-    version = worker.health().policy_version
-    with pytest.raises(CallRefused) as caught:
-        worker.train(pack_batch(*make_batch(version=version + 7)))
-    assert caught.value.status == 409
-    assert (
-        f"batch {version + 7} came while the trainer is at policy_version {version}"
-        in caught.value.body.error
-    )
-    assert worker.health().policy_version == version
-
-
 def test_a_body_that_is_no_batch_is_refused_and_the_worker_lives_on(worker: Worker) -> None:
     with pytest.raises(CallRefused) as caught:
         worker.train(b"nonsense")
@@ -188,12 +176,6 @@ def test_save_writes_a_folder_that_opens_and_replaces_one_that_exists(worker: Wo
         False,
         [],
     )
-
-
-def test_a_caller_without_the_secret_is_turned_away(worker: Worker) -> None:
-    with pytest.raises(CallRefused) as caught:
-        Worker(worker.process, worker.url, worker.folder, secret="guess").health()
-    assert caught.value.status == 401
 
 
 def test_an_export_waits_for_the_step_before_it_while_health_is_answered_beside_both(worker: Worker) -> None:

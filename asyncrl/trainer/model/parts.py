@@ -131,6 +131,9 @@ def load_model(spec: TrainerSpec, device: torch.device, *, is_sharded: bool = Fa
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     if not is_adapted:  # gradients and optimizer state of adapters are small beside the weights
         _check_memory(num_parameters, device, spec.trainer)
+    for parameter in model.parameters():  # an offload cannot give the memory of a mapped file up
+        if not parameter.untyped_storage().resizable():
+            parameter.data = parameter.data.clone()
     # dropout would make the trainer's logprobs differ from the engine's; gradients flow all the same
     model.eval()
     return (model if is_sharded else model.to(device)).requires_grad_(True)
