@@ -165,7 +165,8 @@ def test_loss_and_gradient_are_those_of_trl(name: str, seed: int) -> None:
 @pytest.mark.parametrize("correction", ["tis", "tis_sequence", "mis", "mis_sequence", "icepop"])
 def test_before_the_first_step_reinforce_with_weights_has_the_gradient_of_trl(correction: str) -> None:
     sampled = sample(4)
-    mode = f"{'sequence' if 'sequence' in correction else 'token'}_{'truncate' if 'tis' in correction else 'mask'}"
+    level = "sequence" if "sequence" in correction else "token"
+    mode = f"{level}_{'truncate' if 'tis' in correction else 'mask'}"
     smallest = 0.5 if correction == "icepop" else None
     sampled = replace(sampled, current_M=sampled.proximal_M.clone().requires_grad_())
     ours, _ = our_loss(sampled, AlgorithmConfig(advantage="dr_grpo", loss="tis", correction=correction))

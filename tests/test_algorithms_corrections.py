@@ -54,24 +54,16 @@ def test_mis_sequence_masks_whole_sequences() -> None:
 def test_m2po_masks_the_largest_log_ratios_until_the_mean_square_of_the_rest_is_small_enough() -> None:
     # log ratios 0.1, 0.2, 0.3, 0.5 have squares 0.01, 0.04, 0.09, 0.25: means 0.01, 0.025, 0.0467, 0.0975
     log_weight_M = tokens(0.5, 0.1, 0.3, 0.2)
-    weight_M = m2po(log_weight_M - 2, tokens(-2, -2, -2, -2), tokens(1, 1, 1, 1), numbered(2, 2), SETTINGS)
+    weight_M = m2po(log_weight_M, tokens(1, 1, 1, 1), numbered(2, 2), SETTINGS)
     assert weight_M.tolist() == [0, 1, 0, 1]
     settings = AlgorithmConfig(m2_limit=0.1)
-    assert m2po(
-        log_weight_M - 2, tokens(-2, -2, -2, -2), tokens(1, 1, 1, 1), numbered(2, 2), settings
-    ).tolist() == [1, 1, 1, 1]
+    assert m2po(log_weight_M, tokens(1, 1, 1, 1), numbered(2, 2), settings).tolist() == [1, 1, 1, 1]
 
 
 def test_m2po_counts_and_masks_only_tokens_that_went_where_their_advantage_pushes() -> None:
     # The first two went too far; the next two are brought back by their step; no step is taken on the last.
     log_weight_M, advantage_M = tokens(3, -3, -3, 3, 3), tokens(1, -2, 1, -2, 0)
-    assert m2po(log_weight_M - 9, tokens(*[-9] * 5), advantage_M, numbered(5), SETTINGS).tolist() == [
-        0,
-        0,
-        1,
-        1,
-        1,
-    ]
+    assert m2po(log_weight_M, advantage_M, numbered(5), SETTINGS).tolist() == [0, 0, 1, 1, 1]
 
 
 @for_any_case()
@@ -110,12 +102,8 @@ def test_a_batch_cut_between_sequences_has_the_same_weights(correction: Any, cas
 
 
 @pytest.mark.parametrize("correction", [tis, tis_sequence, mis, mis_sequence, icepop, m2po])
-def test_no_gradient_flows_through_a_weight_and_extreme_ratios_stay_finite(correction: Any) -> None:
-    proximal_M = tokens(-0.1, -1000.0, -1.0).requires_grad_()
-    weight_M = correction(
-        proximal_M, tokens(-1000.0, -0.1, -1.0), tokens(1, 1, 1), numbered(1, 1, 1), SETTINGS
-    )
-    assert not weight_M.requires_grad
+def test_extreme_ratios_stay_finite(correction: Any) -> None:
+    weight_M = correction(tokens(1000.0, -1000.0, 0.0), tokens(1, 1, 1), numbered(1, 1, 1), SETTINGS)
     assert weight_M.dtype == torch.float32
     assert torch.isfinite(weight_M).all()
 

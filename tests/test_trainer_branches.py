@@ -242,7 +242,7 @@ def refusal(header: BatchHeader, arrays: BatchArrays) -> str:
         (lambda credits: [credits[0].model_copy(update={"unit": -1}), *credits[1:]], "its unit 0 or more"),
         (
             lambda credits: [credits[0].model_copy(update={"reward": float("nan")}), *credits[1:]],
-            "has reward nan",
+            "has rewards nan",
         ),
         (
             lambda credits: [credits[0].model_copy(update={"unit": credits[1].unit}), *credits[1:]],
@@ -270,7 +270,7 @@ def test_credits_that_do_not_add_up_are_refused(
     ("values", "words"),
     [
         ({"branch": 2}, "/b2, branch 2, comes after sample 0, branch 0"),
-        ({"branch": 0}, "is there twice"),
+        ({"branch": 0}, "branch 0, comes after sample 0, branch 0"),
         ({"sample_index": 1}, "r1/b1, branch 1, comes after sample 0, branch 0"),
     ],
 )

@@ -185,7 +185,9 @@ def chunks_of(group: Group, version: int) -> list[ExportChunkResponse]:
         message = ExportChunkRequest(version=version, index=len(chunks))
         chunks.append(
             group.ask(
-                lambda caller: caller.post("/export_chunk", message, ExportChunkResponse, timeout_s=TIMEOUT_S)
+                lambda caller, message=message: caller.post(
+                    "/export_chunk", message, ExportChunkResponse, timeout_s=TIMEOUT_S
+                )
             )
         )
     return chunks

@@ -134,8 +134,7 @@ def test_past_the_limit_the_engine_that_is_off_is_named_and_nothing_is_trained(m
         in body.error
     )
     assert (
-        body.rule
-        == "trainer.logprob_gap_limit=0.15, for the mean of all fresh tokens and for that of each engine"
+        body.rule == "trainer.logprob_gap_limit=0.15, for the mean of all fresh tokens and for each engine's"
     )
     assert body.way_out.startswith("what engine-1 alone has")
     assert body.way_out.endswith("or raise trainer.logprob_gap_limit.")

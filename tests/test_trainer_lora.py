@@ -104,7 +104,7 @@ def test_the_gradient_of_an_adapter_is_that_of_the_full_weight_carried_over_to_i
             assert torch.allclose(gradient, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_a_change_too_small_for_bfloat16_is_no_change_for_trainer_and_engine_alike_and_still_has_a_gradient() -> (
+def test_a_change_too_small_for_bfloat16_changes_neither_trainer_nor_engine_and_still_has_a_gradient() -> (
     None
 ):
     torch.manual_seed(0)

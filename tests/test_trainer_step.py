@@ -304,7 +304,7 @@ def test_cuda_in_bfloat16_agrees_with_the_cpu(make_step: MakeStep) -> None:
 
 
 @pytest.mark.parametrize(("mini_batches", "epochs"), [(2, 1), (1, 3), (2, 2)])
-def test_a_batch_of_several_optimizer_steps_makes_one_version_and_its_clipping_starts_from_the_weights_before_it(
+def test_a_batch_of_several_optimizer_steps_makes_one_version_and_clips_from_the_weights_before_it(
     make_step: MakeStep, mini_batches: int, epochs: int
 ) -> None:
     header, arrays = make_batch(num_groups=4)

@@ -176,7 +176,8 @@ def test_a_trainer_that_freezes_is_killed_at_the_heartbeat_and_goes_on() -> None
         await running
         house.check()
         assert house.told == [
-            "trainer-0: process 17 does not answer: no answer within 3.0 s; starting the trainer again, 1 of 3"
+            "trainer-0: process 17 does not answer: no answer within 3.0 s; "
+            "starting the trainer again, 1 of 3"
         ]
         assert house.trainer.num_restarts == 1
 

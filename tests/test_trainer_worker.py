@@ -193,7 +193,7 @@ def test_an_export_waits_for_the_step_before_it_while_health_is_answered_beside_
     assert worker.ask(story).version == first + 1
 
 
-def test_an_exception_in_a_step_is_answered_with_500_and_sigterm_ends_the_worker_and_leaves_its_staging_to_the_next_one(
+def test_an_exception_in_a_step_is_answered_with_500_and_sigterm_leaves_the_staging_to_the_next_worker(
     tiny_model_dir: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "w"
