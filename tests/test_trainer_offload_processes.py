@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from offload_ranks import ALL
 from rank_processes import TIMEOUT_S, Group, running
 from tiny_model import make_tiny_model
 from trainer_cases import make_batch
@@ -22,6 +21,8 @@ from asyncrl.messages.trainer_calls import StateRequest, StateSaved, TrainerHeal
 from asyncrl.trainer.trainer_client import TrainerClient
 
 pytestmark = pytest.mark.slow
+
+ALL: tuple[TrainerPart, ...] = ("weights", "gradients", "optimizer")
 
 MB = 10**6
 
