@@ -4,7 +4,6 @@ all of them.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -21,34 +20,10 @@ from asyncrl.config import AlgorithmConfig
 PER_SEQUENCE = [getattr(corrections, name) for name in BUILT_IN_CORRECTIONS if name not in WHOLE_BATCH]
 
 
-def weigh(correction: Any, weights: list[float], sequence_M: Tensor | None = None) -> list[float]:
-    """The correction where exp(proximal - behaviour) is `weights`; cap 2, floor 0.5."""
-    log_weight_M = tokens(*(math.log(weight) for weight in weights))
-    sequences = numbered(len(weights)) if sequence_M is None else sequence_M
-    weight_M = correction(log_weight_M, torch.ones_like(log_weight_M), sequences, SETTINGS)
-    return [round(weight, 5) for weight in weight_M.tolist()]
-
-
 def call(correction: Any, case: Case, settings: AlgorithmConfig = SETTINGS) -> Tensor:
     weight_M = correction(case.anchor_M - case.behaviour_M, case.advantage_M, case.sequence_M, settings)
     assert isinstance(weight_M, Tensor)
     return weight_M
-
-
-def test_tis_truncates_the_weight_of_a_token_from_above() -> None:
-    assert weigh(tis, [0.1, 1.0, 1.9, 2.1, 50.0]) == [0.1, 1.0, 1.9, 2.0, 2.0]
-
-
-def test_mis_masks_what_tis_truncates() -> None:
-    assert weigh(mis, [0.1, 1.0, 1.9, 2.1, 50.0]) == [0.1, 1.0, 1.9, 0.0, 0.0]
-
-
-def test_icepop_masks_on_both_sides() -> None:
-    assert weigh(icepop, [0.1, 0.6, 1.0, 1.9, 2.1]) == [0.0, 0.6, 1.0, 1.9, 0.0]
-
-
-def test_mis_sequence_masks_whole_sequences() -> None:
-    assert weigh(mis_sequence, [1.5, 1.2, 1.5, 1.5, 0.5], numbered(2, 2, 1)) == [1.8, 1.8, 0.0, 0.0, 0.5]
 
 
 def test_m2po_masks_the_largest_log_ratios_until_the_mean_square_of_the_rest_is_small_enough() -> None:

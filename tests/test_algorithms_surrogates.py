@@ -32,36 +32,6 @@ def one_sequence(ratios: list[float], advantages: list[float]) -> tuple[Tensor, 
     )
 
 
-def test_ppo_clip_takes_the_smaller_of_plain_and_clipped_surrogate_of_each_token() -> None:
-    current_M, case = one_sequence([1.5, 0.5, 1.1, 1.5, 0.5], [1, 1, 1, -1, -1])
-    loss_M, stats = call(ppo_clip, current_M, case)
-    # clipped at 1.3; not clipped; not clipped; not clipped (a worse surrogate is kept); clipped at 0.8
-    torch.testing.assert_close(loss_M.detach(), tokens(-1.3, -0.5, -1.1, 1.5, 0.8))
-    assert {name: value.item() for name, value in stats.items()} == {"clip_fraction": 2}
-    loss_M.sum().backward()
-    torch.testing.assert_close(current_M.grad, tokens(0, -0.5, -1.1, 1.5, 0))
-
-
-def test_gspo_clips_whole_sequences_by_the_geometric_mean_of_their_ratios() -> None:
-    current_M, case = one_sequence([4.0, 1.0, 1.21, 1.0, 0.25], [1, 1, 2, 2, -1])
-    case = replace(case, sequence_M=numbered(2, 2, 1))
-    loss_M, stats = call(gspo, current_M, case)
-    # sqrt(4) = 2, clipped at 1.3; sqrt(1.21) = 1.1, not clipped; 0.25, clipped at 0.8
-    torch.testing.assert_close(loss_M.detach(), tokens(-1.3, -1.3, -2.2, -2.2, 0.8))
-    assert stats["clip_fraction"].item() == 3
-    loss_M.sum().backward()
-    torch.testing.assert_close(current_M.grad, tokens(0, 0, -2.2, -2.2, 0))
-
-
-def test_cispo_cuts_the_weight_and_keeps_every_gradient() -> None:
-    current_M, case = one_sequence([1.5, 0.1, 1.5], [2, 1, -1])
-    loss_M, stats = call(cispo, current_M, case)
-    torch.testing.assert_close(loss_M, -tokens(1.3 * 2, 0.1, 1.3 * -1) * current_M)
-    assert stats["clip_fraction"].item() == 2
-    loss_M.sum().backward()
-    torch.testing.assert_close(current_M.grad, tokens(-2.6, -0.1, 1.3))
-
-
 def test_reinforce_is_the_plain_policy_gradient_whatever_the_ratio() -> None:
     current_M, case = one_sequence([5.0, 0.1], [2, -1])
     loss_M, stats = call(reinforce, current_M, case)

@@ -180,16 +180,3 @@ def test_on_cuda_it_agrees_with_the_cpu(dtype: torch.dtype) -> None:
         results(packed_attention, there, layout), results(packed_attention, made, layout), strict=True
     ):
         assert float((found.cpu().float() - expected.float()).norm() / expected.float().norm()) < 0.02
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_same_call_gives_the_same_bits(dtype: torch.dtype) -> None:
-    layout = layout_of(SHARED)
-    assert layout is not None
-    made = tensors(layout, dtype)
-    assert all(
-        torch.equal(*pair)
-        for pair in zip(
-            results(packed_attention, made, layout), results(packed_attention, made, layout), strict=True
-        )
-    )

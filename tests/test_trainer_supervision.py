@@ -218,24 +218,6 @@ def test_a_start_that_fails_counts_and_the_other_ranks_do_not_wait_for_it() -> N
     live(story, num_ranks=2)
 
 
-def test_waits_between_restarts_double_and_end_at_30_s() -> None:
-    async def story(house: House) -> None:
-        house.ranks[0].fails_to_start = 6
-        house.server.die()
-        await house.steps(1)
-        starts = house.ranks[0].started_at
-        assert [round(later - before, 9) for before, later in zip(starts, starts[1:], strict=False)] == [
-            4.0,
-            8.0,
-            16.0,
-            30.0,
-            30.0,
-            30.0,
-        ]
-
-    live(story, max_restarts=7, backoff_s=2.0)
-
-
 @pytest.mark.parametrize(
     "error",
     [JournalError("batch 1 is not in it"), TrainerError("trainer", "/train was refused"), KeyError("x")],

@@ -1,7 +1,7 @@
 """Low-rank adapters in a Hugging Face model: put in, merged, exported, saved. Knows modules; knows no batch
 and no optimizer.
 
-A layer with an adapter computes with W + scale * B A, scale = alpha / rank (lora_layer.py); the base model
+A layer with an adapter computes with W + scale * B A, scale = alpha / rank (MergedLinear); the base model
 knows this weight by its own name. A starts random and B at zero, so that a new adapter changes nothing
 (https://arxiv.org/abs/2106.09685).
 """
@@ -82,23 +82,17 @@ def _shared_weights(model: Any) -> set[str]:
     return {name for group in names.values() if len(group) > 1 for name in group}
 
 
-# A linear layer with an adapter that computes as an engine does: with the merged weight. Knows tensors; knows
-# no model.
-#
-# An engine merges W + scale * B A once a publish, and in bfloat16 rounds it. To add scale * B (A x) to W x
-# would be another policy:
-# a weight that the adapter moves by less than half a bfloat16 step does not move in the engine. So the
-# merged, rounded weight is
-# used here too, made anew in each pass, with gradients for A and B as if nothing were rounded, like those of
-# master weights.
-
-
 ADAPTER = "default"
 """Peft's name of the one adapter that a layer has."""
 
 
 class MergedLinear(lora.Linear):
-    """Peft's layer with another forward pass. With scale 0 it is the layer below."""
+    """Peft's layer with the forward pass of an engine, which merges W + scale * B A once a publish and in
+    bfloat16 rounds it. To add scale * B (A x) to W x would be another policy: a weight that the adapter moves
+    by less than half a bfloat16 step does not move in the engine. So the merged, rounded weight is used here
+    too, made anew in each pass, with gradients for A and B as if nothing were rounded, like those of master
+    weights. With scale 0 it is the layer below.
+    """
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """[..., in] -> [..., out]."""
