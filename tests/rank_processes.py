@@ -51,11 +51,10 @@ class Group:
         return asyncio.run(story())
 
     def train(self, header: BatchHeader, arrays: BatchArrays) -> TrainResponse:
-        return self.ask(
-            lambda caller: caller.post(
-                "/train", pack_batch(header, arrays), TrainResponse, timeout_s=TIMEOUT_S
-            )
-        )
+        return self.train_body(pack_batch(header, arrays))
+
+    def train_body(self, body: bytes) -> TrainResponse:
+        return self.ask(lambda caller: caller.post("/train", body, TrainResponse, timeout_s=TIMEOUT_S))
 
     def export(self) -> ExportResponse:
         return self.ask(lambda caller: caller.post("/export", b"", ExportResponse, timeout_s=TIMEOUT_S))
@@ -64,10 +63,10 @@ class Group:
         message = SaveRequest(path=str(path), merged=merged)
         return self.ask(lambda caller: caller.post("/save", message, TrainerHealth, timeout_s=TIMEOUT_S))
 
-    def health(self, rank: int) -> TrainerHealth:
+    def health(self, rank: int = 0) -> TrainerHealth:
         return self.ask(lambda caller: caller.get("/health", TrainerHealth, timeout_s=TIMEOUT_S), rank)
 
-    def log(self, rank: int) -> str:
+    def log(self, rank: int = 0) -> str:
         return (self.folder / f"log-{rank}").read_text()
 
 

@@ -41,7 +41,9 @@ def make_pool(fakes: Sequence[FakeEngineServer]) -> EnginePool:
 
 
 async def publish(pool: EnginePool, version: int, digest: str, interrupt: Interrupt = "abort") -> None:
-    manifest = WeightManifest(version, f"fake/{digest}", digest, 1, 1)
+    manifest = WeightManifest(
+        version=version, path=f"fake/{digest}", digest=digest, num_tensors=1, num_bytes=1
+    )
     for server in pool.servers:
         assert isinstance(server, EngineServer)
         await server.prepare(manifest)

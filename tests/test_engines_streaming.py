@@ -50,7 +50,9 @@ def chunk(*tokens: int, version: int = 0) -> GenerateChunk:
 
 
 async def publish(server: EngineServer, version: int) -> None:
-    await server.prepare(WeightManifest(version, "fake/w0", "w0", 1, 1))
+    await server.prepare(
+        WeightManifest(version=version, path="fake/w0", digest="w0", num_tensors=1, num_bytes=1)
+    )
     await server.commit(version, "w0", "abort")
 
 

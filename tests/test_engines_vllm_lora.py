@@ -8,7 +8,6 @@ import asyncio
 import os
 import signal
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -80,9 +79,14 @@ def stage(tensors: dict[str, Tensor], version: int, folder: Path, **changes: Any
         for name, one in tensors.items()
     )
     num_bytes = sum(one.nbytes for one in tensors.values())
-    return replace(
-        WeightManifest(version, str(path), digest, len(tensors), num_bytes, kind="lora"), **changes
-    )
+    return WeightManifest(
+        version=version,
+        path=str(path),
+        digest=digest,
+        num_tensors=len(tensors),
+        num_bytes=num_bytes,
+        kind="lora",
+    ).model_copy(update=changes)
 
 
 @pytest.mark.slow

@@ -85,7 +85,7 @@ class FakeTrainer:
         await self.may_step.wait()
         self.policy_version += 1
         self.trained.append(batch.version)
-        return StepReport(self.policy_version, {})
+        return StepReport(policy_version=self.policy_version, metrics={})
 
 
 async def for_ever(*_: object) -> None:
@@ -593,7 +593,7 @@ def test_the_verdict_of_a_resumed_run_is_of_all_its_steps_and_not_of_what_was_co
     reporter.step(
         SimpleNamespace(buffer=SimpleNamespace(stats=lambda: since)),
         Batch(9, (), 0),
-        StepReport(10, {}),
+        StepReport(policy_version=10, metrics={}),
         step_s=1.0,
     )  # type: ignore[arg-type]
     reporter.finish("done")

@@ -138,7 +138,7 @@ class NoTrainer:
         on_step: Callable[[Batch, StepReport], None],
     ) -> None:
         async for batch in batches():
-            on_step(batch, StepReport(batch.version + 1, {}))
+            on_step(batch, StepReport(policy_version=batch.version + 1, metrics={}))
 
 
 async def tell(journal: Journal, told: MemoryJournal) -> None:

@@ -130,7 +130,7 @@ def test_a_loaded_state_leaves_no_digest_of_the_weights_before(make_step: MakeSt
     step, other = make_step(), make_step()
     other.train(*make_batch(seed=5))
     other.begin_save_state(tmp_path / "state")
-    other.end_save_state()
+    other.wait_save_state()
     step.train(*make_batch())
     chunks_of(step)
     step.load_state(tmp_path / "state")

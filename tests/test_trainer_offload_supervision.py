@@ -70,7 +70,7 @@ def test_moves_and_chunks_pass_through_and_a_lost_call_is_made_again() -> None:
     in_house(story)
 
 
-def test_new_processes_leave_the_device_as_the_lost_ones_had_once_they_are_where_they_were() -> None:
+def test_new_processes_are_off_the_device_where_the_lost_ones_were() -> None:
     async def story(house: MovableHouse) -> None:
         await house.go(2)
         await house.trainer.offload(["weights", "gradients", "optimizer"])

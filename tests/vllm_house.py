@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -145,9 +145,14 @@ class House:
         num_bytes = sum(one.nbytes for one in weights.values())
         canary = self.canary(weights) if has_canary else None
         self.pushed[version] = weights
-        return replace(
-            WeightManifest(version, str(path), digest, len(weights), num_bytes, canary=canary), **changes
-        )
+        return WeightManifest(
+            version=version,
+            path=str(path),
+            digest=digest,
+            num_tensors=len(weights),
+            num_bytes=num_bytes,
+            canary=canary,
+        ).model_copy(update=changes)
 
     def canary(self, weights: dict[str, Tensor], num_tokens: int = 160) -> Canary:
         """Long enough for a block of the prefix cache, which is 128 tokens on a CPU."""

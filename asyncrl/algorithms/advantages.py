@@ -92,9 +92,6 @@ def _num_groups(group_B: Tensor) -> int:
     return int(group_B.max()) + 1 if group_B.numel() else 0
 
 
-# Penalties that are added to a reward before advantages are made of it. Knows lengths alone.
-
-
 def overlong_penalty(length_B: Tensor, max_tokens: int, overlong_tokens: int) -> Tensor:
     """float32 [B] in [-1, 0]: 0 up to max_tokens - overlong_tokens, from there linear down to -1 at
     max_tokens, -1 beyond.

@@ -119,10 +119,6 @@ def _clipped(ratio_M: Tensor, advantage_M: Tensor, settings: AlgorithmConfig) ->
     }
 
 
-# The divergence of the current policy from a reference policy, estimated from the tokens sampled. Knows no
-# reward.
-
-
 def kl(current_M: Tensor, reference_M: Tensor, estimator: str) -> Tensor:
     """KL(current || reference) estimated at each token, float32 [M] in nats, with gradient through current_M
     alone.
@@ -153,9 +149,6 @@ def kl_reward_penalty(
     return torch.zeros(num_sequences, device=policy_M.device).index_add(
         0, sequence_M, kl(policy_M, reference_M, "k1").detach()
     )
-
-
-# The proximal policy without a forward pass of its own. Knows no versions, only how many of them lie between.
 
 
 def interpolate(behaviour_M: Tensor, current_M: Tensor, staleness_M: Tensor) -> Tensor:

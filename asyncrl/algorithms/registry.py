@@ -15,8 +15,13 @@ from asyncrl.errors import ConfigError
 _ADVANTAGES, _LOSSES = "asyncrl.algorithms.advantages:", "asyncrl.algorithms.losses:"
 
 BUILT_IN_ADVANTAGES = {
-    name: _ADVANTAGES + name for name in ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline")
-} | {"leave_one_out": _ADVANTAGES + "rloo"}
+    "grpo": _ADVANTAGES + "grpo",
+    "dr_grpo": _ADVANTAGES + "dr_grpo",
+    "rloo": _ADVANTAGES + "rloo",
+    "leave_one_out": _ADVANTAGES + "rloo",
+    "reinforce_pp": _ADVANTAGES + "reinforce_pp",
+    "reinforce_pp_baseline": _ADVANTAGES + "reinforce_pp_baseline",
+}
 """algorithm.advantage by name."""
 
 BUILT_IN_CORRECTIONS = ("tis", "tis_sequence", "mis", "mis_sequence", "icepop", "m2po")

@@ -86,10 +86,12 @@ class TrainResponse(Message):
 
 
 class ExportResponse(Message):
-    """Weights of `version` lie in staging: all of them, or the adapters alone (see PrepareRequest).
+    """A set of weights in staging: all of them, or the adapters alone (see PrepareRequest).
 
-    `held_digest`, over checksums of tensors: they are held for /broadcast, and lie in staging only if `path`
-    says where.
+    `digest` is `asyncrl.messages.base.weights_digest` of all tensors; `path` is a safetensors file that every
+    engine server of this machine can read. `canary` is what the trainer says of a short text with these
+    weights, if it was asked to. `held_digest`: the trainer holds them to send them itself, and they have this
+    digest over checksums; `path` may be '' then.
     """
 
     version: int

@@ -70,7 +70,7 @@ class FileHold:
                 rule="the staging folder is on a file system with hard links",
                 way_out="use /dev/shm, or a POSIX file system as TMPDIR.",
             ) from error
-        return replace(manifest, path=str(path))
+        return manifest.model_copy(update={"path": str(path)})
 
     def release(self, manifest: WeightManifest) -> None:
         """Give up what keep() returned; idempotent."""

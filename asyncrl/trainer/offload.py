@@ -15,6 +15,7 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,7 +74,9 @@ class Offload:
 
         def copy() -> dict[TrainerPart, Copies]:
             try:
-                copies = {part: self._copied(part) for part in moving if part != "gradients"}
+                copies: dict[TrainerPart, Copies] = {
+                    part: self._copied(part) for part in moving if part != "gradients"
+                }
                 self._settle()
             except CANNOT_MOVE as error:
                 raise self._refused(f"offload {', '.join(moving)} to", error, way_out) from error
@@ -141,7 +144,7 @@ class Offload:
     def _copied(self, part: TrainerPart) -> Copies:
         storages = self._storages(part)
         sizes = [storage.nbytes() for storage in storages]
-        pieces = self._host_memory(part, sum(sizes))[: sum(sizes)].split(sizes) if sizes else ()
+        pieces = torch.split(self._host_memory(part, sum(sizes))[: sum(sizes)], sizes) if sizes else ()
         for storage, piece in zip(storages, pieces, strict=True):
             piece.copy_(_bytes_of(storage), non_blocking=True)
         return list(zip(storages, pieces, strict=True))
@@ -152,11 +155,12 @@ class Offload:
         process ends, the disk gets its space back.
         """
         if self._device.type == "cuda":
+            cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             if part not in self._pinned or len(self._pinned[part]) < num_bytes:
                 if part in self._pinned:
-                    _check(torch.cuda.cudart().cudaHostUnregister(self._pinned.pop(part).data_ptr()))
+                    torch.cuda.check_error(cudart.cudaHostUnregister(self._pinned.pop(part).data_ptr()))
                 memory = torch.empty(num_bytes, dtype=torch.uint8)
-                _check(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), num_bytes, 0))
+                torch.cuda.check_error(cudart.cudaHostRegister(memory.data_ptr(), num_bytes, 0))
                 self._pinned[part] = memory
             return self._pinned[part]
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -219,7 +223,3 @@ def _free(copied: Copies) -> int:
     for storage, _ in copied:
         storage.resize_(0)
     return sum(len(data) for _, data in copied)
-
-
-def _check(error: int) -> None:
-    torch.cuda.check_error(error)

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from asyncrl.errors import CheckpointError, TrainerError, TrainerLost
 from asyncrl.http import Caller, CallLost, CallRefused
 from asyncrl.messages.base import BroadcastRequest, BroadcastResponse, Moved, TrainerPart
-from asyncrl.messages.records import Batch, StepReport, Trajectory, WeightManifest
+from asyncrl.messages.records import Batch, Trajectory
 from asyncrl.messages.trainer_calls import (
     BatchArrays,
     BatchHeader,
@@ -53,7 +53,7 @@ class TrainerClient:
         self.policy_version = policy_version
         self._changed = asyncio.Event()
 
-    async def train(self, batch: Batch) -> StepReport:
+    async def train(self, batch: Batch) -> TrainResponse:
         """One optimizer step. Raises TrainerError if the worker refuses the batch or breaks, TrainerLost if
         it is gone.
         """
@@ -61,7 +61,7 @@ class TrainerClient:
         self._reached(report.policy_version)
         return report
 
-    async def _train(self, batch: Batch) -> StepReport:
+    async def _train(self, batch: Batch) -> TrainResponse:
         header, arrays = pack_groups(batch)
         answer = await self._post("/train", pack_batch(header, arrays), TrainResponse)
         if answer.policy_version != batch.version + 1:
@@ -71,9 +71,7 @@ class TrainerClient:
                 rule="batch v turns v into v + 1",
                 way_out="start the run again; if it repeats, please report it.",
             )
-        return StepReport(
-            policy_version=answer.policy_version, metrics=answer.metrics, not_finite=tuple(answer.not_finite)
-        )
+        return answer
 
     def _reached(self, version: int) -> None:
         self.policy_version = version
@@ -86,19 +84,9 @@ class TrainerClient:
             await self._changed.wait()
         return self.policy_version
 
-    async def export(self) -> WeightManifest:
+    async def export(self) -> ExportResponse:
         """Have the newest weights written into staging. Raises TrainerError."""
-        answer = await self._post("/export", b"", ExportResponse)
-        return WeightManifest(
-            answer.version,
-            answer.path,
-            answer.digest,
-            answer.num_tensors,
-            answer.num_bytes,
-            answer.kind,
-            answer.canary,
-            answer.held_digest,
-        )
+        return await self._post("/export", b"", ExportResponse)
 
     async def broadcast(self, request: BroadcastRequest) -> BroadcastResponse:
         """Have the weights that are held sent to everybody in the group, while training goes on. Raises
@@ -150,7 +138,10 @@ class TrainerClient:
         await self._post_state("/wait_save_state", b"", TrainerHealth)
 
     async def recover(
-        self, state: Path | None, batches: AsyncIterator[Batch], on_step: Callable[[Batch, StepReport], None]
+        self,
+        state: Path | None,
+        batches: AsyncIterator[Batch],
+        on_step: Callable[[Batch, TrainResponse], None],
     ) -> None:
         """Go on from a saved folder (None: from the start), and train on these batches again; on_step is told
         of each.

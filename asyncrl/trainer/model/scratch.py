@@ -17,7 +17,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
 from asyncrl.config import ScratchConfig
@@ -86,6 +86,8 @@ def scratch_config(architecture: Mapping[str, Any], tokenizer: Any) -> Any:
     Raises ValueError if `architecture` has no model_type, or names a key that its transformers config does
     not know.
     """
+    from transformers import AutoConfig
+
     known = dict(architecture)
     model_type = known.pop("model_type", None)
     if model_type is None:
