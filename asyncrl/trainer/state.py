@@ -28,7 +28,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -44,19 +44,11 @@ from asyncrl.checkpoints.manifest import SUMS, FileEntry
 from asyncrl.config import LoraConfig
 from asyncrl.files import HashingFile, sync
 from asyncrl.http import Refused
+from asyncrl.trainer.model.parts import MasterWeights
 from asyncrl.trainer.offload import local_of
 from asyncrl.trainer.ranks import Ranks
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-class Masters(Protocol):
-    """MasterWeights, or what stands in for it where weights are sharded."""
-
-    named: dict[str, Tensor]
-
-    def write_back(self) -> None:
-        """Give the model the masters as they are now."""
 
 
 class Progress(BaseModel):
@@ -114,7 +106,7 @@ class TrainerState:
 
     def __init__(
         self,
-        masters: Masters,
+        masters: MasterWeights,
         optimizer: torch.optim.Optimizer,
         ranks: Ranks,
         *,
