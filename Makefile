@@ -1,12 +1,14 @@
 # make quickstart    install, then train a small model from random weights (about 3 minutes on 2 cores)
-# make test          install, then run all tests
+# make test          install, then run the tests that need no real runs (about 5 minutes on 2 cores)
+# make test-slow     the rest: real runs, killed and resumed, and a real vLLM if there is one (about 10 minutes)
+# make test-all      make test, then make test-slow
 # make check         install, then lint, types and the plan of the house
 # make setup         the install step of all of them; seconds when nothing changed
 # make setup-vllm    install vLLM's CPU build into .venv-vllm, for rollout.engine=vllm without a GPU (about 2 minutes)
 # make bench         every benchmark, a short table each
 # make fuzz          kill real runs some 300 times, resume them, and check what they did (an hour)
 # make docs          write docs/configuration.md anew from the settings
-.PHONY: setup setup-vllm quickstart test check bench fuzz docs
+.PHONY: setup setup-vllm quickstart test test-slow test-vllm test-runs test-all check bench fuzz docs
 
 BIN := .venv/bin
 
@@ -20,7 +22,20 @@ quickstart: setup
 	$(BIN)/asyncrl run configs/quickstart.yaml
 
 test: setup
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -m "not slow and not vllm and not gpu"
+
+# Two at a time: either one waits more than it works.
+test-slow: setup
+	$(MAKE) -j2 test-runs test-vllm
+
+test-runs:
+	$(BIN)/python -m pytest -q -m "(slow or gpu) and not vllm" --durations=10
+
+test-vllm:
+	$(BIN)/python -m pytest -q -m vllm --durations=10
+
+test-all: test
+	$(MAKE) test-slow
 
 check: setup
 	$(BIN)/ruff check .
@@ -31,7 +46,7 @@ check: setup
 	$(BIN)/python scripts/metrics_reference.py --check
 
 bench: setup
-	for name in engine publish buffer async_vs_sync trainer journal checkpoint long_run gateway offload colocation break_even; do $(BIN)/python benchmarks/$$name.py || exit 1; done
+	for name in engine publish buffer async_vs_sync trainer journal checkpoint long_run gateway offload colocation break_even startup; do $(BIN)/python benchmarks/$$name.py || exit 1; done
 
 fuzz: setup
 	$(BIN)/python scripts/fuzz.py

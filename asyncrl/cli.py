@@ -85,17 +85,20 @@ def run(
     killed or interrupted, however, goes on where it stood when it is started again with its --run-dir.
     """
     from asyncrl.config import load_config
-    from asyncrl.run.loop import run_job
-    from asyncrl.run.resume import as_resume_mode
+    from asyncrl.placement.fork_server import serving
 
-    mode = as_resume_mode(resume)
-    exit_code = run_job(
-        load_config(config, overrides or []),
-        run_dir,
-        name=config.stem,
-        resume=mode,
-        allow_change=allow_change or [],
-    )
+    loaded = load_config(config, overrides or [])
+    with serving():  # it imports what children need while this process imports the rest
+        from asyncrl.run.loop import run_job
+        from asyncrl.run.resume import as_resume_mode
+
+        exit_code = run_job(
+            loaded,
+            run_dir,
+            name=config.stem,
+            resume=as_resume_mode(resume),
+            allow_change=allow_change or [],
+        )
     _exit(exit_code)
 
 
@@ -104,7 +107,6 @@ def check(config: ConfigPath, overrides: Overrides = None) -> None:
     """Validate a config, load all that it names but weights, and print the plan: processes, devices, threads,
     memory.
     """
-    from asyncrl.agents.command import passed_env
     from asyncrl.config import load_config
     from asyncrl.placement.choices import settle_dtype
     from asyncrl.placement.fit import refuse_what_cannot_fit
@@ -114,7 +116,6 @@ def check(config: ConfigPath, overrides: Overrides = None) -> None:
 
     loaded = load_config(config, overrides or [])
     loaded, dtype_words = settle_dtype(loaded)
-    passed_env(loaded.generator.pass_env)
     found = look(loaded)
     for line in (*found.lines, *filter(None, [dtype_words])):
         typer.echo(line)
@@ -311,10 +312,14 @@ def serve_gateway(
     With --rollouts: exit code 1 if all of them fail.
     """
     from asyncrl.config import load_config
-    from asyncrl.run import serve
+    from asyncrl.placement.fork_server import serving
 
     loaded = load_config(config, overrides or [])
-    _exit(serve.serve_gateway(loaded, run_dir, name=config.stem, record=record, num_prompts=rollouts))
+    with serving():
+        from asyncrl.run.serve import serve_gateway as gateway
+
+        code = gateway(loaded, run_dir, name=config.stem, record=record, num_prompts=rollouts)
+    _exit(code)
 
 
 @serve_app.command("engine")
@@ -323,9 +328,14 @@ def serve_engine(config: ConfigPath, overrides: Overrides = None, run_dir: Serve
     vLLM), until Ctrl-C.
     """
     from asyncrl.config import load_config
-    from asyncrl.run import serve
+    from asyncrl.placement.fork_server import serving
 
-    _exit(serve.serve_engine(load_config(config, overrides or []), run_dir, name=config.stem))
+    loaded = load_config(config, overrides or [])
+    with serving():
+        from asyncrl.run.serve import serve_engine as engine
+
+        code = engine(loaded, run_dir, name=config.stem)
+    _exit(code)
 
 
 def _exit(exit_code: int) -> None:

@@ -144,7 +144,7 @@ def open_as(folder: Path, like: Path) -> None:
 def write_whole(path: Path, text: str, *, is_private: bool = False) -> None:
     """Write a file that is there as a whole or as it was, whenever the process is killed. Raises OSError.
 
-    `is_private`: nobody but its owner may read it, at no moment.
+    `is_private`: only its owner may read it, at any moment.
     """
     unfinished = path.with_name(f".{path.name}.new")
     if is_private:
@@ -187,8 +187,8 @@ def replace_folder(new: Path, folder: Path) -> None:
 
 
 def settle_folder(folder: Path) -> None:
-    """After a kill: put back what was about to be replaced, and remove what was being made. Nobody may be
-    making it. Raises OSError.
+    """After a kill: put back what was about to be replaced, and remove what was being made. It must not
+    be in the making. Raises OSError.
     """
     old = _old(folder)
     if old.exists() and not folder.exists():
@@ -199,9 +199,6 @@ def settle_folder(folder: Path) -> None:
 
 def _old(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.old")
-
-
-# One run, one writer: a lock that the kernel takes away from a process that dies. Knows no SQLite.
 
 
 TRIES, PAUSE_S = 3, 0.02
@@ -222,9 +219,6 @@ class RunLock:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file: int | None = None
-
-    def __repr__(self) -> str:
-        return f"<RunLock {self.path} {'held' if self.is_held else 'free'}>"
 
     @property
     def is_held(self) -> bool:

@@ -16,11 +16,12 @@ Last line: `ratio: X` = one rollout a slot, 1 : 1, sigma 1: split at max_stalene
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 from report import options, reported
 
-from asyncrl.run.simulate import BOUNDS, Case, Split, break_even, with_mask
+from asyncrl.run.simulate import BOUNDS, Case, Split, break_even
 
 NUM_DEVICES, NUM_GROUPS, GROUP_SIZE = 8, 16, 8
 RATIOS, SIGMAS, WAVES = (1.0, 4.0), (0.0, 0.5, 1.0), (1, 8)
@@ -65,7 +66,7 @@ def run_all(handover_s: float, num_batches: int) -> None:
     for waves, ratio, sigma in product(WAVES, RATIOS, SIGMAS):
         case = case_of(waves, ratio, sigma, handover_s, num_batches)
         turns, splits = break_even(case)
-        _, masked = break_even(with_mask(case), BOUNDS[1:])
+        _, masked = break_even(replace(case, on_overdue="mask"), BOUNDS[1:])
         if (waves, ratio, sigma) == (1, 1.0, 1.0):
             figure = splits[1].gain
         print(

@@ -26,13 +26,14 @@ import time
 from statistics import median
 
 import numpy as np
+from count_rule import CountRule
 from report import options, reported
 
 from asyncrl.buffer.buffer import Buffer
-from asyncrl.buffer.count_rule import CountRule
 from asyncrl.buffer.look_ahead import LookAhead
+from asyncrl.buffer.overdue import OnOverdue
 from asyncrl.buffer.simulation import Outcome, Simulation, Workload
-from asyncrl.buffer.staleness import OnOverdue, StalenessRule
+from asyncrl.buffer.staleness import StalenessRule
 from asyncrl.config import BufferConfig
 from asyncrl.errors import WouldWait
 from asyncrl.messages.records import Group, GroupId, Prompt, Trajectory, VersionSpan
@@ -116,18 +117,18 @@ def play(
         look_ahead=auto.current if auto is not None else look_ahead or 0,
     )
     workload = Workload(num_slots=10**6, sigma=sigma, prompt_share=prompt_share, train_s=0.6)
-    return Simulation(
-        rule, workload, max_staleness=max_staleness, masks=on_overdue == "mask", auto=auto
-    ).run()
+    return Simulation(rule, workload, auto=auto).run()
 
 
 def play_counted(max_staleness: int, sigma: float, num_batches: int, *, is_oldest_first: bool) -> Outcome:
     """One simulated run under the count-based rule."""
-    order = "oldest_first" if is_oldest_first else "completion"
-    rule = CountRule(num_groups=NUM_GROUPS, num_batches=num_batches, max_staleness=max_staleness, order=order)  # type: ignore[arg-type]
-    return Simulation(
-        rule, Workload(num_slots=10**6, sigma=sigma, train_s=0.6), max_staleness=max_staleness, masks=False
-    ).run()
+    rule = CountRule(
+        num_groups=NUM_GROUPS,
+        num_batches=num_batches,
+        max_staleness=max_staleness,
+        order="oldest_first" if is_oldest_first else "completion",
+    )
+    return Simulation(rule, Workload(num_slots=10**6, sigma=sigma, train_s=0.6)).run()
 
 
 def show(name: str, outcome: Outcome, fastest: float) -> None:

@@ -30,9 +30,8 @@ from report import options, reported
 from transformers import AutoModelForCausalLM, Qwen3Config
 from transformers.utils.logging import disable_progress_bar
 
-from asyncrl.config import AlgorithmConfig, TrainerConfig
+from asyncrl.config import TrainerConfig
 from asyncrl.messages.trainer_calls import BatchArrays, BatchHeader, TrajectoryHeader
-from asyncrl.run.specs import objective_spec
 from asyncrl.trainer.spec import TrainerSpec
 from asyncrl.trainer.step import TrainStep
 
@@ -72,7 +71,6 @@ def make_step(folder: Path) -> TrainStep:
         TrainerSpec(
             model_path=str(folder / "model"),
             trainer=TrainerConfig(),
-            objective=objective_spec(AlgorithmConfig()),
             staging_dir=folder / "staging",
             record_path=folder / "trained.jsonl",
             failed_dir=folder / "failed",

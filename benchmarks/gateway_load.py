@@ -19,7 +19,10 @@ from pydantic_core import from_json, to_json
 
 TURNS = 4
 """Calls of a conversation; each sends all that came before."""
-SYSTEM = "You are a careful assistant. You answer in a few words, you use the notes that you are given, and you say so when you do not know."
+SYSTEM = (
+    "You are a careful assistant. You answer in a few words, you use the notes that you are given, and "
+    "you say so when you do not know."
+)
 _WORDS = "the cat sat on a warm roof while rain fell over green hills and seven boats went home slowly under grey light".split()
 
 
@@ -118,7 +121,10 @@ class _Connection(asyncio.Protocol):
 
 def request_bytes(path: str, key: str, body: bytes) -> bytes:
     """One POST, whole."""
-    head = f"POST {path} HTTP/1.1\r\nHost: bench\r\nAuthorization: Bearer {key}\r\nContent-Type: application/json\r\n"
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: bench\r\nAuthorization: Bearer {key}\r\nContent-Type: "
+        f"application/json\r\n"
+    )
     return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 

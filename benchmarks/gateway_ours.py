@@ -102,7 +102,6 @@ async def run(model_path: str, engine_url: str, fd_port: int) -> None:
         max_prompt_tokens=MAX_PROMPT_TOKENS,
         max_length=MAX_TOKENS + MAX_PROMPT_TOKENS,
         vocab_size=tokenizer.vocab_size,
-        max_token_bytes=tokenizer.max_token_bytes,
     )
     turnover = Turnover(caller)
     gateway = turnover.gateway = Gateway(

@@ -47,7 +47,10 @@ INSERT_GROUP = (
     "oldest_version, reward_mean,"
     " state, num_failed) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, 'taken', 0)"
 )
-PEAK = "import atexit, sys\natexit.register(lambda: sys.stderr.write(open('/proc/self/status').read().split('VmHWM:')[1].split()[0]))\n"
+PEAK = (
+    "import atexit, sys\natexit.register(lambda: "
+    "sys.stderr.write(open('/proc/self/status').read().split('VmHWM:')[1].split()[0]))\n"
+)
 """Not the rusage of the child: that counts what this process has in memory, too."""
 
 

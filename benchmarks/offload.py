@@ -33,11 +33,10 @@ from report import options, reported
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.utils.logging import disable_progress_bar
 
-from asyncrl.config import AlgorithmConfig, TrainerConfig
+from asyncrl.config import TrainerConfig
 from asyncrl.messages.base import TrainerPart
-from asyncrl.run.specs import objective_spec
-from asyncrl.trainer.movable_step import MovableStep
 from asyncrl.trainer.spec import TrainerSpec
+from asyncrl.trainer.step import TrainStep
 
 ALL: tuple[TrainerPart, ...] = ("weights", "gradients", "optimizer")
 MIN_REPETITIONS = 3
@@ -77,14 +76,13 @@ def make_model(folder: Path) -> Path:
     return folder / "model"
 
 
-def make_trainer(model: Path, folder: Path, dtype: str) -> MovableStep:
+def make_trainer(model: Path, folder: Path, dtype: str) -> TrainStep:
     """With an optimizer state, which one step on a made-up gradient makes."""
-    step = MovableStep(
+    step = TrainStep(
         TrainerSpec(
             model_path=str(model),
             dtype=dtype,  # type: ignore[arg-type]
             trainer=TrainerConfig(),
-            objective=objective_spec(AlgorithmConfig()),  # type: ignore[arg-type]
             staging_dir=folder / "staging",
             record_path=folder / "trained.jsonl",
             failed_dir=folder / "failed_batches",
@@ -125,7 +123,7 @@ def copy_costs(num_bytes: int, device: torch.device) -> tuple[Spent, Spent]:
     )
 
 
-def repeat(step: MovableStep) -> tuple[Repetition, int]:
+def repeat(step: TrainStep) -> tuple[Repetition, int]:
     """One of each; also the bytes that moved."""
     process = psutil.Process()
     num_bytes = sum(
@@ -141,7 +139,7 @@ def repeat(step: MovableStep) -> tuple[Repetition, int]:
     return Repetition(copy, new_pages, *costs, tuple(resident)), moved[0]  # type: ignore[arg-type]
 
 
-def show(first: Repetition, repetitions: list[Repetition], num_bytes: int, step: MovableStep) -> None:
+def show(first: Repetition, repetitions: list[Repetition], num_bytes: int, step: TrainStep) -> None:
     """The table and the last line."""
     num_parameters = sum(parameter.numel() for parameter in step.policy.parameters())
     load = psutil.getloadavg()[0]

@@ -41,7 +41,7 @@ from transformers.utils.logging import disable_progress_bar
 from asyncrl.engines.engine import EngineClient
 from asyncrl.engines.pool import EnginePool
 from asyncrl.http import Caller
-from asyncrl.messages.records import Interrupt, SamplingRequest, WeightManifest
+from asyncrl.messages.records import Interrupt, SamplingRequest
 from asyncrl.placement.staging import clear_stale_staging, new_staging_dir, remove_staging_dir
 from asyncrl.weights.export import export_weights, named_weights
 
@@ -152,7 +152,7 @@ async def repeat(
     start = time.perf_counter()
     sent = await asyncio.to_thread(export_weights, weights, staging / f"{version}.safetensors", version)
     exported = time.perf_counter()
-    await server.prepare(WeightManifest(version, sent.path, sent.digest, sent.num_tensors, sent.num_bytes))
+    await server.prepare(sent)
     prepared = time.perf_counter()
     report = await server.commit(version, sent.digest, interrupt)
     committed = time.perf_counter()

@@ -115,7 +115,7 @@ class SyncRun:
     def train(self, batch: Batch) -> StepReport:
         """One optimizer step."""
         metrics = self.trainer.train(*pack_groups(batch))
-        return StepReport(self.trainer.policy_version, metrics)
+        return StepReport(policy_version=self.trainer.policy_version, metrics=metrics)
 
     def load_weights(self, version: int) -> None:
         """Export, stage, swap, one after the other."""

@@ -17,7 +17,6 @@ from torch import Tensor
 from trainer_case import CLIP, LEARNING_RATE, MAX_GRAD_NORM, Case, Meter, write_result
 
 from asyncrl.config import AlgorithmConfig, TrainerConfig
-from asyncrl.run.specs import objective_spec
 from asyncrl.trainer.spec import TrainerSpec
 from asyncrl.trainer.step import TrainStep
 
@@ -37,7 +36,7 @@ def make_spec(case: Case, folder: Path) -> TrainerSpec:
             "device": case.device,
             "threads": case.threads,
             "trainer": trainer.model_dump(),
-            "objective": objective_spec(algorithm),
+            "algorithm": algorithm.model_dump(),
             "staging_dir": str(folder / "staging"),
             "record_path": str(folder / "trained.jsonl"),
             "failed_dir": str(folder / "failed"),

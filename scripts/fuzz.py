@@ -3,9 +3,10 @@ look after each kill.
 
 python scripts/fuzz.py [--kills 300] [--seed 0] [--dir DIR]
 
-Runs at max_staleness 0 and 3 with one and two engines take turns. At 0 the end must be bit-identical to a run
-never killed; at 3 no prompt may be lost or trained twice, and the bound must hold. Ends with the count of
-kills, or with the first violation; the directory of the run that broke a promise stays.
+One after the other: runs at max_staleness 0 and 3, with one and two engines, and with trainer and engine in
+turns on one device. At 0 the end must be bit-identical to a run never killed; at 3 no prompt may be lost or
+trained twice, and the bound must hold. Ends with the count of kills, or with the first violation; the
+directory of the run that broke a promise stays.
 """
 
 from __future__ import annotations
@@ -23,8 +24,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from crash_fuzz import Crashes, differences, fuzz_config, never_killed
 
-KINDS = ((0, 1), (3, 2), (0, 2), (3, 1))
-"""(max_staleness, number of engines)"""
+TURNS = {"rollout": "trainer"}
+KINDS: tuple[tuple[int, int, dict[str, str]], ...] = (
+    (0, 1, {}),
+    (3, 2, {}),
+    (0, 2, TURNS),
+    (3, 1, {}),
+    (0, 2, {}),
+)
+"""(max_staleness, number of engines, placement)"""
 
 
 def main() -> None:
@@ -43,7 +51,7 @@ def main() -> None:
         never_killed(fuzz_config(folder), whole)
     kills: Counter[str] = Counter()
     num_runs, started_s = 0, time.monotonic()
-    for seed, (max_staleness, num_engines) in zip(
+    for seed, (max_staleness, num_engines, placement) in zip(
         itertools.count(options.seed), itertools.cycle(KINDS), strict=False
     ):
         if kills.total() >= options.kills:
@@ -51,9 +59,13 @@ def main() -> None:
         place = folder / f"seed_{seed}"
         place.mkdir()
         config = fuzz_config(
-            place, buffer={"max_staleness": max_staleness}, rollout={"num_engines": num_engines}
+            place,
+            buffer={"max_staleness": max_staleness},
+            rollout={"num_engines": num_engines},
+            placement=placement,
         )
-        name = f"seed {seed}, max_staleness {max_staleness}, {num_engines} engines"
+        turns = ", in turns" if placement else ""
+        name = f"seed {seed}, max_staleness {max_staleness}, {num_engines} engines{turns}"
         try:
             kills += Crashes(config, place / "run", seed=seed, num_kills=options.kills_a_run).live()
             found = differences(whole, place / "run") if max_staleness == 0 else []

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncrl.messages.trainer_calls import BatchArrays, BatchHeader, CreditHeader, TrajectoryHeader
+from asyncrl.messages.trainer_calls import BatchArrays, BatchHeader, Credit, TrajectoryHeader
 
 VOCAB = range(6, 52)
 
@@ -95,7 +95,7 @@ def make_branch_batch(
                         start=len(ids),
                         end=len(ids) + len(branch.token_ids),
                         credits=[
-                            CreditHeader(start=a, end=b, reward=earned, unit=unit)
+                            Credit(start=a, end=b, reward=earned, unit=unit)
                             for a, b, earned, unit in branch.credits
                         ],
                     )

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from vllm_house import House
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -37,3 +42,45 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tiny_model import make_tiny_model
 
     return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+NUM_STEPS = 24
+
+
+@pytest.fixture(scope="session")
+def on_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The config of a run at max_staleness 0 with one engine and an evaluation, for kills and damages."""
+    from crash_fuzz import fuzz_config
+
+    evaluation = {"task": {"python": "asyncrl.tasks.letters:Letters", "size": 50}, "every": 6}
+    return fuzz_config(
+        tmp_path_factory.mktemp("on_policy"),
+        eval=evaluation | {"num_prompts": 6, "samples": 2, "slots": 4, "temperature": 1.0},
+        trainer={"num_steps": NUM_STEPS, "micro_batch_tokens": 32, "logprob_gap_limit": 1e-4},
+        observe={"tensorboard": True},
+    )
+
+
+@pytest.fixture(scope="session")
+def whole(on_policy: Path) -> Path:
+    """The directory of that run with two engines, never killed; what it said is in said.txt beside it."""
+    from crash_fuzz import never_killed
+    from job_runs import variant
+
+    return never_killed(
+        variant(on_policy, on_policy.parent / "whole", rollout={"num_engines": 2}),
+        on_policy.parent / "whole" / "run",
+    )
+
+
+@pytest.fixture(scope="session")
+def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    """The one vLLM of all tests that need no settings of their own (vllm_house.py). At its end it is asked to
+    end, and must leave nothing behind.
+    """
+    from vllm_house import faulty_vllm_house
+
+    with faulty_vllm_house(tmp_path_factory.mktemp("vllm")) as house:
+        yield house
+        process = house.process
+        process.assert_leaves_nothing(process.process.terminate, 0)

@@ -1,31 +1,30 @@
-"""Kills a real run again and again at seeded moments, resumes it until it is done, and has the checker look
+"""Kills a real run again and again at random moments, resumes it until it is done, and has the checker look
 after every kill.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import random
-import shutil
+import signal
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 import yaml
-from job_runs import CONFIG, all_gone, children_of, read_lines, run, start
+from job_runs import all_gone, children_of, read_lines, run, staging_of, start, write_config
 from resume_checker import Evidence, Promise, changes, effective, read_evidence, violations
 from safetensors.numpy import load_file
 
 CHILDREN = {"trainer": "asyncrl.trainer.rank_process", "engine": "asyncrl_servers.embedded"}
 """What is started again by the run itself, and what its command line holds."""
 VICTIMS = {"tree": 0.45, "controller": 0.15, "trainer": 0.2, "engine": 0.2}
-"""Who is killed how often. `controller`: it alone, and its children, which end by themselves, may say a last
-word.
-"""
+"""Victim -> its share of the kills. `controller`: it alone, and its children end by themselves."""
 PATIENCE_S = 240.0
 FREE_METRICS = (
     "perf/",
@@ -37,27 +36,35 @@ FREE_METRICS = (
     "sample/interrupted",
     "policy/logprob_gap_mean/",
     "policy/logprob_gap_max/",
+    "eval/",
+    "gateway/",
+    "harness/",
 )
-"""Metrics that say how a run went, not what it computed (which engine sampled what, too): they may differ
-after a kill.
-"""
+"""Metrics that say how a run went, not what it computed: they may differ after a kill."""
 
 
 def fuzz_config(folder: Path, **sections: Mapping[str, Any]) -> Path:
     """A run that crosses an epoch, makes many checkpoints, and starts what was killed at once."""
-    merged = {key: dict(value) if isinstance(value, dict) else value for key, value in CONFIG.items()}
-    merged["task"]["size"] = 50
-    merged["trainer"]["num_steps"] = 40
-    merged["checkpoint"], merged["journal"] = {"every": 3}, {"keep": "all"}
-    merged["supervision"] = {"max_restarts": 1000, "backoff_s": 0.01}
+    given = {
+        "task": {"size": 50},
+        "trainer": {"num_steps": 40},
+        "checkpoint": {"every": 3},
+        "journal": {"keep": "all"},
+        "supervision": {"max_restarts": 1000, "backoff_s": 0.01},
+    }
     for name, values in sections.items():
-        merged[name] = {**merged.get(name, {}), **values}
-    path = folder / "config.yaml"
-    path.write_text(yaml.safe_dump(merged))
-    return path
+        given[name] = {**given.get(name, {}), **values}
+    return write_config(folder, **given)
 
 
-def promise_of(config: Path) -> Promise:
+def new_seed() -> int:
+    """Another one in every session; it is printed, and ASYNCRL_TEST_SEED repeats it."""
+    seed = int(os.environ.get("ASYNCRL_TEST_SEED") or random.randrange(10**6))
+    print(f"ASYNCRL_TEST_SEED={seed}")
+    return seed
+
+
+def promise_of(config: Path, num_replayed: int = 0) -> Promise:
     """What the checker has to know of it."""
     read = yaml.safe_load(config.read_text())
     return Promise(
@@ -66,20 +73,30 @@ def promise_of(config: Path) -> Promise:
         num_groups=read["trainer"]["num_groups"],
         group_size=read["rollout"]["group_size"],
         max_staleness=read["buffer"]["max_staleness"],
+        num_replayed=num_replayed,
     )
 
 
 class Crashes:
-    """One run directory, the kills that it gets, and what was looked at in between."""
+    """One run directory, the kills that it gets, and what was looked at in between.
 
-    def __init__(self, config: Path, run_dir: Path, *, seed: int, num_kills: int) -> None:
+    `victims`: who is killed, in random order; drawn by VICTIMS if not given. "stop" is no kill: SIGTERM, and
+    SIGINT at once after it.
+    """
+
+    def __init__(
+        self, config: Path, run_dir: Path, *, seed: int, num_kills: int = 0, victims: Sequence[str] = ()
+    ) -> None:
         self.config, self.run_dir, self.promise = config, run_dir, promise_of(config)
         self.num_steps = yaml.safe_load(config.read_text())["trainer"]["num_steps"]
         self.random = random.Random(seed)
-        steps = sorted(self.random.choices(range(self.num_steps - 2), k=num_kills))
-        self.plan = list(
-            zip(steps, self.random.choices(list(VICTIMS), VICTIMS.values(), k=num_kills), strict=True)
+        drawn = (
+            self.random.sample(victims, len(victims))
+            if victims
+            else self.random.choices(list(VICTIMS), VICTIMS.values(), k=num_kills)
         )
+        steps = sorted(self.random.choices(range(self.num_steps - 2), k=len(drawn)))
+        self.plan = list(zip(steps, drawn, strict=True))
         self.kills: Counter[str] = Counter()
         self.num_starts = 0
         self._evidence: Evidence | None = None
@@ -109,7 +126,10 @@ class Crashes:
                 if victim in CHILDREN:
                     self._kill_child(process, victim)
                     continue
-                self._kill_tree(process, with_children=victim == "tree")
+                if victim == "stop":
+                    self._stop(process)
+                else:
+                    kill_tree(process, self.random, with_children=victim == "tree")
                 self.kills[victim] += 1
                 self._look()
                 return True
@@ -130,37 +150,17 @@ class Crashes:
 
     def _has_ended(self, process: subprocess.Popen[str]) -> bool:
         stdout, stderr = process.communicate(timeout=PATIENCE_S)
-        if (
-            process.returncode == 2
-            and "is done; there is nothing to go on with" in stderr
-            and self.num_starts > 1
-        ):
+        if process.returncode == 2 and "is done; there is nothing to go on with" in stderr and self.kills:
             # the last kill came when all was said, and nothing but the end of the process was still to come
             return False
-        if (
-            process.returncode == 1
-            and "was killed by SIGKILL" in stderr
-            and "ready after" not in stdout
-            and "goes on from" not in stdout
-        ):
+        is_up = "ready after" in stdout or "goes on from" in stdout
+        if process.returncode == 1 and "was killed by SIGKILL" in stderr and not is_up:
+            # a process that is lost while the run starts up ends the run by name: nothing supervises it yet
             self._look()
-            # a process that is lost while the run starts up ends the run by name: nobody watches over it yet
             return True
         what = f"start {self.num_starts} after {dict(self.kills)} ended with {process.returncode}"
         assert process.returncode == 0, f"{what}: {stderr}\n{stdout}"
         return False
-
-    def _kill_tree(self, process: subprocess.Popen[str], *, with_children: bool) -> None:
-        """In any order, as fast as they can be named."""
-        with contextlib.suppress(psutil.NoSuchProcess):
-            family = psutil.Process(process.pid)
-            victims = [family, *(family.children(recursive=True) if with_children else ())]
-            self.random.shuffle(victims)
-            for victim in victims:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    victim.kill()
-            assert all_gone(victims)
-        process.communicate(timeout=20)
 
     def _kill_child(self, process: subprocess.Popen[str], victim: str) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):  # the run just ends
@@ -172,6 +172,12 @@ class Crashes:
                 time.sleep(0.02)
             self.random.choice(found).kill()
             self.kills[victim] += 1
+
+    def _stop(self, process: subprocess.Popen[str]) -> None:
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=PATIENCE_S)
+        assert process.returncode in (0, 130, 143), stderr  # done, or by the signal that is delivered last
 
     def _look(self, *, is_done: bool = False) -> None:
         """Have the checker judge, alone and against the look before. A run killed before its journal was made
@@ -187,46 +193,53 @@ class Crashes:
         self._evidence = evidence
 
 
+def kill_tree(
+    process: subprocess.Popen[str], chance: random.Random | None = None, *, with_children: bool = True
+) -> None:
+    """SIGKILL to the controller, and to its children in any order; in either case nothing of them is left."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        controller = psutil.Process(process.pid)
+        family = [controller, *controller.children(recursive=True)]
+        (chance or random).shuffle(family)
+        for victim in family if with_children else [controller]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                victim.kill()
+        assert all_gone(family, timeout_s=PATIENCE_S)
+    process.communicate(timeout=PATIENCE_S)
+    assert staging_of(process.pid) == [] or with_children, "what is left after a kill of all is cleared later"
+
+
 def never_killed(config: Path, run_dir: Path) -> Path:
     """The run directory of the same config, run in one go, and looked at too."""
     answer = run(config, run_dir, timeout_s=PATIENCE_S)
     assert answer.returncode == 0, answer.stderr
+    (run_dir.parent / "said.txt").write_text(answer.stdout)
     evidence = read_evidence(run_dir)
     assert violations(evidence, promise_of(config), num_steps=len(evidence.batches)) == []
     return run_dir
 
 
-def differences(one: Path, other: Path) -> list[str]:
+def differences(one: Path, other: Path, *, of_metrics: bool = True) -> list[str]:
     """Where two runs differ in what they computed: each step's tokens, rewards and loss, its metrics, the
     final weights.
     """
     found = []
-    records = [effective(read_lines(folder / "trained.jsonl")).lines for folder in (one, other)]
-    if records[0].keys() != records[1].keys():
-        found.append(f"steps: {sorted(records[0])} and {sorted(records[1])}")
-    for version in records[0].keys() & records[1].keys():
-        found += [
-            f"step {version}: {key}"
-            for key, value in records[0][version].items()
-            if value != records[1][version][key]
-        ]
+    trained = [effective(read_lines(folder / "trained.jsonl")).lines for folder in (one, other)]
     metrics = [
         {line["step"]: line for line in read_lines(folder / "metrics.jsonl")} for folder in (one, other)
     ]
-    if metrics[0].keys() != metrics[1].keys():
-        found.append(f"metrics: {sorted(metrics[0])} and {sorted(metrics[1])}")
-    for step in metrics[0].keys() & metrics[1].keys():
-        names = [name for name in metrics[0][step] if not name.startswith(FREE_METRICS)]
+    for name, (left, right) in {"trained": trained, "metrics": metrics}.items():
+        if left.keys() != right.keys():
+            found.append(f"{name}: steps {sorted(left)} and {sorted(right)}")
         found += [
-            f"step {step}: {name}" for name in names if metrics[0][step][name] != metrics[1][step].get(name)
+            f"step {step}: {key}"
+            for step in sorted(left.keys() & right.keys())
+            for key in left[step]
+            if (of_metrics or name == "trained") and not key.startswith(FREE_METRICS)
+            if left[step][key] != right[step].get(key)
         ]
     weights, others = (load_file(folder / "final" / "model.safetensors") for folder in (one, other))
     assert weights.keys() == others.keys()
     return found + [
         f"weights: {name}" for name in weights if weights[name].tobytes() != others[name].tobytes()
     ]
-
-
-def clear(run_dir: Path) -> None:
-    """Remove a run that told all it had to tell."""
-    shutil.rmtree(run_dir, ignore_errors=True)

@@ -93,7 +93,11 @@ def staged(server: Server, version: int, scale: float = 1.0) -> WeightManifest:
         (name, "float32", array.shape, array.tobytes()) for name, array in weights.items()
     )
     return WeightManifest(
-        version, str(path), digest, len(weights), sum(array.nbytes for array in weights.values())
+        version=version,
+        path=str(path),
+        digest=digest,
+        num_tensors=len(weights),
+        num_bytes=sum(array.nbytes for array in weights.values()),
     )
 
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from forked_processes import popen
+
 from asyncrl.messages.base import SECRET_ENV
 
 SECRET = "a secret for tests"
@@ -40,7 +42,7 @@ def engine_process(kind: str, spec: dict[str, Any], folder: Path) -> Iterator[En
     spec_file, log = folder / "spec.json", folder / "engine.log"
     spec_file.write_text(json.dumps(spec), encoding="utf-8")
     with socket.create_server(("127.0.0.1", 0), backlog=512) as listener, log.open("wb") as output:
-        process = subprocess.Popen(
+        process = popen(
             [
                 sys.executable,
                 "-m",

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from asyncrl.agents.endpoint.capture import Capture, CaptureCounts, Planned
+from asyncrl.agents.endpoint.capture import Capture, GatewayStats, Planned
 from asyncrl.messages.records import Completion, VersionSpan
 
 START, END = "\ue000", "\ue001"
@@ -87,12 +87,24 @@ def completion(
     )
 
 
+def plan(
+    capture: Capture,
+    messages: Sequence[Message],
+    tools: Sequence[Message] | None = None,
+    *,
+    prefill: str = "",
+) -> Planned:
+    """The prompt of a chat."""
+    draft = capture.draft(messages, tools, prefill=prefill)
+    return capture.plan(draft, capture._renderer.encode(draft.text))
+
+
 class Play:
     """A session: asks, and records answers as chatcmpl-0, chatcmpl-1, ... in the order of recording."""
 
     def __init__(self, renderer: Any = None) -> None:
         self.renderer = renderer if renderer is not None else CharRenderer()
-        self.counts = CaptureCounts()
+        self.counts = GatewayStats()
         self.capture = Capture(self.renderer, self.counts)
         self.num_recorded = 0
 
@@ -115,6 +127,6 @@ class Play:
 
     def ask(self, messages: Sequence[Message], raw: str, **kwargs: Any) -> Planned:
         """A whole call."""
-        planned = self.capture.plan(messages, None)
+        planned = plan(self.capture, messages)
         self.answer(planned, raw, **kwargs)
         return planned

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+import functools
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,8 +19,29 @@ from asyncrl.agents.endpoint.tool_calls import find_tool_format
 from asyncrl.config import GatewayConfig
 from asyncrl.errors import RoomError
 from asyncrl.messages.records import Completion, PartialCompletion, SamplingRequest, VersionSpan
+from asyncrl.testing.virtual_time import run_virtual
 
 START, END, NAMES = 256, 257, {256: "<|start|>", 257: "<|end|>"}
+
+
+def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run an async test in an event loop of its own."""
+
+    @functools.wraps(test)
+    def run(**fixtures: Any) -> None:
+        asyncio.run(test(**fixtures))
+
+    return run
+
+
+def in_virtual_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run an async test on a virtual clock."""
+
+    @functools.wraps(test)
+    def run(**fixtures: Any) -> None:
+        run_virtual(test(**fixtures))
+
+    return run
 
 
 class ByteTokenizer:
@@ -126,7 +148,6 @@ RULES = CallRules(
     max_prompt_tokens=2000,
     max_length=2400,
     vocab_size=258,
-    max_token_bytes=9,
 )
 
 

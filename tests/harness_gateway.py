@@ -12,7 +12,7 @@ from typing import Any
 
 from aiohttp import web
 
-from asyncrl.agents.endpoint.work_routes import Leases
+from asyncrl.agents.endpoint.work_routes import RolloutQueue
 from asyncrl.config import Outcomes
 from asyncrl.http import Caller
 from asyncrl.messages.records import Outcome, Prompt, Work
@@ -23,7 +23,7 @@ WORKER_KEY = "worker-key"
 @dataclass
 class TestGateway:
     __test__ = False
-    leases: Leases
+    queue: RolloutQueue
     url: str
     app: web.Application
     calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
@@ -37,7 +37,7 @@ class TestGateway:
     async def run(
         self, number: int = 0, *, started: Callable[[], None] = lambda: None, **changes: Any
     ) -> Outcome:
-        return await self.leases.run(make_work(number, **changes), started=started)
+        return await self.queue.run(make_work(number, **changes), started=started)
 
 
 def make_work(
@@ -51,7 +51,7 @@ def make_work(
 async def open_gateway(
     *, lease_timeout_s: float = 60.0, port: int = 0, outcomes: Outcomes = "returned", give_answer: bool = True
 ) -> AsyncIterator[TestGateway]:
-    leases = Leases(
+    queue = RolloutQueue(
         worker_key=WORKER_KEY,
         model="policy",
         lease_timeout_s=lease_timeout_s,
@@ -70,7 +70,7 @@ async def open_gateway(
         return await handler(request)
 
     app = web.Application(middlewares=[proxy])
-    gateway = TestGateway(leases, "", app)
+    gateway = TestGateway(queue, "", app)
 
     async def chat(request: web.Request) -> web.Response:
         key = request.headers["Authorization"].removeprefix("Bearer ")
@@ -83,7 +83,7 @@ async def open_gateway(
             {"id": number, "object": "chat.completion", "created": 0, "model": "policy", "choices": [choice]}
         )
 
-    app.add_routes([*leases.routes(), web.post("/v1/chat/completions", chat)])
+    app.add_routes([*queue.routes(), web.post("/v1/chat/completions", chat)])
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", port, reuse_address=True)
@@ -92,7 +92,7 @@ async def open_gateway(
     try:
         yield gateway
     finally:
-        await leases.aclose()
+        await queue.aclose()
         await runner.cleanup()
 
 

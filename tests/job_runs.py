@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import forked_processes
 import psutil
 import yaml
 
 from asyncrl.placement.staging import shared_memory_root
 
 TESTS = Path(__file__).parent
+ROOT = TESTS.parent
 RUN = [sys.executable, "-m", "asyncrl.cli", "run"]
 
 CONFIG: dict[str, Any] = {
@@ -50,9 +54,17 @@ CONFIG: dict[str, Any] = {
 
 def write_config(folder: Path, **sections: Mapping[str, Any]) -> Path:
     """CONFIG with some keys of some sections replaced, as a file."""
-    merged = {key: dict(value) if isinstance(value, dict) else value for key, value in CONFIG.items()}
-    for name, values in sections.items():
-        merged[name] = {**merged.get(name, {}), **values}
+    return _write(CONFIG, folder, sections)
+
+
+def variant(config: Path, folder: Path, **sections: Mapping[str, Any]) -> Path:
+    """A config with some keys of some sections replaced, as a file in that folder."""
+    return _write(yaml.safe_load(config.read_text()), folder, sections)
+
+
+def _write(config: Mapping[str, Any], folder: Path, sections: Mapping[str, Mapping[str, Any]]) -> Path:
+    merged = {**config, **{name: {**config.get(name, {}), **values} for name, values in sections.items()}}
+    folder.mkdir(parents=True, exist_ok=True)
     path = folder / "config-for-test.yaml"
     path.write_text(yaml.safe_dump(merged))
     return path
@@ -60,28 +72,38 @@ def write_config(folder: Path, **sections: Mapping[str, Any]) -> Path:
 
 def environment(**more: str) -> dict[str, str]:
     """The environment of a run: the test modules can be imported, one thread."""
-    return os.environ | {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"} | more
+    return os.environ | {"PYTHONPATH": f"{TESTS}:{ROOT}", "OMP_NUM_THREADS": "1"} | more
+
+
+def popen(*arguments: str | Path, command: list[str] = RUN) -> subprocess.Popen[str]:
+    """`asyncrl run` with its output in pipes."""
+    pipe = subprocess.PIPE
+    return forked_processes.popen(
+        [*command, *map(str, arguments)], environment(), stdout=pipe, stderr=pipe, text=True
+    )
+
+
+def ended(process: subprocess.Popen[str], timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+    """What it has said when it has ended."""
+    with process:
+        try:
+            stdout, stderr = process.communicate(timeout=timeout_s)
+        except BaseException:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
 
 def run(
-    config: Path, run_dir: Path, *overrides: str, timeout_s: float = 120
+    config: Path, run_dir: Path, *overrides: str, timeout_s: float = 240
 ) -> subprocess.CompletedProcess[str]:
     """Run to the end."""
-    command = [*RUN, str(config), *overrides, "--run-dir", str(run_dir)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=environment())
+    return ended(popen(config, *overrides, "--run-dir", run_dir), timeout_s)
 
 
 def start(config: Path, run_dir: Path, *overrides: str) -> subprocess.Popen[str]:
     """Start, and return at once."""
-    command = [*RUN, str(config), *overrides, "--run-dir", str(run_dir)]
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(),
-        start_new_session=True,
-    )
+    process = popen(config, *overrides, "--run-dir", run_dir)
     for pipe in (
         process.stdout,
         process.stderr,
@@ -91,18 +113,33 @@ def start(config: Path, run_dir: Path, *overrides: str) -> subprocess.Popen[str]
 
 
 def wait_for_steps(
-    run_dir: Path, num_steps: int, process: subprocess.Popen[str], timeout_s: float = 90
+    run_dir: Path, num_steps: int, process: subprocess.Popen[str], timeout_s: float = 240
 ) -> None:
     """Return once `num_steps` steps are recorded; fails if the run ends before."""
+    wait_until(lambda: len(read_lines(run_dir / "metrics.jsonl")) >= num_steps, process, timeout_s)
+
+
+def wait_for_more_steps(run_dir: Path, more: int, process: subprocess.Popen[str]) -> None:
+    wait_for_steps(run_dir, len(read_lines(run_dir / "metrics.jsonl")) + more, process)
+
+
+def wait_until(condition: Callable[[], Any], process: subprocess.Popen[str], timeout_s: float = 240) -> None:
+    """Return once it is so; fails if the run ends before."""
     deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        if len(read_lines(run_dir / "metrics.jsonl")) >= num_steps:
-            return
-        if process.poll() is not None:
-            raise AssertionError(f"the run ended with {process.returncode}: {process.communicate()[1]}")
+    while not condition():
+        has_ended = process.poll() is not None and not condition()
+        assert not has_ended, f"the run ended with {process.returncode}: {process.communicate()}"
+        assert time.monotonic() < deadline, f"not within {timeout_s} s"
         time.sleep(0.05)
-    process.kill()
-    raise AssertionError(f"no {num_steps} steps within {timeout_s} s: {process.communicate()}")
+
+
+def events(run_dir: Path) -> list[tuple[str, dict[str, Any]]]:
+    """(what, detail) of each event in the journal."""
+    with contextlib.closing(sqlite3.connect(f"file:{run_dir / 'journal.sqlite'}?mode=ro", uri=True)) as db:
+        return [
+            (what, json.loads(detail))
+            for what, detail in db.execute("select what, detail from events order by id")
+        ]
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -113,11 +150,12 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def children_of(process: subprocess.Popen[str], name: str = "") -> list[psutil.Process]:
-    """The child processes whose command line holds `name`."""
-    return [child for child in psutil.Process(process.pid).children() if name in " ".join(child.cmdline())]
+    """The child processes whose command line holds `name`; the fork server is none that a run talks to."""
+    commands = {child: " ".join(child.cmdline()) for child in psutil.Process(process.pid).children()}
+    return [child for child, command in commands.items() if name in command and "fork_server" not in command]
 
 
-def all_gone(children: list[psutil.Process], timeout_s: float = 20) -> bool:
+def all_gone(children: list[psutil.Process], timeout_s: float = 60) -> bool:
     """Whether all of these processes end in time."""
     _, alive = psutil.wait_procs(children, timeout=timeout_s)
     return not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE]
@@ -131,4 +169,4 @@ def staging_of(pid: int) -> list[Path]:
 def interrupt(process: subprocess.Popen[str], number: signal.Signals = signal.SIGINT) -> tuple[str, str]:
     """Send a signal to the controller alone and return what it says."""
     process.send_signal(number)
-    return process.communicate(timeout=60)
+    return process.communicate(timeout=240)

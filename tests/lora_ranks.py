@@ -47,15 +47,8 @@ def _train_and_write(spec: TrainerSpec, ranks: Ranks, folder: Path) -> None:
     reference = step._reference_logprobs(header, arrays, arrays.loss_mask)
     if ranks.is_first:
         np.savez(folder / "logprobs", logprobs=logprobs, reference=reference)
-        step.save(folder / "final")
-        step.save(folder / "adapter", merged=False)
-        step.export(folder / "weights.safetensors")
-    else:
-        step.join_save(merged=True)
-        step.join_save(merged=False)
-        step.join_export()
+    step.save(folder / "final")
+    step.save(folder / "adapter", merged=False)
+    step.export(folder / "weights.safetensors")
     step.spec = spec.model_copy(update={"transport": "lora"})
-    if ranks.is_first:
-        step.export(folder / "lora.safetensors")
-    else:
-        step.join_export()
+    step.export(folder / "lora.safetensors")

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from forked_processes import popen
 from trainer_cases import make_spec
 
 from asyncrl.http import Caller
@@ -50,11 +51,10 @@ class Group:
         return asyncio.run(story())
 
     def train(self, header: BatchHeader, arrays: BatchArrays) -> TrainResponse:
-        return self.ask(
-            lambda caller: caller.post(
-                "/train", pack_batch(header, arrays), TrainResponse, timeout_s=TIMEOUT_S
-            )
-        )
+        return self.train_body(pack_batch(header, arrays))
+
+    def train_body(self, body: bytes) -> TrainResponse:
+        return self.ask(lambda caller: caller.post("/train", body, TrainResponse, timeout_s=TIMEOUT_S))
 
     def export(self) -> ExportResponse:
         return self.ask(lambda caller: caller.post("/export", b"", ExportResponse, timeout_s=TIMEOUT_S))
@@ -63,10 +63,10 @@ class Group:
         message = SaveRequest(path=str(path), merged=merged)
         return self.ask(lambda caller: caller.post("/save", message, TrainerHealth, timeout_s=TIMEOUT_S))
 
-    def health(self, rank: int) -> TrainerHealth:
+    def health(self, rank: int = 0) -> TrainerHealth:
         return self.ask(lambda caller: caller.get("/health", TrainerHealth, timeout_s=TIMEOUT_S), rank)
 
-    def log(self, rank: int) -> str:
+    def log(self, rank: int = 0) -> str:
         return (self.folder / f"log-{rank}").read_text()
 
 
@@ -103,7 +103,7 @@ def running(
                 "OMP_NUM_THREADS": "1",
             }
             processes.append(
-                subprocess.Popen(
+                popen(
                     [sys.executable, *command],
                     stdin=subprocess.PIPE,
                     stdout=log,

@@ -39,7 +39,7 @@ def make_record(
     number: int = 0, index: int = 0, *, reward: float | None = 1.0, **values: Any
 ) -> RecordedRollout:
     branch = make_branch(sample_index=index, reward=0.0 if reward is None else reward, **values)
-    return RecordedRollout(make_prompt(number), 0, reward, (branch,))
+    return RecordedRollout(make_prompt(number), reward, (branch,))
 
 
 def rollouts_equal(one: Rollout, other: Rollout) -> bool:

@@ -5,35 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import threading
-from typing import Any
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from asyncrl.messages.records import Prompt
 from asyncrl.tasks.letters import Letters
-
-
-class Raises(Letters):
-    """Every score raises."""
-
-    def score(self, prompt: Prompt, completion: str) -> float:
-        raise KeyError("no such answer")
-
-
-class RaisesSometimes(Letters):
-    """A score raises for short completions."""
-
-    def score(self, prompt: Prompt, completion: str) -> float:
-        if len(completion) % 5 == 0:
-            raise ValueError(f"length {len(completion)}")
-        return super().score(prompt, completion)
-
-
-class Hangs(Letters):
-    """Every score hangs for ever."""
-
-    def score(self, prompt: Prompt, completion: str) -> float:
-        threading.Event().wait()
-        return 0.0
 
 
 class JudgeThatNeverGivesUp(Letters):
@@ -49,9 +26,12 @@ class JudgeThatNeverGivesUp(Letters):
         return super().score(prompt, completion)
 
 
-def no_number(prompt: Prompt, completion: str, answer: Any) -> Any:
-    """No number at all."""
-    return {"score": 1}
+class HangsAtTheStart(Letters):
+    """It writes the mark, and is never made."""
+
+    def __init__(self, size: int, seed: int, mark: str) -> None:
+        Path(mark).touch()
+        ThreadPoolExecutor(1).submit(time.sleep, 600).result()
 
 
 class BeginsWithALetter(Letters):
@@ -61,10 +41,3 @@ class BeginsWithALetter(Letters):
 
     def score(self, prompt: Prompt, completion: str) -> float:
         return float(completion[:1].isalpha())
-
-
-class NeverRight(Letters):
-    """Always 0."""
-
-    def score(self, prompt: Prompt, completion: str) -> float:
-        return 0.0

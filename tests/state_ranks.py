@@ -4,7 +4,6 @@ talks gloo over a file.
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -15,10 +14,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from trainer_cases import make_batch
 
-from asyncrl.trainer.ranks import Ranks, join_ranks
+from asyncrl.http import Refused
+from asyncrl.trainer.ranks import ALONE, Ranks, join_ranks
 from asyncrl.trainer.spec import TrainerSpec
 from asyncrl.trainer.state import Progress, TrainerState
-from asyncrl.trainer.state_folder import StateError
 from asyncrl.trainer.step import TrainStep
 
 
@@ -40,17 +39,22 @@ class PlainMasters:
 class Run:
     """A small model, AdamW and a TrainerState over them. Odd sizes: rank 1 has no share of the last layer."""
 
-    def __init__(self, seed: int, *, is_sharded: bool) -> None:
+    def __init__(self, seed: int, ranks: Ranks = ALONE) -> None:
         torch.manual_seed(seed)
         self.model = nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 1))
-        if is_sharded:
+        if ranks.size > 1:
             for layer in self.model:
                 fully_shard(layer)
             fully_shard(self.model)
         self.masters = PlainMasters(self.model)
         self.optimizer = torch.optim.AdamW(self.masters.named.values(), lr=0.1, fused=True)
         self.state = TrainerState(
-            self.masters, self.optimizer, model_path="m", dtype=torch.float32, device=torch.device("cpu")
+            self.masters,
+            self.optimizer,
+            ranks,
+            model_path="m",
+            dtype=torch.float32,
+            device=torch.device("cpu"),
         )
 
     def train(self, num_steps: int) -> None:
@@ -82,14 +86,10 @@ def rank_main(rank: int, spec_texts: dict[str, str], folder: Path) -> None:
     }
     ranks = join_ranks(next(iter(specs.values())), torch.device("cpu"))
     try:
-        _two_ranks_go_on(rank, folder)
+        _two_ranks_go_on(ranks, folder)
         for name, spec in specs.items():
             _trainers_go_on(spec, ranks, folder / name)
-        if rank == 0:
-            shutil.copytree(folder / "two", folder / "damaged")
-            (folder / "damaged" / "__1_0.distcp").write_bytes(b"")
-        dist.barrier()
-        _refused_on_both(folder)
+        _refused_on_both(ranks, folder)
     finally:
         dist.destroy_process_group()
 
@@ -114,17 +114,17 @@ def _trainers_go_on(spec: TrainerSpec, ranks: Ranks, folder: Path) -> None:
     assert (fresh.policy_version, fresh.weights_digest()) == (1, (folder / "one.digest").read_text())
 
 
-def _two_ranks_go_on(rank: int, folder: Path) -> None:
-    run = Run(0, is_sharded=True)
+def _two_ranks_go_on(ranks: Ranks, folder: Path) -> None:
+    run = Run(0, ranks)
     assert isinstance(run.masters.named["0.weight"], DTensor)
     run.train(3)
-    torch.manual_seed(100 + rank)
-    pending = run.state.begin_save(Progress(3, 3, 0), folder / "two")
+    torch.manual_seed(100 + ranks.rank)
+    pending = run.state.begin_save(Progress(policy_version=3, num_optimizer_steps=3), folder / "two")
     saved = run.values()
     drawn = torch.rand(3)
     run.train(2)  # collectives of training beside those of the save
     pending.wait()
-    if rank == 0:
+    if ranks.is_first:
         torch.save(saved, folder / "two.pt")
         assert sorted(file.name for file in (folder / "two").iterdir()) == [
             ".metadata",
@@ -133,24 +133,25 @@ def _two_ranks_go_on(rank: int, folder: Path) -> None:
             "state.json",
         ]
 
-    fresh = Run(1, is_sharded=True)
-    assert fresh.state.load(folder / "two") == Progress(3, 3, 0)
+    fresh = Run(1, ranks)
+    assert fresh.state.load(folder / "two") == Progress(policy_version=3, num_optimizer_steps=3)
     assert same(fresh.values(), saved)
     assert torch.equal(torch.rand(3), drawn), "each rank has its own generator back"
     fresh.train(2)
     assert same(fresh.values(), run.values())
 
-    assert fresh.state.load(folder / "one") == Progress(4, 8, 1)
+    assert fresh.state.load(folder / "one") == Progress(
+        policy_version=4, num_optimizer_steps=8, num_skipped_in_a_row=1
+    )
     assert same(fresh.values(), torch.load(folder / "one.pt")), "what one process saved, two have now"
 
 
-def _refused_on_both(folder: Path) -> None:
-    run = Run(2, is_sharded=True)
+def _refused_on_both(ranks: Ranks, folder: Path) -> None:
+    run = Run(2, ranks)
     run.train(1)
     before = run.values()
-    for name, reason in (("damaged", "__1_0.distcp is damaged"), ("nothing", "there is no ")):
-        with pytest.raises(StateError, match=reason):  # on the rank that has not read the damaged file too
-            run.state.load(folder / name)
-        assert same(run.values(), before)
-    with pytest.raises(StateError, match="exists already"):
-        run.state.begin_save(Progress(), folder / "one")
+    with pytest.raises(Refused, match="cannot be read"):
+        run.state.load(folder / "nothing")
+    assert same(run.values(), before)
+    with pytest.raises(Refused, match="there already"):  # on the rank that does not write too
+        run.state.begin_save(Progress(), folder / "one").wait()

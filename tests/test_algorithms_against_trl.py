@@ -14,10 +14,11 @@ from torch import Tensor
 from trl.rewards import get_soft_overlong_punishment
 from trl_trainers import GROUP_SIZE, MAX_TOKENS, RLOOTrainer, Sampled, trl_loss
 
+from asyncrl.algorithms import corrections
 from asyncrl.algorithms.advantages import grpo, overlong_penalty, rloo
 from asyncrl.algorithms.aggregate import token_weights
 from asyncrl.algorithms.losses import kl, kl_reward_penalty
-from asyncrl.algorithms.registry import BUILT_IN_CORRECTIONS, resolve, resolve_advantage
+from asyncrl.algorithms.registry import resolve
 from asyncrl.config import AlgorithmConfig
 
 VLLM = {"use_vllm": True}
@@ -118,14 +119,16 @@ def our_loss(sampled: Sampled, config: AlgorithmConfig) -> tuple[Tensor, dict[st
     """
     recipe, sequence_M = resolve(config), numbered(*sampled.lengths)
     group_B = torch.arange(len(sampled.lengths)) // GROUP_SIZE
-    advantage_M = function(resolve_advantage(config.advantage))(sampled.reward_B, group_B)[sequence_M]
+    advantage_M = function(recipe.advantage)(sampled.reward_B, group_B)[sequence_M]
     anchor_M = sampled.behaviour_M if recipe.ratio == "behaviour" else sampled.proximal_M
     loss_M, stats = function(recipe.surrogate)(
         sampled.current_M, anchor_M, sampled.behaviour_M, advantage_M, sequence_M, config
     )
     if recipe.correction != "none":
-        correction = function(BUILT_IN_CORRECTIONS[recipe.correction])
-        loss_M = loss_M * correction(sampled.proximal_M, sampled.behaviour_M, advantage_M, sequence_M, config)
+        correction = getattr(corrections, recipe.correction)
+        loss_M = loss_M * correction(
+            sampled.proximal_M - sampled.behaviour_M, advantage_M, sequence_M, config
+        )
     if config.kl_coefficient:
         loss_M = loss_M + config.kl_coefficient * kl(
             sampled.current_M, sampled.reference_M, config.kl_estimator
@@ -162,7 +165,8 @@ def test_loss_and_gradient_are_those_of_trl(name: str, seed: int) -> None:
 @pytest.mark.parametrize("correction", ["tis", "tis_sequence", "mis", "mis_sequence", "icepop"])
 def test_before_the_first_step_reinforce_with_weights_has_the_gradient_of_trl(correction: str) -> None:
     sampled = sample(4)
-    mode = f"{'sequence' if 'sequence' in correction else 'token'}_{'truncate' if 'tis' in correction else 'mask'}"
+    level = "sequence" if "sequence" in correction else "token"
+    mode = f"{level}_{'truncate' if 'tis' in correction else 'mask'}"
     smallest = 0.5 if correction == "icepop" else None
     sampled = replace(sampled, current_M=sampled.proximal_M.clone().requires_grad_())
     ours, _ = our_loss(sampled, AlgorithmConfig(advantage="dr_grpo", loss="tis", correction=correction))

@@ -13,7 +13,7 @@ from algorithm_cases import SETTINGS, numbered, tokens
 from trl_trainers import Sampled, trl_loss
 
 from asyncrl.algorithms.aggregate import token_weights
-from asyncrl.algorithms.registry import RECIPES, resolve, resolve_advantage
+from asyncrl.algorithms.registry import RECIPES, resolve
 from asyncrl.config import RunConfig
 
 PAGE = (Path(__file__).parent.parent / "docs" / "algorithms.md").read_text(encoding="utf-8")
@@ -28,7 +28,6 @@ def test_every_recipe_on_the_page_is_a_config(block: str) -> None:
         {"model": {"path": "x"}, "task": {"reasoning_gym": "basic_arithmetic"}, **yaml.safe_load(block)}
     )
     resolve(config.algorithm)
-    resolve_advantage(config.algorithm.advantage)
 
 
 def test_every_loss_has_a_recipe_on_the_page_and_its_row_says_what_it_is() -> None:

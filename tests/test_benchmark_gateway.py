@@ -19,17 +19,6 @@ def test_growth_is_the_slope_of_memory_over_ended_sessions():
     assert gateway.growth_per_thousand(growing) == pytest.approx(3000)
 
 
-def test_rates_are_by_the_wall_and_by_the_processor():
-    measured = Measured(seconds=2.0, cpu_s=0.5, latencies=[0.01] * 100)
-    assert (measured.rate, measured.core_rate) == (50, 200)
-
-
-def test_percentiles_are_of_the_nearest_rank():
-    measured = Measured(1.0, latencies=[each / 1000 for each in range(100, 0, -1)])
-    assert measured.percentile(50) == 0.051
-    assert measured.percentile(99) == measured.percentile(100) == 0.1
-
-
 def test_added_latency_is_the_difference_of_the_same_percentile():
     direct, through = (
         Measured(1.0, latencies=[1.0] * 98 + [2.0] * 2),

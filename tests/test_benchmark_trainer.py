@@ -25,27 +25,6 @@ def make_case(folder: Path, lengths: list[int]) -> Case:
     )
 
 
-def test_a_batch_has_equal_prompts_in_a_group_and_behaviour_logprobs_on_completions_alone(tmp_path):
-    lengths = [1, 2, 3, 4, 5, 6, 7, 8] * 2
-    header, arrays = make_case(tmp_path, lengths).batch()
-    prompts = [
-        arrays.token_ids[entry.start : entry.start + trainer_case.PROMPT_LENGTH].tobytes()
-        for entry in header.trajectories
-    ]
-    assert len(set(prompts[:8])) == len(set(prompts[8:])) == 1
-    assert prompts[0] != prompts[8]
-    assert [int(arrays.loss_mask[entry.start : entry.end].sum()) for entry in header.trajectories] == lengths
-    assert (arrays.behaviour_logprobs[arrays.loss_mask] != 0).all()
-    assert (arrays.behaviour_logprobs[~arrays.loss_mask] == 0).all()
-
-
-def test_long_tailed_lengths_are_the_same_in_every_run_and_have_about_the_mean_of_the_equal_ones():
-    lengths = trainer_case.long_tailed_lengths(8)
-    assert lengths == trainer_case.long_tailed_lengths(8)
-    assert max(lengths) <= trainer_case.MAX_COMPLETION
-    assert abs(sum(lengths) / len(lengths) - trainer_case.EQUAL_LENGTH) < 10
-
-
 def test_the_meter_adds_up_stretches_and_leaves_out_what_is_between_them_and_the_warm_up():
     case = Case("", "", "float32", "cpu", 2, False, seconds=0.0, warm_up=1)
     meter = Meter(case)
@@ -63,15 +42,6 @@ def test_the_meter_adds_up_stretches_and_leaves_out_what_is_between_them_and_the
     meter.stop()
     meter.end_step()
     assert before_cpu_s < meter.steps[-1][0]
-
-
-def test_memory_counts_from_the_loaded_model():
-    meter = Meter(Case("", "", "float32", "cpu", 2, False, seconds=0.0, warm_up=0))
-    meter.mark_loaded()
-    block = bytearray(64 * 2**20)
-    block[::4096] = b"1" * len(block[::4096])
-    del block
-    assert 60 * 2**20 < meter.peak_bytes() < 96 * 2**20
 
 
 def test_sides_that_take_different_steps_end_the_benchmark():

@@ -5,7 +5,6 @@ gives up what is too old.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 
 import pytest
 from buffer_groups import make_group, oldest_trained_age
@@ -133,48 +132,6 @@ def resume(
     )
     assert len(late | handed_back | trained) == len(late) + len(handed_back) + len(trained)
     return late, handed_back, trained
-
-
-def killed_at_version_10(
-    max_staleness: int, on_overdue: str, *, ready: Sequence[int], running: Sequence[int] = ()
-) -> Story:
-    """Groups 90, 91 ... of these versions, those that are ready first."""
-    story = Story(max_staleness, on_overdue)
-    story.version = story.served = 10
-    story.ready = {GroupId(90 + i): make_group(90 + i, [version]) for i, version in enumerate(ready)}
-    story.tickets = {
-        GroupId(90 + i): Ticket(GroupId(90 + i), version)
-        for i, version in enumerate(running, start=len(ready))
-    }
-    story.num_issued = 90 + len(ready) + len(running)
-    return story
-
-
-@pytest.mark.parametrize("on_overdue", ["wait", "mask", "drop"])
-def test_ready_groups_that_are_too_old_for_a_smaller_max_staleness_are_given_up(on_overdue: str) -> None:
-    story = killed_at_version_10(4, on_overdue, ready=[7, 8, 10, 10])
-    assert resume(story, max_staleness=1, num_groups=2, on_overdue=on_overdue) == ({90, 91}, set(), {92, 93})
-
-
-@pytest.mark.parametrize(("on_overdue", "expected"), [("wait", {91, 92}), ("drop", {91, 92}), ("mask", {91})])
-def test_a_running_group_is_given_up_unless_what_it_samples_from_now_on_can_be_trained_on(
-    on_overdue: str, expected: set[int]
-) -> None:
-    story = killed_at_version_10(4, on_overdue, ready=[10, 7], running=[7, 9])
-    late, handed_back, trained = resume(story, max_staleness=1, num_groups=2, on_overdue=on_overdue)
-    assert (late, handed_back) == (expected, set())
-    assert trained == ({90, 93} if on_overdue != "mask" else {92, 93})
-
-
-def test_with_fewer_groups_a_batch_only_what_fits_before_its_deadline_is_kept_and_ready_groups_first() -> (
-    None
-):
-    story = killed_at_version_10(1, "wait", ready=[9, 10], running=[9, 9, 9, 10, 10, 10])
-    assert resume(story, max_staleness=1, num_groups=1, on_overdue="wait") == (
-        {92, 93, 94, 95, 96, 97},
-        set(),
-        {90, 91},
-    )
 
 
 @pytest.mark.parametrize("on_overdue", ["wait", "mask", "drop"])

@@ -1,15 +1,19 @@
-"""Whole runs in virtual time: the bound, against the count-based rule, and what a shorter look would do."""
+"""Whole runs in virtual time: the bound, and what a shorter look would do."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+import re
+from pathlib import Path
 
 import pytest
+from count_rule import CountOrder, CountRule
 
-from asyncrl.buffer.count_rule import CountRule
+from asyncrl.buffer.overdue import OnOverdue
 from asyncrl.buffer.simulation import Simulation, Workload
-from asyncrl.buffer.staleness import OnOverdue, StalenessRule
+from asyncrl.buffer.staleness import StalenessRule
+
+PAGE = Path(__file__).parent.parent / "docs" / "staleness.md"
 
 
 class ShortSightedRule(StalenessRule):
@@ -40,7 +44,7 @@ def random_case(seed: int, on_overdue: OnOverdue, kind: type[StalenessRule] = St
         filter_probability=draw.choice([0.0, 0.3, 0.9]),
         seed=seed,
     )
-    return Simulation(rule, workload, max_staleness=max_staleness, masks=on_overdue == "mask")
+    return Simulation(rule, workload)
 
 
 @pytest.mark.parametrize("on_overdue", ["wait", "mask", "drop"])
@@ -49,14 +53,13 @@ def test_in_200_runs_nothing_is_late_nothing_is_lost_and_nothing_stands_still(on
     for seed in range(200):
         simulation = random_case(seed, on_overdue)
         rule = simulation.rule
-        assert isinstance(rule, StalenessRule)
         outcome = simulation.run()  # RuntimeError if nothing can happen any more
         num_failed += outcome.num_failed
         num_filtered += outcome.num_filtered
         num_waits += outcome.wait.stragglers_s > 0
         num_handed_back += outcome.num_dropped + outcome.num_all_masked
         num_masked += outcome.masked_fraction > 0
-        where = f"seed {seed}: {rule.num_groups} groups, max_staleness {rule.max_staleness}, look_ahead {rule.look_ahead}"
+        where = f"seed {seed}: {rule.num_groups} groups, {rule.max_staleness=}, {rule.look_ahead=}"
         taken = [group_id for _, groups in simulation.batches for group_id, _ in groups]
         assert [version for version, _ in simulation.batches] == list(range(rule.num_batches)), where
         assert len(taken) == len(set(taken)) == rule.num_batches * rule.num_groups, where
@@ -89,44 +92,25 @@ def test_looking_only_at_what_is_due_now_is_late_or_stands_still() -> None:
     assert num_broken > 0, "then the longer look would not be needed"
 
 
-@pytest.mark.parametrize("order", ["completion", "oldest_first"])
-def test_a_rule_that_counts_groups_is_late_where_ours_never_is(order: str) -> None:
-    workload = Workload(num_slots=10_000, sigma=1.0, train_s=0.5)
-    sizes = {"num_groups": 16, "num_batches": 200, "max_staleness": 2}
-    counted = Simulation(CountRule(**sizes, order=order), workload, max_staleness=2, masks=False).run()  # type: ignore[arg-type]
-    ours = Simulation(
-        StalenessRule(**sizes, on_overdue="wait", look_ahead=2), workload, max_staleness=2, masks=False
-    ).run()
-    assert counted.late_fraction > 0.1
-    assert counted.age_max > 10
-    assert (ours.late_fraction, ours.age_max) == (0, 2)
-    assert ours.idle_fraction > counted.idle_fraction, "the hard bound has its price"
-
-
-def run_at(on_overdue: OnOverdue, workload: Workload, look_ahead: int = 4) -> object:
-    rule = StalenessRule(
-        num_groups=16, num_batches=200, max_staleness=4, on_overdue=on_overdue, look_ahead=look_ahead
-    )
-    return Simulation(rule, workload, max_staleness=4, masks=on_overdue == "mask").run()
-
-
-def test_mask_and_drop_buy_the_waiting_for_tokens() -> None:
-    workload = Workload(num_slots=10_000, sigma=1.0, train_s=0.5)
-    wait, mask, drop = (run_at(on_overdue, workload) for on_overdue in ("wait", "mask", "drop"))
-    assert wait.idle_fraction > max(mask.idle_fraction, drop.idle_fraction) + 0.1  # type: ignore[attr-defined]
-    assert 0 < mask.masked_fraction < 0.5  # type: ignore[attr-defined]
-    assert drop.num_dropped > 0  # type: ignore[attr-defined]
-    assert wait.masked_fraction == wait.num_dropped == mask.num_dropped == drop.masked_fraction == 0  # type: ignore[attr-defined]
-
-
 def test_the_parts_of_a_wait_add_up_to_the_idle_time() -> None:
+    rule = StalenessRule(num_groups=16, num_batches=200, max_staleness=4, on_overdue="wait", look_ahead=4)
     workload = Workload(num_slots=40, sigma=1.0, train_s=0.5, publish_s=0.3, failure_probability=0.1)
-    outcome = run_at("wait", workload)
-    total_s = 200 / outcome.batches_per_s  # type: ignore[attr-defined]
-    assert outcome.wait.total_s == pytest.approx(outcome.idle_fraction * total_s)  # type: ignore[attr-defined]
+    outcome = Simulation(rule, workload).run()
+    assert outcome.wait.total_s == pytest.approx(outcome.idle_fraction * 200 / outcome.batches_per_s)
 
 
-def test_the_same_seed_plays_the_same_run() -> None:
-    workload = Workload(num_slots=40, sigma=1.0, failure_probability=0.1, seed=3)
-    outcomes: Sequence[object] = [run_at("wait", workload) for _ in range(2)]
-    assert outcomes[0] == outcomes[1]
+def test_the_example_on_the_staleness_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
+    exec(compile(example, str(PAGE), "exec"), {})
+    assert "mean age" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("order", ["completion", "oldest_first"])
+def test_a_rule_that_counts_groups_is_late_where_ours_never_is(order: CountOrder) -> None:
+    workload = Workload(num_slots=10_000, sigma=1.0, train_s=0.5)
+    counting = CountRule(num_groups=16, num_batches=200, max_staleness=2, order=order)
+    ours = StalenessRule(num_groups=16, num_batches=200, max_staleness=2, on_overdue="wait", look_ahead=2)
+    counted, kept = Simulation(counting, workload).run(), Simulation(ours, workload).run()
+    assert (counted.late_fraction > 0.1, counted.age_max > 10) == (True, True)
+    assert (kept.late_fraction, kept.age_max) == (0, 2)
+    assert kept.idle_fraction > counted.idle_fraction, "the hard bound has its price"

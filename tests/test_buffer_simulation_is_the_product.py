@@ -9,18 +9,18 @@ import random
 from dataclasses import dataclass, replace
 
 import pytest
+from rollout_cases import make_producers, single_turn
 
 from asyncrl.buffer.buffer import Buffer
+from asyncrl.buffer.overdue import OnOverdue
 from asyncrl.buffer.simulation import Outcome, Simulation, Workload
-from asyncrl.buffer.staleness import OnOverdue, StalenessRule
+from asyncrl.buffer.staleness import StalenessRule
 from asyncrl.config import BufferConfig
 from asyncrl.errors import RewardFailure
 from asyncrl.messages.records import Group, Prompt, SamplingRequest
-from asyncrl.rollouts.generators import SingleTurn
-from asyncrl.rollouts.producers import Producers, ProducersStats
-from asyncrl.rollouts.rollout import RolloutRunner
+from asyncrl.rollouts.producers import ProducersStats
 from asyncrl.tasks import Feed
-from asyncrl.testing.fakes import FakeEngine, FakeTokenizer
+from asyncrl.testing.fakes import FakeEngine
 from asyncrl.testing.memory_journal import MemoryJournal
 from asyncrl.testing.virtual_time import run_virtual
 
@@ -96,20 +96,18 @@ def play_product(case: Case) -> Played:
         buffer = Buffer(
             config, num_groups=case.num_groups, num_batches=NUM_BATCHES, on_handed_back=handed_back
         )
-        generator = SingleTurn(
-            engine, FakeTokenizer(), scorer, run_seed=0, max_tokens=8, max_prompt_tokens=8, temperature=1.0
-        )
         async with asyncio.TaskGroup() as tasks:
-            producers = Producers(
+            producers = make_producers(
                 buffer,
-                Feed(Endless(), seed=0, shuffle=False),
-                RolloutRunner(generator, timeout_s=None, retries=0),
-                spawn=tasks.create_task,
+                tasks.create_task,
+                single_turn(engine, scorer),
+                source=Feed(Endless(), seed=0, shuffle=False),
+                journal=journal,
+                timeout_s=None,
                 group_size=case.workload.group_size,
                 capacity=case.workload.num_slots,
                 max_failed_groups=10**6,
                 max_hand_backs=case.workload.max_hand_backs,
-                journal=journal,
             )
             running = tasks.create_task(producers.run(), name="producers")
             for version in range(NUM_BATCHES):
@@ -135,16 +133,14 @@ def play_simulation(case: Case) -> tuple[Simulation, Outcome]:
         on_overdue=case.on_overdue,
         look_ahead=case.look_ahead,
     )
-    simulation = Simulation(rule, case.workload, max_staleness=case.max_staleness, masks=False)
+    simulation = Simulation(rule, case.workload)
     return simulation, simulation.run()
 
 
 FREE = Workload(num_slots=10**6, sigma=1.0, group_size=2, train_s=0.6, seed=3)
 CASES = {
-    "slots for all": Case(FREE, 4, 2, 2, "drop"),
     "few slots": Case(replace(FREE, num_slots=7, group_size=3), 4, 2, 2, "drop"),
     "prompts that are always long": Case(replace(FREE, prompt_share=0.7, max_hand_backs=1), 4, 1, 1, "drop"),
-    "never given up": Case(replace(FREE, max_hand_backs=10**9, prompt_share=0.5), 4, 2, 1, "drop"),
     "nothing is dropped": Case(replace(FREE, num_slots=7, group_size=3), 4, 2, 2, "wait"),
 }
 
@@ -186,13 +182,3 @@ def test_the_simulation_plays_failures_as_the_product_does(
     assert (max(count for _, count in product.started) == 2) == (max_hand_backs == 2), (
         "it was to be about prompts that come again"
     )
-
-
-def test_a_prompt_that_is_dropped_is_drawn_anew_and_given_up_after_max_hand_backs() -> None:
-    workload = replace(FREE, prompt_share=0.9, max_hand_backs=2)
-    assert len({workload.length_s(7, count, 0) for count in range(3)}) == 3
-    product = play_product(Case(workload, 4, 1, 1, "drop"))
-    tries = [count for _, count in product.started]
-    assert len(set(product.started)) == len(product.started), "no prompt is sampled twice with the same seeds"
-    assert max(tries) == 2
-    assert 0 < product.stats.given_up <= tries.count(2)

@@ -7,10 +7,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from buffer_groups import HandedBackLog, make_buffer, make_group, wait_admit
+from buffer_groups import make_buffer, make_group, wait_admit
 
 from asyncrl.buffer.buffer import Buffer
-from asyncrl.errors import RoomError, WouldWait
+from asyncrl.errors import RoomError
 from asyncrl.testing.virtual_time import all_blocked, run_virtual
 
 
@@ -34,23 +34,6 @@ def test_a_producer_waits_until_a_newer_version_is_served() -> None:
             assert not waiting.done()
             buffer.set_served_nowait(1)
         assert waiting.result().start_version == 1
-
-    run_virtual(story())
-
-
-def test_a_failed_group_lets_exactly_one_waiting_producer_start() -> None:
-    async def story() -> None:
-        buffer = make_buffer(max_staleness=0)
-        admit(buffer, 2)
-        waiting = [asyncio.create_task(wait_admit(buffer), name=f"producer-{i}") for i in range(3)]
-        await all_blocked()
-        buffer.fail_nowait(0, "bad reward")
-        await all_blocked()
-        assert [task.done() for task in waiting] == [True, False, False], "first come, first served"
-        assert waiting[0].result().group_id == 2
-        for task in waiting:
-            task.cancel()
-        assert buffer.stats().last_failure == "bad reward"
 
     run_virtual(story())
 
@@ -135,27 +118,6 @@ def test_a_wait_is_split_by_what_was_waited_for() -> None:
     run_virtual(story())
 
 
-def test_a_wait_for_the_publisher_is_named_so() -> None:
-    async def story() -> None:
-        buffer = make_buffer(max_staleness=0)
-        finish(buffer, *admit(buffer, 2))
-        await buffer.wait_batch()
-
-        async def others() -> None:
-            await asyncio.sleep(2)
-            buffer.set_served_nowait(1)
-            await asyncio.sleep(1)
-            finish(buffer, *admit(buffer, 2), version=1)
-
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(others(), name="others")
-            await buffer.wait_batch()
-        assert (buffer.last_wait.publishing_s, buffer.last_wait.generation_s) == (2, 1)
-        assert buffer.stats().publishing_s == 2
-
-    run_virtual(story())
-
-
 def test_asking_for_more_batches_than_the_run_has_is_an_error_and_no_hang() -> None:
     async def story() -> None:
         buffer = make_buffer(num_batches=1, max_staleness=0)
@@ -165,39 +127,6 @@ def test_asking_for_more_batches_than_the_run_has_is_an_error_and_no_hang() -> N
             await buffer.wait_batch()
 
     run_virtual(story())
-
-
-def test_a_dropped_group_is_handed_back_and_runs_no_more() -> None:
-    log = HandedBackLog()
-    buffer = make_buffer(on_overdue="drop", log=log)
-    admit(buffer, 4)
-    finish(buffer, 0, 1)
-    buffer.take_nowait()
-    buffer.set_served_nowait(1)
-    finish(buffer, *admit(buffer, 2), version=1)
-    buffer.take_nowait()
-    assert log == [(2, False, "dropped"), (3, False, "dropped")]
-    with pytest.raises(RoomError, match="group 2"):
-        buffer.finish_nowait(make_group(2, [0]))
-    assert buffer.stats().dropped == 2
-    assert buffer.stats().hurried_batches == 1
-
-
-def test_a_group_that_mask_leaves_nothing_of_goes_back_at_once_and_its_place_is_free() -> None:
-    log = HandedBackLog()
-    buffer = make_buffer(num_groups=1, max_staleness=1, on_overdue="mask", log=log)
-    admit(buffer, 2)
-    finish(buffer, 0)
-    buffer.take_nowait()
-    for version in (1, 2):
-        buffer.set_served_nowait(version)
-        finish(buffer, *admit(buffer, 1), version=version)
-        assert buffer.take_nowait().min_version == version - 1
-    assert buffer.num_open() == 0
-    assert buffer.finish_nowait(make_group(1, [0, 1])) == "handed_back"
-    assert log == [(1, True, "all_masked")]
-    assert buffer.num_open() == 1
-    assert (buffer.stats().all_masked, buffer.stats().ready) == (1, 0)
 
 
 def test_masked_tokens_are_counted_from_the_spans() -> None:
@@ -220,23 +149,6 @@ def test_a_trajectory_without_a_sampled_token_is_refused() -> None:
     with pytest.raises(RoomError, match="group 0, sample 1, has no sampled token"):
         buffer.finish_nowait(make_group(0, [0], []))
     assert buffer.stats().running == 1
-
-
-def test_the_nowait_half_says_would_wait() -> None:
-    buffer = make_buffer(max_staleness=0)
-    admit(buffer, 2)
-    with pytest.raises(WouldWait):
-        buffer.admit_nowait()
-    with pytest.raises(WouldWait, match="batch 0 waits for generation"):
-        buffer.take_nowait()
-
-
-def test_the_repr_says_where_the_groups_are() -> None:
-    buffer = make_buffer(num_groups=4, max_staleness=2, look_ahead=1)
-    admit(buffer, 6)
-    finish(buffer, 0)
-    assert repr(buffer) == "<Buffer batch 0/10, v0 served, 5 running, 1 ready of 4, 2 open, look_ahead 1/2>"
-    assert (buffer.stats().oldest_running, buffer.stats().oldest_running_start_version) == (1, 0)
 
 
 def test_look_ahead_auto_grows_when_the_trainer_lacks_groups() -> None:

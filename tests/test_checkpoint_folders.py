@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from asyncrl.checkpoints.folder import Checkpoints, set_aside
-from asyncrl.checkpoints.manifest import check_manifest
 from asyncrl.config import CheckpointConfig
 from asyncrl.errors import CheckpointDamaged, CheckpointError
 from asyncrl.files import sha256_of
@@ -99,7 +98,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_counts_no_more(tmp_path: Path) ->
     ]
 
 
-@pytest.mark.parametrize("number", [errno.EMFILE, errno.EIO, errno.EACCES, errno.ESTALE])
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EACCES])
 @pytest.mark.parametrize("what", ["manifest.json", "weights", "controller.json", "checkpoints"])
 def test_one_that_cannot_be_read_may_be_whole_so_it_is_refused_and_keeps_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, what: str
@@ -174,11 +173,6 @@ def test_what_says_what_was_done_is_on_disk_before_the_checkpoint_is(
     assert synced == ["trained.jsonl", "metrics.jsonl", "eval.jsonl", tmp_path.name, "checkpoints"]
 
 
-def test_without_any_whole_one_there_is_none(tmp_path: Path) -> None:
-    assert make(tmp_path).newest_whole() == (None, [])
-    assert make(tmp_path).oldest_version() == 0
-
-
 def test_the_newest_multiples_and_the_best_stay(tmp_path: Path) -> None:
     checkpoints = make(tmp_path, keep_last=2, keep_every=4, keep_best=True)
     checkpoints.evaluated(0, 2.0)  # of the initial weights, which have no checkpoint
@@ -192,14 +186,6 @@ def test_the_newest_multiples_and_the_best_stay(tmp_path: Path) -> None:
     )
 
 
-def test_a_checkpoint_made_again_replaces_the_old_one(tmp_path: Path) -> None:
-    checkpoints = make(tmp_path, 10)
-    before = (checkpoints.root / "step_10" / "trainer" / "weights").read_bytes()
-    write(checkpoints, 10)
-    assert (checkpoints.root / "step_10" / "trainer" / "weights").read_bytes() != before
-    assert check_manifest(checkpoints.root / "step_10").version == 10
-
-
 def test_a_disk_that_takes_nothing_is_an_error_that_leaves_the_last_one_whole(tmp_path: Path) -> None:
     checkpoints = make(tmp_path, 10)
     pending = checkpoints.begin()
@@ -211,11 +197,3 @@ def test_a_disk_that_takes_nothing_is_an_error_that_leaves_the_last_one_whole(tm
     whole, told = checkpoints.newest_whole()
     assert whole is not None
     assert (whole.version, told) == (10, [])
-
-
-def test_a_manifest_of_another_format_is_not_guessed_at(tmp_path: Path) -> None:
-    checkpoints = make(tmp_path, 10)
-    path = checkpoints.root / "step_10" / "manifest.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 2}))
-    with pytest.raises(CheckpointError, match="format 2"):
-        check_manifest(checkpoints.root / "step_10")

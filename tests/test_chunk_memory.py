@@ -26,14 +26,14 @@ from asyncrl.messages.engine_calls import CommitRequest, LoadChunkRequest, Sleep
 from asyncrl.messages.trainer_calls import ExportChunkResponse
 from asyncrl.placement.choices import ChunkWay, chunk_way
 from asyncrl.placement.devices import child_environ, place
-from asyncrl.trainer.movable_step import MovableStep
+from asyncrl.trainer.step import TrainStep
 from asyncrl.weights.shared_memory import MappedFile, shared_digest
 from asyncrl_servers.embedded.decode_loop import Engine
 from asyncrl_servers.trainer_memory import views
 
 CHUNK_BYTES = 10_000
 BOTH: list[EnginePart] = ["kv", "weights"]
-MakeStep = Callable[..., MovableStep]
+MakeStep = Callable[..., TrainStep]
 
 
 @pytest.fixture(scope="module")
@@ -43,9 +43,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make_step(folder: Path, tmp_path: Path) -> MakeStep:
-    def make(model_dir: Path = folder, **values: Any) -> MovableStep:
+    def make(model_dir: Path = folder, **values: Any) -> TrainStep:
         (tmp_path / "staging").mkdir(exist_ok=True)
-        return MovableStep(
+        return TrainStep(
             make_spec(model_dir, tmp_path, **{"chunk_bytes": CHUNK_BYTES, "chunks": "memory", **values})
         )
 
@@ -58,12 +58,12 @@ def request_of(chunk: ExportChunkResponse) -> LoadChunkRequest:
     return LoadChunkRequest.model_validate_json(LoadChunkRequest(**fields).model_dump_json())
 
 
-def export(step: MovableStep, index: int) -> ExportChunkResponse:
+def export(step: TrainStep, index: int) -> ExportChunkResponse:
     step.chunk_names(step.policy_version, index)
     return step.export_chunk(index)
 
 
-def push(step: MovableStep, engine: Engine) -> int:
+def push(step: TrainStep, engine: Engine) -> int:
     """Number of chunks."""
     engine.sleep(SleepRequest(parts=BOTH)).result(timeout=60)
     engine.wake(WakeRequest(parts=["weights"])).result(timeout=60)
@@ -84,7 +84,7 @@ def loaded(engine: Engine) -> dict[str, Tensor]:
     return {name: parameter.data for name, parameter in engine.weights._parameters.items()}
 
 
-def exported(step: MovableStep) -> dict[str, Tensor]:
+def exported(step: TrainStep) -> dict[str, Tensor]:
     return {name: step._lazy_weights()[name].to(step.dtype) for name in step._lazy_weights()}
 
 

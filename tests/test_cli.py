@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-NO_TORCH = "import sys; sys.modules['torch'] = None; from asyncrl.cli import main; sys.argv = ['asyncrl', *sys.argv[1:]]; main()"
+NO_TORCH = """
+import sys
+sys.modules["torch"] = None
+from asyncrl.cli import main
+sys.argv[0] = "asyncrl"
+main()
+"""
 
 
 def asyncrl(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:

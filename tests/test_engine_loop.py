@@ -164,17 +164,6 @@ def test_a_model_run_through_its_own_forward_gives_what_the_short_way_gives(fold
         assert torch.allclose(torch.tensor(short.logprobs), torch.tensor(own.logprobs), atol=1e-4)
 
 
-def test_temperature_zero_takes_the_most_likely_token(folder: Path) -> None:
-    from transformers import Qwen3ForCausalLM
-
-    with running_engine(folder) as engine:
-        answer = engine.submit(make_request(max_tokens=50, temperature=0.0)).result(timeout=60)
-    model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    with torch.no_grad():
-        logits = model(torch.tensor([[1, 2, 3, *answer.token_ids]])).logits[0, 2:-1]
-    assert logits.argmax(-1).tolist() == answer.token_ids
-
-
 def test_an_end_of_sequence_token_ends_the_answer_and_belongs_to_it(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "model", initializer_range=0.02)
     with running_engine(folder, slots=8) as engine:
@@ -295,14 +284,6 @@ def test_a_swap_that_fails_leaves_the_old_weights_serving(folder: Path, other_fo
         before.logprobs,
         before.version_spans,
     )
-
-
-def test_a_request_id_that_is_running_already_is_refused(folder: Path) -> None:
-    with running_engine(folder) as engine:
-        first, second = engine.submit(make_request(max_tokens=200)), engine.submit(make_request(max_tokens=1))
-        with pytest.raises(Refused, match="here already"):
-            second.result(timeout=60)
-        assert len(first.result(timeout=60).token_ids) == 200
 
 
 def test_requests_beyond_the_queues_bound_are_refused(folder: Path) -> None:

@@ -7,10 +7,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
-from asyncrl.messages.engine_calls import CommitRequest, GenerateRequest, GenerateResponse
+from asyncrl.messages.engine_calls import CommitRequest, GenerateRequest
 from asyncrl.testing.virtual_time import run_virtual
 from asyncrl_servers.simulated.latency_engine import SimulatedEngine
 from asyncrl_servers.simulated.simulated_state import SimulatedSpec
@@ -117,42 +114,6 @@ def test_lengths_are_lognormal_with_the_mean_of_the_spec() -> None:
     lengths = [engine._completion_length(seed) for seed in range(20_000)]
     assert abs(statistics.mean(lengths) - 64) < 3
     assert abs(statistics.median(lengths) - 64 / 2.718281828**0.5) < 1.5
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.data())
-def test_an_interrupted_request_ends_with_the_tokens_of_the_uninterrupted_one(data: st.DataObject) -> None:
-    seeds = data.draw(st.lists(st.integers(0, 2**62), min_size=1, max_size=8, unique=True))
-    pauses = data.draw(st.lists(st.floats(0.001, 0.4), min_size=1, max_size=6))
-
-    async def whole(seed: int) -> GenerateResponse:
-        return await make_engine(mean_tokens=30.0, sigma=1.0).submit(make_request("a", 100, seed=seed))
-
-    async def in_segments(engine: SimulatedEngine, seed: int) -> tuple[list[int], str]:
-        tokens: list[int] = []
-        for _ in range(50):
-            fields = {"prompt_ids": [1, 2, 3, *tokens], "num_resumed": len(tokens), "seed": seed}
-            answer = await engine.submit(make_request(str(seed), 100 - len(tokens), **fields))
-            tokens += answer.token_ids
-            assert [i for span in answer.version_spans for i in range(span.start, span.end)] == list(
-                range(len(answer.token_ids))
-            )
-            if answer.finish_reason != "abort":
-                return tokens, answer.finish_reason
-        raise AssertionError("50 segments, at most 6 commits")
-
-    async def story() -> None:
-        engine = make_engine(slots=3, mean_tokens=30.0, sigma=1.0, per_row_s=0.003, swap_s=0.01)
-        async with asyncio.TaskGroup() as tasks:
-            joined = [tasks.create_task(in_segments(engine, seed)) for seed in seeds]
-            for version, pause in enumerate(pauses, start=1):
-                await asyncio.sleep(pause)
-                await engine.commit(stage(engine, version))
-        for seed, task in zip(seeds, joined, strict=True):
-            expected = await whole(seed)
-            assert task.result() == (expected.token_ids, expected.finish_reason)
-
-    run_virtual(story())
 
 
 def test_many_thousand_requests_cost_no_work_for_each_token() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.engines.engine import check_segment
+from asyncrl.engines.engine import SegmentCheck
 from asyncrl.errors import EngineError
 from asyncrl.messages.engine_calls import GenerateRequest, GenerateResponse, Span
 
@@ -25,12 +25,12 @@ def answer(**changes: Any) -> GenerateResponse:
 
 
 def test_a_whole_answer_passes() -> None:
-    check_segment("engine-0", REQUEST, answer(), oldest=2, newest=3)
+    SegmentCheck("engine-0", REQUEST, oldest=2).end(answer(), newest=3)
 
 
 def test_an_abort_before_the_first_token_passes() -> None:
     empty = answer(token_ids=[], logprobs=[], version_spans=[], finish_reason="abort")
-    check_segment("engine-0", REQUEST, empty, oldest=2, newest=3)
+    SegmentCheck("engine-0", REQUEST, oldest=2).end(empty, newest=3)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_an_answer_that_cannot_be_is_an_engine_error_with_its_values(
     changes: dict[str, Any], says: str
 ) -> None:
     with pytest.raises(EngineError) as caught:
-        check_segment("engine-0", REQUEST, answer(**changes), oldest=2, newest=3)
+        SegmentCheck("engine-0", REQUEST, oldest=2).end(answer(**changes), newest=3)
     assert says in str(caught.value)
     assert "engine-0" in str(caught.value)
     assert "Way out" in str(caught.value)

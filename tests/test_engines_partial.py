@@ -43,29 +43,6 @@ def segment(reason: str, *tokens: int, version: int = 5) -> GenerateResponse:
 # ---- the join
 
 
-def test_what_is_asked_for_goes_on_after_the_partial_within_the_same_budget() -> None:
-    asked = SegmentJoin(make_request(max_tokens=10, seed=9), PARTIAL).next_request()
-    assert (asked.prompt_ids, asked.num_resumed, asked.max_tokens, asked.seed) == (
-        [1, 2, 3, 11, 12, 13],
-        3,
-        7,
-        9,
-    )
-
-
-def test_tokens_logprobs_and_spans_follow_those_of_the_partial() -> None:
-    join = SegmentJoin(make_request(max_tokens=10), PARTIAL)
-    join.add(segment("abort", 14, 15))
-    join.add(segment("stop", 16, version=6))
-    completion = join.completion()
-    assert completion.token_ids == (11, 12, 13, 14, 15, 16)
-    assert completion.behaviour_logprobs == (-1.0, -2.0, -3.0, -0.5, -0.5, -0.5)
-    assert completion.version_spans == (VersionSpan(0, 2, 4), VersionSpan(2, 5, 5), VersionSpan(5, 6, 6))
-    assert (completion.finish_reason, completion.num_interruptions) == ("stop", 4), (
-        "two before, the kill, and one after"
-    )
-
-
 @pytest.mark.parametrize("max_tokens", [3, 2])
 def test_a_partial_that_has_used_the_budget_or_more_of_a_larger_one_needs_no_server(max_tokens: int) -> None:
     join = SegmentJoin(make_request(max_tokens=max_tokens), PARTIAL)
@@ -158,7 +135,7 @@ def test_the_journal_is_told_by_a_pool_whenever_a_publish_or_a_death_interrupts(
 
 
 class InProcess:
-    """A SegmentServer over an engine of this process."""
+    """An EngineClient over an engine of this process."""
 
     name, policy_version, num_commits = "engine-0", 0, 0
 
@@ -200,9 +177,3 @@ def test_the_embedded_engine_goes_on_with_the_very_tokens_and_logprobs(engine: E
     assert resumed.token_ids == whole.token_ids
     assert resumed.behaviour_logprobs == whole.behaviour_logprobs, "bit for bit: the engine is deterministic"
     assert (resumed.version_spans, resumed.num_interruptions) == (whole.version_spans, 1)
-
-
-def test_with_another_seed_it_would_not_have_been_the_same(engine: Engine) -> None:
-    whole = generate(engine, make_request(max_tokens=30, seed=1234))
-    partial = PartialCompletion(whole.token_ids[:7], whole.behaviour_logprobs[:7], (VersionSpan(0, 7, 0),), 0)
-    assert generate(engine, make_request(max_tokens=30, seed=1235), partial).token_ids != whole.token_ids

@@ -14,35 +14,8 @@ from asyncrl.http import CallGarbled, CallRefused
 from asyncrl.messages.base import ErrorBody
 from asyncrl.messages.engine_calls import GenerateRequest
 from asyncrl.messages.records import WeightManifest
-from asyncrl.messages.trainer_calls import ExportChunkResponse
 from asyncrl.testing.fake_engine import FakeEngineServer
 from asyncrl.testing.virtual_time import all_blocked, run_virtual
-
-MANIFEST = WeightManifest(4, "/dev/shm/w", "d4", 2, 100)
-
-
-def test_prepare_and_commit_bring_a_version() -> None:
-    async def story() -> None:
-        fake = FakeEngineServer(swap_s=0.25)
-        server = EngineServer(fake)
-        assert await server.prepare(MANIFEST) == "d4"
-        assert (await server.health()).policy_version == server.policy_version == 0
-        report = await server.commit(4, "d4", "abort")
-        assert (report.version, report.digest, report.pause_s, report.num_interrupted) == (4, "d4", 0.25, 0)
-        assert (await server.health()).policy_version == server.policy_version == 4
-        assert repr(server) == "<EngineServer engine-0 fake://engine-0 v4>"
-
-    run_virtual(story())
-
-
-def test_a_commit_of_what_was_not_prepared_is_an_engine_error_with_the_servers_words() -> None:
-    async def story() -> None:
-        server = EngineServer(FakeEngineServer())
-        with pytest.raises(EngineError, match="answered 409 to /commit: staged is None, not 4"):
-            await server.commit(4, "d4", "abort")
-        assert server.policy_version == 0
-
-    run_virtual(story())
 
 
 def test_a_status_that_is_not_about_the_request_ends_the_run() -> None:
@@ -107,61 +80,6 @@ def test_a_server_that_is_given_up_ends_every_call_and_its_successor_takes_them_
         assert (server.policy_version, await server.abort(None)) == (0, [])
         fake.die()
         assert not (await _lost(server.abort(None))).is_told
-
-    run_virtual(story())
-
-
-def chunk(index: int, *, version: int = 4, is_last: bool = False) -> ExportChunkResponse:
-    return ExportChunkResponse(
-        version=version,
-        index=index,
-        path="/dev/shm/c",
-        digest=f"d{index}",
-        num_tensors=1,
-        num_bytes=8,
-        is_last=is_last,
-    )
-
-
-def test_a_turn_of_sleep_chunks_and_wake_brings_a_version() -> None:
-    async def story() -> None:
-        fake = FakeEngineServer()
-        server = EngineServer(fake)
-        freed = await server.sleep(["kv", "weights"])
-        assert (freed.num_bytes, (await server.health()).asleep) == (2000, ["kv", "weights"])
-        assert (await server.wake(["weights"])).num_bytes == 1000
-        assert [await server.load_chunk(chunk(0)), await server.load_chunk(chunk(1, is_last=True))] == [
-            "d0",
-            "d1",
-        ]
-        assert (await server.commit(4, "whole", "abort")).version == server.policy_version == 4
-        assert (await server.wake(["kv"], restore=False)).num_bytes == 1000
-        assert (await server.health()).asleep == []
-
-    run_virtual(story())
-
-
-def test_what_a_sleeping_server_refuses_is_an_engine_error_with_its_words() -> None:
-    async def story() -> None:
-        fake = FakeEngineServer()
-        server = EngineServer(fake)
-        with pytest.raises(
-            EngineError, match="engine-0: .* answered 409 to /load_chunk: the weights are being served"
-        ):
-            await server.load_chunk(chunk(0))
-        await server.sleep(["weights"])
-        fake.parts.fail_wake = "no memory"
-        with pytest.raises(EngineError, match="answered 507 to /wake: no memory"):
-            await server.wake(["weights"], restore=True)
-        fake.parts.fail_wake = ""
-        await server.wake(["weights"])
-        with pytest.raises(EngineError, match="chunk 1 does not come next"):
-            await server.load_chunk(chunk(1))
-        fake.corrupt_digest = True
-        assert await server.load_chunk(chunk(0)) == "corrupt", "the publisher compares"
-        fake.die()
-        with pytest.raises(EngineLost, match="gave no answer to /sleep"):
-            await server.sleep(["kv"])
 
     run_virtual(story())
 

@@ -5,7 +5,6 @@ stays.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from typing import Any
 
 import pytest
@@ -15,8 +14,6 @@ from hypothesis import strategies as st
 from asyncrl.engines.own_server import EngineServer
 from asyncrl.engines.pool import EnginePool, SegmentJoin
 from asyncrl.errors import EngineError, EngineLost
-from asyncrl.http import CallRefused
-from asyncrl.messages.base import ErrorBody
 from asyncrl.messages.engine_calls import GenerateChunk, GenerateRequest, GenerateResponse, Span
 from asyncrl.messages.records import (
     Completion,
@@ -26,7 +23,7 @@ from asyncrl.messages.records import (
     WeightManifest,
 )
 from asyncrl.testing.fake_engine import FakeEngineServer
-from asyncrl.testing.virtual_time import all_blocked, run_virtual
+from asyncrl.testing.virtual_time import run_virtual
 
 DECODE_S = 0.01
 
@@ -53,7 +50,9 @@ def chunk(*tokens: int, version: int = 0) -> GenerateChunk:
 
 
 async def publish(server: EngineServer, version: int) -> None:
-    await server.prepare(WeightManifest(version, "fake/w0", "w0", 1, 1))
+    await server.prepare(
+        WeightManifest(version=version, path="fake/w0", digest="w0", num_tensors=1, num_bytes=1)
+    )
     await server.commit(version, "w0", "abort")
 
 
@@ -103,18 +102,6 @@ def test_any_cuts_of_a_completion_join_to_it(
     assert [partial.token_ids for partial in told] == sorted(
         {tuple(tokens[: len(partial.token_ids)]) for partial in told}, key=len
     )
-
-
-def test_a_segment_that_was_lost_after_its_chunks_counts_as_interrupted_and_is_told_to_the_journal() -> None:
-    told: list[PartialCompletion] = []
-    join = SegmentJoin(make_request(), None, told.append)
-    join.cut()
-    assert (join.num_interruptions, told) == (0, []), "nothing came: the same is asked for again"
-    join.add_chunk(chunk(5, 6))
-    join.cut()
-    assert told == [PartialCompletion((5, 6), (-5.0, -6.0), (VersionSpan(0, 2, 0),), 1)]
-    join.cut()
-    assert len(told) == 1
 
 
 # ---- the pool
@@ -201,33 +188,6 @@ def test_random_deaths_publishes_and_aborts_leave_what_was_told_as_the_uninterru
     run_virtual(story())
 
 
-def test_a_server_that_dies_in_mid_stream_loses_nothing_that_was_told() -> None:
-    async def story() -> None:
-        fakes = [FakeEngineServer(f"engine-{index}", decode_s=DECODE_S) for index in range(2)]
-        pool = EnginePool(
-            [EngineServer(fake) for fake in fakes], slots=4, on_lost=lambda lost: pool.down_nowait(lost.room)
-        )
-        told: list[int] = []
-        segments: list[PartialCompletion] = []
-        running = asyncio.create_task(
-            pool.generate(make_request(), on_segment=segments.append, on_tokens=told.extend)
-        )
-        await asyncio.sleep(7.5 * DECODE_S)
-        before = list(told)
-        fakes[0].die()
-        completion = await running
-        assert len(before) == 7
-        assert told == list(completion.token_ids)
-        assert told[:7] == before
-        assert [partial.token_ids for partial in segments] == [tuple(before)]
-        resumed = fakes[1].requests[0]
-        assert (resumed.prompt_ids[2:], resumed.num_resumed, resumed.max_tokens) == (before, 7, 13)
-        assert sum(fake.tokens_generated for fake in fakes) == 20
-        assert completion.num_interruptions == 1
-
-    run_virtual(story())
-
-
 def test_who_does_not_listen_gets_one_answer_and_no_stream() -> None:
     async def story() -> None:
         fake = FakeEngineServer(decode_s=DECODE_S)
@@ -245,20 +205,6 @@ def test_who_does_not_listen_gets_one_answer_and_no_stream() -> None:
             await pool.generate(make_request(), partial=partial, on_tokens=again.extend)
         ).token_ids == plain.token_ids
         assert again == told, "the tokens of an earlier process are told too"
-
-    run_virtual(story())
-
-
-def test_a_cancelled_stream_frees_its_slot_at_once() -> None:
-    async def story() -> None:
-        fake = FakeEngineServer(slots=1, decode_s=DECODE_S)
-        pool = EnginePool([EngineServer(fake)], slots=1)
-        running = asyncio.create_task(pool.generate(make_request(max_tokens=1000), on_tokens=lambda _: None))
-        await asyncio.sleep(3.5 * DECODE_S)
-        running.cancel()
-        await all_blocked()
-        assert running.cancelled()
-        assert (fake.num_running, pool.stats().inflight) == (0, 0)
 
     run_virtual(story())
 
@@ -351,25 +297,5 @@ def test_chunks_and_last_line_together_must_be_an_answer_that_can_be(case: str) 
         fake.mangle = lambda answer: answer.model_copy(update=changes)
         with pytest.raises(EngineError, match=message):
             await segment_of(fake)
-
-    run_virtual(story())
-
-
-def test_a_last_line_that_tells_of_an_error_is_an_engine_error_with_the_servers_words() -> None:
-    async def story() -> None:
-        fake = FakeEngineServer(decode_s=DECODE_S)
-
-        def broken(_: GenerateResponse) -> GenerateResponse:
-            raise CallRefused(
-                "engine-0", "/generate", 500, ErrorBody(error="the engine loop died", way_out="see its log.")
-            )
-
-        fake.mangle = broken
-        with contextlib.ExitStack() as stack:
-            caught = stack.enter_context(
-                pytest.raises(EngineError, match="answered 500 to /generate: the engine loop died")
-            )
-            await segment_of(fake)
-        assert "see its log" in str(caught.value)
 
     run_virtual(story())

@@ -5,11 +5,11 @@ commits in flight, sleep.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import pytest
-from vllm_house import MAX_LENGTH, SLOTS, House, until, vllm_house
+from vllm_house import MAX_LENGTH, SLOTS, House, until
 
 from asyncrl.engines.pool import EnginePool
 from asyncrl.engines.vllm.vllm_server import VllmServer
@@ -20,12 +20,6 @@ from asyncrl.messages.records import Completion, Interrupt, SamplingRequest, Wei
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 NUM_SPECIAL = 6
 """Ids below it have no text."""
-
-
-@pytest.fixture(scope="module")
-def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
-    with vllm_house(tmp_path_factory.mktemp("vllm")) as house:
-        yield house
 
 
 async def publish(server: VllmServer, house: House, seed: int, interrupt: Interrupt = "abort") -> int:

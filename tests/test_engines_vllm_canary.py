@@ -1,22 +1,17 @@
-"""Pushes to a real vLLM that answer 200 and are wrong, one fault after the other: none is announced. Last,
-one that breaks and dies.
-"""
+"""Pushes to a real vLLM that answer 200 and are wrong, one fault after the other: none is announced."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 from aiohttp import web
-from vllm_house import CANARY_LIMIT, House, vllm_house
+from vllm_house import CANARY_LIMIT, House
 from vllm_process import SECRET
 
 from asyncrl.engines.vllm.vllm_server import VllmServer
@@ -27,17 +22,6 @@ from asyncrl.messages.records import WeightManifest
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 Tamper = Callable[[str, dict[str, str], dict[str, Any]], None]
-
-
-@pytest.fixture(scope="module")
-def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
-    folder = tmp_path_factory.mktemp("vllm")
-    (folder / "faulty").mkdir()
-    (folder / "faulty" / "faulty_vllm_worker.py").symlink_to(Path(__file__).parent / "faulty_vllm_worker.py")
-    with vllm_house(
-        folder, path=(folder / "faulty",), worker_extension="faulty_vllm_worker.FaultyWeightLoader"
-    ) as house:
-        yield house
 
 
 async def push(server: VllmServer, house: House, seed: int, *, has_canary: bool = True) -> None:
@@ -231,27 +215,4 @@ def test_a_load_in_which_the_worker_misses_parameters_is_an_engine_lost(house: H
             await server.generate_segment(house.request())
 
     house.run(story)
-
-
-def test_a_server_whose_engine_is_killed_is_lost_with_all_that_it_had(house: House) -> None:
-    async def story(server: VllmServer) -> None:
-        begun = asyncio.Event()
-        async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(lost(server, house, begun)) for _ in range(4)]
-            await begun.wait()
-            for pid in house.process.group():
-                if pid != house.process.process.pid:
-                    os.kill(pid, signal.SIGKILL)
-        assert not any(task.result().is_told for task in running)
-        await lost(server, house, begun)
-
-    async def lost(server: VllmServer, house: House, begun: asyncio.Event) -> EngineLost:
-        async def sample_on() -> None:
-            while True:
-                await server.generate_segment(house.request(max_tokens=700), on_chunk=lambda _: begun.set())
-
-        with pytest.raises(EngineLost) as caught:
-            await sample_on()
-        return caught.value
-
-    house.run(story)
+    mend(house)

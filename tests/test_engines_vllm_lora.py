@@ -4,8 +4,10 @@ base.
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,8 @@ from vllm_house import House, vllm_house
 
 from asyncrl.engines.vllm.vllm_server import VllmServer
 from asyncrl.engines.vllm.vllm_weights import write_adapter_folder
-from asyncrl.errors import EngineError
-from asyncrl.messages.base import weights_digest
+from asyncrl.errors import EngineError, EngineLost
+from asyncrl.messages.base import find_fatal, weights_digest
 from asyncrl.messages.records import Interrupt, WeightManifest
 
 RANK, SCALE = 4, 0.35
@@ -77,9 +79,14 @@ def stage(tensors: dict[str, Tensor], version: int, folder: Path, **changes: Any
         for name, one in tensors.items()
     )
     num_bytes = sum(one.nbytes for one in tensors.values())
-    return replace(
-        WeightManifest(version, str(path), digest, len(tensors), num_bytes, kind="lora"), **changes
-    )
+    return WeightManifest(
+        version=version,
+        path=str(path),
+        digest=digest,
+        num_tensors=len(tensors),
+        num_bytes=num_bytes,
+        kind="lora",
+    ).model_copy(update=changes)
 
 
 @pytest.mark.slow
@@ -130,6 +137,44 @@ def test_adapters_of_another_version_than_the_canary_are_not_announced(house: Ho
         assert server.policy_version == version - 1
 
     house.run(story)
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_a_server_whose_worker_is_killed_is_lost_with_all_that_it_had_and_ends_by_itself(
+    house: House,
+) -> None:
+    """The last story: afterwards the server is gone."""
+
+    async def story(server: VllmServer) -> None:
+        begun = asyncio.Event()
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(lost(server, house, begun)) for _ in range(4)]
+            await begun.wait()
+            (worker,) = [pid for pid in house.process.group() if b"Worker" in command_of(pid)]
+            os.kill(worker, signal.SIGKILL)
+        assert not any(task.result().is_told for task in running)
+        await lost(server, house, begun)
+
+    async def lost(server: VllmServer, house: House, begun: asyncio.Event) -> EngineLost:
+        async def sample_on() -> None:
+            while True:
+                await server.generate_segment(house.request(max_tokens=700), on_chunk=lambda _: begun.set())
+
+        with pytest.raises(EngineLost) as caught:
+            await sample_on()
+        return caught.value
+
+    house.run(story)
+    assert house.process.process.wait(120) == 1
+    fatal = find_fatal(house.process.read_log())
+    assert fatal is not None
+    assert "engine-0: vLLM's engine died: Worker proc" in fatal.error
+    house.process.wait_group_ended()
+
+
+def command_of(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def base_of() -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 import pytest
 from safetensors.torch import save_file
 from torch import Tensor
-from vllm_house import House, vllm_house
+from vllm_house import House
 
 from asyncrl.engines.vllm.vllm_server import VllmServer
 from asyncrl.errors import EngineError
@@ -18,12 +18,6 @@ from asyncrl.messages.base import weights_digest
 from asyncrl.messages.trainer_calls import ExportChunkResponse
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
-
-
-@pytest.fixture(scope="module")
-def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
-    with vllm_house(tmp_path_factory.mktemp("vllm")) as house:
-        yield house
 
 
 def digest_of(weights: Mapping[str, Tensor]) -> str:

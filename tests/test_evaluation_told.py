@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from job_runs import read_lines, write_config
-from pydantic import ValidationError
 from typer.testing import CliRunner
 
 from asyncrl.cli import app
@@ -20,9 +19,8 @@ from asyncrl.engines.own_server import EngineServer
 from asyncrl.errors import ConfigError
 from asyncrl.messages.records import Prompt
 from asyncrl.observe.recorder import write_reward_plot
-from asyncrl.observe.run_numbers import Steps
+from asyncrl.observe.run_numbers import Steps, evaluation_text
 from asyncrl.observe.status import render_status
-from asyncrl.observe.run_numbers import evaluation_text
 from asyncrl.placement.plan import make_plan, trainer_threads
 from asyncrl.rollouts.evaluator import EvalResult, Sample
 from asyncrl.run.agents import wire_evaluation
@@ -82,13 +80,6 @@ def test_the_plot_shows_evaluations_at_their_versions(tmp_path: Path) -> None:
     ]
     assert write_reward_plot(tmp_path, steps, title="t", evaluations=lines).read_bytes() != plain
     assert write_reward_plot(tmp_path, steps, title="t", evaluations=lines[1:]).read_bytes() == plain
-
-
-def test_an_evaluation_without_rewards_is_told_on_one_line_too() -> None:
-    assert (
-        evaluation_text(EvalResult(3, [], num_failed=2, num_abandoned=1).metrics())
-        == "v3  0.0 s  samples failed: 2  abandoned so far: 1"
-    )
 
 
 class JudgeThatHoldsOn(Letters):
@@ -165,14 +156,6 @@ def test_errors_of_the_eval_task_say_that_they_are_not_those_of_the_task() -> No
         look_at_eval_task(eval_config(task={"python": "nowhere:Task"}))
     with pytest.raises(ConfigError, match="in the section eval, task.files: /nowhere.jsonl is not a file"):
         read_eval_task(eval_config(task={"files": ["/nowhere.jsonl"], "reward": "math"}))
-
-
-def test_equal_samples_are_refused() -> None:
-    with pytest.raises(
-        ValidationError,
-        match=r"eval.samples=4 completions of a prompt are all the same at eval.temperature=0",
-    ):
-        eval_config(samples=4)
 
 
 def test_check_reads_the_eval_task_and_lists_its_engine(tmp_path: Path) -> None:

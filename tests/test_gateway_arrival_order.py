@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gateway_capture_cases import END, CharRenderer, Habit, Message, assistant, user
+from gateway_capture_cases import END, CharRenderer, Habit, Message, assistant, plan, user
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.agents.endpoint.capture import Capture, CaptureCounts, Planned
+from asyncrl.agents.endpoint.capture import Capture, GatewayStats, Planned
 from asyncrl.messages.records import Completion, Outcome, Rollout, VersionSpan
 
 
@@ -57,14 +57,14 @@ def sample(prompt_ids: tuple[int, ...]) -> Completion:
 def play(tree: tuple[Ask, ...], habit: Habit, order: Random) -> Rollout:
     """Plan what can be planned and answer what was planned, one at a time, as `order` has it."""
     renderer = CharRenderer(habit)
-    capture = Capture(renderer, CaptureCounts())
+    capture = Capture(renderer, GatewayStats())
     rewards: dict[str, float] = {}
     ready: list[tuple[Ask, list[Message]]] = [(ask, [user(ask.text)]) for ask in tree]
     asked: list[tuple[Ask, list[Message], Planned]] = []
     while ready or asked:
         if ready and (not asked or order.random() < 0.5):
             ask, messages = ready.pop(order.randrange(len(ready)))
-            asked.append((ask, messages, capture.plan(messages, None)))
+            asked.append((ask, messages, plan(capture, messages, None)))
             continue
         ask, messages, planned = asked.pop(order.randrange(len(asked)))
         completion, name = sample(planned.prompt_ids), f"chatcmpl-{planned.number}"
@@ -94,13 +94,13 @@ def test_which_engine_answered_puts_no_branch_before_another() -> None:
     """
 
     def branches(engines: tuple[int, int]) -> list[tuple[int, int]]:
-        capture = Capture(CharRenderer("plain"), CaptureCounts())
+        capture = Capture(CharRenderer("plain"), GatewayStats())
         for number, engine in enumerate(engines):
             spans = (VersionSpan(0, 2, 0, engine),)
             completion = Completion(
                 (ord("a"), ord(END)), (-1.0, -2.0), spans, "stop", num_interruptions=number
             )
-            capture.record(capture.plan([user("x")], None), completion, None, f"chatcmpl-{number}")
+            capture.record(plan(capture, [user("x")], None), completion, None, f"chatcmpl-{number}")
         return [
             (branch.num_interruptions, branch.version_spans[0].engine)
             for branch in capture.rollout(0, Outcome(), 0.0)

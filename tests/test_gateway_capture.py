@@ -8,54 +8,26 @@ import copy
 import json
 
 import pytest
-from gateway_capture_cases import END, START, CharRenderer, Message, Play, assistant, completion, user
+from gateway_capture_cases import END, START, CharRenderer, Message, Play, assistant, completion, plan, user
 
-from asyncrl.agents.endpoint.capture import Capture, CaptureCounts
+from asyncrl.agents.endpoint.capture import Capture, GatewayStats
 from asyncrl.errors import RolloutFailure
 from asyncrl.messages.records import Outcome
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 
 
-def test_the_first_call_is_written_by_the_template() -> None:
-    play = Play()
-    planned = play.capture.plan([user("hi")], None)
-    assert (planned.how, planned.number, planned.parent) == ("new", 0, None)
-    assert planned.prompt_ids == play.renderer.encode(f"{START}user\nhi{END}\n{START}assistant\n")
-    assert play.counts == CaptureCounts(calls=1)
-
-
 def test_a_call_that_goes_on_reuses_what_was_sent_and_sampled() -> None:
     play = Play()
     first = play.ask([user("hi")], f"yo{END}")
-    second = play.capture.plan([user("hi"), assistant("yo"), user("more")], None)
+    second = plan(play.capture, [user("hi"), assistant("yo"), user("more")], None)
     assert second.how == "extended"
     assert second.prompt_ids == (
         *first.prompt_ids,
         *play.renderer.encode(f"yo{END}\n{START}user\nmore{END}\n{START}assistant\n"),
     )
     assert second.num_reused == len(first.prompt_ids) + 3
-    assert play.counts == CaptureCounts(calls=2, extended=1)
-
-
-def test_the_end_of_a_turn_that_was_not_sampled_is_added() -> None:
-    play = Play()
-    first = play.ask([user("hi")], "cut of", is_truncated=True)
-    second = play.capture.plan([user("hi"), assistant("cut of"), user("go on")], None)
-    assert second.how == "extended"
-    assert second.prompt_ids[len(first.prompt_ids) :][: len("cut of") + 2] == play.renderer.encode(
-        f"cut of{END}\n"
-    )
-
-
-def test_an_answer_of_no_tokens_at_all_can_be_gone_on_from() -> None:
-    play = Play()
-    play.ask([user("hi")], "")
-    second = play.capture.plan([user("hi"), assistant(""), user("?")], None)
-    assert second.how == "extended"
-    assert play.renderer.decode(second.prompt_ids, skip_special_tokens=False) == play.renderer.render(
-        [user("hi"), assistant(""), user("?")]
-    )
+    assert play.counts == GatewayStats(calls=2, extended=1)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +50,7 @@ def test_an_answer_of_no_tokens_at_all_can_be_gone_on_from() -> None:
 def test_what_does_not_count_when_histories_are_compared(as_sent_back: Message) -> None:
     play = Play()
     play.ask([user("2+2")], f"4{END}", message=assistant("4"))
-    assert play.capture.plan([user("2+2"), as_sent_back, user("sure?")], None).parent is not None
+    assert plan(play.capture, [user("2+2"), as_sent_back, user("sure?")], None).parent is not None
     assert play.counts.forked == 0
 
 
@@ -102,16 +74,16 @@ def test_the_spacing_of_tool_arguments_does_not_count(arguments: object) -> None
     play = Play()
     play.ask([user("1+2")], f"<add>{END}", message=calls('{"a":1,"b":2}'))
     result = {"role": "tool", "tool_call_id": "call_1", "content": "3"}
-    assert play.capture.plan([user("1+2"), calls(arguments, index=0), result], None).how == "extended"
-    assert play.capture.plan([user("1+2"), calls('{"a":1,"b":3}'), result], None).how == "forked", (
+    assert plan(play.capture, [user("1+2"), calls(arguments, index=0), result], None).how == "extended"
+    assert plan(play.capture, [user("1+2"), calls('{"a":1,"b":3}'), result], None).how == "forked", (
         "another argument is another call"
     )
-    assert play.capture.plan([user("1+2"), calls('{"a":1,"b":2'), result], None).how == "forked", (
+    assert plan(play.capture, [user("1+2"), calls('{"a":1,"b":2'), result], None).how == "forked", (
         "what is no JSON is compared as text"
     )
     renamed = calls(arguments)
     renamed["tool_calls"][0]["id"] = "call_2"
-    assert play.capture.plan([user("1+2"), renamed, result], None).how == "forked", (
+    assert plan(play.capture, [user("1+2"), renamed, result], None).how == "forked", (
         "templates may write the id"
     )
 
@@ -142,19 +114,19 @@ def test_the_spacing_of_tool_arguments_does_not_count(arguments: object) -> None
 def test_an_edited_history_is_written_anew(messages: list[Message]) -> None:
     play = Play()
     play.ask([user("hi")], f"yo{END}")
-    planned = play.capture.plan(messages, None)
+    planned = plan(play.capture, messages, None)
     assert (planned.how, planned.parent) == ("forked", None)
     assert planned.prompt_ids == play.renderer.encode(play.renderer.render(messages))
-    assert play.counts == CaptureCounts(calls=2, forked=1)
+    assert play.counts == GatewayStats(calls=2, forked=1)
 
 
 def test_other_tools_are_another_chat() -> None:
     play = Play()
-    play.answer(play.capture.plan([user("hi")], [TOOL]), f"yo{END}")
+    play.answer(plan(play.capture, [user("hi")], [TOOL]), f"yo{END}")
     chat = [user("hi"), assistant("yo"), user("more")]
-    assert play.capture.plan(chat, [json.loads(json.dumps(TOOL, sort_keys=True))]).how == "extended"
-    assert play.capture.plan(chat, None).how == "forked"
-    assert play.capture.plan(chat, [TOOL, TOOL]).how == "forked"
+    assert plan(play.capture, chat, [json.loads(json.dumps(TOOL, sort_keys=True))]).how == "extended"
+    assert plan(play.capture, chat, None).how == "forked"
+    assert plan(play.capture, chat, [TOOL, TOOL]).how == "forked"
 
 
 def test_the_longest_recorded_history_wins_and_what_follows_it_may_hold_answers_of_others() -> None:
@@ -162,85 +134,24 @@ def test_the_longest_recorded_history_wins_and_what_follows_it_may_hold_answers_
     play.ask([user("a")], f"1{END}")
     second = play.ask([user("a"), assistant("1"), user("b")], f"2{END}")
     chat = [user("a"), assistant("1"), user("b"), assistant("2"), user("c"), assistant("made up"), user("d")]
-    planned = play.capture.plan(chat, None)
+    planned = plan(play.capture, chat, None)
     assert planned.num_reused == len(second.prompt_ids) + 2
     assert planned.how == "extended"
     assert planned.prompt_ids == play.renderer.encode(play.renderer.render(chat))
 
 
-def test_two_calls_may_be_planned_before_either_is_recorded() -> None:
-    play = Play()
-    play.ask([user("a")], f"1{END}")
-    left = play.capture.plan([user("a"), assistant("1"), user("left")], None)
-    right = play.capture.plan([user("a"), assistant("1"), user("right")], None)
-    assert left.parent is right.parent is not None
-    play.answer(right, f"r{END}")
-    play.answer(left, f"l{END}")
-    further = play.capture.plan([user("a"), assistant("1"), user("right"), assistant("r"), user("on")], None)
-    assert further.how == "extended"
-    assert further.prompt_ids[: len(right.prompt_ids)] == right.prompt_ids
-    branches = play.capture.rollout(0, Outcome(), 1.0)
-    texts = [play.renderer.decode(branch.token_ids[branch.loss_mask].tolist()) for branch in branches]
-    assert texts == ["1l", "r"], "branches are in the order of their ids, whoever was answered first"
-
-
 def test_several_choices_of_one_call_are_several_children() -> None:
     play = Play()
-    planned = play.capture.plan([user("a")], None)
+    planned = plan(play.capture, [user("a")], None)
     for choice, text in enumerate(("x", "y", "x")):
         ids = play.renderer.encode(text + END)
         play.capture.record(
             planned, completion(ids, -1.0 - choice), assistant(text), f"chatcmpl-0/{choice}", choice=choice
         )
-    next_call = play.capture.plan([user("a"), assistant("x"), user("b")], None)
+    next_call = plan(play.capture, [user("a"), assistant("x"), user("b")], None)
     assert next_call.parent is not None
     assert next_call.parent.completion_id == "chatcmpl-0/0", "of two equal answers the first"
     assert len(play.capture.rollout(0, Outcome(), 1.0)) == 3
-
-
-def test_of_equal_answers_the_earlier_calls_is_gone_on_from_whichever_was_recorded_first() -> None:
-    play = Play()
-    first, second = play.capture.plan([user("a")], None), play.capture.plan([user("a")], None)
-    play.answer(second, f"x{END}")
-    early = play.answer(first, f"x{END}")
-    parent = play.capture.plan([user("a"), assistant("x"), user("b")], None).parent
-    assert parent is not None
-    assert parent.completion_id == early
-
-
-def test_a_call_that_was_never_recorded_is_no_part_of_the_rollout() -> None:
-    play = Play()
-    play.capture.plan([user("a")], None)
-    play.ask([user("b")], f"x{END}")
-    (branch,) = play.capture.rollout(0, Outcome(), 1.0)
-    assert play.renderer.decode(branch.token_ids.tolist()).startswith("user\nb")
-
-
-def test_a_completion_is_recorded_once() -> None:
-    play = Play()
-    planned = play.capture.plan([user("a")], None)
-    play.capture.record(planned, completion([1]), assistant("x"), "chatcmpl-0")
-    with pytest.raises(ValueError, match="chatcmpl-0 is recorded already"):
-        play.capture.record(planned, completion([1]), assistant("x"), "chatcmpl-0")
-
-
-# ---- templates that write the history otherwise
-
-
-def test_reasoning_that_the_template_strips_stays_in_the_recorded_ids() -> None:
-    play = Play(CharRenderer("strips"))
-    first = play.ask([user("a")], f"think|1{END}")
-    chat = [user("a"), assistant("think|1"), user("b")]
-    second = play.ask(chat, f"2{END}")
-    assert second.how == "realigned"
-    assert second.prompt_ids == (
-        *first.prompt_ids,
-        *play.renderer.encode(f"think|1{END}\n{START}user\nb{END}\n{START}assistant\n"),
-    )
-    chat += [assistant("2"), user("c")]
-    third = play.capture.plan(chat, None)
-    assert third.how == "realigned", "its history is not what the template writes either"
-    assert third.prompt_ids[: len(second.prompt_ids)] == second.prompt_ids
 
 
 def test_a_plan_renders_once_and_twice_only_where_the_template_begins_to_write_otherwise() -> None:
@@ -254,15 +165,7 @@ def test_a_plan_renders_once_and_twice_only_where_the_template_begins_to_write_o
         renders.append(renderer.num_renders)
         chat += [assistant(text), user("more")]
     assert renders == [1, 1, 1, 2, 1]
-    assert play.counts == CaptureCounts(calls=5, extended=2, realigned=2)
-
-
-def test_white_space_that_the_harness_took_off_is_a_realignment() -> None:
-    play = Play()
-    first = play.ask([user("a")], f" 1 {END}")
-    second = play.capture.plan([user("a"), assistant("1"), user("b")], None)
-    assert second.how == "realigned"
-    assert second.prompt_ids[: second.num_reused] == (*first.prompt_ids, *play.renderer.encode(f" 1 {END}"))
+    assert play.counts == GatewayStats(calls=5, extended=2, realigned=2)
 
 
 @pytest.mark.parametrize("habit", ["shouts", "refuses"])
@@ -270,7 +173,7 @@ def test_a_template_that_swallows_or_refuses_the_sentinel_forks(habit: str) -> N
     play = Play(CharRenderer(habit))  # type: ignore[arg-type]
     play.ask([user("a")], f" yo{END}")
     chat = [user("a"), assistant("yo"), user("b")]
-    planned = play.capture.plan(chat, None)
+    planned = plan(play.capture, chat, None)
     assert (planned.how, planned.parent) == ("forked", None)
     assert planned.prompt_ids == play.renderer.encode(play.renderer.render(chat))
 
@@ -281,7 +184,7 @@ def test_an_end_token_other_than_the_templates_is_followed_by_the_templates() ->
 
     play = Play(TwoEnds())
     play.ask([user("a")], "1\ue002", message=assistant("1"))
-    planned = play.capture.plan([user("a"), assistant("1"), user("b")], None)
+    planned = plan(play.capture, [user("a"), assistant("1"), user("b")], None)
     assert planned.how == "realigned"
     assert "1\ue002" + END + "\n" in play.renderer.decode(planned.prompt_ids, skip_special_tokens=False)
 
@@ -293,22 +196,10 @@ def test_an_end_token_after_white_space_of_the_template_is_not_said_twice() -> N
 
     play = Play(Spaced())
     play.ask([user("a")], f"1{END}")
-    planned = play.capture.plan([user("a"), assistant("1"), user("b")], None)
+    planned = plan(play.capture, [user("a"), assistant("1"), user("b")], None)
     assert play.renderer.decode(
         planned.prompt_ids[planned.num_reused :], skip_special_tokens=False
     ).startswith(f"\n{START}user")
-
-
-def test_a_prefill_is_sent_and_is_not_sampled() -> None:
-    play = Play()
-    first = play.capture.plan([user("a")], None, prefill="<tool>")
-    assert play.renderer.decode(first.prompt_ids).endswith("assistant\n<tool>")
-    play.answer(first, f"x{END}", message=assistant("<tool>x"))
-    second = play.capture.plan([user("a"), assistant("<tool>x"), user("b")], None, prefill="<more>")
-    assert second.how == "extended"
-    assert play.renderer.decode(second.prompt_ids).endswith("assistant\n<tool>x\nuser\nb\nassistant\n<more>")
-    (branch,) = play.capture.rollout(0, Outcome(), 1.0)
-    assert play.renderer.decode(branch.token_ids[branch.loss_mask].tolist()) == "x"
 
 
 # ---- prompts of ids
@@ -337,17 +228,16 @@ def test_a_prompt_of_ids_goes_on_from_the_ids_it_begins_with() -> None:
 
 
 def test_a_chat_that_the_template_refuses_or_that_is_no_unicode_is_a_value_error() -> None:
-    capture = Capture(CharRenderer("refuses"), CaptureCounts())
+    capture = Capture(CharRenderer("refuses"), GatewayStats())
     with pytest.raises(ValueError, match="too long"):
-        capture.plan([user("a"), assistant("x" * 21), user("b")], None)
+        plan(capture, [user("a"), assistant("x" * 21), user("b")], None)
     with pytest.raises(ValueError, match="surrogates"):
-        capture.plan([user("\ud800")], None)
+        plan(capture, [user("\ud800")], None)
     nested: list[object] = []
     for _ in range(100_000):
         nested = [nested]
     with pytest.raises(ValueError, match="nested too deep"):
-        capture.plan([{"role": "user", "content": "a", "extra": [nested, 1]}], None)
-    assert repr(capture) == "<Capture 0 completions of 0 calls, 0 tokens>"
+        plan(capture, [{"role": "user", "content": "a", "extra": [nested, 1]}], None)
 
 
 def test_tool_arguments_nested_without_end_are_compared_as_text() -> None:
@@ -355,7 +245,7 @@ def test_tool_arguments_nested_without_end_are_compared_as_text() -> None:
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "[" * 100_000}}
     play.ask([user("a")], f"<f>{END}", message=assistant(None, tool_calls=[call]))
     sent_back = [user("a"), assistant(None, tool_calls=[copy.deepcopy(call)]), user("b")]
-    assert play.capture.plan(sent_back, None).how == "extended"
+    assert plan(play.capture, sent_back, None).how == "extended"
 
 
 def test_what_is_held_grows_with_what_was_sent_and_sampled_and_not_with_its_square() -> None:
@@ -364,15 +254,15 @@ def test_what_is_held_grows_with_what_was_sent_and_sampled_and_not_with_its_squa
     for turn in range(200):
         planned = play.ask(chat, f"answer {turn}{END}")
         chat += [assistant(f"answer {turn}"), user(f"question {turn + 1}")]
-    assert play.counts == CaptureCounts(calls=200, extended=199)
+    assert play.counts == GatewayStats(calls=200, extended=199)
     assert play.capture.num_tokens == len(planned.prompt_ids) + len(f"answer 199{END}")
 
 
 def test_the_last_text_is_that_of_the_call_planned_last() -> None:
     play = Play()
     with pytest.raises(RolloutFailure, match="without one completion"):
-        play.capture.last_text_ids()
-    first, second = play.capture.plan([user("a")], None), play.capture.plan([user("b")], None)
+        play.capture.last_text()
+    first, second = plan(play.capture, [user("a")], None), plan(play.capture, [user("b")], None)
     play.answer(second, f"late{END}")
     play.answer(first, f"early{END}")
-    assert play.renderer.decode(play.capture.last_text_ids()) == "late"
+    assert play.capture.last_text() == "late"

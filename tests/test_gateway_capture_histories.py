@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gateway_capture_cases import END, CharRenderer, Habit, Message, assistant, user
+from gateway_capture_cases import END, CharRenderer, Habit, Message, assistant, plan, user
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.agents.endpoint.capture import Capture, CaptureCounts, Planned
+from asyncrl.agents.endpoint.capture import Capture, GatewayStats, Planned
 from asyncrl.errors import RolloutFailure
 from asyncrl.messages.records import Completion, Outcome, Rollout, VersionSpan
 
@@ -94,7 +94,7 @@ class History:
     """Plays a story; `chats` are the histories, as the harness has them, that end with an answer."""
 
     def __init__(self, habit: Habit) -> None:
-        self.renderer, self.counts, self.engine = CharRenderer(habit), CaptureCounts(), ModelEngine()
+        self.renderer, self.counts, self.engine = CharRenderer(habit), GatewayStats(), ModelEngine()
         self.capture = Capture(self.renderer, self.counts)
         self.chats: list[list[Message]] = []
         self.planned: list[Planned] = []
@@ -104,7 +104,7 @@ class History:
         answered = []
         for call in calls:
             messages = self._messages(call)
-            planned = self.capture.plan(messages, None, prefill=call.prefill)
+            planned = plan(self.capture, messages, None, prefill=call.prefill)
             self._check_prompt(planned, messages, call.prefill)
             self.planned.append(planned)
             answered += [(planned, messages, call, index) for index in range(len(call.choices))]

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gateway_capture_cases import END, Message, Play, assistant, user
+from gateway_capture_cases import END, Message, Play, assistant, plan, user
 
 from asyncrl.errors import RolloutFailure
 from asyncrl.messages.records import Completion, Credit, Outcome, Trajectory, VersionSpan
@@ -67,7 +67,7 @@ def test_branches_run_from_root_to_leaf_and_each_token_is_trained_in_the_first_t
 
 def test_spans_and_interruptions_are_those_of_the_completions() -> None:
     play = Play()
-    planned = play.capture.plan([user("a")], None)
+    planned = plan(play.capture, [user("a")], None)
     sampled = Completion(
         (1, 2, 3),
         (-1.0, -2.0, -3.0),
@@ -76,7 +76,7 @@ def test_spans_and_interruptions_are_those_of_the_completions() -> None:
         num_interruptions=2,
     )
     play.capture.record(planned, sampled, assistant("x"), "chatcmpl-0")
-    more = play.capture.plan([user("a"), assistant("x"), user("b")], None)
+    more = plan(play.capture, [user("a"), assistant("x"), user("b")], None)
     for choice in range(2):
         again = Completion((4,), (-4.0,), (VersionSpan(0, 1, 9),), "stop", num_interruptions=1)
         play.capture.record(more, again, assistant("y"), f"chatcmpl-1/{choice}", choice=choice)
@@ -87,14 +87,6 @@ def test_spans_and_interruptions_are_those_of_the_completions() -> None:
     assert (first.num_interruptions, second.num_interruptions) == (3, 1), (
         "an interruption counts where its tokens are trained"
     )
-
-
-def test_a_branch_is_truncated_if_its_last_completion_is() -> None:
-    play = Play()
-    play.ask([user("a")], "cut", is_truncated=True)
-    play.ask([user("a"), assistant("cut"), user("b")], f"2{END}")
-    play.ask([user("a"), assistant("cut"), user("c")], "cut too", is_truncated=True)
-    assert [branch.is_truncated for branch in play.capture.rollout(0, Outcome(), 0.0)] == [False, True]
 
 
 def test_a_branch_without_a_token_of_its_own_is_left_out() -> None:
@@ -115,15 +107,6 @@ def test_turn_rewards_make_each_completion_a_unit() -> None:
     assert branches[2].credits == (
         Credit(len(branches[2].token_ids) - 2, len(branches[2].token_ids), 2.0, 3),
     )
-
-
-def test_units_are_numbered_by_content_whichever_was_recorded_first() -> None:
-    play = Play()
-    first, second = play.capture.plan([user("a")], None), play.capture.plan([user("b")], None)
-    play.answer(second, f"2{END}")
-    play.answer(first, f"1{END}")
-    branches = play.capture.rollout(0, Outcome(turn_rewards={"chatcmpl-0": 0.2, "chatcmpl-1": 0.1}), 0.15)
-    assert [credited(play, branch) for branch in branches] == [[("1", 0.1, 0)], [("2", 0.2, 1)]]
 
 
 def test_branch_rewards_make_each_branch_a_unit_named_by_any_completion_that_is_its_own() -> None:
@@ -211,11 +194,3 @@ def test_a_rollout_of_which_nothing_was_sampled_fails() -> None:
     play.ask([user("a")], "")
     with pytest.raises(RolloutFailure, match="ended with 1 completions and not one sampled token"):
         play.capture.rollout(0, Outcome(), 1.0)
-
-
-def test_a_long_list_of_names_is_cut_in_the_message() -> None:
-    rewards = {f"{n:03d}" + "x" * 1000: 1.0 for n in range(300)}
-    with pytest.raises(RolloutFailure) as caught:
-        forked_play().capture.rollout(0, Outcome(turn_rewards=rewards), 1.0)
-    assert "and 295 more" in str(caught.value)
-    assert len(str(caught.value)) < 1000

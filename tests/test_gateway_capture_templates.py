@@ -4,7 +4,6 @@ test.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import resources
@@ -12,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gateway_capture_cases import Message, Play, assistant, user
+from gateway_capture_cases import Message, Play, assistant, plan, user
 
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 
 OURS = Path(__file__).parent / "chat_templates"
-SMOLLM2 = Path(__file__).parents[1] / "models" / "smollm2-135m-instruct"
 
 IM_END, EOT, TURN_END, DEEPSEEK_END, EOS = (
     "<|im_end|>",
@@ -217,7 +215,7 @@ def test_what_each_template_makes_of_a_chat(
     chat = [user("What is 2 + 2?")]
     sampled: list[int] = []
     for number, how in enumerate(hows):
-        planned = play.capture.plan(chat, tools)
+        planned = plan(play.capture, chat, tools)
         assert planned.how == how, f"call {number}"
         text = renderer.render(chat, tools=tools)
         if is_reused(how):
@@ -258,7 +256,7 @@ def test_what_comes_behind_a_realigned_answer_is_what_the_template_writes_there(
     renderer = renderer_for("qwen3")
     play = Play(renderer)
     first = play.ask([user("2 + 2?")], f"{REASONED[0].raw}{IM_END}")
-    second = play.capture.plan([user("2 + 2?"), REASONED[0].message, user("Sure?")], None)
+    second = plan(play.capture, [user("2 + 2?"), REASONED[0].message, user("Sure?")], None)
     text = renderer.decode(second.prompt_ids, skip_special_tokens=False)
     asked = renderer.decode(first.prompt_ids, skip_special_tokens=False)
     assert (
@@ -270,8 +268,8 @@ def test_a_chat_that_the_template_refuses_is_refused_and_the_session_goes_on(ren
     play = Play(renderer_for("inst"))
     play.ask([user("a")], "b</s>")
     with pytest.raises(ValueError, match="roles must alternate"):
-        play.capture.plan([user("a"), assistant("b"), assistant("c")], None)
-    assert play.capture.plan([user("a"), assistant("b"), user("c")], None).how == "extended"
+        plan(play.capture, [user("a"), assistant("b"), assistant("c")], None)
+    assert plan(play.capture, [user("a"), assistant("b"), user("c")], None).how == "extended"
     assert play.counts.calls == 2
 
 
@@ -282,45 +280,8 @@ def test_a_system_message_that_moves_with_the_last_question_is_a_realignment(ren
     assert (
         play.renderer.decode(first.prompt_ids, skip_special_tokens=False) == "<s>[INST]Be brief.\n\na[/INST]"
     )
-    second = play.capture.plan([system, user("a"), assistant("b"), user("c")], None)
+    second = plan(play.capture, [system, user("a"), assistant("b"), user("c")], None)
     assert second.how == "realigned"
     assert play.renderer.decode(second.prompt_ids, skip_special_tokens=False).endswith(
         "[/INST]b</s>[INST]Be brief.\n\nc[/INST]"
     )
-
-
-@pytest.mark.skipif(
-    not (SMOLLM2 / "tokenizer.json").exists(), reason="models/smollm2-135m-instruct is not here"
-)
-@pytest.mark.parametrize(
-    "turns", [PLAIN, PADDED, CUT, INNER_SPACE, [said("naïve 🙂 café", is_cut=True), said("日本")]]
-)
-def test_a_chat_with_smollm2s_own_tokenizer_and_template_extends(turns: list[Turn]) -> None:
-    renderer = HFChatTokenizer(SMOLLM2)
-    play = Play(renderer)
-    chat = [user("What is 2 + 2?")]
-    for number, turn in enumerate(turns):
-        play.ask(
-            chat,
-            turn.raw if turn.is_cut else turn.raw + IM_END,
-            message=turn.message,
-            is_truncated=turn.is_cut,
-        )
-        chat += [turn.message, user(f"Are you sure ({number})?")]
-    planned = play.capture.plan(chat, None)
-    assert play.counts.extended == len(turns)
-    assert planned.prompt_ids == renderer.encode(renderer.render(chat))
-
-
-def test_arguments_as_text_and_as_an_object_are_one_call(renderer_for: Renderers) -> None:
-    play = Play(renderer_for("qwen3"))
-    turn = HERMES[0]
-    planned = play.capture.plan([user("1 + 2?")], TOOLS)
-    play.answer(planned, turn.raw + IM_END, as_text(turn.message))
-    assert play.capture.plan([user("1 + 2?"), turn.message, reply_to(turn, 0)], TOOLS).how == "extended"
-
-
-def as_text(message: Message) -> Message:
-    (call,) = message["tool_calls"]
-    function = {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}
-    return {**message, "content": None, "tool_calls": [{**call, "function": function}]}

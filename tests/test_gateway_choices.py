@@ -8,8 +8,8 @@ from gateway_cases import END, ByteTokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncrl.agents.endpoint.answer_text import Choice, TokenNames
 from asyncrl.agents.endpoint.chat_messages import MAX_TOOLS
-from asyncrl.agents.endpoint.choices import Choice, TokenNames
 from asyncrl.agents.endpoint.tool_calls import find_tool_format
 from asyncrl.messages.records import Completion, VersionSpan
 
@@ -27,15 +27,15 @@ PIECES += ["<tool", "</", "STOP", "ST", "x", "<|python_tag|>", "{", "</think>"]
 
 
 def make_choice(format_name: str, stop: Sequence[str], prefill: str) -> Choice:
-    tool_format = None if format_name == "none" else find_tool_format(format_name, "")
     return Choice(
         0,
         ByteTokenizer(),
         stop=stop,
-        tool_format=tool_format,
+        tool_format=find_tool_format(format_name, ""),
         prefill=prefill,
         name="call_0-0",
         has_logprobs=True,
+        token_names={},
     )
 
 
@@ -94,10 +94,17 @@ def test_logprobs_name_each_token_and_decode_it_once_however_often_it_comes() ->
             return super().decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     tokenizer = Counting()
-    names = TokenNames(tokenizer)
+    names: TokenNames = {}
     ids = (*tokenizer.encode("aü" * 1000), END)
     for _ in range(2):
-        choice = Choice(0, tokenizer, name="call_0-0", has_logprobs=True, token_names=names)
+        choice = Choice(
+            0,
+            tokenizer,
+            tool_format=find_tool_format("none", ""),
+            name="call_0-0",
+            has_logprobs=True,
+            token_names=names,
+        )
         choice.feed(ids)
         choice.finish(Completion(ids, (-1.0,) * len(ids), (VersionSpan(0, len(ids), 0),), "stop"))
         assert choice.logprobs is not None

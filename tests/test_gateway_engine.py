@@ -5,7 +5,6 @@ middle of answers.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,7 +14,7 @@ import openai
 import pytest
 from engine_in_process import staging_request, weights_of
 from engine_processes import SECRET, EngineProcess, engine_process
-from gateway_cases import World, gateway_world, until
+from gateway_cases import World, gateway_world, in_loop, until
 
 from asyncrl.engines.own_server import EngineServer
 from asyncrl.engines.pool import EnginePool
@@ -107,70 +106,38 @@ def test_a_publish_in_the_middle_of_a_stream_is_invisible(
     asyncio.run(story())
 
 
-def test_turns_choices_and_a_stop_string_over_a_real_engine(
+@in_loop
+async def test_turns_choices_and_a_stop_string_over_a_real_engine(
     engine: EngineProcess, tiny_model_dir: Path
 ) -> None:
-    async def story() -> None:
-        async with world_over(engine, tiny_model_dir) as (world, _, client):
-            messages = list(HI)
-            for _ in range(3):
-                answer = await client.chat.completions.create(model="m", messages=messages, max_tokens=20)
-                messages += [answer.choices[0].message.model_dump(), {"role": "user", "content": "and?"}]
-            stats = world.gateway.stats()
-            assert (stats.extended + stats.realigned, stats.forked) == (2, 0)
-            (trajectory,) = world.session.rollout(0, Outcome(), 1.0)
-            assert trajectory.num_sampled == stats.completion_tokens
-            choices = (
-                await client.chat.completions.create(model="m", messages=HI, n=3, max_tokens=50, stop=["a"])
-            ).choices
-            assert len(choices) == 3
-            assert all("a" not in (choice.message.content or "") for choice in choices)
-            again = await asyncio.gather(
-                *(
-                    client.chat.completions.create(model="m", messages=HI, seed=7, max_tokens=30)
-                    for _ in range(2)
-                )
-            )
-            assert again[0].choices[0].message.content == again[1].choices[0].message.content
-
-    asyncio.run(story())
+    async with world_over(engine, tiny_model_dir) as (world, _, client):
+        messages = list(HI)
+        for _ in range(3):
+            answer = await client.chat.completions.create(model="m", messages=messages, max_tokens=20)
+            messages += [answer.choices[0].message.model_dump(), {"role": "user", "content": "and?"}]
+        stats = world.gateway.stats()
+        assert (stats.extended + stats.realigned, stats.forked) == (2, 0)
+        (trajectory,) = world.session.rollout(0, Outcome(), 1.0)
+        assert trajectory.num_sampled == stats.completion_tokens
+        choices = (
+            await client.chat.completions.create(model="m", messages=HI, n=3, max_tokens=50, stop=["a"])
+        ).choices
+        assert len(choices) == 3
+        assert all("a" not in (choice.message.content or "") for choice in choices)
+        again = await asyncio.gather(
+            *(client.chat.completions.create(model="m", messages=HI, seed=7, max_tokens=30) for _ in range(2))
+        )
+        assert again[0].choices[0].message.content == again[1].choices[0].message.content
 
 
-def test_a_client_that_leaves_frees_the_slot_when_its_session_ends(
+@in_loop
+async def test_a_client_that_leaves_frees_the_slot_when_its_session_ends(
     engine: EngineProcess, tiny_model_dir: Path
 ) -> None:
-    async def story() -> None:
-        async with world_over(engine, tiny_model_dir) as (world, server, client):
-            stream = await client.chat.completions.create(model="m", messages=HI, stream=True)
-            await stream.close()
-            world.session.end_nowait("done")
-            await until(lambda: world.gateway.stats().in_flight == 0)
-            health = await server.health()
-            assert (health.num_running, health.num_queued) == (0, 0)
-
-    asyncio.run(story())
-
-
-def test_curl_and_the_sync_client_over_a_real_engine(engine: EngineProcess, tiny_model_dir: Path) -> None:
-    async def story() -> None:
-        async with world_over(engine, tiny_model_dir) as (world, _, _client):
-
-            def ask() -> str:
-                with openai.OpenAI(base_url=f"{world.url}/s/{world.session.key}/v1", api_key="-") as client:
-                    return (
-                        client.chat.completions.create(model="m", messages=HI, max_tokens=9, seed=3)
-                        .choices[0]
-                        .message.content
-                        or ""
-                    )
-
-            said = await asyncio.to_thread(ask)
-            body = json.dumps({"messages": HI, "max_tokens": 9, "seed": 3})
-            url = f"{world.url}/s/{world.session.key}/v1/chat/completions"
-            curl = await asyncio.create_subprocess_exec(
-                "curl", "-sS", "--fail", "-d", body, url, stdout=asyncio.subprocess.PIPE
-            )
-            out, _ = await curl.communicate()
-            assert json.loads(out)["choices"][0]["message"]["content"] == said
-
-    asyncio.run(story())
+    async with world_over(engine, tiny_model_dir) as (world, server, client):
+        stream = await client.chat.completions.create(model="m", messages=HI, stream=True)
+        await stream.close()
+        world.session.end_nowait("done")
+        await until(lambda: world.gateway.stats().in_flight == 0)
+        health = await server.health()
+        assert (health.num_running, health.num_queued) == (0, 0)

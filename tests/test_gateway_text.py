@@ -15,9 +15,9 @@ from text_tokenizers import END, PYTHON, START, byte_fallback, byte_level, metas
 from tiny_model import TINY_CHARACTERS
 from tokenizers import Tokenizer
 
-from asyncrl.agents.endpoint.choices import AnswerText
+from asyncrl.agents.endpoint.answer_text import AnswerText
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
-from asyncrl.trainer.model.scratch_tokenizer import make_character_tokenizer
+from asyncrl.trainer.model.scratch import make_character_tokenizer
 
 MARKER = "<tool_call>"
 MAKERS: dict[str, Callable[[], Tokenizer]] = {
@@ -131,65 +131,6 @@ def test_plain_text_comes_out_with_its_token(name: str) -> None:
     for index, token in enumerate(ids, 1):
         shown += answer.feed([token])
         assert shown == tokenizer.decode(ids[:index]), "nothing is held back without need"
-
-
-def test_a_character_over_several_tokens_comes_out_once_it_is_whole() -> None:
-    tokenizer = _saved["byte_level"]
-    ids = tokenizer.encode("\U000110ff")
-    assert len(ids) == 4, "a byte each"
-    answer = AnswerText(tokenizer)
-    assert [answer.feed([token]) for token in ids] == ["", "", "", "\U000110ff"]
-    broken = AnswerText(tokenizer)
-    assert (broken.feed(ids[:-1]), broken.finish()) == ("", "\ufffd"), (
-        "one that never gets whole is what decoding says"
-    )
-
-
-def test_byte_tokens_wait_for_the_end_of_their_run_since_one_bad_byte_spoils_it() -> None:
-    tokenizer = _saved["byte_fallback"]
-    euro, word = tokenizer.encode("\u20ac")[-3:], tokenizer.encode("fox")
-    assert set(euro) <= tokenizer.byte_ids
-    answer = AnswerText(tokenizer)
-    assert [answer.feed(euro), answer.feed(word)] == ["", tokenizer.decode([*euro, *word])]
-    spoilt = AnswerText(tokenizer)
-    assert [spoilt.feed(euro), spoilt.feed(euro[:1]), spoilt.feed(word)] == [
-        "",
-        "",
-        "\ufffd" * 4 + tokenizer.decode([*euro, *word])[1:],
-    ]
-
-
-def test_a_stop_string_over_tokens_is_held_back_and_cut_off() -> None:
-    tokenizer = _saved["characters"]
-    answer = AnswerText(tokenizer, ["stop.", "zz"])
-    assert [
-        answer.feed(tokenizer.encode(text)) for text in ("go s", "to", "p now. sto", "p. more", "more")
-    ] == [
-        "go ",
-        "",
-        "stop now. ",
-        "",
-        "",
-    ]
-    assert answer.is_stopped
-    assert answer.finish() == ""
-
-
-def test_the_beginning_of_a_stop_string_at_the_end_is_text() -> None:
-    tokenizer = _saved["characters"]
-    answer = AnswerText(tokenizer, ["stop."])
-    assert (answer.feed(tokenizer.encode("go sto")), answer.finish(), answer.is_stopped) == (
-        "go ",
-        "sto",
-        False,
-    )
-
-
-def test_of_several_stop_strings_the_one_complete_first_counts_and_of_those_the_longest() -> None:
-    tokenizer = _saved["characters"]
-    for cuts in ([], [1] * 10):
-        assert "".join(pieces(AnswerText(tokenizer, ["bcd", "c"]), tokenizer.encode("abcd"), cuts)) == "ab"
-        assert "".join(pieces(AnswerText(tokenizer, ["d", "bcd"]), tokenizer.encode("abcd"), cuts)) == "a"
 
 
 @pytest.mark.parametrize("name", MAKERS)

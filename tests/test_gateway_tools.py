@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gateway_cases import gateway_world
+from gateway_cases import RULES, gateway_world, in_loop
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.agents.endpoint.chat_messages import TextBudget, check_messages
+from asyncrl.agents.endpoint.requests import RequestReader
 from asyncrl.agents.endpoint.tool_calls import ParsedAnswer, ToolCall, ToolFormat, find_tool_format
 from asyncrl.errors import ConfigError, RolloutFailure
 
@@ -47,20 +47,10 @@ def test_hermes_reads_any_order_of_keys_and_a_list_of_calls() -> None:
     assert HERMES.parse(f"<tool_call>[\n{F},\n{G}\n]</tool_call>") == ParsedAnswer(None, (CALL_F, CALL_G))
 
 
-def test_an_empty_list_of_calls_is_no_call() -> None:
-    text = "None fits. <tool_call>[]</tool_call>"
-    assert HERMES.parse(text) == ParsedAnswer(text)
-
-
 def test_the_last_hermes_call_need_not_be_closed_for_a_stop_string_may_have_cut_it_off() -> None:
     assert HERMES.parse(f"{hermes(F)}\n<tool_call>\n{G}\n").tool_calls == (CALL_F, CALL_G)
     unclosed = f"<tool_call>{F}<tool_call>{G}</tool_call>"
     assert HERMES.parse(unclosed) == ParsedAnswer(unclosed)
-
-
-def test_a_marker_inside_an_argument_ends_nothing() -> None:
-    arguments = json.dumps({"code": "print('</tool_call><tool_call>')"})
-    assert HERMES.parse(hermes(call_text("run", arguments))).tool_calls == (ToolCall("run", arguments),)
 
 
 def test_a_call_that_is_only_thought_about_is_none() -> None:
@@ -107,7 +97,6 @@ MALFORMED = [
     call_text("f", '{"x": 1,}'),
     call_text("f", "{'x': 1}"),
     call_text("f", '{"x": NaN}'),
-    call_text("f", '{"x": 1e999}'),
     call_text("f", '{"x": "\\ud800"}'),
     call_text("f", '{"x": "a\nb"}'),
     call_text("f", '"{}"'),
@@ -130,7 +119,6 @@ MALFORMED = [
     '"',
     "{" * 100_000,
     call_text("f", '{"x": ' + "[" * 100_000 + "]" * 100_000 + "}"),
-    call_text("f", '{"x": ' + "[" * 40 + "]" * 40 + "}"),
     call_text("f", '{"x": ' + "9" * 10_000 + "}") + " {",
 ]
 
@@ -187,7 +175,8 @@ def test_arguments_are_the_text_that_the_model_wrote_and_can_be_sent_back(
         for call in expected
     ]
     message = {"role": "assistant", "content": None, "tool_calls": sent_back}
-    checked = check_messages([message], TextBudget(10**6, 10**6), 10, 1)[0]["tool_calls"]
+    body = json.dumps({"messages": [message]}).encode()
+    checked = (RequestReader(RULES).chat(body).messages or [])[0]["tool_calls"]
     assert [call["function"]["name"] for call in checked] == [call.name for call in expected]
 
 
@@ -236,7 +225,7 @@ def test_plain_text_is_held_back_no_longer_than_a_marker_may_begin() -> None:
 def test_a_prefill_begins_a_call_of_any_tool_or_of_one(
     tool_format: ToolFormat, required: str, named: str
 ) -> None:
-    any_tool, one_tool = tool_format.prefill_required(), tool_format.prefill_named("f")
+    any_tool, one_tool = tool_format.prefill(None), tool_format.prefill("f")
     assert any_tool is not None
     assert one_tool is not None
     assert (
@@ -247,8 +236,10 @@ def test_a_prefill_begins_a_call_of_any_tool_or_of_one(
     assert not any_tool.endswith((" ", "\n")), "white space at the end would split a token"
 
 
-QWEN = """{{- "<tools>" }}{{- "\\n</tools>\\n... within <tool_call></tool_call> XML tags:\\n<tool_call>\\n{\\"name\\": <function-name>}" }}"""
-LLAMA_32 = """{{- "Environment: ipython\\n" }}{{- 'Respond in the format {"name": function name, "parameters": dictionary}. ' }}"""
+QWEN = """{{- "<tools>" }}{{- "within <tool_call></tool_call>:\\n<tool_call>\\n{\\"name\\": <name>}" }}"""
+LLAMA_32 = (
+    """{{- "Environment: ipython\\n" }}{{- 'Respond like {"name": name, "parameters": dictionary}. ' }}"""
+)
 
 
 @pytest.mark.parametrize(
@@ -269,12 +260,6 @@ LLAMA_32 = """{{- "Environment: ipython\\n" }}{{- 'Respond in the format {"name"
 )
 def test_auto_reads_the_format_off_the_chat_template(template: str, name: str) -> None:
     assert find_tool_format("auto", template).name == name
-
-
-def test_without_a_format_text_is_text() -> None:
-    none = find_tool_format("none", QWEN)
-    assert none.parse(hermes(F)) == ParsedAnswer(hermes(F))
-    assert none.prefill_required() is none.prefill_named("f") is None
 
 
 def test_an_unknown_format_is_refused_with_those_there_are() -> None:
@@ -316,7 +301,7 @@ def test_a_function_of_ones_own_reads_calls_from_dicts_or_texts(own: Any) -> Non
     assert own("parse").parse("hello") == ParsedAnswer("hello")
     assert own("as_text").parse(' {"x":1}') == ParsedAnswer(None, (ToolCall("f", ' {"x":1}'),))
     assert own("parse").hold_from("hello") == 0
-    assert own("parse").prefill_required() is own("parse").prefill_named("f") is None
+    assert own("parse").prefill(None) is own("parse").prefill("f") is None
 
 
 def test_a_call_that_ones_own_function_finds_malformed_is_text(own: Any) -> None:
@@ -348,24 +333,22 @@ def test_a_function_that_returns_something_else_fails_the_rollout_and_says_what_
     ],
 )
 @pytest.mark.parametrize("n", [1, 2])
-def test_a_wrong_function_fails_the_rollout_of_the_call_by_its_name(
+@in_loop
+async def test_a_wrong_function_fails_the_rollout_of_the_call_by_its_name(
     own: Any, name: str, said: str, n: int
 ) -> None:
-    async def story() -> None:
-        own(name)
-        async with gateway_world(tool_format=f"own_tool_format:{name}") as world:
-            tools = [{"type": "function", "function": {"name": "f"}}]
-            asking = asyncio.ensure_future(world.ask(tools=tools, n=n))
-            with pytest.raises(RolloutFailure) as failure:
-                async with world.session.while_open():
-                    await asyncio.Event().wait()
-            assert f"gateway.tool_format=own_tool_format:{name} {said}" in str(failure.value)
-            status, told = await asking
-            assert (status, told["error"]["code"]) == (410, "session_ended")
-            assert f"own_tool_format:{name} {said}" in told["error"]["message"]
-            assert world.gateway.stats().in_flight == 0
-
-    asyncio.run(story())
+    own(name)
+    async with gateway_world(tool_format=f"own_tool_format:{name}") as world:
+        tools = [{"type": "function", "function": {"name": "f"}}]
+        asking = asyncio.ensure_future(world.ask(tools=tools, n=n))
+        with pytest.raises(RolloutFailure) as failure:
+            async with world.session.while_open():
+                await asyncio.Event().wait()
+        assert f"gateway.tool_format=own_tool_format:{name} {said}" in str(failure.value)
+        status, told = await asking
+        assert (status, told["error"]["code"]) == (410, "session_ended")
+        assert f"own_tool_format:{name} {said}" in told["error"]["message"]
+        assert world.gateway.stats().in_flight == 0
 
 
 def test_a_function_that_is_not_there_or_takes_more_is_refused_at_the_start(own: Any) -> None:

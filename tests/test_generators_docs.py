@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from asyncrl.agents import Outcome, Session, Task
 from asyncrl.agents.endpoint import requests as shapes
 from asyncrl.agents.endpoint.refusals import ApiError
-from asyncrl.agents.endpoint.requests import CallRules, ShapeReader
+from asyncrl.agents.endpoint.requests import CallRules, RequestReader
 from asyncrl.cli import app
 from asyncrl.config import GatewayConfig, RunConfig
 from asyncrl.messages.work import MAX_WAIT_S
@@ -130,20 +130,20 @@ def names(cell: str) -> set[str]:
 
 
 def read(more: dict[str, Any], kind: str = "chat") -> None:
-    reader = ShapeReader(CallRules("m", 1.0, 1.0, 8, 64, 72, 100, 4))
+    reader = RequestReader(CallRules("m", 1.0, 1.0, 8, 64, 72, 100))
     body = {"messages": [{"role": "user", "content": "a"}]} if kind == "chat" else {"prompt": "a"}
     getattr(reader, kind)(json.dumps(body | more).encode())
 
 
 def test_the_page_names_every_parameter_and_says_what_becomes_of_it() -> None:
     accepted = set().union(*(names(row[0]) for row in table("parameter")))
-    assert accepted == shapes._CHAT | shapes._TEXT
+    assert accepted == set(shapes._ChatBody.model_fields) | set(shapes._TextBody.model_fields)
     ignored = names(table("ignored")[0][0])
     assert ignored == shapes._HARMLESS
     for name in ignored:
         read({name: "x"})
     refused = set().union(*(names(row[0]) for row in table("refused")))
-    assert refused == set(shapes._NEUTRAL) | set(shapes._REFUSED)
+    assert refused == set(shapes._OFF)
     for name in refused:
         with pytest.raises(ApiError) as caught:
             read({name: [{"x": 1}]})
@@ -151,10 +151,7 @@ def test_the_page_names_every_parameter_and_says_what_becomes_of_it() -> None:
 
 
 def test_the_page_names_every_error_code() -> None:
-    source = "".join(
-        (ROOT / "asyncrl" / "agents" / "endpoint" / f"{name}.py").read_text()
-        for name in ("refusals", "calls", "app", "requests")
-    )
+    source = "".join(path.read_text() for path in (ROOT / "asyncrl" / "agents" / "endpoint").glob("*.py"))
     codes = set(re.findall(r'code="(\w+)"', source)) | set(re.findall(r'\d: "(\w+)"', source))
     assert codes == set().union(*(names(row[1]) for row in table("status")))
 

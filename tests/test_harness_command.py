@@ -17,11 +17,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+from gateway_cases import in_loop
 from harness_gateway import open_gateway, settled
 
 from asyncrl.agents import Outcome, Session, Task
 from asyncrl.agents.command import CommandHarness, last_line_outcome
-from asyncrl.agents.process_tree import MARK_ENV, find_family
+from asyncrl.agents.process_group import MARK_ENV, find_group
 from asyncrl.agents.work_client import Worker
 from asyncrl.errors import ConfigError, RolloutFailure
 
@@ -56,7 +57,7 @@ def run(script: str, session: Session = SESSION, **settings: int) -> Outcome:
     try:
         return asyncio.run(harness.run(TASK, session))
     finally:
-        assert find_family(harness.token) == [], "no process of a command is left"
+        assert find_group(harness.token) == [], "no process of a command is left"
 
 
 @pytest.mark.parametrize(
@@ -84,24 +85,22 @@ def test_a_last_line_that_is_no_outcome_is_a_failure(text: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_shell_script_with_curl_finds_its_task_calls_the_model_and_prints_its_outcome() -> None:
+@in_loop
+async def test_a_shell_script_with_curl_finds_its_task_calls_the_model_and_prints_its_outcome() -> None:
     script = """
         set -e
         task=$(cat)
         messages=$(jq -c .messages <<<"$task")
         answer=$(curl -sf "$OPENAI_BASE_URL/chat/completions" -H "Authorization: Bearer $OPENAI_API_KEY" \\
-            -d "{\\"model\\": \\"$OPENAI_MODEL\\", \\"messages\\": $messages}" | jq -r .choices[0].message.content)
+            -d "{\\"model\\": \\"$OPENAI_MODEL\\", \\"messages\\": $messages}" \\
+            | jq -r .choices[0].message.content)
         test "$answer" = "answer 1"
         jq -c '{reward: .answer, metrics: {seed, sample_index, attempt}}' <<<"$task"
     """
-
-    async def story() -> None:
-        async with open_gateway() as gateway:
-            outcome = await shell(script).run(TASK, Session(f"{gateway.url}/v1", "key-0", "policy"))
-            assert outcome == Outcome(42.0, {"seed": 5.0, "sample_index": 1.0, "attempt": 2.0})
-            assert gateway.calls == [("key-0", {"model": "policy", "messages": list(TASK.messages)})]
-
-    asyncio.run(story())
+    async with open_gateway() as gateway:
+        outcome = await shell(script).run(TASK, Session(f"{gateway.url}/v1", "key-0", "policy"))
+        assert outcome == Outcome(42.0, {"seed": 5.0, "sample_index": 1.0, "attempt": 2.0})
+        assert gateway.calls == [("key-0", {"model": "policy", "messages": list(TASK.messages)})]
 
 
 TOOL = """
@@ -111,7 +110,8 @@ TOOL = """
         timeout 5 cat /proc/$PPID/fd/0
         cat
     } > loot 2>&1
-    curl -s "$OPENAI_BASE_URL/outcome" -H "Authorization: Bearer $OPENAI_API_KEY" -d '{"reward": 1.0}' > answered
+    key="Authorization: Bearer $OPENAI_API_KEY"
+    curl -s "$OPENAI_BASE_URL/outcome" -H "$key" -d '{"reward": 1.0}' > answered
 """
 """What a policy may have its shell tool run, to be paid: it looks for keys and the answer, and posts with the
 key that it inherits.
@@ -131,7 +131,8 @@ def test_a_shell_that_the_policy_drives_finds_no_answer_and_no_outcome_key_and_c
         printf '%s' "$task" > {tmp_path}/task
         if [ {outcomes} = posted ]; then
             url=$(jq -r .outcome_url <<<"$task")
-            printf 'Authorization: Bearer %s' "$(jq -r .outcome_key <<<"$task")" | curl -sf "$url" -H @- -d '{{"reward": 0.25}}' >&2
+            key=$(jq -r .outcome_key <<<"$task")
+            printf 'Authorization: Bearer %s' "$key" | curl -sf "$url" -H @- -d '{{"reward": 0.25}}' >&2
             echo 1.0   # of a tool, perhaps: where outcomes are posted it is nobody's reward
         else
             echo finished
@@ -213,11 +214,6 @@ def test_named_variables_of_the_worker_are_passed_and_one_that_is_not_set_is_ref
 
 
 @pytest.mark.slow
-def test_a_command_that_never_reads_its_task_and_one_without_output_end_well() -> None:
-    assert run("exec <&-; true") == Outcome()
-
-
-@pytest.mark.slow
 def test_an_exit_code_or_a_signal_is_a_failure_with_the_end_of_standard_error() -> None:
     with pytest.raises(
         RolloutFailure, match=r"exited with code 3; the end of its standard error: .*last words"
@@ -252,62 +248,61 @@ def test_what_forks_and_exits_leaves_nothing_and_holds_nobody_up() -> None:
 
 
 @pytest.mark.slow
-def test_cancelling_ends_the_whole_family_also_one_that_ignores_sigterm(own_temp: Path) -> None:
+@in_loop
+async def test_cancelling_ends_the_whole_family_also_one_that_ignores_sigterm(own_temp: Path) -> None:
     began = own_temp.parent / "began"
-    script = f"trap '' TERM; setsid bash -c 'trap \"\" TERM; sleep 3600; :' & sleep 3600 & touch {began}; while :; do sleep 1; done"
-
-    async def story() -> None:
-        harness = shell(script)
-        running = asyncio.ensure_future(harness.run(TASK, SESSION))
-        await settled(lambda: began.exists() and len(find_family(harness.token)) >= 4)
-        family = [psutil.Process(pid) for pid in find_family(harness.token)]
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.01):
-                await running
-        alive = [
-            process for process in family if process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-        ]
-        assert alive == []
-
-    asyncio.run(story())
-
-
-@pytest.mark.slow
-def test_a_second_cancel_kills_at_once(own_temp: Path) -> None:
-    began = own_temp.parent / "began"
-
-    async def story() -> None:
-        harness = shell(f"trap '' TERM; touch {began}; while :; do sleep 1; done")
-        running = asyncio.ensure_future(harness.run(TASK, SESSION))
-        await settled(began.exists)
-        running.cancel()
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
+    script = f"""
+        trap '' TERM
+        setsid bash -c 'trap "" TERM; sleep 3600; :' &
+        sleep 3600 &
+        touch {began}
+        while :; do sleep 1; done
+    """
+    harness = shell(script)
+    running = asyncio.ensure_future(harness.run(TASK, SESSION))
+    await settled(lambda: began.exists() and len(find_group(harness.token)) >= 4)
+    family = [psutil.Process(pid) for pid in find_group(harness.token)]
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
             await running
-        await settled(lambda: not find_family(harness.token))
-
-    asyncio.run(story())
+    alive = [
+        process for process in family if process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    ]
+    assert alive == []
 
 
 @pytest.mark.slow
-def test_a_command_gets_sigterm_and_may_tidy_up(own_temp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@in_loop
+async def test_a_second_cancel_kills_at_once(own_temp: Path) -> None:
+    began = own_temp.parent / "began"
+    harness = shell(f"trap '' TERM; touch {began}; while :; do sleep 1; done")
+    running = asyncio.ensure_future(harness.run(TASK, SESSION))
+    await settled(began.exists)
+    running.cancel()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    await settled(lambda: not find_group(harness.token))
+
+
+@pytest.mark.slow
+@in_loop
+async def test_a_command_gets_sigterm_and_may_tidy_up(
+    own_temp: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("asyncrl.agents.command.GRACE_S", 60.0)
     began, tidied = own_temp.parent / "began", own_temp.parent / "tidied"
-
-    async def story() -> None:
-        harness = shell(
-            f"trap ': >{tidied}; exit 0' TERM; touch {began}; while :; do sleep 0.05; done"
-        )  # a child would get SIGTERM, too
-        running = asyncio.ensure_future(harness.run(TASK, SESSION))
-        await settled(began.exists)
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await running
-        assert tidied.exists()
-
-    asyncio.run(story())
+    harness = shell(
+        f"trap ': >{tidied}; exit 0' TERM; touch {began}; while :; do sleep 0.05; done"
+    )  # a child would get SIGTERM, too
+    running = asyncio.ensure_future(harness.run(TASK, SESSION))
+    await settled(began.exists)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert tidied.exists()
 
 
 @pytest.mark.slow
@@ -320,8 +315,8 @@ def test_no_file_descriptor_and_no_zombie_is_left_after_many_commands() -> None:
         import psutil
 
         async def story():
-            command = ["/bin/bash", "-c", "setsid --fork true; (sleep 0.01 &) ; sleep 100 & exit $((RANDOM % 2))"]
-            harness = CommandHarness(command, {}, 2**16, is_worker=True)
+            script = "setsid --fork true; (sleep 0.01 &) ; sleep 100 & exit $((RANDOM % 2))"
+            harness = CommandHarness(["/bin/bash", "-c", script], {}, 2**16, is_worker=True)
             async def one():
                 try:
                     await harness.run(Task("p", ()), Session("http://127.0.0.1:9/v1", "k", "m"))
@@ -331,7 +326,8 @@ def test_no_file_descriptor_and_no_zombie_is_left_after_many_commands() -> None:
             before = len(os.listdir("/proc/self/fd"))
             await asyncio.gather(*(one() for _ in range(12)))
             await one()
-            alive = [child.status() for child in psutil.Process().children(recursive=True) if child.pid != harness._keeper.pid]
+            children = psutil.Process().children(recursive=True)
+            alive = [child.status() for child in children if child.pid != harness._killer.pid]
             print(before == len(os.listdir("/proc/self/fd")), alive)
         asyncio.run(story())
     """

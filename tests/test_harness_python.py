@@ -7,13 +7,13 @@ import builtins
 from typing import Any
 
 import pytest
+from gateway_cases import in_loop, in_virtual_time
 from harness_gateway import open_gateway
 
 from asyncrl.agents import Outcome, Session, Task
 from asyncrl.agents.harness import GRACE_S, HarnessSpec, HttpClients, build_harness
 from asyncrl.agents.python import PythonHarness
 from asyncrl.errors import ConfigError, RolloutFailure
-from asyncrl.testing.virtual_time import run_virtual
 from asyncrl.user_code import MAX_ABANDONED
 
 TASK = Task("p0", ({"role": "user", "content": "hi"},), answer="0.25")
@@ -62,32 +62,26 @@ def test_what_a_function_raises_passes_also_out_of_its_thread() -> None:
         run("exits")
 
 
-def test_a_function_that_swallows_its_cancellation_is_given_up_and_counted_and_too_many_end_the_worker() -> (
-    None
-):
-    async def story() -> None:
-        harness = PythonHarness("harnesses_for_test:swallows", {})
-        session = Session("http://127.0.0.1:9/v1", "key", "policy")
+@in_virtual_time
+async def test_a_function_that_swallows_its_cancellation_is_given_up_and_too_many_end_the_worker() -> None:
+    harness = PythonHarness("harnesses_for_test:swallows", {})
+    session = Session("http://127.0.0.1:9/v1", "key", "policy")
 
-        async def run_for_10_s() -> None:
-            async with asyncio.timeout(10.0):
-                await harness.run(TASK, session)
+    async def run_for_10_s() -> None:
+        async with asyncio.timeout(10.0):
+            await harness.run(TASK, session)
 
-        with pytest.raises(TimeoutError):
-            await run_for_10_s()
-        assert asyncio.get_running_loop().time() == 10.0 + GRACE_S
-        assert harness.num_abandoned == 1
-        found = await asyncio.gather(
-            *(run_for_10_s() for _ in range(MAX_ABANDONED - 1)), return_exceptions=True
-        )
-        assert {type(error) for error in found} == {TimeoutError}
-        with pytest.raises(
-            ConfigError,
-            match=rf"{MAX_ABANDONED} calls of generator.python=harnesses_for_test:swallows did not end",
-        ):
-            await run_for_10_s()
-
-    run_virtual(story())
+    with pytest.raises(TimeoutError):
+        await run_for_10_s()
+    assert asyncio.get_running_loop().time() == 10.0 + GRACE_S
+    assert harness.num_abandoned == 1
+    found = await asyncio.gather(*(run_for_10_s() for _ in range(MAX_ABANDONED - 1)), return_exceptions=True)
+    assert {type(error) for error in found} == {TimeoutError}
+    with pytest.raises(
+        ConfigError,
+        match=rf"{MAX_ABANDONED} calls of generator.python=harnesses_for_test:swallows did not end",
+    ):
+        await run_for_10_s()
 
 
 @pytest.mark.parametrize(
@@ -109,22 +103,20 @@ def test_a_function_that_cannot_be_called_is_refused_before_any_rollout(
     assert said in str(error.value)
 
 
-def test_the_openai_client_of_a_session_calls_with_its_key_and_shares_the_connections_of_the_worker() -> None:
-    async def story() -> None:
-        clients = HttpClients()
-        async with open_gateway() as gateway:
-            harness = build_harness(HarnessSpec(python="harnesses_for_test:two_turns", args={"bonus": 0.5}))
-            for number in range(2):
-                session = Session(f"{gateway.url}/v1", f"key-{number}", "policy", http_client=clients.get)
-                assert await harness.run(TASK, session) == Outcome(1.5, {"turns": 2.0})
-                assert session.client is session.client
-                assert session.client.timeout is None
-        assert [key for key, _ in gateway.calls] == ["key-0", "key-0", "key-1", "key-1"]
-        assert [len(body["messages"]) for _, body in gateway.calls] == [1, 3, 1, 3]
-        await clients.aclose()
-        await clients.aclose()
-
-    asyncio.run(story())
+@in_loop
+async def test_the_openai_client_of_a_session_calls_with_its_key_and_shares_the_connections() -> None:
+    clients = HttpClients()
+    async with open_gateway() as gateway:
+        harness = build_harness(HarnessSpec(python="harnesses_for_test:two_turns", args={"bonus": 0.5}))
+        for number in range(2):
+            session = Session(f"{gateway.url}/v1", f"key-{number}", "policy", http_client=clients.get)
+            assert await harness.run(TASK, session) == Outcome(1.5, {"turns": 2.0})
+            assert session.client is session.client
+            assert session.client.timeout is None
+    assert [key for key, _ in gateway.calls] == ["key-0", "key-0", "key-1", "key-1"]
+    assert [len(body["messages"]) for _, body in gateway.calls] == [1, 3, 1, 3]
+    await clients.aclose()
+    await clients.aclose()
 
 
 def test_without_openai_the_client_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

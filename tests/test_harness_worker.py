@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gateway_cases import in_loop
 from harness_gateway import WORKER_KEY, TestGateway, open_gateway, settled
 
 from asyncrl.agents import Harness, Outcome, Session, Task
 from asyncrl.agents.harness import AnyTask, HarnessSpec, build_harness
-from asyncrl.agents.process_tree import find_family
+from asyncrl.agents.process_group import find_group
 from asyncrl.agents.work_client import Worker
 from asyncrl.agents.worker import WorkerSpec, _key_in, gateway_url, run_worker
 from asyncrl.errors import ConfigError, RolloutFailure
@@ -69,28 +70,24 @@ def python(name: str, **args: Any) -> Harness:
     return build_harness(HarnessSpec(python=f"harnesses_for_test:{name}", args=args))
 
 
-def test_a_worker_runs_as_many_rollouts_as_it_has_slots_and_posts_what_came_of_them() -> None:
-    async def story() -> None:
-        steps = Steps()
-        async with open_gateway() as gateway, working(gateway, steps) as worker:
-            runs = [
-                asyncio.ensure_future(gateway.run(number, info={"deep": [number]})) for number in range(3)
-            ]
-            await settled(lambda: len(steps.ends) == 2)
-            assert (gateway.leases.stats().queued, len(worker.holding)) == (1, 2)
-            assert steps.tasks[1] == Task(
-                "p1", ({"role": "user", "content": "What is 1?"},), {"deep": [1]}, 1000, 0, 0, answer="42"
-            )
-            steps.ends["p1"].set_result(Outcome(0.5, {"turns": 2}, {"chatcmpl-0": 0.25}))
-            assert await runs[1] == Outcome(0.5, {"turns": 2.0}, {"chatcmpl-0": 0.25})
-            await settled(lambda: "p2" in steps.ends)
-            for name in ("p0", "p2"):
-                steps.ends[name].set_result(Outcome())
-            assert [await runs[0], await runs[2]] == [Outcome(), Outcome()]
-            health = worker.health(asyncio.get_running_loop().time())
-            assert (health.name, health.slots, health.gateway_lost_s) == ("w", 2, None)
-
-    asyncio.run(story())
+@in_loop
+async def test_a_worker_runs_as_many_rollouts_as_it_has_slots_and_posts_what_came_of_them() -> None:
+    steps = Steps()
+    async with open_gateway() as gateway, working(gateway, steps) as worker:
+        runs = [asyncio.ensure_future(gateway.run(number, info={"deep": [number]})) for number in range(3)]
+        await settled(lambda: len(steps.ends) == 2)
+        assert (gateway.queue.gauges()["harness/queued"], len(worker.holding)) == (1, 2)
+        assert steps.tasks[1] == Task(
+            "p1", ({"role": "user", "content": "What is 1?"},), {"deep": [1]}, 1000, 0, 0, answer="42"
+        )
+        steps.ends["p1"].set_result(Outcome(0.5, {"turns": 2}, {"chatcmpl-0": 0.25}))
+        assert await runs[1] == Outcome(0.5, {"turns": 2.0}, {"chatcmpl-0": 0.25})
+        await settled(lambda: "p2" in steps.ends)
+        for name in ("p0", "p2"):
+            steps.ends[name].set_result(Outcome())
+        assert [await runs[0], await runs[2]] == [Outcome(), Outcome()]
+        health = worker.health(asyncio.get_running_loop().time())
+        assert (health.name, health.slots, health.gateway_lost_s) == ("w", 2, None)
 
 
 @pytest.mark.parametrize(
@@ -120,100 +117,89 @@ def test_whatever_a_harness_raises_is_data_and_its_worker_goes_on(
         assert "Traceback" in caplog.text
 
 
-def test_a_harness_that_reads_an_answer_that_it_is_not_given_is_told_so_and_gets_no_none() -> None:
-    async def story() -> None:
-        async with open_gateway(give_answer=False) as gateway:
-            caller = gateway.worker()
+@in_loop
+async def test_a_harness_that_reads_an_answer_that_it_is_not_given_is_told_so_and_gets_no_none() -> None:
+    async with open_gateway(give_answer=False) as gateway:
+        caller = gateway.worker()
+        running = asyncio.ensure_future(gateway.run(0))
+        with pytest.raises(
+            ConfigError,
+            match=r"task\.answer, which it is not given(.|\n)*set generator\.give_answer=true",
+        ):
+            await Worker(python("plain"), caller, name="w", slots=1).run()
+        running.cancel()
+        await caller.aclose()
+
+
+@in_loop
+async def test_an_outcome_that_cannot_be_sent_is_a_failure() -> None:
+    steps = Steps()
+    async with open_gateway() as gateway, working(gateway, steps):
+        for wrong, said in (
+            (Outcome(1.0, {"x": float("inf")}), "metrics.x Input should be a finite number"),
+            (
+                Outcome(turn_rewards={"a": 1.0}, branch_rewards={"a": 1.0}),
+                "turn_rewards or branch_rewards, not both",
+            ),
+            (
+                Outcome(1.0, {f"metric {number}": 1.0 for number in range(20_000)}),
+                "bytes; 262144 is the limit",
+            ),
+            (Outcome(1.0, {"é" * 200_000: 1.0}), "the outcome has 400"),
+            ("no outcome", "AttributeError"),
+        ):
             running = asyncio.ensure_future(gateway.run(0))
-            with pytest.raises(
-                ConfigError,
-                match=r"task\.answer, which it is not given(.|\n)*set generator\.give_answer=true",
-            ):
-                await Worker(python("plain"), caller, name="w", slots=1).run()
-            running.cancel()
-            await caller.aclose()
-
-    asyncio.run(story())
-
-
-def test_an_outcome_that_cannot_be_sent_is_a_failure() -> None:
-    async def story() -> None:
-        steps = Steps()
-        async with open_gateway() as gateway, working(gateway, steps):
-            for wrong, said in (
-                (Outcome(1.0, {"x": float("inf")}), "metrics.x Input should be a finite number"),
-                (
-                    Outcome(turn_rewards={"a": 1.0}, branch_rewards={"a": 1.0}),
-                    "turn_rewards or branch_rewards, not both",
-                ),
-                (
-                    Outcome(1.0, {f"metric {number}": 1.0 for number in range(20_000)}),
-                    "bytes; 262144 is the limit",
-                ),
-                (Outcome(1.0, {"é" * 200_000: 1.0}), "the outcome has 400"),
-                ("no outcome", "AttributeError"),
-            ):
-                running = asyncio.ensure_future(gateway.run(0))
-                await settled(lambda: "p0" in steps.ends)
-                steps.ends.pop("p0").set_result(wrong)
-                with pytest.raises(RolloutFailure) as failure:
-                    await running
-                assert said in str(failure.value)
-
-    asyncio.run(story())
-
-
-def test_a_rollout_that_runs_past_its_limit_is_ended_by_its_worker() -> None:
-    async def story() -> None:
-        async with open_gateway() as gateway, working(gateway, python("sleeps")):
-            with pytest.raises(
-                RolloutFailure,
-                match=r"is not finished 0\.05 s after worker w began it; that is what was left",
-            ):
-                await gateway.run(0, timeout_s=0.05)
-
-    asyncio.run(story())
-
-
-def test_what_was_taken_back_is_cancelled_at_the_next_sign_of_life_and_its_slot_is_free() -> None:
-    async def story() -> None:
-        steps = Steps()
-        async with open_gateway(lease_timeout_s=6.0) as gateway, working(gateway, steps, slots=1):
-            first = asyncio.ensure_future(gateway.run(0))
             await settled(lambda: "p0" in steps.ends)
-            first.cancel()
-            second = asyncio.ensure_future(gateway.run(1))
-            await settled(lambda: "p1" in steps.ends)
-            assert steps.cancelled == ["p0"]
-            steps.ends["p1"].set_result(Outcome(1.0))
-            assert await second == Outcome(1.0)
-
-    asyncio.run(story())
+            steps.ends.pop("p0").set_result(wrong)
+            with pytest.raises(RolloutFailure) as failure:
+                await running
+            assert said in str(failure.value)
 
 
-def test_a_result_that_is_refused_holds_its_slot_no_longer_than_its_lease(
+@in_loop
+async def test_a_rollout_that_runs_past_its_limit_is_ended_by_its_worker() -> None:
+    async with open_gateway() as gateway, working(gateway, python("sleeps")):
+        with pytest.raises(
+            RolloutFailure,
+            match=r"is not finished 0\.05 s after worker w began it; that is what was left",
+        ):
+            await gateway.run(0, timeout_s=0.05)
+
+
+@in_loop
+async def test_what_was_taken_back_is_cancelled_at_the_next_sign_of_life_and_its_slot_is_free() -> None:
+    steps = Steps()
+    async with open_gateway(lease_timeout_s=6.0) as gateway, working(gateway, steps, slots=1):
+        first = asyncio.ensure_future(gateway.run(0))
+        await settled(lambda: "p0" in steps.ends)
+        first.cancel()
+        second = asyncio.ensure_future(gateway.run(1))
+        await settled(lambda: "p1" in steps.ends)
+        assert steps.cancelled == ["p0"]
+        steps.ends["p1"].set_result(Outcome(1.0))
+        assert await second == Outcome(1.0)
+
+
+@in_loop
+async def test_a_result_that_is_refused_holds_its_slot_no_longer_than_its_lease(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("asyncrl.agents.work_client.MAX_SIGN_PERIOD_S", 0.5)
-
-    async def story() -> None:
-        steps = Steps()
-        async with open_gateway() as gateway, working(gateway, steps, slots=1) as worker:
-            gateway.results_refused = 0
-            first = asyncio.ensure_future(gateway.run(0))
-            await settled(lambda: "p0" in steps.ends)
-            steps.ends["p0"].set_result(Outcome(1.0))
-            await settled(lambda: gateway.results_refused == 2)
-            (lease_id,) = worker.holding
-            first.cancel()
-            await settled(lambda: lease_id not in worker.holding)
-            gateway.results_refused = None
-            second = asyncio.ensure_future(gateway.run(1))
-            await settled(lambda: "p1" in steps.ends)
-            steps.ends["p1"].set_result(Outcome(0.5))
-            assert await second == Outcome(0.5)
-
-    asyncio.run(story())
+    steps = Steps()
+    async with open_gateway() as gateway, working(gateway, steps, slots=1) as worker:
+        gateway.results_refused = 0
+        first = asyncio.ensure_future(gateway.run(0))
+        await settled(lambda: "p0" in steps.ends)
+        steps.ends["p0"].set_result(Outcome(1.0))
+        await settled(lambda: gateway.results_refused == 2)
+        (item_id,) = worker.holding
+        first.cancel()
+        await settled(lambda: item_id not in worker.holding)
+        gateway.results_refused = None
+        second = asyncio.ensure_future(gateway.run(1))
+        await settled(lambda: "p1" in steps.ends)
+        steps.ends["p1"].set_result(Outcome(0.5))
+        assert await second == Outcome(0.5)
 
 
 def test_a_worker_finds_a_gateway_that_was_started_again_and_gives_up_what_the_old_one_gave_it(
@@ -245,40 +231,24 @@ def test_a_worker_finds_a_gateway_that_was_started_again_and_gives_up_what_the_o
     assert "the gateway answers again" in caplog.text
 
 
-def test_a_worker_that_is_ended_cancels_its_harnesses_and_its_leases_fail_at_once() -> None:
-    async def story() -> None:
-        steps = Steps()
-        async with open_gateway() as gateway:
-            async with working(gateway, steps):
-                running = asyncio.ensure_future(gateway.run(0))
-                await settled(lambda: "p0" in steps.ends)
-            assert steps.cancelled == ["p0"]
-            with pytest.raises(RolloutFailure, match="worker w was ended"):
-                await running
-
-    asyncio.run(story())
-
-
-def test_a_wrong_key_and_a_harness_that_cannot_be_run_at_all_end_the_worker() -> None:
+@in_loop
+async def test_a_wrong_key_and_a_harness_that_cannot_be_run_at_all_end_the_worker() -> None:
     class Needs:
         async def run(self, task: AnyTask, session: Session) -> Outcome:
             raise ConfigError("no such package")
 
-    async def story() -> None:
-        async with open_gateway() as gateway:
-            caller = gateway.worker(key="wrong")
-            with pytest.raises(ConfigError, match="refused worker w: wrong or missing worker key"):
-                await Worker(Steps(), caller, name="w", slots=1).run()
-            await caller.aclose()
-            caller = gateway.worker()
-            running = asyncio.ensure_future(gateway.run(0))
-            with pytest.raises(ConfigError, match="no such package"):
-                await Worker(Needs(), caller, name="w", slots=1).run()
-            with pytest.raises(RolloutFailure, match="worker w was ended"):
-                await running
-            await caller.aclose()
-
-    asyncio.run(story())
+    async with open_gateway() as gateway:
+        caller = gateway.worker(key="wrong")
+        with pytest.raises(ConfigError, match="refused worker w: wrong or missing worker key"):
+            await Worker(Steps(), caller, name="w", slots=1).run()
+        await caller.aclose()
+        caller = gateway.worker()
+        running = asyncio.ensure_future(gateway.run(0))
+        with pytest.raises(ConfigError, match="no such package"):
+            await Worker(Needs(), caller, name="w", slots=1).run()
+        with pytest.raises(RolloutFailure, match="worker w was ended"):
+            await running
+        await caller.aclose()
 
 
 # ---- processes
@@ -312,102 +282,93 @@ async def started(process: ChildProcess) -> AsyncIterator[Caller]:
 
 
 @pytest.mark.slow
-def test_the_worker_process_answers_health_runs_rollouts_and_ends_on_sigterm(tmp_path: Path) -> None:
-    async def story() -> None:
-        async with open_gateway() as gateway:
-            process = child(gateway, tmp_path, HarnessSpec(python="harnesses_for_test:environment"))
-            async with started(process) as caller:
-                health = await caller.get("/health", WorkerHealth, timeout_s=60.0)
-                assert (health.name, health.slots) == ("worker-0", 2)
-                said = await gateway.run(0)
-                assert said == Outcome(1.0, {"has_worker_key": 0.0, "is_hidden": 1.0}), (
-                    "harnesses do not find the worker key"
-                )
-            assert process.returncode == 0
-            assert gateway.leases.stats().workers == 0, "it said goodbye"
-
-    asyncio.run(story())
+@in_loop
+async def test_the_worker_process_answers_health_runs_rollouts_and_ends_on_sigterm(tmp_path: Path) -> None:
+    async with open_gateway() as gateway:
+        process = child(gateway, tmp_path, HarnessSpec(python="harnesses_for_test:environment"))
+        async with started(process) as caller:
+            health = await caller.get("/health", WorkerHealth, timeout_s=60.0)
+            assert (health.name, health.slots) == ("worker-0", 2)
+            said = await gateway.run(0)
+            assert said == Outcome(1.0, {"has_worker_key": 0.0, "is_hidden": 1.0}), (
+                "harnesses do not find the worker key"
+            )
+        assert process.returncode == 0
+        assert gateway.queue.gauges()["harness/workers"] == 0, "it said goodbye"
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="no /proc to look into")
-def test_a_command_finds_no_key_in_the_environment_or_the_files_of_its_worker(
+@in_loop
+async def test_a_command_finds_no_key_in_the_environment_or_the_files_of_its_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(WORKER_KEY_ENV, WORKER_KEY)  # as it may be given to the run itself
     places = f"/proc/$PPID/environ /proc/$PPID/cmdline {tmp_path}/specs/*"
     # it is in the spec itself
     look = f"cat {places} | grep -a -c -e '[w]orker-key' -e '[o]wn-secret' -e '[A]SYNCRL_SECRET'; true"
-
-    async def story() -> None:
-        async with open_gateway() as gateway:
-            process = child(gateway, tmp_path, HarnessSpec(command=("sh", "-c", look)))
-            async with started(process) as caller:
-                await caller.get("/health", WorkerHealth, timeout_s=60.0)
-                assert await gateway.run(0) == Outcome(0.0)
-
-    asyncio.run(story())
+    async with open_gateway() as gateway:
+        process = child(gateway, tmp_path, HarnessSpec(command=("sh", "-c", look)))
+        async with started(process) as caller:
+            await caller.get("/health", WorkerHealth, timeout_s=60.0)
+            assert await gateway.run(0) == Outcome(0.0)
 
 
 @pytest.mark.slow
-def test_a_harness_that_blocks_the_loop_loses_its_leases_but_health_is_answered_and_the_worker_comes_back(
+@in_loop
+async def test_a_harness_that_blocks_the_loop_loses_its_items_and_health_is_answered(
     tmp_path: Path,
 ) -> None:
-    async def story() -> None:
-        mark = tmp_path / "begun"
-        async with open_gateway(lease_timeout_s=1.0) as gateway:
-            process = child(
-                gateway, tmp_path, HarnessSpec(python="harnesses_for_test:blocks", args={"mark": str(mark)})
-            )
-            async with started(process) as caller:
-                running = asyncio.ensure_future(gateway.run(0))
-                await settled(mark.exists)
-                health = await caller.get("/health", WorkerHealth, timeout_s=60.0)
-                assert health.num_running == 1
-                with pytest.raises(RolloutFailure, match="a worker whose event loop is blocked gives none"):
-                    await running
-                while (await caller.get("/health", WorkerHealth, timeout_s=60.0)).loop_lag_s <= 0.5:
-                    pass  # half of the lease's time is what the worker tells of
-                mark.unlink()
-                await settled(lambda: gateway.leases.stats().workers == 1)
-                await settled(lambda: "stood still for" in process.log_tail())
-
-    asyncio.run(story())
+    mark = tmp_path / "begun"
+    async with open_gateway(lease_timeout_s=1.0) as gateway:
+        process = child(
+            gateway, tmp_path, HarnessSpec(python="harnesses_for_test:blocks", args={"mark": str(mark)})
+        )
+        async with started(process) as caller:
+            running = asyncio.ensure_future(gateway.run(0))
+            await settled(mark.exists)
+            health = await caller.get("/health", WorkerHealth, timeout_s=60.0)
+            assert health.num_running == 1
+            with pytest.raises(RolloutFailure, match="a worker whose event loop is blocked gives none"):
+                await running
+            while (await caller.get("/health", WorkerHealth, timeout_s=60.0)).loop_lag_s <= 0.5:
+                pass  # half of the lease's time is what the worker tells of
+            mark.unlink()
+            await settled(lambda: gateway.queue.gauges()["harness/workers"] == 1)
+            await settled(lambda: "stood still for" in process.log_tail())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["SIGTERM", "orphaned", "SIGKILL"])
-def test_the_commands_of_a_worker_end_with_it(tmp_path: Path, how: str) -> None:
-    async def story() -> None:
-        (tmp_path / "tmp").mkdir()
-        async with open_gateway() as gateway:
-            script = f"env > {tmp_path}/env; trap '' TERM; sleep 3600 & while :; do sleep 1; done"
-            process = child(
-                gateway,
-                tmp_path,
-                HarnessSpec(command=["/bin/bash", "-c", script]),
-                TMPDIR=str(tmp_path / "tmp"),
-            )
-            async with started(process) as caller:
-                running = asyncio.ensure_future(gateway.run(0))
-                await settled(lambda: len(find_family(token(tmp_path / "env"))) >= 3)
-                if how == "orphaned":
-                    assert process._process is not None
-                    assert process._process.stdin is not None
-                    process._process.stdin.close()
-                    await process.wait()
-                if how == "SIGKILL":
-                    process.kill_nowait()
-                    await process.wait()
-                    await settled(lambda: not find_family(token(tmp_path / "env")))
-                await caller.aclose()
-            assert find_family(token(tmp_path / "env")) == []
-            await settled(lambda: list((tmp_path / "tmp").iterdir()) == [])
-            gateway.leases.worker_gone_nowait("worker-0", "ended")
-            with pytest.raises(RolloutFailure, match="worker worker-0 (was ended|is gone: ended)"):
-                await running
-
-    asyncio.run(story())
+@in_loop
+async def test_the_commands_of_a_worker_end_with_it(tmp_path: Path, how: str) -> None:
+    (tmp_path / "tmp").mkdir()
+    async with open_gateway() as gateway:
+        script = f"env > {tmp_path}/env; trap '' TERM; sleep 3600 & while :; do sleep 1; done"
+        process = child(
+            gateway,
+            tmp_path,
+            HarnessSpec(command=["/bin/bash", "-c", script]),
+            TMPDIR=str(tmp_path / "tmp"),
+        )
+        async with started(process) as caller:
+            running = asyncio.ensure_future(gateway.run(0))
+            await settled(lambda: len(find_group(token(tmp_path / "env"))) >= 3)
+            if how == "orphaned":
+                assert process._process is not None
+                assert process._process.stdin is not None
+                process._process.stdin.close()
+                await process.wait()
+            if how == "SIGKILL":
+                process.kill_nowait()
+                await process.wait()
+                await settled(lambda: not find_group(token(tmp_path / "env")))
+            await caller.aclose()
+        assert find_group(token(tmp_path / "env")) == []
+        await settled(lambda: list((tmp_path / "tmp").iterdir()) == [])
+        gateway.queue.worker_gone_nowait("worker-0", "ended")
+        with pytest.raises(RolloutFailure, match="worker worker-0 (was ended|is gone: ended)"):
+            await running
 
 
 def token(environment: Path) -> str:
@@ -418,17 +379,15 @@ def token(environment: Path) -> str:
 
 
 @pytest.mark.slow
-def test_a_worker_whose_harness_cannot_be_found_says_so_in_its_last_words(tmp_path: Path) -> None:
-    async def story() -> None:
-        async with open_gateway() as gateway:
-            process = child(gateway, tmp_path, HarnessSpec(python="harnesses_for_test:two_turn"))
-            async with started(process):
-                await process.wait()
-                fatal = find_fatal(process.log_tail().replace("    asyncrl-error", "asyncrl-error"))
-                assert fatal is not None
-                assert fatal.way_out == "did you mean two_turns?"
-
-    asyncio.run(story())
+@in_loop
+async def test_a_worker_whose_harness_cannot_be_found_says_so_in_its_last_words(tmp_path: Path) -> None:
+    async with open_gateway() as gateway:
+        process = child(gateway, tmp_path, HarnessSpec(python="harnesses_for_test:two_turn"))
+        async with started(process):
+            await process.wait()
+            fatal = find_fatal(process.log_tail().replace("    asyncrl-error", "asyncrl-error"))
+            assert fatal is not None
+            assert fatal.way_out == "did you mean two_turns?"
 
 
 @contextlib.asynccontextmanager
@@ -436,7 +395,8 @@ async def elsewhere(
     gateway: TestGateway, *, key: str = WORKER_KEY, **arguments: Any
 ) -> AsyncIterator[asyncio.subprocess.Process]:
     """What `asyncrl work` does, in a process of its own."""
-    program = f"from asyncrl.agents.worker import run_worker; run_worker({gateway.url + '/v1/'!r}, key=None, slots=3, **{arguments!r})"
+    call = f"run_worker({gateway.url + '/v1/'!r}, key=None, slots=3, **{arguments!r})"
+    program = f"from asyncrl.agents.worker import run_worker; {call}"
     env = os.environ | {WORKER_KEY_ENV: key, "PYTHONPATH": str(Path(__file__).parent)}
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", program, env=env, stderr=asyncio.subprocess.PIPE
@@ -450,46 +410,30 @@ async def elsewhere(
 
 
 @pytest.mark.slow
-def test_a_worker_elsewhere_works_and_ends_with_the_code_of_its_signal() -> None:
-    async def story() -> None:
-        async with open_gateway() as gateway, elsewhere(gateway, command="echo 0.5") as process:
-            assert await gateway.run(0) == Outcome(0.5)
-            assert gateway.leases.stats().slots == 3
-            process.send_signal(signal.SIGTERM)
-            assert await process.wait() == 143
-            assert gateway.leases.stats().workers == 0
-
-    asyncio.run(story())
+@in_loop
+async def test_a_worker_elsewhere_works_and_ends_with_the_code_of_its_signal() -> None:
+    async with open_gateway() as gateway, elsewhere(gateway, command="echo 0.5") as process:
+        assert await gateway.run(0) == Outcome(0.5)
+        assert gateway.queue.gauges()["harness/slots"] == 3
+        process.send_signal(signal.SIGTERM)
+        assert await process.wait() == 143
+        assert gateway.queue.gauges()["harness/workers"] == 0
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_a_worker_whose_harness_hangs_in_a_thread(tmp_path: Path) -> None:
-    async def story() -> None:
-        arguments = {
-            "python": "harnesses_for_test:hangs_in_thread",
-            "args": json.dumps({"mark": str(tmp_path / "begun")}),
-        }
-        async with open_gateway() as gateway, elsewhere(gateway, **arguments) as process:
-            running = asyncio.ensure_future(gateway.run(0))
-            await settled((tmp_path / "begun").exists)
-            process.send_signal(signal.SIGINT)
-            assert await process.wait() == 130
-            with pytest.raises(RolloutFailure, match="was ended"):
-                await running
-
-    asyncio.run(story())
-
-
-@pytest.mark.slow
-def test_a_worker_elsewhere_with_a_wrong_key_says_so_and_ends_as_a_wrong_configuration() -> None:
-    async def story() -> None:
-        async with open_gateway() as gateway, elsewhere(gateway, key="wrong", command="echo 0.5") as process:
-            _, errors = await process.communicate()
-            assert process.returncode == 2
-            assert "wrong or missing worker key" in errors.decode()
-            assert "Traceback" not in errors.decode()
-
-    asyncio.run(story())
+@in_loop
+async def test_ctrl_c_ends_a_worker_whose_harness_hangs_in_a_thread(tmp_path: Path) -> None:
+    arguments = {
+        "python": "harnesses_for_test:hangs_in_thread",
+        "args": json.dumps({"mark": str(tmp_path / "begun")}),
+    }
+    async with open_gateway() as gateway, elsewhere(gateway, **arguments) as process:
+        running = asyncio.ensure_future(gateway.run(0))
+        await settled((tmp_path / "begun").exists)
+        process.send_signal(signal.SIGINT)
+        assert await process.wait() == 130
+        with pytest.raises(RolloutFailure, match="was ended"):
+            await running
 
 
 def test_a_worker_reads_its_key_from_a_file_or_from_a_runs_gateway_json(tmp_path: Path) -> None:
@@ -512,7 +456,7 @@ def test_wrong_arguments_of_a_worker_are_refused_in_words(monkeypatch: pytest.Mo
         ("--slots 0", {"slots": 0}),
         ("one harness", {}),
         ("one harness", {"python": "a:b", "command": "c"}),
-        ("is no JSON:", {"python": "a:b", "args": "{"}),
+        ("is no JSON object: Expecting", {"python": "a:b", "args": "{"}),
         ("is no JSON object", {"python": "a:b", "args": "[]"}),
         ("NAME=VALUE", {"command": "true", "env": ["X"]}),
     ):

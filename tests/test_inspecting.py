@@ -38,7 +38,7 @@ from asyncrl.trainer.trainer_client import pack_groups
 
 def record(run_dir: Path, batch: Batch) -> None:
     header, arrays = pack_groups(batch)
-    append_line(run_dir / "trained.jsonl", trained_line(header, arrays, arrays.loss_mask, 0.5, None))
+    append_line(run_dir / "trained.jsonl", trained_line(header, arrays, arrays.loss_mask, 0.5))
 
 
 async def live(run_dir: Path) -> Journal:
@@ -65,7 +65,7 @@ async def live(run_dir: Path) -> Journal:
     journal.group_ended_nowait(GroupId(5), "handed_back", "dropped", requeued=1)
     await journal.batch_taken(make_batch(0, 0, 1))
     record(run_dir, make_batch(0, 0, 1))
-    journal.trained_nowait(0, {"policy/loss": 0.25}, "w1")
+    journal.trained_nowait(0, {"policy/loss": 0.25})
     journal.published_nowait(1, "w1")
     journal.checkpointed_nowait(1, "checkpoints/step_1")
     await journal.batch_taken(make_batch(1, 2, 3))

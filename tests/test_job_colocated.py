@@ -1,154 +1,104 @@
-"""Runs in which trainer and engines take turns: what they compute, and what is left of them when somebody
-dies.
-"""
+"""Runs in which trainer and engines take turns compute what runs side by side compute, whoever dies."""
 
 from __future__ import annotations
 
 import os
-import time
+import random
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import pytest
-from crash_fuzz import CHILDREN, PATIENCE_S, fuzz_config, never_killed, promise_of
-from crash_fuzz import differences as differences_of_all
-from job_runs import children_of, read_lines, run, staging_of, start, wait_for_steps, write_config
+from conftest import NUM_STEPS
+from crash_fuzz import CHILDREN, PATIENCE_S, differences, kill_tree, new_seed, promise_of
+from job_runs import (
+    all_gone,
+    children_of,
+    read_lines,
+    run,
+    staging_of,
+    start,
+    variant,
+    wait_for_more_steps,
+    wait_for_steps,
+    write_config,
+)
 from resume_checker import read_evidence, violations
-from test_job_equals_reference import NUM_STEPS, differences, reference  # noqa: F401  a fixture
-from turn_kills import FROZEN, kill, standing_in
+from turn_kills import FROZEN, standing_in
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 TURNS = {"rollout": "trainer"}
 
 
-@pytest.fixture(scope="module")
-def apart(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run directory of the same run side by side."""
-    folder = tmp_path_factory.mktemp("apart")
-    answer = run(write_config(folder), folder / "run")
-    assert answer.returncode == 0, answer.stderr
-    return folder / "run"
-
-
-@pytest.mark.parametrize("num_engines", [1, 2])
-def test_a_colocated_run_equals_the_run_apart_and_the_plain_loop_bit_for_bit(
-    reference: Path,  # noqa: F811
-    apart: Path,
-    tmp_path: Path,
-    num_engines: int,
+def test_a_colocated_run_equals_the_run_apart_bit_for_bit(
+    on_policy: Path, whole: Path, tmp_path: Path
 ) -> None:
-    config = write_config(
-        tmp_path, placement=TURNS, rollout={"num_engines": num_engines}, publisher={"chunk_bytes": 2**16}
+    config = variant(
+        on_policy, tmp_path, placement=TURNS, rollout={"num_engines": 2}, publisher={"chunk_bytes": 2**16}
     )
     answer = run(config, tmp_path / "run")
     assert answer.returncode == 0, answer.stderr
-    assert differences(reference, tmp_path / "run") == []
-    assert differences_of_all(apart, tmp_path / "run") == []
-    assert (tmp_path / "run" / "trained.jsonl").read_bytes() == (apart / "trained.jsonl").read_bytes()
+    assert differences(whole, tmp_path / "run") == []
+    assert (tmp_path / "run" / "trained.jsonl").read_bytes() == (whole / "trained.jsonl").read_bytes()
     steps = read_lines(tmp_path / "run" / "metrics.jsonl")
     assert len(steps) == NUM_STEPS
     assert all(step["perf/to_trainer_s"] > 0 and step["perf/handover_bytes"] > 0 for step in steps)
     assert all(step["perf/to_engines_s"] > 0 for step in steps[:-1])
     assert steps[-1]["perf/to_engines_s"] == 0, "after the last step the trainer keeps the devices"
     assert "taking turns" in answer.stdout
+    assert "the run goes on without evaluation" not in answer.stdout
+    assert {0, NUM_STEPS} <= {line["policy_version"] for line in read_lines(tmp_path / "run" / "eval.jsonl")}
 
 
-def test_two_trainer_processes_take_turns_as_they_train_apart(tmp_path: Path) -> None:
-    trainer = {"world_size": 2, "num_steps": 5}
-    answers = [
-        run(write_config(tmp_path, placement=placement, trainer=trainer), tmp_path / name)
-        for name, placement in (("apart", {}), ("turns", TURNS))
-    ]
-    assert [answer.returncode for answer in answers] == [0, 0], answers[0].stderr + answers[1].stderr
-    assert differences_of_all(tmp_path / "apart", tmp_path / "turns") == []
+@dataclass
+class Life:
+    """A run in turns. An engine and a trainer are killed in a state of the lease, then the trainer's memory
+    is spoilt, then all is killed, then it is interrupted; at last it ends.
+    """
 
-
-def test_merged_adapters_travel_in_chunks_and_adapters_alone_are_refused_before_anything_starts(
-    tmp_path: Path,
-) -> None:
-    trainer = {"lora": {"rank": 4, "alpha": 8}, "num_steps": 4}
-    refused = run(
-        write_config(tmp_path, placement=TURNS, trainer=trainer, publisher={"transport": "lora"}),
-        tmp_path / "refused",
-    )
-    assert refused.returncode == 2
-    assert "an engine that sleeps has given its weights away" in refused.stderr
-    assert not (tmp_path / "refused").exists()
-    answer = run(write_config(tmp_path, placement=TURNS, trainer=trainer), tmp_path / "run")
-    assert answer.returncode == 0, answer.stderr
-    assert (
-        max(step["policy/logprob_gap_max"] for step in read_lines(tmp_path / "run" / "metrics.jsonl")) <= 1e-4
-    )
-
-
-def test_an_evaluation_gets_whole_weights_at_its_versions_and_leaves_the_run_as_it_was(
-    apart: Path, tmp_path: Path
-) -> None:
-    task = {"python": "asyncrl.tasks.letters:Letters", "size": 8}
-    config = write_config(tmp_path, placement=TURNS, eval={"task": task, "every": 5, "num_prompts": 4})
-    process = start(config, tmp_path / "run")
-    stdout, stderr = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 0, stderr
-    lines = read_lines(tmp_path / "run" / "eval.jsonl")
-    assert {line["policy_version"] for line in lines} >= {0, 12}
-    assert "the run goes on without evaluation" not in stdout
-    assert differences_of_all(apart, tmp_path / "run") == []
-    assert staging_of(process.pid) == []
+    run_dir: Path
+    spoilt: tuple[int, str]
+    """How many files the trainer's memory lay in, and what the run said of it."""
+    interrupted: tuple[int, int, str]
+    """Its exit code, the number of steps then, and standard error."""
+    ended: tuple[int, str]
+    staging: list[Path]
 
 
 @pytest.fixture(scope="module")
-def never(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The config of a run in turns with a training of some length, beside the directory `whole` of the same
-    run apart, never killed.
-    """
-    folder = tmp_path_factory.mktemp("turns")
-    trainer = {"micro_batch_tokens": 32, "num_steps": 24}
-    never_killed(fuzz_config(folder, trainer=trainer), folder / "whole")
-    return fuzz_config(folder, trainer=trainer, placement=TURNS)
+def life(on_policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Life:
+    folder, chance = tmp_path_factory.mktemp("life"), random.Random(new_seed())
+    config, run_dir = variant(on_policy, folder, placement=TURNS), folder / "run"
 
-
-@pytest.mark.parametrize("victim", ["controller", "trainer", "engine"])
-def test_whoever_is_killed_in_whatever_state_of_the_lease_the_run_is_one_never_killed(
-    never: Path, tmp_path: Path, victim: str
-) -> None:
-    run_dir = tmp_path / "run"
-    process = start(never, run_dir)
-    for number, state in enumerate(FROZEN):
-        with standing_in(state, process, run_dir, seed=number):
-            kill(victim, process)
-        if victim == "controller":
-            assert violations(read_evidence(run_dir), promise_of(never)) == [], state
-            process = start(never, run_dir)
-        else:
-            wait_for_steps(run_dir, len(read_lines(run_dir / "metrics.jsonl")) + 2, process)
-    _, stderr = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 0, stderr
-    assert (
-        violations(
-            read_evidence(run_dir), promise_of(never), num_steps=len(read_lines(run_dir / "metrics.jsonl"))
-        )
-        == []
-    )
-    assert differences_of_all(never.parent / "whole", run_dir) == []
-    assert staging_of(process.pid) == []
-
-
-def test_a_trainer_that_cannot_come_back_onto_its_device_ends_the_run_with_the_phase_and_the_run_can_be_resumed(
-    never: Path, tmp_path: Path
-) -> None:
-    process = start(never, tmp_path / "run")
-    wait_for_steps(tmp_path / "run", 2, process)
-    with standing_in("generating", process, tmp_path / "run", seed=1):
+    process = start(config, run_dir)
+    for victim in chance.sample(["engine", "trainer"], 2):
+        with standing_in(chance.choice(list(FROZEN)), process, run_dir, chance):
+            for child in children_of(process, CHILDREN[victim]):
+                child.kill()
+        wait_for_more_steps(run_dir, 2, process)
+    with standing_in("generating", process, run_dir, chance):
         (trainer,) = children_of(process, CHILDREN["trainer"])
-        assert spoil_offloaded(trainer) == 2, "one file for the weights, one for the optimizer"
+        num_spoilt = spoil_offloaded(trainer)
     _, stderr = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 1
-    assert "handing over failed while 'trainer onloads'" in stderr
-    assert "the offload file in" in stderr
-    assert "the lease is broken" in stderr
-    answer = run(never, tmp_path / "run", timeout_s=PATIENCE_S)
-    assert answer.returncode == 0, answer.stderr
-    assert differences_of_all(never.parent / "whole", tmp_path / "run") == []
+    assert process.returncode == 1, stderr
+    spoilt, staging = (num_spoilt, stderr), staging_of(process.pid)
+
+    process = start(config, run_dir)
+    with standing_in(chance.choice(list(FROZEN)), process, run_dir, chance):
+        kill_tree(process, chance)
+    assert violations(read_evidence(run_dir), promise_of(config)) == []
+
+    process = start(config, run_dir)
+    with standing_in(chance.choice(list(FROZEN)), process, run_dir, chance):
+        process.send_signal(2)
+    _, stderr = process.communicate(timeout=PATIENCE_S)
+    interrupted = process.returncode, len(read_lines(run_dir / "metrics.jsonl")), stderr
+    made = list((run_dir / "checkpoints").glob("step_*"))
+    assert run_dir / "checkpoints" / f"step_{interrupted[1]}" in made, (interrupted, made)
+
+    process = start(config, run_dir)
+    _, stderr = process.communicate(timeout=PATIENCE_S)
+    return Life(run_dir, spoilt, interrupted, (process.returncode, stderr), staging + staging_of(process.pid))
 
 
 def spoil_offloaded(trainer: psutil.Process) -> int:
@@ -160,17 +110,48 @@ def spoil_offloaded(trainer: psutil.Process) -> int:
     return len(found)
 
 
-@pytest.mark.parametrize("state", ["generating", "handover to trainer", "training", "handover to engines"])
-def test_an_interrupt_in_any_state_ends_with_a_checkpoint_of_the_newest_version(
-    never: Path, tmp_path: Path, state: str
+def test_whoever_is_killed_in_whatever_state_of_the_lease_the_run_is_one_never_killed(
+    whole: Path, life: Life
 ) -> None:
-    process = start(never, tmp_path / "run")
-    wait_for_steps(tmp_path / "run", 1, process)
-    with standing_in(state, process, tmp_path / "run", seed=2):
-        process.send_signal(2)
-        time.sleep(0.2)
-    stdout, stderr = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 130, stderr
+    assert life.ended[0] == 0, life.ended
+    found = violations(
+        read_evidence(life.run_dir), promise_of(life.run_dir / "config.yaml"), num_steps=NUM_STEPS
+    )
+    assert found == []
+    assert differences(whole, life.run_dir) == []
+    assert life.staging == []
+
+
+def test_a_trainer_that_cannot_come_back_onto_its_device_ends_the_run_with_the_phase(life: Life) -> None:
+    num_files, stderr = life.spoilt
+    assert num_files == 2, "one file for the weights, one for the optimizer"
+    assert "handing over failed while 'trainer onloads'" in stderr
+    assert "the offload file in" in stderr
+    assert "the lease is broken" in stderr
+
+
+def test_an_interrupt_in_any_state_ends_with_130_and_without_a_traceback(life: Life) -> None:
+    code, _, stderr = life.interrupted
+    assert code == 130, stderr
     assert "Traceback" not in stderr
-    num_steps = len(read_lines(tmp_path / "run" / "metrics.jsonl"))
-    assert (tmp_path / "run" / "checkpoints" / f"step_{num_steps}" / "manifest.json").exists(), stdout
+
+
+def test_merged_adapters_of_two_trainer_processes_travel_in_chunks_and_a_killed_rank_ends_the_run_by_name(
+    tmp_path: Path,
+) -> None:
+    trainer = {"lora": {"rank": 4, "alpha": 8}, "world_size": 2, "num_steps": 100_000}
+    config = write_config(tmp_path, placement=TURNS, trainer=trainer, supervision={"max_restarts": 0})
+    process = start(config, tmp_path / "run")
+    wait_for_steps(tmp_path / "run", 3, process)
+    children = children_of(process)
+    (second,) = children_of(process, "trainer-1")
+    second.kill()
+    _, stderr = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 1
+    assert f"trainer-1: process {second.pid} was killed by SIGKILL" in stderr
+    assert "INFO asyncrl.trainer: serving <TrainerService" in stderr, "the end of its log"
+    assert "Way out:" in stderr
+    assert all_gone(children)
+    assert staging_of(process.pid) == []
+    steps = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert max(step["policy/logprob_gap_max"] for step in steps) <= 1e-4

@@ -1,40 +1,52 @@
-"""Crash fuzz: real runs, killed with SIGKILL at seeded moments until they are done. `make fuzz` does hundreds
-of kills.
-"""
+"""Real runs, killed at random moments until they are done. `make fuzz` does hundreds of kills."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from crash_fuzz import Crashes, differences, fuzz_config, never_killed
+from conftest import NUM_STEPS
+from crash_fuzz import Crashes, differences, fuzz_config, new_seed
+from job_runs import read_lines
 
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def on_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The config of a run at max_staleness 0, beside its own directory `whole`."""
-    config = fuzz_config(tmp_path_factory.mktemp("on_policy"))
-    never_killed(config, config.parent / "whole")
-    return config
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-@pytest.mark.parametrize(("num_engines", "num_kills", "seed"), [(1, 5, 30), (2, 4, 37)])
-def test_an_on_policy_run_ends_the_same_however_often_it_is_killed(
-    on_policy: Path, tmp_path: Path, num_engines: int, num_kills: int, seed: int
+def test_an_on_policy_run_ends_the_same_whatever_is_killed(
+    on_policy: Path, whole: Path, tmp_path: Path
 ) -> None:
-    config = fuzz_config(tmp_path, rollout={"num_engines": num_engines})
-    crashes = Crashes(config, tmp_path / "run", seed=seed, num_kills=num_kills)
+    victims = ["tree", "controller", "trainer", "engine", "stop"]
+    crashes = Crashes(on_policy, tmp_path / "run", seed=new_seed(), victims=victims)
     assert crashes.live(), "the faster the machine, the fewer: a run that is done is not killed"
-    assert differences(on_policy.parent / "whole", tmp_path / "run") == []
+    assert differences(whole, tmp_path / "run") == []
+    versions = [line["policy_version"] for line in read_lines(tmp_path / "run" / "eval.jsonl")]
+    assert versions == sorted(set(versions)), "each version is evaluated once"
+    assert (versions[0], versions[-1]) == (0, NUM_STEPS)
 
 
-def test_an_asynchronous_run_loses_nothing_and_keeps_its_bound_however_often_it_is_killed(
-    tmp_path: Path,
-) -> None:
+def test_an_asynchronous_run_with_a_filter_loses_nothing_and_keeps_its_bound(tmp_path: Path) -> None:
     config = fuzz_config(
-        tmp_path, buffer={"max_staleness": 3}, rollout={"num_engines": 2}, journal={"keep": "checkpoint"}
+        tmp_path,
+        task={"python": "rewards_for_test:BeginsWithALetter"},
+        buffer={"max_staleness": 3, "look_ahead": 3, "filter": "equal_rewards"},
+        rollout={"num_engines": 2, "max_tokens": 100},
+        trainer={"num_steps": 24, "num_groups": 2},
+        journal={"keep": "checkpoint"},
     )
-    crashes = Crashes(config, tmp_path / "run", seed=8, num_kills=5)
+    crashes = Crashes(config, tmp_path / "run", seed=new_seed(), num_kills=3)
     assert crashes.live()
+    trained = [line for line in read_lines(tmp_path / "run" / "trained.jsonl") if "version" in line]
+    groups = [{(entry["group_id"], entry["reward"]) for entry in line["trajectories"]} for line in trained]
+    assert all(len({group for group, _ in rewards}) < len(rewards) for rewards in groups), (
+        "every batch teaches"
+    )
+    last = read_lines(tmp_path / "run" / "metrics.jsonl")[-1]
+    assert last["rollout/filtered"] > 0, "nothing was filtered: the test shows nothing"
+    ages = {
+        line["version"] - version
+        for line in trained
+        for entry in line["trajectories"]
+        for _, _, version in entry["spans"]
+    }
+    assert max(ages) > 0, "the run was not asynchronous at all"
+    assert max(ages) <= 3

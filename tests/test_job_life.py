@@ -7,7 +7,6 @@ import errno
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -18,7 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from job_runs import environment, interrupt, write_config
+from job_runs import interrupt, start, wait_until, write_config
 
 from asyncrl.buffer.buffer import Tally
 from asyncrl.config import RunConfig, load_config, run_config_yaml
@@ -28,16 +27,15 @@ from asyncrl.journal.journal import Journal
 from asyncrl.messages.records import Batch, GroupId, Prompt, StepReport, Ticket
 from asyncrl.placement.devices import CudaDevice
 from asyncrl.placement.staging import clear_own_staging, new_staging_dir
-from asyncrl.run import build as wiring
+from asyncrl.run import life as wiring
 from asyncrl.run import loop as job
 from asyncrl.run import specs
 from asyncrl.run import start as startup
 from asyncrl.run.colocate import SideBySide
 from asyncrl.run.loop import Job
-from asyncrl.run.model_folder import in_daemon_thread
+from asyncrl.run.model_folder import MODEL_PIN, in_daemon_thread
 from asyncrl.run.report import Reporter
 from asyncrl.run.resume import ResumePoint
-from asyncrl.run.run_folder import MODEL_PIN
 from asyncrl.run.start import end_server
 from asyncrl.testing.memory_journal import MemoryJournal
 from asyncrl.testing.virtual_time import all_blocked, run_virtual
@@ -61,7 +59,7 @@ def make_config(tmp_path: Path, **sections: Any) -> RunConfig:
 
 
 def make_job(config: RunConfig, tmp_path: Path) -> Job:
-    return Job(config, tmp_path, "test", RunLock(tmp_path / "run.lock"), None)
+    return Job(config, tmp_path, "test", RunLock(tmp_path / "run.lock"), None, None)  # type: ignore[arg-type]
 
 
 class FakeTrainer:
@@ -87,7 +85,7 @@ class FakeTrainer:
         await self.may_step.wait()
         self.policy_version += 1
         self.trained.append(batch.version)
-        return StepReport(self.policy_version, {})
+        return StepReport(policy_version=self.policy_version, metrics={})
 
 
 async def for_ever(*_: object) -> None:
@@ -133,7 +131,7 @@ class House:
             child=SimpleNamespace(name="engine-eval", watch=lambda: None), check_alive=nothing
         )
         turns: Any = SideBySide(
-            publisher, num_steps=3, spawn=lambda coro, name: self.job._spawn(coro, name=name)
+            publisher, num_steps=3, spawn=lambda coro, name: self.job.spawn(coro, name=name)
         )  # type: ignore[arg-type]
         self.rooms = SimpleNamespace(
             servers=(),
@@ -149,7 +147,7 @@ class House:
             evaluation=room if with_evaluation else None,
             eval_server=server if with_evaluation else None,
             harnessing=None,
-            pin=None,
+            pin=SimpleNamespace(write=lambda: None),
         )
 
         async def open_rooms(*_: Any, **__: Any) -> Any:
@@ -443,10 +441,10 @@ def test_an_interrupted_run_says_how_to_go_on_and_names_no_weights(
 def test_a_run_that_was_refused_before_it_began_does_not_say_how_to_go_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    refused = Job(make_config(tmp_path, observe={"console": "plain"}), tmp_path, "test", None, None)  # type: ignore[arg-type]
+    refused = Job(make_config(tmp_path, observe={"console": "plain"}), tmp_path, "test", None, None, None)  # type: ignore[arg-type]
     refused._fail(ConfigError("model.path=x: there is no such folder"))
     assert "go on with" not in capsys.readouterr().out
-    broken = Job(make_config(tmp_path, observe={"console": "plain"}), tmp_path, "test", None, None)  # type: ignore[arg-type]
+    broken = Job(make_config(tmp_path, observe={"console": "plain"}), tmp_path, "test", None, None, None)  # type: ignore[arg-type]
     broken._fail(EngineError("engine-0", "died"))
     assert "go on with: asyncrl run" in capsys.readouterr().out
 
@@ -456,7 +454,7 @@ def test_a_run_without_a_descriptor_left_names_that_limit_and_not_its_disk(tmp_p
         (errno.EMFILE, "raise the limit of open files"),
         (errno.ENOSPC, "free space on its disk"),
     ):
-        job = Job(make_config(tmp_path), tmp_path, "test", None, None)  # type: ignore[arg-type]
+        job = Job(make_config(tmp_path), tmp_path, "test", None, None, None)  # type: ignore[arg-type]
         assert says in job._fail(OSError(number, os.strerror(number), "status.json")).way_out
 
 
@@ -466,7 +464,7 @@ def test_a_status_that_cannot_be_written_for_want_of_a_descriptor_is_left_to_the
     numbers = [errno.EMFILE, errno.EMFILE, 0, errno.ENOSPC]
 
     async def story() -> float:
-        job = Job(make_config(tmp_path), tmp_path, "test", None, None)  # type: ignore[arg-type]
+        job = Job(make_config(tmp_path), tmp_path, "test", None, None, None)  # type: ignore[arg-type]
 
         def status(*_: Any) -> None:
             if number := numbers.pop(0):
@@ -475,7 +473,7 @@ def test_a_status_that_cannot_be_written_for_want_of_a_descriptor_is_left_to_the
         job.reporter.status = status  # type: ignore[method-assign,assignment]
         with pytest.raises(OSError, match="No space left"):
             await job._report_status(None, SimpleNamespace(look=tuple))  # type: ignore[arg-type]
-        job._finish("failed")
+        job.finish("failed")
         return asyncio.get_running_loop().time()
 
     assert run_virtual(story()) == 3.0
@@ -562,7 +560,7 @@ def test_a_resume_that_ends_before_it_could_go_on_leaves_what_the_run_had_writte
 
     monkeypatch.setattr(job, "open_rooms", open_rooms)
     point = ResumePoint(None, ("checkpoint step_9 is damaged",))
-    resuming = Job(make_config(tmp_path), tmp_path, "test", RunLock(tmp_path / "run.lock"), point)
+    resuming = Job(make_config(tmp_path), tmp_path, "test", RunLock(tmp_path / "run.lock"), point, None)  # type: ignore[arg-type]
     if state == "failed":
         with pytest.raises(RoomError, match="cannot start"):
             asyncio.run(resuming.run())
@@ -595,7 +593,7 @@ def test_the_verdict_of_a_resumed_run_is_of_all_its_steps_and_not_of_what_was_co
     reporter.step(
         SimpleNamespace(buffer=SimpleNamespace(stats=lambda: since)),
         Batch(9, (), 0),
-        StepReport(10, {}),
+        StepReport(policy_version=10, metrics={}),
         step_s=1.0,
     )  # type: ignore[arg-type]
     reporter.finish("done")
@@ -605,33 +603,15 @@ def test_the_verdict_of_a_resumed_run_is_of_all_its_steps_and_not_of_what_was_co
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "body", ["time.sleep(600)", "ThreadPoolExecutor(1).submit(time.sleep, 600).result()"]
-)
-def test_an_interrupt_ends_a_start_that_hangs(tmp_path: Path, body: str) -> None:
-    (tmp_path / "hanging_task.py").write_text(
-        "import time\nfrom concurrent.futures import ThreadPoolExecutor\nfrom pathlib import Path\n"
-        f"class Hangs:\n    def __init__(self, size, seed, mark):\n        Path(mark).touch()\n        "
-        f"{body}\n"
-    )
+def test_an_interrupt_ends_a_start_that_hangs(tmp_path: Path) -> None:
     mark = tmp_path / "hangs"
-    config = write_config(tmp_path, task={"python": "hanging_task:Hangs", "args": {"mark": str(mark)}})
-    command = [sys.executable, "-m", "asyncrl.cli", "run", str(config), "--run-dir", str(tmp_path / "run")]
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(PYTHONPATH=str(tmp_path)),
-        start_new_session=True,
-    )
-    while not mark.exists():
-        assert process.poll() is None, process.communicate()
+    task = {"python": "rewards_for_test:HangsAtTheStart", "args": {"mark": str(mark)}}
+    process = start(write_config(tmp_path, task=task), tmp_path / "run")
+    wait_until(mark.exists, process)
     stdout, stderr = interrupt(process, signal.SIGTERM)
     assert process.returncode == 143, stderr
-    assert (
-        f"go on with: asyncrl run {tmp_path / 'run' / 'config.yaml'} --run-dir {tmp_path / 'run'}" in stdout
-    )
+    goes_on = f"go on with: asyncrl run {tmp_path / 'run' / 'config.yaml'} --run-dir {tmp_path / 'run'}"
+    assert goes_on in stdout
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["why"] == "interrupted by SIGTERM"
 
 

@@ -1,12 +1,9 @@
-"""Rollouts of several branches in the journal, whole or not at all; and journals from before there were
-any.
-"""
+"""Rollouts of several branches in the journal, whole or not at all."""
 
 from __future__ import annotations
 
 import asyncio
 import sqlite3
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,24 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from journal_cases import (
     admit,
-    make_batch,
     make_group,
-    make_partial,
     make_rollout,
-    make_trajectory,
     open_journal,
     same_group,
     same_trajectory,
 )
 
 from asyncrl.errors import JournalError
-from asyncrl.journal import schema
 from asyncrl.journal.read import read_resume
 from asyncrl.journal.story import batch_story, group_story, totals
-from asyncrl.journal.tokens import decode_trajectory, encode_trajectory
 from asyncrl.messages.records import Batch, Group, GroupId, Rollout
-
-OLD = Path(__file__).with_name("journal_schema_1.sql")
 
 
 def same_rollout(one: Rollout, other: Rollout) -> bool:
@@ -89,26 +79,11 @@ def test_a_rollout_is_counted_once_however_many_branches_it_has_before_compactio
     asyncio.run(story())
 
 
-def test_a_batch_that_lacks_a_branch_is_refused(tmp_path: Path) -> None:
-    async def story() -> None:
-        journal = open_journal(tmp_path / "journal.sqlite")
-        admit(journal, 0)
-        rollout = make_rollout(0, 0)
-        journal.rollout_finished_nowait(GroupId(0), rollout)
-        journal.group_ended_nowait(GroupId(0), "ready", "")
-        with pytest.raises(JournalError, match="group 0 has 1 trajectories of 12 tokens, 2 of 24 were told"):
-            await journal.batch_taken(Batch(0, (group_of(0, rollout[:1]),), 0))
-        await journal.aclose()
-
-    asyncio.run(story())
-
-
 @pytest.mark.parametrize(
     "wrong",
     [
         (),
         make_rollout(0, 0)[1:],
-        (make_trajectory(0, 0), make_trajectory(0, 0)),
         (make_rollout(0, 0)[0], make_rollout(0, 1)[1]),
     ],
 )
@@ -131,26 +106,6 @@ def test_what_are_not_the_branches_of_one_rollout_is_refused_and_nothing_of_it_i
     assert record.rollouts == {}
 
 
-def test_the_branches_of_a_rollout_are_written_together_or_not_at_all(tmp_path: Path) -> None:
-    path = tmp_path / "journal.sqlite"
-    rollout = make_rollout(0, 0)
-    broken = (rollout[0], replace(rollout[1], token_ids=rollout[1].token_ids.astype("int64")))
-
-    async def story() -> None:
-        journal = open_journal(path)
-        admit(journal, 0)
-        journal.segment_nowait(GroupId(0), 0, 0, 0, make_partial(3))
-        journal.rollout_finished_nowait(GroupId(0), broken)
-        with pytest.raises(JournalError, match="token_ids of int64"):
-            await journal.flush()
-        with pytest.raises(JournalError):
-            await journal.aclose()
-
-    asyncio.run(story())
-    (record,) = read_resume(path, 0).running
-    assert (record.rollouts, record.partials) == ({}, {0: (0, 0, make_partial(3))})
-
-
 def test_a_branch_that_is_missing_in_the_file_is_damage(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
 
@@ -166,14 +121,6 @@ def test_a_branch_that_is_missing_in_the_file_is_damage(tmp_path: Path) -> None:
     connection.close()
     with pytest.raises(JournalError, match="g0/r0 has branch 2 after 1 others"):
         read_resume(path, 0)
-
-
-def test_a_blob_of_another_branch_is_found() -> None:
-    first, second = make_rollout(1, 0)
-    with pytest.raises(JournalError, match=r"it is of \[1, 0, 1\], and lies at \[1, 0\]"):
-        decode_trajectory(encode_trajectory(1, second), 1, 0, 0, Path("journal.sqlite"))
-    with pytest.raises(JournalError, match=r"tokens of g1/r0, branch 1, do not unpack \(it is of \[1, 0\]"):
-        decode_trajectory(encode_trajectory(1, first), 1, 0, 1, Path("journal.sqlite"))
 
 
 kinds = st.tuples(st.integers(0, 5), st.integers(1, 4), st.booleans())
@@ -202,84 +149,3 @@ def test_any_rollouts_come_back_with_all_their_branches(
         await journal.aclose()
 
     asyncio.run(story())
-
-
-@pytest.fixture
-def old(tmp_path: Path) -> Path:
-    """A journal file of the first schema, made by SQLite from what the code of that time had written."""
-    path = tmp_path / "journal.sqlite"
-    connection = sqlite3.connect(path, isolation_level=None)
-    connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
-    connection.executescript(OLD.read_text(encoding="utf-8"))
-    connection.execute("PRAGMA journal_mode = WAL")
-    connection.close()
-    return path
-
-
-def schema_version(path: Path) -> int:
-    connection = sqlite3.connect(path)
-    try:
-        return int(connection.execute("PRAGMA user_version").fetchone()[0])
-    finally:
-        connection.close()
-
-
-def check_content(path: Path) -> None:
-    """What the old file is of, seen by whoever reads it."""
-    state = read_resume(path, 1)
-    assert (state.next_version, state.num_drawn) == (2, 6)
-    (batch,) = state.batches()
-    assert same_group(batch.groups[0], make_group(1))
-    assert all(same_group(group, make_group(group.group_id)) for _, group in state.ready)
-    assert [group.group_id for _, group in state.ready] == [2, 3]
-    (running,) = state.running
-    assert same_rollout(running.rollouts[1], (make_trajectory(4, 1),))
-    assert running.partials == {0: (1, 0, make_partial(5))}
-    lines = [
-        story.line for story in (group_story(path, group_id) for group_id in range(6)) if story is not None
-    ]
-    assert [(line.state, line.num_rollouts, line.num_failed, line.num_sampled) for line in lines] == [
-        ("taken", 2, 0, 20),
-        ("taken", 2, 0, 20),
-        ("ready", 2, 0, 20),
-        ("ready", 2, 0, 20),
-        ("running", 1, 0, 10),
-        ("failed", 0, 1, 0),
-    ]
-    assert totals(path).sampled_tokens == {"failed": 0, "ready": 40, "running": 10, "taken": 40}
-
-
-def test_a_journal_of_the_first_schema_is_read_as_it_is(old: Path) -> None:
-    check_content(old)
-    assert schema_version(old) == 1, "looking changes nothing"
-
-
-def test_a_run_that_goes_on_brings_an_old_journal_up_to_date_and_writes_branches_into_it(old: Path) -> None:
-    async def story() -> None:
-        journal = open_journal(old)
-        assert schema_version(old) == len(schema.MIGRATIONS)
-        check_content(old)
-        journal.rollout_finished_nowait(GroupId(4), make_rollout(4, 0))
-        journal.group_ended_nowait(GroupId(4), "ready", "")
-        assert await journal.batch_taken(make_batch(1, 1)) == "replayed", "a batch that the old run took"
-        await journal.batch_taken(make_batch(2, 2))
-        await journal.batch_taken(Batch(3, (group_of(4, make_rollout(4, 0), (make_trajectory(4, 1),)),), 2))
-        await journal.compact(3)
-        four = group_story(old, 4)
-        assert four is not None
-        assert (four.line.num_rollouts, four.line.num_sampled, len(four.rollouts[0])) == (2, 30, 2)
-        await journal.aclose()
-
-    asyncio.run(story())
-    asyncio.run(open_journal(old).aclose())  # its integrity is checked
-
-
-def test_a_step_of_the_migration_that_fails_leaves_the_old_journal_whole(
-    old: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(schema, "MIGRATIONS", (*schema.MIGRATIONS, "CREATE TABLE groups (no INTEGER)"))
-    with pytest.raises(JournalError, match="cannot be opened"):
-        open_journal(old)
-    monkeypatch.undo()
-    assert schema_version(old) == 1
-    check_content(old)

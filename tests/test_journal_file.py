@@ -18,8 +18,6 @@ import pytest
 from journal_cases import admit, make_batch, make_group, make_partial, open_journal, same_group, tell_ready
 
 from asyncrl.errors import JournalError
-from asyncrl.journal import schema
-from asyncrl.journal.journal import Journal
 from asyncrl.journal.read import ResumeState
 from asyncrl.journal.story import batch_story, events, group_story, totals
 from asyncrl.messages.records import GroupId
@@ -182,23 +180,6 @@ def test_a_damaged_write_ahead_log_is_found_though_sqlite_would_drop_it_in_silen
     assert "with its -wal file" in caught.value.way_out
 
 
-@pytest.mark.parametrize("damage", ["header", "text", "half"])
-def test_a_refused_file_leaves_the_log_beside_it_as_it_is(tmp_path: Path, damage: str) -> None:
-    killed_copies(tmp_path, "b")
-    path, log = tmp_path / "b" / "journal.sqlite", tmp_path / "b" / "journal.sqlite-wal"
-    content, before = path.read_bytes(), log.read_bytes()
-    if damage == "header":
-        log.write_bytes(
-            before := before[: len(before) // 2] + b"\xff" * 5000 + before[len(before) // 2 + 5000 :]
-        )
-    else:
-        path.write_bytes(b"Dear reader, this is no database\n" * 400 if damage == "text" else content[:100])
-    for _ in range(2):
-        with pytest.raises(JournalError):
-            open_journal(path)
-        assert log.read_bytes() == before
-
-
 def test_a_commit_that_a_power_cut_tore_is_no_damage(tmp_path: Path) -> None:
     killed_copies(tmp_path, "b")
 
@@ -248,7 +229,6 @@ def test_nothing_that_reads_beside_the_writer_takes_its_lock_from_it(tmp_path: P
             look(0)
             assert locks_on(path) == ["READ"]
         batch_story(path, 0)
-        journal.stats()
         await journal.compact(0)
         with pytest.raises(JournalError, match="writes into"):
             open_journal(path)
@@ -283,78 +263,6 @@ def test_a_new_journal_is_not_made_beside_the_log_of_an_old_one(whole: Path, tmp
     asyncio.run(open_journal(path).aclose())
 
 
-def test_a_database_of_another_program_is_left_alone(tmp_path: Path) -> None:
-    path = tmp_path / "journal.sqlite"
-    with sqlite3.connect(path) as connection:
-        connection.execute("CREATE TABLE mine (x)")
-    connection.close()
-    before = path.read_bytes()
-    with pytest.raises(JournalError, match="is a SQLite database of another program"):
-        open_journal(path)
-    assert path.read_bytes() == before
-
-
-def test_a_journal_of_another_run_is_refused(whole: Path, tmp_path: Path) -> None:
-    path = tmp_path / "journal.sqlite"
-    shutil.copy(whole, path)
-    with pytest.raises(JournalError, match="is the journal of run a run, this is run another"):
-        Journal.open(path, run_id="another")
-    read_all(path)  # and the lock was given back
-
-
-def test_a_journal_that_cannot_be_made_says_so(tmp_path: Path) -> None:
-    with pytest.raises(JournalError, match=r"run\.lock cannot be locked: No such file"):
-        open_journal(tmp_path / "nowhere" / "journal.sqlite")
-
-
-def test_an_older_file_is_brought_up_to_date_and_a_newer_one_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "journal.sqlite"
-
-    async def write() -> None:
-        journal = open_journal(path)
-        tell_ready(journal, 0)
-        await journal.aclose()
-
-    asyncio.run(write())
-    known = schema.MIGRATIONS
-    more = (
-        *known,
-        "ALTER TABLE groups ADD COLUMN mood TEXT DEFAULT 'calm'",
-        "UPDATE groups SET mood = mood || '!'",
-    )
-    monkeypatch.setattr(schema, "MIGRATIONS", more)
-    asyncio.run(open_journal(path).aclose())
-    with sqlite3.connect(path) as connection:
-        assert connection.execute("SELECT mood FROM groups").fetchall() == [("calm!",)]
-        assert connection.execute("PRAGMA user_version").fetchone() == (len(more),)
-    connection.close()
-    asyncio.run(open_journal(path).aclose())  # once is enough
-    assert totals(path).groups == {"ready": 1}
-    monkeypatch.setattr(schema, "MIGRATIONS", known)
-    with pytest.raises(
-        JournalError, match=f"has schema version {len(more)}, this asyncrl knows {len(known)}"
-    ):
-        open_journal(path)
-
-
-def test_a_migration_that_fails_leaves_the_file_as_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "journal.sqlite"
-    asyncio.run(open_journal(path).aclose())
-    known = schema.MIGRATIONS
-    monkeypatch.setattr(schema, "MIGRATIONS", (*known, "CREATE TABLE half (x)", "no SQL at all"))
-    with pytest.raises(JournalError, match="cannot be opened"):
-        open_journal(path)
-    monkeypatch.setattr(schema, "MIGRATIONS", known)
-    asyncio.run(open_journal(path).aclose())
-    with sqlite3.connect(path) as connection:
-        assert connection.execute("SELECT count(*) FROM sqlite_schema WHERE name = 'half'").fetchone() == (0,)
-    connection.close()
-
-
 @contextmanager
 def somebody_else() -> Iterator[None]:
     """Rights do not bind the superuser, whom tests may run as."""
@@ -380,3 +288,26 @@ def test_the_journal_of_an_ended_run_can_be_read_where_nothing_may_be_written(wh
         path.parent.chmod(0o755)
         assert [entry.name for entry in path.parent.iterdir()] == ["journal.sqlite"]
     assert found == totals(whole)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ("PRAGMA application_id = 7", "is a SQLite database of another program"),
+        ("PRAGMA user_version = 1", "has schema version 1, this asyncrl reads 3"),
+        ("UPDATE meta SET value = 'another' WHERE key = 'run_id'", "is the journal of run another, this is"),
+    ],
+)
+def test_a_file_of_another_program_schema_or_run_is_refused_and_left_alone(
+    whole: Path, tmp_path: Path, change: str, why: str
+) -> None:
+    path = tmp_path / "journal.sqlite"
+    shutil.copy(whole, path)
+    with sqlite3.connect(path) as connection:
+        connection.execute(change)
+    connection.close()
+    before = path.read_bytes()
+    for _ in range(2):  # and the lock was given back
+        with pytest.raises(JournalError, match=why):
+            open_journal(path)
+    assert path.read_bytes() == before

@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import os
 import random
-import shutil
 import signal
 import sqlite3
 import subprocess
@@ -18,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from journal_cases import make_group, make_prompt, open_journal, same_group, tell_ready
+from journal_cases import make_group, make_prompt, open_journal, same_group
 from journal_victim import NUM_BRANCHES
 
 from asyncrl.errors import JournalError
@@ -153,77 +152,6 @@ def test_a_file_that_may_not_grow_is_told_and_stays_whole(tmp_path: Path) -> Non
     assert "SQLITE_" in output
     assert "then resume: all that was written before is whole" in way_out
     assert check(path, [line for line in answers if line.startswith(("taken", "flushed"))]).next_version > 10
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A tmpfs of 1 MiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = shutil.which("mount")
-    if (
-        mount is None
-        or subprocess.run(
-            [mount, "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True
-        ).returncode
-    ):
-        pytest.skip("no file system can be mounted here")
-    yield folder
-    subprocess.run(["umount", folder], check=True)
-
-
-def test_a_full_disk_is_told_and_the_file_stays_whole(small_disk: Path) -> None:
-    path = small_disk / "journal.sqlite"
-
-    async def story() -> int:
-        journal, durable = open_journal(path), 0
-
-        async def fill() -> None:
-            nonlocal durable
-            while True:
-                tell_ready(journal, durable, num_tokens=400)
-                await journal.flush()
-                durable += 1
-
-        watching = asyncio.create_task(journal.wait_failed())
-        with pytest.raises(JournalError, match=r"database or disk is full \(SQLITE_FULL\)") as caught:
-            await fill()
-        assert "free space on the disk" in caught.value.way_out
-        with pytest.raises(JournalError, match="SQLITE_FULL"):
-            await watching
-        with pytest.raises(JournalError, match="SQLITE_FULL"):
-            await journal.aclose()
-        return durable
-
-    num_groups = asyncio.run(story())
-    assert num_groups > 10
-
-    with pytest.raises(JournalError, match=r"cannot be opened: .* is full") as caught:
-        open_journal(path)
-    assert caught.value.way_out == "free space on its disk."
-    subprocess.run(["mount", "-o", "remount,size=4m", small_disk], check=True)  # the way out, taken
-
-    async def after() -> None:
-        journal = open_journal(path)
-        state = await journal.read_resume(0)
-        assert len(state.ready) == num_groups
-        assert all(same_group(group, make_group(group.group_id, num_tokens=400)) for _, group in state.ready)
-        await journal.aclose()
-
-    asyncio.run(after())
-
-
-def test_the_lock_is_one_for_a_process_too_and_comes_back(tmp_path: Path) -> None:
-    lock = RunLock(tmp_path / "run.lock").acquire()
-    assert (tmp_path / "run.lock").read_text() == f"{os.getpid()}\n"
-    with pytest.raises(JournalError, match=f"process {os.getpid()} writes into"):
-        RunLock(tmp_path / "run.lock").acquire()
-    asyncio.run(open_journal(tmp_path / "journal.sqlite", lock=lock).aclose())
-    assert lock.is_held
-    lock.release()
-    lock.release()
-    with open_lock(tmp_path) as again:
-        assert again.is_held
 
 
 @contextlib.contextmanager

@@ -35,19 +35,6 @@ def resume(path: Path, checkpoint_version: int = 0) -> ResumeState:
     return asyncio.run(read())
 
 
-def test_a_new_journal_begins_at_nothing(tmp_path: Path) -> None:
-    state = resume(tmp_path / "journal.sqlite")
-    assert (
-        state.next_version,
-        state.ready,
-        state.running,
-        state.requeued,
-        state.num_drawn,
-        state.next_group_id,
-    ) == (0, (), (), {}, 0, 0)
-    assert list(state.batches()) == []
-
-
 def test_a_run_finds_its_batches_ready_groups_running_groups_and_prompts_again(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
 
@@ -130,22 +117,6 @@ def test_prompts_that_were_handed_back_come_in_the_order_in_which_they_were_draw
     asyncio.run(story())
 
 
-def test_a_prompt_that_cannot_be_written_down_says_so(tmp_path: Path) -> None:
-    async def story() -> None:
-        journal = open_journal(tmp_path / "journal.sqlite")
-        journal.admitted_nowait(
-            Ticket(GroupId(0), 0), Prompt("0/0", ({"role": "user", "content": "?"},), answer=object())
-        )
-        (record,) = (await journal.read_resume(0)).running
-        assert (record.prompt_is_whole, record.prompt.messages) == (
-            False,
-            ({"role": "user", "content": "?"},),
-        )
-        await journal.aclose()
-
-    asyncio.run(story())
-
-
 def test_a_checkpoint_that_is_newer_than_the_journal_means_that_the_journal_lost_something(
     tmp_path: Path,
 ) -> None:
@@ -158,18 +129,6 @@ def test_a_checkpoint_that_is_newer_than_the_journal_means_that_the_journal_lost
             JournalError, match="its newest batch is 0, but there is a checkpoint at version 2"
         ):
             await journal.read_resume(2)
-        await journal.aclose()
-
-    asyncio.run(story())
-
-
-def test_a_journal_that_is_begun_anew_goes_on_from_the_checkpoint_alone(tmp_path: Path) -> None:
-    async def story() -> None:
-        journal = open_journal(tmp_path / "journal.sqlite")
-        assert (await journal.read_resume(7)).next_version == 7
-        tell_ready(journal, 40)
-        assert await journal.batch_taken(make_batch(7, 40)) == "taken"
-        assert (await journal.read_resume(7)).next_version == 8
         await journal.aclose()
 
     asyncio.run(story())

@@ -12,7 +12,7 @@ import pytest
 from asyncrl.config import TaskConfig
 from asyncrl.errors import ConfigError
 from asyncrl.messages.records import Prompt
-from asyncrl.tasks import Feed, build_task
+from asyncrl.tasks import build_task
 from asyncrl.tasks.from_config import build_score
 
 MODULE = """
@@ -52,12 +52,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def python_task(name: str, **settings: Any) -> Any:
     return build_task(TaskConfig(python=name, **settings), seed=9)
-
-
-def test_a_task_class_is_built_with_size_seed_and_its_own_settings() -> None:
-    task = python_task("tasks_here:Good", size=3, args={"length": 2})
-    assert (len(task), task.prompt(1)) == (3, "1 of 9, 2 letters")
-    assert len(Feed(task, seed=0, shuffle=True).next_nowait().messages) == 1
 
 
 def test_a_reward_function_scores_rows_and_needs_no_rows_to_be_built(here: Path) -> None:

@@ -149,7 +149,7 @@ def report(reporter: Reporter, step: int, *, rooms: Any = None, **more: Any) -> 
     reporter.step(
         rooms,
         make_batch(step, 2 * step, 2 * step + 1),
-        StepReport(step + 1, **{"metrics": {}, **more}),
+        StepReport(policy_version=step + 1, **{"metrics": {}, **more}),
         step_s=1.0,
     )
 

@@ -91,7 +91,7 @@ def record_line(version: int, ages: tuple[int, int]) -> dict[str, Any]:
         behaviour_logprobs=np.zeros(14, np.float32),
         versions=np.array(versions, np.int32),
     )
-    return trained_line(header, arrays, mask, 0.5, None)
+    return trained_line(header, arrays, mask, 0.5)
 
 
 def inspected(run_dir: Path, **options: Any) -> dict[str, Any]:

@@ -34,25 +34,6 @@ def test_numbers_lists_and_ranges_name_devices_and_words_do_not() -> None:
 
 
 @pytest.mark.parametrize(
-    ("placement", "written"),
-    [
-        ('{"actor,rollout": all}', "{trainer: all, rollout: trainer}"),
-        ('{"actor, rollout": 0-3}', "{trainer: 0-3, rollout: trainer}"),
-        ('{"rollout,actor": [0, 1]}', "{trainer: [0, 1], rollout: trainer}"),
-        ("{actor: 0-3, rollout: 4-7}", "{trainer: 0-3, rollout: 4-7}"),
-        ("{trainer: 0, inference: 1}", "{trainer: 0, rollout: 1}"),
-    ],
-)
-def test_the_groups_and_names_of_other_frameworks_are_refused_with_what_to_write(
-    placement: str, written: str
-) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load(f"placement={placement}")
-    assert f"write placement: {written}." in str(caught.value)
-    load(f"placement={written}", "buffer.max_staleness=0")  # what it says can be written
-
-
-@pytest.mark.parametrize(
     "devices", ["node0.1", "0.1", "0:1", "[0.1, 0.2]", "host@0", '["node0.0"]', "0-3:0-7"]
 )
 def test_a_node_is_refused_for_now(devices: str) -> None:

@@ -42,25 +42,17 @@ def test_descriptors_are_counted_against_the_hard_limit(machine: Callable[[int, 
     machine(856, 28232)
     refuse_too_many_connections(config)
     machine(855, 28232)
-    with pytest.raises(
-        ConfigError, match=r"may have 856 descriptors open \(600 for rollouts in flight, 256 for"
-    ) as caught:
+    with pytest.raises(ConfigError, match=r"needs 856 descriptors \(600 for rollouts") as caught:
         refuse_too_many_connections(config)
     assert "this process may have 855" in caught.value.what
     assert caught.value.way_out.endswith("or write rollout.slots=299.")
-    machine(855, 28232)
     refuse_too_many_connections(load("quickstart", "rollout.slots=299", "rollout.num_engines=2"))
     machine(100, 28232)
     with pytest.raises(ConfigError) as caught:
         refuse_too_many_connections(config)
     assert "or write" not in caught.value.way_out
-
-
-def test_the_connections_of_a_gateway_are_lowered_before_the_rollouts(
-    machine: Callable[[int, int], None],
-) -> None:
-    machine(4096, 28232)
-    with pytest.raises(ConfigError, match=r"gateway\.max_connections=8192") as caught:
+    machine(4096, 28232)  # an agent's: the connections of the gateway are lowered before the rollouts
+    with pytest.raises(ConfigError, match="8192 for the gateway") as caught:
         refuse_too_many_connections(load("agent"))
     written = caught.value.way_out.rpartition("write ")[2].rstrip(".")
     assert written.startswith("gateway.max_connections=")
@@ -71,23 +63,17 @@ def test_ports_are_counted_for_each_address(machine: Callable[[int, int], None])
     machine(resource.RLIM_INFINITY, 28232)
     refuse_too_many_connections(load("quickstart", "rollout.slots=28232", "rollout.num_engines=2"))
     with pytest.raises(
-        ConfigError,
-        match="57000 rollouts in flight need 28500 connections to each engine, and this machine has 28232",
+        ConfigError, match="28500 connections to each engine, and this machine has 28232"
     ) as caught:
         refuse_too_many_connections(load("quickstart", "rollout.slots=28500", "rollout.num_engines=2"))
     assert caught.value.way_out.endswith("or write rollout.slots=28232.")
-    with pytest.raises(ConfigError, match="30000 connections to the gateway") as caught:
-        refuse_too_many_connections(load("agent", "generator.concurrency=30000"))
-    assert caught.value.way_out.endswith("or write generator.concurrency=28232.")
-    with pytest.raises(
-        ConfigError, match="28240 rollouts in flight need 28240 connections to the gateway"
-    ) as caught:
+    with pytest.raises(ConfigError, match="28240 connections to the gateway") as caught:
         refuse_too_many_connections(load("agent", EVAL, "generator.concurrency=28230"))
     assert caught.value.way_out.endswith("or write generator.concurrency=28222.")
     refuse_too_many_connections(load("agent", EVAL, "generator.concurrency=28222"))
 
 
-def test_calls_of_an_agent_at_once_may_need_more_descriptors_and_that_is_told_and_not_refused(
+def test_calls_of_an_agent_at_once_may_need_more_and_that_is_told_and_not_refused(
     machine: Callable[[int, int], None],
 ) -> None:
     config = load("agent", EVAL)
@@ -95,54 +81,25 @@ def test_calls_of_an_agent_at_once_may_need_more_descriptors_and_that_is_told_an
     machine(usual, 28232)
     refuse_too_many_connections(config)
     (note,) = scarce_connections(config)
-    assert (
-        f"has {worst} descriptors open if each of its 74 rollouts makes gateway.max_concurrent_calls=16 "
-        f"calls at once" in note
-    )
+    assert f"needs {worst} descriptors" in note
     assert f"this process may have {usual}" in note
     assert note.endswith("write gateway.max_concurrent_calls=1.")
     machine(worst - 1, 28232)
     (note,) = scarce_connections(config)
     assert note.endswith("write gateway.max_concurrent_calls=15.")
     assert scarce_connections(load("agent", EVAL, "gateway.max_concurrent_calls=15")) == []
-    for enough in (worst, resource.RLIM_INFINITY):
-        machine(enough, 28232)
-        assert scarce_connections(config) == []
+    machine(worst, 28232)
+    assert scarce_connections(config) == []
     machine(usual - 1, 28232)
     assert scarce_connections(config) == [], "it is refused"
     machine(usual, 28232)
     assert scarce_connections(load("quickstart")) == [], "a single completion is one request"
-
-
-def test_calls_of_an_agent_at_once_may_need_more_ports_to_the_gateway_and_to_each_engine(
-    machine: Callable[[int, int], None],
-) -> None:
     machine(resource.RLIM_INFINITY, 1024)
-    config = load("agent", "gateway.max_connections=200")
-    assert scarce_connections(config) == [], "64 rollouts of 16 calls each"
-    config = load("agent", EVAL, "gateway.max_connections=2000")
-    (note,) = scarce_connections(config)
-    assert "has 1184 connections to the gateway if each of its 74 rollouts" in note, (
-        "those of evaluations go there, too"
-    )
-    assert "this machine has 1024 ports for them" in note
+    assert scarce_connections(load("agent", "gateway.max_connections=200")) == [], "64 rollouts of 16 calls"
+    crowded = load("agent", EVAL, "gateway.max_connections=2000")
+    (note,) = scarce_connections(crowded)
+    assert "needs 1184 connections to the gateway" in note, "those of evaluations go there, too"
     assert note.endswith("write gateway.max_concurrent_calls=13.")
-    assert (
-        scarce_connections(
-            load("agent", EVAL, "gateway.max_connections=2000", "gateway.max_concurrent_calls=13")
-        )
-        == []
-    )
-    machine(resource.RLIM_INFINITY, 1000)
-    (note,) = scarce_connections(load("agent", "gateway.max_connections=200"))
-    assert "has 1024 connections to each engine if each of its 64 rollouts" in note
-    assert note.endswith("write gateway.max_concurrent_calls=15.")
-    assert (
-        scarce_connections(
-            load("agent", "gateway.max_connections=200", "rollout.num_engines=2", "generator.concurrency=65")
-        )
-        == []
-    )
 
 
 @pytest.mark.parametrize("name", ["agent", "quickstart", "smollm2"])
@@ -157,11 +114,11 @@ def test_the_shipped_configs_are_neither_refused_nor_noted_where_the_hard_limit_
 def test_check_notes_what_may_not_suffice(machine: Callable[[int, int], None]) -> None:
     machine(9000, 28232)
     said = CliRunner().invoke(app, ["check", str(CONFIGS / "agent.yaml")]).stdout.splitlines()
-    assert [line for line in said if line.startswith("note: the run has 9472 descriptors open if ")]
+    assert [line for line in said if line.startswith("note: the run needs 9472 descriptors")]
 
 
 def test_check_says_so(machine: Callable[[int, int], None]) -> None:
     machine(300, 28232)
     result = CliRunner().invoke(app, ["check", str(CONFIGS / "quickstart.yaml")])
     assert isinstance(result.exception, ConfigError)
-    assert "descriptors open" in result.exception.what
+    assert "descriptors (" in result.exception.what

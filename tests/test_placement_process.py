@@ -6,7 +6,10 @@ import asyncio
 import contextlib
 import errno
 import fcntl
+import importlib.util
+import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -18,9 +21,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+from job_runs import all_gone, children_of, interrupt, wait_for_steps, write_config
 
 from asyncrl.errors import ConfigError, ConnectionShortage, RoomError
-from asyncrl.placement.processes import ChildProcess, bind_socket, group_members
+from asyncrl.placement import fork_server
+from asyncrl.placement.fork_server import PRELOADED, ForkServer
+from asyncrl.placement.processes import ChildProcess, bind_socket, group_members, start_process
 from asyncrl.placement.staging import clear_stale_staging, new_staging_dir, remove_staging_dir
 
 WARDED = """
@@ -40,23 +46,73 @@ while True:
 """
 CHILD = """
 from asyncrl.http import child_arguments, die_with_parent, fail, make_app, serve
-die_with_parent()
-spec, fd = child_arguments()
-if spec == "refuse":
-    fail("no such model", rule="a model must be there", way_out="give one.")
-if spec == "crash":
-    raise RuntimeError("something nobody thought of")
-app = make_app()
-app.get("/health")(lambda: {"ok": True})
-serve(app, fd)
+def main():
+    die_with_parent()
+    spec, fd = child_arguments()
+    if spec == "refuse":
+        fail("no such model", rule="a model must be there", way_out="give one.")
+    if spec == "crash":
+        raise RuntimeError("something nobody thought of")
+    app = make_app()
+    app.get("/health")(lambda: {"ok": True})
+    serve(app, fd)
+if __name__ == "__main__":
+    main()
+"""
+PROBE = """
+import json, os, random, resource, sys, time
+from pathlib import Path
+import numpy
+def main():
+    end = sys.argv[1] if len(sys.argv) > 1 else ""
+    if end == "sleep":
+        time.sleep(600)
+    if end:
+        raise SystemExit(int(end) if end.isdigit() else end)
+    print(json.dumps({
+        "environ": dict(os.environ), "random": random.random(), "numpy": numpy.random.random(),
+        "session": os.getsid(0), "parent": os.getppid(), "threads": len(os.listdir("/proc/self/task")),
+        "descriptors": sorted(int(name) for name in os.listdir("/proc/self/fd"))[:-1],
+        "command": Path("/proc/self/cmdline").read_bytes().decode().strip(chr(0)).split(chr(0)),
+        "open_files": resource.getrlimit(resource.RLIMIT_NOFILE),
+        "block": Path("/proc/self/environ").read_text(),
+    }))
+if __name__ == "__main__":
+    main()
 """
 
 
-@pytest.fixture
-def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    (tmp_path / "child_for_test.py").write_text(textwrap.dedent(CHILD))
+@pytest.fixture(params=["started", "forked"])
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[str]:
+    """A child in a process of its own; all that is said of it here is so with and without a fork server."""
+    (tmp_path / "child_for_test.py").write_text(CHILD)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    return "child_for_test"
+    if request.param == "started":
+        yield "child_for_test"
+        return
+    with contextlib.closing(ForkServer(modules=["child_for_test"])) as server:
+        monkeypatch.setattr(fork_server, "current", server)
+        yield "child_for_test"
+        assert server.is_alive, "the child was forked"
+
+
+@pytest.fixture
+def probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ForkServer]:
+    """A fork server whose child tells what it is, or ends as its argument says."""
+    (tmp_path / "probe_for_test.py").write_text(PROBE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("ASYNCRL_WORKER_KEY", "s3cret")
+    with contextlib.closing(ForkServer(modules=["probe_for_test"])) as server:
+        monkeypatch.setattr(fork_server, "current", server)
+        yield server
+
+
+async def probed(output: Path, *arguments: str, env: dict[str, str] | None = None) -> int:
+    """Start a probe, and return its exit code."""
+    with output.open("w+b") as file:
+        files = [file.fileno()] * 3
+        process = await start_process("probe_for_test", arguments, files=files, env=env)
+    return await process.wait()
 
 
 def make_child(module: str, tmp_path: Path, spec: str = "{}", port: int | None = None) -> ChildProcess:
@@ -174,22 +230,116 @@ def test_a_child_exits_when_its_parent_is_killed(module: str, tmp_path: Path) ->
         textwrap.dedent(f"""
         import asyncio, sys
         from pathlib import Path
-        from asyncrl.placement.process import ChildProcess
+        from asyncrl.placement import fork_server
+        from asyncrl.placement.processes import ChildProcess
         async def main():
+            if {fork_server.current is not None}:
+                fork_server.current = fork_server.ForkServer(modules=["{module}"])
             child = ChildProcess("child-0", "{module}", "{{}}", run_dir=Path({str(tmp_path)!r}), secret="s")
             await child.start()
-            print(child.pid, flush=True)
+            print(child.pid, fork_server.current.pid if fork_server.current else child.pid, flush=True)
             await asyncio.Event().wait()
         asyncio.run(main())
         """)
     )
     process = subprocess.Popen([sys.executable, str(parent)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    pid = int(process.stdout.readline())
+    pids = [int(pid) for pid in process.stdout.readline().split()]
     process.kill()
     process.wait()
     process.stdout.close()
-    assert gone(pid)
+    assert all(gone(pid) for pid in pids)
+
+
+def test_a_forked_child_is_what_python_m_would_have_started_but_for_the_imports(
+    probe: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LATER", "than the server")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft - 1, hard))
+    for number in range(2):
+        assert asyncio.run(probed(tmp_path / f"forked-{number}", env={"MORE": "of it"})) == 0
+    one, other = (json.loads((tmp_path / f"forked-{number}").read_text()) for number in range(2))
+    assert probe.is_alive
+    probe.close()
+    assert asyncio.run(probed(tmp_path / "started", env={"MORE": "of it"})) == 0
+    started = json.loads((tmp_path / "started").read_text())
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    for key in ("environ", "parent", "threads", "descriptors", "command", "open_files"):
+        assert one[key] == started[key], key
+    assert one["environ"]["LATER"] == "than the server"
+    assert one["parent"] == os.getpid()
+    assert one["session"] != other["session"]
+    assert one["random"] != other["random"]
+    assert one["numpy"] != other["numpy"]
+    assert "s3cret" not in str(one)
+
+
+@pytest.mark.parametrize(("end", "code", "says"), [("3", 3, ""), ("no luck", 1, "no luck\n")])
+def test_a_forked_child_ends_with_its_exit_code(
+    probe: ForkServer, tmp_path: Path, end: str, code: int, says: str
+) -> None:
+    assert asyncio.run(probed(tmp_path / "log", end)) == code
+    assert (tmp_path / "log").read_text() == says
+
+
+def test_a_killed_fork_server_leaves_its_children_alone_and_the_next_one_is_started_without_it(
+    probe: ForkServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def story() -> None:
+        with (tmp_path / "sleeping").open("w+b") as file:
+            child = await start_process("probe_for_test", ["sleep"], files=[file.fileno()] * 3)
+        os.kill(probe.pid, signal.SIGKILL)
+        assert await probed(tmp_path / "log", "5") == 5
+        assert not probe.is_alive
+        assert child.returncode is None
+        child.kill()
+        assert await child.wait() == -signal.SIGKILL
+
+    asyncio.run(story())
+    (said,) = [record.message for record in caplog.records if "fork_server" in record.name]
+    assert said.startswith(f"the fork server (process {probe.pid}) is of no use any more")
+
+
+def test_a_library_that_starts_a_thread_when_it_is_imported_is_not_forked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    thread = "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()"
+    (tmp_path / "probe_for_test.py").write_text(f"{PROBE}\n{thread}")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with contextlib.closing(ForkServer(modules=["probe_for_test"])) as server:
+        monkeypatch.setattr(fork_server, "current", server)
+        assert asyncio.run(probed(tmp_path / "log", "5")) == 5
+        assert not server.is_alive
+
+
+def test_all_that_is_imported_beforehand_is_there() -> None:
+    assert all(importlib.util.find_spec(name) for name in PRELOADED)
+
+
+@pytest.mark.slow
+def test_the_command_forks_trainer_engine_and_scratch_model(tmp_path: Path) -> None:
+    """The installed command, as users start it."""
+    asyncrl = Path(sys.executable).with_name("asyncrl")
+    command = [str(asyncrl), "run", str(write_config(tmp_path)), "trainer.num_steps=400"]
+    with subprocess.Popen(
+        [*command, "--run-dir", str(tmp_path / "run")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        wait_for_steps(tmp_path / "run", 1, process)
+        (server,) = [
+            child for child in psutil.Process(process.pid).children() if "fork_server" in child.cmdline()[2]
+        ]
+        children = children_of(process)
+        mapped = [{area.path for area in child.memory_maps()} for child in (server, *children)]
+        interrupt(process)
+    assert process.returncode == 130
+    assert len(children) == 2
+    assert "fork server" not in (tmp_path / "run" / "logs" / "controller.log").read_text()
+    assert all(any("libtorch_cpu" in path for path in paths) for paths in mapped)
+    assert all_gone([server, *children])
 
 
 def test_a_port_in_use_is_named_with_its_owner_and_the_way_out() -> None:
@@ -255,7 +405,7 @@ def staging_of_a_run(root: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]
             os.kill(int(child), signal.SIGKILL)
 
 
-def test_staging_of_a_killed_run_is_cleared_and_that_of_a_living_one_is_not_whatever_its_pid_and_the_clock_say(
+def test_staging_of_a_killed_run_is_cleared_and_that_of_a_living_one_is_not_whatever_the_clock_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mine, other = new_staging_dir(tmp_path), tmp_path / "asyncrl-notes-of-somebody-else"

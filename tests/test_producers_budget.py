@@ -9,15 +9,12 @@ from collections.abc import Coroutine
 from typing import Any, Literal
 
 import pytest
+from rollout_cases import make_producers, single_turn
 
 from asyncrl.buffer.buffer import Buffer
 from asyncrl.config import BufferConfig
 from asyncrl.messages.records import Group, GroupId
-from asyncrl.rollouts.generators import SingleTurn
-from asyncrl.rollouts.producers import Producers
-from asyncrl.rollouts.rollout import RolloutRunner
-from asyncrl.testing.fakes import FakeEngine, FakeScorer, FakeSource, FakeTokenizer
-from asyncrl.testing.memory_journal import MemoryJournal
+from asyncrl.testing.fakes import FakeEngine
 from asyncrl.testing.virtual_time import run_virtual
 
 TIMEOUT_S = 600.0
@@ -53,25 +50,17 @@ def run_length_s(
                 num_batches=NUM_STEPS,
                 on_handed_back=handed_back,
             )
-            single_turn = SingleTurn(
-                engine,
-                FakeTokenizer(),
-                FakeScorer(),
-                run_seed=0,
-                max_tokens=8,
-                max_prompt_tokens=8,
-                temperature=1.0,
-            )
-            producers = Producers(
+            generator = single_turn(engine, max_tokens=8, max_prompt_tokens=8)
+            producers = make_producers(
                 buffer,
-                FakeSource(),
-                RolloutRunner(single_turn, timeout_s=TIMEOUT_S, retries=2),
-                spawn=spawn,
+                spawn,
+                generator,
+                timeout_s=TIMEOUT_S,
+                retries=2,
                 group_size=GROUP_SIZE,
                 capacity=64,
                 max_failed_groups=16,
                 max_hand_backs=8,
-                journal=MemoryJournal(),
             )
             spawn(producers.run(), name="producers")
             for version in range(1, NUM_STEPS + 1):

@@ -7,15 +7,13 @@ import random
 
 import pytest
 from buffer_groups import make_buffer
+from rollout_cases import make_producers, single_turn
 
 from asyncrl.buffer.buffer import Buffer
 from asyncrl.errors import TaskError
 from asyncrl.messages.records import Prompt, SamplingRequest
-from asyncrl.rollouts.generators import SingleTurn
 from asyncrl.rollouts.producers import Producers
-from asyncrl.rollouts.rollout import RolloutRunner
-from asyncrl.testing.fakes import FakeEngine, FakeScorer, FakeSource, FakeTokenizer
-from asyncrl.testing.memory_journal import MemoryJournal
+from asyncrl.testing.fakes import FakeEngine, FakeScorer
 from asyncrl.testing.virtual_time import run_virtual
 
 BATCHES = 6
@@ -30,7 +28,7 @@ def uneven(prompt: Prompt, _: str) -> float:
 rewards: dict[str, int] = {}
 
 
-def make_producers(
+def producers_over(
     buffer: Buffer, tasks: asyncio.TaskGroup, *, latency_seed: int, scorer: FakeScorer
 ) -> tuple[Producers, FakeEngine]:
     draw = random.Random(latency_seed)
@@ -40,21 +38,9 @@ def make_producers(
         return latencies.setdefault(request.request_id, draw.uniform(0.1, 5.0))
 
     engine = FakeEngine(latency_s=latency_s)
-    generator = SingleTurn(
-        engine, FakeTokenizer(), scorer, run_seed=0, max_tokens=50, max_prompt_tokens=16, temperature=1.0
-    )
-    runner = RolloutRunner(generator, timeout_s=100.0, retries=0)
-    producers = Producers(
-        buffer,
-        FakeSource(),
-        runner,
-        spawn=tasks.create_task,
-        group_size=2,
-        capacity=8,
-        max_failed_groups=1,
-        max_hand_backs=3,
-        journal=MemoryJournal(),
-    )  # one failed group would end the run: a filtered one is none
+    generator = single_turn(engine, scorer)
+    # one failed group would end the run: a filtered one is none
+    producers = make_producers(buffer, tasks.create_task, generator, max_failed_groups=1)
     return producers, engine
 
 
@@ -67,7 +53,7 @@ def prompts_of_batches(max_staleness: int, latency_seed: int) -> list[list[str]]
             num_groups=3, num_batches=BATCHES, max_staleness=max_staleness, filter_kind="equal_rewards"
         )
         async with asyncio.TaskGroup() as tasks:
-            producers, engine = make_producers(
+            producers, engine = producers_over(
                 buffer, tasks, latency_seed=latency_seed, scorer=FakeScorer(uneven)
             )
             running = tasks.create_task(producers.run(), name="producers")
@@ -111,7 +97,7 @@ def test_a_task_whose_rewards_never_differ_ends_the_run_at_max_staleness_0_too()
             pytest.RaisesExc(TaskError, match="20 groups in a row had the same reward for all their rollouts")
         ):
             async with asyncio.TaskGroup() as tasks:
-                producers, _ = make_producers(
+                producers, _ = producers_over(
                     buffer, tasks, latency_seed=0, scorer=FakeScorer(lambda *_: 0.0)
                 )
                 tasks.create_task(producers.run(), name="producers")

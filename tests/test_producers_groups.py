@@ -1,4 +1,4 @@
-"""The room that keeps the engines busy."""
+"""Groups from admission to the buffer, and what becomes of prompts whose groups fail."""
 
 from __future__ import annotations
 
@@ -7,23 +7,22 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from itertools import cycle
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rollout_cases import make_producers, single_turn
 
-from asyncrl.config import TaskConfig
 from asyncrl.engines.own_server import EngineServer
 from asyncrl.engines.pool import EnginePool
 from asyncrl.errors import EngineError, RequestRefused, TaskError
 from asyncrl.messages.protocols import SamplingEngine, Scorer
 from asyncrl.messages.records import Completion, GroupId, Prompt, Rollout, SamplingRequest, VersionSpan
-from asyncrl.rollouts.generators import SingleTurn, make_trajectory
-from asyncrl.rollouts.producers import Producers
-from asyncrl.rollouts.rollout import Generator, RolloutAttempt, RolloutRunner
-from asyncrl.tasks import TaskScorer
+from asyncrl.rollouts.generators import make_trajectory
+from asyncrl.rollouts.rollout import Generator, RolloutAttempt
 from asyncrl.testing.fake_engine import FakeEngineServer
-from asyncrl.testing.fakes import FakeEngine, FakeScorer, FakeSink, FakeSource, FakeTokenizer
+from asyncrl.testing.fakes import FakeEngine, FakeScorer, FakeSink, FakeSource
 from asyncrl.testing.memory_journal import MemoryJournal
 from asyncrl.testing.virtual_time import all_blocked, run_virtual
 
@@ -39,35 +38,18 @@ class House:
         generator: Generator | None = None,
         scorer: Scorer | None = None,
         num_tickets: int = 100,
-        group_size: int = 2,
-        capacity: int = 4,
-        timeout_s: float | None = 100.0,
-        retries: int = 1,
-        max_failed_groups: int = 3,
-        max_hand_backs: int = 3,
+        **settings: Any,
     ) -> None:
         self.engine = engine or FakeEngine()
         self.source, self.sink = FakeSource(), FakeSink(num_tickets)
-        generator = generator or SingleTurn(
-            self.engine,
-            FakeTokenizer(),
-            scorer or FakeScorer(),
-            run_seed=0,
-            max_tokens=50,
-            max_prompt_tokens=16,
-            temperature=1.0,
-        )
         self.journal = MemoryJournal()
-        self.producers = Producers(
+        self.producers = make_producers(
             self.sink,
-            self.source,
-            RolloutRunner(generator, timeout_s=timeout_s, retries=retries),
-            spawn=tasks.create_task,
-            group_size=group_size,
-            capacity=capacity,
-            max_failed_groups=max_failed_groups,
-            max_hand_backs=max_hand_backs,
+            tasks.create_task,
+            generator or single_turn(self.engine, scorer),
+            source=self.source,
             journal=self.journal,
+            **({"capacity": 4, "retries": 1} | settings),
         )
         self.running = tasks.create_task(self.producers.run(), name="producers")
 
@@ -102,29 +84,13 @@ def test_groups_start_as_long_as_the_engines_have_free_slots() -> None:
         await all_blocked()
         assert house.admitted == [0, 1, 2], "no slot is left idle for want of a second one"
         stats = house.producers.stats()
-        assert (stats.inflight, stats.sampling, stats.waiting) == (5, 5, 1)
-        assert repr(house.producers) == "<Producers 3 groups, 5/5 sampling, 0 failed>"
+        assert (stats.inflight, stats.sampling) == (5, 5)
         await asyncio.sleep(1.0)
         await all_blocked()
         assert house.admitted == [0, 1, 2, 3, 4], (
             "the waiting rollout of group 2 first, then two groups in the four slots left"
         )
         assert [group.group_id for group in house.sink.finished] == [0, 1]
-        return house
-
-    play(story)
-
-
-def test_a_group_that_is_larger_than_all_slots_runs_piece_by_piece() -> None:
-    async def story(tasks: asyncio.TaskGroup) -> House:
-        house = House(tasks, engine=(engine := FakeEngine()), group_size=8, capacity=3)
-        await asyncio.sleep(1.0)
-        await all_blocked()
-        assert house.admitted == [0]
-        await asyncio.sleep(1.0)
-        await all_blocked()
-        assert house.admitted == [0, 1], "its last two rollouts leave a slot"
-        assert engine.peak_running == 3
         return house
 
     play(story)
@@ -144,27 +110,6 @@ def test_a_rollout_that_is_tried_again_waits_for_a_slot_like_any_other() -> None
         assert [group.group_id for group in house.sink.finished] == [0]
         assert house.admitted == [0, 1]
         assert engine.peak_running == 4
-        return house
-
-    play(story)
-
-
-def test_leave_that_comes_while_a_retry_takes_the_last_slot_is_not_used_yet() -> None:
-    async def story(tasks: asyncio.TaskGroup) -> House:
-        rewards: list[float | str] = ["no"]
-        scorer = FakeScorer(lambda *_: rewards.pop() if rewards else 1.0, latency_s=5.0)
-        house = House(tasks, scorer=scorer, num_tickets=1, group_size=1, capacity=1)
-        await asyncio.sleep(3.0)
-        await all_blocked()
-        assert (house.admitted, house.producers.stats().sampling) == ([0], 0), (
-            "scored at 6 s; a slot is free, and no leave is given"
-        )
-        await asyncio.sleep(3.0)  # the retry has begun
-        house.sink.allow(1)
-        await asyncio.sleep(0.5)
-        assert house.admitted == [0], "its ticket would be stamped before its tokens can start"
-        await asyncio.sleep(1.0)
-        assert house.admitted == [0, 1]
         return house
 
     play(story)
@@ -193,30 +138,6 @@ def test_a_free_slot_goes_to_the_group_of_the_earliest_deadline() -> None:
     play(story)
 
 
-def test_a_stragglers_finished_siblings_make_room_for_the_next_group() -> None:
-    async def story(tasks: asyncio.TaskGroup) -> House:
-        house = House(tasks, engine=FakeEngine(latency_s=by_id({"g0/r0": 100.0})), group_size=2, capacity=4)
-        await asyncio.sleep(1.0)
-        await all_blocked()
-        assert house.admitted == [0, 1, 2, 3], "g0 holds one slot, the three others are full"
-        assert house.producers.stats().sampling == 4
-        return house
-
-    play(story)
-
-
-def test_a_rollout_that_is_being_scored_holds_no_slot() -> None:
-    async def story(tasks: asyncio.TaskGroup) -> House:
-        house = House(tasks, scorer=FakeScorer(latency_s=50.0), group_size=2, capacity=2)
-        await asyncio.sleep(1.0)
-        await all_blocked()
-        assert house.admitted == [0, 1]
-        assert (house.producers.stats().inflight, house.producers.stats().sampling) == (4, 2)
-        return house
-
-    play(story)
-
-
 def test_a_ticket_is_asked_for_only_when_its_slots_are_free() -> None:
     async def story(tasks: asyncio.TaskGroup) -> House:
         house = House(tasks, num_tickets=0, group_size=2, capacity=2)
@@ -234,19 +155,6 @@ def test_a_ticket_is_asked_for_only_when_its_slots_are_free() -> None:
         await asyncio.sleep(0.5)
         await all_blocked()
         assert [ticket.start_version for ticket in house.sink.admitted] == [0, 2]
-        return house
-
-    play(story)
-
-
-def test_a_groups_trajectories_stand_in_the_order_of_their_samples() -> None:
-    async def story(tasks: asyncio.TaskGroup) -> House:
-        engine = FakeEngine(latency_s=lambda request: 10.0 - int(request.request_id.split("/r")[1][0]))
-        house = House(tasks, engine=engine, num_tickets=1, group_size=4, capacity=4)
-        await asyncio.sleep(20.0)
-        (group,) = house.sink.finished
-        assert [trajectory.sample_index for trajectory in group.trajectories] == [0, 1, 2, 3]
-        assert len({request.seed for request in engine.requests}) == 4
         return house
 
     play(story)
@@ -271,8 +179,7 @@ def test_a_group_holds_all_branches_by_sample_and_number_and_counts_rollouts() -
         (group,) = house.sink.finished
         places = [(branch.sample_index, branch.branch) for branch in group.trajectories]
         assert places == [(0, 0), (1, 0), (1, 1), (2, 0), (2, 1), (2, 2)]
-        stats = house.producers.stats()
-        assert (stats.finished, stats.truncated, stats.interrupted) == (3, 1, 6)
+        assert house.producers.stats().finished == 3
         told = [event[2] for event in house.journal.named("rollout_finished")]
         assert [len(rollout) for rollout in told] == [3, 2, 1], "each rollout is told once, whole"
         return house
@@ -293,13 +200,7 @@ def test_a_failed_rollout_is_retried_with_another_seed_and_its_siblings_are_kept
         (group,) = house.sink.finished
         assert [trajectory.sample_index for trajectory in group.trajectories] == [0, 2]
         stats = house.producers.stats()
-        assert (stats.failed, stats.retried, stats.timeouts, stats.finished, stats.failed_groups) == (
-            1,
-            2,
-            0,
-            2,
-            0,
-        )
+        assert (stats.failed, stats.retried, stats.finished, stats.failed_groups) == (1, 2, 2, 0)
         assert "too long" in stats.last_failure
         tried = [request for request in engine.requests if request.request_id.startswith("g0/r1")]
         assert [request.request_id for request in tried] == ["g0/r1/t0/a0", "g0/r1/t0/a1", "g0/r1/t0/a2"]
@@ -309,82 +210,7 @@ def test_a_failed_rollout_is_retried_with_another_seed_and_its_siblings_are_kept
     play(story)
 
 
-def test_a_group_goes_on_without_the_rollout_whose_time_is_up() -> None:
-    async def story(tasks: asyncio.TaskGroup) -> House:
-        house = House(
-            tasks,
-            engine=FakeEngine(latency_s=by_id({"g0/r1": 1000.0})),
-            num_tickets=1,
-            group_size=3,
-            timeout_s=10.0,
-            retries=2,
-        )
-        await asyncio.sleep(10.5)
-        (group,) = house.sink.finished
-        assert [trajectory.sample_index for trajectory in group.trajectories] == [0, 2]
-        stats = house.producers.stats()
-        assert (stats.failed, stats.retried, stats.timeouts, stats.finished, stats.failed_groups) == (
-            1,
-            0,
-            1,
-            2,
-            0,
-        )
-        assert "g0/r1 (prompt p0) is not finished after 10.0 s" in stats.last_failure
-        return house
-
-    play(story)
-
-
-class SharedJudge:
-    """A task whose scores share one judge call, which the time limit of the first of them cancels for all."""
-
-    def __init__(self) -> None:
-        self._judging: asyncio.Future[float] | None = None
-
-    def __len__(self) -> int:
-        return 1
-
-    def prompt(self, index: int) -> str:
-        return "say x"
-
-    async def score(self, prompt: Prompt, completion: str) -> float:
-        if self._judging is None:
-            self._judging = asyncio.ensure_future(asyncio.sleep(1000.0, 1.0))
-        return await self._judging
-
-
-def test_a_judge_call_that_another_rollouts_time_limit_cancels_fails_both_rollouts_and_their_group() -> None:
-    async def story(tasks: asyncio.TaskGroup) -> House:
-        scorer = TaskScorer(
-            SharedJudge(), TaskConfig(python="x:y", reward_pool="inline", reward_timeout_s=5.0), seed=0
-        )
-        engine = FakeEngine(latency_s=by_id({"g0/r1": 2.0}))
-        house = House(tasks, engine=engine, scorer=scorer, num_tickets=1, group_size=2, retries=0)
-        await asyncio.sleep(20.0)
-        assert "g0 (prompt p0) has 0 usable rollouts of 2" in house.sink.failed[GroupId(0)]
-        told = sorted(event[4] for event in house.journal.named("rollout_failed"))
-        assert "did not return within 5.0 s" in told[0]
-        assert "raised CancelledError" in told[1]
-        return house
-
-    play(story)
-
-
-def test_a_group_with_one_usable_rollout_fails_and_hands_its_admission_back() -> None:
-    async def story(tasks: asyncio.TaskGroup) -> House:
-        engine = FakeEngine(latency_s=by_id({"g0/r0": 1000.0}))
-        house = House(tasks, engine=engine, num_tickets=2, group_size=2, timeout_s=10.0, retries=0)
-        await asyncio.sleep(11.0)
-        assert [group.group_id for group in house.sink.finished] == [1]
-        assert "g0 (prompt p0) has 1 usable rollouts of 2 and needs 2" in house.sink.failed[GroupId(0)]
-        assert house.producers.stats().failed_groups == 1
-        return house
-
-    play(story)
-
-
-def test_a_failed_groups_prompt_comes_again_with_other_seeds_once_another_has_not_failed_and_a_later_version_is_served() -> (
+def test_a_failed_groups_prompt_comes_again_once_another_has_not_failed_and_a_later_version_is_served() -> (
     None
 ):
     async def story(tasks: asyncio.TaskGroup) -> House:
@@ -499,16 +325,6 @@ def test_a_prompt_that_can_never_be_sampled_is_given_up_at_once_and_no_try_is_ma
     play(story)
 
 
-def test_a_group_of_one_needs_one_rollout() -> None:
-    async def story(tasks: asyncio.TaskGroup) -> House:
-        house = House(tasks, num_tickets=3, group_size=1)
-        await asyncio.sleep(2.0)
-        assert len(house.sink.finished) == 3
-        return house
-
-    play(story)
-
-
 def test_too_many_failed_groups_in_a_row_end_the_run_with_the_last_failure() -> None:
     async def story() -> None:
         def always_broken(prompt: Prompt, _: str) -> str:
@@ -533,24 +349,6 @@ def test_too_many_failed_groups_in_a_row_end_the_run_with_the_last_failure() -> 
     run_virtual(story())
 
 
-def test_a_good_group_ends_the_row_of_failed_ones() -> None:
-    async def story(tasks: asyncio.TaskGroup) -> House:
-        def broken_but_every_third(prompt: Prompt, _: str) -> float | str:
-            return 1.0 if int(prompt.prompt_id[1:]) % 3 == 2 else "no"
-
-        engine, scorer = FakeEngine(), FakeScorer(broken_but_every_third)
-        house = House(tasks, engine=engine, scorer=scorer, num_tickets=0, capacity=2, max_failed_groups=5)
-        for version in range(10):
-            house.sink.start_version = engine.policy_version = version
-            house.sink.allow(3)
-            await asyncio.sleep(20.0)
-        assert len(house.sink.finished) + len(house.sink.failed) == 30
-        assert house.producers.stats().given_up > 0
-        return house
-
-    play(story)
-
-
 def test_a_running_group_that_is_handed_back_is_cancelled_and_its_prompt_comes_first() -> None:
     async def story(tasks: asyncio.TaskGroup) -> House:
         engine = FakeEngine(latency_s=by_id({"g0": 100.0}))
@@ -569,18 +367,6 @@ def test_a_running_group_that_is_handed_back_is_cancelled_and_its_prompt_comes_f
         assert not house.sink.failed
         with pytest.raises(KeyError):
             house.producers.handed_back(GroupId(0), None, "overdue")
-        return house
-
-    play(story)
-
-
-def test_a_finished_group_that_is_handed_back_gives_its_prompt_back() -> None:
-    async def story(tasks: asyncio.TaskGroup) -> House:
-        house = House(tasks, num_tickets=1)
-        await asyncio.sleep(2.0)
-        (group,) = house.sink.finished
-        house.producers.handed_back(group.group_id, group, "all masked")
-        assert house.source.handed_back == [replace(group.prompt, num_handed_back=1)]
         return house
 
     play(story)
@@ -614,16 +400,6 @@ def test_tokens_older_than_the_ticket_end_the_run() -> None:
         )
 
     run_virtual(story())
-
-
-def test_the_oldest_rollouts_are_named_with_their_age() -> None:
-    async def story(tasks: asyncio.TaskGroup) -> House:
-        house = House(tasks, engine=FakeEngine(latency_s=by_id({"g0/r1": 100.0})), capacity=2)
-        await asyncio.sleep(7.5)
-        assert house.producers.stats().oldest[0] == ("g0/r1", 7.5)
-        return house
-
-    play(story)
 
 
 @given(

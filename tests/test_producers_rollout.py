@@ -8,47 +8,27 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from rollout_cases import single_turn
 
 from asyncrl.errors import EngineError, RequestRefused, RewardFailure, RolloutFailure, RolloutTimeout
 from asyncrl.messages.records import Credit, GroupId, Prompt, Rollout, VersionSpan
-from asyncrl.rollouts.generators import SingleTurn
-from asyncrl.rollouts.rollout import FailedRollout, RolloutAttempt, RolloutRunner, derive_seed
-from asyncrl.testing.fakes import FakeEngine, FakeScorer, FakeTokenizer
-from asyncrl.testing.memory_journal import MemoryJournal
-from asyncrl.testing.virtual_time import run_virtual, stand_still
+from asyncrl.rollouts.rollout import FailedRollout, RolloutAttempt, RolloutRunner, Slots, derive_seed
+from asyncrl.testing.fakes import FakeEngine, FakeScorer
+from asyncrl.testing.virtual_time import all_blocked, run_virtual, stand_still
 
 PROMPT = Prompt("p7", ({"role": "user", "content": "hello"},))
 
 
-def single_turn(
-    engine: FakeEngine, scorer: FakeScorer | None = None, *, max_prompt_tokens: int = 8
-) -> SingleTurn:
-    return SingleTurn(
-        engine,
-        FakeTokenizer(),
-        scorer or FakeScorer(),
-        run_seed=3,
-        max_tokens=6,
-        max_prompt_tokens=max_prompt_tokens,
-        temperature=0.7,
-    )
-
-
 class Waiting:
-    """A generator that waits for a worker which takes it after `taken_s`, then runs for `run_s`; some play
-    with their clock more.
-    """
+    """A generator that waits for a worker which takes it after `taken_s`, then runs for `run_s`."""
 
-    def __init__(self, taken_s: float, run_s: float, *, late_s: float | None = None) -> None:
-        self.taken_s, self.run_s, self.late_s = taken_s, run_s, late_s
+    def __init__(self, taken_s: float, run_s: float) -> None:
+        self.taken_s, self.run_s = taken_s, run_s
 
     async def run_attempt(self, attempt: RolloutAttempt) -> Rollout:
-        attempt.hold_clock()
+        attempt.clock.hold()
         await asyncio.sleep(self.taken_s)
-        attempt.resume_clock()
-        if self.late_s is not None:  # a worker that says so once more, when nobody waits for it
-            asyncio.get_running_loop().call_later(self.late_s, attempt.resume_clock)
-            asyncio.get_running_loop().call_later(self.late_s, attempt.hold_clock)
+        attempt.clock.resume()
         await asyncio.sleep(self.run_s)
         return await good()
 
@@ -66,7 +46,7 @@ class Scripted:
 
 
 async def good() -> Rollout:
-    attempt = RolloutAttempt(GroupId(0), PROMPT, 1, 0, lambda: None)
+    attempt = RolloutAttempt("g0/r1", GroupId(0), PROMPT, 1, 0, lambda: None)
     return await single_turn(FakeEngine()).run_attempt(attempt)
 
 
@@ -86,9 +66,7 @@ async def run(runner: RolloutRunner) -> Rollout | FailedRollout:
     async def no_wait() -> None:
         """As many slots as anybody wants."""
 
-    return await runner.run(
-        GroupId(4), PROMPT, 1, wait_slot=no_wait, stopped_sampling=lambda: None, journal=MemoryJournal()
-    )
+    return await runner.run(GroupId(4), PROMPT, 1, wait_slot=no_wait, stopped_sampling=lambda: None)
 
 
 def test_single_turn_records_every_token_of_prompt_and_completion() -> None:
@@ -99,10 +77,9 @@ def test_single_turn_records_every_token_of_prompt_and_completion() -> None:
         )
         engine.policy_version = 9
         stopped: list[float] = []
-        attempt = RolloutAttempt(
-            GroupId(4), PROMPT, 1, 0, lambda: stopped.append(asyncio.get_running_loop().time())
-        )
-        (trajectory,) = await single_turn(engine, scorer).run_attempt(attempt)
+        now_s = asyncio.get_running_loop().time
+        attempt = RolloutAttempt("g4/r1", GroupId(4), PROMPT, 1, 0, lambda: stopped.append(now_s()))
+        (trajectory,) = await single_turn(engine, scorer, run_seed=3, temperature=0.7).run_attempt(attempt)
         assert trajectory.token_ids.tolist() == [*map(ord, "hello"), *map(ord, "zzz")]
         assert trajectory.loss_mask.tolist() == [False] * 5 + [True] * 3
         assert trajectory.behaviour_logprobs.tolist() == [0.0] * 5 + [-1.0] * 3
@@ -116,16 +93,6 @@ def test_single_turn_records_every_token_of_prompt_and_completion() -> None:
     run_virtual(story())
 
 
-def test_a_completion_that_used_its_budget_is_truncated() -> None:
-    async def story() -> None:
-        (trajectory,) = await single_turn(FakeEngine(tokens=lambda _: 6)).run_attempt(
-            RolloutAttempt(GroupId(0), PROMPT, 0, 0, lambda: None)
-        )
-        assert trajectory.is_truncated
-
-    run_virtual(story())
-
-
 def test_a_prompt_that_is_too_long_fails_with_the_numbers_and_is_never_cut() -> None:
     async def story() -> None:
         engine = FakeEngine()
@@ -135,17 +102,6 @@ def test_a_prompt_that_is_too_long_fails_with_the_numbers_and_is_never_cut() -> 
         assert (outcome.num_attempts, runner.num_retried) == (0, 0), "no other try would end otherwise"
         assert "p7 has 5 tokens; a prompt has 1 to rollout.max_prompt_tokens=4" in str(outcome.failure)
         assert not engine.requests
-
-    run_virtual(story())
-
-
-def test_a_rollout_that_ran_out_of_time_is_not_tried_again() -> None:
-    async def story() -> None:
-        runner = RolloutRunner(Scripted(hanging, good), timeout_s=10.0, retries=2)
-        outcome = await run(runner)
-        assert isinstance(outcome, FailedRollout)
-        assert asyncio.get_running_loop().time() == 10.0
-        assert (outcome.num_attempts, runner.num_retried, runner.num_timeouts) == (1, 0, 1)
 
     run_virtual(story())
 
@@ -176,11 +132,11 @@ def test_a_retry_waits_for_a_worker_off_the_clock_too() -> None:
 
         async def run_attempt(self, attempt: RolloutAttempt) -> Rollout:
             await asyncio.sleep(1.0)
-            attempt.hold_clock()
+            attempt.clock.hold()
             self.left_s.append(attempt.clock.left_s)
             await asyncio.sleep(1000.0)
-            attempt.resume_clock()
-            attempt.resume_clock()  # its worker lost it on its way, and another one took it
+            attempt.clock.resume()
+            attempt.clock.resume()  # its worker lost it on its way, and another one took it
             await asyncio.sleep(3.0)
             raise RolloutFailure("bad")
 
@@ -205,16 +161,6 @@ def test_whatever_goes_wrong_in_a_rollout_is_data_after_the_last_retry(error: Ex
         assert isinstance(outcome, FailedRollout)
         assert (outcome.sample_index, outcome.num_attempts, runner.num_retried) == (1, 3, 2)
         assert str(error) in str(outcome.failure)
-
-    run_virtual(story())
-
-
-def test_a_timeout_says_which_rollout_and_which_limit() -> None:
-    async def story() -> None:
-        outcome = await run(RolloutRunner(Scripted(hanging), timeout_s=2.5, retries=0))
-        assert isinstance(outcome, FailedRollout)
-        assert isinstance(outcome.failure, RolloutTimeout)
-        assert "g4/r1 (prompt p7) is not finished after 2.5 s; rollout.timeout_s=2.5" in str(outcome.failure)
 
     run_virtual(story())
 
@@ -269,41 +215,17 @@ def test_a_seed_depends_on_who_asks_and_on_nothing_else() -> None:
     )
 
 
-@pytest.mark.parametrize(("taken_s", "run_s"), [(0.0, 8.5), (1000.0, 8.5), (9.9, 8.5)])
-def test_waiting_for_a_worker_is_not_on_the_clock(taken_s: float, run_s: float) -> None:
+@pytest.mark.parametrize(
+    ("run_s", "timeout_s", "is_late"), [(8.5, 10.0, False), (10.5, 10.0, True), (1e6, None, False)]
+)
+def test_waiting_for_a_worker_is_not_on_the_clock(
+    run_s: float, timeout_s: float | None, is_late: bool
+) -> None:
     async def story() -> None:
-        runner = RolloutRunner(Waiting(taken_s, run_s), timeout_s=10.0, retries=0)
-        assert not isinstance(await run(runner), FailedRollout)
-        assert runner.num_timeouts == 0
-
-    run_virtual(story())
-
-
-def test_after_the_wait_the_timeout_is_as_long_as_ever_and_no_longer() -> None:
-    async def story() -> None:
-        runner = RolloutRunner(Waiting(1000.0, 10.5), timeout_s=10.0, retries=0)
-        assert isinstance(await run(runner), FailedRollout)
-        assert asyncio.get_running_loop().time() == 1010.0
-        assert runner.num_timeouts == 1
-
-    run_virtual(story())
-
-
-@pytest.mark.parametrize("run_s", [5.0, 20.0])
-def test_a_clock_that_is_set_after_its_attempt_has_ended_means_nothing(run_s: float) -> None:
-    async def story() -> None:
-        runner = RolloutRunner(Waiting(1.0, run_s, late_s=30.0), timeout_s=10.0, retries=0)
-        assert isinstance(await run(runner), FailedRollout) == (run_s > 10.0)
-        await asyncio.sleep(100.0)
-
-    run_virtual(story())
-
-
-def test_a_clock_without_limit_may_be_held_and_restarted() -> None:
-    async def story() -> None:
-        assert not isinstance(
-            await run(RolloutRunner(Waiting(10.0, 10**6), timeout_s=None, retries=0)), FailedRollout
-        )
+        runner = RolloutRunner(Waiting(1000.0, run_s), timeout_s=timeout_s, retries=0)
+        assert isinstance(await run(runner), FailedRollout) == is_late
+        if is_late:
+            assert asyncio.get_running_loop().time() == 1010.0
 
     run_virtual(story())
 
@@ -314,7 +236,7 @@ def test_a_clock_whose_time_is_up_cannot_be_turned_back() -> None:
             try:
                 await asyncio.Event().wait()
             finally:
-                attempt.resume_clock()
+                attempt.clock.resume()
             raise AssertionError("unreachable")
 
     async def story() -> None:
@@ -369,5 +291,43 @@ def test_a_controller_that_stood_still_takes_that_time_from_no_rollout() -> None
         assert not isinstance(
             await run(RolloutRunner(Scripted(slow), timeout_s=10.0, retries=0)), FailedRollout
         )
+
+    run_virtual(story())
+
+
+def test_the_next_place_goes_to_the_smallest_order_and_never_to_one_too_many() -> None:
+    async def story() -> None:
+        slots = Slots(2)
+        for name, order in (("a", 5), ("b", 5), ("late", 4), ("early", 1), ("gone", 0)):
+            slots.ask_nowait(name, (order,))
+        slots.give_back_nowait("gone")
+        slots.give_back_nowait("a")
+        await slots.wait("early")
+        waiting = asyncio.create_task(slots.wait("late"), name="late")
+        await all_blocked()
+        assert (slots.num_held, waiting.done()) == (2, False)
+        slots.give_back_nowait("early")
+        await waiting
+        spare = asyncio.create_task(slots.wait_spare(), name="spare")
+        await all_blocked()
+        assert not spare.done()
+        slots.give_back_nowait("b")
+        await spare
+
+    run_virtual(story())
+
+
+def test_a_rollout_that_is_cancelled_while_it_waits_keeps_no_place() -> None:
+    async def story() -> None:
+        slots = Slots(1)
+        slots.ask_nowait("a", (0,))
+        slots.ask_nowait("b", (1,))
+        waiting = asyncio.create_task(slots.wait("b"), name="b")
+        await all_blocked()
+        waiting.cancel()
+        slots.give_back_nowait("a")  # before the cancelled one has ended, which gives back what it was given
+        assert slots.num_held == 1
+        slots.give_back_nowait("b")
+        assert slots.has_spare
 
     run_virtual(story())

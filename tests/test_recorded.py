@@ -64,10 +64,10 @@ def test_what_is_read_is_what_was_written_bit_for_bit(
     prompt = make_prompt(3, answer={"a": [1, None, "\u2028 x\n"]}, info={"k": 0.25})
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rollouts.jsonl"
-        write(path, RecordedRollout(prompt, 2, rollout[0].reward, rollout))
+        write(path, RecordedRollout(prompt, rollout[0].reward, rollout))
         (record,) = read_recording(path).rollouts
         assert len(path.read_bytes().splitlines()) == 2
-    assert (record.prompt, record.attempt, record.reward) == (prompt, 2, rollout[0].reward)
+    assert (record.prompt, record.reward) == (prompt, rollout[0].reward)
     assert rollouts_equal(record.rollout, rollout)
 
 
@@ -77,34 +77,14 @@ def test_people_can_read_what_was_said_and_a_rollout_without_a_reward_has_none(t
     header, line = (json.loads(text) for text in path.read_text().splitlines())
     assert header == {
         "format": "asyncrl-rollouts",
-        "version": 1,
+        "version": 2,
         "model_digest": "aaaa",
         "dtype": "float32",
         "tokenizer": "bbbb",
         "temperature": 1.0,
     }
-    assert (line["branches"][0]["text"], line["branches"][0]["loss"], line["reward"]) == (
-        "said",
-        [[2, 4]],
-        None,
-    )
+    assert (line["branches"][0]["text"], line["reward"]) == ("said", None)
     assert read_recording(path).rollouts[0].reward is None
-
-
-def test_versions_without_an_engine_are_of_an_unknown_one_and_written_as_they_were_before_there_was_one(
-    tmp_path: Path,
-) -> None:
-    path = tmp_path / "r.jsonl"
-    write(path, make_record())
-    line = json.loads(path.read_text().splitlines()[1])
-    assert line["branches"][0]["versions"] == [[2, 4, 0]]
-    assert read_recording(path).rollouts[0].rollout[0].version_spans == (VersionSpan(2, 4, 0, -1),)
-    line["branches"][0]["versions"] = [[2, 3, 0, 0], [3, 4, 0, 1]]
-    path.write_text(path.read_text().splitlines()[0] + "\n" + json.dumps(line) + "\n")
-    assert read_recording(path).rollouts[0].rollout[0].version_spans == (
-        VersionSpan(2, 3, 0, 0),
-        VersionSpan(3, 4, 0, 1),
-    )
 
 
 def test_a_file_that_is_opened_again_goes_on_and_keeps_its_header(tmp_path: Path) -> None:
@@ -134,27 +114,10 @@ def test_a_torn_last_line_is_refused_with_its_number(tmp_path: Path, cut: int) -
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (
-            lambda line: line["branches"][0]["behaviour_logprobs"].append(-1.0),
-            "3 logprobs for 2 sampled tokens",
-        ),
-        (
-            lambda line: line["branches"][0].update(behaviour_logprobs=[-0.1, -0.2]),
-            "a logprob is no float32 value",
-        ),
-        (
-            lambda line: line["branches"][0].update(loss=[[2, 9]]),
-            r"loss \[\(2, 9\)\] are no spans of 6 tokens",
-        ),
-        (lambda line: line["branches"][0].update(loss=[[2, 3], [3, 4]]), "are no spans of 6 tokens"),
-        (lambda line: line["branches"][0].update(versions=[[2, 3, 0]]), "versions do not cover"),
-        (
-            lambda line: line["branches"][0].update(
-                credits=[{"start": 2, "end": 3, "reward": 1.0, "unit": 0}]
-            ),
-            "credits do not cover",
-        ),
-        (lambda line: line.update(reward=float("nan")), "reward: Input should be a finite number"),
+        (lambda line: line["branches"][0].update(tokens=line["branches"][0]["tokens"][:-8]), "do not unpack"),
+        (lambda line: line["branches"][0].update(tokens="?"), "do not unpack"),
+        (lambda line: line.update(sample_index=5), r"it is of \[0, 0\], and lies at \[0, 5\]"),
+        (lambda line: line.update(reward=float("nan")), r"reward: Input should be a finite number"),
         (lambda line: line.update(rewrad=1.0), "rewrad: Extra inputs are not permitted"),
         (lambda line: line.update(branches=[]), "branches: List should have at least 1 item"),
         (lambda line: line["prompt"].update(messages=[]), "prompt 0/0 is another one than before"),
@@ -174,9 +137,13 @@ def test_a_line_that_says_what_cannot_be_is_refused_with_its_number(
         read_recording(path)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "hello\n", "[]\n", '{"format": "other", "version": 1}\n', '{"prompt": 1}\n']
+OLD = (
+    '{"format": "asyncrl-rollouts", "version": 1, "model_digest": "a", "dtype": "float32", "tokenizer": "b",'
+    ' "temperature": 1.0}\n'
 )
+
+
+@pytest.mark.parametrize("text", ["", "hello\n", "[]\n", '{"format": "other", "version": 1}\n', OLD])
 def test_what_is_no_recording_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "r.jsonl"
     path.write_text(text)
@@ -186,19 +153,11 @@ def test_what_is_no_recording_is_refused(tmp_path: Path, text: str) -> None:
         read_recording(tmp_path / "none.jsonl")
 
 
-def test_a_format_of_another_version_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "r.jsonl"
-    write(path)
-    path.write_text(path.read_text().replace('"version": 1', '"version": 2'))
-    with pytest.raises(ConfigError, match="format version 2, this asyncrl reads 1"):
-        read_recording(path)
-
-
 def test_a_prompt_that_json_would_change_is_not_recorded(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     file = RecordFile(path, SAMPLED_BY)
     for answer in ((1, 2), {1: 2}, {"a"}, float("nan")):
         with pytest.raises(ValueError, match="prompt 0/0 cannot be recorded"):
-            file.append(RecordedRollout(make_prompt(0, answer=answer), 0, 1.0, (make_branch(),)), ["said"])
+            file.append(RecordedRollout(make_prompt(0, answer=answer), 1.0, (make_branch(),)), ["said"])
     file.close()
     assert read_recording(path).rollouts == ()

@@ -145,32 +145,16 @@ PLANTED_SQL = {
         "UPDATE groups SET requeued = NULL WHERE group_id = 9",
         "is lost: group 9 is failed",
     ),
-    "a prompt came back too often": (
-        "UPDATE groups SET requeued = 2 WHERE group_id = 9",
-        "came back 2 times with group 9",
-    ),
     "a prompt in training came back": (
         "UPDATE groups SET requeued = 1 WHERE group_id = 8",
         "came back 1 times with group 8",
-    ),
-    "a prompt in use was drawn again": (
-        "UPDATE groups SET prompt_id = '0/0', state = 'failed' WHERE group_id = 11",
-        "was made though",
     ),
     "a group is consumed and in no batch": (
         "UPDATE groups SET state = 'taken' WHERE group_id = 8",
         "group 8 is taken, and in batch None",
     ),
-    "a group is in a batch and free": (
-        "UPDATE groups SET state = 'failed' WHERE group_id = 5",
-        "group 5 is failed, and in batch 2",
-    ),
     "a batch has lost a group": ("DELETE FROM batch_groups WHERE group_id = 3", "batch 1 has 1 groups"),
     "a batch is gone": ("DELETE FROM batches WHERE version = 2", "the journal's batches are [0, 1, 3]"),
-    "the last batch is gone": (
-        "DELETE FROM batches WHERE version = 3",
-        "the journal has batches [0, 1, 2] after 4 steps",
-    ),
     "a batch is out of order": (
         "UPDATE batch_groups SET position = 5 - position WHERE version = 3",
         "groups in the order [7, 6]",
@@ -182,10 +166,6 @@ PLANTED_SQL = {
     "a batch holds too old tokens": (
         "UPDATE trajectories SET oldest_version = 0 WHERE group_id = 6",
         "g6/r0 has tokens of version 0",
-    ),
-    "a rollout changed places": (
-        "UPDATE trajectories SET sample_index = 2 + sample_index WHERE group_id = 4",
-        "group 4 was trained on",
     ),
     "a reward has changed": (
         "UPDATE trajectories SET reward = 9.5 WHERE group_id = 4",
@@ -238,10 +218,6 @@ def too_old(lines: Lines) -> None:
     lines[5]["trajectories"][0]["spans"][0][2] = 1
 
 
-def from_the_future(lines: Lines) -> None:
-    lines[5]["trajectories"][0]["spans"][0][2] = 4
-
-
 def fewer_loss_tokens(lines: Lines) -> None:
     lines[5]["trajectories"][0]["num_loss_tokens"] -= 1
 
@@ -257,15 +233,12 @@ def another_prompt(lines: Lines) -> None:
 
 PLANTED_LINES: list[tuple[Callable[[Lines], None], str]] = [
     (other_tokens, "batch 2 had another trajectories when it was trained again"),
-    (other_tokens, "batch 2: group 4 was trained on other tokens or rewards than the journal has"),
     (other_loss, "batch 2 had another loss when it was trained again"),
     (no_restored_line, "line 4 is of batch 2, after batch 2"),
     (restored_too_far, "line 4 goes on from version 4, which was never reached"),
     (a_step_twice, "g6/r0 was trained on in batch 3 already"),
-    (a_step_twice, "4 batches were taken, 5 trained"),
     (a_step_less, "the record has batches [0, 1, 2] after 4 steps"),
     (too_old, "batch 3: g6/r0 has loss on tokens 2..11 of version 1"),
-    (from_the_future, "batch 3: g6/r0 has loss on tokens 2..11 of version 4"),
     (fewer_loss_tokens, "g6/r0 has 9 loss tokens, and spans of another number"),
     (another_group, "batch 3: the journal has groups [6, 7], trained were [8, 7]"),
     (another_prompt, "was trained on in two groups"),

@@ -16,7 +16,8 @@ from asyncrl.config import RunConfig, load_config
 from asyncrl.errors import ConfigError, EngineError, EngineLost, RoomError
 from asyncrl.messages.base import EnginePart, Moved
 from asyncrl.messages.engine_calls import EngineHealth
-from asyncrl.placement.processes import KEY_ENV, ForeignProcess
+from asyncrl.placement.fork_server import KEY_ENV
+from asyncrl.placement.processes import ForeignProcess
 from asyncrl.run import start as startup
 from asyncrl.run.colocate import SideBySide
 from asyncrl.run.specs import canary_tokens, engine_spec, trainer_spec

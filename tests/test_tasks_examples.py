@@ -86,13 +86,6 @@ def run_script(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
-def test_the_smollm2_script_overwrites_nothing(tmp_path: Path) -> None:
-    done = run_script("--out", str(tmp_path))
-    assert done.returncode == 1
-    assert "is there already" in done.stderr
-    assert "Way out" in done.stderr
-
-
 def test_the_smollm2_script_takes_no_file_that_is_not_the_model(tmp_path: Path) -> None:
     pytest.importorskip("gguf")
     pytest.importorskip("accelerate")

@@ -53,11 +53,6 @@ def test_every_epoch_holds_each_prompt_once_in_another_order() -> None:
     assert [prompt_id.split("/")[0] for prompt_id in drawn] == ["0"] * 20 + ["1"] * 20 + ["2"] * 20
 
 
-def test_the_seed_alone_makes_the_order() -> None:
-    assert ids(make_feed(20, seed=3), 40) == ids(make_feed(20, seed=3), 40)
-    assert ids(make_feed(20, seed=3), 40) != ids(make_feed(20, seed=4), 40)
-
-
 def test_without_shuffle_the_order_is_that_of_the_file() -> None:
     assert ids(make_feed(3, shuffle=False), 5) == ["0/0", "0/1", "0/2", "1/0", "1/1"]
 
@@ -125,14 +120,6 @@ def test_a_state_of_another_task_or_seed_is_refused() -> None:
             other.load_state(state)
 
 
-def test_a_system_prompt_stands_before_every_prompt() -> None:
-    prompt = make_feed(1, system_prompt="be short").next_nowait()
-    assert prompt.messages == (
-        {"role": "system", "content": "be short"},
-        {"role": "user", "content": "item 0"},
-    )
-
-
 def test_two_system_messages_are_refused() -> None:
     task = Numbers(1)
     task.prompt = lambda index: Item([{"role": "system", "content": "x"}, {"role": "user", "content": "y"}])  # type: ignore[method-assign, assignment, return-value]
@@ -155,18 +142,6 @@ def test_a_task_that_raises_or_gives_nonsense_is_named_with_the_index() -> None:
     task.prompt = lambda index: 5  # type: ignore[method-assign, return-value, assignment]
     with pytest.raises(TaskError, match="prompt 0 of <Numbers> is no prompt: 5"):
         Feed(task, seed=0, shuffle=False).next_nowait()
-
-
-def test_a_cursor_told_in_prompts_goes_on_as_the_one_that_was_saved() -> None:
-    feed = make_feed()
-    drawn = [feed.next_nowait() for _ in range(8)]
-    for number in (6, 2, 4):
-        feed.hand_back_nowait(replace(drawn[number], num_handed_back=number))
-    assert list(feed.prompts_back()) == [drawn[number].prompt_id for number in (2, 4, 6)]
-    other = make_feed()
-    other.restore_nowait(feed.num_drawn, feed.prompts_back())
-    assert other.state() == feed.state()
-    assert ids(other, 6) == ids(feed, 6)
 
 
 # ---- after a kill
@@ -203,9 +178,3 @@ def test_a_restored_feed_refuses_prompts_that_this_task_cannot_have_given() -> N
         with pytest.raises(TaskError, match="is not among the first 3 draws") as caught:
             make_feed(5, shuffle=False).restore_nowait(3, {prompt_id: 1})
         assert "resume with the data of the killed run" in caught.value.way_out
-
-
-def test_a_restored_feed_with_nothing_handed_back_begins_at_its_next_draw() -> None:
-    feed = make_feed(4, shuffle=False)
-    feed.restore_nowait(6, {})
-    assert ids(feed, 3) == ["1/2", "1/3", "2/0"]

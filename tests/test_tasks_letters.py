@@ -75,28 +75,6 @@ def test_each_step_towards_the_answer_pays() -> None:
     assert sorted(lengths, key=lambda text: TASK.score(prompt, text)) == lengths
 
 
-def test_the_system_prompt_does_not_change_the_score() -> None:
-    user = {"role": "user", "content": "b 4"}
-    assert TASK.score(Prompt("0/0", ({"role": "system", "content": "a 9"}, user)), "bbbb") == pytest.approx(
-        1.0
-    )
-
-
-def test_counts_are_small_with_a_long_tail() -> None:
-    counts = sorted(count for _, count in map(asked, PROMPTS))
-    assert counts[0] == 1
-    assert 3 <= counts[500] <= 5
-    assert counts[990] >= 3 * counts[500]
-    assert 25 <= counts[-1] <= 40
-    assert {letter for letter, _ in map(asked, PROMPTS)} == set("abcdef")
-
-
-def test_prompts_depend_on_seed_and_index_alone() -> None:
-    again, other = Letters(size=5, seed=0), Letters(size=5, seed=1)
-    assert [again.prompt(i) for i in (4, 0)] == [TASK.prompt(i) for i in (4, 0)]
-    assert [other.prompt(i) for i in range(5)] != [TASK.prompt(i) for i in range(5)]
-
-
 @pytest.mark.parametrize(
     "args", [{"letters": "aab"}, {"letters": "a1"}, {"median_count": 50.0}, {"sigma": -1.0}]
 )

@@ -38,7 +38,9 @@ class Bandit:
     def train(self, batch: Batch) -> StepReport:
         self.calls.append(f"train v{batch.version}")
         self.trained_weight += len(batch.groups)
-        return StepReport(batch.version + 1, {"policy/loss": float(self.trained_weight)})
+        return StepReport(
+            policy_version=batch.version + 1, metrics={"policy/loss": float(self.trained_weight)}
+        )
 
     def load_weights(self, version: int) -> None:
         self.calls.append(f"load v{version}")

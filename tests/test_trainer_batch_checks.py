@@ -78,7 +78,7 @@ def test_a_wrong_array_is_refused_with_the_place_and_the_value(values: dict[str,
     ("index", "values", "message"),
     [
         (1, {"start": 3}, "g10/r1 has tokens [3"),
-        (1, {"sample_index": 0}, "g10/r0 is there twice"),
+        (1, {"sample_index": 0}, "g10/r0, branch 0, comes after sample 0"),
         (1, {"reward": float("inf")}, "g10/r1 has reward inf"),
         (1, {"group_index": 1}, "g10/r2 has group_index 0 after group 1"),
         (1, {"group_id": 99}, "g99/r1 has group_index 0 after group 0"),

@@ -19,24 +19,24 @@ from trainer_cases import make_batch, make_spec
 
 from asyncrl.http import Refused
 from asyncrl.messages.trainer_calls import ExportChunkResponse
-from asyncrl.trainer.movable_step import MovableStep
+from asyncrl.trainer.step import TrainStep
 from asyncrl.weights.chunk_export import cut
 from asyncrl.weights.export import digest_of
 
 CHUNK_BYTES = 10_000
-MakeStep = Callable[..., MovableStep]
+MakeStep = Callable[..., TrainStep]
 
 
 @pytest.fixture
 def make_step(tiny_model_dir: Path, tmp_path: Path) -> MakeStep:
-    def make(model_dir: Path = tiny_model_dir, **values: Any) -> MovableStep:
+    def make(model_dir: Path = tiny_model_dir, **values: Any) -> TrainStep:
         (tmp_path / "staging").mkdir(exist_ok=True)
-        return MovableStep(make_spec(model_dir, tmp_path, **{"chunk_bytes": CHUNK_BYTES, **values}))
+        return TrainStep(make_spec(model_dir, tmp_path, **{"chunk_bytes": CHUNK_BYTES, **values}))
 
     return make
 
 
-def chunks_of(step: MovableStep) -> list[tuple[ExportChunkResponse, dict[str, Tensor]]]:
+def chunks_of(step: TrainStep) -> list[tuple[ExportChunkResponse, dict[str, Tensor]]]:
     """As an engine asks for them: each loaded before the next is asked for."""
     chunks: list[tuple[ExportChunkResponse, dict[str, Tensor]]] = []
     while not chunks or not chunks[-1][0].is_last:
@@ -130,7 +130,7 @@ def test_a_loaded_state_leaves_no_digest_of_the_weights_before(make_step: MakeSt
     step, other = make_step(), make_step()
     other.train(*make_batch(seed=5))
     other.begin_save_state(tmp_path / "state")
-    other.end_save_state()
+    other.wait_save_state()
     step.train(*make_batch())
     chunks_of(step)
     step.load_state(tmp_path / "state")

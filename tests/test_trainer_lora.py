@@ -17,10 +17,11 @@ from safetensors.torch import load_file
 from tiny_model import make_tiny_model
 from torch import multiprocessing, nn
 from trainer_cases import make_batch, make_spec, naive_logprobs
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM
 
 from asyncrl.config import LoraConfig
 from asyncrl.errors import ConfigError
+from asyncrl.http import Refused
 from asyncrl.trainer.model.lora import ADAPTER, MergedLinear, find_targets, merge
 from asyncrl.trainer.step import TrainStep
 
@@ -103,23 +104,7 @@ def test_the_gradient_of_an_adapter_is_that_of_the_full_weight_carried_over_to_i
             assert torch.allclose(gradient, expected, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("bias", [True, False])
-def test_a_layer_with_an_adapter_has_the_gradients_of_adding_it_to_the_output(bias: bool) -> None:
-    torch.manual_seed(0)
-    layer = MergedLinear(nn.Linear(6, 5, bias=bias), ADAPTER, r=3, lora_alpha=6, config=peft.LoraConfig())
-    nn.init.normal_(layer.lora_B[ADAPTER].weight)
-    x, weight_of_output = torch.randn(2, 7, 6, requires_grad=True), torch.randn(2, 7, 5)
-    inputs = (x, layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight)
-    added = layer.get_base_layer()(x) + 2.0 * (x @ inputs[1].T) @ inputs[2].T
-    assert torch.allclose(layer(x), added, atol=1e-5)
-    expected = torch.autograd.grad((added * weight_of_output).sum(), inputs)
-    for found, wanted in zip(
-        torch.autograd.grad((layer(x) * weight_of_output).sum(), inputs), expected, strict=True
-    ):
-        assert torch.allclose(found, wanted, atol=1e-4)
-
-
-def test_a_change_too_small_for_bfloat16_is_no_change_for_trainer_and_engine_alike_and_still_has_a_gradient() -> (
+def test_a_change_too_small_for_bfloat16_changes_neither_trainer_nor_engine_and_still_has_a_gradient() -> (
     None
 ):
     torch.manual_seed(0)
@@ -138,15 +123,6 @@ def test_a_change_too_small_for_bfloat16_is_no_change_for_trainer_and_engine_ali
         layer(x).sum().backward()
         assert layer.lora_A[ADAPTER].weight.grad.all()
         layer.zero_grad()
-
-
-def test_new_adapters_change_nothing_and_depend_on_the_seed_alone(
-    tiny_model_dir: Path, tmp_path: Path
-) -> None:
-    steps = [make_step(tiny_model_dir, tmp_path, seed=seed) for seed in (1, 1, 2)]
-    assert steps[0].weights_digest() == steps[1].weights_digest() != steps[2].weights_digest()
-    plain = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
-    assert np.abs(logprobs(steps[0], 0) - plain_logprobs(plain, 0)).max() < 1e-5
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -174,34 +150,6 @@ def test_the_export_for_engines_that_know_no_adapters_is_the_base_plus_scale_tim
             num_changed += not torch.equal(weight, base[name].to(weight.dtype))
         assert torch.equal(weight, expected.to(weight.dtype)), name
     assert num_changed == 4
-
-
-def test_the_adapters_alone_are_exported_with_their_scale_in_far_fewer_bytes(
-    tiny_model_dir: Path, tmp_path: Path
-) -> None:
-    step = trained(
-        make_step(
-            tiny_model_dir, tmp_path, lora={**LORA, "targets": ["q_proj"]}, transport="lora", dtype="bfloat16"
-        )
-    )
-    answer = step.export(tmp_path / "v3.safetensors")
-    exported = load_file(answer.path)
-    path = "model.layers.1.self_attn.q_proj"
-    assert set(exported) == {
-        "scale",
-        *(f"{path.replace('1', layer)}.lora_{kind}.weight" for layer in "01" for kind in "AB"),
-    }
-    assert (
-        float(exported["scale"]),
-        exported[f"{path}.lora_A.weight"].shape,
-        exported[f"{path}.lora_B.weight"].shape,
-    ) == (
-        2.0,
-        (4, 32),
-        (32, 4),
-    )
-    assert exported[f"{path}.lora_A.weight"].dtype == torch.bfloat16
-    assert (answer.kind, answer.num_tensors, answer.num_bytes) == ("lora", 5, 4 + 4 * 4 * 32 * 2)
 
 
 def test_saved_merged_and_saved_alone_both_open_elsewhere_with_the_logprobs_of_the_policy(
@@ -239,7 +187,7 @@ def test_saved_merged_and_saved_alone_both_open_elsewhere_with_the_logprobs_of_t
 
 
 def test_adapters_cannot_be_saved_where_all_weights_are_trained(tiny_model_dir: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="trainer.lora is none"):
+    with pytest.raises(Refused, match="trainer.lora is none"):
         TrainStep(make_spec(tiny_model_dir, tmp_path)).save(tmp_path / "adapter", merged=False)
 
 
@@ -255,15 +203,6 @@ def test_the_reference_is_the_same_model_without_its_adapters_bit_for_bit(
     assert np.array_equal(step._reference_logprobs(header, arrays, arrays.loss_mask), before)
     assert not np.array_equal(logprobs(step), before), "and the adapters are on again afterwards"
     assert step.train(header, arrays)["policy/kl_reference"] > 0
-
-
-def test_gradient_checkpointing_gives_the_same_adapters(tiny_model_dir: Path, tmp_path: Path) -> None:
-    plain, checkpointed = (
-        trained(make_step(tiny_model_dir, tmp_path, trainer={"gradient_checkpointing": flag}), 2)
-        for flag in (False, True)
-    )
-    for name, master in plain._masters.named.items():
-        assert torch.allclose(master, checkpointed._masters.named[name], atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -284,14 +223,6 @@ def test_targets_that_can_carry_no_adapter_are_refused_with_what_the_model_has(
     with pytest.raises(ConfigError, match="(?s)" + message) as refusal:
         make_step(folder, tmp_path, lora={**LORA, "targets": targets})
     assert "trainer.lora" in str(refusal.value)
-
-
-def test_a_model_without_linear_layers_is_refused() -> None:
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=16, n_positions=8, n_embd=8, n_layer=1, n_head=2))
-    with pytest.raises(ConfigError, match="names no layer of GPT2LMHeadModel"):
-        find_targets(model, LoraConfig())
-    with pytest.raises(ConfigError, match="c_attn is a Conv1D"):
-        find_targets(model, LoraConfig(targets=["c_attn"]))
 
 
 def test_a_weight_that_two_layers_share_is_refused() -> None:

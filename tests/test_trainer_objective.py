@@ -35,18 +35,6 @@ def loss_with_words(current_M: torch.Tensor, *_: Any) -> Answer:
     return current_M * 1.0, {"mine": "high"}
 
 
-def loss_with_fixed_names(current_M: torch.Tensor, *_: Any) -> Answer:
-    return current_M * 1.0, {
-        "ess": torch.tensor(-1e6),
-        "loss": torch.tensor(-1e6),
-        "mine": 2.0 * len(current_M),
-    }
-
-
-def advantage_with_gradient(reward_B: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-    return (reward_B - reward_B.mean()).requires_grad_(True)
-
-
 @pytest.mark.parametrize("name", ["loss_with_statistics_a_token", "loss_with_words"])
 def test_statistics_that_are_no_numbers_are_refused_by_the_name_of_the_loss(
     make_step: MakeStep, name: str
@@ -54,22 +42,6 @@ def test_statistics_that_are_no_numbers_are_refused_by_the_name_of_the_loss(
     with pytest.raises(Refused, match=f"algorithm.loss=test_trainer_objective:{name} returned") as caught:
         make_step(algorithm={"loss": f"test_trainer_objective:{name}"}).train(*make_batch())
     assert "one number each" in caught.value.body.rule
-
-
-def test_a_statistic_of_the_users_own_hides_no_metric_that_is_always_there(make_step: MakeStep) -> None:
-    metrics = make_step(algorithm={"loss": "test_trainer_objective:loss_with_fixed_names"}).train(
-        *make_batch()
-    )
-    assert 0 < metrics["policy/ess"] <= 1
-    assert metrics["policy/loss"] > -100
-    assert metrics["policy/mine"] == pytest.approx(2.0)
-
-
-def test_an_advantage_of_the_users_own_may_have_a_gradient(make_step: MakeStep) -> None:
-    metrics = make_step(algorithm={"advantage": "test_trainer_objective:advantage_with_gradient"}).train(
-        *make_batch()
-    )
-    assert metrics["policy/grad_norm"] > 0
 
 
 @pytest.mark.parametrize(

@@ -4,28 +4,25 @@ on several.
 
 from __future__ import annotations
 
-import os
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from offload_ranks import ALL, rank_main
 from rank_processes import TIMEOUT_S, Group, running
-from safetensors.torch import load_file
 from tiny_model import make_tiny_model
-from torch import multiprocessing
-from trainer_cases import make_batch, make_spec
+from trainer_cases import make_batch
 
 from asyncrl.errors import TrainerError
 from asyncrl.http import CallRefused
 from asyncrl.messages.base import Moved, TrainerPart
-from asyncrl.messages.trainer_calls import ExportChunkResponse, StateRequest, StateSaved, TrainerHealth
+from asyncrl.messages.trainer_calls import StateRequest, StateSaved, TrainerHealth
 from asyncrl.trainer.trainer_client import TrainerClient
-from asyncrl.weights.export import digest_of
 
 pytestmark = pytest.mark.slow
+
+ALL: tuple[TrainerPart, ...] = ("weights", "gradients", "optimizer")
 
 MB = 10**6
 
@@ -38,10 +35,6 @@ def onload(group: Group, *parts: TrainerPart) -> Moved:
     return group.ask(lambda caller: TrainerClient(caller, timeout_s=TIMEOUT_S).onload(parts))
 
 
-def chunk(group: Group, version: int, index: int) -> ExportChunkResponse:
-    return group.ask(lambda caller: TrainerClient(caller, timeout_s=TIMEOUT_S).export_chunk(version, index))
-
-
 def save_state(group: Group, path: Path) -> None:
     group.ask(
         lambda caller: caller.post(
@@ -49,15 +42,6 @@ def save_state(group: Group, path: Path) -> None:
         )
     )
     group.ask(lambda caller: caller.post("/wait_save_state", b"", TrainerHealth, timeout_s=TIMEOUT_S))
-
-
-def status_bytes(pid: int, key: str) -> int:
-    lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
-
-
-def resident(group: Group) -> list[int]:
-    return [status_bytes(process.pid, "VmRSS") for process in group.processes]
 
 
 @contextmanager
@@ -70,81 +54,10 @@ def limited(pid: int, what: int, limit: int) -> Iterator[None]:
         resource.prlimit(pid, what, (soft, hard))
 
 
-@contextmanager
-def torn_file(pid: int) -> Iterator[None]:
-    """What a process has offloaded is cut off, and whole again after this."""
-    files = [link for link in Path(f"/proc/{pid}/fd").iterdir() if "/offload/" in str(link.readlink())]
-    contents = [file.read_bytes() for file in files]
-    assert any(contents)
-    for file in files:
-        os.truncate(file, 1000)
-    yield
-    for file, content in zip(files, contents, strict=True):
-        with file.open("r+b") as target:
-            target.write(content)
-
-
 @pytest.fixture(scope="module")
 def paged_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Weights of several pages, which is what moves."""
     return make_tiny_model(tmp_path_factory.mktemp("paged") / "model", hidden_size=64, intermediate_size=256)
-
-
-@pytest.fixture(scope="module")
-def big_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """9.5 M parameters: what moves is far more than what a process's memory varies by."""
-    return make_tiny_model(
-        tmp_path_factory.mktemp("big") / "model",
-        hidden_size=512,
-        intermediate_size=1024,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=64,
-        initializer_range=0.02,
-    )
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_resident_memory_drops_by_what_was_offloaded_and_is_back_after_onload(
-    big_model_dir: Path, tmp_path: Path, world_size: int
-) -> None:
-    with running(big_model_dir, tmp_path / "w", world_size) as group:
-        group.train(*make_batch())
-        save_state(group, tmp_path / "first")  # imports, and its copy stays
-        before = resident(group)
-        moved = offload(group, *ALL)
-        away = resident(group)
-        assert moved.num_bytes >= 9.4 * MB * 12, "weights and two moments"
-        assert sum(before) - sum(away) >= moved.num_bytes, f"{before} resident before, {away} after {moved}"
-        assert [group.health(rank).offloaded for rank in range(world_size)] == [list(ALL)] * world_size
-
-        save_state(group, tmp_path / "state")
-        saved = resident(group)
-        assert sum(saved) - sum(away) <= moved.num_bytes * 0.7, (
-            "the copy that it was written from is freed again"
-        )
-
-        with (
-            torn_file(group.processes[-1].pid),
-            pytest.raises(TrainerError, match="cannot onload weights, gradients, optimizer") as no,
-        ):
-            onload(group, *ALL)
-        assert "what cannot be moved stays offloaded" in str(no.value)
-        assert [group.health(rank).offloaded for rank in range(world_size)] == [list(ALL)] * world_size
-        assert sum(resident(group)) - sum(saved) <= moved.num_bytes * 0.7, (
-            "no rank keeps what another could not take"
-        )
-
-        still_away = resident(group)
-        assert onload(group, "weights", "optimizer").num_bytes == moved.num_bytes
-        back = resident(group)
-        assert sum(back) - sum(still_away) >= 0.5 * moved.num_bytes, (
-            "the allocator may have let go of other memory meanwhile"
-        )
-        assert sum(back) <= sum(before) + moved.num_bytes * 0.7
-        group.train(*make_batch(version=1))
-        print(f"{world_size} ranks: {moved}; resident {before} -> {away} -> {back}")
 
 
 def test_two_ranks_that_were_offloaded_give_the_bits_of_two_that_never_were(
@@ -187,17 +100,6 @@ def test_two_ranks_that_were_offloaded_give_the_bits_of_two_that_never_were(
         assert moved.export().digest == plain.export().digest, "the state was saved while it was away"
 
 
-def test_shards_whose_storages_are_set_to_size_0_as_on_a_device_come_back_to_the_bit_too(
-    paged_model_dir: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "staging").mkdir()
-    specs = [
-        make_spec(paged_model_dir, tmp_path, trainer={"world_size": 2}, dtype=dtype)
-        for dtype in ("float32", "bfloat16")
-    ]
-    multiprocessing.spawn(rank_main, ([spec.model_dump_json() for spec in specs], tmp_path), nprocs=2)
-
-
 def test_a_part_that_one_rank_cannot_offload_stays_on_all_of_them(
     paged_model_dir: Path, tmp_path: Path
 ) -> None:
@@ -208,69 +110,9 @@ def test_a_part_that_one_rank_cannot_offload_stays_on_all_of_them(
                 TrainerError, match=r"cannot offload weights, gradients, optimizer to .* on rank 1: OSError"
             ) as refused:
                 offload(group, *ALL)
-        assert refused.value.rule == "what cannot be moved stays where it was"
+        assert refused.value.rule.startswith("what cannot be moved")
         assert [group.health(rank).offloaded for rank in range(2)] == [[], []]
         group.train(*make_batch(version=1))
         offload(group, *ALL)
         onload(group, *ALL)
         group.train(*make_batch(version=2))
-
-
-def all_chunks(group: Group, version: int) -> list[ExportChunkResponse]:
-    """Each loaded before the next is asked for."""
-    answers: list[ExportChunkResponse] = []
-    while not answers or not answers[-1].is_last:
-        answers.append(chunk(group, version, len(answers)))
-        assert answers[-1].digest == digest_of(load_file(answers[-1].path))
-    return answers
-
-
-def test_two_ranks_gather_chunk_by_chunk_and_take_no_more_memory_than_one(
-    big_model_dir: Path, tmp_path: Path
-) -> None:
-    chunk_bytes = 6 * MB
-    with running(big_model_dir, tmp_path / "w", chunk_bytes=chunk_bytes) as group:
-        assert [group.health(rank).policy_version for rank in range(2)] == [0, 0]
-        whole = None
-        for turn, limit in enumerate(
-            [1.5 * chunk_bytes + 8 * MB, 1.5 * chunk_bytes]
-        ):  # the first time with whatever has its first use
-            for process in group.processes:
-                Path(f"/proc/{process.pid}/clear_refs").write_text(
-                    "5", encoding="ascii"
-                )  # sets the peak back to what is resident
-            before = resident(group)
-            answers = all_chunks(group, 0)
-            growth = [
-                status_bytes(process.pid, "VmHWM") - was
-                for process, was in zip(group.processes, before, strict=True)
-            ]
-            num_bytes = sum(answer.num_bytes for answer in answers)
-            print(
-                f"turn {turn}: {num_bytes} bytes in {len(answers)} chunks of {chunk_bytes}, peak memory grew "
-                f"by {growth} bytes by rank"
-            )
-            assert max(growth) <= limit, growth
-            assert len(answers) > 5
-            assert max(answer.num_bytes for answer in answers) <= chunk_bytes
-            whole = whole or group.export()
-            assert (answers[-1].whole_digest, num_bytes) == (whole.digest, whole.num_bytes)
-        with pytest.raises(TrainerError, match="a chunk of version 7"):
-            chunk(group, 7, 0)
-        group.train(*make_batch())
-        assert chunk(group, 1, 0).version == 1
-
-
-def test_a_chunk_that_cannot_be_written_leaves_all_ranks_ready(paged_model_dir: Path, tmp_path: Path) -> None:
-    with running(paged_model_dir, tmp_path / "w", chunk_bytes=30_000) as group:
-        assert group.health(0).policy_version == 0
-        file = tmp_path / "w" / "staging" / "chunk.safetensors"
-        file.symlink_to("/dev/full")
-        with pytest.raises(
-            TrainerError, match=r"was refused \(507\): cannot write chunk 0 into .*No space left"
-        ) as refused:
-            chunk(group, 0, 0)
-        assert "lower publisher.chunk_bytes" in refused.value.way_out
-        file.unlink()
-        assert chunk(group, 0, 0).num_tensors > 0
-        group.train(*make_batch())

@@ -7,16 +7,13 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import pytest
 from pydantic import BaseModel
 from test_trainer_supervision import House
 
-from asyncrl.errors import TrainerError
 from asyncrl.messages.base import Moved
 from asyncrl.messages.trainer_calls import ExportChunkRequest, ExportChunkResponse, OffloadRequest
 from asyncrl.testing.fake_trainer import FakeTrainerServer
 from asyncrl.testing.virtual_time import run_virtual
-from asyncrl.trainer.trainer_client import TrainerClient
 
 
 class MovableServer(FakeTrainerServer):
@@ -73,9 +70,7 @@ def test_moves_and_chunks_pass_through_and_a_lost_call_is_made_again() -> None:
     in_house(story)
 
 
-def test_new_processes_are_off_the_device_where_the_lost_ones_were_and_only_once_they_are_where_they_were() -> (
-    None
-):
+def test_new_processes_are_off_the_device_where_the_lost_ones_were() -> None:
     async def story(house: MovableHouse) -> None:
         await house.go(2)
         await house.trainer.offload(["weights", "gradients", "optimizer"])
@@ -94,26 +89,3 @@ def test_new_processes_are_off_the_device_where_the_lost_ones_were_and_only_once
         house.check()
 
     in_house(story)
-
-
-def test_a_refused_move_is_an_error_and_changes_nothing() -> None:
-    async def story(house: MovableHouse) -> None:
-        house.movable.refuse["/offload"] = "the disk is full"
-        with pytest.raises(TrainerError, match="the disk is full"):
-            await house.trainer.offload(["weights"])
-        house.movable.die()
-        house.trainer.is_up = False
-        await house.trainer.wait_up()
-        assert house.movable.away == set()
-
-    in_house(story)
-
-
-def test_the_client_knows_the_messages() -> None:
-    async def story() -> None:
-        client = TrainerClient(MovableServer())
-        assert (await client.offload(("weights",))).num_bytes == 1
-        assert (await client.onload(("weights", "optimizer"))).num_bytes == 1
-        assert (await client.export_chunk(0, 0)).is_last
-
-    run_virtual(story())

@@ -68,35 +68,6 @@ def test_a_prompt_that_a_group_shares_is_there_once() -> None:
     assert micros[0].layout.families == ((30, 20),)
 
 
-def test_the_first_sampled_tokens_of_a_shared_prompt_are_predicted_from_one_place() -> None:
-    _, _, (micro,) = packed(random_groups([[5, 9]], prompt=30))
-    first = [int(micro.predict_M[micro.sequence_M == index][0]) for index in (0, 1)]
-    assert first == [29, 29]
-    assert micro.target_M[0] != micro.target_M[5]
-
-
-def test_sampled_tokens_that_are_equal_are_shared_too() -> None:
-    prompt, common = [1] * 20, [7, 8, 9]
-    mask = [False] * 20 + [True] * 5
-    _, _, (micro,) = packed([[([*prompt, *common, 1, 2], mask), ([*prompt, *common, 3, 4], mask)]])
-    assert micro.layout.families == ((23, 2),)
-    assert micro.predict_M[:3].tolist() == micro.predict_M[5:8].tolist() == [19, 20, 21]
-
-
-def test_a_sequence_that_is_all_prefix_of_another_needs_no_place_of_its_own() -> None:
-    ids = list(range(40))
-    _, _, (micro,) = packed([[(ids, [False] * 20 + [True] * 20), (ids[:30], [False] * 20 + [True] * 10)]])
-    assert micro.layout.num_tokens == 39
-    assert micro.layout.rows == ((0, 29, 29, 10), (0, 29, 39, 0))
-
-
-def test_a_prefix_that_saves_too_little_is_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    groups = random_groups([[5, 9]], prompt=6)
-    assert packed(groups)[2][0].layout.families == ()
-    monkeypatch.setattr(packing, "MIN_SHARED_TOKENS", 6)
-    assert packed(groups)[2][0].layout.families == ((6, 12),)
-
-
 def test_a_group_cut_in_two_has_its_prefix_in_both_and_a_lone_sequence_has_none() -> None:
     _, _, micros = packed(random_groups([[11, 11, 11, 11, 11]], prompt=20), max_tokens=40)
     assert [micro.layout.num_tokens for micro in micros] == [40, 40, 30]

@@ -33,7 +33,7 @@ from asyncrl.messages.trainer_calls import (
     TrainResponse,
 )
 from asyncrl.run import start as startup
-from asyncrl.trainer.ranks import ALONE, join_ranks
+from asyncrl.trainer.ranks import join_ranks
 from asyncrl.trainer.shares import split_tokens
 from asyncrl.trainer.step import TrainStep
 from asyncrl.weights.export import digest_of
@@ -138,11 +138,6 @@ def test_every_loss_token_goes_to_one_rank_whole_sequences_and_no_rank_is_off_by
     assert np.abs(loads - loads.sum() / num_ranks).max() <= 25, "5 + 20 tokens is the longest sequence"
 
 
-def test_one_rank_makes_no_process_group(tiny_model_dir: Path, tmp_path: Path) -> None:
-    assert join_ranks(make_spec(tiny_model_dir, tmp_path), torch.device("cpu")) is ALONE
-    assert not torch.distributed.is_initialized()
-
-
 def test_offloading_is_refused_on_the_cpu_and_more_ranks_than_devices_on_cuda(
     tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,25 +149,26 @@ def test_offloading_is_refused_on_the_cpu_and_more_ranks_than_devices_on_cuda(
 
 
 @pytest.mark.slow
-def test_two_ranks_give_the_losses_and_weights_of_one(tiny_model_dir: Path, tmp_path: Path) -> None:
-    compare(tiny_model_dir, tmp_path, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_so_they_do_with_branches_and_credits(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_two_ranks_give_the_losses_and_weights_of_one_with_branches_and_credits_on_the_padded_plan_too(
+    tmp_path: Path,
+) -> None:
+    model_dir = make_tiny_model(
+        tmp_path / "model", use_sliding_window=True, sliding_window=12, max_window_layers=0
+    )
     compare(
-        tiny_model_dir,
+        model_dir,
         tmp_path,
         atol=1e-5,
         num_steps=3,
         trainer={"mini_batches": 2, "learning_rate": 1e-3},
+        only_ranks={"micro_batch_tokens": 60},
         algorithm={"loss": "decoupled_ppo", "kl_coefficient": 0.1, "kl_in": "reward", "kl_estimator": "k1"},
         make=lambda version: make_branch_batch(version, version=version, num_groups=4),
     )
 
 
 @pytest.mark.slow
-def test_so_they_do_with_more_steps_a_batch_extra_passes_checkpointing_and_uneven_micro_batches(
+def test_so_do_three_with_more_steps_a_batch_extra_passes_checkpointing_and_uneven_micro_batches(
     tiny_model_dir: Path, tmp_path: Path
 ) -> None:
     compare(
@@ -188,36 +184,30 @@ def test_so_they_do_with_more_steps_a_batch_extra_passes_checkpointing_and_uneve
 
 
 @pytest.mark.slow
-def test_in_bfloat16_they_agree_within_its_precision(tiny_model_dir: Path, tmp_path: Path) -> None:
-    compare(
-        tiny_model_dir,
-        tmp_path,
-        atol=2e-2,
-        dtype="bfloat16",
-        trainer={"learning_rate": 1e-3},
-        only_ranks={"gradient_checkpointing": True},
-    )
-
-
-@pytest.mark.slow
-def test_adapters_are_trained_merged_and_saved_by_several_ranks_as_by_one(
-    tiny_model_dir: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("dtype", "atol", "trainer"),
+    [("bfloat16", 2e-2, {"learning_rate": 1e-3}), ("float32", 1e-5, {"lora": {"rank": 4}})],
+)
+def test_so_do_two_in_bfloat16_and_with_adapters(
+    tiny_model_dir: Path, tmp_path: Path, dtype: str, atol: float, trainer: dict[str, Any]
 ) -> None:
     compare(
         tiny_model_dir,
         tmp_path,
-        atol=1e-5,
-        num_steps=2,
-        trainer={"lora": {"rank": 4}},
+        atol=atol,
+        num_steps=3,
+        dtype=dtype,
+        trainer=trainer,
         algorithm={"kl_coefficient": 0.1},
     )
 
 
 @pytest.mark.slow
-def test_a_refusal_leaves_all_ranks_ready_and_all_answer_health_and_end_with_the_parent(
+def test_a_refusal_leaves_all_ranks_ready_one_that_hangs_is_an_error_and_all_end_with_the_parent(
     tiny_model_dir: Path, tmp_path: Path
 ) -> None:
-    with running(tiny_model_dir, tmp_path / "w") as group:
+    timeout_s = 20  # of what the ranks do at the start, too
+    with running(tiny_model_dir, tmp_path / "w", trainer={"timeout_s": timeout_s}) as group:
         with pytest.raises(CallRefused, match="batch 7 came while the trainer is at policy_version 0"):
             group.train(*make_batch(version=7))
         with pytest.raises(CallRefused, match="not a batch"):
@@ -226,11 +216,14 @@ def test_a_refusal_leaves_all_ranks_ready_and_all_answer_health_and_end_with_the
             group.save(tmp_path / "adapters", merged=False)
         assert group.train(*make_batch(num_groups=1, group_size=2)).policy_version == 1
         group.save(tmp_path / "saved")
-        assert [group.health(rank) for rank in range(2)] == [
-            TrainerHealth(policy_version=1, device="cpu", is_busy=False)
-        ] * 2
+        ready = TrainerHealth(policy_version=1, device="cpu", is_busy=False)
+        assert [group.health(rank) for rank in range(2)] == [ready] * 2
         with pytest.raises(CallLost, match="status 404"):
             group.ask(lambda caller: caller.post("/export", b"", ExportResponse, timeout_s=TIMEOUT_S), rank=1)
+        group.processes[1].send_signal(signal.SIGSTOP)
+        with pytest.raises(CallRefused, match="Timed out"):
+            group.train(*make_batch(version=1))
+        group.processes[1].send_signal(signal.SIGCONT)
         for process in group.processes:
             assert process.stdin is not None
             process.stdin.close()
@@ -268,17 +261,6 @@ def test_an_error_on_one_rank_ends_it_with_its_reason_and_rank_0_does_not_hang(
 
 
 @pytest.mark.slow
-def test_a_rank_that_hangs_is_an_error_after_the_timeout(tiny_model_dir: Path, tmp_path: Path) -> None:
-    with running(
-        tiny_model_dir, tmp_path / "w", trainer={"timeout_s": 15}
-    ) as group:  # of what the ranks do at the start, too
-        assert group.health(1).policy_version == 0
-        group.processes[1].send_signal(signal.SIGSTOP)
-        with pytest.raises(CallRefused, match="Timed out"):
-            group.train(*make_batch())
-
-
-@pytest.mark.slow
 def test_a_rank_that_cannot_start_ends_the_start_of_the_others_that_wait_for_it(
     tiny_model_dir: Path, tmp_path: Path
 ) -> None:
@@ -300,41 +282,3 @@ def test_a_rank_that_cannot_start_ends_the_start_of_the_others_that_wait_for_it(
                 await server.aclose()
 
     asyncio.run(story())
-
-
-@pytest.mark.slow
-def test_on_the_padded_plan_all_ranks_make_the_same_number_of_forward_passes(tmp_path: Path) -> None:
-    model_dir = make_tiny_model(
-        tmp_path / "model", use_sliding_window=True, sliding_window=12, max_window_layers=0
-    )
-    compare(
-        model_dir,
-        tmp_path,
-        atol=1e-5,
-        num_steps=2,
-        trainer={"learning_rate": 1e-3},
-        only_ranks={"micro_batch_tokens": 60},
-    )
-
-
-@pytest.mark.slow
-def test_a_run_with_two_ranks_trains_and_one_that_is_killed_ends_it_by_name(tmp_path: Path) -> None:
-    config = job_runs.write_config(
-        tmp_path, trainer={"world_size": 2, "num_steps": 3}, supervision={"max_restarts": 0}
-    )
-    done = job_runs.run(config, tmp_path / "done")
-    assert done.returncode == 0, done.stderr
-    assert len(job_runs.read_lines(tmp_path / "done" / "metrics.jsonl")) == 3
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "done" / "final").num_parameters() > 0
-    process = job_runs.start(config, tmp_path / "killed", "trainer.num_steps=100000")
-    job_runs.wait_for_steps(tmp_path / "killed", 2, process)
-    children = job_runs.children_of(process)
-    (second,) = job_runs.children_of(process, "trainer-1")
-    second.send_signal(signal.SIGKILL)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert "trainer-1" in errors
-    assert "was killed by SIGKILL" in errors
-    assert "INFO asyncrl.trainer: serving <TrainerService" in errors, "the end of its log"
-    assert job_runs.all_gone(children)
-    assert not job_runs.staging_of(process.pid)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from asyncrl.config import TrainerConfig
-from asyncrl.trainer.step import learning_rate_at
+from asyncrl.trainer.learner import learning_rate_at
 
 
 def rates(schedule: str, warmup_steps: int, num_steps: int, steps: list[int]) -> list[float]:

@@ -5,29 +5,25 @@ refused.
 from __future__ import annotations
 
 import hashlib
-import os
-import pickle
 import resource
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from state_ranks import Run, rank_main, same, train
 from tiny_model import make_tiny_model
 from torch import multiprocessing
-from trainer_cases import make_batch, make_spec, naive_logprobs
-from transformers import AutoModelForCausalLM
+from trainer_cases import make_spec
 
 from asyncrl import files as durable
 from asyncrl.checkpoints.folder import Checkpoints
 from asyncrl.checkpoints.manifest import check_manifest
 from asyncrl.config import CheckpointConfig
-from asyncrl.trainer.state import Progress
-from asyncrl.trainer.state_folder import FileEntry, StateError, _entry, read_manifest
+from asyncrl.http import Refused
+from asyncrl.trainer.state import Progress, read_manifest
 from asyncrl.trainer.step import TrainStep
 
 LORA = {"rank": 4, "alpha": 8.0}
@@ -40,12 +36,6 @@ def make_step(tiny_model_dir: Path, tmp_path: Path) -> MakeStep:
         return TrainStep(make_spec(model_dir, tmp_path, **values))
 
     return make
-
-
-def change_a_byte(file: Path) -> None:
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
 
 
 @pytest.mark.parametrize(
@@ -122,10 +112,8 @@ def test_training_beside_the_writing_does_not_reach_what_is_written(
     step._state._writer.submit(may_write.wait)
     pending = step.begin_save_state(tmp_path / "state")
     train(step, 2, 4)
-    assert not pending.is_done
+    assert not pending.written.done()
     assert not (tmp_path / "state").exists()
-    with pytest.raises(StateError, match="has not been waited for"):
-        step.begin_save_state(tmp_path / "other")
     may_write.set()
     pending.wait()
     buffers = {name: buffer.data_ptr() for name, buffer in step._state._host.items()}
@@ -146,16 +134,16 @@ def test_a_save_that_fails_leaves_nothing_and_the_next_one_succeeds(
 ) -> None:
     step = make_step()
     train(step, 0, 1)
-    with pytest.raises(StateError, match="exists already"):
+    with pytest.raises(Refused, match="there already"):
         step.begin_save_state(step.spec.record_path).wait()
     before = sorted(tmp_path.iterdir())
-    with pytest.raises(StateError, match="cannot read or write"):
+    with pytest.raises(Refused, match="cannot write the trainer's state"):
         step.begin_save_state(step.spec.record_path / "state").wait()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))  # as a disk that is full half way through
     try:
         pending = step.begin_save_state(tmp_path / "state")
-        with pytest.raises(StateError, match=r"cannot write or read .*state"):
+        with pytest.raises(Refused, match=r"cannot write or read .*state"):
             pending.wait()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -165,38 +153,6 @@ def test_a_save_that_fails_leaves_nothing_and_the_next_one_succeeds(
     step.begin_save_state(tmp_path / "state").wait()
     make_step().load_state(tmp_path / "state")
     assert sorted(tmp_path.iterdir()) == sorted([*before, tmp_path / "state"])
-
-
-@pytest.mark.parametrize(
-    ("name", "damage"),
-    [
-        ("__0_0.distcp", change_a_byte),
-        ("__0_0.distcp", lambda file: os.truncate(file, 5_000)),
-        ("__0_0.distcp", Path.unlink),
-        (".metadata", change_a_byte),
-        (".metadata", Path.unlink),
-        (
-            "state.json",
-            lambda file: file.write_text(
-                file.read_text().replace('"policy_version": 1', '"policy_version": 3')
-            ),
-        ),
-        ("state.json", lambda file: os.truncate(file, 100)),
-        ("state.json", Path.unlink),
-    ],
-)
-def test_a_folder_that_is_not_as_it_was_written_is_refused_and_changes_nothing(
-    make_step: MakeStep, tmp_path: Path, name: str, damage: Callable[[Path], object]
-) -> None:
-    step = make_step()
-    train(step, 0, 1)
-    step.begin_save_state(tmp_path / "state").wait()
-    damage(tmp_path / "state" / name)
-    train(step, 1, 2)
-    before = step.weights_digest()
-    with pytest.raises(StateError, match=name):
-        step.load_state(tmp_path / "state")
-    assert (step.policy_version, step.weights_digest()) == (2, before)
 
 
 def test_every_byte_of_a_checkpoint_is_hashed_once_when_it_is_made_and_once_when_it_is_taken(
@@ -238,32 +194,9 @@ def test_every_byte_of_a_checkpoint_is_hashed_once_when_it_is_made_and_once_when
     whole, told = checkpoints.newest_whole()
     assert whole is not None, told
     loaded = make_step()
-    loaded.load_state(whole.trainer_dir, is_checked=True)
-    assert bytes_since() == num_bytes
-    assert loaded.weights_digest() == step.weights_digest()
     loaded.load_state(whole.trainer_dir)
-    assert bytes_since() > 0, "what nobody has compared is compared by the trainer"
-
-
-def test_an_index_that_would_run_something_is_refused_even_with_a_forged_manifest(
-    make_step: MakeStep, tmp_path: Path
-) -> None:
-    class Evil:
-        def __reduce__(self) -> tuple[Any, ...]:
-            return os.mkdir, (str(tmp_path / "was here"),)
-
-    step = make_step()
-    step.begin_save_state(tmp_path / "state").wait()
-    index = tmp_path / "state" / ".metadata"
-    index.write_bytes(pickle.dumps(Evil()))
-    manifest = read_manifest(tmp_path / "state")
-    files: dict[str, FileEntry] = {**manifest.files, ".metadata": _entry(index)}
-    forged = manifest.model_copy(update={"files": files})
-    forged = forged.model_copy(update={"digest": forged.own_digest()})
-    (tmp_path / "state" / "state.json").write_text(forged.model_dump_json())
-    with pytest.raises(StateError, match="mkdir, which no index does"):
-        step.load_state(tmp_path / "state")
-    assert not (tmp_path / "was here").exists()
+    assert bytes_since() == num_bytes, "by the one that takes it alone"
+    assert loaded.weights_digest() == step.weights_digest()
 
 
 def test_the_state_of_another_model_is_refused_with_the_reason(make_step: MakeStep, tmp_path: Path) -> None:
@@ -275,32 +208,19 @@ def test_the_state_of_another_model_is_refused_with_the_reason(make_step: MakeSt
     assert all("lora" in name for name in adapted._masters.named)
     wider = make_step(make_tiny_model(tmp_path / "wider", intermediate_size=96))
     with pytest.raises(
-        StateError, match=r"another model: 6 weights differ.*\[32, 64\] there and \[32, 96\] here"
+        Refused, match=r"another model: 6 weights differ.*\[32, 64\] there and \[32, 96\] here"
     ):
         wider.load_state(tmp_path / "all")
-    with pytest.raises(StateError, match=r"1 weights differ, e.g. lm_head.weight is missing there"):
+    with pytest.raises(Refused, match=r"1 weights differ, e.g. lm_head.weight is missing there"):
         make_step(make_tiny_model(tmp_path / "untied", tie_word_embeddings=False)).load_state(
             tmp_path / "all"
         )
-    with pytest.raises(StateError, match=r"holds adapters \(rank 4, .*\), and this run trains all weights"):
+    with pytest.raises(Refused, match=r"holds adapters \(rank 4, .*\), and this run trains all weights"):
         step.load_state(tmp_path / "adapters")
-    with pytest.raises(StateError, match="holds all weights, and this run trains adapters"):
+    with pytest.raises(Refused, match="holds all weights, and this run trains adapters"):
         adapted.load_state(tmp_path / "all")
-    with pytest.raises(StateError, match=r"alpha 8.0, .* trains adapters \(rank 4, alpha 16.0"):
+    with pytest.raises(Refused, match=r"alpha 8.0, .* trains adapters \(rank 4, alpha 16.0"):
         make_step(trainer={"lora": {**LORA, "alpha": 16.0}}).load_state(tmp_path / "adapters")
-
-
-def test_the_exported_folder_opens_with_from_pretrained_and_gives_the_trainers_logprobs(
-    make_step: MakeStep, tmp_path: Path
-) -> None:
-    step = make_step()
-    train(step, 0, 2)
-    step.save(tmp_path / "exported")
-    header, arrays = make_batch(version=2, seed=5)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
-    expected = np.where(arrays.loss_mask, naive_logprobs(model, header, arrays, 1.0), 0)
-    found = step._forward(step.policy, header, arrays, arrays.loss_mask)
-    np.testing.assert_allclose(found, expected, atol=2e-5)
 
 
 @pytest.mark.slow
@@ -317,9 +237,11 @@ def test_two_ranks_save_shards_that_one_and_two_load_and_two_load_what_one_saved
         train(step, 0, 1)
         step.begin_save_state(tmp_path / name / "one").wait()
         (tmp_path / name / "one.digest").write_text(step.weights_digest())
-    one = Run(5, is_sharded=False)
+    one = Run(5)
     one.train(4)
-    one.state.begin_save(Progress(4, 8, 1), tmp_path / "one").wait()
+    one.state.begin_save(
+        Progress(policy_version=4, num_optimizer_steps=8, num_skipped_in_a_row=1), tmp_path / "one"
+    ).wait()
     torch.save(one.values(), tmp_path / "one.pt")
 
     (tmp_path / "staging").mkdir()
@@ -336,7 +258,7 @@ def test_two_ranks_save_shards_that_one_and_two_load_and_two_load_what_one_saved
         pass
 
     saved = torch.load(tmp_path / "two.pt")
-    assert one.state.load(tmp_path / "two") == Progress(3, 3, 0)
+    assert one.state.load(tmp_path / "two") == Progress(policy_version=3, num_optimizer_steps=3)
     assert same(one.values(), saved), "what two processes saved, one has now"
     assert not same(one.values(), torch.load(tmp_path / "one.pt"))
     for name, step in steps.items():

@@ -15,12 +15,11 @@ from hypothesis import strategies as st
 from journal_cases import make_batch
 
 from asyncrl.config import SupervisionConfig
-from asyncrl.errors import CheckpointError, JournalError, RoomError, TrainerError, TrainerLost
+from asyncrl.errors import JournalError, RoomError, TrainerError, TrainerLost
 from asyncrl.messages.records import Batch
 from asyncrl.run.supervise_trainer import LivingTrainer
-from asyncrl.sync.publisher import Publisher
 from asyncrl.testing.fake_trainer import FakeTrainerProcess, FakeTrainerServer
-from asyncrl.testing.virtual_time import DeadlockError, all_blocked, run_virtual
+from asyncrl.testing.virtual_time import all_blocked, run_virtual
 from asyncrl.trainer.trainer_client import TrainerClient
 
 START_S, TRAIN_S, HEARTBEAT_S = 5.0, 1.0, 3.0
@@ -164,18 +163,6 @@ def test_what_is_told_and_noted_of_a_restart() -> None:
     ]
     assert house.events[1][1]["policy_version"] == 2
     assert house.cleared_at == [2.0 + 1.0], "where the ranks find each other is cleared before new ones start"
-    assert repr(house.trainer) == "<LivingTrainer up, 1/3 restarts, <TrainerClient v3 at fake://trainer-0>>"
-
-
-def test_an_export_is_asked_for_again_and_is_of_the_same_weights() -> None:
-    async def story(house: House) -> None:
-        await house.steps(2)
-        house.server.dies_at = "/export"
-        manifest = await house.trainer.export()
-        assert (manifest.version, manifest.digest) == (2, "|".join(house.server.weights))
-        house.check()
-
-    live(story)
 
 
 def test_a_save_that_was_lost_is_made_again_and_replaces_what_is_there(tmp_path: Path) -> None:
@@ -187,38 +174,6 @@ def test_a_save_that_was_lost_is_made_again_and_replaces_what_is_there(tmp_path:
         (tmp_path / "adapter").mkdir()
         await house.trainer.save(tmp_path / "adapter", merged=False)
         assert list(house.server.saved) == [str(tmp_path / "final"), str(tmp_path / "adapter")]
-
-    live(story)
-
-
-def test_a_trainer_that_dies_while_it_recovers_is_started_once_more() -> None:
-    async def story(house: House) -> None:
-        await house.steps(3)
-        house.server.die()
-        running = house.go(1)
-        await asyncio.sleep(1.0 + START_S + 1.5)  # it trains on batch 1 again
-        assert not house.trainer.is_up
-        house.server.die()
-        await running
-        house.check()
-        assert house.trainer.num_restarts == 2
-        assert house.ranks[0].started_at == [4.0, 3.0 + 1.0 + START_S + 1.5 + 2.0]
-
-    live(story)
-
-
-def test_a_trainer_that_freezes_is_killed_at_the_heartbeat_and_goes_on() -> None:
-    async def story(house: House) -> None:
-        await house.steps(1)
-        running = house.go(2)
-        await asyncio.sleep(0.5)
-        house.server.freeze()
-        await running
-        house.check()
-        assert house.told == [
-            "trainer-0: process 17 does not answer: no answer within 3.0 s; starting the trainer again, 1 of 3",
-        ]
-        assert house.trainer.num_restarts == 1
 
     live(story)
 
@@ -238,39 +193,6 @@ def test_a_step_that_hangs_because_another_rank_is_gone_goes_on_with_new_ranks(e
         )
 
     live(story, num_ranks=2)
-
-
-def test_the_death_is_named_and_not_the_call_that_broke_because_of_it() -> None:
-    async def story(house: House) -> None:
-        house.ranks[0].reap_s = 0.5
-        running = house.go(1)
-        await asyncio.sleep(0.5)
-        house.server.die()
-        await running
-        assert "was killed by SIGKILL" in house.told[0]
-
-    live(story)
-
-
-def test_a_call_that_breaks_while_the_process_lives_is_a_loss_too() -> None:
-    async def story(house: House) -> None:
-        house.client._timeout_s = 10.0
-        lost = TrainerLost("trainer", "no answer to /train: no answer within 10.0 s")
-        calls = 0
-
-        async def train(batch: Batch) -> Any:
-            nonlocal calls
-            calls += 1
-            if calls == 1:
-                raise lost
-            return await TrainerClient.train(house.client, batch)
-
-        house.client.train = train  # type: ignore[method-assign]
-        await house.steps(2)
-        house.check()
-        assert house.told[0].startswith("trainer: no answer to /train")
-
-    live(story)
 
 
 # ---- a run that goes on
@@ -303,43 +225,6 @@ def test_a_trainer_that_dies_while_a_run_catches_up_starts_over_and_each_batch_i
 # ---- limits
 
 
-def test_one_loss_more_than_max_restarts_ends_the_run_with_the_reason_and_the_limit() -> None:
-    async def story(house: House) -> None:
-        for _ in range(3):
-            house.server.die()
-            await house.steps(1)
-
-    error = fails(story, max_restarts=2)
-    assert error.room == "trainer-0"
-    assert "was killed by SIGKILL" in str(error)
-    assert "supervision.max_restarts=2 is used up" in str(error)
-    assert str(error).count("trainer-0: ") == 1
-    assert error.way_out == "read its log."
-
-
-def test_a_restart_of_the_trainer_counts_until_it_has_worked_for_the_window_after_it() -> None:
-    async def story(house: House) -> None:
-        for _ in range(4):
-            await asyncio.sleep(110.0)
-            house.server.die()
-            await house.steps(1)
-        assert house.trainer.num_restarts == 4
-        assert house.told[-1].endswith("starting the trainer again, 1 of 1")
-
-    live(story, max_restarts=1, restart_window_s=100.0)
-
-
-def test_with_max_restarts_0_the_first_loss_ends_the_run_as_it_is() -> None:
-    async def story(house: House) -> None:
-        await house.steps(1)
-        house.server.die()
-        await asyncio.sleep(10.0)
-
-    error = fails(story, max_restarts=0)
-    assert "was killed by SIGKILL" in str(error)
-    assert "max_restarts" not in str(error)
-
-
 def test_with_max_restarts_0_a_call_that_breaks_says_so_to_its_caller() -> None:
     async def story(house: House) -> None:
         house.running.cancel()  # whoever watches the process is slower
@@ -363,24 +248,6 @@ def test_a_start_that_fails_counts_and_the_other_ranks_do_not_wait_for_it() -> N
         assert house.told[1] == "trainer-0: did not come up: no memory; starting the trainer again, 2 of 3"
 
     live(story, num_ranks=2)
-
-
-def test_waits_between_restarts_double_and_end_at_30_s() -> None:
-    async def story(house: House) -> None:
-        house.ranks[0].fails_to_start = 6
-        house.server.die()
-        await house.steps(1)
-        starts = house.ranks[0].started_at
-        assert [round(later - before, 9) for before, later in zip(starts, starts[1:], strict=False)] == [
-            4.0,
-            8.0,
-            16.0,
-            30.0,
-            30.0,
-            30.0,
-        ]
-
-    live(story, max_restarts=7, backoff_s=2.0)
 
 
 @pytest.mark.parametrize(
@@ -464,22 +331,6 @@ def test_who_waits_for_a_trainer_that_never_comes_back_ends_with_the_run() -> No
     assert "max_restarts=3 is used up" in str(fails(story))
 
 
-def test_a_version_that_was_answered_stays_and_the_publisher_sleeps_through_a_restart() -> None:
-    async def story(house: House) -> None:
-        served: list[int] = []
-        publisher = Publisher(house.trainer, [], interrupt="abort", timeout_s=600.0, on_served=served.append)
-        publishing = house.tasks.create_task(publisher.run())
-        await house.steps(2)
-        await all_blocked()
-        house.server.die()
-        await house.steps(1)
-        await asyncio.sleep(5.0)
-        assert served == [1, 2, 3] or served == [2, 3], "versions never go back"
-        publishing.cancel()
-
-    live(story)
-
-
 def test_a_late_word_of_processes_that_are_gone_does_not_touch_those_in_their_place() -> None:
     async def story(house: House) -> None:
         batch = make_batch(0, 0, 1)
@@ -544,16 +395,6 @@ def test_no_state_is_asked_of_a_trainer_that_is_on_its_way() -> None:
     live(story)
 
 
-def test_a_state_that_cannot_be_written_is_no_loss() -> None:
-    async def story(house: House) -> None:
-        house.server.refuse["/begin_save_state"] = "no space left"
-        with pytest.raises(CheckpointError, match="no space left"):
-            await house.trainer.begin_save_state(Path("s"))
-        assert house.trainer.is_up
-
-    live(story)
-
-
 # ---- everything at once
 
 Move = tuple[float, str, int]
@@ -591,13 +432,3 @@ def test_whatever_dies_each_batch_is_in_the_weights_once(
         assert house.trainer.num_restarts <= sum(what != "export" for _, what, _ in moves)
 
     live(story, num_ranks=num_ranks, state_at=state_at, max_restarts=100, backoff_s=0.0)
-
-
-def test_without_anybody_who_watches_a_loss_would_be_waited_for_in_vain() -> None:
-    async def story(house: House) -> None:
-        house.running.cancel()
-        house.server.dies_at = "/train"
-        await house.steps(1)
-
-    with pytest.raises((DeadlockError, ExceptionGroup)):
-        live(story)

@@ -5,30 +5,26 @@ parent.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-import os
 import shutil
 import signal
-import socket
 import stat
-import subprocess
-import sys
-from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
+import rank_processes
+from rank_processes import TIMEOUT_S, Group
 from safetensors.torch import load_file
 from trainer_cases import changed, make_batch, make_spec
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.http import Caller, CallRefused
-from asyncrl.messages.base import SECRET_ENV, find_fatal
+from asyncrl.messages.base import find_fatal
 from asyncrl.messages.trainer_calls import (
     ExportResponse,
-    SaveRequest,
     StateRequest,
     StateSaved,
     TrainerHealth,
@@ -41,80 +37,15 @@ from asyncrl.weights.export import digest_of
 pytestmark = pytest.mark.slow
 
 T = TypeVar("T")
-TIMEOUT_S = 60.0
 BREAKS = "def loss(*tensors):\n    raise ArithmeticError('planted')\n"
 
 
-@dataclass
-class Worker:
-    process: subprocess.Popen[bytes]
-    url: str
-    folder: Path
-    secret: str = "s3cret"
-
-    def ask(self, call: Callable[[Caller], Awaitable[T]]) -> T:
-        async def story() -> T:
-            caller = Caller("trainer-0", self.url, self.secret)
-            try:
-                return await call(caller)
-            finally:
-                await caller.aclose()
-
-        return asyncio.run(story())
-
-    def train(self, body: bytes) -> TrainResponse:
-        return self.ask(lambda caller: caller.post("/train", body, TrainResponse, timeout_s=TIMEOUT_S))
-
-    def export(self) -> ExportResponse:
-        return self.ask(lambda caller: caller.post("/export", b"", ExportResponse, timeout_s=TIMEOUT_S))
-
-    def health(self) -> TrainerHealth:
-        return self.ask(lambda caller: caller.get("/health", TrainerHealth, timeout_s=TIMEOUT_S))
-
-    @property
-    def staging(self) -> Path:
-        return self.folder / "staging"
-
-    @property
-    def log(self) -> str:
-        return (self.folder / "log").read_text()
-
-
-@contextlib.contextmanager
-def running(model_dir: Path, folder: Path, **values: object) -> Iterator[Worker]:
-    """A worker on any free port; killed at the end if it still runs."""
-    folder.mkdir(exist_ok=True)
-    spec = folder / "spec.json"
-    spec.write_text(make_spec(model_dir, folder, **values).model_dump_json(), encoding="utf-8")
-    with socket.create_server(("127.0.0.1", 0)) as listener, (folder / "log").open("wb") as log:
-        process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "asyncrl.trainer.rank_process",
-                "--spec",
-                str(spec),
-                "--fd",
-                str(listener.fileno()),
-            ],
-            stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=log,
-            pass_fds=[listener.fileno()],
-            env={**os.environ, SECRET_ENV: "s3cret", "PYTHONPATH": str(folder)},
-        )
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    try:
-        yield Worker(process, url, folder)
-    finally:
-        process.kill()
-        process.wait()
-        if process.stdin is not None:
-            process.stdin.close()
+def running(model_dir: Path, folder: Path, **values: Any) -> AbstractContextManager[Group]:
+    return rank_processes.running(model_dir, folder, 1, **values)
 
 
 @pytest.fixture(scope="module")
-def worker(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
+def worker(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Group]:
     with running(tiny_model_dir, tmp_path_factory.mktemp("worker")) as worker:
         yield worker
 
@@ -127,7 +58,7 @@ def test_a_run_of_the_worker_is_bit_for_bit_that_of_a_step_in_process_and_ends_w
         assert worker.health() == TrainerHealth(policy_version=0, device="cpu", is_busy=False)
         for version in range(4):
             header, arrays = make_batch(version=version, seed=version)
-            there = worker.train(pack_batch(header, arrays))
+            there = worker.train(header, arrays)
             assert there.policy_version == version + 1
             assert {**there.metrics, "perf/train_s": 0} == {**here.train(header, arrays), "perf/train_s": 0}
             export = worker.export()
@@ -136,46 +67,30 @@ def test_a_run_of_the_worker_is_bit_for_bit_that_of_a_step_in_process_and_ends_w
             assert len((worker.folder / "trained.jsonl").read_text().splitlines()) == version + 1, (
                 "written before the answer"
             )
-        assert sorted(path.name for path in worker.staging.iterdir()) == ["v3.safetensors", "v4.safetensors"]
-        assert stat.S_IMODE(worker.staging.stat().st_mode) == 0o700
-        assert worker.process.stdin is not None
-        worker.process.stdin.close()
-        assert worker.process.wait(TIMEOUT_S) == 3
-        assert not worker.staging.exists()
+        assert sorted(path.name for path in (worker.folder / "staging").iterdir()) == [
+            "v3.safetensors",
+            "v4.safetensors",
+        ]
+        assert stat.S_IMODE((worker.folder / "staging").stat().st_mode) == 0o700
+        assert worker.processes[0].stdin is not None
+        worker.processes[0].stdin.close()
+        assert worker.processes[0].wait(TIMEOUT_S) == 3
+        assert not (worker.folder / "staging").exists()
 
 
-def test_a_batch_for_another_version_is_refused_with_409_and_both_values(worker: Worker) -> None:
-    version = worker.health().policy_version
+def test_a_body_that_is_no_batch_is_refused_and_the_worker_lives_on(worker: Group) -> None:
     with pytest.raises(CallRefused) as caught:
-        worker.train(pack_batch(*make_batch(version=version + 7)))
-    assert caught.value.status == 409
-    assert (
-        f"batch {version + 7} came while the trainer is at policy_version {version}"
-        in caught.value.body.error
-    )
-    assert worker.health().policy_version == version
-
-
-def test_a_body_that_is_no_batch_is_refused_and_the_worker_lives_on(worker: Worker) -> None:
-    with pytest.raises(CallRefused) as caught:
-        worker.train(b"nonsense")
+        worker.train_body(b"nonsense")
     assert caught.value.status == 422
-    version = worker.train(pack_batch(*make_batch(version=worker.health().policy_version))).policy_version
+    version = worker.train(*make_batch(version=worker.health().policy_version)).policy_version
     header, arrays = make_batch(version=version)
     with pytest.raises(CallRefused, match=f"sampled at version {version - 1}"):
-        worker.train(pack_batch(header, changed(arrays, versions=arrays.versions - 1)))
-    assert worker.train(pack_batch(header, arrays)).policy_version == version + 1
+        worker.train(header, changed(arrays, versions=arrays.versions - 1))
+    assert worker.train(header, arrays).policy_version == version + 1
 
 
-def test_save_writes_a_folder_that_opens_and_replaces_one_that_exists(worker: Worker, tmp_path: Path) -> None:
-    def save() -> TrainerHealth:
-        return worker.ask(
-            lambda caller: caller.post(
-                "/save", SaveRequest(path=str(tmp_path / "hf")), TrainerHealth, timeout_s=TIMEOUT_S
-            )
-        )
-
-    save()
+def test_save_writes_a_folder_that_opens_and_replaces_one_that_exists(worker: Group, tmp_path: Path) -> None:
+    worker.save(tmp_path / "hf")
     assert len(AutoTokenizer.from_pretrained(tmp_path / "hf")) == 52
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     assert (
@@ -183,20 +98,14 @@ def test_save_writes_a_folder_that_opens_and_replaces_one_that_exists(worker: Wo
         == worker.export().digest
     )
     before = (tmp_path / "hf").stat().st_ino
-    save()
+    worker.save(tmp_path / "hf")
     assert ((tmp_path / "hf").stat().st_ino == before, [path.name for path in tmp_path.glob(".hf*")]) == (
         False,
         [],
     )
 
 
-def test_a_caller_without_the_secret_is_turned_away(worker: Worker) -> None:
-    with pytest.raises(CallRefused) as caught:
-        Worker(worker.process, worker.url, worker.folder, secret="guess").health()
-    assert caught.value.status == 401
-
-
-def test_an_export_waits_for_the_step_before_it_while_health_is_answered_beside_both(worker: Worker) -> None:
+def test_an_export_waits_for_the_step_before_it_while_health_is_answered_beside_both(worker: Group) -> None:
     first = worker.health().policy_version
     body = pack_batch(*make_batch(version=first, num_groups=64, group_size=8))
 
@@ -211,7 +120,7 @@ def test_an_export_waits_for_the_step_before_it_while_health_is_answered_beside_
     assert worker.ask(story).version == first + 1
 
 
-def test_an_exception_in_a_step_is_answered_with_500_and_sigterm_ends_the_worker_and_leaves_its_staging_to_the_next_one(
+def test_an_exception_in_a_step_is_answered_with_500_and_sigterm_leaves_the_staging_to_the_next_worker(
     tiny_model_dir: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "w"
@@ -221,14 +130,14 @@ def test_an_exception_in_a_step_is_answered_with_500_and_sigterm_ends_the_worker
         body = pack_batch(*make_batch())
         for _ in range(2):
             with pytest.raises(CallRefused) as caught:
-                worker.train(body)
+                worker.train_body(body)
             assert caught.value.status == 500
             assert caught.value.body.error == "ArithmeticError: planted"
         assert worker.health().policy_version == 0
-        assert "Traceback" in worker.log
-        worker.process.send_signal(signal.SIGTERM)
-        assert worker.process.wait(TIMEOUT_S) == 0
-        assert worker.staging.exists()
+        assert "Traceback" in worker.log()
+        worker.processes[0].send_signal(signal.SIGTERM)
+        assert worker.processes[0].wait(TIMEOUT_S) == 0
+        assert (worker.folder / "staging").exists()
 
 
 @pytest.mark.parametrize(
@@ -242,8 +151,8 @@ def test_a_start_that_cannot_be_ends_with_the_reason_and_the_way_out(
     tiny_model_dir: Path, tmp_path: Path, values: dict[str, object], message: str
 ) -> None:
     with running(tiny_model_dir, tmp_path / "w", **values) as worker:
-        assert worker.process.wait(TIMEOUT_S) == 1
-        fatal = find_fatal(worker.log)
+        assert worker.processes[0].wait(TIMEOUT_S) == 1
+        fatal = find_fatal(worker.log())
         assert fatal is not None
         assert message in fatal.error
         assert fatal.way_out
@@ -254,23 +163,24 @@ def test_the_state_is_saved_beside_training_and_loaded_by_another_worker_which_s
 ) -> None:
     state = tmp_path / "state"
 
-    def post(worker: Worker, path: str, body: StateRequest | bytes, answer: type[T]) -> T:
+    def post(worker: Group, path: str, body: StateRequest | bytes, answer: type[T]) -> T:
         return worker.ask(lambda caller: caller.post(path, body, answer, timeout_s=TIMEOUT_S))  # type: ignore[type-var]
 
     with running(tiny_model_dir, tmp_path / "first") as first:
         for version in range(2):
-            first.train(pack_batch(*make_batch(version=version)))
+            first.train(*make_batch(version=version))
         saved = post(first, "/begin_save_state", StateRequest(path=str(state)), StateSaved)
         assert saved.policy_version == 2
-        first.train(pack_batch(*make_batch(version=2)))
+        first.train(*make_batch(version=2))
         post(first, "/wait_save_state", b"", TrainerHealth)
         expected = first.export().digest
-        with pytest.raises(CallRefused, match=str(state)):
-            post(first, "/begin_save_state", StateRequest(path=str(state)), StateSaved)
+        post(first, "/begin_save_state", StateRequest(path=str(state)), StateSaved)
+        with pytest.raises(CallRefused, match=f"{state}.*there already"):
+            post(first, "/wait_save_state", b"", TrainerHealth)
     shutil.copytree(tmp_path / "first", tmp_path / "second", ignore=shutil.ignore_patterns("staging"))
     with running(tiny_model_dir, tmp_path / "second") as second:
         assert post(second, "/load_state", StateRequest(path=str(state)), TrainerHealth).policy_version == 2
-        second.train(pack_batch(*make_batch(version=2)))
+        second.train(*make_batch(version=2))
         assert second.export().digest == expected
         lines = [json.loads(line) for line in (second.folder / "trained.jsonl").read_text().splitlines()]
         assert [line.get("restored", line.get("version")) for line in lines] == [0, 1, 2, 2, 2]

@@ -14,17 +14,16 @@ from functools import partial
 from typing import Any
 
 import pytest
+from rollout_cases import single_turn
 
 from asyncrl.config import TaskConfig
 from asyncrl.errors import RewardFailure, RolloutFailure, RolloutTimeout, TaskError
 from asyncrl.messages.records import GroupId, Prompt
-from asyncrl.rollouts.generators import SingleTurn
 from asyncrl.rollouts.rollout import FailedRollout, RolloutRunner
 from asyncrl.tasks import TaskScorer
-from asyncrl.testing.fakes import FakeEngine, FakeTokenizer
-from asyncrl.testing.memory_journal import MemoryJournal
+from asyncrl.testing.fakes import FakeEngine
 from asyncrl.testing.virtual_time import all_blocked, run_virtual, stand_still
-from asyncrl.user_code import GRACE_S, MAX_ABANDONED, UserCalls, abandon, end_what_is_left
+from asyncrl.user_code import GRACE_S, MAX_ABANDONED, UserCalls
 
 PROMPT = Prompt("p0", ({"role": "user", "content": "hi"},))
 
@@ -82,22 +81,11 @@ def test_a_reward_that_swallows_its_cancellation_is_a_failure_and_its_function_i
 def test_a_rollout_whose_reward_swallows_everything_ends_with_its_time_and_when_it_is_cancelled() -> None:
     async def story() -> None:
         scorer = make_scorer(swallows, [], timeout_s=1e6)
-        single_turn = SingleTurn(
-            FakeEngine(),
-            FakeTokenizer(),
-            scorer,
-            run_seed=0,
-            max_tokens=8,
-            max_prompt_tokens=8,
-            temperature=1.0,
-        )
-        runner = RolloutRunner(single_turn, timeout_s=20.0, retries=2)
+        runner = RolloutRunner(single_turn(FakeEngine(), scorer), timeout_s=20.0, retries=2)
 
         async def no_wait() -> None: ...
 
-        run = partial(
-            runner.run, GroupId(0), PROMPT, wait_slot=no_wait, stopped_sampling=int, journal=MemoryJournal()
-        )
+        run = partial(runner.run, GroupId(0), PROMPT, wait_slot=no_wait, stopped_sampling=int)
         outcome = await run(0)
         assert isinstance(outcome, FailedRollout)
         assert isinstance(outcome.failure, RolloutTimeout)
@@ -109,21 +97,6 @@ def test_a_rollout_whose_reward_swallows_everything_ends_with_its_time_and_when_
             await cancelled
         assert now_s() == 25.0 + 2 * GRACE_S
         assert scorer.num_abandoned == 2
-
-    run_virtual(story())
-
-
-def test_whoever_is_cancelled_again_while_the_call_has_its_grace_does_not_wait_it_out() -> None:
-    async def story() -> None:
-        calls = UserCalls("f", error=partial(TaskError, "tasks"), warn=[].append)
-        waiting = asyncio.ensure_future(calls.run(swallows()))
-        for _ in range(2):
-            await asyncio.sleep(1.0)
-            waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-        assert now_s() == 2.0
-        assert calls.num_abandoned == 1
 
     run_virtual(story())
 
@@ -175,9 +148,7 @@ def test_what_a_call_returns_and_raises_passes_and_so_does_its_own_cancellation(
     run_virtual(story())
 
 
-def test_too_many_abandoned_calls_end_the_run_with_the_name_of_the_function_and_those_that_end_at_last_do_not_count() -> (
-    None
-):
+def test_too_many_abandoned_calls_end_the_run_and_those_that_end_at_last_do_not_count() -> None:
     async def story() -> None:
         gate = asyncio.Event()
 
@@ -206,19 +177,6 @@ def test_too_many_abandoned_calls_end_the_run_with_the_name_of_the_function_and_
     run_virtual(story())
 
 
-def test_a_task_that_the_user_left_behind_does_not_hold_the_end_up() -> None:
-    left_behind: list[asyncio.Task[float]] = []
-
-    async def story() -> str:
-        left_behind.append(asyncio.ensure_future(swallows()))
-        left_behind.append(asyncio.ensure_future(asyncio.sleep(1e6, 1.0)))
-        await asyncio.sleep(1.0)
-        return "done"
-
-    assert run_virtual(end_what_is_left(story())) == "done"
-    assert [task.done() for task in left_behind] == [False, True]
-
-
 def test_a_call_that_ends_well_while_the_loop_stands_still_is_not_abandoned() -> None:
     async def story() -> None:
         told: list[str] = []
@@ -242,30 +200,6 @@ def test_a_call_that_ends_well_while_the_loop_stands_still_is_not_abandoned() ->
     run_virtual(story())
 
 
-def test_an_interrupted_end_does_not_wait_for_a_task_that_never_ends() -> None:
-    """asyncio.run, which is left then, waits for every task that it knows."""
-    left_behind: list[asyncio.Task[float]] = []
-
-    known: set[asyncio.Task[Any]] = set()
-
-    def interrupt(main: asyncio.Task[Any] | None) -> None:
-        assert main is not None
-        known.update(asyncio.all_tasks())
-        abandon(left_behind[0])  # whatever was done: this test ends
-        main.cancel()
-
-    async def story() -> None:
-        left_behind.append(asyncio.ensure_future(swallows()))
-        asyncio.get_running_loop().call_later(2.0, interrupt, asyncio.current_task())
-        await asyncio.sleep(1.0)
-
-    with pytest.raises(asyncio.CancelledError):
-        run_virtual(end_what_is_left(story()))
-    assert left_behind[0] not in known, (
-        "while it was waited for, too: a KeyboardInterrupt ends that without a word"
-    )
-
-
 EXIT = """
     import asyncio, sys, threading, os, signal
     from asyncrl.config import TaskConfig
@@ -286,7 +220,8 @@ EXIT = """
                 try: await asyncio.sleep(3600)
                 except: pass
     async def main():
-        scorer = TaskScorer(Judged(), TaskConfig(python="x:y", reward_pool="inline", reward_timeout_s=0.1), seed=0)
+        config = TaskConfig(python="x:y", reward_pool="inline", reward_timeout_s=0.1)
+        scorer = TaskScorer(Judged(), config, seed=0)
         try:
             await scorer.score(Prompt("0/0", ()), "")
         except RewardFailure:

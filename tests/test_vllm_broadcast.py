@@ -54,7 +54,9 @@ async def two_ready(sender: FakeSender) -> tuple[list[ReceivingVllm], list[VllmS
 
 
 def manifest(version: int) -> WeightManifest:
-    return WeightManifest(version, "", f"d{version}", 2, 8, held_digest=f"d{version}")
+    return WeightManifest(
+        version=version, path="", digest=f"d{version}", num_tensors=2, num_bytes=8, held_digest=f"d{version}"
+    )
 
 
 async def publish(server: VllmServer, version: int) -> None:

@@ -28,7 +28,7 @@ from asyncrl.messages.records import WeightManifest
 from asyncrl.messages.trainer_calls import ExportChunkRequest, ExportChunkResponse, TrainResponse, pack_batch
 from asyncrl.sync.broadcast import Broadcasts
 from asyncrl.sync.publisher import Push
-from asyncrl.trainer.model.scratch_tokenizer import make_character_tokenizer
+from asyncrl.trainer.model.scratch import make_character_tokenizer
 from asyncrl.trainer.trainer_client import TrainerClient
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
@@ -92,7 +92,7 @@ def served(server: VllmProcess) -> int:
 @contextmanager
 def house_with(folder: Path, num_servers: int) -> Iterator[House]:
     tokenizer = make_character_tokenizer("abcdefghijklmnopqrstuvwxyz0123456789 .,!?")
-    model_path = make_qwen3(folder / "model", vocab_size=len(tokenizer))
+    model_path = make_qwen3(folder / "model", vocab_size=len(tokenizer), tie_word_embeddings=False)
     tokenizer.save_pretrained(model_path)
     spec = {
         "model_path": str(model_path),
@@ -122,6 +122,9 @@ def house_with(folder: Path, num_servers: int) -> Iterator[House]:
         for server in servers:
             server.wait_ready()
         yield House(trainer, servers, model_path)
+        parent = servers[0].process.stdin
+        assert parent is not None
+        servers[0].assert_leaves_nothing(parent.close, 3)
 
 
 @pytest.fixture(scope="module")
@@ -250,7 +253,8 @@ def test_a_server_that_is_killed_between_its_pause_and_the_broadcast_leaves_it_t
         manifest = await trainer.export()
         for engine in engines:
             await engine.prepare(manifest)
-        house.servers[1].process.kill()
+        killed = house.servers[1]
+        killed.assert_leaves_nothing(killed.process.kill, -9)
         commits = (engine.commit(manifest.version, manifest.digest, "abort") for engine in engines)
         report, error = await asyncio.gather(*commits, return_exceptions=True)
         assert isinstance(error, EngineLost)

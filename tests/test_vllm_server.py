@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
-import signal
 import urllib.error
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 from engine_in_process import make_qwen3
+from vllm_house import MAX_LENGTH, House
 from vllm_process import SECRET, VllmProcess, vllm_process
 
 from asyncrl.http import Refused
@@ -166,13 +164,17 @@ def test_the_last_words_are_the_cause_and_not_what_points_to_it() -> None:
         "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}\n"
     )
     assert last_error(log).startswith("ValueError: Available memory on node 0")
-    ended = "(EngineCore pid=7) ERROR multiproc_executor.py:315] Worker proc VllmWorker-0 died unexpectedly (exit code: 0).\n"
+    ended = (
+        "(EngineCore pid=7) ERROR multiproc_executor.py:315] Worker proc VllmWorker-0 died unexpectedly "
+        "(exit code: 0).\n"
+    )
     assert last_error(log + ended) == last_error(log), "a worker that was ended after the error is no cause"
     killed = (
         "(MainProcess pid=1) WARNING base.py:380] ValueError: Tokenizer not available\n"
         "(EngineCore pid=7) ERROR multiproc_executor.py:315] Worker proc VllmWorker-0 died unexpectedly "
         "(exit code: -9), shutting down.\n"
         "(EngineCore pid=7) ERROR core.py:1512] RuntimeError: Executor failed.\n"
+        "(EngineCore pid=7) ERROR core.py:1512] RuntimeError: cancelled\n"
     )
     assert last_error(killed).startswith("Worker proc VllmWorker-0 died unexpectedly (exit code: -9)")
     assert last_error("all is well\n") == ""
@@ -186,43 +188,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_qwen3(tmp_path_factory.mktemp("model") / "A")
 
 
-def shared_memory_of(server: VllmProcess) -> set[str]:
-    """The shared memory files that processes of this server have mapped."""
-    maps = [Path(f"/proc/{pid}/maps") for pid in server.group()]
-    return {
-        name for path in maps if path.exists() for name in re.findall(r"/dev/shm/[^\s]+", path.read_text())
-    }
-
-
-def scratch_of(server: VllmProcess) -> Path:
-    environ = [
-        Path(f"/proc/{pid}/environ").read_bytes() for pid in server.group() if pid != server.process.pid
-    ]
-    found = {
-        match.decode()
-        for text in environ
-        for match in re.findall(rb"\0TMPDIR=([^\0]+)", text)
-        if b"asyncrl-vllm" in match
-    }
-    assert len(found) == 1
-    return Path(found.pop())
-
-
-@pytest.fixture(scope="module")
-def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmProcess]:
-    """Small steps, so that long prompts are prefilled in several. At its end it is asked to end, and must
-    leave nothing behind.
-    """
-    spec = {**SPEC, "model_path": str(model), "args": {"max-num-batched-tokens": 256}}
-    with vllm_process(spec, tmp_path_factory.mktemp("vllm")) as server:
-        yield server.wait_ready()
-        shared, scratch = shared_memory_of(server), scratch_of(server)
-        assert any("psm_" in name for name in shared)
-        os.kill(server.process.pid, signal.SIGTERM)
-        assert server.process.wait(30) == 0
-        server.wait_group_ended()
-        assert not [name for name in shared if Path(name).exists()]
-        assert not scratch.exists()
+@pytest.fixture
+def server(house: House) -> VllmProcess:
+    return house.process
 
 
 class TestAServer:
@@ -258,7 +226,7 @@ class TestAServer:
         for expected in (
             '"logprobs_mode": "processed_logprobs"',
             '"max_num_seqs": 16',
-            '"max_model_len": 512',
+            f'"max_model_len": {MAX_LENGTH}',
             '"max_num_batched_tokens": 256',
         ):
             assert expected in config
@@ -270,7 +238,7 @@ class TestAServer:
         ends the engine.
         """
         drawn = random.Random(3)
-        prompts = [[drawn.randrange(50) for _ in range(300)] for _ in range(16)]
+        prompts = [[drawn.randrange(40) for _ in range(300)] for _ in range(16)]
 
         def ask(case: tuple[str, int]) -> tuple[list[int], list[float]]:
             salt, index = case
@@ -303,47 +271,11 @@ def started(model: Path, folder: Path, **fields: Any) -> Any:
 
 
 class TestItsEnd:
+    """The servers of other tests end in the other ways: the shared one by SIGTERM (conftest.py), that with
+    adapters by the loss of its worker, those of a broadcast by the loss of the API process and of the parent.
+    """
+
     pytestmark = slow_vllm
-
-    def test_a_server_whose_api_process_is_killed_leaves_no_process_and_no_shared_memory(
-        self, model: Path, tmp_path: Path
-    ) -> None:
-        with started(model, tmp_path) as server:
-            server.wait_ready()
-            shared, scratch = shared_memory_of(server), scratch_of(server)
-            server.process.kill()
-            server.process.wait(30)
-            server.wait_group_ended()
-            assert shared
-            assert not [name for name in shared if Path(name).exists()]
-            assert not scratch.exists()
-
-    def test_a_server_whose_parent_is_gone_ends_with_all_its_processes(
-        self, model: Path, tmp_path: Path
-    ) -> None:
-        with started(model, tmp_path) as server:
-            server.wait_ready()
-            shared = shared_memory_of(server)
-            assert server.process.stdin is not None
-            server.process.stdin.close()
-            assert server.process.wait(30) == 3
-            server.wait_group_ended()
-            assert not [name for name in shared if Path(name).exists()]
-
-    def test_a_server_whose_worker_is_killed_ends_by_itself_and_says_so(
-        self, model: Path, tmp_path: Path
-    ) -> None:
-        with started(model, tmp_path) as server:
-            server.wait_ready()
-            (worker,) = [
-                pid for pid in server.group() if b"Worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
-            ]
-            os.kill(worker, signal.SIGKILL)
-            assert server.process.wait(120) == 1
-            fatal = find_fatal(server.read_log())
-            assert fatal is not None
-            assert "engine-0: vLLM's engine died: Worker proc" in fatal.error
-            server.wait_group_ended()
 
     def test_a_server_whose_parent_is_gone_while_it_starts_ends_too(
         self, model: Path, tmp_path: Path
@@ -364,13 +296,8 @@ class TestAStartThatFails:
     @pytest.mark.parametrize(
         ("fields", "cause"),
         [
-            ({"model_path": "/nowhere/model"}, "/nowhere/model"),
             ({"args": {"max-num-batch-tokens": 1}}, "max_num_batch_tokens, and vLLM has no argument"),
-            ({"args": {"block-size": "many"}}, "block-size"),
-            ({"args": {"port": 80}}, "rollout.vllm has port"),
             ({"kv_cache_bytes": 2**44}, "memory"),
-            ({"max_length": 2**20}, "max_model_len"),
-            ({"device": "cuda"}, "device"),
         ],
     )
     def test_a_start_that_fails_names_the_cause_and_a_way_out(

@@ -10,7 +10,6 @@ import torch
 
 from asyncrl.config import AlgorithmConfig, TrainerConfig
 from asyncrl.messages.trainer_calls import BatchArrays, BatchHeader, TrajectoryHeader
-from asyncrl.run.specs import objective_spec
 from asyncrl.trainer.spec import TrainerSpec
 
 
@@ -27,7 +26,7 @@ def make_spec(
             "model_path": str(model_dir),
             "device": "cpu",
             "trainer": TrainerConfig(**{"learning_rate": 1e-2, **(trainer or {})}).model_dump(),
-            "objective": objective_spec(AlgorithmConfig(**(algorithm or {}))),
+            "algorithm": AlgorithmConfig(**(algorithm or {})).model_dump(),
             "staging_dir": str(folder / "staging"),
             "record_path": str(folder / "trained.jsonl"),
             "failed_dir": str(folder / "failed"),

@@ -1,6 +1,4 @@
-"""Brings a real run that takes turns to a stand in a chosen state, by freezing a process, and kills somebody
-there.
-"""
+"""Brings a real run that takes turns to a stand in a chosen state, by freezing a process."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from pathlib import Path
 
 import psutil
 from crash_fuzz import CHILDREN, PATIENCE_S
-from job_runs import all_gone, children_of
+from job_runs import children_of
 
 FROZEN = {
     "generating": "engine",
@@ -33,7 +31,10 @@ def state_of(run_dir: Path, *, since_s: float = 0.0) -> str:
         contextlib.suppress(sqlite3.Error),
         contextlib.closing(sqlite3.connect(f"file:{run_dir / 'journal.sqlite'}?mode=ro", uri=True)) as db,
     ):
-        query = "select what, detail from events where what in ('handover', 'handed over') and s > ? order by id desc limit 1"
+        query = (
+            "select what, detail from events where what in ('handover', 'handed over') and s > ? "
+            "order by id desc limit 1"
+        )
         for what, detail in db.execute(query, (since_s,)).fetchall():
             to = json.loads(detail)["to"]
             return (
@@ -45,11 +46,12 @@ def state_of(run_dir: Path, *, since_s: float = 0.0) -> str:
 
 
 @contextlib.contextmanager
-def standing_in(state: str, process: subprocess.Popen[str], run_dir: Path, *, seed: int) -> Iterator[None]:
-    """The run stands still in that state, inside; it may be killed there. AssertionError if it never comes to
-    it.
-    """
-    chance, deadline = random.Random(seed), time.monotonic() + PATIENCE_S
+def standing_in(
+    state: str, process: subprocess.Popen[str], run_dir: Path, chance: random.Random
+) -> Iterator[None]:
+    """The run stands still in that state, inside; it may be killed there. AssertionError if never."""
+    print(f"standing in {state}")
+    deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         assert process.poll() is None, f"the run ended with {process.returncode}: {process.communicate()}"
         first = "training" if state in ("training", "handover to engines") else "generating"
@@ -79,20 +81,6 @@ def _comes_to(state: str, process: subprocess.Popen[str], run_dir: Path, deadlin
             return True
         time.sleep(0.002)
     return False
-
-
-def kill(victim: str, process: subprocess.Popen[str]) -> None:
-    """SIGKILL to one child, or to the controller and all its children."""
-    if victim in CHILDREN:
-        for child in children_of(process, CHILDREN[victim]):
-            child.kill()
-        return
-    family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-    for member in family:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            member.kill()
-    process.communicate(timeout=20)
-    assert all_gone(family)
 
 
 def _freeze(process: subprocess.Popen[str], name: str) -> list[psutil.Process]:

@@ -37,7 +37,12 @@ def manifest(version: int, *, has_canary: bool = True) -> WeightManifest:
     logprob = -(1 + version) / 100
     canary = Canary(token_ids=[7, 8, 9, 10], logprobs=[logprob] * 3, next_logprob=logprob)
     return WeightManifest(
-        version, f"/dev/shm/w{version}", f"d{version}", 2, 8, canary=canary if has_canary else None
+        version=version,
+        path=f"/dev/shm/w{version}",
+        digest=f"d{version}",
+        num_tensors=2,
+        num_bytes=8,
+        canary=canary if has_canary else None,
     )
 
 

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,11 @@ from asyncrl.messages.base import weights_digest
 from asyncrl.messages.engine_calls import EngineHealth, GenerateRequest
 from asyncrl.messages.records import WeightManifest
 from asyncrl.messages.trainer_calls import Canary
-from asyncrl.trainer.model.scratch_tokenizer import make_character_tokenizer
+from asyncrl.trainer.model.scratch import make_character_tokenizer
 
 SLOTS, MAX_LENGTH, CANARY_LIMIT = 16, 768, 1e-3
+Outputs = list[tuple[list[int], list[float]]]
+PROMPTS = [[1, 2, 3], [(7 * i) % 40 + 1 for i in range(40)], [(11 * i + i // 5) % 40 for i in range(200)]]
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789 .,!?"
 
 
@@ -46,6 +48,8 @@ class House:
     version: int = 0
     num_requests: int = 0
     pushed: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    fresh: Outputs = field(default_factory=list)
+    """What it answered before anything was pushed to it."""
     warnings: list[str] = field(default_factory=list)
     on_warning: Callable[[], object] | None = None
     """Called once, at the next warning."""
@@ -93,6 +97,16 @@ class House:
                 "/update_weight_version", {"new_version": str(self.version)}
             )  # the next client knows no second attempt
 
+    def outputs(self) -> Outputs:
+        """Greedy tokens and one sampled row, nothing of it from a prefix cache."""
+        greedy = [self.process.generate(prompt, salt=self._salt(), max_tokens=24) for prompt in PROMPTS]
+        sampled = self.process.generate(PROMPTS[1], salt=self._salt(), max_tokens=24, temperature=1.0, seed=5)
+        return [*greedy, sampled]
+
+    def _salt(self) -> str:
+        self.num_requests += 1
+        return f"salt {self.num_requests}"
+
     def warn(self, words: str) -> None:
         self.warnings.append(words)
         told, self.on_warning = self.on_warning, None
@@ -131,9 +145,14 @@ class House:
         num_bytes = sum(one.nbytes for one in weights.values())
         canary = self.canary(weights) if has_canary else None
         self.pushed[version] = weights
-        return replace(
-            WeightManifest(version, str(path), digest, len(weights), num_bytes, canary=canary), **changes
-        )
+        return WeightManifest(
+            version=version,
+            path=str(path),
+            digest=digest,
+            num_tensors=len(weights),
+            num_bytes=num_bytes,
+            canary=canary,
+        ).model_copy(update=changes)
 
     def canary(self, weights: dict[str, Tensor], num_tokens: int = 160) -> Canary:
         """Long enough for a block of the prefix cache, which is 128 tokens on a CPU."""
@@ -199,6 +218,22 @@ def vllm_house(folder: Path, *, path: tuple[Path, ...] = (), **spec: Any) -> Ite
             bool(spec.get("has_adapters")),
         )
         house.pushed[0] = base
+        yield house
+
+
+@contextmanager
+def faulty_vllm_house(folder: Path) -> Iterator[House]:
+    """One in which faults can be planted (faulty_vllm_worker.py), with small steps, so that long prompts are
+    prefilled in several.
+    """
+    (folder / "faulty").mkdir()
+    (folder / "faulty" / "faulty_vllm_worker.py").symlink_to(Path(__file__).parent / "faulty_vllm_worker.py")
+    spec = {
+        "worker_extension": "faulty_vllm_worker.FaultyWeightLoader",
+        "args": {"max-num-batched-tokens": 256},
+    }
+    with vllm_house(folder, path=(folder / "faulty",), **spec) as house:
+        house.fresh = house.outputs()
         yield house
 
 

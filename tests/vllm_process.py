@@ -7,13 +7,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,7 +101,7 @@ class VllmProcess:
             assert self.process.poll() is None and time.monotonic() < end, self.read_log()[-3000:]  # noqa: PT018
             time.sleep(0.1)
 
-    def wait_group_ended(self, timeout_s: float = 30.0) -> None:
+    def wait_group_ended(self, timeout_s: float = 120.0) -> None:
         end = time.monotonic() + timeout_s
         while left := self.group():
             if time.monotonic() > end:
@@ -108,6 +109,39 @@ class VllmProcess:
                     f"processes of the vLLM server live on: {left}\n{self.read_log()[-3000:]}"
                 )
             time.sleep(0.05)
+
+    def shared_memory(self) -> set[str]:
+        """The shared memory files that its processes have mapped."""
+        maps = [Path(f"/proc/{pid}/maps") for pid in self.group()]
+        return {
+            name
+            for path in maps
+            if path.exists()
+            for name in re.findall(r"/dev/shm/[^\s]+", path.read_text())
+        }
+
+    def scratch(self) -> Path:
+        environs = [
+            Path(f"/proc/{pid}/environ").read_bytes() for pid in self.group() if pid != self.process.pid
+        ]
+        found = {
+            match.decode()
+            for text in environs
+            for match in re.findall(rb"\0TMPDIR=([^\0]+)", text)
+            if b"asyncrl-vllm" in match
+        }
+        assert len(found) == 1
+        return Path(found.pop())
+
+    def assert_leaves_nothing(self, end: Callable[[], object], code: int) -> None:
+        """After `end` it ends with this code, and neither processes nor shared memory nor files are left."""
+        shared, scratch = self.shared_memory(), self.scratch()
+        assert any("psm_" in name for name in shared)
+        end()
+        assert self.process.wait(120) == code
+        self.wait_group_ended()
+        assert not [name for name in shared if Path(name).exists()]
+        assert not scratch.exists()
 
     def _ask(self, method: str, path: str, body: bytes | None, secret: str | None, timeout_s: float) -> Any:
         headers = {"Content-Type": "application/json"} | (

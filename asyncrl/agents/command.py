@@ -1,5 +1,4 @@
-"""The harness `command`: a program of any language, once a rollout. Knows processes and pipes; knows no
-lease, no run.
+"""The harness `command`: a program of any language, once a rollout.
 
 It finds the task as JSON on standard input, and in its environment OPENAI_BASE_URL, OPENAI_API_KEY and
 OPENAI_MODEL, beside PATH, HOME, LANG, TMPDIR and generator.env. What it starts inherits the environment and
@@ -30,14 +29,14 @@ from types import TracebackType
 from pydantic import ValidationError
 
 from asyncrl.agents.harness import AnyTask, HarnessSpec, Session
-from asyncrl.agents.process_tree import (
+from asyncrl.agents.process_group import (
     MARK_ENV,
     adopt_orphans,
-    end_family,
-    find_family,
-    kill_family_nowait,
+    end_group,
+    find_group,
+    kill_group_nowait,
+    kill_when_gone,
     reap_orphans,
-    start_keeper,
 )
 from asyncrl.errors import ConfigError, RolloutFailure
 from asyncrl.messages.records import Outcome
@@ -57,12 +56,12 @@ STDERR_TAIL_BYTES = 2000
 class CommandHarness:
     """Runs a command for each rollout, in a session and a folder of its own.
 
-    Life:       run: folder and task file made -> started -> exits, prints too much, or is cancelled -> whole
-    family ended and reaped
-                -> folder removed.
+    Life:       run: folder made -> started -> exits, prints too much, or is cancelled -> its whole process
+                group ended and reaped -> folder removed.
     Waits:      run sleeps until the command exits; then GRACE_S at most for what it left behind, and as long
-    again after SIGKILL. Invariant:  when run() is left, no process of the family lives (see families.py for
-    what escapes), no pipe is open, no folder left.
+                again after SIGKILL.
+    Invariant:  when run() is left, no process of the group lives (see process_group.py for what escapes), no
+                pipe is open, no folder left.
     """
 
     def __init__(
@@ -75,11 +74,9 @@ class CommandHarness:
         is_worker: bool = False,
     ) -> None:
         """`pass_env`: names of variables of this process that the command gets, too. `is_worker`: this
-        process has no children but commands; it adopts what they leave behind, and has a keeper that kills
-        what is left of them if this process itself is killed.
-
-        Arguments that name files of the working directory are given as absolute paths: the command runs in
-        another one.
+        process has no children but commands; it adopts what they leave behind, and what is left of them
+        is killed if this process itself is killed. Arguments that name files of the working directory are
+        given as absolute paths: the command runs in another one.
 
         Raises ConfigError if there is no such program, `env` sets what is not its own, or a variable of
         `pass_env` is not set.
@@ -104,13 +101,10 @@ class CommandHarness:
         self._own_children: set[int] = set()
         self._num_starting = 0
         self._folder = Path(tempfile.mkdtemp(prefix="asyncrl-commands-")) if is_worker else None
-        self._keeper = start_keeper(self.token, self._folder) if self._folder is not None else None
-        if self._keeper is not None:
-            self._own_children.add(self._keeper.pid)
+        if self._folder is not None:
+            self._killer = kill_when_gone(self.token, self._folder)
+            self._own_children.add(self._killer.pid)
             adopt_orphans()
-
-    def __repr__(self) -> str:
-        return f"<CommandHarness {self.command[0]}>"
 
     async def run(self, task: AnyTask, session: Session) -> Outcome:
         """What its last line says; nothing, where it posts. Raises RolloutFailure for any exit code but 0,
@@ -121,11 +115,8 @@ class CommandHarness:
         try:
             (folder / "work").mkdir()
             (folder / "tmp").mkdir()
-            pipes = OutputPipe(self.max_output_bytes), OutputPipe(self.max_output_bytes)
-            with InputPipe(_standard_input(task, session)) as given, pipes[0] as output, pipes[1] as errors:
-                code = await self._run(
-                    given, self._environment(session, mark, folder), mark, folder / "work", output, errors
-                )
+            with OutputPipe(self.max_output_bytes) as output, OutputPipe(self.max_output_bytes) as errors:
+                code = await self._run(task, session, mark, folder, output, errors)
                 text = self._output(code, output, errors)
             return last_line_outcome(text) if session.outcome_key is None else Outcome()
         finally:
@@ -133,71 +124,65 @@ class CommandHarness:
 
     def kill_all_nowait(self) -> None:
         """SIGKILL to all that any command of this harness has started."""
-        kill_family_nowait(self.token)
+        kill_group_nowait(self.token)
 
     async def _run(
-        self,
-        given: InputPipe,
-        env: dict[str, str],
-        mark: str,
-        cwd: Path,
-        output: OutputPipe,
-        errors: OutputPipe,
+        self, task: AnyTask, session: Session, mark: str, folder: Path, output: OutputPipe, errors: OutputPipe
     ) -> int:
+        reading_end, writing_end = os.pipe()  # read once: a pipe keeps nothing
+        feed, _ = await asyncio.get_running_loop().connect_write_pipe(
+            asyncio.BaseProtocol, os.fdopen(writing_end, "wb", buffering=0)
+        )
+        feed.write(_standard_input(task, session))
+        feed.close()  # once all is written
         process: asyncio.subprocess.Process | None = None
         try:
-            process = await self._start(given, env, cwd, output, errors)
+            self._num_starting += 1
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *self.command,
+                    stdin=reading_end,
+                    stdout=output.writing_end,
+                    stderr=errors.writing_end,
+                    cwd=folder / "work",
+                    env=self._environment(session, mark, folder),
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise RolloutFailure(
+                    f"command {self.command[0]} cannot be started: {error}",
+                    way_out="read the worker's log; check the machine's limits.",
+                ) from error
+            finally:
+                self._num_starting -= 1
+                os.close(reading_end)
+                output.close_writing_end()
+                errors.close_writing_end()
             self._own_children.add(process.pid)
-            given.feed()
             for pipe in (output, errors):
-                pipe.read(on_overflow=functools.partial(kill_family_nowait, mark, process.pid))
+                pipe.read(on_overflow=functools.partial(kill_group_nowait, mark, process.pid))
             return await process.wait()
         finally:
+            if feed.get_write_buffer_size():  # else all is written, and it is closed
+                feed.abort()
             await self._end(process, mark)
-
-    async def _start(
-        self, given: InputPipe, env: dict[str, str], cwd: Path, output: OutputPipe, errors: OutputPipe
-    ) -> asyncio.subprocess.Process:
-        self._num_starting += 1
-        try:
-            return await asyncio.create_subprocess_exec(
-                *self.command,
-                stdin=given.reading_end,
-                stdout=output.writing_end,
-                stderr=errors.writing_end,
-                cwd=cwd,
-                env=env,
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise RolloutFailure(
-                f"command {self.command[0]} cannot be started: {error}",
-                way_out="read the worker's log; check the machine's limits.",
-            ) from error
-        finally:
-            self._num_starting -= 1
-            given.close_reading_end()
-            output.close_writing_end()
-            errors.close_writing_end()
 
     async def _end(self, process: asyncio.subprocess.Process | None, mark: str) -> None:
         group = process.pid if process else None
         try:
-            if not await end_family(mark, group, grace_s=GRACE_S):
-                log.error(
-                    "processes of command %s survive SIGKILL: %s", self.command[0], find_family(mark, group)
-                )
+            if not await end_group(mark, group, grace_s=GRACE_S):
+                survivors = find_group(mark, group)
+                log.error("processes of command %s survive SIGKILL: %s", self.command[0], survivors)
             if process is not None:
                 await process.wait()
-        except asyncio.CancelledError:  # a second one: there is no time left for manners
-            kill_family_nowait(mark, group)
+        except asyncio.CancelledError:  # a second one: there is no time left
+            kill_group_nowait(mark, group)
             raise
         finally:
             if process is not None and process.returncode is not None:
                 self._own_children.discard(process.pid)
-            if (
-                self._keeper is not None and not self._num_starting
-            ):  # else a child might be taken that asyncio does not know yet
+            # while a child starts, asyncio does not know it yet and it might be taken for an orphan
+            if self._folder is not None and not self._num_starting:
                 reap_orphans(but=self._own_children)
 
     def _environment(self, session: Session, mark: str, folder: Path) -> dict[str, str]:
@@ -284,11 +269,10 @@ def last_line_outcome(text: str) -> Outcome:
     if not last.startswith("{"):
         return Outcome()
     try:
-        said = OutcomeMessage.model_validate_json(last)
+        return OutcomeMessage.model_validate_json(last).as_outcome()
     except ValidationError as error:
         first = error.errors()[0]
         raise _not_an_outcome(last, f"{'.'.join(map(str, first['loc']))} {first['msg']}".strip()) from None
-    return Outcome(said.reward, said.metrics, said.turn_rewards, said.branch_rewards)
 
 
 def _not_an_outcome(line: str, why: str) -> RolloutFailure:
@@ -303,81 +287,22 @@ def _not_an_outcome(line: str, why: str) -> RolloutFailure:
 
 
 def make(spec: HarnessSpec) -> CommandHarness:
-    """See build.py."""
+    """The harness of a worker."""
     assert spec.command is not None
     return CommandHarness(
         spec.command, spec.env, spec.max_output_bytes, pass_env=spec.pass_env, is_worker=True
     )
 
 
-# What a command reads and writes, without waiting for its end: whoever else holds a pipe cannot hold us.
-# Knows no process.
-
-
 _CHUNK_BYTES = 2**16
 
 
-class InputPipe:
-    """A pipe whose writing end is ours, and what is to be read from it: once, and by one reader, for a pipe
-    keeps nothing.
-
-    Life:       with block entered: both ends open -> given to a process, close_reading_end() -> feed() writes
-    as it is read, and closes
-                -> block left: closed, whatever was not read.
-    """
-
-    def __init__(self, data: bytes) -> None:
-        self._data = memoryview(data)
-        self.reading_end = self._writing_end = -1
-        self._is_fed = False
-
-    def __enter__(self) -> InputPipe:
-        self.reading_end, self._writing_end = os.pipe()
-        os.set_blocking(self._writing_end, False)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close_reading_end()
-        self._close()
-
-    def close_reading_end(self) -> None:
-        """Ours; the process has its own. Idempotent."""
-        if self.reading_end >= 0:
-            os.close(self.reading_end)
-            self.reading_end = -1
-
-    def feed(self) -> None:
-        """Write what there is room for, now and whenever there is more; that nobody reads it is no error."""
-        try:
-            self._data = self._data[os.write(self._writing_end, self._data) :]
-        except BlockingIOError:
-            pass
-        except BrokenPipeError:
-            self._data = self._data[:0]
-        if not self._data:
-            self._close()
-        elif not self._is_fed:
-            asyncio.get_running_loop().add_writer(self._writing_end, self.feed)
-            self._is_fed = True
-
-    def _close(self) -> None:
-        if self._is_fed:
-            asyncio.get_running_loop().remove_writer(self._writing_end)
-            self._is_fed = False
-        if self._writing_end >= 0:
-            os.close(self._writing_end)
-            self._writing_end = -1
-
-
 class OutputPipe:
-    """A pipe whose reading end is ours.
+    """A pipe whose reading end is ours, read without waiting for its end: another holder of the pipe cannot
+    hold us.
 
     Life:       with block entered: both ends open -> given to a process, close_writing_end() -> read() ->
-    drain() once the process has
-                exited: the rest of what it wrote -> block left: closed, and whoever still writes gets
-                SIGPIPE.
+                drain() once the process has exited: the rest of what it wrote -> block left: closed.
     Invariant:  holds max_bytes and one chunk at most.
     """
 

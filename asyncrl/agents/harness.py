@@ -1,6 +1,4 @@
-"""What a harness is given: a task, and a session with the model. Knows no HTTP library; openai is loaded once
-it is asked for.
-"""
+"""What a harness is given: a task, and a session with the model; and the table of the kinds of harness."""
 
 from __future__ import annotations
 
@@ -92,9 +90,6 @@ class Session:
         self._http_client = http_client
         self._client: AsyncOpenAI | None = None
 
-    def __repr__(self) -> str:
-        return f"<Session {self.base_url}>"
-
     @property
     def client(self) -> AsyncOpenAI:
         """An openai.AsyncOpenAI for this session, without time limits of its own: rollout.timeout_s is the
@@ -166,15 +161,14 @@ def _openai() -> Any:
     return openai
 
 
-# Makes the harness that a worker runs. Knows which module each kind lives in; loads no other.
-
-
-_MODULES = {
+HARNESSES = {
     "python": "asyncrl.agents.python",
     "command": "asyncrl.agents.command",
     "verifiers": "asyncrl.agents.verifiers",
 }
-"""Each has `make(spec: HarnessSpec) -> Harness`, which raises ConfigError for what cannot be run."""
+"""Modules of the kinds of harness, each loaded when it is run. Each has `make(spec: HarnessSpec) -> Harness`,
+which raises ConfigError for what cannot be run.
+"""
 
 
 class HarnessSpec(Message):
@@ -192,17 +186,17 @@ class HarnessSpec(Message):
 
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
-        if len(given := [name for name in _MODULES if getattr(self, name)]) != 1:
-            raise ValueError(f"give one of {', '.join(_MODULES)} (given: {', '.join(given) or 'none'})")
+        if len(given := [name for name in HARNESSES if getattr(self, name)]) != 1:
+            raise ValueError(f"give one of {', '.join(HARNESSES)} (given: {', '.join(given) or 'none'})")
         return self
 
     @property
     def kind(self) -> str:
         """`python`, `command` or `verifiers`."""
-        return next(name for name in _MODULES if getattr(self, name))
+        return next(name for name in HARNESSES if getattr(self, name))
 
 
 def build_harness(spec: HarnessSpec) -> Harness:
     """The harness. Raises ConfigError if it cannot be run here."""
-    harness: Harness = importlib.import_module(_MODULES[spec.kind]).make(spec)
+    harness: Harness = importlib.import_module(HARNESSES[spec.kind]).make(spec)
     return harness

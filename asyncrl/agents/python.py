@@ -1,6 +1,4 @@
-"""The harness `module:function`: an async (or plain) Python function of the user's. Knows no process, no
-lease.
-"""
+"""The harness `python`: an async (or plain) function of the user's, `module:function`."""
 
 from __future__ import annotations
 
@@ -47,9 +45,6 @@ class PythonHarness:
             getattr(self._function, "__call__", None)  # noqa: B004  an object with `async def __call__` is as good
         )
 
-    def __repr__(self) -> str:
-        return f"<PythonHarness {self.spec}>"
-
     @property
     def num_abandoned(self) -> int:
         """Calls so far that were given up because they did not end when they were cancelled."""
@@ -71,22 +66,13 @@ def as_outcome(value: object, spec: str) -> Outcome:
     """None, a finite number, or an Outcome of such numbers. Raises RolloutFailure for all else."""
     if value is None:
         return Outcome()
-    if isinstance(value, Outcome):
-        rewards = {} if value.reward is None else {"reward": value.reward}
-        for name, numbers_of in (
-            ("metrics", value.metrics),
-            ("turn_rewards", value.turn_rewards),
-            ("branch_rewards", value.branch_rewards),
-        ):
-            rewards |= {f"{name}[{key}]": number for key, number in numbers_of.items()}
-        checked = {name: _number(number, name, spec) for name, number in rewards.items()}
-        return Outcome(
-            checked.get("reward"),
-            {key: checked[f"metrics[{key}]"] for key in value.metrics},
-            {key: checked[f"turn_rewards[{key}]"] for key in value.turn_rewards},
-            {key: checked[f"branch_rewards[{key}]"] for key in value.branch_rewards},
-        )
-    return Outcome(_number(value, "reward", spec))
+    if not isinstance(value, Outcome):
+        return Outcome(_number(value, "reward", spec))
+    parts = {}
+    for name in ("metrics", "turn_rewards", "branch_rewards"):
+        given = getattr(value, name)
+        parts[name] = {key: _number(number, f"{name}[{key}]", spec) for key, number in given.items()}
+    return Outcome(None if value.reward is None else _number(value.reward, "reward", spec), **parts)
 
 
 def _number(value: object, name: str, spec: str) -> float:
@@ -119,7 +105,7 @@ async def _in_thread(call: Callable[[], Any]) -> Any:
     done: asyncio.Future[Any] = loop.create_future()
 
     def settle(is_value: bool, result: Any) -> None:
-        if not done.done():  # else nobody waits any more
+        if not done.done():  # else the call was cancelled
             done.set_result(result) if is_value else done.set_exception(result)
 
     def body() -> None:
@@ -146,8 +132,8 @@ async def _in_thread(call: Callable[[], Any]) -> Any:
 
 
 def make(spec: HarnessSpec) -> PythonHarness:
-    """See build.py. Loads openai, if it is there, while nothing runs: that takes seconds, which the event
-    loop would stand still.
+    """The harness of a worker. Loads openai, if it is there, while nothing runs: that takes seconds, which
+    the event loop would stand still.
     """
     assert spec.python is not None
     with contextlib.suppress(ModuleNotFoundError):

@@ -1,5 +1,4 @@
-"""The harness `verifiers`: one environment of that library, as it is. Knows its seats, rewards and shared
-servers; no lease, no run.
+"""The harness `verifiers`: one environment of that library, as it is.
 
 https://github.com/PrimeIntellect-ai/verifiers, the API of 0.4 (`verifiers.v1`): a package that exports a
 Taskset, and if it likes a Harness (the program that talks to the model) and an Env (how agents play one
@@ -56,9 +55,6 @@ class VerifiersHarness:
         for name in _CHATTY:
             if logging.getLogger(name).level == logging.NOTSET:
                 logging.getLogger(name).setLevel(logging.WARNING)
-
-    def __repr__(self) -> str:
-        return f"<VerifiersHarness {self._name}, {self._shared.num_users} running>"
 
     async def run(self, task: AnyTask, session: Session) -> Outcome:
         """The environment's reward and metrics. Raises RolloutFailure for whatever fails in it, ConfigError
@@ -136,7 +132,10 @@ class VerifiersHarness:
         foreign = {call.endpoint for call in calls if call.error is not None} - {None, "/chat/completions"}
         way_out = "mend the environment, or its settings in generator.args; a few failures cost only time."
         if foreign:
-            way_out = f"choose a program (agent.harness) that calls /chat/completions; this one calls {', '.join(sorted(foreign))}."
+            called = ", ".join(sorted(foreign))
+            way_out = (
+                f"choose a program (agent.harness) that calls /chat/completions; this one calls {called}."
+            )
         return RolloutFailure(
             f"verifiers environment {self._name} failed: {said.replace(session.api_key, 'KEY')}",
             rule="what fails in an environment fails its rollout",
@@ -148,7 +147,8 @@ class _SharedServers:
     """What an environment's rollouts share: the tool servers of its taskset, and what its start() builds.
 
     Life:       closed -> opened by the first rollout -> closed by the last one to leave; then opened again,
-    ... Waits:      a rollout sleeps while another one opens or closes.
+                ...
+    Waits:      a rollout sleeps while another one opens or closes.
     Invariant:  open while a rollout runs, and nothing is left when none does.
     """
 
@@ -167,7 +167,7 @@ class _SharedServers:
             self.num_users += 1
 
     async def __aexit__(self, *_: object) -> None:
-        self.num_users -= 1  # before the wait: whoever is cancelled in it has left all the same
+        self.num_users -= 1  # before the wait: one that is cancelled in it has left all the same
         async with self._changing:
             if self._is_open and self.num_users == 0:
                 self._is_open = False
@@ -179,8 +179,8 @@ async def _serving(env: Any) -> AsyncIterator[None]:
     """As Env.serving(), but each rollout has an interception server of its own, which ends with it.
 
     verifiers 0.4.0: an interception server keeps one HTTP client for each address until it is stopped, and
-    each session has its own address. Use Env.serving() once InterceptionServer.unregister closes the clients
-    that nobody uses.
+    each session has its own address. Use Env.serving() once InterceptionServer.unregister closes the unused
+    clients.
     """
     async with env.shared_tools() as shared:
         env._shared_tools = shared
@@ -252,7 +252,7 @@ def load_environment(identifier: str, args: Mapping[str, Any]) -> Any:
 
 
 def taskset_loader(generator: GeneratorConfig) -> Callable[[], Any]:
-    """load_taskset of the environment that the config's generator names, for whoever builds the task."""
+    """load_taskset of the environment that the config's generator names."""
     return partial(load_taskset, generator.verifiers or "", generator.args)
 
 
@@ -312,6 +312,6 @@ def _library(identifier: str) -> Any:
 
 
 def make(spec: HarnessSpec) -> VerifiersHarness:
-    """See build.py."""
+    """The harness of a worker."""
     assert spec.verifiers is not None
     return VerifiersHarness(spec.verifiers, spec.args)

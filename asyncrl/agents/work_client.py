@@ -1,6 +1,4 @@
-"""A worker's life: leases work from a gateway, runs it, posts what came of it. Knows messages; knows no
-process, no kind of harness.
-"""
+"""A worker's life: takes work items from a gateway, runs them, posts what came of them."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ import random
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -26,10 +24,10 @@ from asyncrl.messages.work import (
     AliveAnswer,
     AliveRequest,
     FailureMessage,
-    LeaseAnswer,
-    LeaseRequest,
     OutcomeMessage,
     ResultRequest,
+    TakeAnswer,
+    TakeRequest,
     WorkerHealth,
     WorkItem,
 )
@@ -61,21 +59,20 @@ class _Running:
 class Worker:
     """Runs as many rollouts at once as it has slots.
 
-    Life:       run() until it is cancelled: then every harness is cancelled, and the gateway is told that
-    this worker leaves. Waits:      the lease loop sleeps until a slot is free, then until there is work; each
-    attempt sleeps in its harness. When the
-                gateway does not answer, all of them ask again, MAX_BACKOFF_S apart at most, for ever: it may
-                be started again.
-    Invariant:  a lease is in `holding` from the answer that gave it until its result has been answered, or it
-    was cancelled. Signs of
-                life come from the event loop that the harnesses run on: a harness that blocks it for
-                lease_timeout_s loses its worker all leases, and is told so in the log.
+    Life:       run() until it is cancelled: then every harness is cancelled, and the gateway hears that this
+                worker leaves.
+    Waits:      it sleeps until a slot is free, then until there is work; each attempt sleeps in its harness.
+                When the gateway does not answer, all of them ask again, MAX_BACKOFF_S apart at most, for
+                ever: it may be started again.
+    Invariant:  an item is in `holding` from the answer that gave it until its result has been answered, or it
+                was cancelled. Signs of life come from the event loop that the harnesses run on: a harness
+                that blocks it for lease_timeout_s loses its worker all items, and the log says so.
     """
 
     def __init__(self, harness: Harness, caller: Caller, *, name: str, slots: int) -> None:
         self.name, self.slots = name, slots
         self._harness, self._caller = harness, caller
-        self._instance = secrets.token_hex(8)
+        self._who = {"worker": name, "instance": secrets.token_hex(8)}
         self._running: dict[str, _Running] = {}
         self._freed, self._is_known = asyncio.Event(), asyncio.Event()
         self._number = 0
@@ -84,12 +81,9 @@ class Worker:
         self._lost_since_s: float | None = None
         self._ticked_s = asyncio.get_running_loop().time()
 
-    def __repr__(self) -> str:
-        return f"<Worker {self.name} {len(self._running)}/{self.slots} running>"
-
     @property
     def holding(self) -> list[str]:
-        """The leases that are not given back."""
+        """The items that are not given back."""
         return list(self._running)
 
     def health(self, now_s: float) -> WorkerHealth:
@@ -114,76 +108,60 @@ class Worker:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._tick(), name="tick")
                 tasks.create_task(self._give_signs(), name="signs of life")
-                await self._lease_for_ever(tasks)
+                await self._take_for_ever(tasks)
         except BaseExceptionGroup as several:
             wrong = next((error for error in several.exceptions if isinstance(error, ConfigError)), None)
             raise wrong or several from None
         finally:
+            leaving = AliveRequest(**self._who, holding=self.holding, is_leaving=True)
             with contextlib.suppress(CallLost, CallRefused, ConnectionShortage):
-                await self._caller.post(
-                    "/work/alive", self._sign(is_leaving=True), AliveAnswer, timeout_s=GOODBYE_TIMEOUT_S
-                )
+                await self._caller.post("/work/alive", leaving, AliveAnswer, timeout_s=GOODBYE_TIMEOUT_S)
             await self._clients.aclose()
 
-    async def _lease_for_ever(self, tasks: asyncio.TaskGroup) -> None:
+    async def _take_for_ever(self, tasks: asyncio.TaskGroup) -> None:
         while True:
             while len(self._running) >= self.slots:
                 self._freed.clear()
                 await self._freed.wait()
             answer = await self._ask(
-                "/work/lease", self._lease_request, LeaseAnswer, timeout_s=MAX_WAIT_S + CALL_TIMEOUT_S
+                "/work/take", self._take_request, TakeAnswer, MAX_WAIT_S + CALL_TIMEOUT_S
             )
             self._lease_timeout_s = answer.lease_timeout_s
             self._is_known.set()
             for item in answer.items:
-                running = self._running[item.lease_id] = _Running(item)
+                running = self._running[item.item_id] = _Running(item)
                 running.task = tasks.create_task(
                     self._run_item(running, answer.model), name=f"{item.rollout_id} attempt {item.attempt}"
                 )
 
-    def _lease_request(self) -> LeaseRequest:
+    def _take_request(self) -> TakeRequest:
         """A new one for each try: what is held changes meanwhile."""
         self._number += 1
-        free = self.slots - len(self._running)
-        return LeaseRequest(
-            worker=self.name,
-            instance=self._instance,
-            max_items=free,
-            slots=self.slots,
-            number=self._number,
-            holding=self.holding,
+        free, holding = self.slots - len(self._running), self.holding
+        return TakeRequest(
+            **self._who, max_items=free, slots=self.slots, number=self._number, holding=holding
         )
 
     async def _run_item(self, running: _Running, model: str) -> None:
         item = running.item
         try:
-            outcome, failure = await self._outcome_of(item, model)
+            said = await self._run_harness(item, model)
             running.is_over = True
-            result = ResultRequest(
-                worker=self.name,
-                instance=self._instance,
-                lease_id=item.lease_id,
-                outcome=outcome,
-                failure=failure,
-            )
-            await self._ask("/work/result", lambda: result, Accepted, timeout_s=CALL_TIMEOUT_S)
+            result = ResultRequest(**self._who, item_id=item.item_id, **said)
+            await self._ask("/work/result", lambda: result, Accepted, CALL_TIMEOUT_S)
         except CallRefused as refused:
             log.info("%s: its result was dropped: %s", item.rollout_id, refused.body.error)
         except asyncio.CancelledError:
             self._free(item)
             raise
-        self._free(
-            item
-        )  # whatever else is raised ends the worker, which holds the lease until it has said so
+        self._free(item)  # any other error ends the worker, which holds the item until it has said so
 
     def _free(self, item: WorkItem) -> None:
-        del self._running[item.lease_id]
+        del self._running[item.item_id]
         self._freed.set()
 
-    async def _outcome_of(
-        self, item: WorkItem, model: str
-    ) -> tuple[OutcomeMessage | None, FailureMessage | None]:
-        """The boundary between the harness and the worker: whatever goes wrong in there is data. ConfigError
+    async def _run_harness(self, item: WorkItem, model: str) -> dict[str, Any]:
+        """`outcome` or `failure` of a ResultRequest. What goes wrong in a harness is data; ConfigError
         passes.
         """
         session = Session(
@@ -193,15 +171,17 @@ class Worker:
             outcome_key=item.outcome_key,
             http_client=self._clients.get,
         )
+        given = (item.prompt_id, tuple(item.messages), item.info, item.seed, item.sample_index, item.attempt)
+        task: AnyTask = Task(*given, answer=item.answer) if item.has_answer else TaskWithoutAnswer(*given)
         limit = TimeLimit(item.timeout_s)
         try:
             async with limit:
-                outcome = await self._harness.run(_task(item), session)
-            return None if outcome == Outcome() else _outcome_message(outcome), None
+                outcome = await self._harness.run(task, session)
+            return {} if outcome == Outcome() else {"outcome": _outcome_message(outcome)}
         except asyncio.CancelledError as error:
             if (current := asyncio.current_task()) is not None and current.cancelling():
                 raise
-            return None, _failure(item, error)  # the harness cancelled itself
+            return {"failure": _failure(item, error)}  # the harness cancelled itself
         except ConfigError:
             raise
         except (Exception, SystemExit) as error:
@@ -213,25 +193,25 @@ class Worker:
                 )
             elif not isinstance(error, RolloutFailure):
                 log.warning("%s attempt %d failed", item.rollout_id, item.attempt, exc_info=True)
-            return None, _failure(item, error)
+            return {"failure": _failure(item, error)}
 
     async def _give_signs(self) -> None:
         await self._is_known.wait()  # how often, and for what, is known from the first answer on
         while True:
-            await asyncio.sleep(self._sign_period_s)
+            await asyncio.sleep(min(MAX_SIGN_PERIOD_S, self._lease_timeout_s / 4))
             answer = await self._ask(
                 "/work/alive",
-                self._sign,
+                lambda: AliveRequest(**self._who, holding=self.holding),
                 AliveAnswer,
-                timeout_s=min(CALL_TIMEOUT_S, self._lease_timeout_s / 3),
+                min(CALL_TIMEOUT_S, self._lease_timeout_s / 3),
             )
-            for lease_id, why in answer.cancel.items():
-                running = self._running.get(lease_id)
+            for item_id, why in answer.cancel.items():
+                running = self._running.get(item_id)
                 if running is None or running.task is None:
                     continue
                 if not running.is_over:
                     log.info("%s is given up: %s", running.item.rollout_id, why)
-                # also while its result is on its way: nobody takes that, and asking for ever keeps its slot
+                # also while its result is on its way: it is not taken, and asking for ever keeps its slot
                 running.task.cancel()
 
     async def _tick(self) -> None:
@@ -239,32 +219,20 @@ class Worker:
         while True:
             self._ticked_s = loop.time()
             await asyncio.sleep(TICK_S)
-            self._tell_blocked(loop.time() - self._ticked_s - TICK_S)
-
-    @property
-    def _sign_period_s(self) -> float:
-        return min(MAX_SIGN_PERIOD_S, self._lease_timeout_s / 4)
-
-    def _sign(self, *, is_leaving: bool = False) -> AliveRequest:
-        return AliveRequest(
-            worker=self.name, instance=self._instance, holding=self.holding, is_leaving=is_leaving
-        )
-
-    def _tell_blocked(self, lag_s: float) -> None:
-        if lag_s > self._lease_timeout_s / 2:
-            log.warning(
-                "the event loop of worker %s stood still for %.1f s, without a sign of life; after "
-                "gateway.lease_timeout_s=%s a worker "
-                "counts as gone, and all its rollouts fail. Way out: `await asyncio.to_thread(...)` for what "
-                "blocks, or a harness that "
-                "is no async function, which runs in a thread.",
-                self.name,
-                lag_s,
-                self._lease_timeout_s,
-            )
+            lag_s = loop.time() - self._ticked_s - TICK_S
+            if lag_s > self._lease_timeout_s / 2:
+                log.warning(
+                    "the event loop of worker %s stood still for %.1f s, without a sign of life; after "
+                    "gateway.lease_timeout_s=%s a worker counts as gone, and all its rollouts fail. Way out: "
+                    "`await asyncio.to_thread(...)` for what blocks, or a harness that is no async function, "
+                    "which runs in a thread.",
+                    self.name,
+                    lag_s,
+                    self._lease_timeout_s,
+                )
 
     async def _ask(
-        self, path: str, make: Callable[[], BaseModel], answer: type[Answer], *, timeout_s: float
+        self, path: str, make: Callable[[], BaseModel], answer: type[Answer], timeout_s: float
     ) -> Answer:
         """Post what `make` makes until there is an answer.
 
@@ -275,27 +243,23 @@ class Worker:
         while True:
             try:
                 found = await self._caller.post(path, make(), answer, timeout_s=timeout_s)
-            except CallRefused as refused:
-                if refused.status == 410:
+            except (CallRefused, CallLost, ConnectionShortage) as error:
+                if isinstance(error, CallRefused) and error.status == 410:
                     raise
-                if refused.status in (401, 422):
+                if isinstance(error, CallRefused) and error.status in (401, 422):
                     raise ConfigError(
-                        f"the gateway at {self._caller.url} refused worker {self.name}: {refused.body.error}",
-                        rule=refused.body.rule,
-                        way_out=refused.body.way_out,
-                    ) from refused
-                self._note_lost(refused)
-            except (CallLost, ConnectionShortage) as lost:
-                self._note_lost(lost)
+                        f"the gateway at {self._caller.url} refused worker {self.name}: {error.body.error}",
+                        rule=error.body.rule,
+                        way_out=error.body.way_out,
+                    ) from error
+                self._note_lost(error)
             else:
                 self._note_answered()
                 return found
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S, self._lease_timeout_s / 4)
-            await asyncio.sleep(
-                backoff_s * random.uniform(0.5, 1.0)
-            )  # so that many workers do not come back at once
+            await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))  # many workers do not come back at once
 
-    def _note_lost(self, error: CallLost | CallRefused | ConnectionShortage) -> None:
+    def _note_lost(self, error: Exception) -> None:
         if self._lost_since_s is None:
             self._lost_since_s = asyncio.get_running_loop().time()
             log.warning(
@@ -306,32 +270,18 @@ class Worker:
 
     def _note_answered(self) -> None:
         if self._lost_since_s is not None:
-            log.warning(
-                "worker %s: the gateway answers again, after %.0f s",
-                self.name,
-                asyncio.get_running_loop().time() - self._lost_since_s,
-            )
+            lost_s = asyncio.get_running_loop().time() - self._lost_since_s
+            log.warning("worker %s: the gateway answers again, after %.0f s", self.name, lost_s)
             self._lost_since_s = None
-
-
-def _task(item: WorkItem) -> AnyTask:
-    given = (item.prompt_id, tuple(item.messages), item.info, item.seed, item.sample_index, item.attempt)
-    return Task(*given, answer=item.answer) if item.has_answer else TaskWithoutAnswer(*given)
 
 
 def _outcome_message(outcome: Outcome) -> OutcomeMessage:
     try:
-        message = OutcomeMessage(
-            reward=outcome.reward,
-            metrics=dict(outcome.metrics),
-            turn_rewards=dict(outcome.turn_rewards),
-            branch_rewards=dict(outcome.branch_rewards),
-        )
+        message = OutcomeMessage.of(outcome)
     except ValidationError as error:
         first = error.errors()[0]
-        raise RolloutFailure(
-            f"the outcome is wrong: {'.'.join(map(str, first['loc']))} {first['msg']}"
-        ) from error
+        where = ".".join(map(str, first["loc"]))
+        raise RolloutFailure(f"the outcome is wrong: {where} {first['msg']}") from error
     if (size := len(message.model_dump_json().encode())) > MAX_OUTCOME_BYTES:
         raise RolloutFailure(
             f"the outcome has {size} bytes",
@@ -342,18 +292,10 @@ def _outcome_message(outcome: Outcome) -> OutcomeMessage:
 
 
 def _failure(item: WorkItem, error: BaseException) -> FailureMessage:
-    if isinstance(error, AsyncrlError):
-        return FailureMessage(
-            error=_words(error.what), rule=_words(error.rule), way_out=_words(error.way_out)
-        )
-    return FailureMessage(
-        error=_words(
-            f"{item.rollout_id} (prompt {item.prompt_id}): its harness raised {type(error).__name__}: {error}"
-        ),
-        way_out="the worker's log has the traceback.",
-    )
-
-
-def _words(text: str) -> str:
     """Fit for JSON, whatever a harness has put into its exception."""
-    return text[:_MAX_WORDS].encode("utf-8", errors="replace").decode()
+    rule, way_out = "", "the worker's log has the traceback."
+    what = f"{item.rollout_id} (prompt {item.prompt_id}): its harness raised {type(error).__name__}: {error}"
+    if isinstance(error, AsyncrlError):
+        what, rule, way_out = error.what, error.rule, error.way_out
+    words = (text[:_MAX_WORDS].encode("utf-8", errors="replace").decode() for text in (what, rule, way_out))
+    return FailureMessage(**dict(zip(("error", "rule", "way_out"), words, strict=True)))

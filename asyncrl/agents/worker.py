@@ -1,5 +1,8 @@
-"""What `asyncrl work URL` does: a worker on any host, for a run elsewhere. Knows arguments; the work is done
-by worker.py.
+"""The worker process: `python -m asyncrl.agents.worker` as a child of a run, `asyncrl work URL` on any host.
+
+Harnesses run on the event loop of the main thread. GET /health of a child is answered from another thread, so
+that a harness that blocks the loop costs its rollouts and not the run. SIGTERM ends a worker with all that
+its commands have started; so does the end of the parent.
 """
 
 from __future__ import annotations
@@ -15,14 +18,13 @@ import sys
 import threading
 import urllib.parse
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 from pydantic import Field, ValidationError
 
 from asyncrl.agents.harness import Harness, HarnessSpec, build_harness
-from asyncrl.agents.process_tree import hide_memory
+from asyncrl.agents.process_group import hide_memory
 from asyncrl.agents.work_client import Worker
 from asyncrl.errors import ConfigError
 from asyncrl.http import Caller
@@ -30,17 +32,9 @@ from asyncrl.messages.base import ErrorBody, Message, fatal_line
 from asyncrl.messages.work import WORKER_KEY_ENV, WorkerHealth
 from asyncrl.user_code import end_what_is_left
 
-# The worker process of a run: `python -m asyncrl.agents.worker --spec FILE --fd N`. Knows how to start and
-# end; runs no rollout itself.
-#
-# Harnesses run on the event loop of the main thread. GET /health is answered from another thread, so that a
-# harness that blocks the loop
-# costs its rollouts and not the run. SIGTERM ends the worker with all that its commands have started; so does
-# the end of the parent.
-
 
 class WorkerSpec(Message):
-    """What a worker of a run is told; the worker key is a secret beside it, WORKER_KEY_ENV."""
+    """What a worker of a run gets; the worker key is a secret beside it, WORKER_KEY_ENV."""
 
     name: str
     url: str
@@ -67,9 +61,7 @@ async def work(
     assert task is not None
 
     def end(number: int) -> None:
-        # the second one: what a harness cleans up, or refuses to, is not waited for; a keeper ends its
-        # commands
-        if caught:
+        if caught:  # the second one does not wait for what a harness cleans up
             end_process(128 + number)
         caught.append(number)
         task.cancel()
@@ -90,7 +82,7 @@ async def work(
 
 def main() -> None:
     """Work until SIGTERM or the parent's end; ends with a fatal line if the spec cannot be met."""
-    from asyncrl.http import child_arguments, die_with_parent, fail, secret_of
+    from asyncrl.http import child_arguments, die_with_parent, fail, make_app, secret_of, serve
 
     text, fd = child_arguments()
     try:
@@ -102,7 +94,13 @@ def main() -> None:
             way_out="start it through asyncrl.",
         )
     harnesses: list[Harness] = []
-    die_with_parent(lambda: kill_commands(harnesses))
+
+    def kill_commands() -> None:
+        for harness in harnesses:
+            if kill := getattr(harness, "kill_all_nowait", None):
+                kill()
+
+    die_with_parent(kill_commands)
     log_to_stderr()
     hide_memory()
     key = secret_of(WORKER_KEY_ENV)
@@ -111,16 +109,20 @@ def main() -> None:
     except ConfigError as error:
         fail(error.what, rule=error.rule, way_out=error.way_out)
 
+    def serve_health(worker: Worker) -> None:
+        loop, app = asyncio.get_running_loop(), make_app()
+
+        @app.get("/health")
+        async def health() -> WorkerHealth:
+            return worker.health(loop.time())
+
+        threading.Thread(target=serve, args=(app, fd), name="health", daemon=True).start()
+
     async def work_and_end() -> None:
         code = 0
         try:
             await work(
-                harnesses[0],
-                url=spec.url,
-                key=key,
-                name=spec.name,
-                slots=spec.slots,
-                begun=partial(_serve_health, fd),
+                harnesses[0], url=spec.url, key=key, name=spec.name, slots=spec.slots, begun=serve_health
             )
         except ConfigError as error:
             body, code = ErrorBody(error=error.what, rule=error.rule, way_out=error.way_out), 1
@@ -136,13 +138,6 @@ def log_to_stderr() -> None:
     logging.getLogger("httpx").setLevel(logging.WARNING)
 
 
-def kill_commands(harnesses: list[Harness]) -> None:
-    """SIGKILL to what the commands of these have started, if they are commands."""
-    for harness in harnesses:
-        if kill := getattr(harness, "kill_all_nowait", None):
-            kill()
-
-
 def end_process(code: int) -> NoReturn:
     """End at once, from within the event loop: closing that would wait for threads that a harness has hanging
     in asyncio.to_thread.
@@ -153,21 +148,7 @@ def end_process(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _serve_health(fd: int, worker: Worker) -> None:
-    """Answer GET /health on the inherited socket, from a thread of its own."""
-    from asyncrl.http import make_app, serve
-
-    loop, app = asyncio.get_running_loop(), make_app()
-
-    @app.get("/health")
-    async def health() -> WorkerHealth:
-        return worker.health(loop.time())
-
-    threading.Thread(target=serve, args=(app, fd), name="health", daemon=True).start()
-
-
-if __name__ == "__main__":
-    main()
+# ---- `asyncrl work`
 
 
 def run_worker(
@@ -185,8 +166,7 @@ def run_worker(
     key_file: Path | None = None,
     max_output_bytes: int = 2**20,
 ) -> None:
-    """Lease rollouts from the gateway at `url` and run them until SIGTERM or Ctrl-C; then the process ends,
-    with 143 or 130.
+    """Run rollouts of the gateway at `url` until SIGTERM or Ctrl-C; then the process ends, with 143 or 130.
 
     `key` None: `key_file` or the environment has it, where no other user reads it. `command` is split like a
     shell's; `args` is a JSON object, `env` has NAME=VALUE, `pass_env` names of variables. Raises ConfigError
@@ -206,20 +186,15 @@ def run_worker(
             way_out="give the number of rollouts that this worker may run at once.",
         )
     address = gateway_url(url)
-    if sum(bool(each) for each in (python, command, verifiers)) != 1:
+    kinds = {"python": python, "command": shlex.split(command) if command else None, "verifiers": verifiers}
+    if sum(map(bool, kinds.values())) != 1:
         raise ConfigError(
             "`asyncrl work` runs one harness",
             way_out="give one of --python MODULE:FUNCTION, --command '...', --verifiers ID.",
         )
-    spec = HarnessSpec(
-        python=python,
-        command=shlex.split(command) if command else None,
-        verifiers=verifiers,
-        args=_arguments(args),
-        env=dict(_variable(each) for each in env),
-        pass_env=list(pass_env),
-        max_output_bytes=max_output_bytes,
-    )
+    variables = dict(_variable(each) for each in env)
+    more = {"env": variables, "pass_env": list(pass_env), "max_output_bytes": max_output_bytes}
+    spec = HarnessSpec.model_validate(kinds | more | {"args": _arguments(args)})
     log_to_stderr()
     hide_memory()
     harness = build_harness(spec)
@@ -227,16 +202,16 @@ def run_worker(
     logging.getLogger("asyncrl.worker").info(
         "worker %s: %d slots, %s, gateway %s", name, slots, spec.kind, address
     )
-    asyncio.run(end_what_is_left(_work_and_end(harness, url=address, key=worker_key, name=name, slots=slots)))
 
+    async def work_and_end() -> NoReturn:
+        try:
+            number = await work(harness, url=address, key=worker_key, name=name, slots=slots)
+        except ConfigError as error:
+            print(f"ConfigError: {error}", file=sys.stderr)
+            end_process(ConfigError.exit_code)
+        end_process(128 + number)
 
-async def _work_and_end(harness: Harness, *, url: str, key: str, name: str, slots: int) -> NoReturn:
-    try:
-        number = await work(harness, url=url, key=key, name=name, slots=slots)
-    except ConfigError as error:
-        print(f"ConfigError: {error}", file=sys.stderr)
-        end_process(ConfigError.exit_code)
-    end_process(128 + number)
+    asyncio.run(end_what_is_left(work_and_end()))
 
 
 def gateway_url(url: str) -> str:
@@ -267,18 +242,15 @@ def _key_in(path: Path) -> str:
 
 
 def _arguments(text: str | None) -> dict[str, Any]:
-    if text is None:
-        return {}
     try:
-        values = json.loads(text)
+        values = json.loads(text) if text is not None else {}
+        if not isinstance(values, dict):
+            raise ValueError("it is no object")
     except ValueError as error:
         raise ConfigError(
-            f"--args {text:.80} is no JSON: {error}", way_out="write it like --args '{\"max_turns\": 4}'."
+            f"--args {text:.80} is no JSON object: {error}",
+            way_out="write it like --args '{\"max_turns\": 4}'.",
         ) from error
-    if not isinstance(values, dict):
-        raise ConfigError(
-            f"--args {text:.80} is no JSON object", way_out="write it like --args '{\"max_turns\": 4}'."
-        )
     return values
 
 
@@ -287,3 +259,7 @@ def _variable(text: str) -> tuple[str, str]:
     if not separator or not name:
         raise ConfigError(f"--env {text} is not NAME=VALUE", way_out="write it like --env CORPUS=/data/wiki.")
     return name, value
+
+
+if __name__ == "__main__":
+    main()

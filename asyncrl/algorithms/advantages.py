@@ -69,7 +69,7 @@ def reinforce_pp_baseline(reward_B: Tensor, group_B: Tensor) -> Tensor:
 def _centred(reward_B: Tensor, group_B: Tensor) -> tuple[Tensor, Tensor]:
     """(reward - mean of the group, size of the group), float32 [B] both."""
     check_vector("reward_B", reward_B, torch.float32)
-    check_vector("group_B", group_B, torch.int64, len_like=("reward_B", reward_B))
+    check_vector("group_B", group_B, torch.int64, len(reward_B))
     size_B = _group_sum(torch.ones_like(reward_B), group_B)
     centred_B = reward_B - _group_sum(reward_B, group_B) / size_B
     # Equal rewards can have a mean that rounds to another number: ask for equality itself, not for a
@@ -92,18 +92,14 @@ def _num_groups(group_B: Tensor) -> int:
     return int(group_B.max()) + 1 if group_B.numel() else 0
 
 
-# Penalties that are added to a reward before advantages are made of it. Knows lengths alone.
-
-
 def overlong_penalty(length_B: Tensor, max_tokens: int, overlong_tokens: int) -> Tensor:
     """float32 [B] in [-1, 0]: 0 up to max_tokens - overlong_tokens, from there linear down to -1 at
     max_tokens, -1 beyond.
 
     `length_B` int64, sampled tokens of each sample; overlong_tokens = 0 is no penalty. DAPO,
-    https://arxiv.org/abs/2503.14476, equation 13. Raises ValueError for another shape or dtype, and unless 0
-    <= overlong_tokens <= max_tokens.
+    https://arxiv.org/abs/2503.14476, equation 13. Raises ValueError unless 0 <= overlong_tokens <=
+    max_tokens.
     """
-    check_vector("length_B", length_B, torch.int64)
     if not 0 <= overlong_tokens <= max_tokens:
         raise ValueError(f"overlong_tokens={overlong_tokens} must be from 0 to max_tokens={max_tokens}")
     if overlong_tokens == 0:

@@ -1,4 +1,6 @@
-"""What the functions of tokens share: checks, ratios, sums over a sequence. Knows no loss."""
+"""What the functions of tokens share: checks, ratios, sums over a sequence, and the weights by which the
+losses of tokens become one number. Knows no loss.
+"""
 
 from __future__ import annotations
 
@@ -10,36 +12,25 @@ LARGEST_LOG_RATIO = 20.0
 infinite in float32, which times an advantage of 0, or a gradient of 0, would be NaN."""
 
 
-def check_tokens(sequence_M: Tensor, **named_M: Tensor) -> None:
+def check_tokens(sequence_M: Tensor, *values_M: Tensor) -> None:
     """Raise ValueError unless all are [M] of the same M, sequence_M int64, the others float32."""
-    for name, tensor in {**named_M, "sequence_M": sequence_M}.items():
-        check_vector(
-            name,
-            tensor,
-            torch.int64 if name == "sequence_M" else torch.float32,
-            len_like=next(iter(named_M.items())),
-        )
+    check_vector("sequence_M", sequence_M, torch.int64, len(values_M[0]))
+    for value_M in values_M:
+        check_vector("a tensor over tokens", value_M, torch.float32, len(sequence_M))
 
 
-def check_vector(
-    name: str, tensor: Tensor, dtype: torch.dtype, len_like: tuple[str, Tensor] | None = None
-) -> None:
-    """Raise ValueError unless `tensor` is one-dimensional, of `dtype` and as long as the (name, tensor) it
-    goes with.
+def check_vector(name: str, tensor: Tensor, dtype: torch.dtype, length: int | None = None) -> None:
+    """Raise ValueError unless `tensor` is one-dimensional, of `dtype` and of `length`, if one is given."""
+    if tensor.ndim != 1 or tensor.dtype != dtype or length not in (None, len(tensor)):
+        shape = "[M]" if length is None else [length]
+        raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, but must be {dtype} {shape}")
+
+
+def exp_ratio(log_ratio_M: Tensor) -> Tensor:
+    """How much more probable a token, or all of a sequence, is under one policy than under another: exp of a
+    difference of logprobs. float32 [M].
     """
-    like_name, like = len_like or (name, tensor)
-    if tensor.ndim != 1 or tensor.dtype != dtype or tensor.shape != like.shape:
-        beside = "" if like is tensor else f", as long as {like_name} {tuple(like.shape)}"
-        raise ValueError(
-            f"{name} is {tensor.dtype} {tuple(tensor.shape)}, but must be {dtype} of one dimension{beside}"
-        )
-
-
-def ratio(above_M: Tensor, below_M: Tensor) -> Tensor:
-    """exp(above - below): how much more probable each token is under the policy above the line. float32
-    [M].
-    """
-    return (above_M - below_M).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()
+    return log_ratio_M.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()
 
 
 def sequence_sum(value_M: Tensor, sequence_M: Tensor) -> Tensor:
@@ -54,9 +45,6 @@ def sequence_mean(value_M: Tensor, sequence_M: Tensor) -> Tensor:
     return sequence_sum(value_M, sequence_M) / sequence_sum(torch.ones_like(value_M), sequence_M)
 
 
-# From the losses of tokens to one number: what each is multiplied with. Knows counts alone.
-
-
 def token_weights(
     aggregate: str, tokens_per_sequence_S: Tensor, num_sequences: int, num_loss_tokens: int, max_tokens: int
 ) -> Tensor:
@@ -65,26 +53,17 @@ def token_weights(
 
     `tokens_per_sequence_S` int64, loss tokens of the sequences in question, all of the step's or some of
     them; `num_sequences` with loss tokens and `num_loss_tokens` in the whole step; `max_tokens` is
-    rollout.max_tokens. By `aggregate`: token     1 / num_loss_tokens                 the mean over tokens
-    (DAPO, https://arxiv.org/abs/2503.14476) sequence  1 / (num_sequences * its tokens)    the mean over
-    sequences of their means (GRPO, https://arxiv.org/abs/2402.03300) constant  1 / (num_sequences *
-    max_tokens)    no length in it (Dr. GRPO, https://arxiv.org/abs/2503.20783) A sequence without loss tokens
-    has weight 0. Raises ValueError for another word, and for counts that cannot be.
+    rollout.max_tokens. A sequence without loss tokens has weight 0. By `aggregate`:
+
+        token     1 / num_loss_tokens               DAPO, https://arxiv.org/abs/2503.14476
+        sequence  1 / (num_sequences * its tokens)  GRPO, https://arxiv.org/abs/2402.03300
+        constant  1 / (num_sequences * max_tokens)  Dr. GRPO, https://arxiv.org/abs/2503.20783
     """
     check_vector("tokens_per_sequence_S", tokens_per_sequence_S, torch.int64)
-    num_here, tokens_here = int((tokens_per_sequence_S > 0).sum()), int(tokens_per_sequence_S.sum())
-    if num_here > num_sequences or tokens_here > num_loss_tokens or max_tokens < 1:
-        raise ValueError(
-            f"{num_here} sequences with {tokens_here} loss tokens cannot be part of a step of "
-            f"num_sequences={num_sequences}, "
-            f"num_loss_tokens={num_loss_tokens} with max_tokens={max_tokens}"
-        )
     divisors_S = {
         "token": torch.full_like(tokens_per_sequence_S, num_loss_tokens),
         "sequence": num_sequences * tokens_per_sequence_S,
         "constant": torch.full_like(tokens_per_sequence_S, num_sequences * max_tokens),
     }
-    if aggregate not in divisors_S:
-        raise ValueError(f"aggregate={aggregate!r} must be one of {', '.join(divisors_S)}")
     weight_S = 1.0 / divisors_S[aggregate].clamp(min=1).double()
     return torch.where(tokens_per_sequence_S > 0, weight_S, 0.0).float()

@@ -5,128 +5,112 @@ imported where they run.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from asyncrl.config import AlgorithmConfig
+from asyncrl.errors import ConfigError
 
-_HERE = "asyncrl.algorithms"
+_ADVANTAGES, _LOSSES = "asyncrl.algorithms.advantages:", "asyncrl.algorithms.losses:"
 
 BUILT_IN_ADVANTAGES = {
-    "grpo": f"{_HERE}.advantages:grpo",
-    "dr_grpo": f"{_HERE}.advantages:dr_grpo",
-    "rloo": f"{_HERE}.advantages:rloo",
-    "leave_one_out": f"{_HERE}.advantages:rloo",
-    "reinforce_pp": f"{_HERE}.advantages:reinforce_pp",
-    "reinforce_pp_baseline": f"{_HERE}.advantages:reinforce_pp_baseline",
+    "grpo": _ADVANTAGES + "grpo",
+    "dr_grpo": _ADVANTAGES + "dr_grpo",
+    "rloo": _ADVANTAGES + "rloo",
+    "leave_one_out": _ADVANTAGES + "rloo",
+    "reinforce_pp": _ADVANTAGES + "reinforce_pp",
+    "reinforce_pp_baseline": _ADVANTAGES + "reinforce_pp_baseline",
 }
 """algorithm.advantage by name."""
 
-BUILT_IN_CORRECTIONS = {
-    name: f"{_HERE}.corrections:{name}"
-    for name in ("tis", "tis_sequence", "mis", "mis_sequence", "icepop", "m2po")
-}
-"""algorithm.correction by name."""
+BUILT_IN_CORRECTIONS = ("tis", "tis_sequence", "mis", "mis_sequence", "icepop", "m2po")
+"""algorithm.correction: functions of asyncrl/algorithms/corrections.py."""
 
 WHOLE_BATCH = frozenset({"m2po"})
 """Corrections that must see all tokens of an optimizer step at once."""
 
-FUNCTIONS = {
-    "token_weights": f"{_HERE}.aggregate:token_weights",
-    "kl": f"{_HERE}.losses:kl",
-    "kl_penalty": f"{_HERE}.losses:kl_reward_penalty",
-    "interpolate": f"{_HERE}.losses:interpolate",
-    "overlong_penalty": f"{_HERE}.advantages:overlong_penalty",
-}
-"""What every loss is used with."""
-
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a loss is made of. `surrogate` is module:function, `correction` a name of BUILT_IN_CORRECTIONS or
-    none.
+    """What a loss is made of. `surrogate` and `advantage` are module:function, `correction` is one of
+    BUILT_IN_CORRECTIONS or none.
     """
 
     surrogate: str
     ratio: Literal["behaviour", "proximal"] = "behaviour"
     correction: str = "none"
     aggregate: Literal["token", "sequence", "constant"] = "token"
+    advantage: str = BUILT_IN_ADVANTAGES["grpo"]
 
-
-_PPO_CLIP = f"{_HERE}.losses:ppo_clip"
-_REINFORCE = f"{_HERE}.losses:reinforce"
 
 RECIPES = {
-    "ppo_clip": Recipe(_PPO_CLIP),
-    "dapo": Recipe(_PPO_CLIP),
-    "decoupled_ppo": Recipe(_PPO_CLIP, "proximal", "tis"),
-    "reinforce": Recipe(_REINFORCE),
-    "tis": Recipe(_REINFORCE, "proximal", "tis"),
-    "mis": Recipe(_REINFORCE, "proximal", "mis"),
-    "icepop": Recipe(_PPO_CLIP, "proximal", "icepop"),
-    "cispo": Recipe(f"{_HERE}.losses:cispo"),
-    "gspo": Recipe(f"{_HERE}.losses:gspo", aggregate="sequence"),
-    "m2po": Recipe(f"{_HERE}.losses:importance_ratio", "behaviour", "m2po"),
+    "ppo_clip": Recipe(_LOSSES + "ppo_clip"),
+    "dapo": Recipe(_LOSSES + "ppo_clip"),
+    "decoupled_ppo": Recipe(_LOSSES + "ppo_clip", "proximal", "tis"),
+    "reinforce": Recipe(_LOSSES + "reinforce"),
+    "tis": Recipe(_LOSSES + "reinforce", "proximal", "tis"),
+    "mis": Recipe(_LOSSES + "reinforce", "proximal", "mis"),
+    "icepop": Recipe(_LOSSES + "ppo_clip", "proximal", "icepop"),
+    "cispo": Recipe(_LOSSES + "cispo"),
+    "gspo": Recipe(_LOSSES + "gspo", aggregate="sequence"),
+    "m2po": Recipe(_LOSSES + "importance_ratio", "behaviour", "m2po"),
 }
 """algorithm.loss by name."""
-
-_MASKS = frozenset({"none", "m2po"})
-"""Corrections that weigh no token by its probabilities."""
 
 
 def resolve(config: AlgorithmConfig) -> Recipe:
     """The recipe of algorithm.loss with what the config says otherwise. A module:function has the defaults of
     Recipe.
 
-    Raises ValueError for a loss that is not known, for settings that contradict each other, and for a
+    Raises ConfigError for a name that is not known, for settings that contradict each other, and for a
     correction beside a built-in loss whose ratio already covers the way from the behaviour to the current
     policy: that way would be weighed twice.
     """
-    recipe = RECIPES.get(config.loss)
-    if recipe is None:
-        recipe = Recipe(_own(config.loss, "algorithm.loss", RECIPES))
-    if config.ratio != "auto":
-        recipe = replace(recipe, ratio=config.ratio)
-    if config.correction != "auto":
-        recipe = replace(recipe, correction=config.correction)
-    if config.aggregate != "auto":
-        recipe = replace(recipe, aggregate=config.aggregate)
+    recipe = RECIPES.get(config.loss) or Recipe(_own(config.loss, "algorithm.loss", RECIPES))
+    chosen = {"ratio": config.ratio, "correction": config.correction, "aggregate": config.aggregate}
+    recipe = replace(
+        recipe,
+        advantage=BUILT_IN_ADVANTAGES.get(config.advantage)
+        or _own(config.advantage, "algorithm.advantage", BUILT_IN_ADVANTAGES),
+        **{name: value for name, value in chosen.items() if value != "auto"},  # type: ignore[arg-type]
+    )
     if recipe.correction in WHOLE_BATCH and config.proximal == "interpolate":
-        raise ValueError(
-            f"algorithm.proximal=interpolate beside correction={recipe.correction}: it is made of all tokens "
-            f"before the first step, "
-            "so their proximal logprobs have to be computed; set algorithm.proximal=recompute"
+        raise _conflict(
+            f"algorithm.proximal=interpolate beside correction={recipe.correction}",
+            "it is made of all tokens before the first step, so their proximal logprobs have to be computed",
+            "set algorithm.proximal=recompute",
         )
     if recipe.correction == "icepop" and config.importance_floor > config.importance_cap:
-        raise ValueError(
+        raise _conflict(
             f"algorithm.importance_floor={config.importance_floor} is above "
-            f"algorithm.importance_cap={config.importance_cap}, so icepop "
-            "would mask every token; set algorithm.importance_floor below it"
+            f"algorithm.importance_cap={config.importance_cap}",
+            "icepop would mask every token",
+            "set algorithm.importance_floor below it",
         )
-    has_ratio = config.loss in RECIPES and recipe.surrogate != _REINFORCE
-    if has_ratio and recipe.ratio == "behaviour" and recipe.correction not in _MASKS:
-        raise ValueError(
+    has_ratio = config.loss in RECIPES and recipe.surrogate != _LOSSES + "reinforce"
+    if has_ratio and recipe.ratio == "behaviour" and recipe.correction not in {"none", *WHOLE_BATCH}:
+        raise _conflict(
             f"algorithm.loss={config.loss} with ratio=behaviour and correction={recipe.correction} corrects "
-            f"twice for stale data: "
-            "its ratio is already taken to the behaviour policy; set algorithm.ratio=proximal, or "
-            "algorithm.correction=none"
+            "twice for stale data",
+            "its ratio is already taken to the behaviour policy",
+            "set algorithm.ratio=proximal, or algorithm.correction=none",
         )
     return recipe
 
 
-def resolve_advantage(name: str) -> str:
-    """algorithm.advantage as module:function. Raises ValueError for a name that is not known."""
-    return BUILT_IN_ADVANTAGES.get(name) or _own(name, "algorithm.advantage", BUILT_IN_ADVANTAGES)
+def _own(name: str, key: str, known: Iterable[str]) -> str:
+    module, _, function = name.partition(":")
+    if module and function:
+        return name
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {close[0]}? " if close else ""
+    raise _conflict(
+        f"{key}={name} is not known",
+        "it is a built-in name, or a function of your own as module:function",
+        f"{hint}Name one of {', '.join(known)}",
+    )
 
 
-def _own(name: str, key: str, known: Mapping[str, object]) -> str:
-    module, colon, function = name.partition(":")
-    if not (module and colon and function):
-        close = difflib.get_close_matches(name, known, n=1)
-        raise ValueError(
-            f"{key}={name} is not known"
-            + (f", did you mean {close[0]}?" if close else ";")
-            + f" name one of {', '.join(known)}, or a function of your own as module:function"
-        )
-    return name
+def _conflict(what: str, rule: str, way_out: str) -> ConfigError:
+    return ConfigError(what, rule=rule, way_out=f"{way_out}; docs/algorithms.md has the recipes.")

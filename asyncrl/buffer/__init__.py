@@ -1,3 +1,1 @@
-"""Admission, deadlines, staleness, choice of batch. Knows versions, slots and equal rewards; knows no HTTP,
-no torch, no clock.
-"""
+"""Admission, deadlines, staleness, choice of batch. Pure: no HTTP, no torch, no clock of its own."""

@@ -1,28 +1,24 @@
-"""The room around the staleness rule: holds the groups, lets producers and trainer wait. Knows no HTTP, no
-torch.
-"""
+"""The buffer around the staleness rule: holds the groups, lets producers and trainer wait."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 
 from asyncrl.buffer.filter import GroupFilter
 from asyncrl.buffer.look_ahead import LookAhead
-from asyncrl.buffer.staleness import HandedBack, StalenessRule, WaitCause, no_sampled_token
+from asyncrl.buffer.staleness import HandedBack, StalenessRule, WaitCause
 from asyncrl.config import BufferConfig
-from asyncrl.errors import WouldWait
+from asyncrl.errors import RoomError, WouldWait
 from asyncrl.messages.records import Batch, Finished, Group, GroupId, Prompt, Ticket, WaitReport
 from asyncrl.waits import waiting
 
-# What the buffer can be asked: one frozen record of counts. All counts are of the whole run so far unless the
-# field says otherwise.
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class BufferStats:
-    """Where the groups are, and what the choice of on_overdue cost or saved.
+    """Where the groups are, and what on_overdue cost or saved. Counts of the whole run unless the field says
+    otherwise.
 
     Right now:
         admitted = consumed + running + ready (what failed, was filtered or handed back does not count); open:
@@ -31,59 +27,32 @@ class BufferStats:
     Left over:
         failed: groups failed, last_failure the newest reason; filtered: groups replaced because they teach
         nothing (buffer.filter), filtered_tokens what they had sampled; dropped: handed back as too old
-        (on_overdue=drop), dropped_tokens those of them that were ready (what running ones had sampled is not
-        known here); all_masked: handed back because no token was young enough (on_overdue=mask).
-    Waited, in seconds, by cause (see asyncrl.messages.records.WaitReport); num_straggler_waits: batches that
-    waited for a straggler. What another choice would have changed:
+        (on_overdue=drop); all_masked: handed back because no token was young enough (on_overdue=mask).
+    Waited, in seconds, by cause (WaitReport); num_straggler_waits: batches that waited for a straggler.
+    What another choice would have changed:
         straggler_s is what `mask` and `drop` would have saved at most (they may be held up by generation a
         moment later). waited_groups, waited_tokens (`wait`): groups that finished while the next batch waited
         for groups of their deadline, and their tokens of the versions that `mask` would have had to mask
         next, had it taken the batch at once. An estimate: waiting for one group shifts all that follows.
         `drop` would have generated these groups again, whole. masked_groups, masked_tokens (`mask`): trained
-        on with masked tokens; consumed_tokens: all sampled tokens trained on or masked. hurried_batches
-        (`mask`, `drop`): batches taken although something left behind was or became overdue; `wait` would
-        have waited.
+        on with masked tokens; consumed_tokens: all sampled tokens trained on or masked.
     """
 
-    admitted: int
-    consumed: int
-    running: int
-    ready: int
-    open: int
-    next_batch: int
-    served: int
-    look_ahead: int
-    oldest_running: GroupId | None
-    oldest_running_start_version: int | None
-    failed: int
-    last_failure: str
-    filtered: int
-    filtered_tokens: int
-    dropped: int
-    dropped_tokens: int
-    all_masked: int
-    generation_s: float
-    straggler_s: float
-    publishing_s: float
-    num_straggler_waits: int
-    waited_groups: int
-    waited_tokens: int
-    masked_groups: int
-    masked_tokens: int
-    consumed_tokens: int
-    hurried_batches: int
-
-
-@dataclass(slots=True)
-class Tally:
-    """The counters behind BufferStats that the rule does not keep itself."""
-
+    admitted: int = 0
+    consumed: int = 0
+    running: int = 0
+    ready: int = 0
+    open: int = 0
+    next_batch: int = 0
+    served: int = 0
+    look_ahead: int = 0
+    oldest_running: GroupId | None = None
+    oldest_running_start_version: int | None = None
     failed: int = 0
     last_failure: str = ""
     filtered: int = 0
     filtered_tokens: int = 0
     dropped: int = 0
-    dropped_tokens: int = 0
     all_masked: int = 0
     generation_s: float = 0.0
     straggler_s: float = 0.0
@@ -94,15 +63,10 @@ class Tally:
     masked_groups: int = 0
     masked_tokens: int = 0
     consumed_tokens: int = 0
-    hurried_batches: int = 0
-
-
-# Splits the trainer's waiting into its causes. Is told the time, reads no clock.
 
 
 class WaitMeter:
-    """Seconds waited so far, by cause. Whoever changes the rule's state calls `change` with the time and what
-    is waited for now.
+    """Seconds waited so far, by cause. It is given the time and reads no clock.
 
     Life: opened with the time and the cause at the start of a wait; each change closes a stretch of one
     cause; None is no wait.
@@ -120,12 +84,7 @@ class WaitMeter:
 
     def report(self) -> WaitReport:
         """The stretches closed so far."""
-        seconds = self._seconds
-        return WaitReport(
-            generation_s=seconds["generation"],
-            stragglers_s=seconds["stragglers"],
-            publishing_s=seconds["publishing"],
-        )
+        return WaitReport(**{f"{cause}_s": seconds for cause, seconds in self._seconds.items()})
 
 
 OnHandedBack = Callable[[GroupId, Group | None, str], None]
@@ -136,18 +95,17 @@ class Buffer:
     """Groups between admission and training.
 
     Life:       admitted -> running -> ready -> in a batch; or failed, filtered, or handed back through
-    `on_handed_back`, and its place
-                is free.
+                `on_handed_back`, and the place is free.
     Waits:      producers sleep in wait_open, woken when a version is served, look_ahead grows, or a group
-    fails, is filtered or
-                handed back; the trainer sleeps in wait_batch, woken by the finish_nowait that completes a
-                batch. Both may be cancelled: what is given is given in one step without a sleep, so nothing
-                is lost. After the last batch wait_open sleeps until cancelled.
+                fails, is filtered or handed back; the trainer sleeps in wait_batch, woken by the
+                finish_nowait that completes a batch. Both may be cancelled: what is given is given in one
+                step without a sleep, so nothing is lost. After the last batch wait_open sleeps until
+                cancelled.
     Invariant:  no token with a loss weight in a taken batch is older than max_staleness.
-    StalenessRule.take_nowait guarantees it
-                (`mask`: it guarantees the batch's min_version and mask_older, which the trainer honours).
+                StalenessRule.take_nowait guarantees it (`mask`: it guarantees the batch's min_version and
+                mask_older, which the trainer honours).
     Cost:       O(log n) an event. A waiter of wait_open is woken at each opening, so let few wait: one loop
-    that starts groups.
+                that starts groups.
     """
 
     name = "buffer"
@@ -156,30 +114,33 @@ class Buffer:
         self, config: BufferConfig, *, num_groups: int, num_batches: int, on_handed_back: OnHandedBack
     ) -> None:
         self.config, self._on_handed_back = config, on_handed_back
-        self._auto = LookAhead(config.max_staleness) if config.look_ahead == "auto" else None
+        self._auto: LookAhead | None = None
+        if config.look_ahead == "auto":
+            self._auto = LookAhead(config.max_staleness)
+            look_ahead = self._auto.current
+        else:
+            look_ahead = config.look_ahead
         self._rule = StalenessRule(
             num_groups=num_groups,
             num_batches=num_batches,
             max_staleness=config.max_staleness,
             on_overdue=config.on_overdue,
-            look_ahead=LookAhead(config.max_staleness).current
-            if config.look_ahead == "auto"
-            else config.look_ahead,
+            look_ahead=look_ahead,
         )
         self._filter = GroupFilter(config.filter, max_in_a_row=config.max_filtered_groups)
         self._ready: dict[GroupId, Group] = {}
         self._opened, self._formed = asyncio.Event(), asyncio.Event()
         self._meters: list[WaitMeter] = []  # of those in wait_batch
-        self._last_wait = WaitReport()
+        self.last_wait = WaitReport()
+        """How the seconds of the last wait_batch split by cause."""
         self._last_take_s: float | None = None
-        self._tally = Tally()
+        self._counts = BufferStats()
 
     def __repr__(self) -> str:
         rule = self._rule
         return (
             f"<Buffer batch {rule.next_batch}/{rule.num_batches}, v{rule.served} served, {rule.num_running} "
-            f"running, "
-            f"{rule.num_ready} ready of {rule.num_groups}, {rule.num_open} open, look_ahead "
+            f"running, {rule.num_ready} ready of {rule.num_groups}, {rule.num_open} open, look_ahead "
             f"{rule.look_ahead}/{rule.max_staleness}>"
         )
 
@@ -190,12 +151,11 @@ class Buffer:
         served.
 
         Returns the groups that are not taken back, for the settings have changed and no batch can use them
-        any more. `on_handed_back` does not hear of them.
+        any more. `on_handed_back` is not called for them.
         """
         starts = {ticket.group_id: ticket.start_version for ticket in running}
-        late = self._rule.restore_nowait(
-            version, next_group_id, starts, {group.group_id: _versions(group) for group in ready}
-        )
+        versions = {group.group_id: _versions(group) for group in ready}
+        late = self._rule.restore_nowait(version, next_group_id, starts, versions)
         self._ready.update((group.group_id, group) for group in ready if group.group_id not in late)
         self._changed()
         return late
@@ -226,8 +186,8 @@ class Buffer:
         self._rule.check_tokens(group.group_id, oldest=oldest, newest=newest)
         if self._filter.takes_nowait(group):
             self._rule.fail_nowait(group.group_id)
-            self._tally.filtered += 1
-            self._tally.filtered_tokens += _num_tokens(group, before_version=None)
+            self._counts.filtered += 1
+            self._counts.filtered_tokens += _num_tokens(group)
             self._changed()
             return "filtered"
         self._note_waited_for(group)
@@ -242,11 +202,11 @@ class Buffer:
     def fail_nowait(self, group_id: GroupId, reason: str) -> None:
         """The group failed: its admission is handed back. Raises RoomError if it is not running."""
         self._rule.fail_nowait(group_id)
-        self._tally.failed += 1
-        self._tally.last_failure = reason
+        self._counts.failed += 1
+        self._counts.last_failure = reason
         self._changed()
 
-    # ---- publisher
+    # ---- weight sync
 
     def set_served_nowait(self, version: int) -> None:
         """Every engine serves `version` or a newer one from now on. Versions may be skipped; raises RoomError
@@ -259,9 +219,7 @@ class Buffer:
 
     async def wait_batch(self) -> Batch:
         """Return the next batch as soon as the rule allows it; afterwards `last_wait` says what was waited
-        for.
-
-        Raises RoomError after the last batch of the run.
+        for. Raises RoomError after the last batch of the run.
         """
         clock = asyncio.get_running_loop().time
         num_spare = self._rule.num_ready // self._rule.num_groups - 1
@@ -277,39 +235,35 @@ class Buffer:
                         await self._formed.wait()
         finally:
             self._meters.remove(meter)
-        self._last_wait = meter.report()
-        self._count_wait(self._last_wait)
+        self.last_wait = wait = meter.report()
+        self._counts.generation_s += wait.generation_s
+        self._counts.straggler_s += wait.stragglers_s
+        self._counts.publishing_s += wait.publishing_s
+        self._counts.num_straggler_waits += wait.stragglers_s > 0
         self._adapt(clock(), num_spare)
         return batch
 
     def take_nowait(self) -> Batch:
         """The next batch. Raises WouldWait while the rule allows none, and RoomError after the last one."""
-        is_hurried = (
-            self._rule.on_overdue != "wait"
-            and self._rule.waits_for is None
-            and self._rule.first_in_danger() is not None
-        )
-        choice = self._rule.take_nowait()
-        min_version = max(0, choice.version - self._rule.max_staleness)
+        rule = self._rule
+        choice = rule.take_nowait()
         batch = Batch(
             choice.version,
             tuple(self._ready.pop(group_id) for group_id in choice.group_ids),
-            min_version,
-            mask_older=self._rule.on_overdue == "mask",
+            min_version=max(0, choice.version - rule.max_staleness),
+            mask_older=rule.overdue.masks,
         )
-        self._tally.hurried_batches += is_hurried
-        self._count_tokens(batch)
+        for group in batch.groups:
+            masked = _num_tokens(group, before_version=batch.min_version)
+            self._counts.masked_tokens += masked
+            self._counts.masked_groups += masked > 0
+            self._counts.consumed_tokens += _num_tokens(group)
         self._changed()
         for handed_back in choice.handed_back:
             self._hand_back(handed_back)
         return batch
 
     # ---- what is asked
-
-    @property
-    def last_wait(self) -> WaitReport:
-        """How the seconds of the last wait_batch split by cause."""
-        return self._last_wait
 
     @property
     def next_group_id(self) -> int:
@@ -328,7 +282,8 @@ class Buffer:
         """Where the groups are, and what overdue ones cost."""
         rule = self._rule
         oldest_running, start_version = rule.oldest_running or (None, None)
-        return BufferStats(
+        return replace(
+            self._counts,
             admitted=rule.admitted,
             consumed=rule.consumed,
             running=rule.num_running,
@@ -339,22 +294,21 @@ class Buffer:
             look_ahead=rule.look_ahead,
             oldest_running=oldest_running,
             oldest_running_start_version=start_version,
-            **asdict(self._tally),
         )
 
     def gauges(self) -> dict[str, float]:
         """Its numbers, by the names of observe/gauges.py."""
-        rule, tally, wait = self._rule, self._tally, self._last_wait
-        handed_back = tally.dropped + tally.all_masked
+        rule, counts, wait = self._rule, self._counts, self.last_wait
+        handed_back = counts.dropped + counts.all_masked
         return {
             "buffer/ready": rule.num_ready,
             "buffer/running": rule.num_running,
             "buffer/look_ahead": rule.look_ahead,
             "buffer/served": rule.served,
             "buffer/next_batch": rule.next_batch,
-            "buffer/admitted": rule.admitted + tally.failed + tally.filtered + handed_back,
-            "rollout/filtered": tally.filtered,
-            "rollout/filtered_tokens": tally.filtered_tokens,
+            "buffer/admitted": rule.admitted + counts.failed + counts.filtered + handed_back,
+            "rollout/filtered": counts.filtered,
+            "rollout/filtered_tokens": counts.filtered_tokens,
             "perf/wait_s": wait.total_s,
             "perf/wait_generation_s": wait.generation_s,
             "perf/wait_stragglers_s": wait.stragglers_s,
@@ -387,7 +341,7 @@ class Buffer:
         )
 
     def _changed(self) -> None:
-        """The rule's state has changed: note what the trainer waits for, wake whom it concerns."""
+        """The rule's state has changed: note what the trainer waits for, wake the waiters it concerns."""
         cause = self._rule.waits_for
         if self._meters:
             now_s = asyncio.get_running_loop().time()
@@ -403,17 +357,15 @@ class Buffer:
     def _hand_back(self, handed_back: HandedBack) -> None:
         group = self._ready.pop(handed_back.group_id, None)
         if handed_back.reason == "dropped":
-            self._tally.dropped += 1
-            self._tally.dropped_tokens += _num_tokens(group, before_version=None) if group else 0
+            self._counts.dropped += 1
         else:
-            self._tally.all_masked += 1
+            self._counts.all_masked += 1
         self._on_handed_back(handed_back.group_id, group, handed_back.reason)
 
     def _adapt(self, now_s: float, num_spare: int) -> None:
         if self._auto is not None and self._last_take_s is not None:
-            self._rule.set_look_ahead(
-                self._auto.batch_taken(now_s - self._last_take_s, self._last_wait, num_spare)
-            )
+            interval_s = now_s - self._last_take_s
+            self._rule.set_look_ahead(self._auto.batch_taken(interval_s, self.last_wait, num_spare))
             self._changed()
         self._last_take_s = now_s
 
@@ -421,36 +373,26 @@ class Buffer:
         if self._meters and self._rule.waits_for == "stragglers":
             danger = self._rule.first_in_danger()
             if danger is not None and self._rule.deadline_of(group.group_id) <= danger:
-                self._tally.waited_groups += 1
-                self._tally.waited_tokens += _num_tokens(
+                self._counts.waited_groups += 1
+                self._counts.waited_tokens += _num_tokens(
                     group, before_version=danger - self._rule.max_staleness + 1
                 )
-
-    def _count_wait(self, wait: WaitReport) -> None:
-        self._tally.generation_s += wait.generation_s
-        self._tally.straggler_s += wait.stragglers_s
-        self._tally.publishing_s += wait.publishing_s
-        self._tally.num_straggler_waits += wait.stragglers_s > 0
-
-    def _count_tokens(self, batch: Batch) -> None:
-        for group in batch.groups:
-            masked = _num_tokens(group, before_version=batch.min_version)
-            self._tally.masked_tokens += masked
-            self._tally.masked_groups += masked > 0
-            self._tally.consumed_tokens += _num_tokens(group, before_version=None)
 
 
 def _versions(group: Group) -> tuple[int, int]:
     """(oldest, newest) version of any sampled token of the group."""
     for trajectory in group.trajectories:
         if not trajectory.version_spans:
-            raise no_sampled_token(group.group_id, trajectory.sample_index)
-    return group.oldest_version, max(
-        span.version for trajectory in group.trajectories for span in trajectory.version_spans
-    )
+            raise RoomError(
+                "buffer",
+                f"group {group.group_id}, sample {trajectory.sample_index}, has no sampled token",
+                rule="every trajectory carries version_spans over its sampled tokens, at least one",
+            )
+    versions = [span.version for trajectory in group.trajectories for span in trajectory.version_spans]
+    return min(versions), max(versions)
 
 
-def _num_tokens(group: Group, *, before_version: int | None) -> int:
+def _num_tokens(group: Group, *, before_version: int | None = None) -> int:
     """Sampled tokens of the group, all of them or those older than a version."""
     return sum(
         span.end - span.start

@@ -1,6 +1,4 @@
-"""buffer.look_ahead=auto: finds the smallest look-ahead that feeds the trainer as well as any. Is told
-durations, reads no clock.
-"""
+"""buffer.look_ahead=auto: finds the smallest look-ahead that feeds the trainer as well as any."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Plays a whole run in virtual time: rollouts of random length, a trainer, a publisher, and a rule between
-them. No asyncio, no model.
+"""Plays a whole run in virtual time: rollouts of random length, a trainer, weight pushes, and the staleness
+rule between them. No asyncio, no model.
 
-An event heap moves the time; the rule is the one that runs use, or the count-based one. Who starts when, and
-which prompt comes again, is as in the product: a test plays both. A rollout's length follows from the
-workload's seed, its prompt, how often that was handed back, and its number, so two rules see the same
-prompts, and the same rule the same run again.
+An event heap moves the time; the rule is the one that runs use. When groups start, and which prompt comes
+again, is as in the product: a test plays both. A rollout's length follows from the workload's seed, its
+prompt, how often that was handed back, and its number, so two rules see the same prompts, and the same rule
+the same run again.
 """
 
 from __future__ import annotations
@@ -12,36 +12,13 @@ from __future__ import annotations
 import heapq
 import math
 import random
-from collections import deque
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections import Counter, deque
+from dataclasses import dataclass
 
 from asyncrl.buffer.buffer import WaitMeter
 from asyncrl.buffer.look_ahead import LookAhead
-from asyncrl.buffer.staleness import Choice, HandedBack, WaitCause
-from asyncrl.messages.records import GroupId, Ticket, WaitReport
-
-
-class AnyRule(Protocol):
-    """What the simulation needs of a rule: StalenessRule and CountRule have it."""
-
-    num_groups: int
-    num_batches: int
-    look_ahead: int
-    next_batch: int
-    served: int
-
-    @property
-    def num_open(self) -> int: ...  # noqa: D102
-    @property
-    def num_ready(self) -> int: ...  # noqa: D102
-    @property
-    def waits_for(self) -> WaitCause | None: ...  # noqa: D102
-    def set_served_nowait(self, version: int) -> None: ...  # noqa: D102
-    def admit_nowait(self) -> Ticket: ...  # noqa: D102
-    def finish_nowait(self, group_id: GroupId, *, oldest: int, newest: int) -> HandedBack | None: ...  # noqa: D102
-    def fail_nowait(self, group_id: GroupId) -> None: ...  # noqa: D102
-    def take_nowait(self) -> Choice: ...  # noqa: D102
+from asyncrl.buffer.staleness import HandedBack, StalenessRule
+from asyncrl.messages.records import GroupId, WaitReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +28,8 @@ class Workload:
 
     `prompt_share` of the variance of its logarithm is the prompt's own: long for all rollouts of it, and as
     long when it comes again. `num_slots` rollouts run at once, others wait in order of admission, and a group
-    is admitted when a slot is free and nobody waits. A group is done when its `group_size` rollouts are. A
-    batch trains for `train_s`; its version is served `publish_s` later, and while a publish is under way
+    is admitted when a slot is free and no rollout waits. A group is done when its `group_size` rollouts are.
+    A batch trains for `train_s`; its version is served `publish_s` later, and while a publish is under way
     newer versions wait and are skipped over. A finished group fails with `failure_probability`, and one that
     has not failed is filtered with `filter_probability`: both hand their admission back. The prompt of a
     dropped or failed group comes again before any new one (of a failed one, once another has not failed and a
@@ -81,9 +58,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of it. Ages are in versions: batch index - oldest version of a token with a loss weight, one
-    value a group.
-    """
+    """Ages are in versions: batch index - oldest version of a token with a loss weight, one value a group."""
 
     batches_per_s: float
     idle_fraction: float
@@ -100,6 +75,10 @@ class Outcome:
     wait: WaitReport
 
 
+Comeback = tuple[int, int]
+"""(prompt, its num_handed_back) of a prompt that is to be sampled again."""
+
+
 @dataclass(slots=True)
 class _Rollout:
     length_s: float
@@ -114,22 +93,6 @@ class _Group:
     start_version: int
     rollouts: list[_Rollout]
     num_unfinished: int
-    finished_s: float = 0.0
-
-
-@dataclass(slots=True)
-class _Tally:
-    ages: list[int] = field(default_factory=list)
-    num_late: int = 0
-    tokens: float = 0.0
-    masked: float = 0.0
-    dropped: int = 0
-    all_masked: int = 0
-    given_up: int = 0
-    failed: int = 0
-    filtered: int = 0
-    look_aheads: list[int] = field(default_factory=list)
-    waits: list[WaitReport] = field(default_factory=list)
 
 
 class Simulation:
@@ -137,35 +100,17 @@ class Simulation:
     the rule).
     """
 
-    def __init__(
-        self,
-        rule: AnyRule,
-        workload: Workload,
-        *,
-        max_staleness: int,
-        masks: bool,
-        auto: LookAhead | None = None,
-    ) -> None:
-        self.rule, self.workload, self.max_staleness, self.masks, self.auto = (
-            rule,
-            workload,
-            max_staleness,
-            masks,
-            auto,
-        )
+    def __init__(self, rule: StalenessRule, workload: Workload, *, auto: LookAhead | None = None) -> None:
+        self.rule, self.workload, self.auto = rule, workload, auto
         self.now_s = 0.0
-        self._failures, self._filters = (
-            random.Random(~workload.seed),
-            random.Random(f"filter/{workload.seed}"),
-        )
+        self._failures = random.Random(~workload.seed)
+        self._filters = random.Random(f"filter/{workload.seed}")
         self._num_drawn = 0
-        self._back: list[tuple[int, int]] = []  # heap of (prompt, its num_handed_back)
-        self._failed_in_a_row: list[
-            tuple[int, tuple[int, int]]
-        ] = []  # (start version, what will be in _back)
+        self._back: list[Comeback] = []  # heap
+        self._failed_in_a_row: list[tuple[int, Comeback]] = []  # (start version, what will be in _back)
         self._returning: list[
-            tuple[int, tuple[int, int]]
-        ] = []  # of the rows before, until a later version is served
+            tuple[int, Comeback]
+        ] = []  # of the rows before: until a later version is served
         self._events: list[tuple[float, int, str, int, int]] = []
         self._sequence = 0
         self._groups: dict[GroupId, _Group] = {}
@@ -177,7 +122,11 @@ class Simulation:
         self._meter: WaitMeter | None = WaitMeter(0.0, rule.waits_for)
         self._last_take_s = 0.0
         self._num_spare = 0
-        self._tally = _Tally()
+        self._counts = Counter[str]()
+        self._tokens = self._masked = 0.0
+        self._ages: list[int] = []
+        self._look_aheads: list[int] = []
+        self._waits: list[WaitReport] = []
         self.batches: list[tuple[int, tuple[tuple[int, int], ...]]] = []
         """(index, (group id, oldest version) of each group) of every batch, for tests."""
 
@@ -195,7 +144,7 @@ class Simulation:
                     self._rollout_done(GroupId(first), second)
                 case "trained":
                     self._train_done()
-                    self._take_if_formed()  # the trainer asks at once, before anybody is admitted
+                    self._take_if_formed()  # the trainer asks at once, before any admission
                 case "published":
                     self._publish_done(first)
             self._settle()
@@ -212,7 +161,7 @@ class Simulation:
         self._fill()
 
     def _fill(self) -> None:
-        """A free slot goes to who waits for one, then to a new group."""
+        """A free slot goes to a rollout that waits for one, then to a new group."""
         while self._free_slots:
             if self._queue:
                 self._start(*self._queue.popleft())
@@ -223,14 +172,10 @@ class Simulation:
 
     def _admit(self) -> None:
         ticket = self.rule.admit_nowait()
-        for start_version, prompt_back in self._returning:
+        for start_version, back in self._returning:
             if start_version < ticket.start_version:
-                heapq.heappush(self._back, prompt_back)
-        self._returning = [
-            (start_version, back)
-            for start_version, back in self._returning
-            if start_version >= ticket.start_version
-        ]
+                heapq.heappush(self._back, back)
+        self._returning = [entry for entry in self._returning if entry[0] >= ticket.start_version]
         if self._back:
             prompt, num_handed_back = heapq.heappop(self._back)
         else:
@@ -248,11 +193,11 @@ class Simulation:
             self._free_slots -= 1
             self._at(rollout.length_s, "rollout", group_id, index)
 
-    def _again(self, group: _Group) -> list[tuple[int, int]]:
+    def _again(self, group: _Group) -> list[Comeback]:
         """The prompt as it comes again; nothing if that was often enough."""
         if group.num_handed_back < self.workload.max_hand_backs:
             return [(group.prompt, group.num_handed_back + 1)]
-        self._tally.given_up += 1
+        self._counts["given_up"] += 1
         return []
 
     def _rollout_done(self, group_id: GroupId, index: int) -> None:
@@ -264,35 +209,31 @@ class Simulation:
         group.num_unfinished -= 1
         if group.num_unfinished:
             return
-        group.finished_s = self.now_s
         if self._failures.random() < self.workload.failure_probability:
-            self._tally.failed += 1
+            self._counts["failed"] += 1
             self._failed_in_a_row += [(group.start_version, again) for again in self._again(group)]
         else:
             self._returning += self._failed_in_a_row
             self._failed_in_a_row.clear()
             if self._filters.random() >= self.workload.filter_probability:
                 oldest = min(rollout.oldest for rollout in group.rollouts)
-                self._hand_back(self.rule.finish_nowait(group_id, oldest=oldest, newest=self.rule.served))
+                back = self.rule.finish_nowait(group_id, oldest=oldest, newest=self.rule.served)
+                if back is not None:
+                    self._hand_back(back)
                 return
-            self._tally.filtered += 1
+            self._counts["filtered"] += 1
         self.rule.fail_nowait(group_id)
         del self._groups[group_id]
 
-    def _hand_back(self, handed_back: HandedBack | None) -> None:
-        if handed_back is None:
-            return
+    def _hand_back(self, handed_back: HandedBack) -> None:
         group = self._groups.pop(handed_back.group_id)
-        if handed_back.reason == "dropped":
-            self._tally.dropped += 1
-        else:
-            self._tally.all_masked += 1
-        for prompt in self._again(group):
-            heapq.heappush(self._back, prompt)
+        self._counts[handed_back.reason] += 1
+        for back in self._again(group):
+            heapq.heappush(self._back, back)
         if not handed_back.was_ready:
-            now_s = self.now_s
             self._free_slots += sum(
-                r.started_s >= 0 and r.started_s + r.length_s > now_s for r in group.rollouts
+                rollout.started_s >= 0 and rollout.started_s + rollout.length_s > self.now_s
+                for rollout in group.rollouts
             )
 
     def _take_if_formed(self) -> None:
@@ -303,21 +244,17 @@ class Simulation:
             return
         wait = self._meter.report()
         self._meter = None
-        self._tally.waits.append(wait)
-        self._tally.look_aheads.append(self.rule.look_ahead)
+        self._waits.append(wait)
+        self._look_aheads.append(self.rule.look_ahead)
         choice = self.rule.take_nowait()
-        self.batches.append(
-            (
-                choice.version,
-                tuple((int(g), self._weigh(choice.version, self._groups.pop(g))) for g in choice.group_ids),
-            )
-        )
+        taken = [(group_id, self._groups.pop(group_id)) for group_id in choice.group_ids]
+        groups = tuple((int(group_id), self._weigh(choice.version, group)) for group_id, group in taken)
+        self.batches.append((choice.version, groups))
         for handed_back in choice.handed_back:
             self._hand_back(handed_back)
         if self.auto is not None:
-            self.rule.look_ahead = self.auto.batch_taken(
-                self.now_s - self._last_take_s, wait, self._num_spare
-            )
+            interval_s = self.now_s - self._last_take_s
+            self.rule.set_look_ahead(self.auto.batch_taken(interval_s, wait, self._num_spare))
         self._last_take_s = self.now_s
         self._is_training = True
         self._at(self.workload.train_s, "trained")
@@ -325,15 +262,14 @@ class Simulation:
     def _weigh(self, version: int, group: _Group) -> int:
         """Count ages and masked tokens of a group in batch `version`; return its oldest version."""
         oldest = min(rollout.oldest for rollout in group.rollouts)
-        age, min_version = version - oldest, version - self.max_staleness
-        self._tally.num_late += age > self.max_staleness and not self.masks
-        self._tally.ages.append(min(age, self.max_staleness) if self.masks else age)
+        masks, max_staleness = self.rule.overdue.masks, self.rule.max_staleness
+        age, min_version = version - oldest, version - max_staleness
+        self._counts["late"] += age > max_staleness and not masks
+        self._ages.append(min(age, max_staleness) if masks else age)
         for rollout in group.rollouts:
-            self._tally.tokens += rollout.length_s
-            if self.masks and rollout.oldest < min_version:
-                self._tally.masked += min(
-                    rollout.length_s, self._served_at_s[min_version] - rollout.started_s
-                )
+            self._tokens += rollout.length_s
+            if masks and rollout.oldest < min_version:
+                self._masked += min(rollout.length_s, self._served_at_s[min_version] - rollout.started_s)
         return oldest
 
     def _train_done(self) -> None:
@@ -358,23 +294,23 @@ class Simulation:
         self._publish()
 
     def _outcome(self) -> Outcome:
-        tally, num_batches = self._tally, self.rule.num_batches
+        counts, num_batches = self._counts, self.rule.num_batches
         return Outcome(
             batches_per_s=num_batches / self.now_s,
             idle_fraction=1 - num_batches * self.workload.train_s / self.now_s,
-            age_mean=sum(tally.ages) / len(tally.ages),
-            age_max=max(tally.ages),
-            late_fraction=tally.num_late / len(tally.ages),
-            masked_fraction=tally.masked / tally.tokens,
-            num_dropped=tally.dropped,
-            num_all_masked=tally.all_masked,
-            num_given_up=tally.given_up,
-            num_failed=tally.failed,
-            num_filtered=tally.filtered,
-            look_ahead_mean=sum(tally.look_aheads) / num_batches,
+            age_mean=sum(self._ages) / len(self._ages),
+            age_max=max(self._ages),
+            late_fraction=counts["late"] / len(self._ages),
+            masked_fraction=self._masked / self._tokens,
+            num_dropped=counts["dropped"],
+            num_all_masked=counts["all_masked"],
+            num_given_up=counts["given_up"],
+            num_failed=counts["failed"],
+            num_filtered=counts["filtered"],
+            look_ahead_mean=sum(self._look_aheads) / num_batches,
             wait=WaitReport(
-                generation_s=sum(wait.generation_s for wait in tally.waits),
-                stragglers_s=sum(wait.stragglers_s for wait in tally.waits),
-                publishing_s=sum(wait.publishing_s for wait in tally.waits),
+                generation_s=sum(wait.generation_s for wait in self._waits),
+                stragglers_s=sum(wait.stragglers_s for wait in self._waits),
+                publishing_s=sum(wait.publishing_s for wait in self._waits),
             ),
         )

@@ -1,6 +1,4 @@
-"""The staleness rule, a pure state machine: events in, decisions out. Knows versions and counts; no tokens,
-no clock, no asyncio.
-"""
+"""The staleness rule, a pure state machine over versions and counts: events in, decisions out."""
 
 from __future__ import annotations
 
@@ -10,119 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from asyncrl.errors import RoomError, TaskError, WouldWait
+from asyncrl.buffer.overdue import POLICIES, HandBackReason, OnOverdue, OverduePolicy
+from asyncrl.errors import RoomError, WouldWait
 from asyncrl.messages.records import GroupId, Ticket
 
-# The sentences of every error that the buffer raises, each in one place.
-
-
-ROOM = "buffer"
-
-
-def look_ahead_out_of_range(look_ahead: int, max_staleness: int) -> RoomError:
-    """More may start than can be trained on in time."""
-    return RoomError(
-        ROOM,
-        f"look_ahead={look_ahead} with max_staleness={max_staleness}",
-        rule=f"it lies in 0..{max_staleness}, or a group could start that is too old when its turn comes",
-        way_out=f"set buffer.look_ahead to auto or 0..{max_staleness}.",
-    )
-
-
-def served_goes_back(version: int, served: int) -> RoomError:
-    """A published version was taken back."""
-    return RoomError(
-        ROOM,
-        f"served version {version} was reported after {served}",
-        rule="the oldest version that any engine serves never goes back",
-        way_out="report the minimum over all engines, and only when it has grown; read the log of the engine "
-        "that restarted.",
-    )
-
-
-def version_unknown(what: str, newest: int) -> RoomError:
-    """A version came up that no optimizer step has made."""
-    return RoomError(
-        ROOM,
-        f"{what}, but {newest} batches have been taken",
-        rule=f"version {newest} is the newest that can exist",
-        way_out="read the engine's log: it stamps tokens with a version that was never published.",
-    )
-
-
-def token_too_old(group_id: GroupId, oldest: int, start_version: int) -> RoomError:
-    """An engine sampled under weights that it should not have had any more."""
-    return RoomError(
-        ROOM,
-        f"group {group_id} has a token of version {oldest}, its ticket says {start_version}",
-        rule="no token of a group may be older than the version that every engine served when the group was "
-        "admitted",
-        way_out=f"read the engines' logs: one of them served version {oldest} after {start_version} had been "
-        f"announced.",
-    )
-
-
-def no_sampled_token(group_id: GroupId, sample_index: int) -> RoomError:
-    """A trajectory without a token of its own has no version."""
-    return RoomError(
-        ROOM,
-        f"group {group_id}, sample {sample_index}, has no sampled token",
-        rule="every trajectory carries version_spans over its sampled tokens, at least one",
-        way_out="count such a rollout as failed in the producer.",
-    )
-
-
-def not_running(group_id: GroupId, *, was_admitted: bool, is_ready: bool) -> RoomError:
-    """Somebody speaks of a group that he has no ticket for."""
-    state = (
-        "is ready already"
-        if is_ready
-        else "was consumed, failed or handed back already"
-        if was_admitted
-        else "was never admitted"
-    )
-    return RoomError(
-        ROOM,
-        f"group {group_id} {state}",
-        rule="every admitted group is reported exactly once, by finish_nowait or fail_nowait",
-        way_out="this is a bug in the producer that reported it.",
-    )
-
-
-def all_filtered(rewards: Counter[float], group_id: GroupId, prompt_id: str) -> TaskError:
-    """Nothing that is sampled teaches anything. `rewards`: how many groups had which one; the group is the
-    last of them.
-    """
-    common = rewards.most_common(4)
-    shown = ", ".join(f"{reward:g} in {count}" for reward, count in common)
-    others = rewards.total() - sum(count for _, count in common)
-    more = f", another in {others}" if others else ""
-    return TaskError(
-        ROOM,
-        f"{rewards.total()} groups in a row had the same reward for all their rollouts ({shown}{more}; the "
-        f"last was group {group_id}, "
-        f"prompt {prompt_id})",
-        rule=f"buffer.filter=equal_rewards replaces such groups, and "
-        f"buffer.max_filtered_groups={rewards.total()} in a row end the run",
-        way_out="if that is the lowest reward, give easier prompts, pay parts of an answer, raise "
-        "rollout.group_size or mend the reward "
-        "function; if it is the highest, the task is learnt: take fewer trainer.num_steps or harder prompts. "
-        "buffer.filter=none trains on such groups too.",
-    )
-
-
-def after_the_last_batch(num_batches: int) -> RoomError:
-    """The trainer asks for more than the run has."""
-    return RoomError(
-        ROOM,
-        f"a batch was asked for after all {num_batches} were taken",
-        rule="a run takes trainer.num_steps batches, and no group is admitted beyond them",
-        way_out="end the training loop after the last batch, or raise trainer.num_steps.",
-    )
-
-
-OnOverdue = Literal["wait", "mask", "drop"]
-HandBackReason = Literal["dropped", "all_masked"]
 WaitCause = Literal["generation", "stragglers", "publishing"]
 
 
@@ -145,28 +34,27 @@ class Choice:
 
 
 class StalenessRule:
-    """Who may start, which groups form the next batch, who is too old.
+    """Decides which groups may start, which form the next batch, and which are too old.
 
-    Life:       a group is admitted -> running -> ready -> consumed; or it fails, or is handed back, and its
-    place is free again. Deadline:   last batch that may take a group whole: its start version (later: its
-    oldest token's) + max_staleness. Invariants: (1) admitted = consumed + running + ready <= min((served +
-    look_ahead + 1) * num_groups, all of the run) at each admission.
+    Life:       admitted -> running -> ready -> consumed; or failed or handed back, and the place is free.
+    Deadline:   last batch that may take a group whole: its start version (later: its oldest token's) +
+                max_staleness.
+    Invariants: (1) admitted = consumed + running + ready <= min((served + look_ahead + 1) * num_groups, all
+                    of the run) at each admission.
                 (2) `wait`: sorted by deadline, item j of what is in flight has its turn in batch next_batch +
-                j // num_groups, and
-                    that is no later than its deadline. admit_nowait cannot break it, because of (1) and
-                    look_ahead <= max_staleness; take_nowait keeps it by looking at everything that stays
-                    behind. So nothing is ever late, and when all that runs has finished the next batch can be
-                    taken.
-                (3) `drop`: nothing in flight has a deadline before next_batch. `mask`: no ready group has
-                only tokens that are too old.
+                    j // num_groups, and that is no later than its deadline. admit_nowait cannot break it,
+                    because of (1) and look_ahead <= max_staleness; take_nowait keeps it by looking at
+                    everything that stays behind. So nothing is ever late, and when all that runs has
+                    finished the next batch can be taken.
+                (3) no group in flight has its last use (OverduePolicy) before next_batch.
     Cost:       O(log n) an event and O(max_staleness) a decision: deadlines are counted, not looked through.
     """
 
     def __init__(
         self, *, num_groups: int, num_batches: int, max_staleness: int, on_overdue: OnOverdue, look_ahead: int
     ) -> None:
-        self.num_groups, self.num_batches = num_groups, num_batches
-        self.max_staleness, self.on_overdue = max_staleness, on_overdue
+        self.num_groups, self.num_batches, self.max_staleness = num_groups, num_batches, max_staleness
+        self.overdue: OverduePolicy = POLICIES[on_overdue]
         self.next_batch = 0
         """Index of the batch that is taken next: as many have been taken."""
         self.served = 0
@@ -179,9 +67,7 @@ class StalenessRule:
         self._ready_order: list[tuple[int, GroupId]] = []  # heap; entries no longer in _ready are skipped
         self._running_due: Counter[int] = Counter()  # deadline -> how many
         self._ready_due: Counter[int] = Counter()
-        self._useless_after: dict[
-            int, set[GroupId]
-        ] = {}  # last batch that can use them -> groups (mask: ready ones, drop: all)
+        self._useless_after: dict[int, set[GroupId]] = {}  # last batch that can use them -> groups
 
     # ---- what is asked
 
@@ -220,11 +106,9 @@ class StalenessRule:
 
     @property
     def waits_for(self) -> WaitCause | None:
-        """What the next batch waits for; None if it can be taken now. See asyncrl.messages.WaitReport for the
-        causes.
-        """
+        """What the next batch waits for, as in WaitReport; None if it can be taken now."""
         if self.num_ready >= self.num_groups:
-            return "stragglers" if self.on_overdue == "wait" and self.first_in_danger() is not None else None
+            return "stragglers" if self.overdue.waits and self.first_in_danger() is not None else None
         if self.num_ready + self.num_running < self.num_groups and self.num_open == 0:
             return "publishing"
         return "generation"
@@ -260,17 +144,11 @@ class StalenessRule:
         """
         self.next_batch = self.served = version
         self.num_issued = next_group_id
-        deadlines = {
-            group_id: start_version + self.max_staleness for group_id, start_version in running.items()
-        }
+        deadlines = {group_id: start + self.max_staleness for group_id, start in running.items()}
         deadlines |= {group_id: oldest + self.max_staleness for group_id, (oldest, _) in ready.items()}
         late = self._late(deadlines, ready)
         for group_id in sorted(deadlines.keys() - late):
-            deadline = deadlines[group_id]
-            self._running[group_id] = deadline
-            self._running_due[deadline] += 1
-            if self.on_overdue == "drop":
-                self._useless_after.setdefault(deadline, set()).add(group_id)
+            self._add_running(group_id, deadlines[group_id])
         for group_id, (oldest, newest) in ready.items():
             if group_id not in late:
                 self.finish_nowait(group_id, oldest=oldest, newest=newest)
@@ -281,7 +159,12 @@ class StalenessRule:
         stays.
         """
         if not 0 <= look_ahead <= self.max_staleness:
-            raise look_ahead_out_of_range(look_ahead, self.max_staleness)
+            raise RoomError(
+                "buffer",
+                f"look_ahead={look_ahead} with max_staleness={self.max_staleness}",
+                rule=f"it lies in 0..{self.max_staleness}, or a group could start that is too old when its "
+                "turn comes",
+            )
         self.look_ahead = look_ahead
 
     def set_served_nowait(self, version: int) -> None:
@@ -289,9 +172,14 @@ class StalenessRule:
         back.
         """
         if version < self.served:
-            raise served_goes_back(version, self.served)
+            raise RoomError(
+                "buffer",
+                f"served version {version} was reported after {self.served}",
+                rule="the oldest version that any engine serves never goes back",
+                way_out="read the log of the engine that restarted, then start the run again.",
+            )
         if version > self.next_batch:
-            raise version_unknown(f"served version {version}", self.next_batch)
+            raise self._version_unknown(f"served version {version}")
         self.served = version
 
     def admit_nowait(self) -> Ticket:
@@ -302,62 +190,65 @@ class StalenessRule:
             )
         group_id = GroupId(self.num_issued)
         self.num_issued += 1
-        deadline = self.served + self.max_staleness
-        self._running[group_id] = deadline
-        self._running_due[deadline] += 1
-        if self.on_overdue == "drop":
-            self._useless_after.setdefault(deadline, set()).add(group_id)
+        self._add_running(group_id, self.served + self.max_staleness)
         return Ticket(group_id, start_version=self.served)
 
     def finish_nowait(self, group_id: GroupId, *, oldest: int, newest: int) -> HandedBack | None:
         """A running group is ready; `oldest` and `newest` are the versions of its tokens.
 
-        Its deadline moves to oldest + max_staleness, never to an earlier batch. Returns the group if `mask`
-        leaves nothing of it. Raises RoomError if it is not running, or its tokens are older than its ticket
-        allows or newer than any weights.
+        Its deadline moves to oldest + max_staleness, never to an earlier batch. Returns the group if no batch
+        can use it any more. Raises RoomError as check_tokens does.
         """
         self.check_tokens(group_id, oldest=oldest, newest=newest)
         self._forget_running(group_id)
         deadline = oldest + self.max_staleness
-        last_use = newest + self.max_staleness if self.on_overdue == "mask" else deadline
-        if self.on_overdue == "mask" and last_use < self.next_batch:
-            return HandedBack(group_id, "all_masked", was_ready=True)
+        last_use = self.overdue.last_use(deadline, newest + self.max_staleness)
+        if last_use is not None and last_use < self.next_batch:
+            return HandedBack(group_id, self.overdue.reason, was_ready=True)
         self._ready[group_id] = deadline
         self._ready_due[deadline] += 1
         heapq.heappush(self._ready_order, (deadline, group_id))
-        if self.on_overdue != "wait":
-            self._useless_after.setdefault(last_use, set()).add(group_id)
+        self._note_last_use(group_id, last_use)
         return None
 
     def check_tokens(self, group_id: GroupId, *, oldest: int, newest: int) -> None:
         """Raises RoomError if the group is not running, or its tokens are older than its ticket allows or
         newer than any weights.
         """
-        start_version = self._deadline_of_running(group_id) - self.max_staleness
+        start_version = self.deadline_of(group_id) - self.max_staleness
         if oldest < start_version:
-            raise token_too_old(group_id, oldest, start_version)
+            raise RoomError(
+                "buffer",
+                f"group {group_id} has a token of version {oldest}, its ticket says {start_version}",
+                rule="no token of a group may be older than the version that every engine served when the "
+                "group was admitted",
+                way_out=f"read the engines' logs: one of them served version {oldest} after {start_version} "
+                "had been announced.",
+            )
         if newest > self.next_batch:
-            raise version_unknown(f"group {group_id} has a token of version {newest}", self.next_batch)
+            raise self._version_unknown(f"group {group_id} has a token of version {newest}")
 
     def fail_nowait(self, group_id: GroupId) -> None:
         """A running group failed or was filtered: its admission is handed back. Raises RoomError if it is not
         running.
         """
-        self._deadline_of_running(group_id)
+        self.deadline_of(group_id)
         self._forget_running(group_id)
 
     def deadline_of(self, group_id: GroupId) -> int:
         """Last batch that may take a running group whole. Raises RoomError if it is not running."""
-        return self._deadline_of_running(group_id)
+        if group_id not in self._running:
+            raise RoomError("buffer", f"group {group_id} is not running: it was never admitted, or has ended")
+        return self._running[group_id]
 
     def take_nowait(self) -> Choice:
-        """Batch next_batch: the num_groups ready groups of earliest deadline (then lowest id). This line of
-        work guarantees the bound.
+        """Batch next_batch: the num_groups ready groups of earliest deadline (then lowest id). This method
+        guarantees the bound.
 
         Raises WouldWait while `waits_for` says so, and RoomError after the last batch.
         """
         if self.next_batch == self.num_batches:
-            raise after_the_last_batch(self.num_batches)
+            raise RoomError("buffer", f"a batch was asked for after all {self.num_batches} were taken")
         if cause := self.waits_for:
             raise WouldWait(f"batch {self.next_batch} waits for {cause}")
         version = self.next_batch
@@ -367,44 +258,39 @@ class StalenessRule:
 
     # ---- how
 
-    def _deadline_of_running(self, group_id: GroupId) -> int:
-        if group_id not in self._running:
-            raise not_running(
-                group_id, was_admitted=0 <= group_id < self.num_issued, is_ready=group_id in self._ready
-            )
-        return self._running[group_id]
-
     def _late(
         self, deadlines: Mapping[GroupId, int], ready: Mapping[GroupId, tuple[int, int]]
     ) -> set[GroupId]:
         """Which of these would break invariant (2) or (3). As few as can be, and of equal deadlines the
         running ones.
         """
-        if self.on_overdue == "mask":
-            return {
-                group_id
-                for group_id, (_, newest) in ready.items()
-                if newest + self.max_staleness < self.next_batch
-            }
         late: set[GroupId] = set()
         num_kept = 0
-        for deadline, _, group_id in sorted(
-            (deadline, group_id not in ready, group_id) for group_id, deadline in deadlines.items()
-        ):
-            num_before = (
-                num_kept // self.num_groups if self.on_overdue == "wait" else 0
-            )  # batches that those of earlier deadlines fill
-            if self.next_batch + num_before > deadline:
+        for deadline, is_running, group_id in sorted((deadlines[i], i not in ready, i) for i in deadlines):
+            newest_deadline = None if is_running else ready[group_id][1] + self.max_staleness
+            last_use = self.overdue.last_use(deadline, newest_deadline)
+            num_batches_before = num_kept // self.num_groups if self.overdue.waits else 0
+            if last_use is not None and self.next_batch + num_batches_before > last_use:
                 late.add(group_id)
             else:
                 num_kept += 1
         return late
 
+    def _add_running(self, group_id: GroupId, deadline: int) -> None:
+        self._running[group_id] = deadline
+        self._running_due[deadline] += 1
+        self._note_last_use(group_id, self.overdue.last_use(deadline, None))
+
+    def _note_last_use(self, group_id: GroupId, last_use: int | None) -> None:
+        if last_use is not None:
+            self._useless_after.setdefault(last_use, set()).add(group_id)
+
     def _forget_running(self, group_id: GroupId) -> None:
         deadline = self._running.pop(group_id)
         _count_down(self._running_due, deadline)
-        if self.on_overdue == "drop":
-            self._useless_after[deadline].discard(group_id)
+        last_use = self.overdue.last_use(deadline, None)
+        if last_use is not None:
+            self._useless_after[last_use].discard(group_id)
 
     def _pop_earliest(self) -> GroupId:
         while True:
@@ -415,16 +301,22 @@ class StalenessRule:
 
     def _hand_back(self, version: int) -> list[HandedBack]:
         """Forget the groups that batch `version` was the last to have a use for; it did not take them."""
-        reason: HandBackReason = "dropped" if self.on_overdue == "drop" else "all_masked"
         handed_back = []
         for group_id in sorted(self._useless_after.pop(version, ())):
-            if group_id in self._ready:
-                _count_down(self._ready_due, self._ready.pop(group_id))
-                handed_back.append(HandedBack(group_id, reason, was_ready=True))
-            elif group_id in self._running:
-                _count_down(self._running_due, self._running.pop(group_id))
-                handed_back.append(HandedBack(group_id, reason, was_ready=False))
+            for groups, due in ((self._ready, self._ready_due), (self._running, self._running_due)):
+                if group_id in groups:
+                    _count_down(due, groups.pop(group_id))
+                    was_ready = groups is self._ready
+                    handed_back.append(HandedBack(group_id, self.overdue.reason, was_ready))
         return handed_back
+
+    def _version_unknown(self, what: str) -> RoomError:
+        return RoomError(
+            "buffer",
+            f"{what}, but {self.next_batch} batches have been taken",
+            rule=f"version {self.next_batch} is the newest that can exist",
+            way_out="read the engine's log: it stamps tokens with a version that was never published.",
+        )
 
 
 def _count_down(counts: Counter[int], deadline: int) -> None:

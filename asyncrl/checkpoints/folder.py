@@ -1,6 +1,4 @@
-"""The room that keeps RUN_DIR/checkpoints: which are whole, which stay. Knows no torch: the trainer writes
-into a folder it is given.
-"""
+"""RUN_DIR/checkpoints: which are whole, which stay. The trainer writes into a folder that it is given."""
 
 from __future__ import annotations
 
@@ -91,22 +89,18 @@ class Checkpoints:
     """The checkpoints of one run directory. All methods block on the disk: call them in a thread.
 
     Life of one:  begin() -> the trainer writes -> finish() (records and files synced, manifest, renamed:
-    whole from then on), or abandon(). Waits:        `in_use` is held around finish(), which removes older
-    ones, and from newest_whole() until nobody needs what it
-                  returned, nor the journal's batches since. Never while waiting for a trainer to write: it
-                  may have to go back first.
+                  whole from then on), or abandon().
+    Waits:        `in_use` is held around finish(), which removes older ones, and from newest_whole() until
+                  what it returned, and the journal's batches since, are not needed any more. Never while
+                  waiting for a trainer to write: it may have to go back first.
     Invariant:    a folder named step_N was whole when it got its name; newest_whole() looks again all the
-    same, and set_aside()
-                  takes the name from one that is not.
+                  same, and set_aside() takes the name from one that is not.
     """
 
     def __init__(self, run_dir: Path, config: CheckpointConfig) -> None:
         self.root, self.config = run_dir / "checkpoints", config
         self.in_use = asyncio.Lock()
         self._rewards: dict[int, float] = {}
-
-    def __repr__(self) -> str:
-        return f"<Checkpoints {self.versions()} in {self.root}>"
 
     def evaluated(self, version: int, reward_mean: float) -> None:
         """With keep_best, the best of the checkpoints whose version was evaluated stays."""
@@ -132,14 +126,12 @@ class Checkpoints:
         """
         final = self.root / f"step_{version}"
         try:
-            (pending.folder / CONTROLLER).write_text(
-                json.dumps(controller, indent=1) + "\n", encoding="utf-8"
-            )
+            text = json.dumps(controller, indent=1) + "\n"
+            (pending.folder / CONTROLLER).write_text(text, encoding="utf-8")
             write_manifest(pending.folder, version)
             sync_records(self.root.parent)
-            replace_folder(
-                pending.folder, final
-            )  # it may be there: made by a run that was killed, and is replayed now
+            # it may be there: made by a run that was killed, and is replayed now
+            replace_folder(pending.folder, final)
         except OSError as error:
             self.abandon(pending)
             raise self._cannot_write(error) from error
@@ -214,9 +206,8 @@ class Checkpoints:
             if version not in stay:
                 folder = self.root / f"step_{version}"
                 with contextlib.suppress(OSError):  # what cannot be removed stays, and is whole
-                    (folder / MANIFEST).unlink(
-                        missing_ok=True
-                    )  # first: what is half removed must not look whole
+                    # first: what is half removed must not look whole
+                    (folder / MANIFEST).unlink(missing_ok=True)
                     shutil.rmtree(folder, ignore_errors=True)
 
     def _cannot_write(self, error: OSError) -> CheckpointError:

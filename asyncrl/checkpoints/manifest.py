@@ -17,8 +17,7 @@ from asyncrl.files import sha256_of, sync, sync_tree
 
 MANIFEST = "manifest.json"
 SUMS = "state.json"
-"""The trainer's own manifest (asyncrl/trainer/state_folder.py): `files` by name, with num_bytes and
-sha256.
+"""The trainer's own manifest (asyncrl/trainer/state.py): `files` by name.
 """
 FORMAT = 1
 _MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
@@ -71,7 +70,7 @@ def _known_sums(folder: Path) -> dict[Path, FileEntry]:
     for sums in folder.rglob(SUMS):
         try:
             for name, entry in json.loads(sums.read_text(encoding="utf-8"))["files"].items():
-                known[sums.parent / name] = FileEntry(size=entry["num_bytes"], sha256=entry["sha256"])
+                known[sums.parent / name] = FileEntry.model_validate(entry)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise OSError(f"{sums} cannot be read: {error}") from error
     return known

@@ -198,7 +198,10 @@ def _explain(problem: Mapping[str, Any], path: str) -> str:
     if problem["type"] == "missing":
         return f"{where} is missing in {path}."
     if problem["type"] in ("list_type", "tuple_type") and isinstance(problem["input"], str):
-        return f"{where}={problem['input']} in {path} is one text, and {where} is a list: write {where}=[{problem['input']}]."
+        return (
+            f"{where}={problem['input']} in {path} is one text, and {where} is a list: write "
+            f"{where}=[{problem['input']}]."
+        )
     message = str(problem["msg"]).removeprefix("Value error, ")
     value = "" if isinstance(problem["input"], dict) else f"={problem['input']!r}"
     return f"{where}{value} in {path}: {message}."

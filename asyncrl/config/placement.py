@@ -5,11 +5,10 @@ there are is asked later.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import NonNegativeInt, field_validator, model_validator
+from pydantic import NonNegativeInt, field_validator
 
 from asyncrl.config.base import FrozenConfig
 from asyncrl.config.generation import PublisherConfig, RolloutConfig
@@ -22,16 +21,10 @@ refused by `_checked`.
 WORDS = ("auto", "cpu", "cuda", "all")
 RANGE = re.compile(r"(\d+)-(\d+)")
 FORMS = "auto, cpu, cuda, all, a device number like 0, a list like [0, 1], or a range like 0-3"
-ONE_MACHINE = "devices are those of one machine so far, so a node cannot be named: write the device number alone, like 0, [0, 1] or 0-3"
-FOREIGN_NAMES = {"actor": "trainer", "train": "trainer", "learner": "trainer", "policy": "trainer"}
-FOREIGN_NAMES |= {
-    "inference": "rollout",
-    "generation": "rollout",
-    "generator": "rollout",
-    "engine": "rollout",
-    "engines": "rollout",
-}
-"""What other frameworks call the two sides."""
+ONE_MACHINE = (
+    "devices are those of one machine so far, so a node cannot be named: write the device number "
+    "alone, like 0, [0, 1] or 0-3"
+)
 
 
 class PlacementConfig(FrozenConfig):
@@ -50,14 +43,6 @@ class PlacementConfig(FrozenConfig):
     """Device of the eval engine: cpu or the number of one CUDA device (auto = one that nobody else uses, else
     with the engines).
     """
-
-    @model_validator(mode="before")
-    @classmethod
-    def _no_groups_of_sides(cls, values: Any) -> Any:
-        """Other frameworks write {"actor,rollout": all}; refused with the words to write instead."""
-        if isinstance(values, Mapping) and any(_is_foreign(str(key)) for key in values):
-            raise ValueError(_instead_of(values))
-        return values
 
     @field_validator("trainer", "rollout", "eval", mode="before")
     @classmethod
@@ -125,7 +110,10 @@ def partly_shared(trainer: tuple[int, ...], rollout: tuple[int, ...]) -> str:
     )
 
 
-PARTLY_WAY_OUT = "give both sides the same devices (placement.rollout=trainer, at buffer.max_staleness=0), or none in common"
+PARTLY_WAY_OUT = (
+    "give both sides the same devices (placement.rollout=trainer, at buffer.max_staleness=0), "
+    "or none in common"
+)
 
 
 def _checked(value: Any) -> Any:
@@ -164,28 +152,6 @@ def _checked_list(value: list[Any]) -> list[Any]:
     return value
 
 
-def _is_foreign(key: str) -> bool:
-    return "," in key or key.strip() in FOREIGN_NAMES
-
-
-def _instead_of(values: Mapping[Any, Any]) -> str:
-    """What to write in place of groups of sides or foreign names."""
-    sides: dict[str, Any] = {}
-    is_shared = False
-    for key, value in values.items():
-        names = [FOREIGN_NAMES.get(name.strip(), name.strip()) for name in str(key).split(",")]
-        for name in names:
-            if name in ("trainer", "rollout"):
-                sides[name] = value
-        is_shared |= {"trainer", "rollout"} <= set(names)
-    if is_shared:
-        sides["rollout"] = "trainer"
-    written = ", ".join(f"{side}: {sides[side]}" for side in ("trainer", "rollout") if side in sides)
-    foreign = ", ".join(str(key) for key in values if _is_foreign(str(key)))
-    turns = "; sides that share devices take turns, at buffer.max_staleness=0" if is_shared else ""
-    return f"`{foreign}`: the two sides are called trainer (an actor elsewhere) and rollout here{turns}; write placement: {{{written}}}"
-
-
 # Which ways of the weights exclude which engines and places, as far as it can be known without looking at the
 # machine.
 
@@ -203,7 +169,10 @@ def transport_conflict(
     """
     transport = publisher.transport
     if transport == "lora" and not has_adapters:
-        return "publisher.transport=lora publishes adapters, and trainer.lora is none; set trainer.lora={rank: 16}"
+        return (
+            "publisher.transport=lora publishes adapters, and trainer.lora is none; set "
+            "trainer.lora={rank: 16}"
+        )
     if transport == "lora" and rollout.engine == "simulated":
         return "publisher.transport=lora needs an engine with weights, and rollout.engine=simulated has none"
     if transport in BETWEEN_DEVICES and (

@@ -241,15 +241,6 @@ class SegmentCheck:
         raise EngineError(self._name, what, rule=rule, way_out=_WAY_OUT)
 
 
-def check_segment(
-    name: str, request: GenerateRequest, answer: GenerateResponse, *, oldest: int, newest: int
-) -> None:
-    """Raise EngineError if `answer` cannot be the whole answer to `request`; `oldest` and `newest` as in
-    SegmentCheck.
-    """
-    SegmentCheck(name, request, oldest=oldest).end(answer, newest=newest)
-
-
 def _wrong_counts(
     request: GenerateRequest, answer: GenerateResponse, num_told: int
 ) -> tuple[str, str] | None:

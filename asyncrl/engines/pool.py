@@ -8,34 +8,12 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
+from asyncrl.engines.engine import EngineClient
 from asyncrl.errors import ConnectionShortage, EngineError, EngineLost
 from asyncrl.messages.engine_calls import GenerateChunk, GenerateRequest, GenerateResponse
 from asyncrl.messages.records import Completion, PartialCompletion, SamplingRequest, VersionSpan
 from asyncrl.waits import waiting
-
-
-class SegmentServer(Protocol):
-    """What the pool needs of one engine server; EngineServer is it."""
-
-    name: str
-    num_commits: int
-
-    @property
-    def policy_version(self) -> int:
-        """The version that the server has confirmed last."""
-        ...
-
-    async def generate_segment(
-        self, request: GenerateRequest, *, on_chunk: Callable[[GenerateChunk], None] | None = None
-    ) -> GenerateResponse:
-        """One segment of a request; with `on_chunk`, what is left of it after the chunks that it was told."""
-        ...
-
-    async def abort(self, request_ids: list[str] | None, *, timeout_s: float | None = 10.0) -> list[str]:
-        """End these requests."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +59,7 @@ class EnginePool:
 
     def __init__(
         self,
-        servers: Sequence[SegmentServer],
+        servers: Sequence[EngineClient],
         *,
         slots: int,
         max_empty_segments: int = 32,
@@ -105,7 +83,10 @@ class EnginePool:
 
     def __repr__(self) -> str:
         stats = self.stats()
-        return f"<EnginePool {len(self.servers)} servers, {stats.inflight} in flight, v{self.oldest_served_version}>"
+        return (
+            f"<EnginePool {len(self.servers)} servers, {stats.inflight} in flight, "
+            f"v{self.oldest_served_version}>"
+        )
 
     @property
     def oldest_served_version(self) -> int:
@@ -243,7 +224,7 @@ class EnginePool:
         join.add(rest, index)
         tell(rest.token_ids)
 
-    async def _abort(self, server: SegmentServer, request_ids: list[str]) -> None:
+    async def _abort(self, server: EngineClient, request_ids: list[str]) -> None:
         """As far as the server can be told: one that gives no answer is lost, and that is seen by the calls
         that wait for it.
         """
@@ -262,7 +243,7 @@ class EnginePool:
     def _index(self, name: str) -> int:
         return next(index for index, server in enumerate(self.servers) if server.name == name)
 
-    def _aborts_for_ever(self, server: SegmentServer, join: SegmentJoin, num_empty: int) -> EngineError:
+    def _aborts_for_ever(self, server: EngineClient, join: SegmentJoin, num_empty: int) -> EngineError:
         return EngineError(
             server.name,
             f"aborted request {join.request.request_id} {num_empty} times in a row without a token and "
@@ -380,7 +361,10 @@ class SegmentJoin:
 
     def __repr__(self) -> str:
         state = self._finish_reason or "unfinished"
-        return f"<SegmentJoin {self.request.request_id} {len(self.token_ids)}/{self.request.max_tokens} tokens, {state}>"
+        return (
+            f"<SegmentJoin {self.request.request_id} {len(self.token_ids)}/{self.request.max_tokens} "
+            f"tokens, {state}>"
+        )
 
     @property
     def num_left(self) -> int:

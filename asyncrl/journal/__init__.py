@@ -1,3 +1,1 @@
-"""What happened, in order, in one SQLite file: all that a killed run needs to go on. Knows no torch, no HTTP,
-no staleness rule.
-"""
+"""What happened in a run, in order, in one SQLite file: all that a killed run needs to go on."""

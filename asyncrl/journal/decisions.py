@@ -1,5 +1,4 @@
-"""What each thing that is told does to the tables. Runs in the writer's thread, inside its transaction; knows
-no loop.
+"""What each decision does to the tables. Runs in the writer's thread, inside its transaction.
 
 Each function is one decision: it is refused (JournalError, sqlite3.IntegrityError) as a whole, or done as a
 whole. What comes late for a group that was handed back meanwhile means nothing any more, and changes nothing.
@@ -10,24 +9,15 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from asyncrl.journal.refusals import (
-    admitted_twice,
-    batch_differs,
-    batch_unknown,
-    cannot_end,
-    group_unknown,
-    not_consumable,
-    not_one_rollout,
-    told_twice,
-)
+from asyncrl.errors import JournalError
 from asyncrl.journal.tokens import encode_partial, encode_prompt, encode_trajectory
 from asyncrl.messages.records import Batch, GroupId, PartialCompletion, Prompt, Rollout, Ticket
 
 Taken = Literal["taken", "replayed"]
-"""What batch_taken says: the batch is new, or it was taken before and is the same."""
+"""Of a batch: it is new, or it was taken before and is the same."""
 
 
 def text(given: object) -> str:
@@ -36,28 +26,24 @@ def text(given: object) -> str:
 
 
 def admitted(connection: sqlite3.Connection, ticket: Ticket, prompt: Prompt, now_s: float) -> None:
-    """The group runs. A resumed run may tell it again of a group that runs already."""
+    """The group runs. A resumed run may repeat it for a group that runs already."""
     prompt_id = text(prompt.prompt_id)
-    row = connection.execute(
-        "SELECT prompt_id, start_version, state FROM groups WHERE group_id = ?", (ticket.group_id,)
-    ).fetchone()
-    if row is not None:
-        if row == (prompt_id, ticket.start_version, "running"):
-            return
-        raise admitted_twice(
-            ticket.group_id, prompt_id, f"group {ticket.group_id} is {row[2]}, with prompt {row[0]}"
-        )
-    other = connection.execute(
-        "SELECT group_id, state FROM groups WHERE prompt_id = ? AND state IN ('running', 'ready', 'taken')",
-        (prompt_id,),
-    ).fetchone()
-    if other is not None:
-        raise admitted_twice(
-            ticket.group_id, prompt_id, f"group {other[0]} has this prompt and is {other[1]}"
+    rows = connection.execute(
+        "SELECT group_id, prompt_id, start_version, state FROM groups"
+        " WHERE group_id = ?1 OR prompt_id = ?2 AND state IN ('running', 'ready', 'taken')",
+        (ticket.group_id, prompt_id),
+    ).fetchall()
+    if (ticket.group_id, prompt_id, ticket.start_version, "running") in rows:
+        return
+    if rows:
+        group_id, found_id, _, state = rows[0]
+        raise JournalError(
+            f"group {ticket.group_id} (prompt {prompt_id}) cannot be admitted: group {group_id} is {state}, "
+            f"with prompt {found_id}"
         )
     connection.execute(
-        "INSERT INTO groups (group_id, prompt_id, start_version, state, admitted_s) VALUES (?, ?, ?, "
-        "'running', ?)",
+        "INSERT INTO groups (group_id, prompt_id, start_version, state, admitted_s)"
+        " VALUES (?, ?, ?, 'running', ?)",
         (ticket.group_id, prompt_id, ticket.start_version, now_s),
     )
     blob = encode_prompt(ticket, replace(prompt, prompt_id=prompt_id))
@@ -87,39 +73,29 @@ def segment(
     partial: PartialCompletion,
 ) -> None:
     """The whole of an unfinished completion, in place of what was there."""
-    if _state(connection, group_id, "a segment") != "running" or _has_ended(
-        connection, group_id, sample_index
-    ):
+    if _state(connection, group_id) != "running" or _has_ended(connection, group_id, sample_index):
         return
     _lose(connection, "group_id = ? AND sample_index = ? AND attempt < ?", group_id, sample_index, attempt)
+    blob = encode_partial(group_id, sample_index, partial)
     connection.execute(
-        "INSERT OR REPLACE INTO segments (group_id, sample_index, attempt, turn, num_tokens, blob) VALUES "
-        "(?, ?, ?, ?, ?, ?)",
-        (
-            group_id,
-            sample_index,
-            attempt,
-            turn,
-            len(partial.token_ids),
-            encode_partial(group_id, sample_index, partial),
-        ),
+        "INSERT OR REPLACE INTO segments (group_id, sample_index, attempt, turn, num_tokens, blob)"
+        " VALUES (?, ?, ?, ?, ?, ?)",
+        (group_id, sample_index, attempt, turn, len(partial.token_ids), blob),
     )
 
 
 def rollout_finished(connection: sqlite3.Connection, group_id: GroupId, rollout: Rollout) -> None:
     """The rollout's tokens, all its branches; its segments go."""
-    if _state(connection, group_id, "a rollout") != "running":
+    if _state(connection, group_id) != "running":
         return
-    if [branch.branch for branch in rollout] != list(range(len(rollout))) or len(
-        {branch.sample_index for branch in rollout}
-    ) != 1:
-        raise not_one_rollout(group_id, [(branch.sample_index, branch.branch) for branch in rollout])
+    places = [(branch.sample_index, branch.branch) for branch in rollout]
+    if not rollout or places != [(places[0][0], number) for number in range(len(rollout))]:
+        raise JournalError(f"a rollout of group {group_id} has branches (sample_index, branch) {places}")
     sample_index = rollout[0].sample_index
-    if _has_ended(connection, group_id, sample_index):
-        raise told_twice(group_id, sample_index)
+    _refuse_ended(connection, group_id, sample_index)
     connection.executemany(
-        "INSERT INTO trajectories (group_id, sample_index, branch, reward, num_tokens, num_sampled, "
-        "oldest_version, blob)"
+        "INSERT INTO trajectories"
+        " (group_id, sample_index, branch, reward, num_tokens, num_sampled, oldest_version, blob)"
         " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
         [
             (
@@ -144,10 +120,9 @@ def rollout_failed(
     connection: sqlite3.Connection, group_id: GroupId, sample_index: int, num_attempts: int, why: str
 ) -> None:
     """Why the rollout has no trajectory; its segments go."""
-    if _state(connection, group_id, "a rollout") != "running":
+    if _state(connection, group_id) != "running":
         return
-    if _has_ended(connection, group_id, sample_index):
-        raise told_twice(group_id, sample_index)
+    _refuse_ended(connection, group_id, sample_index)
     connection.execute(
         "INSERT INTO failures VALUES (?, ?, ?, ?)", (group_id, sample_index, num_attempts, text(why))
     )
@@ -163,9 +138,9 @@ def group_ended(
     now_s: float,
 ) -> None:
     """From running to any end, or from ready to handed_back."""
-    found = _state(connection, group_id, "the end")
+    found = _state(connection, group_id)
     if found != "running" and (found, state) != ("ready", "handed_back"):
-        raise cannot_end(group_id, state, found)
+        raise JournalError(f"group {group_id} cannot become {state}: it is {found}")
     connection.execute(
         "UPDATE groups SET state = ?, reason = ?, requeued = ?, ended_s = ? WHERE group_id = ?",
         (state, text(reason), requeued, now_s, group_id),
@@ -180,31 +155,29 @@ def batch_taken(connection: sqlite3.Connection, batch: Batch, now_s: float) -> T
         "SELECT min_version, mask_older FROM batches WHERE version = ?", (version,)
     ).fetchone()
     if row is not None:
-        taken = [
-            row[0]
-            for row in connection.execute(
-                "SELECT group_id FROM batch_groups WHERE version = ? ORDER BY position", (version,)
-            )
-        ]
+        found = connection.execute(
+            "SELECT group_id FROM batch_groups WHERE version = ? ORDER BY position", (version,)
+        )
+        taken = [group_id for (group_id,) in found]
         if (taken, *row) != (group_ids, batch.min_version, int(batch.mask_older)):
-            found = f"it was taken with groups {taken}, min_version {row[0]}, mask_older {bool(row[1])}; this one has groups {group_ids}, "
-            raise batch_differs(
-                version, f"{found}min_version {batch.min_version}, mask_older {batch.mask_older}"
+            raise _not_this_batch(
+                version,
+                f"it was taken with groups {taken}, min_version {row[0]}, mask_older {bool(row[1])}; this "
+                f"one has groups {group_ids}, min_version {batch.min_version}, mask_older {batch.mask_older}",
             )
         return "replayed"
     newest = connection.execute("SELECT max(version) FROM batches").fetchone()[0]
     if newest is not None and version != newest + 1:
-        raise batch_differs(version, f"the newest batch is {newest}")
-    if not group_ids:
-        raise batch_differs(version, "it has no groups")
-    _refuse_unready(connection, batch)
+        raise _not_this_batch(version, f"the newest batch is {newest}")
+    if wrong := _unready(connection, batch):
+        raise _not_this_batch(version, "; ".join(wrong))
     connection.execute(
         "INSERT INTO batches (version, min_version, mask_older, num_groups, taken_s) VALUES (?, ?, ?, ?, ?)",
         (version, batch.min_version, int(batch.mask_older), len(group_ids), now_s),
     )
     connection.executemany(
         "INSERT INTO batch_groups VALUES (?, ?, ?)",
-        [(version, place, found) for place, found in enumerate(group_ids)],
+        [(version, position, group_id) for position, group_id in enumerate(group_ids)],
     )
     connection.executemany(
         "UPDATE groups SET state = 'taken' WHERE group_id = ?", [(group_id,) for group_id in group_ids]
@@ -212,25 +185,19 @@ def batch_taken(connection: sqlite3.Connection, batch: Batch, now_s: float) -> T
     return "taken"
 
 
-def trained(
-    connection: sqlite3.Connection,
-    version: int,
-    metrics: Mapping[str, Any],
-    weights_digest: str | None,
-    now_s: float,
-) -> None:
-    """The batch has become a step; the newest telling counts, for a resumed run trains it again."""
+def trained(connection: sqlite3.Connection, version: int, metrics: Mapping[str, Any], now_s: float) -> None:
+    """The batch has become a step; a resumed run that trains it again replaces what was said."""
     loss = metrics.get("policy/loss")
     changed = connection.execute(
-        "UPDATE batches SET trained_s = ?, loss = ?, weights_digest = ? WHERE version = ?",
-        (now_s, None if loss is None else float(loss), weights_digest, version),
+        "UPDATE batches SET trained_s = ?, loss = ? WHERE version = ?",
+        (now_s, None if loss is None else float(loss), version),
     ).rowcount
     if not changed:
-        raise batch_unknown(version, "a step")
+        raise JournalError(f"a step of batch {version}, which was never taken")
 
 
 def published(connection: sqlite3.Connection, version: int, digest: str, now_s: float) -> None:
-    """Every engine serves it; told again after a resume."""
+    """Every engine serves it; said again after a resume."""
     connection.execute("INSERT OR REPLACE INTO publishes VALUES (?, ?, ?)", (version, digest, now_s))
 
 
@@ -241,18 +208,17 @@ def checkpointed(
     connection.execute(
         "INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?, 'whole')", (version, text(path), now_s)
     )
-    kept = json.dumps([version, *beside])
     connection.execute(
         "UPDATE checkpoints SET state = 'removed' WHERE version NOT IN (SELECT value FROM json_each(?))",
-        (kept,),
+        (json.dumps([version, *beside]),),
     )
 
 
 def event(
     connection: sqlite3.Connection, what: str, detail: Mapping[str, Any], keep: int | None, now_s: float
 ) -> None:
-    """Something worth telling later: a restart, a resume, what a watchdog saw. `keep`: the newest so many of
-    that name stay.
+    """Something that `inspect` should show: a restart, a resume, what a watchdog saw. `keep`: the newest so
+    many of that name stay.
     """
     connection.execute(
         "INSERT INTO events (s, what, detail) VALUES (?, ?, ?)",
@@ -275,40 +241,50 @@ def _lose(connection: sqlite3.Connection, where: str, group_id: GroupId, *rest: 
         )
 
 
-def _refuse_unready(connection: sqlite3.Connection, batch: Batch) -> None:
-    wrong = []
+def _unready(connection: sqlite3.Connection, batch: Batch) -> list[str]:
+    """Why the batch cannot be taken, by group."""
+    wrong = [] if batch.groups else ["it has no groups"]
     for group in batch.groups:
+        name = f"group {group.group_id}"
         row = connection.execute(
             "SELECT state, (SELECT version FROM batch_groups b WHERE b.group_id = g.group_id),"
             " (SELECT count(*) FROM trajectories t WHERE t.group_id = g.group_id),"
-            " (SELECT total(num_tokens) FROM trajectories t WHERE t.group_id = g.group_id) FROM groups g "
-            "WHERE group_id = ?",
+            " (SELECT total(num_tokens) FROM trajectories t WHERE t.group_id = g.group_id)"
+            " FROM groups g WHERE group_id = ?",
             (group.group_id,),
         ).fetchone()
         if row is None:
-            wrong.append(f"group {group.group_id} was never admitted")
+            wrong.append(f"{name} was never admitted")
             continue
         state, version, *written = row
         given = [len(group.trajectories), sum(len(trajectory.token_ids) for trajectory in group.trajectories)]
         if version is not None:
-            wrong.append(f"group {group.group_id} is in batch {version}")
+            wrong.append(f"{name} is in batch {version}")
         elif state != "ready":
-            wrong.append(f"group {group.group_id} is {state}")
+            wrong.append(f"{name} is {state}")
         elif written != given:
             wrong.append(
-                f"group {group.group_id} has {given[0]} trajectories of {given[1]} tokens, {written[0]} of "
-                f"{written[1]:.0f} were told"
+                f"{name} has {given[0]} trajectories of {given[1]} tokens, the journal {written[0]} of "
+                f"{written[1]:.0f}"
             )
     if len({group.group_id for group in batch.groups}) < len(batch.groups):
         wrong.append("a group is in it twice")
-    if wrong:
-        raise not_consumable(batch.version, wrong)
+    return wrong
 
 
-def _state(connection: sqlite3.Connection, group_id: GroupId, what: str) -> str:
+def _not_this_batch(version: int, found: str) -> JournalError:
+    return JournalError(
+        f"batch {version} cannot be taken: {found}",
+        rule="a version is made from one batch, batches follow each other, and a group is trained on exactly "
+        "once, when it is ready",
+        way_out="resume: the journal is whole, and its batches are trained again as they are.",
+    )
+
+
+def _state(connection: sqlite3.Connection, group_id: GroupId) -> str:
     row = connection.execute("SELECT state FROM groups WHERE group_id = ?", (group_id,)).fetchone()
     if row is None:
-        raise group_unknown(group_id, what)
+        raise JournalError(f"group {group_id} was never admitted")
     return str(row[0])
 
 
@@ -319,3 +295,71 @@ def _has_ended(connection: sqlite3.Connection, group_id: GroupId, sample_index: 
         (group_id, sample_index),
     ).fetchone()
     return bool(row[0])
+
+
+def _refuse_ended(connection: sqlite3.Connection, group_id: GroupId, sample_index: int) -> None:
+    if _has_ended(connection, group_id, sample_index):
+        raise JournalError(f"rollout g{group_id}/r{sample_index} has ended already")
+
+
+# Compaction: deletes what no resume can need, the tokens of batches before every checkpoint. What stays of a
+# group is one short row, its place in its batch, and five numbers: about 100 bytes.
+
+_GROUPS_A_STEP = 200
+_PAGES_A_STEP = 500
+
+
+@dataclass(frozen=True, slots=True)
+class CompactReport:
+    """Groups whose tokens were deleted, and pages of the file that were given back to the disk."""
+
+    num_groups: int
+    num_pages: int
+
+
+def compact_some(connection: sqlite3.Connection, before_version: int) -> int:
+    """Delete the prompts and tokens of some groups; returns of how many, 0 when none is left."""
+    taken = connection.execute(
+        "SELECT g.group_id FROM batch_groups b JOIN groups g USING (group_id)"
+        " WHERE b.version >= (SELECT CAST(value AS INTEGER) FROM meta WHERE key = 'compacted_before')"
+        " AND b.version < ? AND g.num_rollouts IS NULL ORDER BY b.version, b.position LIMIT ?",
+        (before_version, _GROUPS_A_STEP),
+    ).fetchall()
+    newest = connection.execute(
+        "SELECT max(group_id) FROM batch_groups WHERE version = ?", (before_version - 1,)
+    ).fetchone()[0]
+    wasted = connection.execute(
+        "SELECT group_id FROM groups WHERE state IN ('failed', 'filtered', 'handed_back')"
+        " AND num_rollouts IS NULL AND group_id <= ? ORDER BY group_id LIMIT ?",
+        (-1 if newest is None else newest, _GROUPS_A_STEP),
+    ).fetchall()
+    for (group_id,) in taken + wasted:
+        _shrink(connection, group_id)
+    if len(taken) < _GROUPS_A_STEP:
+        connection.execute(
+            "UPDATE meta SET value = ?1 WHERE key = 'compacted_before'"
+            " AND CAST(value AS INTEGER) < CAST(?1 AS INTEGER)",
+            (str(before_version),),
+        )
+    return len(taken) + len(wasted)
+
+
+def vacuum_some(connection: sqlite3.Connection) -> int:
+    """Give some free pages back to the disk; returns how many, 0 when there are none."""
+    num_pages = min(int(connection.execute("PRAGMA freelist_count").fetchone()[0]), _PAGES_A_STEP)
+    for _ in range(num_pages):  # sqlite3 steps a statement without columns once, which frees one page
+        connection.execute("PRAGMA incremental_vacuum(1)")
+    return num_pages
+
+
+def _shrink(connection: sqlite3.Connection, group_id: int) -> None:
+    connection.execute(
+        "UPDATE groups SET num_failed = (SELECT count(*) FROM failures f WHERE f.group_id = groups.group_id),"
+        " (num_rollouts, num_sampled, oldest_version, reward_mean) ="
+        " (SELECT count(CASE WHEN branch = 0 THEN 1 END), total(num_sampled), min(oldest_version),"
+        " avg(CASE WHEN branch = 0 THEN reward END) FROM trajectories t WHERE t.group_id = groups.group_id)"
+        " WHERE group_id = ?",
+        (group_id,),
+    )
+    for table in ("prompts", "trajectories", "failures", "segments"):
+        connection.execute(f"DELETE FROM {table} WHERE group_id = ?", (group_id,))

@@ -1,5 +1,5 @@
-"""The room that writes down what happens, before it has consequences. Knows groups and versions; knows no
-torch, no HTTP, no rule.
+"""The journal of a run: writes down what happens before it has consequences. Knows groups and versions; knows
+no torch, no HTTP, no staleness rule.
 """
 
 from __future__ import annotations
@@ -9,16 +9,13 @@ import sqlite3
 import time
 from collections.abc import Collection, Mapping
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from asyncrl.files import RunLock
 from asyncrl.journal import decisions, schema
-from asyncrl.journal.decisions import Taken
+from asyncrl.journal.decisions import CompactReport, Taken
 from asyncrl.journal.read import ResumeState, read_resume
-from asyncrl.journal.refusals import SQLITE_ERRORS, cannot_open
-from asyncrl.journal.schema import check_wal, commits_in
 from asyncrl.journal.writer import Writer
 from asyncrl.messages.records import Batch, GroupId, PartialCompletion, Prompt, Rollout, Ticket
 from asyncrl.waits import waiting
@@ -26,35 +23,19 @@ from asyncrl.waits import waiting
 Ended = Literal["ready", "failed", "filtered", "handed_back"]
 
 
-@dataclass(frozen=True, slots=True)
-class JournalStats:
-    """`pending` decisions are told and not durable yet; `num_bytes` counts the file and its write-ahead
-    log.
-    """
-
-    pending: int
-    written: int
-    commits: int
-    num_bytes: int
-    last_commit_s: float
-    longest_commit_s: float
-
-
 class Journal:
     """A run's life in journal.sqlite. All `_nowait` methods queue and return at once; the awaited ones return
     when it is durable.
 
-    Life of a group:  admitted -> segments, rollouts finished or failed -> ready -> taken by one batch; or
-    failed, filtered, handed back.
-                      A ready one may still be handed back. The prompt of one that failed or was handed back
-                      may be requeued.
-    Waits:            batch_taken, flush, compact and read_resume sleep until the writer has committed;
-    wait_failed until it fails. Invariant:        a group is in one state, and in one batch at most; a prompt
-    has one group that runs, is ready or taken. Unique keys
-                      of the tables guarantee both, and batch_taken is one transaction. What is told first is
-                      durable first.
-    Errors:           the first one ends the writing for good: wait_failed raises it, and so does every call
-    after it.
+    Group:      admitted -> segments, rollouts finished or failed -> ready -> taken by one batch; or failed,
+                filtered, handed back. A ready one may still be handed back. The prompt of one that failed or
+                was handed back may be requeued.
+    Waits:      batch_taken, flush, compact and read_resume sleep until the writer has committed; wait_failed
+                until it fails.
+    Invariant:  a group is in one state, and in one batch at most; a prompt has one group that runs, is ready
+                or taken. Unique keys of the tables guarantee both, and batch_taken is one transaction. What
+                is queued first is durable first.
+    Errors:     the first one ends the writing for good: wait_failed raises it, and so does every later call.
     """
 
     name = "journal"
@@ -62,10 +43,6 @@ class Journal:
     def __init__(self, path: Path, writer: Writer, lock: RunLock | None) -> None:
         """Journal.open makes one. `lock`: to be released with it."""
         self.path, self._writer, self._lock = path, writer, lock
-
-    def __repr__(self) -> str:
-        stats = self.stats()
-        return f"<Journal {self.path}, {stats.pending} pending, {stats.written} written in {stats.commits} commits, {stats.num_bytes} bytes>"
 
     @classmethod
     def open(cls, path: Path, *, run_id: str, lock: RunLock | None = None) -> Journal:
@@ -86,13 +63,13 @@ class Journal:
     # ---- producers (RolloutJournal)
 
     def admitted_nowait(self, ticket: Ticket, prompt: Prompt) -> None:
-        """The group starts. Again for a group that runs already, after a resume, it changes nothing."""
+        """The group starts. For a group that runs already, after a resume, it changes nothing."""
         self._writer.put(decisions.admitted, ticket, prompt, time.time())
 
     def segment_nowait(
         self, group_id: GroupId, sample_index: int, attempt: int, turn: int, partial: PartialCompletion
     ) -> None:
-        """So much of the completion is there; replaces what was told of the same rollout before."""
+        """The completion so far; replaces what was there of the same rollout."""
         self._writer.put(decisions.segment, group_id, sample_index, attempt, turn, partial)
 
     def rollout_finished_nowait(self, group_id: GroupId, rollout: Rollout) -> None:
@@ -113,7 +90,7 @@ class Journal:
         """
         self._writer.put(decisions.group_ended, group_id, state, reason, requeued, time.time())
 
-    # ---- trainer, publisher, checkpoints
+    # ---- trainer, weight sync, checkpoints
 
     async def batch_taken(self, batch: Batch) -> Taken:
         """The groups are this batch's for ever. Train on it after this returns, and not before.
@@ -128,16 +105,14 @@ class Journal:
             )
         return taken
 
-    def trained_nowait(
-        self, version: int, metrics: Mapping[str, float], weights_digest: str | None = None
-    ) -> None:
-        """The batch `version` was trained on (policy_version is version + 1 now). Told again after a resume,
-        it replaces.
+    def trained_nowait(self, version: int, metrics: Mapping[str, float]) -> None:
+        """The batch `version` was trained on (policy_version is version + 1 now). Replaces what was said
+        before a resume.
         """
-        self._writer.put(decisions.trained, version, dict(metrics), weights_digest, time.time())
+        self._writer.put(decisions.trained, version, dict(metrics), time.time())
 
     def published_nowait(self, version: int, digest: str) -> None:
-        """Every engine serves policy_version `version`. Told again after a resume, it replaces."""
+        """Every engine serves policy_version `version`. Replaces what was said before a resume."""
         self._writer.put(decisions.published, version, digest, time.time())
 
     def checkpointed_nowait(self, version: int, path: Path | str, beside: Collection[int] = ()) -> None:
@@ -153,8 +128,8 @@ class Journal:
     def began_at_nowait(
         self, version: int, num_drawn: int, out: Mapping[str, int], next_group_id: int
     ) -> None:
-        """A new journal of an old run, which goes on from a checkpoint alone. To be told before any group is
-        admitted.
+        """A new journal of an old run, which goes on from a checkpoint alone. To be called before any
+        group is admitted.
 
         `num_drawn` prompts were drawn by then; those in `out` are to come again, with that num_handed_back,
         all others are consumed.
@@ -162,8 +137,8 @@ class Journal:
         self._writer.put(decisions.began_at, version, num_drawn, dict(out), next_group_id)
 
     def order_nowait(self, what: Mapping[str, Any]) -> None:
-        """What the order of the run's prompts follows from, at its first start: whoever goes on has to have
-        the same.
+        """What the order of the run's prompts follows from, at its first start: a resumed run
+        must have the same.
         """
         self._writer.put(decisions.order, dict(what))
 
@@ -177,9 +152,9 @@ class Journal:
     # ---- what is awaited
 
     async def flush(self) -> None:
-        """Return when all that was told is durable. Raises JournalError if it cannot be."""
+        """Return when all that was queued is durable. Raises JournalError if it cannot be."""
         with waiting("the journal to be durable", on="the journal's thread"):
-            await asyncio.wrap_future(self._writer.ask(_nothing))
+            await asyncio.wrap_future(self._writer.ask(lambda connection: None))
 
     async def wait_failed(self) -> None:
         """Sleep until the journal cannot be written any more, and raise that JournalError. To be watched by
@@ -197,131 +172,44 @@ class Journal:
         """Delete the tokens of batches before `before_version`, the oldest kept checkpoint, and of older
         groups that were never trained on.
 
-        Goes in small steps, so that decisions told meanwhile wait for one step at most. What a group was, and
+        Goes in small steps, so that other decisions wait for one step at most. What a group was, and
         where it went, stays.
         """
         num_groups = num_pages = 0
         with waiting("old tokens to be deleted from the journal", on="the journal's thread"):
-            while found := await asyncio.wrap_future(self._writer.ask(compact_some, before_version)):
+            while found := await asyncio.wrap_future(
+                self._writer.ask(decisions.compact_some, before_version)
+            ):
                 num_groups += found
-            while found := await asyncio.wrap_future(self._writer.ask(vacuum_some)):
+            while found := await asyncio.wrap_future(self._writer.ask(decisions.vacuum_some)):
                 num_pages += found
         return CompactReport(num_groups, num_pages)
 
     async def aclose(self) -> None:
-        """Write what waits and close; idempotent. Raises JournalError if something told was never written."""
+        """Write what waits and close; idempotent. Raises JournalError if something was never written."""
         try:
             await asyncio.to_thread(self._writer.stop)
         finally:
             if self._lock is not None:
                 self._lock.release()
 
-    def stats(self) -> JournalStats:
-        """What waits, what is written, and what it cost."""
-        writer = self._writer
-        files = (self.path, self.path.with_name(f"{self.path.name}-wal"))
-        return JournalStats(
-            pending=writer.num_put - writer.num_written,
-            written=writer.num_written,
-            commits=writer.num_commits,
-            num_bytes=sum(file.stat().st_size for file in files if file.exists()),
-            last_commit_s=writer.last_commit_s,
-            longest_commit_s=writer.longest_commit_s,
-        )
-
 
 def _connect(path: Path, run_id: str) -> sqlite3.Connection:
-    """A connection to a journal that was found whole and is up to date. Raises JournalError."""
+    """A connection to a journal that was found whole. Raises JournalError."""
     if not path.exists():
         schema.create(path, run_id)
     schema.check_file(path)
-    commits = commits_in(path.with_name(f"{path.name}-wal"))
+    commits = schema.commits_in(path.with_name(f"{path.name}-wal"))
     try:
-        with closing(
-            schema.connect(path, is_read_only=True)
-        ) as beside:  # closed last: a refused journal keeps its log, as it is
+        # closed last: a refused journal keeps its log, as it is
+        with closing(schema.connect(path, is_read_only=True)) as beside:
             schema.check(beside, path, run_id)
             connection = schema.connect(path, is_read_only=False)
             try:
-                check_wal(connection, path, commits)
-                schema.migrate(connection)
+                schema.check_wal(connection, path, commits)
             except BaseException:
                 connection.close()
                 raise
-    except SQLITE_ERRORS as error:
-        raise cannot_open(path, error) from error
+    except schema.SQLITE_ERRORS as error:
+        raise schema.cannot_open(path, error) from error
     return connection
-
-
-def _nothing(_: sqlite3.Connection) -> None:
-    """A decision that changes nothing: it is answered when all before it is durable."""
-
-
-# Deletes what no resume can need: the tokens of batches before every checkpoint. Runs in the writer's thread;
-# knows no loop.
-#
-# What stays of a group is one short row, its place in its batch, and five numbers: about 100 bytes.
-
-
-_GROUPS_A_STEP = 200
-_PAGES_A_STEP = 500
-
-
-@dataclass(frozen=True, slots=True)
-class CompactReport:
-    """Groups whose tokens were deleted, and pages of the file that were given back to the disk."""
-
-    num_groups: int
-    num_pages: int
-
-
-def compact_some(connection: sqlite3.Connection, before_version: int) -> int:
-    """Delete the prompts and tokens of some groups; returns of how many, 0 when none is left."""
-    taken = connection.execute(
-        "SELECT g.group_id FROM batch_groups b JOIN groups g USING (group_id)"
-        " WHERE b.version >= (SELECT CAST(value AS INTEGER) FROM meta WHERE key = 'compacted_before') AND "
-        "b.version < ?"
-        " AND g.num_rollouts IS NULL ORDER BY b.version, b.position LIMIT ?",
-        (before_version, _GROUPS_A_STEP),
-    ).fetchall()
-    newest = connection.execute(
-        "SELECT max(group_id) FROM batch_groups WHERE version = ?", (before_version - 1,)
-    ).fetchone()[0]
-    wasted = connection.execute(
-        "SELECT group_id FROM groups WHERE state IN ('failed', 'filtered', 'handed_back') AND num_rollouts "
-        "IS NULL AND group_id <= ?"
-        " ORDER BY group_id LIMIT ?",
-        (-1 if newest is None else newest, _GROUPS_A_STEP),
-    ).fetchall()
-    for (group_id,) in taken + wasted:
-        _shrink(connection, group_id)
-    if len(taken) < _GROUPS_A_STEP:
-        connection.execute(
-            "UPDATE meta SET value = ?1 WHERE key = 'compacted_before' AND CAST(value AS INTEGER) < CAST(?1 "
-            "AS INTEGER)",
-            (str(before_version),),
-        )
-    return len(taken) + len(wasted)
-
-
-def vacuum_some(connection: sqlite3.Connection) -> int:
-    """Give some free pages back to the disk; returns how many, 0 when there are none."""
-    num_pages = min(int(connection.execute("PRAGMA freelist_count").fetchone()[0]), _PAGES_A_STEP)
-    for _ in range(
-        num_pages
-    ):  # sqlite3 takes one step of a statement without columns, and a step frees one page, whatever N is
-        connection.execute("PRAGMA incremental_vacuum(1)")
-    return num_pages
-
-
-def _shrink(connection: sqlite3.Connection, group_id: int) -> None:
-    connection.execute(
-        "UPDATE groups SET num_failed = (SELECT count(*) FROM failures f WHERE f.group_id = groups.group_id),"
-        " (num_rollouts, num_sampled, oldest_version, reward_mean) ="
-        " (SELECT count(CASE WHEN branch = 0 THEN 1 END), total(num_sampled), min(oldest_version),"
-        " avg(CASE WHEN branch = 0 THEN reward END) FROM trajectories t WHERE t.group_id = groups.group_id)"
-        " WHERE group_id = ?",
-        (group_id,),
-    )
-    for table in ("prompts", "trajectories", "failures", "segments"):
-        connection.execute(f"DELETE FROM {table} WHERE group_id = ?", (group_id,))

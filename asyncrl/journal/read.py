@@ -1,5 +1,4 @@
-"""What a run that goes on has to know, out of the journal. Reads alone, so that it works beside a writer too;
-knows no loop.
+"""What a run that goes on has to know, out of the journal. Reads alone, so that it works beside a writer too.
 
 Everything here blocks: call it in a thread.
 """
@@ -9,12 +8,20 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from asyncrl.journal.refusals import SQLITE_ERRORS, begins_later, cannot_open, damaged, deleted
-from asyncrl.journal.schema import check_file, connect, show_as_newest
+from asyncrl.errors import JournalError
+from asyncrl.journal.schema import (
+    MOVE_ASIDE,
+    SQLITE_ERRORS,
+    cannot_open,
+    check_file,
+    check_schema,
+    connect,
+    damaged,
+)
 from asyncrl.journal.tokens import decode_partial, decode_prompt, decode_trajectory
 from asyncrl.messages.records import (
     Batch,
@@ -24,15 +31,11 @@ from asyncrl.messages.records import (
     Prompt,
     Rollout,
     Ticket,
-    Trajectory,
 )
 
-# What a journal says that a run has generated and given up: counters of a run that goes on begin with it.
-# Reads alone; knows no loop.
-
-
 _SUMS = """
-SELECT total(sampled + lost_tokens), total(failed), total(state = 'filtered'), total(iif(state = 'filtered', sampled, 0)),
+SELECT total(sampled + lost_tokens), total(failed),
+    total(state = 'filtered'), total(iif(state = 'filtered', sampled, 0)),
     total(state = 'handed_back' AND reason IN ('dropped', 'all_masked')), total(state = 'failed'),
     total(state IN ('handed_back', 'failed') AND requeued IS NULL)
 FROM (SELECT state, reason, requeued, lost_tokens,
@@ -46,7 +49,9 @@ _ALL = 2**63 - 1
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """`generated`: tokens that the journal was told of; `failed`: rollouts; `filtered`, with their tokens,
+    """What a run has generated and given up; counters of a run that goes on begin with it.
+
+    `generated`: tokens in the journal; `failed`: rollouts; `filtered`, with their tokens,
     and the rest: groups.
 
     `dropped`: handed back by the staleness rule while the run went on, for one of its two reasons; what a
@@ -123,7 +128,7 @@ class ResumeState:
     num_drawn: int
     next_group_id: GroupId
     order: Mapping[str, Any] | None
-    """What the order of the prompts followed from; None if nobody told."""
+    """What the order of the prompts followed from; None if it was never written."""
     counted: tuple[Counted, ...] = (Counted(),)
     """After each batch that is trained again, and last of all now."""
 
@@ -139,11 +144,7 @@ class ResumeState:
 
 
 class reading:  # noqa: N801  used as `with reading(path) as connection`
-    """A snapshot of the journal, read only; what SQLite raises inside comes out as JournalError.
-
-    One of an older schema is seen as if it were of the newest: only a run that goes on brings the file itself
-    up to date.
-    """
+    """A snapshot of the journal, read only; what SQLite raises inside comes out as JournalError."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -152,7 +153,7 @@ class reading:  # noqa: N801  used as `with reading(path) as connection`
         check_file(self.path)
         try:
             self._connection = connect(self.path, is_read_only=True)
-            show_as_newest(self._connection)
+            check_schema(self._connection, self.path)
             self._connection.execute("BEGIN")
         except SQLITE_ERRORS as error:
             raise cannot_open(self.path, error) from error
@@ -160,58 +161,38 @@ class reading:  # noqa: N801  used as `with reading(path) as connection`
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         self._connection.close()
-        if isinstance(
-            error, sqlite3.Error | ValueError | TypeError
-        ):  # the last two: a number that a flipped bit made something else
+        # ValueError, TypeError: a number that a flipped bit made something else
+        if isinstance(error, sqlite3.Error | ValueError | TypeError):
             raise cannot_open(self.path, error) from error
 
 
 def read_resume(path: Path, checkpoint_version: int) -> ResumeState:
     """All but the batches, which are loaded one by one. Raises JournalError."""
     with reading(path) as connection:
-        before = _before(connection)
-        next_version = _next_version(connection, path, checkpoint_version, before.version)
-        _refuse_deleted(connection, path, checkpoint_version)
+        before = _meta(connection, "began_at") or {
+            "version": 0,
+            "num_drawn": 0,
+            "out": {},
+            "next_group_id": 0,
+        }
+        next_version = _next_version(connection, path, checkpoint_version, before["version"])
         _check_states(connection, path)
-        admitted = {row[0] for row in connection.execute("SELECT DISTINCT prompt_id FROM groups")}
+        prompt_ids = {row[0] for row in connection.execute("SELECT DISTINCT prompt_id FROM groups")}
+        (num_issued,) = connection.execute("SELECT coalesce(max(group_id) + 1, 0) FROM groups").fetchone()
         requeued = _requeued(connection)
-        alive, rollouts = _groups_alive(connection, path), _rollouts_alive(connection, path)
+        ready, running = _alive(connection, path)
         return ResumeState(
             path=path,
             checkpoint_version=checkpoint_version,
             next_version=next_version,
-            ready=tuple(
-                (
-                    group.ticket,
-                    _group(
-                        path, group.ticket.group_id, group.prompt, rollouts.get(group.ticket.group_id, {})
-                    ),
-                )
-                for group in alive
-                if group.state == "ready"
-            ),
-            running=tuple(
-                RunningRecord(
-                    group.ticket,
-                    group.prompt,
-                    rollouts.get(group.ticket.group_id, {}),
-                    _failures(connection, group.ticket.group_id),
-                    _partials(connection, path, group.ticket.group_id),
-                    group.prompt_is_whole,
-                )
-                for group in alive
-                if group.state == "running"
-            ),
-            requeued={
-                prompt_id: count for prompt_id, count in before.out.items() if prompt_id not in admitted
-            }
-            | {prompt_id: count for prompt_id, (count, _) in requeued.items()},
-            returning=frozenset(
-                prompt_id for prompt_id, (_, failed_at) in requeued.items() if failed_at == next_version
-            ),
-            num_drawn=before.num_drawn + len(admitted.difference(before.out)),
-            next_group_id=GroupId(max(before.next_group_id, _num_issued(connection))),
-            order=_order(connection),
+            ready=ready,
+            running=running,
+            requeued={name: count for name, count in before["out"].items() if name not in prompt_ids}
+            | {name: count for name, (count, _) in requeued.items()},
+            returning=frozenset(name for name, (_, at) in requeued.items() if at == next_version),
+            num_drawn=before["num_drawn"] + len(prompt_ids.difference(before["out"])),
+            next_group_id=GroupId(max(before["next_group_id"], num_issued)),
+            order=_meta(connection, "order"),
             counted=read_counted(connection, checkpoint_version, next_version),
         )
 
@@ -223,80 +204,99 @@ def read_batch(connection: sqlite3.Connection, path: Path, version: int) -> Batc
     ).fetchone()
     if row is None:
         raise damaged(path, f"batch {version} is not in it")
+    min_version, mask_older, num_groups = row
     found = connection.execute(
-        "SELECT g.group_id, g.start_version, g.prompt_id, p.blob FROM batch_groups b JOIN groups g USING "
-        "(group_id)"
-        " LEFT JOIN prompts p USING (group_id)"
+        "SELECT g.group_id, g.start_version, g.prompt_id, p.blob FROM batch_groups b"
+        " JOIN groups g USING (group_id) LEFT JOIN prompts p USING (group_id)"
         " WHERE b.version = ? ORDER BY b.position",
         (version,),
     ).fetchall()
-    if len(found) != row[2]:
-        raise damaged(path, f"batch {version} has {len(found)} groups of {row[2]}")
+    if len(found) != num_groups:
+        raise damaged(path, f"batch {version} has {len(found)} groups of {num_groups}")
     groups = []
-    for group_id, start_version, prompt_id, prompt in found:
-        if prompt is None:
-            raise deleted(path, version)
-        rollouts = rollouts_of(connection, group_id, path)
-        groups.append(
-            _group(
-                path,
-                group_id,
-                decode_prompt(prompt, Ticket(group_id, start_version), prompt_id, path)[0],
-                rollouts,
-            )
-        )
-    return Batch(version, tuple(groups), row[0], mask_older=bool(row[1]))
+    for group_id, start_version, prompt_id, blob in found:
+        if blob is None:
+            raise _deleted(path, version)
+        prompt, _ = decode_prompt(blob, Ticket(group_id, start_version), prompt_id, path)
+        groups.append(_group(path, group_id, prompt, rollouts_of(connection, group_id, path)))
+    return Batch(version, tuple(groups), min_version, mask_older=bool(mask_older))
 
 
-@dataclass(frozen=True, slots=True)
-class _Before:
-    """What was before the journal: nothing, or all that decisions.began_at was told."""
-
-    version: int = 0
-    num_drawn: int = 0
-    out: Mapping[str, int] = field(default_factory=dict)
-    next_group_id: int = 0
-
-
-def _before(connection: sqlite3.Connection) -> _Before:
-    row = connection.execute("SELECT value FROM meta WHERE key = 'began_at'").fetchone()
-    if row is None:
-        return _Before()
-    told = json.loads(row[0])
-    return _Before(told["version"], told["num_drawn"], told["out"], told["next_group_id"])
+def rollouts_of(connection: sqlite3.Connection, group_id: int, path: Path) -> dict[int, Rollout]:
+    """The finished rollouts of a group by sample_index."""
+    rows = connection.execute(
+        "SELECT group_id, sample_index, branch, blob FROM trajectories WHERE group_id = ?"
+        " ORDER BY sample_index, branch",
+        (group_id,),
+    )
+    return _rollouts(rows, path).get(group_id, {})
 
 
-def _order(connection: sqlite3.Connection) -> Mapping[str, Any] | None:
-    row = connection.execute("SELECT value FROM meta WHERE key = 'order'").fetchone()
+def failures_of(connection: sqlite3.Connection, group_id: int) -> dict[int, tuple[int, str]]:
+    """(attempts, why) of the failed rollouts of a group by sample_index."""
+    rows = connection.execute(
+        "SELECT sample_index, attempts, why FROM failures WHERE group_id = ? ORDER BY sample_index",
+        (group_id,),
+    )
+    return {index: (attempts, why) for index, attempts, why in rows}
+
+
+def partials_of(
+    connection: sqlite3.Connection, group_id: int, path: Path
+) -> dict[int, tuple[int, int, PartialCompletion]]:
+    """(attempt, turn, the completion so far) of the unfinished rollouts of a group by sample_index."""
+    rows = connection.execute(
+        "SELECT sample_index, attempt, turn, blob FROM segments WHERE group_id = ? ORDER BY sample_index",
+        (group_id,),
+    )
+    return {
+        index: (attempt, turn, decode_partial(blob, group_id, index, path))
+        for index, attempt, turn, blob in rows
+    }
+
+
+def _meta(connection: sqlite3.Connection, key: str) -> dict[str, Any] | None:
+    row = connection.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
     return None if row is None else json.loads(row[0])
 
 
-def _num_issued(connection: sqlite3.Connection) -> int:
-    return int(connection.execute("SELECT coalesce(max(group_id) + 1, 0) FROM groups").fetchone()[0])
-
-
 def _next_version(connection: sqlite3.Connection, path: Path, checkpoint_version: int, began_at: int) -> int:
+    """Version after the newest batch. Raises JournalError if a batch since the checkpoint cannot be trained
+    again: that would end a resume in its middle.
+    """
     if checkpoint_version < began_at:
-        raise begins_later(path, began_at, checkpoint_version)
-    newest = connection.execute("SELECT max(version) FROM batches").fetchone()[0]
+        raise JournalError(
+            f"{path} begins at version {began_at}, and the newest whole checkpoint is of version "
+            f"{checkpoint_version}",
+            rule="a run goes on from a checkpoint with every batch since, and the batches in between were in "
+            "a journal that is gone",
+            way_out=MOVE_ASIDE,
+        )
+    (newest,) = connection.execute("SELECT max(version) FROM batches").fetchone()
     if newest is None:
         return checkpoint_version  # nothing was trained, or the journal was begun anew from a checkpoint
     if newest + 1 < checkpoint_version:
         raise damaged(
             path, f"its newest batch is {newest}, but there is a checkpoint at version {checkpoint_version}"
         )
+    (first_deleted,) = connection.execute(
+        "SELECT min(version) FROM batch_groups LEFT JOIN prompts p USING (group_id)"
+        " WHERE version >= ? AND p.blob IS NULL",
+        (checkpoint_version,),
+    ).fetchone()
+    if first_deleted is not None:
+        raise _deleted(path, first_deleted)
     return int(newest) + 1
 
 
-def _refuse_deleted(connection: sqlite3.Connection, path: Path, checkpoint_version: int) -> None:
-    """Before anything is done: a batch that cannot be trained again would end a resume in its middle."""
-    row = connection.execute(
-        "SELECT min(version) FROM batch_groups LEFT JOIN prompts p USING (group_id) WHERE version >= ? AND "
-        "p.blob IS NULL",
-        (checkpoint_version,),
-    ).fetchone()
-    if row[0] is not None:
-        raise deleted(path, row[0])
+def _deleted(path: Path, version: int) -> JournalError:
+    return JournalError(
+        f"the tokens of batch {version} were deleted from {path}",
+        rule="with journal.keep=checkpoint they stay as long as a checkpoint before them",
+        way_out="put a whole copy of a newer checkpoint back (damaged_step_N as step_N), or move "
+        "journal.sqlite* out of the run directory: the run then goes on from its newest whole checkpoint "
+        "alone.",
+    )
 
 
 def _check_states(connection: sqlite3.Connection, path: Path) -> None:
@@ -304,10 +304,10 @@ def _check_states(connection: sqlite3.Connection, path: Path) -> None:
     that lies about it.
     """
     taken, given, found = connection.execute(
-        "SELECT (SELECT count(*) FROM groups WHERE state = 'taken'), (SELECT coalesce(sum(num_groups), 0) "
-        "FROM batches),"
-        " (SELECT count(*) FROM batch_groups b JOIN groups g USING (group_id) JOIN batches USING (version) "
-        "WHERE g.state = 'taken')"
+        "SELECT (SELECT count(*) FROM groups WHERE state = 'taken'),"
+        " (SELECT coalesce(sum(num_groups), 0) FROM batches),"
+        " (SELECT count(*) FROM batch_groups b JOIN groups g USING (group_id) JOIN batches USING (version)"
+        " WHERE g.state = 'taken')"
     ).fetchone()
     if not taken == given == found:
         raise damaged(
@@ -320,90 +320,49 @@ def _check_states(connection: sqlite3.Connection, path: Path) -> None:
         raise damaged(path, f"it has {count} batches with versions {first} to {last}")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Alive:
-    """A group that runs or is ready."""
-
-    ticket: Ticket
-    state: str
-    prompt: Prompt
-    prompt_is_whole: bool
-
-
-def _groups_alive(connection: sqlite3.Connection, path: Path) -> list[_Alive]:
-    """Oldest first."""
-    rows = connection.execute(
-        "SELECT group_id, start_version, state, prompt_id, blob FROM groups LEFT JOIN prompts USING "
-        "(group_id)"
-        " WHERE state IN ('running', 'ready') ORDER BY group_id"
+def _alive(
+    connection: sqlite3.Connection, path: Path
+) -> tuple[tuple[tuple[Ticket, Group], ...], tuple[RunningRecord, ...]]:
+    """Groups that are ready and groups that run, oldest first."""
+    branches = connection.execute(
+        "SELECT t.group_id, t.sample_index, t.branch, t.blob FROM groups g"
+        " JOIN trajectories t USING (group_id) WHERE g.state IN ('running', 'ready')"
+        " ORDER BY t.group_id, t.sample_index, t.branch"
     )
-    alive = []
+    rollouts = _rollouts(branches, path)
+    rows = connection.execute(
+        "SELECT group_id, start_version, state, prompt_id, blob FROM groups"
+        " LEFT JOIN prompts USING (group_id) WHERE state IN ('running', 'ready') ORDER BY group_id"
+    ).fetchall()
+    ready, running = list[tuple[Ticket, Group]](), list[RunningRecord]()
     for group_id, start_version, state, prompt_id, blob in rows:
-        ticket = Ticket(GroupId(group_id), start_version)
-        alive.append(_Alive(ticket, state, *decode_prompt(blob, ticket, prompt_id, path)))
-    return alive
-
-
-def rollouts_of(connection: sqlite3.Connection, group_id: int, path: Path) -> dict[int, Rollout]:
-    """The finished rollouts of a group by sample_index."""
-    rows = connection.execute(
-        "SELECT group_id, sample_index, branch, blob FROM trajectories WHERE group_id = ? ORDER BY "
-        "sample_index, branch",
-        (group_id,),
-    )
-    return _rollouts(rows, path).get(group_id, {})
-
-
-def _rollouts_alive(connection: sqlite3.Connection, path: Path) -> dict[int, dict[int, Rollout]]:
-    rows = connection.execute(
-        "SELECT t.group_id, t.sample_index, t.branch, t.blob FROM groups g JOIN trajectories t USING "
-        "(group_id)"
-        " WHERE g.state IN ('running', 'ready') ORDER BY t.group_id, t.sample_index, t.branch"
-    )
-    return _rollouts(rows, path)
+        ticket, finished = Ticket(GroupId(group_id), start_version), rollouts.get(group_id, {})
+        prompt, is_whole = decode_prompt(blob, ticket, prompt_id, path)
+        if state == "ready":
+            ready.append((ticket, _group(path, group_id, prompt, finished)))
+            continue
+        failures, partials = failures_of(connection, group_id), partials_of(connection, group_id, path)
+        running.append(RunningRecord(ticket, prompt, finished, failures, partials, is_whole))
+    return tuple(ready), tuple(running)
 
 
 def _rollouts(rows: Iterable[tuple[int, int, int, bytes]], path: Path) -> dict[int, dict[int, Rollout]]:
     """By group and sample_index, from rows in that order. Raises JournalError if a branch is missing."""
-    found: dict[int, dict[int, list[Trajectory]]] = {}
+    found: dict[int, dict[int, Rollout]] = {}
     for group_id, index, branch, blob in rows:
-        branches = found.setdefault(group_id, {}).setdefault(index, [])
-        if branch != len(branches):
-            raise damaged(path, f"g{group_id}/r{index} has branch {branch} after {len(branches)} others")
-        branches.append(decode_trajectory(blob, group_id, index, branch, path))
-    return {
-        group_id: {index: tuple(branches) for index, branches in group.items()}
-        for group_id, group in found.items()
-    }
+        group = found.setdefault(group_id, {})
+        before = group.get(index, ())
+        if branch != len(before):
+            raise damaged(path, f"g{group_id}/r{index} has branch {branch} after {len(before)} others")
+        group[index] = (*before, decode_trajectory(blob, group_id, index, branch, path))
+    return found
 
 
 def _group(path: Path, group_id: int, prompt: Prompt, rollouts: Mapping[int, Rollout]) -> Group:
     if not rollouts:
         raise damaged(path, f"group {group_id} is ready or taken, and has no trajectory")
-    return Group(
-        GroupId(group_id), prompt, tuple(branch for rollout in rollouts.values() for branch in rollout)
-    )
-
-
-def _failures(connection: sqlite3.Connection, group_id: int) -> dict[int, tuple[int, str]]:
-    rows = connection.execute(
-        "SELECT sample_index, attempts, why FROM failures WHERE group_id = ? ORDER BY sample_index",
-        (group_id,),
-    )
-    return {index: (attempts, why) for index, attempts, why in rows}
-
-
-def _partials(
-    connection: sqlite3.Connection, path: Path, group_id: int
-) -> dict[int, tuple[int, int, PartialCompletion]]:
-    rows = connection.execute(
-        "SELECT sample_index, attempt, turn, blob FROM segments WHERE group_id = ? ORDER BY sample_index",
-        (group_id,),
-    )
-    return {
-        index: (attempt, turn, decode_partial(blob, group_id, index, path))
-        for index, attempt, turn, blob in rows
-    }
+    branches = tuple(branch for rollout in rollouts.values() for branch in rollout)
+    return Group(GroupId(group_id), prompt, branches)
 
 
 def _requeued(connection: sqlite3.Connection) -> dict[str, tuple[int, int | None]]:

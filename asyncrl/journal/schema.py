@@ -1,5 +1,4 @@
-"""The tables of journal.sqlite, how the file is made, checked and brought up to date. Knows no record of
-types.
+"""The tables of journal.sqlite, and how the file is made, opened and checked.
 
 Times are seconds since 1970, for people alone: the order of things is the order of ids and rows, so a clock
 may jump.
@@ -13,96 +12,96 @@ import struct
 import time
 from pathlib import Path
 
+from asyncrl.errors import JournalError
 from asyncrl.files import sync
-from asyncrl.journal.refusals import SQLITE_ERRORS, cannot_open, damaged, foreign, log_left, too_new
 
 APPLICATION_ID = 0x6172_6C6A  # "arlj"
+SCHEMA_VERSION = 3
 BUSY_S = 10.0
 """So long a write waits for another program that holds the file, before it is an error."""
+SQLITE_ERRORS = (sqlite3.Error, UnicodeDecodeError)
+"""What the sqlite3 module raises: the second one if a flipped byte in a name makes SQLite's own message no
+text.
+"""
+MOVE_ASIDE = (
+    "copy journal.sqlite back (with its -wal file) from where it is whole; or move journal.sqlite* out of "
+    "the run directory and resume: the newest checkpoint is enough to go on, and what was generated after it "
+    "is generated again."
+)
 
-_FIRST = """
+TABLES = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 
--- lost_tokens: sampled by attempts that failed or were dropped. The last five are given once compaction has deleted the group's
--- prompt and tokens.
+-- lost_tokens: sampled by attempts that failed or were dropped. requeued: with this num_handed_back the
+-- prompt of a group that has ended is sampled again; NULL: it is not. num_rollouts .. reward_mean are given
+-- once compaction has deleted the tokens.
 CREATE TABLE groups (
     group_id INTEGER PRIMARY KEY, prompt_id TEXT NOT NULL, start_version INTEGER NOT NULL,
     state TEXT NOT NULL CHECK (state IN ('running', 'ready', 'taken', 'failed', 'filtered', 'handed_back')),
     reason TEXT NOT NULL DEFAULT '', admitted_s REAL NOT NULL, ended_s REAL,
     lost_tokens INTEGER NOT NULL DEFAULT 0,
-    num_rollouts INTEGER, num_failed INTEGER, num_sampled INTEGER, oldest_version INTEGER, reward_mean REAL
+    num_rollouts INTEGER, num_failed INTEGER, num_sampled INTEGER, oldest_version INTEGER, reward_mean REAL,
+    requeued INTEGER
 );
 CREATE UNIQUE INDEX a_prompt_lives_once ON groups (prompt_id) WHERE state IN ('running', 'ready', 'taken');
 CREATE INDEX groups_of_prompt ON groups (prompt_id);
 CREATE INDEX groups_alive ON groups (state) WHERE state IN ('running', 'ready');
-CREATE INDEX groups_handed_back ON groups (group_id) WHERE state = 'handed_back';
-CREATE INDEX groups_wasted ON groups (group_id) WHERE state IN ('failed', 'filtered', 'handed_back') AND num_rollouts IS NULL;
+CREATE INDEX groups_wasted ON groups (group_id)
+    WHERE state IN ('failed', 'filtered', 'handed_back') AND num_rollouts IS NULL;
+CREATE INDEX groups_requeued ON groups (group_id) WHERE requeued IS NOT NULL;
 
 CREATE TABLE prompts (group_id INTEGER PRIMARY KEY REFERENCES groups, blob BLOB NOT NULL);
 
+-- A rollout has a row for each of its branches. The number of its rollouts is that of the rows with branch 0.
 CREATE TABLE trajectories (
-    group_id INTEGER NOT NULL REFERENCES groups, sample_index INTEGER NOT NULL, reward REAL, num_tokens INTEGER NOT NULL,
-    num_sampled INTEGER NOT NULL, oldest_version INTEGER, blob BLOB NOT NULL, PRIMARY KEY (group_id, sample_index)
+    group_id INTEGER NOT NULL REFERENCES groups, sample_index INTEGER NOT NULL, branch INTEGER NOT NULL,
+    reward REAL, num_tokens INTEGER NOT NULL, num_sampled INTEGER NOT NULL, oldest_version INTEGER,
+    blob BLOB NOT NULL, PRIMARY KEY (group_id, sample_index, branch)
 );
 CREATE TABLE failures (
-    group_id INTEGER NOT NULL REFERENCES groups, sample_index INTEGER NOT NULL, attempts INTEGER NOT NULL, why TEXT NOT NULL,
-    PRIMARY KEY (group_id, sample_index)
+    group_id INTEGER NOT NULL REFERENCES groups, sample_index INTEGER NOT NULL, attempts INTEGER NOT NULL,
+    why TEXT NOT NULL, PRIMARY KEY (group_id, sample_index)
 );
 CREATE TABLE segments (
-    group_id INTEGER NOT NULL REFERENCES groups, sample_index INTEGER NOT NULL, attempt INTEGER NOT NULL, turn INTEGER NOT NULL,
-    num_tokens INTEGER NOT NULL, blob BLOB NOT NULL, PRIMARY KEY (group_id, sample_index)
+    group_id INTEGER NOT NULL REFERENCES groups, sample_index INTEGER NOT NULL, attempt INTEGER NOT NULL,
+    turn INTEGER NOT NULL, num_tokens INTEGER NOT NULL, blob BLOB NOT NULL,
+    PRIMARY KEY (group_id, sample_index)
 );
 
 CREATE TABLE batches (
-    version INTEGER PRIMARY KEY, min_version INTEGER NOT NULL, mask_older INTEGER NOT NULL, num_groups INTEGER NOT NULL,
-    taken_s REAL NOT NULL, trained_s REAL, loss REAL, weights_digest TEXT
+    version INTEGER PRIMARY KEY, min_version INTEGER NOT NULL, mask_older INTEGER NOT NULL,
+    num_groups INTEGER NOT NULL, taken_s REAL NOT NULL, trained_s REAL, loss REAL
 );
 CREATE TABLE batch_groups (
-    version INTEGER NOT NULL REFERENCES batches, position INTEGER NOT NULL, group_id INTEGER NOT NULL UNIQUE REFERENCES groups,
-    PRIMARY KEY (version, position)
+    version INTEGER NOT NULL REFERENCES batches, position INTEGER NOT NULL,
+    group_id INTEGER NOT NULL UNIQUE REFERENCES groups, PRIMARY KEY (version, position)
 ) WITHOUT ROWID;
 CREATE TABLE publishes (version INTEGER PRIMARY KEY, digest TEXT NOT NULL, served_s REAL NOT NULL);
-CREATE TABLE checkpoints (version INTEGER PRIMARY KEY, path TEXT NOT NULL, done_s REAL NOT NULL, state TEXT NOT NULL);
-CREATE TABLE events (id INTEGER PRIMARY KEY AUTOINCREMENT, s REAL NOT NULL, what TEXT NOT NULL, detail TEXT NOT NULL);
-"""
-
-_BRANCHES = """
-CREATE TABLE branches (
-    group_id INTEGER NOT NULL REFERENCES groups, sample_index INTEGER NOT NULL, branch INTEGER NOT NULL, reward REAL,
-    num_tokens INTEGER NOT NULL, num_sampled INTEGER NOT NULL, oldest_version INTEGER, blob BLOB NOT NULL,
-    PRIMARY KEY (group_id, sample_index, branch)
+CREATE TABLE checkpoints (
+    version INTEGER PRIMARY KEY, path TEXT NOT NULL, done_s REAL NOT NULL, state TEXT NOT NULL
 );
-INSERT INTO branches SELECT group_id, sample_index, 0, reward, num_tokens, num_sampled, oldest_version, blob FROM trajectories;
-DROP TABLE trajectories;
-ALTER TABLE branches RENAME TO trajectories;
-"""
-"""A rollout has a row for each of its branches. The number of its rollouts is that of the rows with branch
-0.
+CREATE TABLE events (
+    id INTEGER PRIMARY KEY AUTOINCREMENT, s REAL NOT NULL, what TEXT NOT NULL, detail TEXT NOT NULL
+);
 """
 
-_REQUEUED = """
-ALTER TABLE groups ADD COLUMN requeued INTEGER;
-UPDATE groups SET requeued = 0 WHERE state = 'handed_back';
-DROP INDEX groups_handed_back;
-CREATE INDEX groups_requeued ON groups (group_id) WHERE requeued IS NOT NULL;
-"""
-"""requeued: with this num_handed_back the prompt of a group that has ended is sampled again. NULL: it is
-not.
-"""
 
-MIGRATIONS: tuple[str, ...] = (_FIRST, _BRANCHES, _REQUEUED)
-"""MIGRATIONS[n] takes schema version n to n + 1. One that has been released never changes: write the next
-one.
-"""
+def damaged(where: object, why: str) -> JournalError:
+    """The file is not what was written."""
+    return JournalError(
+        f"{where} is damaged: {why}", rule="a run goes on from a whole journal alone", way_out=MOVE_ASIDE
+    )
 
-VIEWS: tuple[str, ...] = (
-    "CREATE TEMP VIEW trajectories AS SELECT *, 0 AS branch FROM main.trajectories",
-    "CREATE TEMP VIEW groups AS SELECT *, CASE state WHEN 'handed_back' THEN 0 END AS requeued FROM "
-    "main.groups",
-)
-"""VIEWS[n]: what shows a reader, who changes nothing, the tables of schema version n + 1 as those of version
-n + 2.
-"""
+
+def cannot_open(path: Path, error: Exception) -> JournalError:
+    """SQLite or the system refuses."""
+    if not isinstance(error, OSError | sqlite3.OperationalError):
+        return damaged(path, str(error))
+    return JournalError(
+        f"{path} cannot be opened: {error}",
+        rule="a run writes its journal first",
+        way_out="free space on its disk, or see to its rights and to other programs that hold it open.",
+    )
 
 
 def create(path: Path, run_id: str) -> None:
@@ -114,7 +113,12 @@ def create(path: Path, run_id: str) -> None:
     """
     log = path.with_name(f"{path.name}-wal")
     if log.exists() and log.stat().st_size:
-        raise log_left(log)
+        raise JournalError(
+            f"there is {log} without the journal that it belongs to",
+            rule=f"{path.name} and its -wal file are one journal: the log holds what was written last, and "
+            "would be replayed onto a new one",
+            way_out=f"put {path.name} back; or, if it was moved elsewhere, move {log} there too.",
+        )
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         beside.unlink(missing_ok=True)
@@ -122,9 +126,11 @@ def create(path: Path, run_id: str) -> None:
         try:
             connection.execute(
                 "PRAGMA auto_vacuum = INCREMENTAL"
-            )  # before the first table, or it has no effect
+            )  # before the first table, or without effect
             connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-            migrate(connection)
+            connection.executescript(
+                f"BEGIN IMMEDIATE; {TABLES}; PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;"
+            )
             meta = (("run_id", run_id), ("created_s", str(time.time())), ("compacted_before", "0"))
             connection.executemany("INSERT INTO meta VALUES (?, ?)", meta)
             connection.execute("PRAGMA journal_mode = WAL")
@@ -142,8 +148,8 @@ def connect(path: Path, *, is_read_only: bool) -> sqlite3.Connection:
     """A connection to a journal that exists; nothing is checked. Raises sqlite3.Error. Any one thread at a
     time may use it.
 
-    A reader has to make files beside the journal, unless nobody writes it: an ended run can be read where
-    nothing may be written.
+    A reader has to make files beside the journal, unless it is not written any more: an ended run can be
+    read where nothing may be written.
     """
     mode = "ro" if is_read_only else "rw"
     is_ended = not path.with_name(f"{path.name}-wal").exists()
@@ -179,15 +185,20 @@ def check_file(path: Path) -> None:
         raise cannot_open(path, error) from error
 
 
-def check(connection: sqlite3.Connection, path: Path, run_id: str | None) -> None:
-    """Raises JournalError if the file is another program's, too new, damaged, or another run's (`run_id`
-    None: any run's).
-    """
+def check_schema(connection: sqlite3.Connection, path: Path) -> None:
+    """Raises JournalError if the file is another program's, or another asyncrl's."""
     if (found := _number(connection, "application_id")) != APPLICATION_ID:
-        raise foreign(path, f"is a SQLite database of another program (application_id {found:#x})")
-    version = _number(connection, "user_version")
-    if version > len(MIGRATIONS):
-        raise too_new(path, version, len(MIGRATIONS))
+        raise _foreign(path, f"is a SQLite database of another program (application_id {found:#x})")
+    if (version := _number(connection, "user_version")) != SCHEMA_VERSION:
+        raise JournalError(
+            f"{path} has schema version {version}, this asyncrl reads {SCHEMA_VERSION}",
+            way_out="resume with the asyncrl that wrote it.",
+        )
+
+
+def check(connection: sqlite3.Connection, path: Path, run_id: str) -> None:
+    """Raises JournalError as check_schema does, and if the file is damaged or another run's."""
+    check_schema(connection, path)
     # Not quick_check: that would not see an index which hides a row. 100,000 groups take half a second,
     # against 0.3 s.
     wrong = [row[0] for row in connection.execute("PRAGMA integrity_check(3)") if row[0] != "ok"]
@@ -196,40 +207,23 @@ def check(connection: sqlite3.Connection, path: Path, run_id: str | None) -> Non
     owner = connection.execute("SELECT value FROM meta WHERE key = 'run_id'").fetchone()
     if owner is None:
         raise damaged(path, "it does not say which run it is of")
-    if run_id is not None and owner[0] != run_id:
-        raise foreign(path, f"is the journal of run {owner[0]}, this is run {run_id}")
+    if owner[0] != run_id:
+        raise _foreign(path, f"is the journal of run {owner[0]}, this is run {run_id}")
 
 
-def migrate(connection: sqlite3.Connection) -> int:
-    """Bring the tables up to date, all steps or none; returns how many. Raises sqlite3.Error."""
-    version = _number(connection, "user_version")
-    if version == len(MIGRATIONS):
-        return 0
-    steps = ";\n".join(MIGRATIONS[version:])
-    try:
-        connection.executescript(
-            f"BEGIN IMMEDIATE; {steps}; PRAGMA user_version = {len(MIGRATIONS)}; COMMIT;"
-        )
-    except sqlite3.Error:
-        if connection.in_transaction:
-            connection.execute("ROLLBACK")
-        raise
-    return len(MIGRATIONS) - version
-
-
-def show_as_newest(connection: sqlite3.Connection) -> None:
-    """Let a read-only connection see tables of an older schema as the newest. Raises sqlite3.Error."""
-    for view in VIEWS[max(1, _number(connection, "user_version")) - 1 :]:
-        connection.execute(view)
+def _foreign(path: Path, why: str) -> JournalError:
+    return JournalError(
+        f"{path} {why}",
+        rule="a journal belongs to one run",
+        way_out="move it elsewhere, or give this run another --run-dir.",
+    )
 
 
 def _number(connection: sqlite3.Connection, pragma: str) -> int:
     return int(connection.execute(f"PRAGMA {pragma}").fetchone()[0])
 
 
-# Finds a damaged write-ahead log. SQLite takes its whole part and drops the rest in silence; knows nothing of
-# what is in it.
-#
+# Finds a damaged write-ahead log: SQLite takes its whole part and drops the rest in silence.
 # Layout: https://www.sqlite.org/fileformat2.html#the_write_ahead_log
 
 
@@ -273,7 +267,7 @@ def check_wal(connection: sqlite3.Connection, path: Path, commits: list[int]) ->
     opened).
 
     Raises JournalError if more than one is missing. The last one may be: a power cut tears the commit that
-    was being written, which nobody had an answer of yet; no check can tell that from damage to it.
+    was being written, of which no answer was given yet; no check can tell that from damage to it.
     """
     num_whole = connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()[1]
     lost = [number for number in commits if number > max(0, num_whole)]

@@ -1,5 +1,4 @@
-"""What a person asks of a journal: a group's story, a step's batch, what was wasted, what went wrong. Reads
-alone; knows no loop.
+"""What a person asks of a journal: a group's story, a step's batch, what was wasted, what went wrong.
 
 Everything here blocks, works beside a run that writes, and raises JournalError.
 """
@@ -13,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from asyncrl.journal.read import reading, rollouts_of
-from asyncrl.journal.tokens import decode_partial, decode_prompt, decode_trajectory
+from asyncrl.journal.read import failures_of, partials_of, reading, rollouts_of
+from asyncrl.journal.tokens import decode_prompt, decode_trajectory
 from asyncrl.messages.records import GroupId, PartialCompletion, Prompt, Rollout, Ticket
 
 MAX_EVENTS = 1000
@@ -80,7 +79,6 @@ class BatchStory:
     taken_s: float
     trained_s: float | None
     loss: float | None
-    weights_digest: str | None
     published_s: float | None
     groups: tuple[GroupLine, ...]
     tokens_by_version: Mapping[int, int] | None
@@ -88,12 +86,9 @@ class BatchStory:
     @property
     def masked_tokens(self) -> int | None:
         """Tokens too old to carry loss."""
-        counts = self.tokens_by_version
-        return (
-            None
-            if counts is None
-            else sum(count for version, count in counts.items() if version < self.min_version)
-        )
+        if self.tokens_by_version is None:
+            return None
+        return sum(count for version, count in self.tokens_by_version.items() if version < self.min_version)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,11 +134,6 @@ def group_story(path: Path, group_id: int) -> GroupStory | None:
         start_version, reason, admitted_s, ended_s, prompt, prompt_id, state, batch, *numbers = row
         ticket = Ticket(GroupId(group_id), start_version)
 
-        def rows(columns: str, table: str) -> list[tuple[Any, ...]]:
-            return connection.execute(
-                f"SELECT {columns} FROM {table} WHERE group_id = ? ORDER BY sample_index", (group_id,)
-            ).fetchall()
-
         siblings = connection.execute(
             "SELECT group_id FROM groups WHERE prompt_id = ? AND group_id <> ?", (prompt_id, group_id)
         ).fetchall()
@@ -156,14 +146,8 @@ def group_story(path: Path, group_id: int) -> GroupStory | None:
             batch,
             None if prompt is None else decode_prompt(prompt, ticket, prompt_id, path)[0],
             rollouts_of(connection, group_id, path),
-            {
-                index: (attempts, why)
-                for index, attempts, why in rows("sample_index, attempts, why", "failures")
-            },
-            {
-                index: (attempt, turn, decode_partial(blob, group_id, index, path))
-                for index, attempt, turn, blob in rows("sample_index, attempt, turn, blob", "segments")
-            },
+            failures_of(connection, group_id),
+            partials_of(connection, group_id, path),
             tuple(sibling for (sibling,) in siblings),
         )
 
@@ -172,9 +156,9 @@ def batch_story(path: Path, version: int) -> BatchStory | None:
     """All about the batch of a step; None if it was never taken."""
     with reading(path) as connection:
         row = connection.execute(
-            "SELECT version, min_version, mask_older, taken_s, trained_s, loss, weights_digest,"
-            " (SELECT served_s FROM publishes p WHERE p.version = b.version + 1) FROM batches b WHERE "
-            "version = ?",
+            "SELECT min_version, mask_older, taken_s, trained_s, loss,"
+            " (SELECT served_s FROM publishes p WHERE p.version = b.version + 1)"
+            " FROM batches b WHERE version = ?",
             (version,),
         ).fetchone()
         if row is None:
@@ -195,9 +179,9 @@ def batch_story(path: Path, version: int) -> BatchStory | None:
             ):
                 for span in decode_trajectory(blob, group_id, index, branch, path).version_spans:
                     counts[span.version] += span.end - span.start
-        _, min_version, mask_older, taken_s, trained_s, loss, digest, published_s = row
+        min_version, mask_older, taken_s, trained_s, loss, published_s = row
         tokens_by_version = None if counts is None else dict(sorted(counts.items()))
-        times = (taken_s, trained_s, loss, digest, published_s)
+        times = (taken_s, trained_s, loss, published_s)
         return BatchStory(version, min_version, bool(mask_older), *times, lines, tokens_by_version)
 
 

@@ -1,4 +1,4 @@
-"""Token records and prompts as bytes and back, bit for bit. Knows no SQLite.
+"""Token records and prompts as bytes and back, bit for bit: what the journal and recordings hold.
 
 A blob is zlib over: length of the head (uint32), head (JSON), token ids (int32), logprobs (float32), loss
 mask (one bit a token). Numbers are little endian, in byte planes: first the lowest byte of each, and so on,
@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncrl.errors import JournalError
-from asyncrl.journal.refusals import damaged
+from asyncrl.journal.schema import damaged
 from asyncrl.messages.records import Credit, PartialCompletion, Prompt, Ticket, Trajectory, VersionSpan
 
 FORMAT = 1
@@ -62,11 +62,11 @@ def decode_trajectory(blob: bytes, group_id: int, sample_index: int, branch: int
             loss_mask=np.unpackbits(
                 np.frombuffer(body, np.uint8, offset=8 * num_tokens), count=num_tokens
             ).astype(np.bool_),
-            version_spans=_spans(head["spans"]),
-            reward=head["reward"],
-            is_truncated=head["is_truncated"],
+            version_spans=tuple(VersionSpan(*span) for span in head["spans"]),
+            reward=head.get("reward", 0.0),  # journals of an earlier asyncrl leave it out of segments
+            is_truncated=head.get("is_truncated", False),
             num_interruptions=head["num_interruptions"],
-            metrics=head["metrics"],
+            metrics=head.get("metrics", {}),
             branch=branch,
             credits=tuple(Credit(*one) for one in head.get("credits", ())),
         )
@@ -76,36 +76,25 @@ def decode_trajectory(blob: bytes, group_id: int, sample_index: int, branch: int
 
 
 def encode_partial(group_id: int, sample_index: int, partial: PartialCompletion) -> bytes:
-    """All of an unfinished completion."""
-    head = {
-        "format": FORMAT,
-        "place": [int(group_id), int(sample_index)],
-        "num_tokens": len(partial.token_ids),
-        "spans": [span.plain for span in partial.version_spans],
-        "num_interruptions": int(partial.num_interruptions),
-    }
-    return _pack(
-        head,
-        _planes(np.array(partial.token_ids, "<i4")),
-        _planes(np.array(partial.behaviour_logprobs, "<f4")),
+    """All of an unfinished completion, as a trajectory without a prompt and a reward."""
+    token_ids = np.array(partial.token_ids, np.int32)
+    trajectory = Trajectory(
+        sample_index,
+        token_ids,
+        np.ones(len(token_ids), np.bool_),
+        np.array(partial.behaviour_logprobs, np.float32),
+        partial.version_spans,
+        reward=0.0,
+        num_interruptions=partial.num_interruptions,
     )
+    return encode_trajectory(group_id, trajectory)
 
 
 def decode_partial(blob: bytes, group_id: int, sample_index: int, path: Path) -> PartialCompletion:
     """The inverse. Raises JournalError if the blob is damaged, or of another rollout."""
-    try:
-        head, body = _unpack(blob, [group_id, sample_index])
-        num_tokens = head["num_tokens"]
-        return PartialCompletion(
-            tuple(_from_planes(body, 0, num_tokens, np.dtype("<i4")).tolist()),
-            tuple(_from_planes(body, 4 * num_tokens, num_tokens, np.dtype("<f4")).tolist()),
-            _spans(head["spans"]),
-            head["num_interruptions"],
-        )
-    except _BROKEN as error:
-        raise damaged(
-            path, f"the unfinished completion of g{group_id}/r{sample_index} does not unpack ({error})"
-        ) from error
+    found = decode_trajectory(blob, group_id, sample_index, 0, path)
+    token_ids, logprobs = tuple(found.token_ids.tolist()), tuple(found.behaviour_logprobs.tolist())
+    return PartialCompletion(token_ids, logprobs, found.version_spans, found.num_interruptions)
 
 
 def encode_prompt(ticket: Ticket, prompt: Prompt) -> bytes:
@@ -183,7 +172,6 @@ def _checked(trajectory: Trajectory, name: str, dtype: np.dtype[Any]) -> npt.NDA
         raise JournalError(
             f"sample {trajectory.sample_index} has {name} of {array.dtype} {list(array.shape)}",
             rule=f"it is {dtype.name} with one entry for each of the {len(trajectory.token_ids)} tokens",
-            way_out="this is a bug in the generator that made the trajectory.",
         )
     return array
 
@@ -211,7 +199,3 @@ def _unpack(blob: bytes, place: list[object]) -> tuple[dict[str, Any], bytes]:
     if head["place"] != place:
         raise ValueError(f"it is of {head['place']}, and lies at {place}")
     return head, whole[end:]
-
-
-def _spans(plain: list[list[int]]) -> tuple[VersionSpan, ...]:
-    return tuple(VersionSpan(*span) for span in plain)

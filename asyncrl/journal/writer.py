@@ -1,6 +1,4 @@
-"""The thread that owns the connection: takes whatever waits, applies it in order, commits once. Knows no
-group and no batch.
-"""
+"""The thread that owns the connection: takes all that waits, applies it in order, commits once."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from asyncrl.errors import JournalError
-from asyncrl.journal.refusals import SQLITE_ERRORS, broken, cannot_write, closed
+from asyncrl.journal.schema import SQLITE_ERRORS, damaged
 
 Decision = Callable[..., Any]
 """(connection, *args): one thing that is done as a whole or refused as a whole."""
@@ -24,7 +22,7 @@ Decision = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """A decision that waits. `answer` None: nobody waits for it, so that its refusal ends the writer."""
+    """A decision that waits. `answer` None: no caller waits for it, so its refusal ends the writer."""
 
     decide: Decision
     args: tuple[Any, ...]
@@ -35,28 +33,25 @@ class Writer:
     """Decisions on their way to the disk, first come first written.
 
     Life:       made (the thread starts) -> put / ask -> stop(), which writes what waits first.
-    Waits:      put and ask never wait. The thread sleeps in the queue. The queue's bound is the caller's: who
-    asks for each batch
-                and waits for the answer has at most what the staleness rule admits in it.
+    Waits:      put and ask never wait; the thread sleeps in the queue. The staleness rule bounds the queue:
+                the run awaits the answer for each batch.
     Invariant:  an answer is given after the commit that holds its decision, and all decisions before it.
-    After the first error
-                nothing more is written: every later put raises it, every ask that waits is answered with it,
-                and `failed` has it.
+                After the first error nothing more is written: every later put raises it, every ask that
+                waits is answered with it, and `failed` has it.
     """
 
     def __init__(self, connection: sqlite3.Connection, path: Path) -> None:
         self.path = path
         self.num_put = self.num_written = self.num_commits = 0
-        self.last_commit_s = self.longest_commit_s = self.busy_s = 0.0
+        self.longest_commit_s = self.busy_s = 0.0
         self.failed: Future[JournalError] = Future()
-        """Has the error as its result once there is one."""
+        """Its result is the error, once there is one."""
         self._failure: JournalError | None = None
         self._is_stopped = False
         self._connection = connection
         self._queue: SimpleQueue[_Job | None] = SimpleQueue()
-        self._thread = threading.Thread(
-            target=self._run, name="journal", daemon=True
-        )  # a run that crashes must not hang on it
+        # a daemon: a run that crashes must not hang on it
+        self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
         self._thread.start()
 
     def put(self, decide: Decision, *args: object) -> None:
@@ -88,7 +83,7 @@ class Writer:
         if self._failure is not None:
             raise self._failure
         if self._is_stopped:
-            raise closed(self.path)
+            raise JournalError(f"{self.path} is closed")
 
     def _run(self) -> None:
         is_last = False
@@ -123,16 +118,16 @@ class Writer:
                     break
             self._connection.execute("COMMIT")
         except (*SQLITE_ERRORS, OSError) as error:
-            self._fail(cannot_write(self.path, error), jobs)
+            self._fail(_cannot_write(self.path, error), jobs)
             return
-        except Exception as error:  # a thread has no caller to hear of a bug: whoever waits must
-            self._fail(broken(self.path, error), jobs)
+        except Exception as error:  # a thread has no caller to hear of a bug: the waiters must
+            self._fail(_broken(self.path, error), jobs)
             return
         self.num_commits += 1
         self.num_written += len(outcomes)
-        self.last_commit_s = time.monotonic() - started_s
-        self.longest_commit_s = max(self.longest_commit_s, self.last_commit_s)
-        self.busy_s += self.last_commit_s
+        commit_s = time.monotonic() - started_s
+        self.longest_commit_s = max(self.longest_commit_s, commit_s)
+        self.busy_s += commit_s
         self._answer(outcomes)
         last_job, last = outcomes[-1] if outcomes else (None, None)
         if last_job is not None and last_job.answer is None and isinstance(last, JournalError):
@@ -147,7 +142,7 @@ class Writer:
         except (JournalError, sqlite3.IntegrityError) as error:
             self._connection.execute("ROLLBACK TO decision")
             self._connection.execute("RELEASE decision")
-            return error if isinstance(error, JournalError) else broken(self.path, error)
+            return error if isinstance(error, JournalError) else _broken(self.path, error)
         self._connection.execute("RELEASE decision")
         return result
 
@@ -155,7 +150,7 @@ class Writer:
         if self._connection.in_transaction:
             with contextlib.suppress(
                 sqlite3.Error
-            ):  # the disk is gone: what was not committed is not in the file either way
+            ):  # if the disk is gone, nothing of it is in the file anyway
                 self._connection.execute("ROLLBACK")
         self._failure = failure
         self._answer([(job, failure) for job in jobs])
@@ -169,3 +164,23 @@ class Writer:
                 job.answer.set_exception(outcome)
             else:
                 job.answer.set_result(outcome)
+
+
+def _broken(path: Path, error: Exception) -> JournalError:
+    return JournalError(f"what is to go into {path} cannot be written: {type(error).__name__}: {error}")
+
+
+def _cannot_write(path: Path, error: Exception) -> JournalError:
+    name = getattr(error, "sqlite_errorname", type(error).__name__)
+    if isinstance(error, UnicodeDecodeError) or name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):
+        return damaged(path, str(error))
+    way_out = "see to the disk of the run directory"
+    if name in ("SQLITE_FULL", "SQLITE_IOERR_WRITE"):
+        way_out = "free space on the disk of the run directory"
+    elif name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
+        way_out = "end the program that holds the file open for writing"
+    return JournalError(
+        f"{path} cannot be written: {error} ({name})",
+        rule="nothing is done that is not written down first, so the run ends",
+        way_out=f"{way_out}, then resume: all that was written before is whole.",
+    )

@@ -11,7 +11,9 @@ from pydantic import BaseModel, ConfigDict, Field
 SECRET_ENV = "ASYNCRL_SECRET"
 
 Interrupt = Literal["abort", "keep", "keep_kv", "wait"]
+"""What a weight swap does to running requests (see `publisher.interrupt`)."""
 WeightKind = Literal["weights", "lora"]
+"""What a push carries: all weights, or adapters for the weights that the engines started with."""
 
 
 class Message(BaseModel):

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Literal, Protocol
 
-from asyncrl.messages.base import EnginePart, Moved, TrainerPart
 from asyncrl.messages.records import (
     CommitReport,
     Completion,
@@ -250,32 +249,6 @@ class ChatRenderer(Protocol):
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of the ids."""
-        ...
-
-
-class SleepingEngine(Protocol):
-    """What a handover needs of one engine server that shares its device."""
-
-    name: str
-
-    async def sleep(self, parts: Sequence[EnginePart]) -> Moved:
-        """Abort what runs and free these parts. Idempotent."""
-        ...
-
-    async def wake(self, parts: Sequence[EnginePart], *, restore: bool = False) -> Moved:
-        """Take memory for these parts again; `restore`: with the weights that served before. Idempotent."""
-        ...
-
-
-class OffloadingTrainer(Protocol):
-    """What a handover needs of a trainer that shares its devices."""
-
-    async def offload(self, parts: Sequence[TrainerPart]) -> Moved:
-        """Move these parts off its devices. Idempotent."""
-        ...
-
-    async def onload(self, parts: Sequence[TrainerPart]) -> Moved:
-        """Move them back. Idempotent."""
         ...
 
 

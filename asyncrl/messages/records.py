@@ -13,16 +13,13 @@ from typing import Any, Literal, NewType
 import numpy as np
 import numpy.typing as npt
 
-from asyncrl.messages.trainer_calls import Canary
+from asyncrl.messages.base import Interrupt as Interrupt
+from asyncrl.messages.base import WeightKind as WeightKind
+from asyncrl.messages.trainer_calls import Credit as Credit
+from asyncrl.messages.trainer_calls import ExportResponse, TrainResponse
 
 GroupId = NewType("GroupId", int)
 """Number of a group in order of admission, from 0; never reused, so its order is the order of admission."""
-
-Interrupt = Literal["abort", "keep", "keep_kv", "wait"]
-"""What a weight swap does to running requests (see `publisher.interrupt`)."""
-
-WeightKind = Literal["weights", "lora"]
-"""What a publish carries: all weights, or adapters for the weights that the engines started with."""
 
 
 Finished = Literal["ready", "filtered", "handed_back"]
@@ -121,20 +118,6 @@ class PartialCompletion:
     behaviour_logprobs: tuple[float, ...] = ()
     version_spans: tuple[VersionSpan, ...] = ()
     num_interruptions: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Credit:
-    """Tokens [start, end) of a trajectory answer for `reward`, as part `unit` of their rollout.
-
-    Units of one rollout with the same number are one sample of the advantage, wherever their tokens lie, and
-    have one reward.
-    """
-
-    start: int
-    end: int
-    reward: float
-    unit: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -249,36 +232,8 @@ class WaitReport:
         return self.generation_s + self.stragglers_s + self.publishing_s
 
 
-@dataclass(frozen=True, slots=True)
-class StepReport:
-    """What the trainer says of one optimizer step; `policy_version` is the new one. `metrics` by full name.
-
-    `not_finite`: metrics that have no number, because the step was skipped.
-    """
-
-    policy_version: int
-    metrics: Mapping[str, float]
-    not_finite: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class WeightManifest:
-    """A set of weights in staging: where it lies, and what it must be.
-
-    `digest` is `asyncrl.messages.base.weights_digest` of all tensors; `path` is a safetensors file that every
-    engine server of this machine can read. `canary` is what the trainer says of a short text with these
-    weights, if it was asked to. `held_digest`: the trainer holds them to send them itself, and they have this
-    digest over checksums; `path` may be '' then.
-    """
-
-    version: int
-    path: str
-    digest: str
-    num_tensors: int
-    num_bytes: int
-    kind: WeightKind = "weights"
-    canary: Canary | None = None
-    held_digest: str = ""
+StepReport = TrainResponse
+WeightManifest = ExportResponse
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -85,10 +86,12 @@ class TrainResponse(Message):
 
 
 class ExportResponse(Message):
-    """Weights of `version` lie in staging: all of them, or the adapters alone (see PrepareRequest).
+    """A set of weights in staging: all of them, or the adapters alone (see PrepareRequest).
 
-    `held_digest`, over checksums of tensors: they are held for /broadcast, and lie in staging only if `path`
-    says where.
+    `digest` is `asyncrl.messages.base.weights_digest` of all tensors; `path` is a safetensors file that every
+    engine server of this machine can read. `canary` is what the trainer says of a short text with these
+    weights, if it was asked to. `held_digest`: the trainer holds them to send them itself, and they have this
+    digest over checksums; `path` may be '' then.
     """
 
     version: int
@@ -112,14 +115,10 @@ class SaveRequest(Message):
 
 class StateRequest(Message):
     """Save what is needed to go on into the new folder `path` (/begin_save_state), or go on from there
-    (/load_state).
-
-    `is_checked`: of a folder to load, every file was compared with its manifest by whoever asks; DCP itself
-    checks nothing.
+    (/load_state). Of a folder to load, the client has compared every file with the checkpoint's manifest.
     """
 
     path: str
-    is_checked: bool = False
 
 
 class StateSaved(Message):
@@ -134,9 +133,13 @@ class StateSaved(Message):
 # A batch on its way to the trainer.
 
 
-class CreditHeader(Message):
+@dataclass(frozen=True, slots=True)
+class Credit:
     """Tokens [start, end) of a trajectory, counted from its first, answer for `reward` as part `unit` of
     their rollout.
+
+    Units of one rollout with the same number are one sample of the advantage, wherever their tokens lie, and
+    have one reward.
     """
 
     start: int
@@ -160,7 +163,7 @@ class TrajectoryHeader(Message):
     end: int
     reward: float
     branch: int = 0
-    credits: list[CreditHeader] = []
+    credits: list[Credit] = []
 
 
 class BatchHeader(Message):

@@ -1,15 +1,16 @@
-"""Shapes of the messages between the gateway and the workers that run harnesses. Imports nothing of ours but
-wire.
+"""Messages between the gateway and the workers that run harnesses.
 
 Workers call the gateway, never the other way round, so that a worker may live behind any firewall. They show
 the worker key as `Authorization: Bearer KEY`; it opens no session, and no session's key opens these routes:
 
-POST /work/lease    LeaseRequest  -> LeaseAnswer    sleeps until there is work, `wait_s` at most
-POST /work/alive    AliveRequest  -> AliveAnswer    a sign of life, and what to give up
-POST /work/result   ResultRequest -> Accepted       410 if that work is no longer this worker's: it drops the
-result and goes on POST /v1/outcome    OutcomeMessage -> Accepted      with the outcome key of a work (also
-/s/KEY/v1/outcome), where there is one GET /health         -> WorkerHealth                 of a worker that a
-run has started, on its own socket, with a secret of its own
+    POST /work/take     TakeRequest    -> TakeAnswer    sleeps until there is work, `wait_s` at most
+    POST /work/alive    AliveRequest   -> AliveAnswer   a sign of life, and what to give up
+    POST /work/result   ResultRequest  -> Accepted      410 if that item is no longer this worker's: it drops
+    it
+    POST /v1/outcome    OutcomeMessage -> Accepted      with the outcome key of an item (also
+    /s/KEY/v1/outcome)
+    GET /health         -> WorkerHealth                 of a worker that a run has started, with its own
+    secret
 """
 
 from __future__ import annotations
@@ -19,19 +20,20 @@ from typing import Annotated, Any, Self
 from pydantic import ConfigDict, Field, model_validator
 
 from asyncrl.messages.base import Message
+from asyncrl.messages.records import Outcome
 
 WORKER_KEY_ENV = "ASYNCRL_WORKER_KEY"
 """Environment variable with the worker key; command lines are read by everybody on the machine."""
 
 MAX_WAIT_S = 20.0
-"""Longest that /work/lease sleeps."""
+"""Longest that /work/take sleeps."""
 
 MAX_OUTCOME_BYTES = 2**18
 """Largest OutcomeMessage; its metrics are kept with every branch of the rollout."""
 
 MAX_MESSAGE_BYTES = 2**22
 """Largest message of a worker, whatever gateway.max_body_bytes says of calls: an outcome, a failure's words,
-all leases that it holds.
+all items that it holds.
 """
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -55,6 +57,20 @@ class OutcomeMessage(Message):
             )
         return self
 
+    @classmethod
+    def of(cls, outcome: Outcome) -> Self:
+        """Raises ValidationError for numbers that are none, or both kinds of parts."""
+        return cls(
+            reward=outcome.reward,
+            metrics=dict(outcome.metrics),
+            turn_rewards=dict(outcome.turn_rewards),
+            branch_rewards=dict(outcome.branch_rewards),
+        )
+
+    def as_outcome(self) -> Outcome:
+        """The same as a record."""
+        return Outcome(self.reward, self.metrics, self.turn_rewards, self.branch_rewards)
+
 
 class FailureMessage(Message):
     """Why an attempt failed: what, the rule, the way out."""
@@ -74,7 +90,7 @@ class WorkItem(Message):
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
 
-    lease_id: str
+    item_id: str
     rollout_id: str
     prompt_id: str
     messages: list[dict[str, str]]
@@ -96,8 +112,8 @@ class WorkerMessage(Message):
     instance: str = Field(min_length=1, max_length=64)
 
 
-class LeaseRequest(WorkerMessage):
-    """Give me work, `max_items` at most. `holding`: every lease that this worker has and has not given back.
+class TakeRequest(WorkerMessage):
+    """Give me work, `max_items` at most. `holding`: every item that this worker has and has not given back.
 
     A worker asks once at a time, with a `number` that grows: what it was given and does not hold was lost on
     its way and is given out again, which a request that comes late must not cause.
@@ -110,7 +126,7 @@ class LeaseRequest(WorkerMessage):
     wait_s: float = Field(default=MAX_WAIT_S, ge=0)
 
 
-class LeaseAnswer(Message):
+class TakeAnswer(Message):
     """Work, or none within the time. A worker that is silent for `lease_timeout_s` loses all of it. `model`:
     its name for calls.
     """
@@ -121,24 +137,24 @@ class LeaseAnswer(Message):
 
 
 class AliveRequest(WorkerMessage):
-    """I live and hold these leases. `is_leaving`: the process ends, what it holds will not be finished."""
+    """I live and hold these items. `is_leaving`: the process ends, what it holds will not be finished."""
 
     holding: list[str]
     is_leaving: bool = False
 
 
 class AliveAnswer(Message):
-    """`cancel`: leases among those held that are this worker's no more, and why."""
+    """`cancel`: items among those held that are this worker's no more, and why."""
 
     cancel: dict[str, str]
 
 
 class ResultRequest(WorkerMessage):
-    """What came of a lease: `failure`, or `outcome`; neither: the harness said nothing (what it has posted
+    """What came of an item: `failure`, or `outcome`; neither: the harness said nothing (what it has posted
     counts).
     """
 
-    lease_id: str
+    item_id: str
     outcome: OutcomeMessage | None = None
     failure: FailureMessage | None = None
 

@@ -116,6 +116,8 @@ GAUGES: Mapping[str, Gauge] = {
     "harness/queued": Gauge("now", "rollouts", "that wait for a worker"),
     "harness/leased": Gauge("now", "rollouts", "that workers run"),
     "harness/workers": Gauge("now", "workers", "that are there", is_progress=True),
+    "harness/slots": Gauge("run", "rollouts", "that those workers run at once"),
+    "harness/unseen_s": Gauge("run", "s", "since any worker gave a sign of life"),
     "harness/leases": Gauge("run", "rollouts", "given to workers", is_progress=True),
     "harness/lost": Gauge("total", "rollouts", "that failed because their worker was gone"),
     "harness/abandoned": Gauge("total", "calls", "of harnesses that were left behind, too slow"),

@@ -55,7 +55,10 @@ def chunk_way(config: RunConfig, placement: Placement) -> ChunkWay:
         return ChunkWay("memory", "cpu", "through shared memory", "both sides have it mapped")
     devices = dict.fromkeys((*placement.trainer, *placement.rollout))
     if len(devices) > 1:
-        why = f"rank 0 gathers them on {placement.trainer[0]}, and an engine sees its own of the {len(devices)} devices alone"
+        why = (
+            f"rank 0 gathers them on {placement.trainer[0]}, and an engine sees its own of the "
+            f"{len(devices)} devices alone"
+        )
         return ChunkWay("file", "cpu", "through shared memory", why)
     return ChunkWay(
         "memory", placement.trainer[0], "by CUDA IPC", f"both sides are on {placement.shared} ({NO_NCCL})"

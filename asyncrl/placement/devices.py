@@ -207,7 +207,10 @@ def _check_ranks(config: RunConfig, trainer: Numbers) -> None:
     if trainer is None or len(trainer) == size:
         return
     names = ", ".join(f"cuda:{number}" for number in trainer)
-    what = f"placement.trainer={config.placement.trainer} is {len(trainer)} CUDA device{'s' if len(trainer) > 1 else ''} ({names})"
+    what = (
+        f"placement.trainer={config.placement.trainer} is {len(trainer)} CUDA "
+        f"device{'s' if len(trainer) > 1 else ''} ({names})"
+    )
     if len(trainer) < size:
         what, named = (
             f"{what}, and trainer.world_size={size}",

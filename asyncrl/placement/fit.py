@@ -1,11 +1,12 @@
-"""Refuses a config that needs more connections at once than this machine gives one process, and notes what
-may. Opens nothing.
+"""Refuses a plan that cannot fit, with the numbers and the nearest setting that does: memory by device, then
+descriptors and ports. Tries settings on paper; starts nothing.
 """
 
 from __future__ import annotations
 
 import resource
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.config import LoraConfig, RunConfig
@@ -13,10 +14,6 @@ from asyncrl.errors import ConfigError
 from asyncrl.placement.devices import Mode, place
 from asyncrl.placement.memory_plan import Phase, ProcessPlan, peak_bytes, size_text
 from asyncrl.placement.plan import Plan, lay_out
-
-# Refuses a plan that cannot fit, with the numbers and the nearest setting that does. Tries settings on paper;
-# starts nothing.
-
 
 LORA = LoraConfig(rank=16)
 
@@ -99,11 +96,20 @@ def _way_out(plan: Plan, config: RunConfig) -> str:
     if tokens is not None:
         return f"trainer.micro_batch_tokens={tokens} fits, and changes no result."
     if plan.placement.mode == "apart" and fits(_in_turns(config)):
-        return "placement.rollout=trainer with buffer.max_staleness=0 fits: trainer and engines take turns (docs/colocation.md)."
+        return (
+            "placement.rollout=trainer with buffer.max_staleness=0 fits: trainer and engines take turns "
+            "(docs/colocation.md)."
+        )
     if config.trainer.lora is None:
         if fits(_with_trainer(config, lora=LORA)):
-            return "trainer.lora={rank: 16} fits: it needs no gradients and optimizer state of the model's own weights."
-        return "even trainer.lora={rank: 16}, which trains adapters alone, does not fit: take a smaller model, or more memory."
+            return (
+                "trainer.lora={rank: 16} fits: it needs no gradients and optimizer state of the model's "
+                "own weights."
+            )
+        return (
+            "even trainer.lora={rank: 16}, which trains adapters alone, does not fit: take a smaller "
+            "model, or more memory."
+        )
     return "take a smaller model, or a machine with more memory."
 
 
@@ -141,153 +147,109 @@ OTHERS = 256
 PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Descriptors or connections that the run has at once, and the most that it can have.
+
+    `once`: while each rollout asks one thing at a time, as nearly all do; `at_worst`: while each makes
+    gateway.max_concurrent_calls calls at once. `lower`: the setting that needs no more than `limit` once, ''
+    if there is none; `calls`: the gateway.max_concurrent_calls that does at worst.
+    """
+
+    what: str
+    have: str
+    limit: int
+    once: int
+    at_worst: int
+    rule: str
+    raise_it: str
+    lower: str
+    calls: int
+
+
 def refuse_too_many_connections(config: RunConfig) -> None:
     """Raise ConfigError if descriptors (the hard limit: the run takes all of it) or source ports cannot be
     enough.
-
-    For rollouts that ask one thing at a time, as nearly all do: scarce_connections tells what the others may
-    lack.
     """
-    _refuse_descriptors(config)
-    _refuse_ports(config)
+    for need in _needs(config):
+        if need.once > need.limit:
+            lower = f", or write {need.lower}" if need.lower else ""
+            raise ConfigError(
+                f"the run needs {need.once} {need.what}, and {need.have}",
+                rule=need.rule,
+                way_out=f"{need.raise_it}{lower}.",
+            )
 
 
 def scarce_connections(config: RunConfig) -> list[str]:
     """In words, what is not enough for agents that all make gateway.max_concurrent_calls calls at once,
     though it is for one call each.
     """
-    return [*_scarce_descriptors(config), *_scarce_ports(config)] if config.generator.is_harness else []
-
-
-def _scarce_descriptors(config: RunConfig) -> list[str]:
-    hard, once, agents = _hard_limit(), _descriptors(config), _agents(config)
-    needed = once + agents * (
-        config.gateway.max_concurrent_calls - 1
-    )  # to engines; those to the gateway are counted whole in any case
-    if hard is None or not once <= hard < needed:
-        return []
-    calls = 1 + (hard - once) // agents
+    calls = config.gateway.max_concurrent_calls
     return [
-        _note(
-            config,
-            agents,
-            f"{needed} descriptors open",
-            f"process may have {hard}",
-            f"raise the limit to {needed} or more",
-            calls,
-        )
+        f"the run needs {need.at_worst} {need.what} if each rollout makes "
+        f"gateway.max_concurrent_calls={calls} "
+        f"calls at once, and {need.have}: calls then wait for one another, and fail if that takes too long; "
+        f"{need.raise_it}, or write gateway.max_concurrent_calls={need.calls}."
+        for need in _needs(config)
+        if need.once <= need.limit < need.at_worst
     ]
 
 
-def _scarce_ports(config: RunConfig) -> list[str]:
-    ports, calls, crowd = num_ports(), config.gateway.max_concurrent_calls, config.gateway.max_connections
-    if ports is None:
-        return []
-    notes = []
-    agents, (rollouts, _), engines = _agents(config), _rollouts(config), config.rollout.num_engines
-    callers = [
-        ("the gateway", agents, 1, crowd),
-        ("each engine", rollouts, engines, None),
-        ("engine-eval", agents - rollouts, 1, None),
-    ]
-    for what, number, targets, most in callers:
-        needed, least = -(-number * calls // targets), ports * targets // max(number, 1)
-        if most is not None:
-            needed = min(needed, most)
-        if needed > ports and least:  # without one call each it is refused
-            have = f"machine has {ports} ports for them"
-            notes.append(
-                _note(
-                    config,
-                    number,
-                    f"{needed} connections to {what}",
-                    have,
-                    "widen net.ipv4.ip_local_port_range",
-                    least,
-                )
-            )
-    return notes
+def _needs(config: RunConfig) -> list[Need]:
+    is_agent, engines = config.generator.is_harness, config.rollout.num_engines
+    calls = config.gateway.max_concurrent_calls if is_agent else 1
+    crowd = config.gateway.max_connections if is_agent else 0
+    evaluating = 0 if config.eval is None else config.eval.slots
+    rollouts, key = config.rollout.slots * engines, "rollout.slots"
+    if is_agent and config.generator.concurrency != "auto":
+        rollouts, key = config.generator.concurrency, "generator.concurrency"
+    agents = rollouts + (evaluating if config.evaluates_agent else 0)
 
+    def lower(most: int) -> str:
+        value = most // engines if key == "rollout.slots" else most
+        return f"{key}={value}" if value > 0 else ""
 
-def _note(config: RunConfig, number: int, needs: str, have: str, way_out: str, calls: int) -> str:
-    most = config.gateway.max_concurrent_calls
-    return (
-        f"the run has {needs} if each of its {number} rollouts makes gateway.max_concurrent_calls={most} "
-        f"calls at once, and this {have}: "
-        f"calls wait for one another then, and fail if that takes too long; {way_out}, or write "
-        f"gateway.max_concurrent_calls={calls}."
-    )
-
-
-def _refuse_descriptors(config: RunConfig) -> None:
-    hard, needed, (rollouts, key) = _hard_limit(), _descriptors(config), _rollouts(config)
-    if hard is None or needed <= hard:
-        return
-    evaluating, gateway = _evaluating(config), _gateway(config)
-    parts = [f"{rollouts} for rollouts in flight", f"{OTHERS} for everything else"]
-    parts += [f"eval.slots={evaluating}"] if evaluating else []
-    parts += [f"gateway.max_connections={gateway}"] if gateway else []
-    with_less = hard - (needed - gateway)
-    lower = (
-        f"gateway.max_connections={with_less}"
-        if with_less >= rollouts and gateway
-        else _lower(config, hard - (needed - rollouts), key)
-    )
-    raise ConfigError(
-        f"the run may have {needed} descriptors open ({', '.join(parts)}), and this process may have {hard}",
-        rule="each request and each connection is a descriptor; the hard limit of RLIMIT_NOFILE is the most "
-        "that a run can take",
-        way_out=f"raise the limit to {needed} or more (LimitNOFILE of a service, ulimit nofile={needed} of "
-        f"docker, "
-        f"/etc/security/limits.conf){lower and f', or write {lower}'}.",
-    )
-
-
-def _hard_limit() -> int | None:
-    """Of descriptors; None if there is none."""
+    needs = []
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return None if hard == resource.RLIM_INFINITY else hard
-
-
-def _descriptors(config: RunConfig) -> int:
-    """Most that the controller, the process with the most of them, has open while each rollout asks one thing
-    at a time.
-    """
-    return _rollouts(config)[0] + _evaluating(config) + _gateway(config) + OTHERS
-
-
-def _evaluating(config: RunConfig) -> int:
-    """Rollouts of an evaluation at once."""
-    return 0 if config.eval is None else config.eval.slots
-
-
-def _gateway(config: RunConfig) -> int:
-    """Connections that are open to it at once, whatever agents do."""
-    return config.gateway.max_connections if config.generator.is_harness else 0
-
-
-def _agents(config: RunConfig) -> int:
-    """Rollouts at once that call the gateway, those of evaluations too."""
-    return _rollouts(config)[0] + (_evaluating(config) if config.evaluates_agent else 0)
-
-
-def _refuse_ports(config: RunConfig) -> None:
-    ports, (rollouts, key), evaluating = num_ports(), _rollouts(config), 0
-    targets = config.rollout.num_engines
-    if config.generator.is_harness:  # all workers call the one gateway
-        targets, evaluating = 1, _agents(config) - rollouts
-    if ports is None or rollouts + evaluating <= ports * targets:
-        return
-    what = "the gateway" if config.generator.is_harness else "each engine"
-    lower = _lower(config, ports * targets - evaluating, key)
-    rollouts += evaluating
-    raise ConfigError(
-        f"{rollouts} rollouts in flight need {-(-rollouts // targets)} connections to {what}, and this "
-        f"machine has {ports} ports for them",
-        rule="connections to one address have a source port each, of net.ipv4.ip_local_port_range",
-        way_out=f"widen it (sysctl -w net.ipv4.ip_local_port_range='1024 65535' gives "
-        f"64512){lower and f', or write {lower}'}.",
-    )
+    if hard != resource.RLIM_INFINITY:
+        once = rollouts + evaluating + crowd + OTHERS
+        left = hard - (once - crowd)
+        parts = f"{rollouts} for rollouts in flight, {evaluating} for evaluations, {crowd} for the gateway"
+        needs.append(
+            Need(
+                what=f"descriptors ({parts}, {OTHERS} for everything else)",
+                have=f"this process may have {hard}",
+                limit=hard,
+                once=once,
+                at_worst=once + agents * (calls - 1),
+                rule="each connection is a descriptor; a run can take the hard limit of RLIMIT_NOFILE",
+                raise_it="raise the limit (LimitNOFILE of a service, ulimit nofile of docker, "
+                "/etc/security/limits.conf)",
+                lower=f"gateway.max_connections={left}"
+                if crowd and left >= rollouts
+                else lower(hard - (once - rollouts)),
+                calls=1 + max(0, hard - once) // agents,
+            )
+        )
+    ports = num_ports()
+    to_gateway = [("the gateway", agents, 1)] if is_agent else []
+    for where, number, targets in [*to_gateway, ("each engine", rollouts, engines)] if ports else []:
+        at_worst = -(-number * calls // targets)
+        needs.append(
+            Need(
+                what=f"connections to {where}",
+                have=f"this machine has {ports} ports for them",
+                limit=ports or 0,
+                once=-(-number // targets),
+                at_worst=min(at_worst, crowd) if where == "the gateway" else at_worst,
+                rule="connections to one address have a source port each, of net.ipv4.ip_local_port_range",
+                raise_it="widen it (sysctl -w net.ipv4.ip_local_port_range='1024 65535')",
+                lower=lower((ports or 0) * targets - (number - rollouts)),
+                calls=max(1, (ports or 0) * targets // number),
+            )
+        )
+    return needs
 
 
 def num_ports() -> int | None:
@@ -297,16 +259,3 @@ def num_ports() -> int | None:
         return int(last) - int(first) + 1
     except (OSError, ValueError):
         return None
-
-
-def _rollouts(config: RunConfig) -> tuple[int, str]:
-    """Most in flight at once, and the key that says so."""
-    if config.generator.is_harness and config.generator.concurrency != "auto":
-        return config.generator.concurrency, "generator.concurrency"
-    return config.rollout.slots * config.rollout.num_engines, "rollout.slots"
-
-
-def _lower(config: RunConfig, most: int, key: str) -> str:
-    """The setting that needs no more than `most`; '' if there is none."""
-    value = most // config.rollout.num_engines if key == "rollout.slots" else most
-    return f"{key}={value}" if value > 0 else ""

@@ -165,7 +165,10 @@ def _engine(
         )
     )
     length = config.rollout.max_prompt_tokens + config.rollout.max_tokens
-    note = f"{'weights twice (serving and staged), ' if is_staging and not is_vllm else ''}KV cache of {slots} x {length} tokens"
+    note = (
+        f"{'weights twice (serving and staged), ' if is_staging and not is_vllm else ''}KV cache of "
+        f"{slots} x {length} tokens"
+    )
     if is_vllm:
         note = f"vLLM, {note}{'' if devices[0] == 'cpu' else ' at least'}"
     if len(devices) > 1:
@@ -334,21 +337,36 @@ def verified_text(config: RunConfig) -> str:
 
 
 def _in_turns(config: RunConfig, placement: Placement) -> str:
-    loads = "an engine that has just woken has room for one set of weights, and chunks are loaded straight into it"
+    loads = (
+        "an engine that has just woken has room for one set of weights, and chunks are loaded straight "
+        "into it"
+    )
     way = chunk_way(config, placement)
-    return f"weights go {way.how} in chunks of {size_text(config.publisher.chunk_bytes)}, because {way.why}, and {loads}"
+    return (
+        f"weights go {way.how} in chunks of {size_text(config.publisher.chunk_bytes)}, because "
+        f"{way.why}, and {loads}"
+    )
 
 
 def _apart(config: RunConfig, placement: Placement) -> str:
     match config.publisher.transport:
         case "nccl":
             how = "NCCL" if placement.is_on_cuda else "gloo"
-            return f"all weights go by {how}, in one broadcast from a copy that the trainer holds on its device, to all engines at once"
+            return (
+                f"all weights go by {how}, in one broadcast from a copy that the trainer holds on its "
+                f"device, to all engines at once"
+            )
         case "disk":
-            return f"all weights go as one file in {config.publisher.disk_dir}, because engines on other machines can read it there"
+            return (
+                f"all weights go as one file in {config.publisher.disk_dir}, because engines on other "
+                f"machines can read it there"
+            )
         case transport:
             what = "the adapters alone" if transport == "lora" else "all weights"
-            return f"{what} go as one file in shared memory, because engines read it while they go on with the old ones"
+            return (
+                f"{what} go as one file in shared memory, because engines read it while they go on with "
+                f"the old ones"
+            )
 
 
 def _all_devices(placement: Placement) -> list[str]:

@@ -13,7 +13,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -21,17 +21,11 @@ import psutil
 from asyncrl.errors import ConfigError, RoomError
 from asyncrl.http import OURS, out_of
 from asyncrl.messages.base import SECRET_ENV, find_fatal
-from asyncrl.messages.work import WORKER_KEY_ENV
+from asyncrl.placement import fork_server
 from asyncrl.waits import TimeLimit
 
 # A server that somebody else started: stands where a ChildProcess would, and has no process to start, watch
 # or end.
-
-
-KEY_ENV = "ASYNCRL_VLLM_KEY"
-"""Environment variable with the key of servers that somebody else started. No child process of ours gets
-it.
-"""
 
 
 class ForeignProcess:
@@ -93,8 +87,6 @@ logger = logging.getLogger("asyncrl.placement.processes")
 LOG_TAIL_LINES = 12
 KILL_TIMEOUT_S = 5.0
 """SIGKILL ends a process at once, unless the kernel holds it (a driver, a network file system)."""
-_NEVER_INHERITED = (KEY_ENV, WORKER_KEY_ENV)
-"""Keys that the run itself may be given: an environment in /proc is open to whatever runs as this user."""
 WARDEN_TIMEOUT_S = 12.0
 """Longer than a warden gives the rest of its group to end."""
 
@@ -158,7 +150,8 @@ class ChildProcess:
         self.log_path = run_dir / "logs" / f"{name}.log"
         self._port, self._env = port, dict(env or {})
         self._secrets = {**(secrets or {}), SECRET_ENV: secret}
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: asyncio.subprocess.Process | fork_server.ForkedProcess | None = None
+        self._stdin: int | None = None
         self._log_start = 0
         self.url = ""
         self.died: RoomError | None = None
@@ -198,28 +191,19 @@ class ChildProcess:
         with bind_socket(self.name, self._port) as listener, self.log_path.open("ab") as log:
             self._log_start = log.tell()
             self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-            env = os.environ | {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"} | self._env
-            self._process = await asyncio.create_subprocess_exec(
-                str(self._python or sys.executable),
-                "-m",
-                self.module,
-                "--spec",
-                str(self._spec_path),
-                "--fd",
-                str(listener.fileno()),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                pass_fds=[listener.fileno()],
-                env={
-                    name: value
-                    for name, value in env.items()
-                    if name not in (*self._secrets, *_NEVER_INHERITED)
-                },
-                start_new_session=True,
-            )
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(self._secrets).encode() + b"\n")
+            stdin, self._stdin = os.pipe()
+            try:
+                self._process = await start_process(
+                    self.module,
+                    ["--spec", str(self._spec_path), "--fd", str(listener.fileno())],
+                    env={"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"} | self._env,
+                    files=[stdin, log.fileno(), log.fileno(), listener.fileno()],
+                    python=self._python,
+                )
+            finally:
+                os.close(stdin)
+        with contextlib.suppress(BrokenPipeError):  # it has ended already
+            os.write(self._stdin, json.dumps(self._secrets).encode() + b"\n")
 
     def renewed(self) -> ChildProcess:
         """The same server, not started yet: it writes on in the same log, and takes the same port if that was
@@ -295,6 +279,7 @@ class ChildProcess:
         """
         process = self._process
         if process is None:
+            self._close_stdin()
             return
         if process.returncode is None:
             _signal_group(process.pid, signal.SIGTERM)
@@ -312,8 +297,12 @@ class ChildProcess:
                 "devices and memory are taken"
             )
             logger.warning("%s", self.left)
-        if process.stdin is not None:
-            process.stdin.close()
+        self._close_stdin()
+
+    def _close_stdin(self) -> None:
+        if self._stdin is not None:
+            os.close(self._stdin)
+            self._stdin = None
 
     async def _ends_within(self, timeout_s: float) -> bool:
         assert self._process is not None
@@ -335,6 +324,43 @@ class ChildProcess:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._process.pid, signal.SIGKILL)
         _signal_group(self._process.pid, signal.SIGCONT)  # a frozen warden wakes
+
+
+async def start_process(
+    module: str,
+    arguments: Sequence[str],
+    *,
+    files: Sequence[int],
+    env: Mapping[str, str] | None = None,
+    python: Path | None = None,
+) -> asyncio.subprocess.Process | fork_server.ForkedProcess:
+    """`python -m module`, in a session of its own: forked where the fork server can, else started anew.
+
+    The first three of `files` become its standard streams; it inherits the others. `env`: variables that it
+    has beside ours.
+    """
+    environ = {
+        name: value
+        for name, value in (os.environ | (env or {})).items()
+        if name not in fork_server.NEVER_INHERITED
+    }
+    server = fork_server.current
+    if python is None and server is not None and server.has(module):
+        forked = await server.fork(module, arguments, environ, files)
+        if forked is not None:
+            return forked
+    return await asyncio.create_subprocess_exec(
+        str(python or sys.executable),
+        "-m",
+        module,
+        *arguments,
+        stdin=files[0],
+        stdout=files[1],
+        stderr=files[2],
+        pass_fds=files[3:],
+        env=environ,
+        start_new_session=True,
+    )
 
 
 def group_members(leader: int) -> list[psutil.Process]:

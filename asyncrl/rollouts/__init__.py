@@ -1,3 +1,1 @@
-"""Scores a held-out task at fixed versions, beside training. Knows no buffer, no trainer: nothing of it is
-trained on.
-"""
+"""From prompts to finished groups: generators, retries, seeds, evaluation, recordings."""

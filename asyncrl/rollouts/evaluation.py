@@ -1,6 +1,4 @@
-"""The evaluations of a run, one after the other on an engine of their own. Knows no rollout, no batch, no
-trainer.
-"""
+"""The evaluations of a run, one after the other on an engine of their own."""
 
 from __future__ import annotations
 
@@ -10,23 +8,21 @@ import os
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 from asyncrl.errors import ConnectionShortage, PublishError, RoomError
 from asyncrl.messages.protocols import WeightTarget
 from asyncrl.messages.records import WeightManifest
-from asyncrl.rollouts.evaluator import EvalResult
+from asyncrl.rollouts.evaluator import EvalResult, Evaluator
 from asyncrl.waits import TimeLimit, waiting
-
-# Which published versions are evaluated. Pure: knows version numbers, no engine and no clock.
 
 
 class Schedule:
-    """The first published version at or after each multiple of `every`, and the last version.
+    """Which published versions are evaluated: the first one at or after each multiple of `every`, and the
+    last version.
 
-    Life:       is_due_nowait(v) is asked once for each published version, in order. Versions that a push
-    skipped over
-                cost nothing: what comes next stands for them, once.
+    Life:   is_due_nowait(v) is asked once for each published version, in order. Versions that a push skipped
+            over cost nothing: what comes next stands for them, once.
     """
 
     def __init__(self, *, every: int, last: int, at_start: bool, evaluated: int | None = None) -> None:
@@ -35,9 +31,6 @@ class Schedule:
         self.is_over = evaluated is not None and evaluated >= last
         """The last version was evaluated before."""
         self._next = every if evaluated is None else (evaluated // every + 1) * every
-
-    def __repr__(self) -> str:
-        return f"<Schedule every {self.every}, next at {min(self._next, self.last)}, last at {self.last}>"
 
     def is_due_nowait(self, version: int) -> bool:
         """Whether `version` is to be evaluated; the next one is due at the following multiple then."""
@@ -51,11 +44,9 @@ class Schedule:
         return not self.is_over and version >= min(self._next, self.last)
 
 
-# Keeps an exported weights file while the eval engine has still to read it. Knows files; opens none.
-
-
 class FileHold:
-    """A second name (hard link) for one exported file, under `folder` on the same file system.
+    """Keeps an exported weights file while the eval engine has still to read it: by a second name (hard
+    link) under `folder`, on the same file system.
 
     The trainer deletes its own old exports by their names; the bytes stay as long as any name is left. No
     byte is copied, so that keeping takes no time; shared memory holds one export more while a file is kept.
@@ -79,7 +70,7 @@ class FileHold:
                 rule="the staging folder is on a file system with hard links",
                 way_out="use /dev/shm, or a POSIX file system as TMPDIR.",
             ) from error
-        return replace(manifest, path=str(path))
+        return manifest.model_copy(update={"path": str(path)})
 
     def release(self, manifest: WeightManifest) -> None:
         """Give up what keep() returned; idempotent."""
@@ -90,49 +81,27 @@ log = logging.getLogger(__name__)
 State = Literal["idle", "loading", "sampling", "off"]
 
 
-class Evaluates(Protocol):
-    """One evaluation; Evaluator is it."""
-
-    async def evaluate(self, version: int) -> EvalResult:
-        """Sample and score at `version`."""
-        ...
-
-
-class Hold(Protocol):
-    """Keeps exported weights readable; FileHold is it."""
-
-    def keep(self, manifest: WeightManifest) -> WeightManifest:
-        """The same weights, for as long as they are needed. Raises RoomError."""
-        ...
-
-    def release(self, manifest: WeightManifest) -> None:
-        """They are not needed any more."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class EvaluationStats:
     """Totals: `skipped` were due while another ran, `abandoned` began and did not end. `version`: the one at
     work, or the last.
     """
 
-    state: State
-    version: int
-    finished: int
-    skipped: int
-    abandoned: int
+    state: State = "idle"
+    version: int = 0
+    finished: int = 0
+    skipped: int = 0
+    abandoned: int = 0
 
 
 class Evaluation:
     """Evaluates published versions on one eval engine, beside training.
 
     Life:       idle -> a version that is due is published: its weights are kept -> loading (prepare, commit)
-    -> sampling
-                -> idle. Off for good once the eval engine is gone: the run goes on without.
+                -> sampling -> idle. Off for good once the eval engine is gone: the run goes on without.
     Waits:      run sleeps until a version is due, then at most timeout_s from loading to the last reward; the
-    job sleeps
-                in wait_last. published_nowait and give_up return at once: neither publisher nor trainer ever
-                waits here.
+                run's end sleeps in wait_last. published_nowait and give_up return at once: neither weight
+                sync nor trainer ever waits here.
     Invariant:  all tokens of one evaluation are of one version: weights are swapped in run alone, between two
                 evaluations. A version that is due while one runs is skipped and counted, the last one aside,
                 which waits.
@@ -142,10 +111,10 @@ class Evaluation:
 
     def __init__(
         self,
-        evaluator: Evaluates,
+        evaluator: Evaluator,
         target: WeightTarget,
         schedule: Schedule,
-        hold: Hold,
+        hold: FileHold,
         *,
         timeout_s: float,
         on_result: Callable[[EvalResult], None],
@@ -160,11 +129,7 @@ class Evaluation:
         self._changed = asyncio.Event()
         self._limit: TimeLimit | None = None
         self._lost: RoomError | None = None
-        self._stats = EvaluationStats("idle", 0, 0, 0, 0)
-
-    def __repr__(self) -> str:
-        stats = self._stats
-        return f"<Evaluation {stats.state} v{stats.version}, {stats.finished} finished, {stats.skipped} skipped, {stats.abandoned} abandoned>"
+        self._stats = EvaluationStats()
 
     def stats(self) -> EvaluationStats:
         """Totals so far."""
@@ -183,14 +148,12 @@ class Evaluation:
         return self._lost is None and self._schedule.is_next(version)
 
     def published_nowait(self, manifest: WeightManifest) -> None:
-        """The publisher's callback, while the exported file is the newest one: keep it if this version is
-        due.
-        """
+        """Called while the exported file is the newest one: keep it if this version is due."""
         if self._lost is not None or not self._schedule.is_due_nowait(manifest.version):
             return
         is_last = manifest.version >= self._schedule.last
         if (self._is_busy or self._pending is not None) and not is_last:
-            self._count(skipped=self._stats.skipped + 1)
+            self._stats.skipped += 1
             log.warning(
                 "policy_version %d is not evaluated: the evaluation of %d still runs",
                 manifest.version,
@@ -199,7 +162,7 @@ class Evaluation:
             return
         if self._pending is not None:  # due, not begun, and the last one is here
             self._drop_pending()
-            self._count(skipped=self._stats.skipped + 1)
+            self._stats.skipped += 1
         try:
             self._pending = self._hold.keep(manifest)
         except RoomError as error:
@@ -239,7 +202,7 @@ class Evaluation:
         if self._lost is not None:
             return
         self._lost = error
-        self._count(state="off")
+        self._stats.state = "off"
         self._drop_pending()
         if self._limit is not None and not self._limit.expired():
             self._limit.reschedule(asyncio.get_running_loop().time())
@@ -255,9 +218,6 @@ class Evaluation:
         except RoomError as error:
             self.give_up(error)
 
-    async def aclose(self) -> None:
-        """Nothing is held: the job ends run, and the engine's process."""
-
     async def _evaluate(self, version: int, manifest: WeightManifest | None) -> None:
         """One evaluation and what it comes to; `manifest` is None where the engine has those weights from its
         start.
@@ -266,43 +226,44 @@ class Evaluation:
             return
         clock = asyncio.get_running_loop().time
         started_s = clock()
-        self._count(state="loading", version=version)
+        self._stats.state, self._stats.version = "loading", version
         self._limit = TimeLimit(self.timeout_s)
         result: EvalResult | None = None
-        why = f"did not end within eval.timeout_s={self.timeout_s} and is given up; raise it, or lower eval.num_prompts"
+        why = f"did not end within eval.timeout_s={self.timeout_s} and is given up; raise it, or lower "
+        why += "eval.num_prompts"
         try:
             async with self._limit:
                 if manifest is not None:
                     with waiting(f"policy_version {version} in it", on=self._target.name):
                         await self._load(manifest)
-                self._count(state="sampling")
-                with waiting(
-                    f"the samples of policy_version {version}", on="engine-eval, the reward function"
-                ):
+                self._stats.state = "sampling"
+                what = f"the samples of policy_version {version}"
+                with waiting(what, on="engine-eval, the reward function"):
                     result = await self._evaluator.evaluate(version)
         except TimeoutError:
             if not self._limit.expired():
                 raise
         except ConnectionShortage as error:  # for this once: the engine may be well
             why = f"is given up: {error}"
-        except (
-            RoomError
-        ) as error:  # the one place where a broken room does not end the run: training does not need it
+        except RoomError as error:  # the one place where a broken part does not end the run
             self._limit = None
             self.give_up(error)
         finally:
             self._limit, self._is_busy = None, False
         if result is None:
-            self._abandoned(version, why)
+            self._stats.abandoned += 1
+            if self._lost is None:
+                self._stats.state = "idle"
+                self._on_trouble(f"the evaluation of policy_version {version} {why}")
             return
-        self._count(finished=self._stats.finished + 1)
+        self._stats.finished += 1
         stats = self._stats
         seconds = clock() - started_s
         self._on_result(
             replace(result, seconds=seconds, num_skipped=stats.skipped, num_abandoned=stats.abandoned)
         )
         if self._lost is None:
-            self._count(state="idle")
+            self._stats.state = "idle"
 
     async def _load(self, manifest: WeightManifest) -> None:
         """Both phases of a push, to an engine on which nothing runs."""
@@ -326,19 +287,10 @@ class Evaluation:
                 way_out=f"read {self._target.name}'s log.",
             )
 
-    def _abandoned(self, version: int, why: str) -> None:
-        self._count(abandoned=self._stats.abandoned + 1)
-        if self._lost is None:
-            self._count(state="idle")
-            self._on_trouble(f"the evaluation of policy_version {version} {why}")
-
     def _drop_pending(self) -> None:
         if self._pending is not None:
             self._hold.release(self._pending)
             self._pending = None
-
-    def _count(self, **changes: int | State) -> None:
-        self._stats = replace(self._stats, **changes)  # type: ignore[arg-type]
 
     def _wake(self) -> None:
         self._changed.set()

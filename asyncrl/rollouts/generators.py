@@ -1,6 +1,4 @@
-"""The generator `single_turn`: one prompt, one completion, one reward. Knows no group, no retry, no
-server.
-"""
+"""The generators: how one attempt of a rollout is made. Each is an object with run_attempt (Generator)."""
 
 from __future__ import annotations
 
@@ -37,9 +35,6 @@ class SingleTurn:
         self.run_seed = run_seed
         self.max_tokens, self.max_prompt_tokens = max_tokens, max_prompt_tokens
         self.temperature, self.stop = temperature, stop
-
-    def __repr__(self) -> str:
-        return f"<SingleTurn max_tokens {self.max_tokens}, temperature {self.temperature}>"
 
     async def run_attempt(self, attempt: RolloutAttempt) -> Rollout:
         """One trajectory, the only branch. Raises RolloutFailure if the prompt is too long, refused, or
@@ -104,10 +99,6 @@ def make_trajectory(
     )
 
 
-# The generator of rollouts that a harness runs, in some worker, over the gateway. Knows no HTTP, no token, no
-# group, no retry.
-
-
 class HarnessGenerator:
     """Session opened -> work run by a worker -> session ended -> reward -> branches. No state of its own.
 
@@ -116,9 +107,6 @@ class HarnessGenerator:
 
     def __init__(self, host: SessionHost, queue: WorkQueue, scorer: Scorer) -> None:
         self._host, self._queue, self._scorer = host, queue, scorer
-
-    def __repr__(self) -> str:
-        return f"<HarnessGenerator over {self._queue!r}>"
 
     async def run_attempt(self, attempt: RolloutAttempt) -> Rollout:
         """All branches of the rollout. Raises RolloutFailure if the harness or its worker fails, or there is
@@ -133,7 +121,7 @@ class HarnessGenerator:
             route_key=attempt.rollout_id,
         )
         try:
-            attempt.hold_clock()
+            attempt.clock.hold()
             work = Work(
                 attempt.rollout_id,
                 prompt,
@@ -143,10 +131,8 @@ class HarnessGenerator:
                 attempt.clock.left_s,
             )
             async with session.while_open():
-                outcome = await self._queue.run(work, started=attempt.resume_clock)
-            session.end_nowait(
-                "its harness has finished"
-            )  # before the reward: what it left behind would sample on
+                outcome = await self._queue.run(work, started=attempt.clock.resume)
+            session.end_nowait("its harness has finished")  # before the reward: what it left would sample on
             attempt.stopped_sampling()
             reward = await self._reward(attempt, session, outcome)
             return session.rollout(attempt.sample_index, outcome, reward)
@@ -155,7 +141,7 @@ class HarnessGenerator:
             raise
         except asyncio.CancelledError:
             session.end_nowait(
-                "the rollout was given up: it ran past rollout.timeout_s, or nobody needs it any more"
+                "the rollout was given up: it ran past rollout.timeout_s, or it is not needed any more"
             )
             raise
         finally:
@@ -178,20 +164,16 @@ class HarnessGenerator:
         return reward
 
 
-# Gives recorded rollouts in place of sampled ones, where the staleness bound allows it. Knows no file and no
-# engine.
-
-
 RECORDED_VERSION = 0
 """Recorded rollouts are of the initial weights."""
 
 
 class Replay:
-    """A Generator over another one, which samples whatever is not recorded.
+    """Recorded rollouts where the staleness bound allows it; another generator samples the others.
 
     Invariant:  no token is older than its group's start_version: a recorded rollout is taken only in a group
-    that was admitted while
-                the recorded version was served, so that the staleness rule holds for it as for any other.
+                that was admitted while the recorded version was served, so that the staleness rule holds for
+                it as for any other.
     """
 
     def __init__(
@@ -207,9 +189,6 @@ class Replay:
         self._generator, self._recorded, self._start_version = generator, recorded, start_version
         self.num_taken = 0
         """Recorded rollouts that were taken, so far."""
-
-    def __repr__(self) -> str:
-        return f"<Replay {self.num_taken} of {sum(map(len, self._recorded.values()))} taken, over {self._generator!r}>"
 
     async def run_attempt(self, attempt: RolloutAttempt) -> Rollout:
         """The recorded rollout, or one that is sampled; raises what the other generator raises."""

@@ -1,4 +1,4 @@
-"""The room that keeps the engines busy: admits groups, runs their rollouts, hands over what they became."""
+"""Keeps the engines busy: admits groups, runs their rollouts, hands finished groups to the buffer."""
 
 from __future__ import annotations
 
@@ -10,10 +10,18 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Protocol
 
-from asyncrl.errors import EngineError, TaskError, WouldWait
+from asyncrl.errors import EngineError, RolloutFailure, TaskError, WouldWait
 from asyncrl.messages.protocols import GroupSink, PromptSource, RolloutJournal
-from asyncrl.messages.records import Group, GroupId, Prompt, Rollout, Ticket, UnfinishedGroup
-from asyncrl.rollouts.rollout import FailedRollout, RolloutRunner, RunningGroup, Slots
+from asyncrl.messages.records import (
+    Group,
+    GroupId,
+    PartialCompletion,
+    Prompt,
+    Rollout,
+    Ticket,
+    UnfinishedGroup,
+)
+from asyncrl.rollouts.rollout import FailedRollout, RolloutRunner, Slots
 
 log = logging.getLogger(__name__)
 
@@ -29,57 +37,120 @@ class Spawn(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ProducersStats:
-    """`inflight` rollouts have begun, of which `sampling` hold an engine slot; `waiting` wait for one; the
-    rest are totals so far.
+    """`inflight` rollouts have begun, of which `sampling` hold an engine slot; the rest are totals so far.
 
     `failed`: rollouts whose every attempt failed; `failed_groups`: with too few usable ones; `retried`:
-    attempts after a failed one; `timeouts`: rollouts past rollout.timeout_s; `interrupted`: interruptions
-    that finished rollouts survived, all branches together; `truncated`: finished rollouts with a branch that
-    was cut; `dropped`: groups taken back by the buffer; `given_up`: prompts whose groups failed or were taken
-    back once too often, or that can never be sampled; `oldest`: (rollout, seconds since it had its first
-    slot), oldest first, at most NUM_OLDEST.
+    attempts after a failed one; `dropped`: groups taken back by the buffer; `given_up`: prompts whose groups
+    failed or were taken back once too often, or that can never be sampled; `oldest`: (rollout, seconds since
+    it had its first slot), oldest first, at most NUM_OLDEST.
     """
 
-    inflight: int
-    sampling: int
-    waiting: int
-    groups: int
-    finished: int
-    failed: int
-    failed_groups: int
-    retried: int
-    timeouts: int
-    interrupted: int
-    truncated: int
-    dropped: int
-    given_up: int
-    oldest: tuple[tuple[str, float], ...]
-    last_failure: str
+    inflight: int = 0
+    sampling: int = 0
+    finished: int = 0
+    failed: int = 0
+    failed_groups: int = 0
+    retried: int = 0
+    dropped: int = 0
+    given_up: int = 0
+    oldest: tuple[tuple[str, float], ...] = ()
+    last_failure: str = ""
+
+
+class RunningGroup:
+    """One admitted group while its rollouts run.
+
+    Life:       made with its ticket -> one add() a rollout, in any order -> nothing is to_run -> group(), or
+                None if too few rollouts are usable. Or cancel(), when the buffer takes the admission back.
+    Invariant:  a failed rollout costs its own place alone: its siblings stay.
+    """
+
+    def __init__(
+        self, ticket: Ticket, prompt: Prompt, group_size: int, before: UnfinishedGroup | None = None
+    ) -> None:
+        """`before`: how far a killed run had come with it."""
+        before = before or UnfinishedGroup(ticket, prompt)
+        self.ticket, self.prompt, self.group_size = ticket, prompt, group_size
+        self.tasks: list[asyncio.Task[Any]] = []
+        self._rollouts: dict[int, Rollout] = dict(before.rollouts)
+        self._failures = {
+            index: FailedRollout(index, attempts, RolloutFailure(why))
+            for index, (attempts, why) in before.failures.items()
+        }
+        self._partials = before.partials
+
+    @property
+    def to_run(self) -> list[int]:
+        """Sample indices of the rollouts that have not ended. None: the group is complete."""
+        ended = self._rollouts.keys() | self._failures.keys()
+        return [index for index in range(self.group_size) if index not in ended]
+
+    def resumed(self, sample_index: int) -> tuple[int, PartialCompletion] | None:
+        """(number of the attempt, what it had sampled) that a rollout goes on from."""
+        return self._partials.get(sample_index)
+
+    @property
+    def num_needed(self) -> int:
+        """Fewest rollouts that can be scored against each other."""
+        return min(2, self.group_size)
+
+    def add(self, outcome: Rollout | FailedRollout) -> None:
+        """One rollout has ended."""
+        if isinstance(outcome, FailedRollout):
+            self._failures[outcome.sample_index] = outcome
+        else:
+            self._rollouts[outcome[0].sample_index] = outcome
+
+    def group(self) -> Group | None:
+        """The finished group, all branches by sample_index and number; None if fewer than num_needed rollouts
+        are usable.
+        """
+        if len(self._rollouts) < self.num_needed:
+            return None
+        by_index = sorted(self._rollouts.items())
+        branches = tuple(branch for _, rollout in by_index for branch in rollout)
+        return Group(self.ticket.group_id, self.prompt, branches)
+
+    @property
+    def can_be_tried_again(self) -> bool:
+        """False once a rollout found that the prompt can never be sampled."""
+        return all(failed.num_attempts for failed in self._failures.values())
+
+    def why_failed(self) -> str:
+        """Why group() is None, with the last failure."""
+        last = list(self._failures.values())[-1]
+        return (
+            f"g{self.ticket.group_id} (prompt {self.prompt.prompt_id}) has {len(self._rollouts)} usable "
+            f"rollouts of {self.group_size} and needs {self.num_needed}; r{last.sample_index} {last.how}: "
+            f"{last.failure}"
+        )
+
+    def cancel(self) -> None:
+        """End the rollouts that still run; without waiting for them."""
+        for task in self.tasks:
+            task.cancel()
 
 
 class Producers:
-    """Groups from admission to the buffer. Knows rollouts and prompts; knows no server, no weights, no
-    staleness rule.
+    """Groups from admission to the buffer.
 
     Life:       a group is admitted -> its rollouts run -> finish_nowait to the buffer, or fail_nowait when
-    fewer than two are usable;
-                or the buffer hands it back first and its rollouts are cancelled. A prompt whose group was
-                handed back goes to the front of the source at once, one whose group failed when another group
-                has not failed (while all fail it is no fault of the prompts, and trying them again would use
-                up their tries) and a later version is served (so that at max_staleness 0 the prompts of a
-                batch do not depend on when a group fails); max_hand_backs times, then it is given up, as one
-                that can never be sampled is at once. A finished group that the buffer filters is no failure:
-                its admission comes again as a ticket, for the next prompt.
+                fewer than two are usable; or the buffer hands it back first and its rollouts are cancelled.
+    Prompts:    one whose group was handed back goes to the front of the source at once. One whose group
+                failed, when another group has not failed (while all fail it is no fault of the prompts, and
+                trying them again would use up their tries) and a later version is served (so that at
+                max_staleness 0 the prompts of a batch do not depend on when a group fails). max_hand_backs
+                times, then it is given up, as one that can never be sampled is at once. A finished group
+                that the buffer filters is no failure: its admission comes again, for the next prompt.
     Waits:      run sleeps for a free slot, woken by a rollout that stops sampling, then for leave of the
-    buffer; a ticket is asked for
-                when both are there, so that it is stamped with the version served when its first tokens can
-                start. A rollout sleeps for a slot before each attempt. Free slots go to the rollouts of
-                admitted groups, earliest deadline first, before they let a new group in.
+                buffer; a ticket is asked for when both are there, so that it is stamped with the version
+                served when its first tokens can start. A rollout sleeps for a slot before each attempt. Free
+                slots go to the rollouts of admitted groups, earliest deadline first, before they let a new
+                group in.
     Invariant:  every ticket is answered once: finished, failed or handed back. No more than `capacity`
-    rollouts sample, ever:
-                Slots guarantees it.
+                rollouts sample, ever: Slots guarantees it.
     """
 
     name = "producers"
@@ -97,67 +168,44 @@ class Producers:
         max_hand_backs: int,
         journal: RolloutJournal,
     ) -> None:
-        self._sink, self._source, self._runner, self._spawn, self._journal = (
-            sink,
-            source,
-            runner,
-            spawn,
-            journal,
-        )
+        self._sink, self._source, self._runner = sink, source, runner
+        self._spawn, self._journal = spawn, journal
         self.group_size, self.capacity = group_size, capacity
         self.max_failed_groups, self.max_hand_backs = max_failed_groups, max_hand_backs
         self._groups: dict[GroupId, RunningGroup] = {}
         self._started_s: dict[str, float] = {}  # rollout id -> when it first had a slot, oldest first
         self._slots = Slots(capacity)
         self._failed_in_a_row = 0
-        self._set_aside: list[
-            tuple[int, Prompt]
-        ] = []  # of groups that failed in this row: (start version, as it will come again)
-        self._returning: list[
-            tuple[int, Prompt]
-        ] = []  # of those before: each comes again with the first ticket of a later version
+        # of groups that failed in this row: (start version, as it will come again)
+        self._set_aside: list[tuple[int, Prompt]] = []
+        # of those before: each comes again with the first ticket of a later version
+        self._returning: list[tuple[int, Prompt]] = []
         self._known_to_fail: set[str] = set()  # ids of prompts that came again: failed while others did not
-        self._finished = self._failed = self._failed_groups = self._interrupted = self._truncated = 0
-        self._dropped = self._given_up = 0
-        self._last_failure = ""
-
-    def __repr__(self) -> str:
-        return f"<Producers {len(self._groups)} groups, {self._slots.num_held}/{self.capacity} sampling, {self._failed} failed>"
+        self._counts = ProducersStats()
 
     def stats(self) -> ProducersStats:
         """Counts so far, and the rollouts that have run longest."""
         now = asyncio.get_running_loop().time() if self._started_s else 0.0
-        oldest = tuple(
-            (rollout, now - start) for rollout, start in islice(self._started_s.items(), NUM_OLDEST)
-        )
-        return ProducersStats(
+        oldest = islice(self._started_s.items(), NUM_OLDEST)
+        return replace(
+            self._counts,
             inflight=len(self._started_s),
             sampling=self._slots.num_held,
-            waiting=self._slots.num_waiting,
-            groups=len(self._groups),
-            finished=self._finished,
-            failed=self._failed,
-            failed_groups=self._failed_groups,
             retried=self._runner.num_retried,
-            timeouts=self._runner.num_timeouts,
-            interrupted=self._interrupted,
-            truncated=self._truncated,
-            dropped=self._dropped,
-            given_up=self._given_up,
-            oldest=oldest,
-            last_failure=self._last_failure,
+            oldest=tuple((rollout, now - start) for rollout, start in oldest),
         )
 
     def gauges(self) -> dict[str, float]:
         """Its numbers, by the names of observe/gauges.py."""
+        counts = self._counts
         return {
             "rollout/inflight": len(self._started_s),
-            "rollout/finished": self._finished,
-            "rollout/failed": self._failed,
+            "rollout/finished": counts.finished,
+            "rollout/failed": counts.failed,
             "rollout/retried": self._runner.num_retried,
-            "rollout/dropped": self._dropped,
-            "rollout/failed_groups": self._failed_groups,
-            "rollout/given_up": self._given_up,
+            "rollout/dropped": counts.dropped,
+            "rollout/failed_groups": counts.failed_groups,
+            "rollout/given_up": counts.given_up,
         }
 
     def prompts_out(self) -> list[Prompt]:
@@ -183,9 +231,7 @@ class Producers:
                 continue  # meanwhile a rollout that is tried again may have taken the slot
             self._hand_back_older(ticket.start_version)
             prompt = self._source.next_nowait()
-            self._journal.admitted_nowait(
-                ticket, prompt
-            )  # no token is sampled before: the rollouts start below
+            self._journal.admitted_nowait(ticket, prompt)  # no token is sampled before
             self._start(RunningGroup(ticket, prompt, self.group_size))
 
     def resume_nowait(self, unfinished: UnfinishedGroup) -> None:
@@ -194,7 +240,7 @@ class Producers:
         """
         group = RunningGroup(unfinished.ticket, unfinished.prompt, self.group_size, unfinished)
         self._start(group)
-        if group.is_complete:  # killed between its last rollout's end and its own
+        if not group.to_run:  # killed between its last rollout's end and its own
             self._complete(group)
 
     def returns_nowait(self, start_version: int, prompt: Prompt) -> None:
@@ -221,7 +267,7 @@ class Producers:
             prompt = running.prompt
         else:
             prompt = group.prompt
-        self._dropped += 1
+        self._counts.dropped += 1
         again = self._again(prompt, reason)
         self._journal.group_ended_nowait(
             group_id, "handed_back", reason, requeued=None if again is None else again.num_handed_back
@@ -234,15 +280,11 @@ class Producers:
         self._groups[group_id] = group
         for index in group.to_run:
             rollout_id, order = f"g{group_id}/r{index}", (group.ticket.start_version, group_id, index)
-            self._slots.ask_nowait(
-                rollout_id, order
-            )  # before the task's first step, so that the slot is charged at once
-            task = self._spawn(
-                self._run_rollout(group, index, rollout_id, order), name=f"rollout {rollout_id}"
-            )
-            task.add_done_callback(
-                functools.partial(self._stopped_sampling, rollout_id)
-            )  # even if it never began
+            self._slots.ask_nowait(rollout_id, order)  # before the task's first step: charged at once
+            run = self._run_rollout(group, index, rollout_id, order)
+            task = self._spawn(run, name=f"rollout {rollout_id}")
+            # even if it never began
+            task.add_done_callback(functools.partial(self._stopped_sampling, rollout_id))
             group.tasks.append(task)
 
     async def _run_rollout(
@@ -270,7 +312,7 @@ class Producers:
         else:
             self._journal.rollout_finished_nowait(group.ticket.group_id, outcome)
         group.add(outcome)
-        if group.is_complete:
+        if not group.to_run:
             self._complete(group)
 
     def _complete(self, running: RunningGroup) -> None:
@@ -283,7 +325,7 @@ class Producers:
             if found in ("ready", "filtered"):  # what was handed back is journaled by handed_back()
                 self._journal.group_ended_nowait(group_id, found, "")
             return
-        self._failed_groups += 1
+        self._counts.failed_groups += 1
         self._failed_in_a_row += running.prompt.prompt_id not in self._known_to_fail
         reason = running.why_failed()
         again = self._again(running.prompt, reason, can_be_tried=running.can_be_tried_again)
@@ -297,7 +339,7 @@ class Producers:
                 self.name,
                 f"{self._failed_in_a_row} groups in a row had too few usable rollouts, the last: {reason}",
                 rule=f"rollout.max_failed_groups={self.max_failed_groups} in a row end the run",
-                way_out="mend what the last failure names (the reward function, the prompts, "
+                way_out="correct what the last failure names (the reward function, the prompts, "
                 "rollout.timeout_s), then start again.",
             )
         self._sink.fail_nowait(group_id, reason)
@@ -310,19 +352,17 @@ class Producers:
         self._set_aside.clear()
 
     def _hand_back_older(self, version: int) -> None:
-        due = [prompt for start_version, prompt in self._returning if start_version < version]
-        self._returning = [
-            (start_version, prompt) for start_version, prompt in self._returning if start_version >= version
-        ]
-        for prompt in due:
-            self._source.hand_back_nowait(prompt)
+        for start_version, prompt in self._returning:
+            if start_version < version:
+                self._source.hand_back_nowait(prompt)
+        self._returning = [entry for entry in self._returning if entry[0] >= version]
 
     def _again(self, prompt: Prompt, reason: str, *, can_be_tried: bool = True) -> Prompt | None:
         """The prompt with one hand-back more; None if it has had them all, or can never be sampled, and is
         given up.
         """
         if prompt.num_handed_back >= self.max_hand_backs or not can_be_tried:
-            self._given_up += 1
+            self._counts.given_up += 1
             self._known_to_fail.discard(prompt.prompt_id)
             log.warning(
                 "prompt %s is given up with group number %d of it: %s",
@@ -335,8 +375,8 @@ class Producers:
 
     def _count(self, ticket: Ticket, outcome: Rollout | FailedRollout) -> None:
         if isinstance(outcome, FailedRollout):
-            self._failed += 1
-            self._last_failure = str(outcome.failure)
+            self._counts.failed += 1
+            self._counts.last_failure = str(outcome.failure)
             return
         oldest = min(branch.oldest_version for branch in outcome)
         if oldest < ticket.start_version:
@@ -348,9 +388,7 @@ class Producers:
                 way_out="an engine server went back to older weights: read the engines' logs, then start the "
                 "run again.",
             )
-        self._finished += 1
-        self._interrupted += sum(branch.num_interruptions for branch in outcome)
-        self._truncated += any(branch.is_truncated for branch in outcome)
+        self._counts.finished += 1
 
     async def _wait_slot(self, rollout_id: str, order: tuple[int, ...]) -> None:
         self._slots.ask_nowait(rollout_id, order)

@@ -1,6 +1,4 @@
-"""One rollout with its limits and retries: the one boundary where a failure becomes data. Knows no group, no
-buffer.
-"""
+"""One rollout with its limits and retries: the one boundary where a failure becomes data."""
 
 from __future__ import annotations
 
@@ -10,24 +8,19 @@ import hashlib
 import heapq
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Any, Protocol
+from typing import Protocol
 
 from asyncrl.errors import PromptUnusable, RolloutFailure, RolloutTimeout, RoomError
 from asyncrl.messages.protocols import RolloutJournal
 from asyncrl.messages.records import (
-    Group,
     GroupId,
     PartialCompletion,
     Prompt,
     Rollout,
-    Ticket,
-    UnfinishedGroup,
 )
 from asyncrl.waits import TimeLimit, waiting
-
-# The seed of each request to the model: a pure function of who asks, never of when.
 
 
 def derive_seed(run_seed: int, seed_id: str, sample_index: int, turn: int, attempt: int = 0) -> int:
@@ -45,30 +38,25 @@ def derive_seed(run_seed: int, seed_id: str, sample_index: int, turn: int, attem
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big") >> 1
 
 
-# Places in the engines, given to rollouts one by one. Knows names and an order; knows no engine, no group.
-
-
 class Slots:
     """`capacity` places for rollouts that sample.
 
-    Life:       of an asker: ask_nowait -> holds a place at once, or waits for one -> give_back_nowait, in
-    either case. Waits:      wait sleeps until the asker holds its place; wait_spare until a place is free.
-    Both are woken by give_back_nowait. Invariant:  no more than `capacity` hold a place, and nobody waits
-    while one is free: the next one goes to the smallest `order`.
+    Life:       of a rollout: ask_nowait -> holds a place at once, or waits for one -> give_back_nowait, in
+                either case.
+    Waits:      wait sleeps until the rollout holds its place; wait_spare until a place is free. Both are
+                woken by give_back_nowait.
+    Invariant:  no more than `capacity` hold a place, and none waits while one is free: the next one goes to
+                the smallest `order`.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self._held: set[str] = set()
         self._waiting: dict[str, asyncio.Future[None]] = {}
-        self._queue: list[
-            tuple[tuple[int, ...], int, str, asyncio.Future[None]]
-        ] = []  # heap; those that gave up waiting are skipped
+        # heap; those that gave up waiting are skipped
+        self._queue: list[tuple[tuple[int, ...], int, str, asyncio.Future[None]]] = []
         self._numbers = count()
         self._spare = asyncio.Event()
-
-    def __repr__(self) -> str:
-        return f"<Slots {self.num_held}/{self.capacity} held, {self.num_waiting} wait>"
 
     @property
     def num_held(self) -> int:
@@ -76,19 +64,12 @@ class Slots:
         return len(self._held)
 
     @property
-    def num_waiting(self) -> int:
-        """Rollouts that wait for one."""
-        return len(self._waiting)
-
-    @property
     def has_spare(self) -> bool:
-        """Whether a place is free; then nobody waits for it."""
+        """Whether a place is free; then no rollout waits for it."""
         return len(self._held) < self.capacity
 
     def ask_nowait(self, name: str, order: tuple[int, ...]) -> None:
-        """Hold a place if one is free, else wait for one. Means nothing for whoever holds a place or
-        waits.
-        """
+        """Hold a place if one is free, else wait for one. Asked twice, it changes nothing."""
         if name in self._held or name in self._waiting:
             return
         if self.has_spare:
@@ -99,7 +80,7 @@ class Slots:
         heapq.heappush(self._queue, (order, next(self._numbers), name, future))
 
     async def wait(self, name: str) -> None:
-        """Return when the asker holds its place."""
+        """Return when the rollout holds its place."""
         if name in self._waiting:
             with waiting(self._what_is_free, on="a rollout that ends"):
                 await self._waiting[name]
@@ -114,7 +95,7 @@ class Slots:
         return f"a free sequence in the engines ({self.num_held} of {self.capacity} sample)"
 
     def give_back_nowait(self, name: str) -> None:
-        """Hold no place and wait for none; the place goes to whoever is next."""
+        """Hold no place and wait for none; the place goes to the next one."""
         self._waiting.pop(name, None)
         self._held.discard(name)
         while self.has_spare and self._queue:
@@ -135,21 +116,14 @@ log = logging.getLogger(__name__)
 class RolloutClock:
     """The one budget of seconds that a rollout has for all its attempts, None for no limit.
 
-    Life:       for each attempt: start() and entering what it returns -> hold() -> resume(): runs on with
-    what is left; as often as
-                it pleases -> end(). Outside of an attempt, and once the time is up, hold and resume mean
-                nothing.
-    Waits:      whoever holds it may wait for ever: nothing here ends that wait. The watchdog owns it, which
-    tells of a run in
-                which nothing moves and names its oldest rollouts.
+    Life:   for each attempt: start() and entering what it returns -> hold() and resume() any number of times
+            -> end(). Outside of an attempt, and once the time is up, hold and resume change nothing.
+    Waits:  while it is held, nothing here ends the wait: the watchdog reports a run in which nothing moves.
     """
 
     def __init__(self, timeout_s: float | None) -> None:
         self._left_s = timeout_s
         self._limit: TimeLimit | None = None
-
-    def __repr__(self) -> str:
-        return f"<RolloutClock {self._left_s} s left{'' if self._limit is None else f' until {self._limit.when()}'}>"
 
     @property
     def left_s(self) -> float | None:
@@ -189,13 +163,14 @@ class RolloutClock:
 
 @dataclass(frozen=True, slots=True)
 class RolloutAttempt:
-    """One try at one prompt. `attempt` counts from 0; `stopped_sampling` tells that it needs no engine slot
-    any more.
+    """One try at one prompt. `rollout_id` (`g17/r3`) is the same for all attempts; `attempt` counts them from
+    0. `stopped_sampling` is called once it needs no engine slot any more.
 
-    `partial`: what a killed run had sampled in this very attempt; `on_segment` is told (turn, all that was
+    `partial`: what a killed run had sampled in this very attempt; `on_segment` takes (turn, all that was
     sampled of it so far).
     """
 
+    rollout_id: str
     group_id: GroupId
     prompt: Prompt
     sample_index: int
@@ -205,28 +180,11 @@ class RolloutAttempt:
     on_segment: Callable[[int, PartialCompletion], None] = lambda turn, partial: None
     clock: RolloutClock = field(default_factory=lambda: RolloutClock(None))
 
-    @property
-    def rollout_id(self) -> str:
-        """`g17/r3`, the same for all attempts."""
-        return f"g{self.group_id}/r{self.sample_index}"
-
     def request_id(self, turn: int) -> str:
         """Unique within the run: a retry may be sent before the server has seen that the first try is
         gone.
         """
         return f"{self.rollout_id}/t{turn}/a{self.attempt}"
-
-    def hold_clock(self) -> None:
-        """What follows does not count towards rollout.timeout_s: the attempt waits for somebody who runs
-        it.
-        """
-        self.clock.hold()
-
-    def resume_clock(self) -> None:
-        """Somebody runs it: what is left of rollout.timeout_s runs on. May come from another task, twice, and
-        late.
-        """
-        self.clock.resume()
 
 
 class Generator(Protocol):
@@ -259,10 +217,9 @@ class RolloutRunner:
     """Runs rollouts within rollout.timeout_s each, and tries failed ones again in what is left of it.
 
     Waits:      run sleeps in wait_slot, then in the generator, at most timeout_s for all attempts together
-    (None = no limit). While
-                the generator holds the clock, it has no limit of its own: see RolloutClock.
+                (None = no limit); while the generator holds the clock, without a limit (RolloutClock).
     Invariant:  run returns data for whatever goes wrong in a rollout; RoomError and CancelledError alone
-    pass.
+                pass.
     """
 
     def __init__(self, generator: Generator, *, timeout_s: float | None, retries: int) -> None:
@@ -270,13 +227,6 @@ class RolloutRunner:
         self.timeout_s, self.retries = timeout_s, retries
         self.num_retried = 0
         """Attempts after a failed one, so far."""
-        self.num_timeouts = 0
-        """Rollouts that ran past timeout_s, so far."""
-
-    def __repr__(self) -> str:
-        return (
-            f"<RolloutRunner timeout {self.timeout_s} s, {self.retries} retries, {self.num_retried} retried>"
-        )
 
     async def run(
         self,
@@ -286,21 +236,25 @@ class RolloutRunner:
         *,
         wait_slot: Callable[[], Awaitable[None]],
         stopped_sampling: Callable[[], None],
-        journal: RolloutJournal,
+        journal: RolloutJournal | None = None,
         resumed: tuple[int, PartialCompletion] | None = None,
+        name: str = "",
     ) -> Rollout | FailedRollout:
         """One rollout, retries included. Each attempt begins once `wait_slot` returns.
 
-        `resumed`: the attempt that a killed run was in, counted from 0, and what it had sampled; the budget
-        begins in full.
+        `journal` gets its segments. `resumed`: the attempt that a killed run was in, counted from 0, and what
+        it had sampled; the budget begins in full. `name`: a rollout_id for one that is in no group.
         """
+        rollout_id = name or f"g{group_id}/r{sample_index}"
         number, partial = resumed or (0, None)
         clock = RolloutClock(self.timeout_s)
         while True:
-            tell = functools.partial(journal.segment_nowait, group_id, sample_index, number)
             attempt = RolloutAttempt(
-                group_id, prompt, sample_index, number, stopped_sampling, partial, tell, clock
+                rollout_id, group_id, prompt, sample_index, number, stopped_sampling, partial, clock=clock
             )
+            if journal is not None:
+                on_segment = functools.partial(journal.segment_nowait, group_id, sample_index, number)
+                attempt = replace(attempt, on_segment=on_segment)
             partial = None
             try:
                 await wait_slot()
@@ -309,9 +263,7 @@ class RolloutRunner:
                 stopped_sampling()
             if not isinstance(outcome, RolloutFailure):
                 return outcome
-            log.warning(
-                "%s attempt %d of %d failed: %s", attempt.rollout_id, number + 1, self.retries + 1, outcome
-            )
+            log.warning("%s attempt %d of %d failed: %s", rollout_id, number + 1, self.retries + 1, outcome)
             if isinstance(outcome, PromptUnusable):
                 return FailedRollout(sample_index, 0, outcome)
             if number >= self.retries or clock.left_s == 0.0:  # above it, if a killed run had more
@@ -320,6 +272,7 @@ class RolloutRunner:
             self.num_retried += 1
 
     async def _run_attempt(self, attempt: RolloutAttempt) -> Rollout | RolloutFailure:
+        name = f"{attempt.rollout_id} (prompt {attempt.prompt.prompt_id})"
         limit = attempt.clock.start()
         try:
             async with limit:
@@ -332,12 +285,16 @@ class RolloutRunner:
             return failure
         except Exception as error:
             if isinstance(error, TimeoutError) and limit.expired():
-                return self._timed_out(attempt)
+                return RolloutTimeout(
+                    f"{name} is not finished after {self.timeout_s} s",
+                    rule=f"rollout.timeout_s={self.timeout_s} is the limit of all its attempts together; "
+                    f"this was number {attempt.attempt + 1}",
+                    way_out="none needed for one; if rollout/failed keeps rising, raise rollout.timeout_s or "
+                    "lower rollout.max_tokens.",
+                )
             log.warning("%s broke", attempt.rollout_id, exc_info=True)
             broken = RolloutFailure(
-                f"{attempt.rollout_id} (prompt {attempt.prompt.prompt_id}) raised {type(error).__name__}: "
-                f"{error}",
-                rule="a rollout ends with its branches or a RolloutFailure",
+                f"{name} raised {type(error).__name__}: {error}",
                 way_out="the controller's log has the traceback.",
             )
             broken.__cause__ = error
@@ -345,21 +302,10 @@ class RolloutRunner:
         finally:
             attempt.clock.end()
 
-    def _timed_out(self, attempt: RolloutAttempt) -> RolloutTimeout:
-        self.num_timeouts += 1
-        return RolloutTimeout(
-            f"{attempt.rollout_id} (prompt {attempt.prompt.prompt_id}) is not finished after "
-            f"{self.timeout_s} s",
-            rule=f"rollout.timeout_s={self.timeout_s} is the limit of all its attempts together; this was "
-            f"number {attempt.attempt + 1}",
-            way_out="none needed for one; if rollout/failed keeps rising, raise rollout.timeout_s or lower "
-            "rollout.max_tokens.",
-        )
-
 
 def check_rollout(rollout: Rollout, attempt: RolloutAttempt) -> None:
     """Raises RolloutFailure unless these are the branches of one rollout, each with a sampled token: a
-    generator may be anybody's.
+    generator may be the user's.
     """
     places = [(branch.sample_index, branch.branch) for branch in rollout]
     if not rollout or places != [(attempt.sample_index, number) for number in range(len(rollout))]:
@@ -375,157 +321,5 @@ def check_rollout(rollout: Rollout, attempt: RolloutAttempt) -> None:
     raise RolloutFailure(
         f"{attempt.rollout_id} (prompt {attempt.prompt.prompt_id}) {what}",
         rule="a rollout has at least one branch; they are numbered from 0, have its one reward and tokens of "
-        "their own, "
-        "and all of them have credits or none",
-        way_out="this is a fault of the generator: please report it.",
+        "their own, and all of them have credits or none",
     )
-
-
-# The rollouts of one prompt on their way to a group. Pure bookkeeping: knows no engine, no buffer, no clock.
-
-
-class RunningGroup:
-    """One admitted group while its rollouts run.
-
-    Life:       made with its ticket -> one add() a rollout, in any order -> is_complete -> group(), or None
-    if too
-                few rollouts are usable. Or cancel(), when the buffer takes the admission back.
-    Invariant:  a failed rollout costs its own place alone: its siblings stay.
-    """
-
-    def __init__(
-        self, ticket: Ticket, prompt: Prompt, group_size: int, before: UnfinishedGroup | None = None
-    ) -> None:
-        """`before`: how far a killed run had come with it."""
-        self.ticket, self.prompt, self.group_size = ticket, prompt, group_size
-        self.tasks: list[asyncio.Task[Any]] = []
-        self._rollouts: dict[int, Rollout] = {} if before is None else dict(before.rollouts)
-        failures = {} if before is None else before.failures
-        self._failures = {
-            index: FailedRollout(index, attempts, RolloutFailure(why))
-            for index, (attempts, why) in failures.items()
-        }
-        self._partials = {} if before is None else before.partials
-
-    def __repr__(self) -> str:
-        done, failed = len(self._rollouts), len(self._failures)
-        return f"<RunningGroup g{self.ticket.group_id} {done} done, {failed} failed of {self.group_size}>"
-
-    @property
-    def to_run(self) -> list[int]:
-        """Sample indices of the rollouts that have not ended."""
-        return [
-            index
-            for index in range(self.group_size)
-            if index not in self._rollouts and index not in self._failures
-        ]
-
-    def resumed(self, sample_index: int) -> tuple[int, PartialCompletion] | None:
-        """(number of the attempt, what it had sampled) that a rollout goes on from."""
-        return self._partials.get(sample_index)
-
-    @property
-    def is_complete(self) -> bool:
-        """Every rollout has ended. Those beyond group_size, if a killed run had a larger one, are the group's
-        too.
-        """
-        return not self.to_run
-
-    @property
-    def num_needed(self) -> int:
-        """Fewest rollouts that can be scored against each other."""
-        return min(2, self.group_size)
-
-    def add(self, outcome: Rollout | FailedRollout) -> None:
-        """One rollout has ended."""
-        if isinstance(outcome, FailedRollout):
-            self._failures[outcome.sample_index] = outcome
-        else:
-            self._rollouts[outcome[0].sample_index] = outcome
-
-    def group(self) -> Group | None:
-        """The finished group, all branches by sample_index and number; None if fewer than num_needed rollouts
-        are usable.
-        """
-        if len(self._rollouts) < self.num_needed:
-            return None
-        by_index = sorted(self._rollouts.items())
-        return Group(
-            self.ticket.group_id, self.prompt, tuple(branch for _, rollout in by_index for branch in rollout)
-        )
-
-    @property
-    def can_be_tried_again(self) -> bool:
-        """False once a rollout found that the prompt can never be sampled."""
-        return all(failed.num_attempts for failed in self._failures.values())
-
-    def why_failed(self) -> str:
-        """Why group() is None, with the last failure."""
-        last = list(self._failures.values())[-1]
-        return (
-            f"g{self.ticket.group_id} (prompt {self.prompt.prompt_id}) has {len(self._rollouts)} usable "
-            f"rollouts of "
-            f"{self.group_size} and needs {self.num_needed}; r{last.sample_index} {last.how}: {last.failure}"
-        )
-
-    def cancel(self) -> None:
-        """End the rollouts that still run; without waiting for them."""
-        for task in self.tasks:
-            task.cancel()
-
-
-# Attempts that belong to no group: those of an evaluation. What they come to goes to whoever asks, and to no
-# buffer and no journal.
-
-
-NO_GROUP = GroupId(-1)
-
-
-@dataclass(frozen=True, slots=True)
-class AttemptApart(RolloutAttempt):
-    """One try, under a name of its own."""
-
-    name: str = ""
-
-    @property
-    def rollout_id(self) -> str:
-        """The name."""
-        return self.name
-
-
-class AttemptsApart:
-    """Runs single attempts within a limit, without retries.
-
-    Waits:      run sleeps in the generator, timeout_s at most (None: no limit); while the generator holds the
-    clock, without a limit.
-    """
-
-    def __init__(self, generator: Generator, *, timeout_s: float | None) -> None:
-        self._generator, self.timeout_s = generator, timeout_s
-        self._broken: RoomError | None = None
-
-    def __repr__(self) -> str:
-        return f"<AttemptsApart {self._generator!r}>"
-
-    def on_broken(self, error: RoomError) -> None:
-        """A room that answers harnesses, and not us, is broken: run raises that from here on."""
-        self._broken = self._broken or error
-
-    async def run(self, name: str, prompt: Prompt, sample_index: int) -> Rollout:
-        """The rollout, all its branches. Raises RolloutFailure, or RoomError if what samples is broken."""
-        clock = RolloutClock(self.timeout_s)
-        attempt = AttemptApart(NO_GROUP, prompt, sample_index, 0, lambda: None, clock=clock, name=name)
-        limit = clock.start()
-        try:
-            async with limit:
-                return await self._generator.run_attempt(attempt)
-        except RolloutFailure as failure:
-            if self._broken is not None:  # the harness failed because its calls did
-                raise self._broken from failure
-            raise
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            raise RolloutTimeout(f"{name} is not finished after {self.timeout_s} s") from None
-        finally:
-            clock.end()

@@ -1,6 +1,4 @@
-"""The tokenizer of a Hugging Face model, for prompts and completions. Knows no model, and does not import
-torch.
-"""
+"""The tokenizer of a Hugging Face model, for prompts and completions. Does not import torch."""
 
 from __future__ import annotations
 
@@ -71,7 +69,7 @@ class HFChatTokenizer:
         if chat_template is None:
             _compile(self.template, f"the chat template of {self.model_path}")
         self._slow = threading.Lock()
-        """For a tokenizer in Python alone: nobody says what its calls change."""
+        """For a tokenizer in Python alone: it is not documented what its calls change."""
         self._backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if self._backend is not None:  # as a call of the tokenizer would set it
             self._backend.no_truncation()
@@ -163,7 +161,7 @@ class HFChatTokenizer:
         return self.encode(self.render(messages))
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of the ids, without the special tokens unless told otherwise."""
+        """Text of the ids, without the special tokens by default."""
         with (
             contextlib.nullcontext() if self._backend is not None else self._slow
         ):  # the backend's calls change nothing in it

@@ -13,11 +13,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from asyncrl.agents.endpoint.chat_messages import fewest_message_tokens
 from asyncrl.agents.endpoint.gateway import Gateway, collect_less
+from asyncrl.agents.endpoint.long_calls import fewest_message_tokens
 from asyncrl.agents.endpoint.requests import CallRules
 from asyncrl.agents.endpoint.tool_calls import find_tool_format
-from asyncrl.agents.endpoint.work_routes import Leases
+from asyncrl.agents.endpoint.work_routes import RolloutQueue
+from asyncrl.agents.harness import HarnessSpec
 from asyncrl.checkpoints.folder import Checkpoints
 from asyncrl.config import EvalConfig, RunConfig
 from asyncrl.engines.engine import EngineClient
@@ -31,9 +32,9 @@ from asyncrl.messages.work import WORKER_KEY_ENV
 from asyncrl.observe.run_files import read_evaluations
 from asyncrl.placement.processes import ChildProcess
 from asyncrl.rollouts.evaluation import Evaluation, FileHold, Schedule
-from asyncrl.rollouts.evaluator import EvalResult, Evaluator, RunAgent
-from asyncrl.rollouts.generators import HarnessGenerator
-from asyncrl.rollouts.rollout import AttemptsApart, derive_seed
+from asyncrl.rollouts.evaluator import EvalResult, Evaluator
+from asyncrl.rollouts.generators import HarnessGenerator, SingleTurn
+from asyncrl.rollouts.rollout import Generator, derive_seed
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.run import start as startup
 from asyncrl.run.supervise import WorkerSupervisor
@@ -48,12 +49,10 @@ TASK_SEED_TURN = -1
 
 @dataclass(frozen=True, slots=True)
 class Harnessing:
-    """The gateway and those who work through it: `workers` of our own, or with generator.remote whoever has
-    the worker key.
-    """
+    """The gateway, the queue of work, and the run's own `workers` (none with generator.remote)."""
 
     gateway: Gateway
-    leases: Leases
+    queue: RolloutQueue
     workers: tuple[startup.Server, ...]
     supervisors: tuple[WorkerSupervisor, ...]
     url: str
@@ -70,13 +69,14 @@ class Harnessing:
         collect_less()
 
     def missing_workers(self) -> str | None:
-        """What to do if rollouts wait and there is nobody to run them; None while there is, or was a moment
-        ago.
-        """
-        work = self.leases.stats()
-        if work.workers or not work.queued or work.unseen_s < NO_WORKER_S:
+        """What to do if rollouts wait and no worker runs them; None while one does, or did a moment ago."""
+        work = self.queue.gauges()
+        if work["harness/workers"] or not work["harness/queued"] or work["harness/unseen_s"] < NO_WORKER_S:
             return None
-        missing = f"{work.queued} rollouts wait and no worker has been seen for {work.unseen_s:.0f} s; "
+        missing = (
+            f"{work['harness/queued']:.0f} rollouts wait and no worker has been seen for "
+            f"{work['harness/unseen_s']:.0f} s; "
+        )
         if self.workers:
             return (
                 missing
@@ -89,7 +89,7 @@ class Harnessing:
 
     async def aclose(self) -> None:
         """Nobody is given work any more, the workers end, every session ends."""
-        await self.leases.aclose()
+        await self.queue.aclose()
         for worker in self.workers:
             await worker.aclose()
         await self.gateway.aclose()
@@ -106,7 +106,6 @@ def call_rules(config: RunConfig, tokenizer: HFChatTokenizer) -> CallRules:
         max_prompt_tokens=rollout.max_prompt_tokens,
         max_length=rollout.max_prompt_tokens + rollout.max_tokens,
         vocab_size=tokenizer.vocab_size,
-        max_token_bytes=tokenizer.max_token_bytes,
         message_tokens=fewest_message_tokens(tokenizer),
         on_sampling_override=config.gateway.on_sampling_override,
     )
@@ -124,7 +123,7 @@ def make_gateway(
     *,
     worker_key: str,
     on_broken: Callable[[RoomError], None],
-) -> tuple[Gateway, Leases]:
+) -> tuple[Gateway, RolloutQueue]:
     """The gateway with the queue of work on the same port; not open yet. Raises ConfigError for a tool format
     that is not known.
     """
@@ -135,7 +134,7 @@ def make_gateway(
     def seed_of(prompt_id: str, sample_index: int, attempt: int, call_key: int) -> int:
         return derive_seed(config.seed, prompt_id, sample_index, call_key, attempt)
 
-    leases = Leases(
+    queue = RolloutQueue(
         worker_key=worker_key,
         model=model_name(config),
         lease_timeout_s=config.gateway.lease_timeout_s,
@@ -151,9 +150,9 @@ def make_gateway(
         config.gateway,
         seed_of=seed_of,
         on_broken=on_broken,
-        extra_routes=leases.routes(),
+        extra_routes=queue.routes(),
     )
-    return gateway, leases
+    return gateway, queue
 
 
 def make_harnessing(
@@ -174,7 +173,7 @@ def make_harnessing(
     """
     is_remote = config.generator.remote
     worker_key = _worker_key(run_dir) if is_remote else secrets.token_urlsafe(24)
-    gateway, leases = make_gateway(config, engines, tokenizer, worker_key=worker_key, on_broken=on_broken)
+    gateway, queue = make_gateway(config, engines, tokenizer, worker_key=worker_key, on_broken=on_broken)
     url = gateway.bind()
     where = {"url": url, "worker_key": worker_key} if is_remote else {"url": url}
     write_whole(run_dir / "gateway.json", json.dumps(where) + "\n", is_private=True)
@@ -185,13 +184,13 @@ def make_harnessing(
             config.supervision,
             heartbeat_s=config.observe.heartbeat_s,
             lease_timeout_s=config.gateway.lease_timeout_s,
-            gone=leases.worker_gone_nowait,
+            gone=queue.worker_gone_nowait,
             warn=warn,
             on_event=on_event,
         )
         for worker in workers
     ]
-    return Harnessing(gateway, leases, tuple(workers), tuple(supervisors), url, worker_key)
+    return Harnessing(gateway, queue, tuple(workers), tuple(supervisors), url, worker_key)
 
 
 def num_rollouts(config: RunConfig) -> int:
@@ -205,8 +204,7 @@ def _workers(config: RunConfig, url: str, worker_key: str, run_dir: Path) -> lis
     find it.
     """
     generator = config.generator
-    names = ("python", "command", "verifiers", "args", "env", "pass_env", "max_output_bytes")
-    harness = {name: getattr(generator, name) for name in names}
+    harness = {name: getattr(generator, name) for name in HarnessSpec.model_fields}
     num_slots = num_rollouts(config) + (
         config.eval.slots if config.eval is not None and config.evaluates_agent else 0
     )
@@ -262,23 +260,36 @@ def wire_evaluation(
     result, too.
     """
     rollout = config.rollout
-    engine = EnginePool([target], slots=settings.slots)
+    engine, broken = EnginePool([target], slots=settings.slots), list[RoomError]()
+    generator: Generator
+    if harnessing is None or not config.evaluates_agent:
+        generator = SingleTurn(
+            engine,
+            tokenizer,
+            scorer,
+            run_seed=settings.seed,
+            max_tokens=rollout.max_tokens,
+            max_prompt_tokens=rollout.max_prompt_tokens,
+            temperature=settings.temperature,
+            stop=tuple(config.generator.stop),
+        )
+    else:  # the run's own harness, in its own workers, with calls that go to the eval engine
+        host = harnessing.gateway.add_route(
+            engine,
+            temperature=settings.temperature,
+            seed_of=lambda prompt_id, sample, attempt, call: derive_seed(
+                settings.seed, prompt_id, sample, call, attempt
+            ),
+            on_broken=broken.append,
+        )
+        generator = HarnessGenerator(host, harnessing.queue, scorer)
     evaluator = Evaluator(
-        engine,
-        tokenizer,
-        scorer,
+        generator,
         prompts,
         samples=settings.samples,
         slots=settings.slots,
-        temperature=settings.temperature,
-        max_tokens=rollout.max_tokens,
-        max_prompt_tokens=rollout.max_prompt_tokens,
-        stop=tuple(config.generator.stop),
-        sample_timeout_s=rollout.timeout_s,
-        seed_of=lambda prompt_id, sample: derive_seed(settings.seed, prompt_id, sample, turn=0),
-        run_agent=None
-        if harnessing is None or not config.evaluates_agent
-        else _eval_agent(config, settings, harnessing, engine, scorer),
+        timeout_s=rollout.timeout_s,
+        broken=broken,
     )
     before = read_evaluations(run_dir, [])
     for line in before:
@@ -301,24 +312,3 @@ def wire_evaluation(
         on_result=evaluated,
         on_trouble=warn,
     )
-
-
-def _eval_agent(
-    config: RunConfig, settings: EvalConfig, harnessing: Harnessing, engine: EnginePool, scorer: TaskScorer
-) -> RunAgent:
-    """The run's own harness, in its own workers, with calls that go to the eval engine. It hands a rollout to
-    who asks: none is trained.
-    """
-
-    def seed_of(prompt_id: str, sample_index: int, attempt: int, call_key: int) -> int:
-        return derive_seed(settings.seed, prompt_id, sample_index, call_key, attempt)
-
-    def on_broken(error: RoomError) -> None:
-        attempts.on_broken(error)
-
-    host = harnessing.gateway.lane(
-        "eval", engine, temperature=settings.temperature, seed_of=seed_of, on_broken=on_broken
-    )
-    generator = HarnessGenerator(host, harnessing.leases, scorer)
-    attempts = AttemptsApart(generator, timeout_s=config.rollout.timeout_s)
-    return attempts.run

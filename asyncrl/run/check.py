@@ -21,6 +21,7 @@ from pathlib import Path
 from asyncrl.agents.command import CommandHarness
 from asyncrl.agents.endpoint.tool_calls import find_tool_format
 from asyncrl.agents.verifiers import taskset_loader
+from asyncrl.algorithms.registry import resolve
 from asyncrl.config import ModelConfig, RunConfig, run_config_yaml
 from asyncrl.errors import ConfigError, TaskError
 from asyncrl.messages.base import SECRET_ENV, find_fatal
@@ -29,12 +30,11 @@ from asyncrl.placement.fit import scarce_connections
 from asyncrl.rollouts.tokenizer import HFChatTokenizer, read_template
 from asyncrl.run.check_user_code import CONFIG, FINE
 from asyncrl.run.model_folder import check_model_type, find_on_disk, is_hub_id
-from asyncrl.run.specs import objective_spec
 from asyncrl.run.start import START_TIMEOUT_S
 from asyncrl.tasks.feed import Feed
 from asyncrl.tasks.from_config import EvalTask, look_at_eval_task, look_at_task, task_name
 from asyncrl.tasks.task import Task
-from asyncrl.trainer.model.scratch_tokenizer import make_character_tokenizer
+from asyncrl.trainer.model.scratch import make_character_tokenizer
 
 NUM_PROMPTS = 100
 """So many prompts are tokenized, the first ones."""
@@ -49,7 +49,7 @@ SIMULATED = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Found:
-    """`lines`: what was looked at, for people. `notes`: what somebody who starts a run has to know. `task`
+    """`lines`: what was looked at, for people. `notes`: what the person who starts a run has to know. `task`
     and `eval_task` are handed on to the run, None where only its start may read them.
     """
 
@@ -61,7 +61,7 @@ class Found:
 
 def look(config: RunConfig) -> Found:
     """Load everything but weights. Raises ConfigError with the first that cannot be had."""
-    objective_spec(config.algorithm)
+    resolve(config.algorithm)
     task, words = look_at_task(config.task, config.seed, load_taskset=taskset_loader(config.generator))
     lines, notes = [f"task: {words}"], [SIMULATED] if config.rollout.engine == "simulated" else []
     notes += scarce_connections(config)
@@ -170,9 +170,13 @@ def _too_long(prompts: Sequence[Prompt], tokenizer: HFChatTokenizer, limit: int,
         ) from error
     num_too_long = sum(length > limit for length in lengths)
     if num_too_long == len(lengths):
+        shortest, longest = min(lengths), max(lengths)
+        span = str(longest) if shortest == longest else f"{shortest} to {longest}"
+        which = f"all of the first {len(lengths)} prompts of the {name} are"
+        if len(lengths) == 1:
+            which = f"the first prompt of the {name} is"
         raise ConfigError(
-            f"{_all(len(lengths), name)} longer than rollout.max_prompt_tokens={limit}: {_range(lengths)} "
-            f"tokens",
+            f"{which} longer than rollout.max_prompt_tokens={limit}: {span} tokens",
             rule="a prompt is never cut: one that is too long is a failed rollout",
             way_out=f"raise rollout.max_prompt_tokens to {max(lengths)} or more, or shorten the prompts.",
         )
@@ -185,27 +189,11 @@ def _too_long(prompts: Sequence[Prompt], tokenizer: HFChatTokenizer, limit: int,
     ]
 
 
-def _all(num_prompts: int, name: str) -> str:
-    return (
-        f"the first prompt of the {name} is"
-        if num_prompts == 1
-        else f"all of the first {num_prompts} prompts of the {name} are"
-    )
-
-
-def _range(lengths: Sequence[int]) -> str:
-    shortest, longest = min(lengths), max(lengths)
-    return str(longest) if shortest == longest else f"{shortest} to {longest}"
-
-
 def _ask_user_code(config: RunConfig) -> None:
     """Raise the ConfigError that a process of its own finds, if there is something for it to load."""
-    own = (
-        ":" in config.algorithm.loss,
-        ":" in config.algorithm.advantage,
-        config.generator.python is not None,
-    )
-    if not (any(own) or config.trainer.lora is not None):
+    names = (config.algorithm.loss, config.algorithm.advantage)
+    is_own = any(":" in name for name in names) or config.generator.python is not None
+    if not is_own and config.trainer.lora is None:
         return
     if config.model.path is not None and (folder := find_on_disk(config.model)) is not None:
         config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder)})})

@@ -2,7 +2,7 @@
 says whether it can be called.
 
 A process of its own, because the controller loads no torch and none of the code that runs elsewhere. It ends
-with a fatal line, or with exit code FINE, which no module ends a process with by accident. preflight.py
+with a fatal line, or with exit code FINE, which no module ends a process with by accident. check.py
 starts it.
 """
 
@@ -18,7 +18,6 @@ from typing import Any
 import yaml
 
 from asyncrl.agents.python import PythonHarness
-from asyncrl.algorithms.registry import resolve, resolve_advantage
 from asyncrl.config import LoraConfig, ModelConfig, RunConfig
 from asyncrl.errors import ConfigError
 from asyncrl.http import die_with_parent, fail, secret_of
@@ -35,9 +34,9 @@ def check(config: RunConfig) -> None:
     looked at.
     """
     if ":" in config.algorithm.loss:
-        load_loss(resolve(config.algorithm).surrogate)
+        load_loss(config.algorithm.loss)
     if ":" in config.algorithm.advantage:
-        load_advantage(resolve_advantage(config.algorithm.advantage))
+        load_advantage(config.algorithm.advantage)
     if config.generator.python is not None:
         PythonHarness(config.generator.python, config.generator.args)
     if config.trainer.lora is not None and (
@@ -70,8 +69,7 @@ def _check_targets(model: ModelConfig, lora: LoraConfig) -> None:
 def _architecture(model: ModelConfig) -> Any:
     from transformers import AutoConfig
 
-    from asyncrl.trainer.model.scratch import scratch_config
-    from asyncrl.trainer.model.scratch_tokenizer import make_character_tokenizer
+    from asyncrl.trainer.model.scratch import make_character_tokenizer, scratch_config
 
     if model.scratch is None:
         return AutoConfig.from_pretrained(model.path)

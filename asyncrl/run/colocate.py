@@ -9,21 +9,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
+from asyncrl.engines.engine import EngineClient
 from asyncrl.errors import EngineLost, RoomError
-from asyncrl.messages.base import EnginePart, Moved, TrainerPart
-from asyncrl.messages.protocols import OffloadingTrainer, SleepingEngine
-from asyncrl.placement.lease import HandOver, HandoverReport, Lease, Side
+from asyncrl.messages.base import Moved
+from asyncrl.placement.lease import Call, HandoverReport, Lease, Side
 from asyncrl.sync.chunk_push import ChunkPublisher
 from asyncrl.sync.publisher import Publisher
 from asyncrl.waits import uncut, waiting
 
+if TYPE_CHECKING:  # which supervises, and waits for turns
+    from asyncrl.run.supervise_trainer import LivingTrainer
+
 T = TypeVar("T")
-ALL_PARTS: tuple[EnginePart, ...] = ("kv", "weights")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,48 +43,8 @@ class TurnStats:
     num_bytes: int = 0
 
 
-class Turns(Protocol):
-    """What the train loop and the supervisors need to know of whose turn it is."""
-
-    async def start(self, version: int) -> None:
-        """Before the first batch: engines serve `version` when this returns."""
-        ...
-
-    async def to_trainer(self) -> None:
-        """Return when the trainer may work. Idempotent."""
-        ...
-
-    async def to_engines(self, version: int) -> None:
-        """The trainer has made `version`: return when it may go on."""
-        ...
-
-    def room_for_engine(self, name: str) -> AbstractAsyncContextManager[None]:
-        """While a new process of this engine starts and is brought up, its device is the engines'."""
-        ...
-
-    async def bring_up(self, name: str) -> None:
-        """In that room: give an engine whose process is new the announced weights."""
-        ...
-
-    def down_nowait(self, name: str) -> None:
-        """An engine is lost."""
-        ...
-
-    async def wait_room_for_trainer(self) -> None:
-        """Return when new processes of the trainer may take memory."""
-        ...
-
-    def stats(self) -> TurnStats | None:
-        """None where nobody takes turns."""
-        ...
-
-    def gauges(self) -> dict[str, float]:
-        """Its numbers, by the names of observe/gauges.py."""
-        ...
-
-
 class SideBySide:
-    """Each side has devices of its own: nobody waits for a turn, and the publisher goes on beside both."""
+    """Each side has devices of its own: there are no turns, and the publisher goes on beside both."""
 
     def __init__(
         self,
@@ -92,14 +54,14 @@ class SideBySide:
         spawn: Callable[..., object],
         are_engines_ours: bool = True,
     ) -> None:
-        """`are_engines_ours`: the run started them, with the initial weights; what somebody else's have is
-        not known.
+        """`are_engines_ours`: the run started them, with the initial weights; what foreign ones have is not
+        known.
         """
         self._publisher, self._num_steps, self._spawn = publisher, num_steps, spawn
         self._are_engines_ours = are_engines_ours
 
     async def start(self, version: int) -> None:
-        """Start the publisher; a version that the engines do not have from their start is waited for."""
+        """Before the first batch: engines serve `version` when this returns."""
         must_push = version > 0 or not self._are_engines_ours
         if must_push:
             self._publisher.start_before_nowait(version)
@@ -108,72 +70,59 @@ class SideBySide:
             await self._publisher.wait_announced(version)
 
     async def to_trainer(self) -> None:
-        """At once."""
+        """Return when the trainer may work: at once."""
 
     async def to_engines(self, version: int) -> None:
-        """Once the weights are copied, so that the next step may change them; the push goes on by itself."""
+        """The trainer has made `version`. Returns once the weights are copied, so that the next step may
+        change them; the push goes on by itself.
+        """
         if version < self._num_steps:
             await self._publisher.wait_exported_or_busy(version)
 
     def room_for_engine(self, name: str) -> AbstractAsyncContextManager[None]:
-        """Always there."""
+        """While a new process of this engine starts and is brought up, its device is the engines'."""
         return contextlib.nullcontext()
 
     async def bring_up(self, name: str) -> None:
-        """The publisher does it."""
+        """In that room: give an engine whose process is new the announced weights."""
         with waiting(f"the announced weights in {name}", on="publisher", who="supervisor"):
             await self._publisher.bring_up(name)
 
     def down_nowait(self, name: str) -> None:
-        """The publisher leaves it out."""
+        """An engine is lost."""
         self._publisher.down_nowait(name)
 
     async def wait_room_for_trainer(self) -> None:
-        """Always there."""
+        """Return when new processes of the trainer may take memory."""
 
-    def stats(self) -> None:
-        """Nobody takes turns."""
+    def stats(self) -> TurnStats | None:
+        """None where there are no turns."""
+        return None
 
     def gauges(self) -> dict[str, float]:
         """None of its own."""
         return {}
 
 
-class TurnTrainer(OffloadingTrainer, Protocol):
-    """The trainer, which may be down for a while; LivingTrainer is it."""
-
-    @property
-    def is_up(self) -> bool:
-        """Whether it answers."""
-        ...
-
-    async def wait_up(self) -> None:
-        """Return once it does."""
-        ...
-
-
 class TakingTurns:
-    """Trainer and engines share devices: one side works, then the other.
+    """Trainer and engines share devices: one side works, then the other. The methods are those of SideBySide.
 
-    Life:       made -> start() -> to_trainer() and to_engines() in turn, from the train loop. After the last
-    step the trainer keeps the
-                devices, for what is to be saved. A process that died starts again only in its own side's
-                turn: an engine between two handovers, and an empty turn then brings all engines the weights
-                that are served; the trainer once the engines sleep, which is when it is needed, or at once
-                where they sleep already.
+    Life:       start() -> to_trainer() and to_engines() in turn, from the train loop. After the last step the
+                trainer keeps the devices, for what is to be saved. A process that died starts again only in a
+                turn of its own side: an engine between two handovers (an empty turn then brings all engines
+                the weights that are served), the trainer once the engines sleep.
     Waits:      to_trainer, to_engines and room_for_engine sleep for each other; to_trainer for a trainer that
-    starts again, as long as
-                that takes; wait_room_for_trainer and room_for_engine for the other side's turn to end.
+                starts again, as long as that takes; wait_room_for_trainer and room_for_engine for the other
+                side's turn to end.
     Invariant:  a version is announced only after the handover to the engines that brought it. Between two
-    handovers the side that has
-                the lease has all it needs on the devices, and the other has nothing there. An engine that is
-                down has no part in it.
+                handovers the side that has the lease has all it needs on the devices, and the other has
+                nothing there. An engine that is down takes no part.
     """
 
     def __init__(
         self,
-        engines: Sequence[SleepingEngine],
-        trainer: TurnTrainer,
+        engines: Sequence[EngineClient],
+        trainer: LivingTrainer,
         publisher: ChunkPublisher,
         *,
         num_steps: int,
@@ -181,14 +130,10 @@ class TakingTurns:
         on_event: Callable[[str, Mapping[str, Any]], None],
         on_lost: Callable[[EngineLost], None] | None,
     ) -> None:
-        self._trainer, self._publisher, self._num_steps = trainer, publisher, num_steps
-        self._on_event = on_event
-        self._engines = tuple(MaybeDown(engine, publisher.is_down, on_lost) for engine in engines)
-        self.lease = Lease()
-        needed = NeededTrainer(trainer, self._needing)
-        self._handover = HandOver(
-            self.lease, self._engines, needed, timeout_s=timeout_s, on_event=self._heard
-        )
+        """`on_lost`: told of an engine that is lost, which the handover then leaves out; None: it fails."""
+        self._engines, self._trainer, self._publisher = tuple(engines), trainer, publisher
+        self._num_steps, self._on_event, self._on_lost = num_steps, on_event, on_lost
+        self.lease = Lease(self._calls, timeout_s=timeout_s, on_event=self._heard)
         self._one_at_a_time = asyncio.Lock()
         self._num_needing = 0
         self._changed = asyncio.Event()
@@ -197,11 +142,11 @@ class TakingTurns:
         """The last handover to the trainer, and the one to the engines since, if there was one."""
 
     def __repr__(self) -> str:
-        return f"<TakingTurns {self.lease!r}, {'trainer is needed' if self._num_needing else 'trainer is not needed'}>"
+        return f"<TakingTurns {self.lease!r}, the trainer is needed by {self._num_needing} calls>"
 
     def stats(self) -> TurnStats:
-        """Where the lease is, and the last handovers."""
-        lease, trainer, engines = self.lease.stats(), self.last.get("trainer"), self.last.get("engines")
+        """The numbers so far."""
+        lease, trainer, engines = self.lease, self.last.get("trainer"), self.last.get("engines")
         return TurnStats(
             lease.state,
             lease.phase,
@@ -209,7 +154,7 @@ class TakingTurns:
             self._num_phases,
             to_trainer_s=trainer.seconds if trainer else 0.0,
             to_engines_s=engines.seconds if engines else 0.0,
-            num_bytes=sum(phase.num_bytes for report in self.last.values() for phase in report.phases),
+            num_bytes=sum(report.num_bytes for report in self.last.values()),
         )
 
     def gauges(self) -> dict[str, float]:
@@ -228,16 +173,12 @@ class TakingTurns:
         made others.
         """
         async with self._one_at_a_time:
-            if version == 0:
-                await self._handover.start("engines")
-                return
-            await self._handover.start("trainer")
-        await self.to_engines(version)
+            await self.lease.hand_to("engines" if version == 0 else "trainer")
+        if version > 0:
+            await self.to_engines(version)
 
     async def to_trainer(self) -> None:
-        """Hand over to the trainer, if the engines have their turn. Raises RoomError, with the phase that
-        failed.
-        """
+        """Hand over to the trainer, unless it has its turn. Raises RoomError, with the phase that failed."""
         with waiting("the trainer's turn", on="trainer and engines"):
             async with self._one_at_a_time:
                 if self.lease.owner != "trainer":
@@ -245,16 +186,14 @@ class TakingTurns:
 
     async def to_engines(self, version: int) -> None:
         """Hand over to the engines with these weights, and announce them; after the last step the trainer
-        keeps its turn.
-
-        Raises RoomError, with the phase that failed.
+        keeps its turn. Raises RoomError, with the phase that failed.
         """
         with waiting("the engines' turn", on="trainer and engines"):
             async with self._one_at_a_time:
                 await self._publisher.evaluate(version)
                 if version >= self._num_steps:
                     return
-                self.last["engines"] = await self._handover.to_generating(self._push)
+                self.last["engines"] = await self.lease.hand_to("engines")
                 self._publisher.announce()
 
     @contextlib.asynccontextmanager
@@ -268,7 +207,7 @@ class TakingTurns:
                     raise RoomError(
                         "placement",
                         f"{name} cannot be started again: the lease is broken: {self.lease.broken}",
-                        rule="nobody can say what the devices hold",
+                        rule="it is not known what the devices hold",
                         way_out="start the run again; it goes on where it was.",
                     )
                 if self.lease.state == "generating":
@@ -291,33 +230,51 @@ class TakingTurns:
         self._publisher.down_nowait(name)
 
     async def wait_room_for_trainer(self) -> None:
-        """Return when nobody but the trainer has a turn, or somebody who hands over waits for it."""
+        """Return when the engines have no turn, or a handover waits for the trainer."""
         with waiting("the engines to leave the devices, to start the trainer", on="the train loop"):
             while self.lease.state in ("generating", "handover") and not self._num_needing:
                 await self._changed.wait()
 
     async def _empty_turn(self) -> None:
         await self._hand_to_trainer()
-        await self._handover.to_generating(self._push)
+        await self.lease.hand_to("engines")
 
     async def _hand_to_trainer(self) -> HandoverReport:
         """A trainer that is down starts first, on devices from which the engines have gone; that has limits
         of its own.
         """
         if not self._trainer.is_up:
-            await asyncio.gather(*(engine.sleep(ALL_PARTS) for engine in self._engines))
-            await self._needing(self._trainer.wait_up)
-        return await self._handover.to_training(self._push)
+            await asyncio.gather(*self._calls(Call("engines", "sleep", ("kv", "weights"))).values())
+            await self._needing(self._trainer.wait_up())
+        return await self.lease.hand_to("trainer")
 
-    async def _push(self) -> Moved:
-        return await self._needing(self._publisher.push)
+    def _calls(self, call: Call) -> Mapping[str, Awaitable[Moved]]:
+        if call.of == "engines":
+            return {engine.name: self._ask(engine, call) for engine in self._engines}
+        if call.of == "publisher":
+            return {"publisher": self._needing(self._publisher.push())}
+        ask = self._trainer.offload if call.verb == "offload" else self._trainer.onload
+        return {"trainer": self._needing(ask(call.parts))}
 
-    async def _needing(self, call: Callable[[], Awaitable[T]]) -> T:
-        """A call that a trainer which is down must start for."""
+    async def _ask(self, engine: EngineClient, call: Call) -> Moved:
+        """An engine that is down has nothing on the device, and one that is lost is soon down."""
+        if not self._publisher.is_down(engine.name):
+            try:
+                if call.verb == "sleep":
+                    return await engine.sleep(call.parts)
+                return await engine.wake(call.parts, restore=call.restore)
+            except EngineLost as lost:
+                if self._on_lost is None:
+                    raise
+                self._on_lost(lost)
+        return Moved(num_bytes=0, seconds=0.0)
+
+    async def _needing(self, call: Awaitable[T]) -> T:
+        """A call for which a trainer that is down must start."""
         self._num_needing += 1
         self._wake()
         try:
-            return await call()
+            return await call
         finally:
             self._num_needing -= 1
 
@@ -331,57 +288,4 @@ class TakingTurns:
         self._changed = asyncio.Event()
 
 
-# Both sides as a handover sees them when their processes may be down. Knows calls; knows no process and no
-# lease.
-
-
-class NeededTrainer:
-    """The trainer as a handover sees it: who calls it needs it."""
-
-    def __init__(
-        self,
-        trainer: OffloadingTrainer,
-        needing: Callable[[Callable[[], Awaitable[Moved]]], Awaitable[Moved]],
-    ) -> None:
-        self._trainer, self._needing = trainer, needing
-
-    async def offload(self, parts: Sequence[TrainerPart]) -> Moved:
-        """As the trainer's."""
-        return await self._needing(lambda: self._trainer.offload(parts))
-
-    async def onload(self, parts: Sequence[TrainerPart]) -> Moved:
-        """As the trainer's."""
-        return await self._needing(lambda: self._trainer.onload(parts))
-
-
-class MaybeDown:
-    """One engine server as a handover sees it: while it is down it has nothing on the device, and one that is
-    lost is soon down.
-    """
-
-    def __init__(
-        self,
-        engine: SleepingEngine,
-        is_down: Callable[[str], bool],
-        on_lost: Callable[[EngineLost], None] | None,
-    ) -> None:
-        self._engine, self._is_down, self._on_lost = engine, is_down, on_lost
-        self.name = engine.name
-
-    async def sleep(self, parts: Sequence[EnginePart]) -> Moved:
-        """As the engine's."""
-        return await self._unless_down(lambda: self._engine.sleep(parts))
-
-    async def wake(self, parts: Sequence[EnginePart], *, restore: bool = False) -> Moved:
-        """As the engine's."""
-        return await self._unless_down(lambda: self._engine.wake(parts, restore=restore))
-
-    async def _unless_down(self, call: Callable[[], Coroutine[Any, Any, Moved]]) -> Moved:
-        if not self._is_down(self.name):
-            try:
-                return await call()
-            except EngineLost as lost:
-                if self._on_lost is None:
-                    raise
-                self._on_lost(lost)
-        return Moved(num_bytes=0, seconds=0.0)
+Turns: TypeAlias = SideBySide | TakingTurns

@@ -1,102 +1,56 @@
-"""One run: wires the rooms, owns the one asyncio.TaskGroup, and ends everything that it started.
+"""One run: starts its parts, trains batch after batch, and ends everything that it started.
 
-Who consumes what, who waits for whom, who unblocks whom:
+Who waits, in what, for what, and what wakes it:
 
-    who waits                in                                  for                                   woken
-    by -----------------------  ----------------------------------  ------------------------------------
-    ------------------------------ producers                Slots.wait_spare                    a free
-    sequence in the engines        a rollout that stops sampling a rollout                Slots.wait
-    a free sequence in the engines        a rollout that stops sampling producers
-    Buffer.wait_open                    leave under the staleness rule        a version served, a group failed
-    a rollout                EnginePool.generate                 its completion, timeout_s at most     its
-    engine server a rollout                Leases.run                          a harness worker, then its
-    outcome    a worker; its silence, timeout_s a harness                POST /v1/chat/completions
-    EnginePool.generate                   its engine server, its session's end a worker                 POST
-    /work/lease                    work, MAX_WAIT_S at most              a rollout that starts watch gateway
-    Rooms.broken                        an engine that broke under a call     the gateway watch worker-N
-    WorkerSupervisor.run                a worker to end or hang               kernel, heartbeat a rollout
-    Scorer.score                        its reward, reward_timeout_s at most  the reward function train loop
-                Buffer.wait_batch                   num_groups ready groups               a group finished,
-    failed, dropped train loop               Journal.batch_taken                 the batch on disk
-    the journal's thread train loop               TrainerClient.train, save           the optimizer step, the
-    saved weights  the trainer worker train loop               Publisher.wait_exported_or_busy     the copy of
-    the new weights           the publisher publisher                TrainerClient.wait_version_above    a new
-    policy_version                  the train loop publisher                prepare and commit
-    every engine, timeout_s at most       the engine servers evaluation               Evaluation.run
-    a published version that is due       the publisher evaluation               prepare, commit, generate,
-    score    eval.timeout_s at most for all of it  engine-eval, its reward function the run's end
-    Evaluation.wait_last                the evaluation of the last version    evaluation, guard of engine-eval
-    watch NAME               ChildProcess.watch                  a child process to end                the
-    kernel heartbeat NAME           GET /health                         an answer, heartbeat_s at most
-    the server watch engine-N           EngineSupervisor.run                both of these, or a call that
-    broke   kernel, pool, publisher watch engine-N           backoff_s, start, bring_up          a new process
-    with current weights    the server, a push that runs a rollout                EnginePool.generate
-    a server that is up, if none is       watch engine-N watch trainer            LivingTrainer.run
-    a rank to end, or a call that broke   kernel, heartbeat, its callers watch trainer            backoff_s,
-    start, recover           new ranks, and the journal's batches  the ranks, the journal train loop,
-    publisher    LivingTrainer.train, export, save   the trainer to be back, if it is not  watch trainer train
-    loop               Checkpointer.after_step             the copy of the trainer's state       the trainer
-    worker checkpoint N             TrainerClient.wait_save_state       the state on disk
-    the trainer worker checkpoint N             Checkpoints.in_use                  a trainer that goes back
-    to an older  watch trainer watch trainer            Checkpoints.in_use                  a checkpoint that
-    is made whole       checkpoint N the run's start          Journal.read_resume, recover        the batches
-    to be trained again       the journal, the trainer worker the run's start
-    Publisher.wait_announced            the weights it goes on with           the publisher the run's start
-    TakingTurns.start                   the first turn                        engines, the trainer train loop
-                 TakingTurns.to_trainer              engines that sleep, the trainer's memory  engines, the
-    trainer train loop               TakingTurns.to_engines              memory, weights chunk by chunk
-    the trainer, engines watch engine-N           TakingTurns.room_for_engine         the engines' turn
-    the train loop watch trainer            TakingTurns.wait_room_for_trainer   engines that sleep
-    the train loop watchdog                 Watchdog.run                        watchdog_s without any
-    progress       its timer
+    producers     Slots.wait_spare        a free sequence in the engines       a rollout that stops sampling
+    producers     Buffer.wait_open        leave under the staleness rule       a version served, a group
+    failed a rollout     EnginePool.generate     its completion, timeout_s at most    its engine server
+    a rollout     Leases.run              a worker, then its outcome           a worker; its silence
+    train loop    Buffer.wait_batch       num_groups ready groups              a group finished, failed,
+    dropped train loop    Journal.batch_taken     the batch on disk                    the journal's thread
+    train loop    LivingTrainer.train     the optimizer step                   the trainer's first rank
+    train loop    SideBySide.to_engines   the copy of the new weights          the publisher
+    train loop    TakingTurns.to_trainer  engines that sleep                   trainer and engines
+    publisher     Publisher.run           a new policy_version, its push       the train loop, the engine
+    servers evaluation    Evaluation.run          a published version that is due      the publisher
+    checkpoint N  Checkpointer._finish    the trainer's state on disk          the trainer's first rank
+    watch NAME    Supervisor.run          a process that ends or is silent     the kernel, its heartbeat, its
+    callers watchdog      Watchdog.run            watchdog_s without any progress      its timer
 
-A room that breaks raises RoomError: the TaskGroup falls, everything is closed, and `run_job` raises that
-error. An engine server or a trainer that is lost is started again first, supervision.max_restarts times. The
-evaluation is the exception: nobody waits for it but the end of the run, and without its engine the run goes
-on, with a warning. A child process that died is named before the call that broke because of it.
+A part that breaks raises RoomError: the TaskGroup falls, everything is closed, and `run_job` raises that
+error. A process that is lost is started again first, supervision.max_restarts times. The evaluation is the
+exception: only the end of the run waits for it, and without its engine the run goes on, with a warning.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import os
 import shutil
-import signal
-from collections.abc import Coroutine, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from asyncrl.agents.command import passed_env
-from asyncrl.agents.process_tree import hide_memory
+from asyncrl.agents.process_group import hide_memory
+from asyncrl.algorithms.registry import resolve
 from asyncrl.checkpoints.folder import set_aside
 from asyncrl.config import RunConfig, run_config_yaml
-from asyncrl.errors import AsyncrlError, ConfigError, RoomError, first_cause
 from asyncrl.files import RunLock, write_whole
 from asyncrl.http import OURS, out_of
 from asyncrl.messages.records import Batch, UnfinishedGroup
 from asyncrl.observe.watchdog import Watchdog
 from asyncrl.placement.choices import settle_dtype
+from asyncrl.placement.devices import Placement
 from asyncrl.placement.fit import refuse_what_cannot_fit
 from asyncrl.placement.plan import make_plan
-from asyncrl.placement.staging import clear_own_staging
-from asyncrl.run.build import CLOSE_TIMEOUT_S, Rooms, close_within, open_rooms, run_id
+from asyncrl.run.build import Rooms, open_rooms, run_id
+from asyncrl.run.life import Life, logging_to, make_run_dir, refused_by_system
+from asyncrl.run.model_folder import MODEL_PIN
 from asyncrl.run.replay import settle_copy
 from asyncrl.run.report import Reporter
 from asyncrl.run.restore import restore
 from asyncrl.run.resume import ResumeMode, ResumePoint, begun_dtype, find_resume, settle_saved
-from asyncrl.run.run_folder import (
-    MODEL_PIN,
-    allow_many_connections,
-    logging_to,
-    make_run_dir,
-    refused_by_system,
-)
-from asyncrl.run.specs import objective_spec
-from asyncrl.run.start import Server, note_deaths
 from asyncrl.run.supervise import heartbeat
 from asyncrl.run.watch import make_watchdog
 from asyncrl.user_code import end_what_is_left
@@ -126,18 +80,18 @@ def run_job(
     if config.generator.is_harness:
         hide_memory()  # keys, answers and rewards of all rollouts
     config, dtype_words = settle_dtype(config, begun=begun_dtype(run_dir))
-    objective_spec(config.algorithm)  # a loss that is not known is refused before anything is made
+    resolve(config.algorithm)  # a loss that is not known is refused before anything is made
     passed_env(config.generator.pass_env)  # and so is a variable that is not set
-    refuse_what_cannot_fit(make_plan(config), config)
+    plan = make_plan(config)
+    refuse_what_cannot_fit(plan, config)
     folder = run_dir or Path("runs") / f"{name}-{datetime.now().strftime('%Y%m%d-%H%M%S')}"
     if resume == "must" and not folder.exists():
         find_resume(folder, config, resume)  # says that there is none
     make_run_dir(folder, config.observe.dir_mode)
     lock = RunLock(folder / "run.lock").acquire()
     try:
-        is_ours = settle_saved(
-            folder
-        )  # before anything may refuse: the weights of a run that is done are the last ones
+        # Before anything may refuse: the weights of a run that is done are the last ones.
+        is_ours = settle_saved(folder)
         point = find_resume(folder, config, resume, allow_change)
         if is_ours:
             settle_copy(config, folder, is_new=point is None)
@@ -146,25 +100,23 @@ def run_job(
                 (folder / MODEL_PIN).unlink(missing_ok=True)
         run_id(folder)  # before the config: a directory with a config and without an id is not a run's
         if point is None:
-            _write_config(folder, config)
-        allow_many_connections()
+            write_whole(folder / "config.yaml", run_config_yaml(config))
         with logging_to(folder):
-            return asyncio.run(end_what_is_left(Job(config, folder, name, lock, point, dtype_words).run()))
+            job = Job(config, folder, name, lock, point, plan.placement, dtype_words)
+            return asyncio.run(end_what_is_left(job.run()))
     finally:
         lock.release()
 
 
-def _write_config(folder: Path, config: RunConfig) -> None:
-    write_whole(folder / "config.yaml", run_config_yaml(config))
-
-
-class Job:
-    """The life of one run: open the rooms -> catch up, if resumed -> train loop -> save -> close. Owns the
-    TaskGroup and the signals.
+class Job(Life):
+    """One run: open its parts -> catch up, if resumed -> train loop -> save -> close.
 
     The first SIGINT or SIGTERM lets the step in hand end, has a checkpoint made, and closes; the second one
     ends at once: what was journaled is not lost.
     """
+
+    ending = "stopping after this step"
+    main_task = "train loop"
 
     def __init__(
         self,
@@ -173,115 +125,89 @@ class Job:
         name: str,
         lock: RunLock,
         point: ResumePoint | None,
+        placement: Placement,
         note: str = "",
     ) -> None:
-        """`note`: what whoever starts the run has to know."""
-        self._note = note
-        self.config, self.run_dir, self._lock, self._point = config, run_dir, lock, point
+        """`note`: what the person who starts the run has to know."""
+        super().__init__(config, run_dir)
+        self._lock, self._point, self._placement, self._note = lock, point, placement, note
         self.reporter = Reporter(config, run_dir, name, goes_on=point is not None)
-        self._signal: int | None = None
-        self._group: asyncio.TaskGroup | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._servers: tuple[Server, ...] = ()
-        self._eval_server: Server | None = None
-        self._stop = asyncio.Event()
-        self._is_training = False
 
-    async def run(self) -> int:
-        """The exit code. Raises the AsyncrlError that ended the run."""
-        loop, main = asyncio.get_running_loop(), asyncio.current_task()
-        assert main is not None
-        main.set_name("train loop")
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._on_signal, number, main)
+    def tell(self, text: str) -> None:
+        """On the console and in status.json."""
+        self.reporter.tell(text)
+
+    def say(self, text: str) -> None:
+        """On the console and in the log."""
+        self.reporter.say(text)
+
+    def say_secret(self, text: str) -> None:
+        """On the console alone."""
+        self.reporter.say_secret(text)
+
+    def warn(self, text: str) -> None:
+        """On the console, in the log and in the summary."""
+        self.reporter.warn(text)
+
+    def finish(self, state: str, why: str = "", *, can_go_on: bool = True) -> None:
+        """Write how the run ended. Raises RoomError if that cannot be written."""
         try:
-            await self._live()
-        except asyncio.CancelledError:
-            if self._signal is None:
-                raise
-            main.uncancel()
-            self._finish("interrupted", f"interrupted by {signal.Signals(self._signal).name}")
-            return 128 + self._signal
-        except BaseExceptionGroup as errors:
-            raise self._fail(first_cause(errors)) from errors
-        except (
-            Exception
-        ) as error:  # the outermost border: what is foreign is named here too, and never swallowed
-            raise self._fail(error) from error
-        else:
-            if self._signal is not None:
-                self._finish("interrupted", f"interrupted by {signal.Signals(self._signal).name}")
-                return 128 + self._signal
-            self._finish("done")
-            return 0
-        finally:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                loop.remove_signal_handler(number)
+            self.reporter.finish(state, why, can_go_on=can_go_on)
+        except OSError as error:
+            raise refused_by_system(error, self.run_dir) from error
 
-    async def _live(self) -> None:
-        """Everything between the first process and the last one ended."""
-        async with AsyncExitStack() as stack:
-            self.reporter.start()
-            for text in () if self._point is None else self._point.told:
-                self.reporter.warn(text)
-            stack.callback(self.reporter.close_console)
-            if self._note:
-                self.reporter.say(self._note)
-            rooms = await open_rooms(
-                self.config,
-                self.run_dir,
-                stack,
-                spawn=self._spawn,
-                listener=self.reporter,
-                lock=self._lock,
-                may_change_model=self._point is not None and self._point.may_change_model,
-            )
-            self._servers, self._eval_server = rooms.servers, rooms.eval_server
-            try:
-                async with asyncio.TaskGroup() as self._group:
-                    self._start_guards(rooms)
-                    unfinished = await self._catch_up(rooms)
-                    self.reporter.training_starts()
-                    await self._start_services(rooms, unfinished)
-                    await self._train_loop(rooms)
-                    await self._end(rooms)
-                    self._end_tasks()
-            except BaseExceptionGroup as errors:
-                await self._reap(rooms, errors)
-                raise
-            finally:
-                await close_within(CLOSE_TIMEOUT_S, "producers", rooms.producers.aclose)
+    async def live(self) -> int:
+        """The run, from its parts to its end."""
+        self.reporter.start()
+        for text in () if self._point is None else self._point.told:
+            self.warn(text)
+        self.stack.callback(self.reporter.close_console)
+        if self._note:
+            self.say(self._note)
+        rooms = await open_rooms(
+            self,
+            self._placement,
+            self._lock,
+            evaluated=self.reporter.evaluated,
+            may_change_model=self._point is not None and self._point.may_change_model,
+        )
+        self.servers = rooms.servers
+        self.servers_beside = () if rooms.eval_server is None else (rooms.eval_server,)
+        self.closes("producers", rooms.producers.aclose)
+        self._start_guards(rooms)
+        unfinished = await self._catch_up(rooms)
+        self.reporter.training_starts()
+        await self._start_services(rooms, unfinished)
+        await self._train_loop(rooms)
+        await self._end(rooms)
+        return 0 if self._signal is None else 128 + self._signal
 
     def _start_guards(self, rooms: Rooms) -> None:
-        """Whoever watches that the run lives: from before the first batch until the weights are saved."""
-        watchdog = make_watchdog(self.config, self.run_dir, rooms, tell=self.reporter.warn)
-        self._spawn(watchdog.run(), name="watchdog")
-        self._spawn(self._report_status(rooms, watchdog), name="status")
-        self._spawn(rooms.journal.wait_failed(), name="watch journal")
-        self._spawn(rooms.trainer.run(), name="watch trainer")
-        for supervisor in rooms.supervisors:
-            self._spawn(supervisor.run(), name=f"watch {supervisor.name}")
+        """The tasks that see to it that the run lives: from before the first batch until the weights are
+        saved.
+        """
+        watchdog = make_watchdog(self.config, self.run_dir, rooms, tell=self.warn)
+        self.spawn(watchdog.run(), name="watchdog")
+        self.spawn(self._report_status(rooms, watchdog), name="status")
+        self.spawn(rooms.journal.wait_failed(), name="watch journal")
+        self.spawn(rooms.trainer.run(), name="watch trainer")
+        workers = () if rooms.harnessing is None else rooms.harnessing.supervisors
+        for supervisor in (*rooms.supervisors, *workers):
+            self.spawn(supervisor.run(), name=f"watch {supervisor.name}")
         if rooms.harnessing is not None:
-            self._spawn(self._watch_broken(rooms), name="watch gateway")
-            for keeper in rooms.harnessing.supervisors:
-                self._spawn(keeper.run(), name=f"watch {keeper.name}")
-
-    async def _watch_broken(self, rooms: Rooms) -> None:
-        """The gateway answers harnesses, who cannot end the run; what broke there is raised here."""
-        assert rooms.broken is not None
-        raise await rooms.broken
+            self.spawn(self.wait_broken(), name="watch gateway")
 
     async def _catch_up(self, rooms: Rooms) -> Sequence[UnfinishedGroup]:
         """A run that was killed goes to where it stood; what is returned runs again once the engines have the
         weights.
         """
-        if self._point is None:
-            await self._pin_model(rooms)
+        point = self._point
+        if point is None:
+            rooms.pin.write()
             rooms.journal.order_nowait(rooms.feed.order)
             return ()
-        point = self._point
         state = await rooms.journal.read_resume(point.version)
-        self.reporter.tell(f"training again on {state.next_version - point.version} journaled batches")
+        self.tell(f"training again on {state.next_version - point.version} journaled batches")
         unfinished = await restore(
             point,
             state,
@@ -295,40 +221,35 @@ class Job:
                 rooms, batch, report, step_s=report.metrics.get("perf/train_s", 0.0)
             ),
         )
-        _write_config(self.run_dir, self.config)  # only now: a resume that was refused has changed nothing
-        await self._pin_model(rooms)
+        # Only now: a resume that was refused has changed nothing.
+        write_whole(self.run_dir / "config.yaml", run_config_yaml(self.config))
+        rooms.pin.write()
         for text in await asyncio.to_thread(set_aside, point.damaged):
-            self.reporter.say(text)
+            self.say(text)
         return unfinished
-
-    async def _pin_model(self, rooms: Rooms) -> None:
-        if rooms.pin is not None:
-            await asyncio.to_thread(rooms.pin.write)
 
     async def _start_services(self, rooms: Rooms, unfinished: Sequence[UnfinishedGroup]) -> None:
         version = rooms.trainer.policy_version
         if rooms.evaluation is not None and rooms.eval_server is not None:
-            child, guard = rooms.eval_server.child, rooms.evaluation.guard
-            self._spawn(rooms.evaluation.run(), name="evaluation")
-            self._spawn(guard(child.watch()), name=f"watch {child.name}")
-            self._spawn(
-                guard(heartbeat(rooms.eval_server, self.config.observe.heartbeat_s)),
-                name=f"heartbeat {child.name}",
-            )
+            server, guard = rooms.eval_server, rooms.evaluation.guard
+            self.spawn(rooms.evaluation.run(), name="evaluation")
+            self.spawn(guard(server.child.watch()), name=f"watch {server.child.name}")
+            beats = heartbeat(server, self.config.observe.heartbeat_s)
+            self.spawn(guard(beats), name=f"heartbeat {server.child.name}")
         if version > 0:
-            self.reporter.tell("bringing the weights to the engines")
+            self.tell("bringing the weights to the engines")
         await rooms.turns.start(version)
-        self.reporter.tell("training")
+        self.tell("training")
         for group in unfinished:
             rooms.producers.resume_nowait(group)
-        self._spawn(rooms.producers.run(), name="producers")
+        self.spawn(rooms.producers.run(), name="producers")
 
     async def _train_loop(self, rooms: Rooms) -> None:
         """The loop: a batch that keeps the bound, one optimizer step, and what its weights need before the
         next one.
         """
         clock = asyncio.get_running_loop().time
-        self._is_training = True
+        self.can_stop = True
         while rooms.trainer.policy_version < self.config.trainer.num_steps:
             started_s = clock()
             batch = await self._next_batch(rooms)
@@ -344,10 +265,10 @@ class Job:
 
     async def _next_batch(self, rooms: Rooms) -> Batch | None:
         """The next batch, or None once the run is to stop."""
-        if self._stop.is_set():
+        if self.stop.is_set():
             return None
         waiting = asyncio.ensure_future(rooms.buffer.wait_batch())
-        stopping = asyncio.ensure_future(self._stop.wait())
+        stopping = asyncio.ensure_future(self.stop.wait())
         try:
             await asyncio.wait({waiting, stopping}, return_when=asyncio.FIRST_COMPLETED)
             return waiting.result() if waiting.done() else None
@@ -360,38 +281,21 @@ class Job:
         other time.
         """
         if self._signal is not None:
-            self._end_tasks(all_but=GUARDS)
-            self.reporter.tell("writing a checkpoint")
+            self.end_tasks(all_but=GUARDS)
+            self.tell("writing a checkpoint")
             await rooms.checkpointer.make_last(rooms.trainer.policy_version)
             return
-        self._is_training = False  # a signal cuts what comes now: there is no step to wait for
-        self._end_tasks(all_but=GUARDS if rooms.evaluation is None else GUARDS + EVALUATING)
+        self.can_stop = False  # a signal cuts what comes now: there is no step to wait for
+        self.end_tasks(all_but=GUARDS if rooms.evaluation is None else GUARDS + EVALUATING)
         await rooms.turns.to_trainer()
-        await self._save(rooms)
-        await rooms.checkpointer.make_last(rooms.trainer.policy_version)
-        if rooms.evaluation is not None:
-            self.reporter.tell("evaluating the last weights")
-            await rooms.evaluation.wait_last()
-
-    async def _save(self, rooms: Rooms) -> None:
-        self.reporter.tell("saving the weights")
+        self.tell("saving the weights")
         await rooms.trainer.save(self.run_dir / "final")
         if self.config.trainer.lora is not None:
             await rooms.trainer.save(self.run_dir / "adapter", merged=False)
-
-    def _spawn(self, coro: Coroutine[Any, Any, None], *, name: str) -> asyncio.Task[None]:
-        """Start a task in the run's TaskGroup: if it raises, the run ends."""
-        assert self._group is not None, "rooms start tasks only while the TaskGroup is open"
-        task = self._group.create_task(coro, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
-    def _end_tasks(self, *, all_but: tuple[str, ...] = ()) -> None:
-        """Cancel the tasks of the group, those aside whose names start with one of `all_but`."""
-        for task in self._tasks:
-            if not task.get_name().startswith(all_but):
-                task.cancel()
+        await rooms.checkpointer.make_last(rooms.trainer.policy_version)
+        if rooms.evaluation is not None:
+            self.tell("evaluating the last weights")
+            await rooms.evaluation.wait_last()
 
     async def _report_status(self, rooms: Rooms, watchdog: Watchdog) -> None:
         is_short = False
@@ -406,47 +310,3 @@ class Job:
                     logger.warning("%s", out_of("no status is written for now", error.errno))
                 is_short = True
             await asyncio.sleep(STATUS_PERIOD_S)
-
-    async def _reap(self, rooms: Rooms, errors: BaseExceptionGroup[BaseException]) -> None:
-        """A call that broke may mean that its process just died: give the kernel a moment to say so."""
-        await note_deaths(rooms.servers, timeout_s=1.0 if isinstance(first_cause(errors), RoomError) else 0.0)
-
-    def _fail(self, error: BaseException) -> AsyncrlError:
-        """The error to show: a process that died comes before the call that broke because of it."""
-        if isinstance(error, OSError):
-            error = refused_by_system(error, self.run_dir)
-        elif not isinstance(error, AsyncrlError):
-            logger.error("internal error", exc_info=error)
-            error = RoomError(
-                "controller",
-                f"internal error {type(error).__name__}: {error}",
-                way_out=f"the traceback is in {self.run_dir / 'logs' / 'controller.log'}; please report it.",
-            )
-        for server in self._servers:
-            if server.child.died is not None:
-                error = server.child.died
-                break
-        logger.error("the run failed: %s", error, exc_info=error)
-        with contextlib.suppress(RoomError):  # the first error is the one to tell
-            self._finish("failed", str(error), can_go_on=not isinstance(error, ConfigError))
-        return error
-
-    def _finish(self, state: str, why: str = "", *, can_go_on: bool = True) -> None:
-        """Write how the run ended. Raises RoomError if that cannot be written."""
-        try:
-            self.reporter.finish(state, why, can_go_on=can_go_on)
-        except OSError as error:
-            raise refused_by_system(error, self.run_dir) from error
-
-    def _on_signal(self, number: int, main: asyncio.Task[Any]) -> None:
-        if self._signal is not None:  # the second one: end at once
-            for server in filter(None, (*self._servers, self._eval_server)):
-                server.child.kill_nowait()
-            clear_own_staging()
-            os._exit(128 + number)
-        self._signal = number
-        self.reporter.tell("stopping after this step (once more to end at once)")
-        if self._is_training:
-            self._stop.set()
-        else:
-            main.cancel()

@@ -9,7 +9,7 @@ import contextlib
 import difflib
 import functools
 import json
-import sys
+import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from importlib import metadata
@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import xxhash
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from asyncrl.config import ModelConfig, RunConfig
 from asyncrl.errors import ConfigError
 from asyncrl.files import write_whole
 from asyncrl.messages.base import find_fatal
-from asyncrl.run.run_folder import MODEL_PIN
+from asyncrl.placement.processes import start_process
 from asyncrl.run.start import START_TIMEOUT_S
 
 # Blocking work beside the event loop. Knows no process and no room.
@@ -72,7 +72,9 @@ async def make_model_folder(config: RunConfig, run_dir: Path, *, revision: str |
     `revision`: the hub's commit, none for the newest.
     """
     if config.model.scratch is None:
-        return await in_daemon_thread(lambda: _find_model(config.model, revision))
+        return await in_daemon_thread(
+            lambda: _find_given(config.model) or _download(str(config.model.path), revision)
+        )
     folder = run_dir / "model"
     spec = run_dir / "specs" / "scratch.json"
     if (
@@ -87,29 +89,26 @@ async def make_model_folder(config: RunConfig, run_dir: Path, *, revision: str |
         "dtype": config.model.dtype,
     }
     spec.write_text(json.dumps(values), encoding="utf-8")
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "asyncrl.trainer.model.scratch",
-        "--spec",
-        str(spec),
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-    )
-    try:
-        output, _ = await asyncio.wait_for(process.communicate(), START_TIMEOUT_S)
-    except TimeoutError:
-        raise ConfigError(
-            f"model.scratch was not made within {START_TIMEOUT_S} s",
-            rule="a start has that long a step",
-            way_out="take a smaller model.scratch.architecture, or a faster machine.",
-        ) from None
-    finally:
-        if process.returncode is None:
-            process.kill()
+    with tempfile.TemporaryFile() as output:
+        process = await start_process(
+            "asyncrl.trainer.model.scratch",
+            ["--spec", str(spec)],
+            files=[output.fileno(), output.fileno(), output.fileno()],
+        )
+        try:
+            await asyncio.wait_for(process.wait(), START_TIMEOUT_S)
+        except TimeoutError:
+            raise ConfigError(
+                f"model.scratch was not made within {START_TIMEOUT_S} s",
+                rule="a start has that long a step",
+                way_out="take a smaller model.scratch.architecture, or a faster machine.",
+            ) from None
+        finally:
+            if process.returncode is None:
+                process.kill()
+        output.seek(0)
+        text = output.read().decode(errors="replace")
     if process.returncode != 0:
-        text = output.decode(errors="replace")
         fatal = find_fatal(text)
         what = fatal.error if fatal else f"exit code {process.returncode}: {text[-500:]}"
         raise ConfigError(
@@ -216,10 +215,6 @@ def _find_in_cache(hub_id: str) -> Path | None:
     return folder
 
 
-def _find_model(model: ModelConfig, revision: str | None) -> Path:
-    return _find_given(model) or _download(str(model.path), revision)
-
-
 def _download(hub_id: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
 
@@ -241,39 +236,27 @@ def _download(hub_id: str, revision: str | None) -> Path:
 # call it in a thread.
 
 
+MODEL_PIN = "model.json"
+"""In the run directory: the model that the run began with."""
 PATTERNS = (
-    "*.safetensors",
-    "*.safetensors.index.json",
-    "*.bin",
-    "*.bin.index.json",
-    "config.json",
-    "generation_config.json",
-    "tokenizer*.json",
-    "tokenizer.model",
-    "vocab.*",
-    "merges.txt",
-    "added_tokens.json",
-    "special_tokens_map.json",
-    "chat_template.*",
-)
+    "*.safetensors *.safetensors.index.json *.bin *.bin.index.json config.json generation_config.json "
+    "tokenizer*.json tokenizer.model vocab.* merges.txt added_tokens.json special_tokens_map.json "
+    "chat_template.*"
+).split()
 """What weights, architecture and tokenizer are read from."""
 _CHUNK_BYTES = 8 * 2**20
 
 
-class PinnedFile(BaseModel):
+class PinnedFile(BaseModel, frozen=True, extra="forbid"):
     """One file. With the size and time that it had, it is not read again."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     size: int
     mtime_ns: int
     xxh3: str
 
 
-class PinnedModel(BaseModel):
+class PinnedModel(BaseModel, frozen=True, extra="forbid"):
     """Files by name. `given`: model.path; `revision`: of a hub id, the commit that it was fetched at."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     given: str | None
     revision: str | None
@@ -304,9 +287,6 @@ class ModelPin:
                 way_out="put it back as it was, or accept the model as it is with --allow-change model.path.",
             ) from error
 
-    def __repr__(self) -> str:
-        return f"<ModelPin {self.path}, {'none yet' if self._pinned is None else f'{len(self._pinned.files)} files'}>"
-
     @property
     def revision(self) -> str | None:
         """The commit of the hub that the run began with; None for a new run, another model.path, or a
@@ -324,19 +304,20 @@ class ModelPin:
         if self._pinned is None:
             return
         before, now = self._pinned.files, _hash_all(folder, self._pinned.files)
-        differing = [
-            f"{name} has other content"
-            for name in before.keys() & now.keys()
-            if before[name].xxh3 != now[name].xxh3
-        ]
-        differing += [f"{name} is missing" for name in before.keys() - now.keys()]
-        differing += [f"{name} is new" for name in now.keys() - before.keys()]
+        differing = []
+        for name in sorted(before.keys() | now.keys()):
+            if name not in now or name not in before:
+                differing.append(f"{name} is {'missing' if name in before else 'new'}")
+            elif before[name].xxh3 != now[name].xxh3:
+                differing.append(f"{name} has other content")
         if differing:
+            back = "put the model's files back as they were"
+            if self._given is None:
+                back = f"remove {folder}: it is made again from the seed"
             raise ConfigError(
-                f"the model in {folder} is not the one that this run began with: "
-                f"{', '.join(sorted(differing))}",
+                f"the model in {folder} is not the one that this run began with: {', '.join(differing)}",
                 rule="a run goes on from the base weights and the tokenizer that it was started with",
-                way_out=f"{self._way_back(folder)}, or accept these with --allow-change model.path.",
+                way_out=f"{back}, or accept these with --allow-change model.path.",
             )
         self._found = self._model(folder, now)
 
@@ -356,13 +337,6 @@ class ModelPin:
             folder.name if folder.parent.name == "snapshots" else None
         )  # as the hub's cache lays it out
         return PinnedModel(given=self._given, revision=revision, files=files)
-
-    def _way_back(self, folder: Path) -> str:
-        return (
-            f"remove {folder}: it is made again from the seed"
-            if self._given is None
-            else "put the model's files back as they were"
-        )
 
 
 def _hash_all(folder: Path, known: Mapping[str, PinnedFile]) -> dict[str, PinnedFile]:

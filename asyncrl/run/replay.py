@@ -21,7 +21,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.files import write_whole
 from asyncrl.messages.base import joint_digest, tensor_digest
 from asyncrl.messages.records import Prompt, Rollout
-from asyncrl.placement.devices import find_cuda_devices, place
+from asyncrl.placement.devices import Placement
 from asyncrl.placement.memory_plan import item_bytes
 from asyncrl.rollouts.generators import RECORDED_VERSION
 from asyncrl.rollouts.recording import (
@@ -153,7 +153,8 @@ def told(replayed: Replayed, config: RunConfig) -> str:
     if buffer.filter != "none":  # a group that is filtered makes room for another one at the same version
         num_first = len(replayed.prompts)
     most = sum(len(replayed.rollouts[prompt.prompt_id]) for prompt in replayed.prompts[:num_first])
-    text = f"{replayed.num_rollouts} recorded rollouts of {len(replayed.prompts)} prompts, of which at most {most} can be taken"
+    text = f"{replayed.num_rollouts} recorded rollouts of {len(replayed.prompts)} prompts, of which at most "
+    text += f"{most} can be taken"
     if most < replayed.num_rollouts:
         text += (
             f": only (look_ahead + 1) * num_groups = {num_first} groups may start while policy_version "
@@ -167,17 +168,18 @@ def _reasons(left_out: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {why}" for why, count in left_out.items())
 
 
-def refuse_other_policy(replayed: Replayed, config: RunConfig, model_path: Path) -> None:
+def refuse_other_policy(
+    replayed: Replayed, config: RunConfig, model_path: Path, placement: Placement
+) -> None:
     """Raise ConfigError, with both digests, unless the run starts from what the recording was sampled
     from.
     """
-    refuse_difference(replayed.path, replayed.sampled_by, sampled_by(config, model_path))
+    refuse_difference(replayed.path, replayed.sampled_by, sampled_by(config, model_path, placement))
 
 
-def sampled_by(config: RunConfig, model_path: Path) -> SampledBy:
+def sampled_by(config: RunConfig, model_path: Path, placement: Placement) -> SampledBy:
     """What rollouts at policy_version 0 are sampled from. Reads all weights."""
-    device = place(config, len(find_cuda_devices())).rollout[0]
-    dtype = "bfloat16" if item_bytes(config.model.dtype, device) == 2 else "float32"
+    dtype = "bfloat16" if item_bytes(config.model.dtype, placement.rollout[0]) == 2 else "float32"
     try:
         digest = "simulated" if config.rollout.engine == "simulated" else _folder_digest(model_path)
         return SampledBy(digest, dtype, _tokenizer_digest(config, model_path), config.rollout.temperature)

@@ -28,7 +28,7 @@ from asyncrl.observe.verdict import judge, summary_panel
 from asyncrl.observe.watchdog import Wait
 from asyncrl.rollouts.evaluator import EvalResult
 from asyncrl.run.build import Rooms
-from asyncrl.run.run_folder import run_again
+from asyncrl.run.life import run_again
 from asyncrl.run.watch import gauges
 from asyncrl.trainer.gap import GAP_WARNING
 

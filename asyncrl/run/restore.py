@@ -1,5 +1,5 @@
-"""Brings trainer, buffer, feed and producers of a resumed run to where the killed one stood. Generates
-nothing.
+"""Brings the parts of a resumed run, or new processes of its trainer, to where the killed ones stood, and
+makes the checkpoints that this needs. Generates nothing.
 
 The checkpoint says what the weights were, the journal everything since: its batches are trained on again as
 they are, its ready groups are ready again, what ran goes on from its partial turns, what had been handed back
@@ -12,34 +12,21 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
-from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from asyncrl.buffer.buffer import Buffer
 from asyncrl.checkpoints.folder import Checkpoints, Pending, set_aside
 from asyncrl.errors import CheckpointError, TrainerLost
 from asyncrl.journal.journal import Journal
 from asyncrl.journal.read import ResumeState
-from asyncrl.messages.records import Batch, Prompt, StepReport, UnfinishedGroup
+from asyncrl.messages.records import Batch, GroupId, Prompt, StepReport, UnfinishedGroup
 from asyncrl.run.resume import ResumePoint
+from asyncrl.run.supervise_trainer import LivingTrainer
 from asyncrl.tasks.feed import Feed
 from asyncrl.trainer.trainer_client import TrainerClient
 from asyncrl.waits import waiting
 
 logger = logging.getLogger("asyncrl.run.restore")
-
-
-class Recovers(Protocol):
-    """What a resumed run needs of the trainer; LivingTrainer is it."""
-
-    async def recover(
-        self,
-        state: Path | None,
-        batches: Callable[[], AsyncIterator[Batch]],
-        on_step: Callable[[Batch, StepReport], None],
-    ) -> None:
-        """Load a state (None: the initial weights) and train on `batches()`; on_step is told of each once."""
-        ...
 
 
 async def recover_trainer(
@@ -51,9 +38,8 @@ async def recover_trainer(
     Raises JournalError if batches in between are not there any more, CheckpointError if a checkpoint cannot
     be read, TrainerError.
     """
-    async with (
-        checkpoints.in_use
-    ):  # to the end: one that is finished meanwhile would take away this one, and the batches since
+    # Held to the end: one that is finished meanwhile would take this one away, and the batches since.
+    async with checkpoints.in_use:
         whole, damaged = await asyncio.to_thread(checkpoints.newest_whole, keep_unfinished=True)
         for found in damaged:
             logger.warning("%s", found.why)
@@ -71,7 +57,7 @@ async def restore(
     point: ResumePoint,
     state: ResumeState,
     *,
-    trainer: Recovers,
+    trainer: LivingTrainer,
     journal: Journal,
     buffer: Buffer,
     feed: Feed,
@@ -83,15 +69,18 @@ async def restore(
 
     What can refuse goes first: data, buffer, and the trainer that loads the state. Then `on_restored` is
     called and the journal is told, and nothing but a broken part can end it: `on_step` hears of each batch
-    that is trained on again. `returns` is Producers.returns_nowait. Raises what the rooms raise.
+    that is trained on again. `returns` is Producers.returns_nowait. Raises what the parts raise.
     """
     if state.order is not None:
         feed.check_order(state.order)
-    unfinished, tell = (
-        _from_checkpoint_alone(point, journal, buffer, feed)
-        if state.num_drawn == 0 and point.checkpoint is not None
-        else _from_journal(state, journal, buffer, feed, returns)
-    )
+    next_group_id: int | None = None
+    ended: list[tuple[GroupId, Prompt, str]] = []
+    unfinished: tuple[UnfinishedGroup, ...] = ()
+    if state.num_drawn == 0 and point.checkpoint is not None:
+        next_group_id = _from_checkpoint_alone(point, buffer, feed)
+    else:
+        unfinished, ended = _from_journal(state, buffer, feed, returns)
+    num_drawn, back = feed.num_drawn, feed.prompts_back()
     is_restored = False
 
     def restored() -> None:
@@ -112,24 +101,18 @@ async def restore(
         folder, lambda: load_batches(state, point.version, state.next_version), trained_again
     )
     restored()
-    tell()
+    if next_group_id is not None:
+        journal.began_at_nowait(point.version, num_drawn, back, next_group_id)
+    for group_id, prompt, why in ended:  # no fault of their own: the same seeds
+        journal.group_ended_nowait(group_id, "handed_back", why, requeued=prompt.num_handed_back)
     return unfinished
 
 
-Restored = tuple[tuple[UnfinishedGroup, ...], Callable[[], None]]
-"""(what goes on, what the journal is told once nothing can refuse any more)."""
-
-
 def _from_journal(
-    state: ResumeState, journal: Journal, buffer: Buffer, feed: Feed, returns: Callable[[int, Prompt], None]
-) -> Restored:
+    state: ResumeState, buffer: Buffer, feed: Feed, returns: Callable[[int, Prompt], None]
+) -> tuple[tuple[UnfinishedGroup, ...], list[tuple[GroupId, Prompt, str]]]:
+    """(what goes on, what is handed back and why)."""
     whole = [record for record in state.running if record.prompt_is_whole]
-    broken = [
-        record for record in state.running if not record.prompt_is_whole
-    ]  # only the task can make these prompts again
-    ended = [
-        (record.ticket.group_id, record.prompt, "its prompt cannot be written down") for record in broken
-    ]
     late = buffer.restore_nowait(
         state.next_version,
         state.next_group_id,
@@ -141,28 +124,22 @@ def _from_journal(
             "handed back, because no batch may take them under the settings that have changed: groups %s",
             list(late),
         )
-        prompts = {record.ticket.group_id: record.prompt for record in whole} | {
-            group.group_id: group.prompt for _, group in state.ready
-        }
-        ended += [
-            (group_id, prompts[group_id], "too old under the settings that it was resumed with")
-            for group_id in late
-        ]
-    first = {
-        prompt_id: count for prompt_id, count in state.requeued.items() if prompt_id not in state.returning
-    }
-    feed.restore_nowait(
-        state.num_drawn, first | {prompt.prompt_id: prompt.num_handed_back for _, prompt, _ in ended}
-    )
+    prompts = {record.ticket.group_id: record.prompt for record in whole}
+    prompts |= {group.group_id: group.prompt for _, group in state.ready}
+    ended = [  # only the task can make the first of these prompts again
+        (record.ticket.group_id, record.prompt, "its prompt cannot be written down")
+        for record in state.running
+        if not record.prompt_is_whole
+    ]
+    ended += [
+        (group_id, prompts[group_id], "too old under the settings that it was resumed with")
+        for group_id in late
+    ]
+    first = {name: count for name, count in state.requeued.items() if name not in state.returning}
+    first |= {prompt.prompt_id: prompt.num_handed_back for _, prompt, _ in ended}
+    feed.restore_nowait(state.num_drawn, first)
     for prompt_id in state.returning:
         returns(state.next_version, Prompt(prompt_id, (), num_handed_back=state.requeued[prompt_id]))
-
-    def tell() -> None:
-        for group_id, prompt, why in ended:
-            journal.group_ended_nowait(
-                group_id, "handed_back", why, requeued=prompt.num_handed_back
-            )  # no fault of its own: the same seeds
-
     unfinished = tuple(
         UnfinishedGroup(
             record.ticket,
@@ -174,12 +151,12 @@ def _from_journal(
         for record in whole
         if record.ticket.group_id not in late
     )
-    return unfinished, tell
+    return unfinished, ended
 
 
-def _from_checkpoint_alone(point: ResumePoint, journal: Journal, buffer: Buffer, feed: Feed) -> Restored:
-    """The journal is gone: what was in flight when the checkpoint was made is generated again. The new one is
-    told what was before it.
+def _from_checkpoint_alone(point: ResumePoint, buffer: Buffer, feed: Feed) -> int:
+    """The journal is gone: what was in flight when the checkpoint was made is generated again. The new
+    journal is told what was before it. Returns the number of the next group.
     """
     assert point.checkpoint is not None
     controller = point.checkpoint.controller
@@ -195,8 +172,7 @@ def _from_checkpoint_alone(point: ResumePoint, journal: Journal, buffer: Buffer,
             rule="without its journal a run goes on from what the checkpoint says",
             way_out="put journal.sqlite back, or start a new run.",
         ) from error
-    version, num_drawn, back = point.version, feed.num_drawn, feed.prompts_back()
-    return (), lambda: journal.began_at_nowait(version, num_drawn, back, next_group_id)
+    return next_group_id
 
 
 async def load_batches(state: ResumeState, start: int, stop: int) -> AsyncIterator[Batch]:
@@ -205,38 +181,21 @@ async def load_batches(state: ResumeState, start: int, stop: int) -> AsyncIterat
         yield await asyncio.to_thread(state.load_batch, version)
 
 
-# Makes checkpoints while the run goes on: when they are due, beside training, and what happens if one cannot
-# be written.
-
-
-class Saves(Protocol):
-    """What the trainer does for a checkpoint; LivingTrainer is it."""
-
-    async def begin_save_state(self, path: Any) -> int:
-        """Copy the state, have it written beside training; the version that it is of."""
-        ...
-
-    async def wait_save_state(self) -> None:
-        """Until it is written."""
-        ...
-
-
 class Checkpointer:
     """Life: after_step() -> begun (training is held up for the copy alone) -> written, checked, renamed,
-    journaled -> idle.
+                journaled -> idle.
 
     Waits:      the train loop sleeps in after_step for the copy; the rest is a task of its own, which sleeps
-    until the state is written,
-                then while a trainer that was started again goes back to an older one.
+                until the state is written, then while a trainer that was started again goes back to an older
+                one.
     Invariant:  one at a time: what is due while one is being written is left out and told. What cannot be
-    written is told, each
-                time, and neither touches older checkpoints nor the run.
+                written is told, each time, and neither touches older checkpoints nor the run.
     """
 
     def __init__(
         self,
         checkpoints: Checkpoints,
-        trainer: Saves,
+        trainer: LivingTrainer,
         journal: Journal,
         *,
         controller_state: Callable[[], Mapping[str, Any]],
@@ -253,9 +212,6 @@ class Checkpointer:
         self._writing: asyncio.Task[None] | None = None
         self.num_made = self.num_failed = 0
 
-    def __repr__(self) -> str:
-        return f"<Checkpointer {self.num_made} made, {self.num_failed} failed{', writing' if self._writing else ''}>"
-
     def gauges(self) -> dict[str, float]:
         """Its numbers, by the names of observe/gauges.py."""
         return {"checkpoint/made": self.num_made, "checkpoint/failed": self.num_failed}
@@ -270,11 +226,9 @@ class Checkpointer:
                 f"the checkpoint at version {version} is left out: the one before is still being written"
             )
             return
-        begun = await self._begin()
-        if begun is not None:
-            self._writing = self._spawn(
-                self._finish(*begun, self._controller_state()), name=f"checkpoint {begun[1]}"
-            )
+        if (begun := await self._begin()) is not None:
+            writing = self._finish(*begun, self._controller_state())
+            self._writing = self._spawn(writing, name=f"checkpoint {begun[1]}")
 
     async def make_last(self, version: int) -> None:
         """A checkpoint right now, after the one that is being written; returns when it is whole. For the end
@@ -285,10 +239,7 @@ class Checkpointer:
         if self._writing is not None:
             with waiting("the checkpoint before", on="checkpoint"):
                 await asyncio.wait({self._writing})
-        if version in self._checkpoints.versions():
-            return
-        begun = await self._begin()
-        if begun is not None:
+        if version not in self._checkpoints.versions() and (begun := await self._begin()) is not None:
             await self._finish(*begun, self._controller_state())
 
     async def _begin(self) -> tuple[Pending, int] | None:
@@ -298,17 +249,14 @@ class Checkpointer:
             pending = await asyncio.to_thread(self._checkpoints.begin)
             return pending, await self._trainer.begin_save_state(pending.trainer_dir)
         except (CheckpointError, TrainerLost) as error:
-            if pending is not None:
-                await asyncio.to_thread(self._checkpoints.abandon, pending)
-            self._failed(error)
+            await self._failed(pending, error)
             return None
 
     async def _finish(self, pending: Pending, version: int, controller: Mapping[str, Any]) -> None:
         try:
             await self._trainer.wait_save_state()
-            async with (
-                self._checkpoints.in_use
-            ):  # only now: had the trainer died meanwhile, it would have to go back first
+            # Only now: had the trainer died meanwhile, it would have to go back first.
+            async with self._checkpoints.in_use:
                 with waiting("the files of a checkpoint to be whole", on="disk"):
                     folder = await asyncio.to_thread(self._checkpoints.finish, pending, version, controller)
                 self.num_made += 1
@@ -316,10 +264,11 @@ class Checkpointer:
                 if self._keep == "checkpoint":
                     await self._journal.compact(self._checkpoints.oldest_version())
         except (CheckpointError, TrainerLost) as error:
-            await asyncio.to_thread(self._checkpoints.abandon, pending)
-            self._failed(error)
+            await self._failed(pending, error)
 
-    def _failed(self, error: CheckpointError | TrainerLost) -> None:
+    async def _failed(self, pending: Pending | None, error: CheckpointError | TrainerLost) -> None:
+        if pending is not None:
+            await asyncio.to_thread(self._checkpoints.abandon, pending)
         self.num_failed += 1
         logger.warning("no checkpoint: %s", error)
         self._warn(f"no checkpoint: {error.what}")

@@ -9,7 +9,7 @@ import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import yaml
 
@@ -18,69 +18,31 @@ from asyncrl.config import RunConfig, load_config
 from asyncrl.errors import AsyncrlError, ConfigError
 from asyncrl.files import settle_folder
 from asyncrl.journal.read import reading
-from asyncrl.run.run_folder import MODEL_PIN, run_again
+from asyncrl.run.life import run_again
+from asyncrl.run.model_folder import MODEL_PIN
 
 ResumeMode = Literal["auto", "never", "must"]
 
 FREE_SECTIONS = ("observe", "checkpoint", "journal", "supervision")
 """Sections that say how a run is watched and kept, and change nothing that it computes."""
-FREE_KEYS = frozenset(
-    {
-        "trainer.num_steps",
-        "trainer.timeout_s",
-        "trainer.port",
-        "rollout.ports",
-        "rollout.timeout_s",
-        "rollout.slots",
-        "rollout.max_failed_groups",
-        "rollout.max_hand_backs",
-        "publisher.timeout_s",
-        "buffer.max_filtered_groups",
-        "task.reward_pool",
-        "task.reward_workers",
-        "task.reward_timeout_s",
-        "placement.trainer",
-        "placement.rollout",
-        "trainer.world_size",
-        "trainer.micro_batch_tokens",
-        "trainer.gradient_checkpointing",
-        "trainer.cpu_offload",
-        "trainer.logprob_gap_limit",
-        "trainer.max_skipped_steps",
-        "placement.eval",
-        "publisher.chunk_bytes",
-        "generator.workers",
-        "generator.concurrency",
-        "generator.max_output_bytes",
-        "gateway.host",
-        "gateway.port",
-        "gateway.public_url",
-        "gateway.max_calls",
-        "gateway.max_concurrent_calls",
-        "rollout.vllm_python",
-        "rollout.urls",
-        "rollout.tensor_parallel",
-        "publisher.disk_dir",
-        "publisher.rolling",
-        "publisher.canary_limit",
-        "publisher.retries",
-        "gateway.max_body_bytes",
-        "gateway.read_timeout_s",
-        "gateway.max_connections",
-        "gateway.lease_timeout_s",
-    }
-)
+FREE_KEYS = {
+    "trainer": "num_steps timeout_s port world_size micro_batch_tokens gradient_checkpointing cpu_offload "
+    "logprob_gap_limit max_skipped_steps",
+    "rollout": "ports timeout_s slots max_failed_groups max_hand_backs vllm_python urls tensor_parallel",
+    "publisher": "timeout_s chunk_bytes disk_dir rolling canary_limit retries",
+    "buffer": "max_filtered_groups",
+    "task": "reward_pool reward_workers reward_timeout_s",
+    "placement": "trainer rollout eval",
+    "generator": "workers concurrency max_output_bytes",
+    "gateway": "host port public_url max_calls max_concurrent_calls max_body_bytes read_timeout_s "
+    "max_connections lease_timeout_s",
+}
 """Keys that may change between two starts: limits, places, memory. With a constant schedule num_steps only
-says when to stop.
-
-So is model.path while it is known what lay there (model_pin.py), which then has to be the same.
-"""
-
-
+says when to stop. So may model.path while it is known what lay there (ModelPin), which then has to be the
+same."""
 SAVED = ("final", "adapter")
 """Folders of weights that a run writes at its end. Those of an earlier end stay until the new ones are
-whole.
-"""
+whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +66,13 @@ class ResumePoint:
 
 def as_resume_mode(text: str) -> ResumeMode:
     """Of --resume. Raises ConfigError for any other word."""
-    for mode in get_args(ResumeMode):
-        if text == mode:
-            return mode  # type: ignore[no-any-return]
-    raise ConfigError(
-        f"--resume {text} is not known", rule="it is auto, never or must", way_out="leave it out for auto."
-    )
+    if text not in get_args(ResumeMode):
+        raise ConfigError(
+            f"--resume {text} is not known",
+            rule="it is auto, never or must",
+            way_out="leave it out for auto.",
+        )
+    return cast(ResumeMode, text)
 
 
 def begun_dtype(run_dir: Path | None) -> str | None:
@@ -143,14 +106,15 @@ def find_resume(
     Raises CheckpointError if one cannot be read.
     """
     saved = run_dir / "config.yaml"
-    has_begun = saved.exists() and _has_begun(run_dir)
+    has_begun = _has_begun(run_dir)
+    never_over = "a run never writes over what is not its own"
     if saved.exists() and not has_begun and not (run_dir / "run.id").exists():
         raise ConfigError(
             f"{run_dir} holds a config.yaml that no run has written",
-            rule="a run never writes over what is not its own",
+            rule=never_over,
             way_out="choose another --run-dir, or move that file away.",
         )
-    if not saved.exists() and _has_begun(run_dir):
+    if has_begun and not saved.exists():
         raise ConfigError(
             f"{run_dir} holds a run without its config.yaml",
             rule="a run goes on with the settings that it was started with, and a new one never writes over "
@@ -158,17 +122,17 @@ def find_resume(
             way_out="put back the config.yaml that it was started with, or choose another --run-dir for a "
             "new run.",
         )
+    if not has_begun and mode == "must":
+        raise ConfigError(
+            f"{run_dir} holds no run",
+            rule="--resume must goes on with one",
+            way_out="give its directory, --run-dir DIR, or leave --resume out.",
+        )
     if not has_begun:
-        if mode == "must":
-            raise ConfigError(
-                f"{run_dir} holds no run",
-                rule="--resume must goes on with one",
-                way_out="give its directory, --run-dir DIR, or leave --resume out.",
-            )
         for there in (run_dir / name for name in SAVED if (run_dir / name).exists()):
             raise ConfigError(
                 f"{run_dir} holds no run, and {there} is there, which a new run would replace at its end",
-                rule="a run never writes over what is not its own",
+                rule=never_over,
                 way_out="choose another --run-dir, or move that folder away.",
             )
         return None
@@ -204,19 +168,15 @@ def changed_keys(before: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]
     .nan and .nan do not.
     """
     then, new = _flat(before.model_dump()), _flat(now.model_dump())
-    changed = [
-        key
-        for key in sorted(then.keys() | new.keys())
-        if yaml.safe_dump(then.get(key)) != yaml.safe_dump(new.get(key))
-    ]
+    keys = sorted(then.keys() | new.keys())
+    changed = [key for key in keys if yaml.safe_dump(then.get(key)) != yaml.safe_dump(new.get(key))]
     return {key: (then.get(key), new.get(key)) for key in changed}
 
 
 def _refuse_changes(before: RunConfig, now: RunConfig, allowed: frozenset[str], run_dir: Path) -> list[str]:
     """The changes that were allowed, in words."""
-    found = {
-        key: values for key, values in changed_keys(before, now).items() if not _is_free(key, now, run_dir)
-    }
+    changes = changed_keys(before, now)
+    found = {key: values for key, values in changes.items() if not _is_free(key, now, run_dir)}
     changed = {key: values for key, values in found.items() if not _is_named(key, allowed)}
     if changed:
         lines = "".join(f"\n    {key}: {then!r} -> {new!r}" for key, (then, new) in changed.items())
@@ -232,11 +192,10 @@ def _refuse_changes(before: RunConfig, now: RunConfig, allowed: frozenset[str], 
 def _is_free(key: str, config: RunConfig, run_dir: Path) -> bool:
     if key == "model.path":
         return (run_dir / MODEL_PIN).exists()
-    if (
-        key == "trainer.num_steps"
-    ):  # with a schedule that falls to 0 at its end it is part of every learning rate
+    if key == "trainer.num_steps":  # with a schedule that falls to 0 it is part of every learning rate
         return config.trainer.schedule == "constant"
-    return key in FREE_KEYS or key.split(".")[0] in FREE_SECTIONS
+    section, _, name = key.partition(".")
+    return section in FREE_SECTIONS or name in FREE_KEYS.get(section, "").split()
 
 
 def _is_named(key: str, allowed: frozenset[str]) -> bool:
@@ -266,11 +225,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Section by section; what has keys that no dotted name can tell apart (1 and '1', a.b) stays whole."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
-        if (
-            isinstance(value, dict)
-            and value
-            and all(isinstance(name, str) and "." not in name for name in value)
-        ):
+        if value and isinstance(value, dict) and all(type(name) is str and "." not in name for name in value):
             flat |= _flat(value, f"{prefix}{key}.")
         else:
             flat[prefix + key] = value

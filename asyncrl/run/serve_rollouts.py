@@ -1,4 +1,6 @@
-"""Runs a config's own generator on some prompts and says what came of it. Knows no server and no training."""
+"""Rollouts of `asyncrl serve gateway`: those of a person who tries an agent by hand, and those of the
+config's own generator on some prompts. Trains nothing.
+"""
 
 from __future__ import annotations
 
@@ -14,72 +16,34 @@ from rich.table import Table
 
 from asyncrl.agents.endpoint.gateway import Gateway
 from asyncrl.agents.endpoint.sessions import GatewaySession
-from asyncrl.agents.endpoint.work_routes import Leases
+from asyncrl.agents.endpoint.work_routes import RolloutQueue
 from asyncrl.errors import RolloutFailure, RoomError
 from asyncrl.messages.records import GroupId, Outcome, Prompt, Rollout
 from asyncrl.rollouts.producers import Spawn
 from asyncrl.rollouts.recording import Recorder, spans_of
 from asyncrl.rollouts.rollout import FailedRollout, Generator, RolloutAttempt, RolloutRunner
-
-# How long a rollout was, in words and numbers. Pure.
-
-
-def num_turns(rollout: Rollout) -> int:
-    """Completions: runs of sampled tokens."""
-    return sum(len(spans_of(branch.loss_mask)) for branch in rollout)
-
-
-def num_tokens(rollout: Rollout) -> int:
-    """Sampled ones."""
-    return sum(branch.num_sampled for branch in rollout)
-
-
-def shape_text(rollout: Rollout) -> str:
-    """Turns, tokens, and branches where there is more than one."""
-    turns = num_turns(rollout)
-    text = f"{turns} turn{'s' if turns != 1 else ''}, {num_tokens(rollout)} sampled tokens"
-    return text if len(rollout) == 1 else f"{text}, {len(rollout)} branches"
-
-
-def renumbered(rollout: Rollout, sample_index: int) -> Rollout:
-    """The same rollout as another sample."""
-    return tuple(replace(branch, sample_index=sample_index) for branch in rollout)
-
-
-# The keys of whoever tries an agent by hand: calls with one, an outcome with the other, then calls again.
-# Knows no harness, no worker.
+from asyncrl.run.life import Life
 
 
 class PeoplesKey:
-    """A session that is followed by another one under the same key.
+    """The keys of a person who tries an agent by hand: calls with one, an outcome with the other, then calls
+    again.
 
     Life:       open -> calls -> an outcome is posted: what was sampled since the last one is a rollout, and
-    is recorded -> a new
-                session -> ... -> close: what has no outcome yet is recorded without a reward.
+                is recorded -> a new session -> ... -> close: what has no outcome yet is recorded without a
+                reward.
     Invariant:  a completion is in one rollout: the calls that are in hand when an outcome comes are answered
-    410 and are in none.
+                410 and are in none.
     """
 
-    def __init__(
-        self,
-        gateway: Gateway,
-        leases: Leases,
-        recorder: Recorder,
-        *,
-        say: Callable[[str], None],
-        on_broken: Callable[[RoomError], None],
-    ) -> None:
+    def __init__(self, gateway: Gateway, queue: RolloutQueue, recorder: Recorder, life: Life) -> None:
         self.key, self.outcome_key = secrets.token_urlsafe(24), secrets.token_urlsafe(24)
-        self._gateway, self._recorder, self._say, self._on_broken = gateway, recorder, say, on_broken
-        self._name = (
-            f"people/{secrets.token_hex(4)}"  # drawn, so that the next time does not draw the same tokens
-        )
+        self._gateway, self._recorder, self._life = gateway, recorder, life
+        # Drawn, so that the next time does not draw the same tokens.
+        self._name = f"people/{secrets.token_hex(4)}"
         self._num_rollouts = 0
         self._session = self._open()
-        leases.on_outcome(self.outcome_key, self._take, sampling_key=self.key)
-
-    def __repr__(self) -> str:
-        return f"<PeoplesKey {self._num_rollouts} rollouts, {self._session!r}>"
+        queue.on_outcome(self.outcome_key, self._take, sampling_key=self.key)
 
     def close(self) -> None:
         """No calls any more; what was begun is recorded. Raises RoomError if that cannot be written."""
@@ -92,7 +56,7 @@ class PeoplesKey:
 
     def _open(self) -> GatewaySession:
         number = self._num_rollouts
-        return self._gateway.open_for_people_nowait(
+        return self._gateway.open_for_person_nowait(
             self.key, f"{self._name}/{number}", prompt_id=self._name, sample_index=number
         )
 
@@ -110,21 +74,36 @@ class PeoplesKey:
         try:
             self._keep(session, reward, rollout)
         except RoomError as error:
-            self._on_broken(error)
+            self._life.on_broken(error)
             raise RolloutFailure(f"this rollout cannot be recorded: {error.what}") from error
 
     def _keep(self, session: GatewaySession, reward: float | None, rollout: Rollout) -> None:
         messages = tuple(session.opening or ())
         digest = hashlib.sha256(json.dumps(messages, sort_keys=True).encode()).hexdigest()[:16]
-        prompt = Prompt(
-            f"people/{digest}", messages
-        )  # who begins with the same words plays the same prompt: a group to be replayed
+        # The same opening words are the same prompt: a group to be replayed.
+        prompt = Prompt(f"people/{digest}", messages)
         index = self._recorder.next_sample(prompt.prompt_id)
-        self._recorder.record(prompt, 0, reward, renumbered(rollout, index))
-        self._say(
-            f"rollout {session.sample_index}: reward {'none' if reward is None else f'{reward:.4g}'}, "
-            f"{shape_text(rollout)}"
-        )
+        numbered = tuple(replace(branch, sample_index=index) for branch in rollout)
+        self._recorder.record(prompt, reward, numbered)
+        told = "none" if reward is None else f"{reward:.4g}"
+        self._life.say(f"rollout {session.sample_index}: reward {told}, {shape_text(rollout)}")
+
+
+def num_turns(rollout: Rollout) -> int:
+    """Completions: runs of sampled tokens."""
+    return sum(len(spans_of(branch.loss_mask)) for branch in rollout)
+
+
+def num_tokens(rollout: Rollout) -> int:
+    """Sampled ones."""
+    return sum(branch.num_sampled for branch in rollout)
+
+
+def shape_text(rollout: Rollout) -> str:
+    """Turns, tokens, and branches where there is more than one."""
+    turns = num_turns(rollout)
+    text = f"{turns} turn{'s' if turns != 1 else ''}, {num_tokens(rollout)} sampled tokens"
+    return text if len(rollout) == 1 else f"{text}, {len(rollout)} branches"
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +133,7 @@ class Tried:
         return self.rollout[0].reward
 
     def line(self) -> str:
-        """In words, for people who wait."""
+        """In words."""
         name = f"{self.prompt.prompt_id} sample {self.sample_index}"
         if isinstance(self.outcome, FailedRollout):
             return f"{name} {self.outcome.how}: {self.outcome.failure.what}"
@@ -162,36 +141,34 @@ class Tried:
 
 
 class InOrder:
-    """Hands on what was tried by prompts and samples, whatever is done first: a recording would begin with
-    what is short, else.
-
-    Life: take, in any order -> `give` is told as soon as all before it are done -> close: it is told of the
-    rest.
+    """Records what was tried in the order of prompts and samples, whatever is done first: a recording would
+    begin with what is short, else.
     """
 
-    def __init__(self, group_size: int, give: Callable[[Tried], None]) -> None:
-        self._group_size, self._give = group_size, give
+    def __init__(self, group_size: int, recorder: Recorder) -> None:
+        self._group_size, self._recorder = group_size, recorder
         self._held: dict[int, Tried] = {}
         self._next = 0
 
-    def __repr__(self) -> str:
-        return f"<InOrder {self._next} given, {len(self._held)} held>"
-
     def take(self, tried: Tried) -> None:
-        """One is done."""
+        """One is done: it is recorded as soon as all before it are done."""
         self._held[tried.number * self._group_size + tried.sample_index] = tried
         while (found := self._held.pop(self._next, None)) is not None:
             self._next += 1
-            self._give(found)
+            self._record(found)
 
     def close(self) -> None:
-        """Nothing comes any more."""
+        """Nothing comes any more: record the rest."""
         for place in sorted(self._held):
-            self._give(self._held.pop(place))
+            self._record(self._held.pop(place))
+
+    def _record(self, tried: Tried) -> None:
+        if not tried.has_failed:
+            self._recorder.record(tried.prompt, tried.reward, tried.rollout)
 
 
 class _Counting:
-    """A Generator that remembers which attempt a rollout came from; the runner tells nobody."""
+    """A Generator that remembers which attempt a rollout came from."""
 
     def __init__(self, generator: Generator) -> None:
         self._generator = generator
@@ -203,7 +180,7 @@ class _Counting:
 
 
 class _NoJournal:
-    """A RolloutJournal of what is not gone on with."""
+    """Of rollouts that are not gone on with."""
 
     def admitted_nowait(self, *_: object, **__: object) -> None:
         pass
@@ -254,21 +231,14 @@ def result_table(prompts: Sequence[Prompt], all_tried: Sequence[Tried]) -> Table
     for title in ("prompt", "done", "failed", "reward", "lowest", "highest", "turns", "tokens"):
         table.add_column(title, justify="left" if title == "prompt" else "right", overflow="fold")
     for prompt in prompts:
-        table.add_row(prompt.prompt_id, *_numbers([tried for tried in all_tried if tried.prompt is prompt]))
+        tried = [one for one in all_tried if one.prompt is prompt]
+        done = [one for one in tried if not one.has_failed]
+        rewards = [one.reward for one in done]
+        sizes = [[num_turns(one.rollout) for one in done], [num_tokens(one.rollout) for one in done]]
+        numbers = [fmean(rewards), min(rewards), max(rewards), *map(fmean, sizes)] if done else []
+        cells = [f"{value:.4g}" for value in numbers] or [*"-----"]
+        table.add_row(prompt.prompt_id, str(len(done)), str(len(tried) - len(done)), *cells)
     return table
-
-
-def _numbers(of_prompt: Sequence[Tried]) -> list[str]:
-    done = [tried for tried in of_prompt if not tried.has_failed]
-    counts = [str(len(done)), str(len(of_prompt) - len(done))]
-    if not done:
-        return [*counts, *"-----"]
-    rewards = [tried.reward for tried in done]
-    means = [
-        fmean(num_turns(tried.rollout) for tried in done),
-        fmean(num_tokens(tried.rollout) for tried in done),
-    ]
-    return [*counts, *(f"{value:.4g}" for value in (fmean(rewards), min(rewards), max(rewards), *means))]
 
 
 def verdict(all_tried: Sequence[Tried]) -> str:

@@ -9,10 +9,11 @@ of the time, and lengths are lognormal.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+from asyncrl.buffer.overdue import OnOverdue
 from asyncrl.buffer.simulation import Outcome, Simulation, Workload
-from asyncrl.buffer.staleness import OnOverdue, StalenessRule
+from asyncrl.buffer.staleness import StalenessRule
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
 
@@ -76,7 +77,7 @@ def play(case: Case, *, max_staleness: int, slots: int, train_s: float, publish_
     workload = Workload(
         num_slots=slots, sigma=case.sigma, group_size=case.group_size, train_s=train_s, publish_s=publish_s
     )
-    return Simulation(rule, workload, max_staleness=max_staleness, masks=case.on_overdue == "mask").run()
+    return Simulation(rule, workload).run()
 
 
 def in_turns(case: Case) -> Outcome:
@@ -173,7 +174,8 @@ def case_text(case: Case) -> str:
         _line(f"in turns, handover {case.handover_s:g} s", turns, 1.0, ""),
     ]
     for split in splits:
-        name = f"max_staleness {split.max_staleness}, split {split.num_trainer}+{case.num_devices - split.num_trainer}"
+        parts = f"{split.num_trainer}+{case.num_devices - split.num_trainer}"
+        name = f"max_staleness {split.max_staleness}, split {parts}"
         lines.append(_line(name, split.outcome, split.gain, break_even_text(split)))
     return "\n".join(lines)
 
@@ -190,8 +192,3 @@ def _line(name: str, outcome: Outcome, gain: float, even: str) -> str:
         f"{outcome.age_mean:.2f}",
     )
     return f"{name:<28} {speed:>9} {gain:>8.2f} {idle:>12} {age:>8}  {even}".rstrip()
-
-
-def with_mask(case: Case) -> Case:
-    """The same case where no batch waits for a straggler."""
-    return replace(case, on_overdue="mask")

@@ -4,17 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
-from asyncrl.algorithms.registry import (
-    BUILT_IN_CORRECTIONS,
-    FUNCTIONS,
-    WHOLE_BATCH,
-    resolve,
-    resolve_advantage,
-)
-from asyncrl.config import AlgorithmConfig, RunConfig
-from asyncrl.errors import ConfigError
+from asyncrl.config import RunConfig
 from asyncrl.placement.plan import engine_threads, trainer_threads
 
 CANARY_TOKENS = 160
@@ -45,7 +36,7 @@ def trainer_spec(
             "threads": trainer_threads(config),
             "rank": rank,
             "trainer": config.trainer.model_dump(mode="json"),
-            "objective": objective_spec(config.algorithm),
+            "algorithm": config.algorithm.model_dump(mode="json"),
             "temperature": config.rollout.temperature,
             "max_tokens": config.rollout.max_tokens,
             "transport": config.publisher.transport if config.publisher.transport != "disk" else "shm",
@@ -60,28 +51,6 @@ def trainer_spec(
             "chat_template": config.model.chat_template,
         }
     )
-
-
-def objective_spec(algorithm: AlgorithmConfig) -> dict[str, Any]:
-    """What the trainer minimises, by the names of functions. Raises ConfigError for a name that is not
-    known.
-    """
-    try:
-        recipe, advantage = resolve(algorithm), resolve_advantage(algorithm.advantage)
-    except ValueError as error:
-        raise ConfigError(
-            str(error), way_out="correct the section algorithm; docs/algorithms.md has the recipes."
-        ) from error
-    return {
-        "settings": algorithm.model_dump(mode="json"),
-        "advantage": advantage,
-        "surrogate": recipe.surrogate,
-        "ratio": recipe.ratio,
-        "correction": BUILT_IN_CORRECTIONS[recipe.correction] if recipe.correction != "none" else None,
-        "is_whole_batch": recipe.correction in WHOLE_BATCH,
-        "aggregate": recipe.aggregate,
-        **FUNCTIONS,
-    }
 
 
 def canary_tokens(config: RunConfig) -> int:

@@ -35,8 +35,9 @@ from asyncrl.placement.devices import (
     find_cuda_devices,
     place,
 )
+from asyncrl.placement.fork_server import KEY_ENV
 from asyncrl.placement.plan import EVAL_ENGINE, engine_threads, trainer_threads
-from asyncrl.placement.processes import KEY_ENV, ChildProcess, ForeignProcess
+from asyncrl.placement.processes import ChildProcess, ForeignProcess
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.run.specs import engine_spec, max_length, trainer_spec
 from asyncrl.waits import TimeLimit

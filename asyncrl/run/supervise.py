@@ -1,8 +1,7 @@
-"""Starts an engine server again that died or does not answer. Knows the process, the pool and the publisher;
-knows no request.
+"""Keeps the processes of a run going: engine servers, the ranks of the trainer, the workers of agents.
 
-Stands between wiring, which makes one supervisor for each engine server, and the rooms, which it tells who is
-up.
+One that dies or does not answer is started again; what has to follow (weights for an engine, a state and
+batches for the trainer) is part of it. Too many restarts end the run.
 """
 
 from __future__ import annotations
@@ -11,276 +10,45 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any
 
 from asyncrl.config import SupervisionConfig
-from asyncrl.errors import ConnectionShortage, EngineLost, PublishError, RoomError
+from asyncrl.engines.engine import EngineClient
+from asyncrl.engines.pool import EnginePool
+from asyncrl.errors import (
+    ConnectionShortage,
+    EngineLost,
+    JournalError,
+    PublishError,
+    RoomError,
+    TrainerError,
+    TrainerLost,
+)
 from asyncrl.messages.work import WorkerHealth
+from asyncrl.run.colocate import Turns
+from asyncrl.run.start import Server
 from asyncrl.waits import waiting
 
+Tell = Callable[[str, Mapping[str, Any]], None]
 logger = logging.getLogger("asyncrl.run.supervise")
 
 HEARTBEAT_PERIOD_S = 1.0
 GRACE_S = 1.0
 """A call that broke may mean that the process just died: so long the kernel has to say so, because that is
-the cause to name.
-"""
+the cause to name."""
 MAX_BACKOFF_S = 30.0
-
-
-class Restartable(Protocol):
-    """The process of one engine server; startup.Server is it."""
-
-    @property
-    def name(self) -> str:
-        """The same for each process that takes its place."""
-        ...
-
-    async def watch(self) -> None:
-        """Sleep as long as the process lives; raises RoomError when it ends."""
-        ...
-
-    async def check_alive(self, timeout_s: float) -> None:
-        """Raises RoomError if it does not answer in time."""
-        ...
-
-    async def end(self) -> str:
-        """Kill it, frozen or not. Returns what is left of it, in words, if it does not die."""
-        ...
-
-    async def start_again(self) -> None:
-        """Start a new one; returns when it answers. Raises RoomError if it does not come up."""
-        ...
-
-
-class Line(Protocol):
-    """The calls to that server; EngineServer is it."""
-
-    def cut_nowait(self) -> None:
-        """All calls that wait raise EngineLost, and so do those to come."""
-        ...
-
-    def renew_nowait(self) -> None:
-        """Calls go to the new process, which has the weights of the start."""
-        ...
-
-
-class Pool(Protocol):
-    """Who gives it requests; EnginePool is it."""
-
-    def down_nowait(self, name: str) -> None:
-        """No requests for this server."""
-        ...
-
-    def up_nowait(self, name: str) -> None:
-        """Requests for this server."""
-        ...
-
-    async def balance(self) -> None:
-        """And those that queue elsewhere."""
-        ...
-
-
-class Publishes(Protocol):
-    """Who gives it weights, and room for its process; turns.Turns is it."""
-
-    def down_nowait(self, name: str) -> None:
-        """No pushes to this server."""
-        ...
-
-    def room_for_engine(self, name: str) -> AbstractAsyncContextManager[None]:
-        """While it starts and is brought up, its device is not the trainer's."""
-        ...
-
-    async def bring_up(self, name: str) -> None:
-        """Give it the announced weights, and each version from here on."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class SupervisorStats:
-    """`restarts` so far, those that failed included."""
-
-    name: str
-    state: Literal["up", "down"]
-    restarts: int
-
-
-class EngineSupervisor:
-    """Keeps one engine server going.
-
-    Life:       up -> lost: it died, gave no answer for heartbeat_s, or broke a call (lost_nowait) -> down:
-    its calls are cut,
-                pool and publisher leave it out, what is left of it is killed -> backoff -> a new process
-                answers -> the publisher brings it up to the announced weights -> up. A loss on the way counts
-                like the first one.
-    Waits:      run sleeps until the server is lost; then in backoff_s (doubled each time, 30 s at most), for
-    room on a device that is
-                shared, the start, and bring_up, in which it still watches. Requests and pushes do not wait
-                for it.
-    Invariant:  the pool has work for it only while its process serves the announced version, or a newer one.
-    More than
-                max_restarts (see Restarts) end the run with the reason of the last loss; 0 is: the first loss
-                does.
-    """
-
-    def __init__(
-        self,
-        process: Restartable,
-        line: Line,
-        pool: Pool,
-        publisher: Publishes,
-        config: SupervisionConfig,
-        *,
-        heartbeat_s: float,
-        warn: Callable[[str], None],
-        on_event: Callable[[str, Mapping[str, Any]], None] = lambda _what, _detail: None,
-    ) -> None:
-        self._process, self._line, self._pool, self._publisher = process, line, pool, publisher
-        self.config, self.heartbeat_s = config, heartbeat_s
-        self._warn, self._on_event = warn, on_event
-        self._state: Literal["up", "down"] = "up"
-        self._restarts = Restarts(config)
-        self.is_starting = False
-        """The old process is ended, or a new one on its way, which has limits of its own. Not while it waits
-        for room or for weights.
-        """
-        self._report: EngineLost | None = None
-        self._reported = asyncio.Event()
-
-    def __repr__(self) -> str:
-        return f"<EngineSupervisor {self.name} {self._state}, {self._restarts.num}/{self.config.max_restarts} restarts>"
-
-    @property
-    def name(self) -> str:
-        """The server's."""
-        return self._process.name
-
-    def stats(self) -> SupervisorStats:
-        """How it is, and how often it was started again."""
-        return SupervisorStats(self.name, self._state, self._restarts.num)
-
-    def lost_nowait(self, error: EngineLost) -> None:
-        """Pool or publisher got no answer. The server is down when this returns; run starts it again."""
-        if error.is_told or self._report is not None:
-            return
-        self._report = error
-        self._give_up()
-        self._reported.set()
-
-    async def run(self) -> None:
-        """Watch, and start again, until cancelled. Raises the RoomError that ends the run."""
-        while True:
-            self._restarts.works_nowait()
-            lost = await self._until_lost(asyncio.Event().wait())
-            while lost is not None:
-                try:
-                    lost = await self._replace(lost)
-                finally:
-                    self.is_starting = False
-
-    async def _replace(self, lost: RoomError) -> RoomError | None:
-        """One restart: why the new process was lost too, or None once it has work."""
-        if not self.config.max_restarts:
-            raise used_up(self.config, lost)
-        self._give_up()
-        logger.warning("%s is lost: %s", self.name, lost)
-        self.is_starting = True
-        if left := await self._process.end():
-            self._warn(left)
-        number = self._restarts.again_nowait(lost)
-        self._warn(f"{in_short(lost)}; starting it again, {number} of {self.config.max_restarts}")
-        self._on_event("engine lost", {"name": self.name, "why": str(lost), "restart": self._restarts.num})
-        since_s = asyncio.get_running_loop().time()
-        await asyncio.sleep(backoff_s(self.config, number))
-        self._report, self._reported = None, asyncio.Event()
-        self.is_starting = False
-        async with self._publisher.room_for_engine(self.name):
-            self.is_starting = True
-            self._line.renew_nowait()
-            try:
-                with waiting("its new process", on=self.name):
-                    await self._process.start_again()
-            except ConnectionShortage:
-                raise
-            except RoomError as error:
-                return error
-            self.is_starting = False
-            again = await self._until_lost(self._publisher.bring_up(self.name)) or self._report
-            if again is not None:
-                return again
-        self._state = "up"
-        self._pool.up_nowait(self.name)
-        down_s = asyncio.get_running_loop().time() - since_s
-        logger.info("%s is up again after %.1f s", self.name, down_s)
-        self._on_event("engine up", {"name": self.name, "restart": self._restarts.num, "down_s": down_s})
-        await self._pool.balance()
-        return None
-
-    async def _until_lost(self, work: Coroutine[Any, Any, Any]) -> RoomError | None:
-        return await until_lost(self._process, self.heartbeat_s, self._raise_report(), work)
-
-    async def _raise_report(self) -> None:
-        await self._reported.wait()
-        assert self._report is not None
-        raise self._report
-
-    def _give_up(self) -> None:
-        self._state = "down"
-        self._line.cut_nowait()
-        self._pool.down_nowait(self.name)
-        self._publisher.down_nowait(self.name)
-
-
-async def until_lost(
-    process: Restartable, heartbeat_s: float, *work: Coroutine[Any, Any, Any]
-) -> RoomError | None:
-    """Watch over a process until one of `work` is done (None), or the process is lost (why). Raises what else
-    `work` raises.
-    """
-    watching = asyncio.ensure_future(process.watch())
-    # What broke a call comes before the heartbeat, which is cut because of it and knows no more than that.
-    tasks = [
-        watching,
-        *map(asyncio.ensure_future, work),
-        asyncio.ensure_future(heartbeat(process, heartbeat_s)),
-    ]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        losses = [loss for task in tasks if task in done and (loss := _loss(task)) is not None]
-        if losses and watching not in done:
-            await asyncio.wait({watching}, timeout=GRACE_S)
-        if watching.done():
-            return _loss(watching)
-        return losses[0] if losses else None
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def heartbeat(process: Restartable, limit_s: float) -> None:
-    """Ask a process for its health now and then, for ever. Raises RoomError once it does not answer within
-    `limit_s`.
-
-    Where it cannot be asked, nothing is known; calls that cannot be made end the run by themselves.
-    """
-    while True:
-        with contextlib.suppress(ConnectionShortage):
-            await process.check_alive(limit_s)
-        await asyncio.sleep(HEARTBEAT_PERIOD_S)
+NO_LOSS = (PublishError, ConnectionShortage, JournalError, TrainerError)
+"""Errors on the way back to work that a new process would not cure. TrainerLost, a TrainerError, would."""
 
 
 class Restarts:
-    """How often a process was started again, and whether it may be once more.
+    """How often a part was started again, and whether it may be once more.
 
-    Life:       works_nowait() whenever it works -> again_nowait() when it is lost, and for each start that
-    fails -> works_nowait() ... Invariant:  a restart counts until the process has worked for restart_window_s
-    after it: one that dies once a day never uses up
-                max_restarts, one that does not come up, or dies of the same thing after each long recovery,
+    Life:       works_nowait() when it works -> again_nowait() when it is lost, and for each start that fails.
+    Invariant:  a restart counts until the part has worked for restart_window_s after it: one that dies once a
+                day never uses up max_restarts, one that does not come up, or dies after each long recovery,
                 always does.
     """
 
@@ -304,19 +72,308 @@ class Restarts:
         if self._works_since_s is not None:
             self._worked_s += asyncio.get_running_loop().time() - self._works_since_s
             self._works_since_s = None
-        window_s = self._config.restart_window_s
+        window_s, most = self._config.restart_window_s, self._config.max_restarts
         while self._counting and window_s is not None and self._worked_s - self._counting[0] >= window_s:
             self._counting.popleft()
-        if len(self._counting) >= self._config.max_restarts:
-            raise used_up(self._config, lost)
+        if not most:
+            raise lost
+        if len(self._counting) >= most:
+            within = "" if window_s is None else f" within supervision.restart_window_s={window_s:g}"
+            limit = f"supervision.max_restarts={most} is used up{within}"
+            raise RoomError(
+                lost.room,
+                lost.what.removeprefix(f"{lost.room}: "),
+                rule=f"{lost.rule}; {limit}" if lost.rule else limit,
+                way_out=lost.way_out
+                or f"read the log of {lost.room}; started again with its --run-dir, the run goes on.",
+            )
         self.num += 1
         self._counting.append(self._worked_s)
         return len(self._counting)
 
 
-def backoff_s(config: SupervisionConfig, restart: int) -> float:
-    """Seconds before restart number `restart` of those that count, from 1."""
-    return min(config.backoff_s * 2.0 ** (restart - 1), MAX_BACKOFF_S)
+class Supervisor:
+    """Watches over processes that live and die together, and starts all of them again when one is lost.
+
+    Life:       up -> lost: a process died, gave no answer for heartbeat_s, or broke a call (reported) ->
+                down: all of them are killed -> backoff -> room on devices that are shared -> new ones answer
+                -> they are brought to where the old ones were -> up. A loss on the way counts like the first
+                one.
+    Waits:      run sleeps until a process is lost; then in backoff_s (doubled each time, 30 s at most), for
+                room, for the start, and for bring_back, in which it still watches.
+    Invariant:  more than max_restarts (see Restarts) end the run with the reason of the last loss; 0 is: the
+                first loss does.
+    """
+
+    kind = ""
+    whom = "it"
+
+    def __init__(
+        self,
+        processes: Sequence[Server],
+        config: SupervisionConfig,
+        *,
+        heartbeat_s: float,
+        warn: Callable[[str], None],
+        on_event: Tell,
+    ) -> None:
+        self._processes, self.config, self.heartbeat_s = tuple(processes), config, heartbeat_s
+        self._warn, self._on_event = warn, on_event
+        self._restarts = Restarts(config)
+        self.is_up = True
+        self.is_starting = False
+        """The old processes are ended, or new ones on their way, which has limits of its own. Not while they
+        wait for room, for weights, or train again: there the progress shows."""
+        self._report: RoomError | None = None
+        self._reported = asyncio.Event()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name}, {'up' if self.is_up else 'down'}>"
+
+    @property
+    def name(self) -> str:
+        """Of the first process, for people."""
+        return self._processes[0].name
+
+    @property
+    def num_restarts(self) -> int:
+        """So far, those that failed included."""
+        return self._restarts.num
+
+    async def run(self) -> None:
+        """Watch, and start again, until cancelled. Raises the RoomError that ends the run."""
+        while True:
+            self._restarts.works_nowait()
+            lost = await self._until_lost(self._wait_unfit())
+            while lost is not None:
+                try:
+                    lost = await self._replace(lost)
+                finally:
+                    self.is_starting = False
+
+    async def _replace(self, lost: RoomError) -> RoomError | None:
+        """One restart: why it was lost again, or None once it is where it was."""
+        number = self._restarts.again_nowait(lost)
+        logger.warning("%s is lost: %s", self.name, lost)
+        self._down(lost)
+        self.is_starting = True
+        for process in self._processes:
+            if left := await process.end():
+                self._warn(left)
+        self._warn(f"{in_short(lost)}; starting {self.whom} again, {number} of {self.config.max_restarts}")
+        about = {"name": self.name, "restart": self.num_restarts}
+        self._on_event(f"{self.kind} lost", {**about, "why": str(lost)})
+        since_s = asyncio.get_running_loop().time()
+        await asyncio.sleep(min(self.config.backoff_s * 2.0 ** (number - 1), MAX_BACKOFF_S))
+        self._report, self._reported = None, asyncio.Event()
+        self.is_starting = False
+        async with self._room():
+            self.is_starting = True
+            try:
+                with waiting("its new process", on=self._processes[0].name):
+                    await self._start_all()
+            except ConnectionShortage:
+                raise
+            except RoomError as error:
+                return error
+            self.is_starting = False
+            again = await self._until_lost(self._bring_back()) or self._report
+            if again is not None:
+                return again
+        down_s = asyncio.get_running_loop().time() - since_s
+        self.is_up = True
+        more = await self._works_again()
+        logger.info("%s is up again after %.1f s", self.name, down_s)
+        self._on_event(f"{self.kind} up", {**about, "down_s": down_s, **more})
+        return None
+
+    async def _start_all(self) -> None:
+        """Return when all answer. Raises the RoomError of the first that cannot: the others would wait for
+        it.
+        """
+        starts = [asyncio.ensure_future(process.start_again()) for process in self._processes]
+        try:
+            await asyncio.gather(*starts)
+        finally:
+            for start in starts:
+                start.cancel()
+            await asyncio.gather(*starts, return_exceptions=True)
+
+    async def _until_lost(self, work: Coroutine[Any, Any, None]) -> RoomError | None:
+        return await until_lost(self._processes, self.heartbeat_s, self._raise_report(), work)
+
+    async def _raise_report(self) -> None:
+        await self._reported.wait()
+        assert self._report is not None
+        raise self._report
+
+    def _lost_by(self, error: RoomError) -> None:
+        if self._report is None:
+            self._report = error
+            self._down(error)
+            self._reported.set()
+
+    # What differs between engines, trainer and workers.
+
+    def _down(self, lost: RoomError) -> None:
+        """Nothing is asked of the processes any more. Idempotent."""
+        self.is_up = False
+
+    def _room(self) -> AbstractAsyncContextManager[None]:
+        """Wait until the devices are free for new processes, and hold them."""
+        return contextlib.nullcontext()
+
+    async def _bring_back(self) -> None:
+        """Bring new processes to where the old ones were."""
+
+    async def _works_again(self) -> Mapping[str, Any]:
+        """It is up; returns what the journal notes beside."""
+        return {}
+
+    async def _wait_unfit(self) -> None:
+        """Raise RoomError once processes that answer are of no use all the same."""
+        await asyncio.Event().wait()
+
+
+class EngineSupervisor(Supervisor):
+    """Keeps one engine server going: while it is down its calls are cut, and neither pool nor pushes wait for
+    it.
+
+    Invariant:  the pool has work for it only while its process serves the announced version, or a newer one.
+    """
+
+    kind = "engine"
+
+    def __init__(
+        self,
+        process: Server,
+        client: EngineClient,
+        pool: EnginePool,
+        turns: Turns,
+        config: SupervisionConfig,
+        *,
+        heartbeat_s: float,
+        warn: Callable[[str], None],
+        on_event: Tell,
+    ) -> None:
+        super().__init__([process], config, heartbeat_s=heartbeat_s, warn=warn, on_event=on_event)
+        self._client, self._pool, self._turns = client, pool, turns
+
+    def lost_nowait(self, error: EngineLost) -> None:
+        """Pool or publisher got no answer. The server is down when this returns; run starts it again."""
+        if not error.is_told:
+            self._lost_by(error)
+
+    def _down(self, lost: RoomError) -> None:
+        self.is_up = False
+        self._client.cut_nowait()
+        self._pool.down_nowait(self.name)
+        self._turns.down_nowait(self.name)
+
+    def _room(self) -> AbstractAsyncContextManager[None]:
+        return self._turns.room_for_engine(self.name)
+
+    async def _start_all(self) -> None:
+        self._client.renew_nowait()
+        await super()._start_all()
+
+    async def _bring_back(self) -> None:
+        await self._turns.bring_up(self.name)
+
+    async def _works_again(self) -> Mapping[str, Any]:
+        self._pool.up_nowait(self.name)
+        await self._pool.balance()
+        return {}
+
+
+class WorkerSupervisor(Supervisor):
+    """Keeps one worker of a run going. What it ran fails as data, and is tried again; the new one leases by
+    itself.
+
+    It is lost, too, when its event loop stands still for lease_timeout_s: its rollouts have failed already.
+    """
+
+    kind = "worker"
+
+    def __init__(
+        self,
+        process: Server,
+        config: SupervisionConfig,
+        *,
+        heartbeat_s: float,
+        lease_timeout_s: float,
+        gone: Callable[[str, str], None],
+        warn: Callable[[str], None],
+        on_event: Tell,
+    ) -> None:
+        """`gone`: told (name, why), so that its rollouts fail now."""
+        super().__init__([process], config, heartbeat_s=heartbeat_s, warn=warn, on_event=on_event)
+        self._gone, self._lease_timeout_s = gone, lease_timeout_s
+
+    def _down(self, lost: RoomError) -> None:
+        self.is_up = False
+        self._gone(self.name, in_short(lost))
+
+    async def _wait_unfit(self) -> None:
+        """/health is answered from another thread. Two answers must say that the loop stands still: when the
+        machine stood still, the first one may come before the worker's loop has gone on.
+        """
+        before: WorkerHealth | None = None
+        while True:
+            await asyncio.sleep(HEARTBEAT_PERIOD_S)
+            health = self._processes[0].health
+            if not isinstance(health, WorkerHealth) or health.loop_lag_s <= self._lease_timeout_s:
+                before = None
+            elif before is None or health is before:
+                before = health
+            else:
+                raise RoomError(
+                    self.name,
+                    f"a harness has blocked its event loop for {health.loop_lag_s:.0f} s",
+                    rule=f"gateway.lease_timeout_s={self._lease_timeout_s} is the limit",
+                    way_out="`await asyncio.to_thread(...)` for what blocks, or a plain `def`, which runs in "
+                    "a thread of its own.",
+                )
+
+
+async def until_lost(
+    processes: Sequence[Server], heartbeat_s: float, *work: Coroutine[Any, Any, None]
+) -> RoomError | None:
+    """Watch over processes until one of `work` is done (None), or one of them is lost (why): a death before a
+    call that broke because of it, and that before a heartbeat that was cut. Raises what else `work` raises.
+    """
+    watching = [asyncio.ensure_future(process.watch()) for process in processes]
+    working = [asyncio.ensure_future(coro) for coro in work]
+    beating = [asyncio.ensure_future(heartbeat(process, heartbeat_s)) for process in processes]
+    tasks = [*watching, *working, *beating]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        losses = [loss for task in tasks if task in done and (loss := _failure(task)) is not None]
+        if losses and not any(task.done() for task in watching):
+            await asyncio.wait(watching, timeout=GRACE_S, return_when=asyncio.FIRST_COMPLETED)
+        deaths = [_failure(task) for task in watching if task.done()]
+        if (
+            losses
+            and not deaths
+            and isinstance(losses[0], NO_LOSS)
+            and not isinstance(losses[0], TrainerLost)
+        ):
+            raise losses[0]
+        return next(iter([*deaths, *losses]), None)
+    finally:
+        await end_all(tasks)
+
+
+async def heartbeat(process: Server, limit_s: float) -> None:
+    """Ask a process for its health now and then, for ever. Raises RoomError once it does not answer within
+    `limit_s`.
+
+    Where it cannot be asked, nothing is known; calls that cannot be made end the run by themselves.
+    """
+    while True:
+        with contextlib.suppress(ConnectionShortage):
+            await process.check_alive(limit_s)
+        await asyncio.sleep(HEARTBEAT_PERIOD_S)
 
 
 def in_short(lost: RoomError) -> str:
@@ -324,134 +381,17 @@ def in_short(lost: RoomError) -> str:
     return lost.what.splitlines()[0].split("; the end of ")[0]
 
 
-def used_up(config: SupervisionConfig, lost: RoomError) -> RoomError:
-    """The error that ends the run: the loss, and that it was one too many."""
-    if not config.max_restarts:
-        return lost
-    within = (
-        ""
-        if config.restart_window_s is None
-        else f" within supervision.restart_window_s={config.restart_window_s:g}"
-    )
-    limit = f"supervision.max_restarts={config.max_restarts} is used up{within}"
-    return RoomError(
-        lost.room,
-        lost.what.removeprefix(f"{lost.room}: "),
-        rule=f"{lost.rule}; {limit}" if lost.rule else limit,
-        way_out=lost.way_out
-        or f"read the log of {lost.room}; the run goes on when it is started again with its --run-dir.",
-    )
-
-
-def _loss(task: asyncio.Future[Any]) -> RoomError | None:
-    """The RoomError that a task ended with. What is no loss of the server (wrong weights, an internal error)
-    is raised.
-    """
+def _failure(task: asyncio.Future[None]) -> RoomError | None:
+    """The RoomError that a task ended with; an internal error is raised."""
     try:
         task.result()
-    except (PublishError, ConnectionShortage):
-        raise
     except RoomError as error:
         return error
     return None
 
 
-# Starts a harness worker again that died, or whose event loop its harness blocks. Knows the process; knows no
-# rollout.
-
-
-class WorkerSupervisor:
-    """Keeps one worker of a run going; what it ran fails as data, and is tried again.
-
-    Life:       up -> lost: it died, gave no answer for heartbeat_s, or its event loop stood still for
-    lease_timeout_s, when its
-                rollouts have failed already -> `gone` is told, so that its rollouts fail now -> backoff
-                -> a new process, which leases by itself -> up.
-    Waits:      run sleeps until the worker is lost, then in backoff_s and in the start of the new one.
-    Invariant:  more than max_restarts (see Restarts) end the run with the reason of the last loss; 0 is: the
-    first loss does.
-    """
-
-    def __init__(
-        self,
-        process: Restartable,
-        config: SupervisionConfig,
-        *,
-        heartbeat_s: float,
-        lease_timeout_s: float,
-        gone: Callable[[str, str], None],
-        warn: Callable[[str], None],
-        on_event: Callable[[str, Mapping[str, Any]], None],
-    ) -> None:
-        """`gone`: told (name, why)."""
-        self._process, self.config, self.heartbeat_s = process, config, heartbeat_s
-        self._gone, self._warn, self._on_event = gone, warn, on_event
-        self._lease_timeout_s = lease_timeout_s
-        self._restarts = Restarts(config)
-
-    def __repr__(self) -> str:
-        return (
-            f"<WorkerSupervisor {self._process.name} {self.num_restarts}/{self.config.max_restarts} restarts>"
-        )
-
-    @property
-    def num_restarts(self) -> int:
-        """So far, those that failed included."""
-        return self._restarts.num
-
-    @property
-    def name(self) -> str:
-        """The worker's."""
-        return self._process.name
-
-    async def run(self) -> None:
-        """Watch, and start again, until cancelled. Raises the RoomError that ends the run."""
-        while True:
-            self._restarts.works_nowait()
-            lost = await until_lost(self._process, self.heartbeat_s, self._until_blocked())
-            while lost is not None:
-                lost = await self._replace(lost)
-
-    async def _until_blocked(self) -> None:
-        """Raise RoomError once its event loop stands still for too long. Its /health is answered from another
-        thread.
-
-        Two answers must say so: when the machine stood still, the first one may come before the worker's loop
-        has gone on.
-        """
-        before: WorkerHealth | None = None
-        while True:
-            await asyncio.sleep(HEARTBEAT_PERIOD_S)
-            health = getattr(self._process, "health", None)
-            if not isinstance(health, WorkerHealth) or health.loop_lag_s <= self._lease_timeout_s:
-                before = None
-            elif before is None or health is before:
-                before = health
-            else:
-                raise RoomError(
-                    self._process.name,
-                    f"a harness has blocked its event loop for {health.loop_lag_s:.0f} s",
-                    rule=f"gateway.lease_timeout_s={self._lease_timeout_s} is the limit",
-                    way_out="`await asyncio.to_thread(...)` for what blocks, or a plain `def`, which runs in "
-                    "a thread of its own.",
-                )
-
-    async def _replace(self, lost: RoomError) -> RoomError | None:
-        """One restart: why the new process was lost too, or None."""
-        name = self.name
-        logger.warning("%s is lost: %s", name, lost)
-        self._gone(name, in_short(lost))
-        number = self._restarts.again_nowait(lost)
-        if left := await self._process.end():
-            self._warn(left)
-        self._warn(f"{in_short(lost)}; starting it again, {number} of {self.config.max_restarts}")
-        self._on_event("worker lost", {"name": name, "why": str(lost), "restart": self.num_restarts})
-        await asyncio.sleep(backoff_s(self.config, number))
-        try:
-            await self._process.start_again()
-        except ConnectionShortage:
-            raise
-        except RoomError as error:
-            return error
-        self._on_event("worker up", {"name": name, "restart": self.num_restarts})
-        return None
+async def end_all(tasks: Sequence[asyncio.Future[None]]) -> None:
+    """Cancel them, and return when they have ended."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,90 +1,70 @@
 """The trainer as the run sees it: when one of its processes dies, all are started again and brought to where
-they were.
-
-Knows processes and the trainer's client; where weights and batches come from, `recover` knows.
+they were, and the calls that were lost are made again.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from asyncrl.config import SupervisionConfig
-from asyncrl.errors import ConnectionShortage, RoomError, TrainerError, TrainerLost
+from asyncrl.errors import RoomError, TrainerError, TrainerLost
 from asyncrl.messages.base import BroadcastRequest, BroadcastResponse, Moved, TrainerPart
 from asyncrl.messages.records import Batch, StepReport, WeightManifest
 from asyncrl.messages.trainer_calls import ExportChunkResponse
-from asyncrl.run.supervise import GRACE_S, Restartable, Restarts, backoff_s, heartbeat, in_short
+from asyncrl.run.start import Server
+from asyncrl.run.supervise import GRACE_S, Supervisor, Tell, end_all
 from asyncrl.trainer.trainer_client import TrainerClient
 from asyncrl.waits import waiting
 
 T = TypeVar("T")
-logger = logging.getLogger("asyncrl.run.supervise")
 
 
-async def _at_once() -> None:
-    """There is always room on devices of one's own."""
+class LivingTrainer(Supervisor):
+    """One trainer, of one process a rank, that survives them.
 
-
-class LivingTrainer:
-    """One trainer, of one process a rank, that survives them; a types.WeightSource.
-
-    Life:       up -> lost: a process died, gave no answer for heartbeat_s, or broke a call -> all ranks are
-    killed -> backoff, and
-                wait_room: until engines that share its devices have gone -> new ones answer ->
-                recover(version): checkpoint, and the journaled batches since -> what the old ones had
-                offloaded is offloaded -> up. Calls that were lost are made again.
-    Waits:      run sleeps until a process is lost; calls sleep while the trainer is not up, at most as long
-    as restarts take: once run
-                has given up, they raise what it raised.
+    Life:       as a Supervisor's; new ranks load the newest checkpoint, train again on the batches since, and
+                are off the devices where the old ones were. Calls that were lost are made again.
+    Waits:      calls sleep while the trainer is not up, at most as long as restarts take: once run has given
+                up, they raise what it raised.
     Invariant:  a batch is trained once on the way to each version: what was trained and lost with its process
-    is trained again
-                by recover, and a call goes on from the version that was answered last. More than max_restarts
-                (see Restarts) end the run.
+                is trained again by `recover`, and a call goes on from the version that was answered last.
     """
+
+    kind = "trainer"
+    whom = "the trainer"
 
     def __init__(
         self,
         client: TrainerClient,
-        ranks: Sequence[Restartable],
+        ranks: Sequence[Server],
         config: SupervisionConfig,
         *,
         heartbeat_s: float,
         before_start: Callable[[], None],
         recover: Callable[[int], Awaitable[None]],
         warn: Callable[[str], None],
-        on_event: Callable[[str, Mapping[str, Any]], None],
-        wait_room: Callable[[], Awaitable[None]] = _at_once,
+        on_event: Tell,
+        wait_room: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        self.client, self._ranks, self.config, self.heartbeat_s = client, tuple(ranks), config, heartbeat_s
-        self._before_start, self._wait_room, self._recover, self._warn, self._on_event = (
-            before_start,
-            wait_room,
-            recover,
-            warn,
-            on_event,
-        )
-        self.is_up, self._restarts = True, Restarts(config)
-        self.is_starting = False
-        """The old processes are ended, or new ones on their way, which has limits of its own. While
-        batches are trained again they show their progress."""
+        """`recover` brings new ranks to a version. `wait_room`: until engines on the same devices have
+        gone.
+        """
+        super().__init__(ranks, config, heartbeat_s=heartbeat_s, warn=warn, on_event=on_event)
+        self.client, self._before_start, self._recover = client, before_start, recover
+        self._wait_room = wait_room
         self._over: RoomError | None = None
         """Why there will be no trainer any more."""
         self._changed = asyncio.Event()
         self._offloaded = frozenset[TrainerPart]()
-        self._report: TrainerLost | None = None
-        self._reported = asyncio.Event()
-
-    def __repr__(self) -> str:
-        return f"<LivingTrainer {'up' if self.is_up else 'down'}, {self.num_restarts}/{self.config.max_restarts} restarts, {self.client!r}>"
 
     @property
-    def num_restarts(self) -> int:
-        """So far, those that failed included."""
-        return self._restarts.num
+    def name(self) -> str:
+        """Of all ranks together."""
+        return "trainer"
 
     @property
     def policy_version(self) -> int:
@@ -168,7 +148,7 @@ class LivingTrainer:
         await self._when_up(lambda: self.client.save(path, merged=merged))
 
     async def begin_save_state(self, path: Path) -> int:
-        """Not tried again: who makes checkpoints hears TrainerLost."""
+        """Not tried again: the checkpointer hears TrainerLost."""
         self._check_up()
         return await self.client.begin_save_state(path)
 
@@ -180,15 +160,11 @@ class LivingTrainer:
     async def run(self) -> None:
         """Watch, and start again, until cancelled. Raises the RoomError that ends the run."""
         try:
-            while True:
-                self._restarts.works_nowait()
-                lost = await self._until_lost(asyncio.Event().wait())
-                while lost is not None:
-                    lost = await self._replace(lost)
+            await super().run()
         except RoomError as error:
             self._over = error
-            # A moment later: who ends with this task is cancelled by then, and does not say the same once
-            # more.
+            # A moment later: a task that ends with this one is cancelled by then, and does not say the same
+            # once more.
             asyncio.get_running_loop().call_soon(self._wake)
             raise
 
@@ -202,35 +178,21 @@ class LivingTrainer:
                 lost = error if isinstance(error, TrainerLost) else await self._loss_behind(error)
                 if lost is None or not self.config.max_restarts:
                     raise
-                if (
-                    self.num_restarts != number
-                ):  # a late word of processes that are gone says nothing of those in their place
-                    continue
-                if self._report is None:
-                    self._report = lost
-                    self._reported.set()
-                self.is_up = False
+                if self.num_restarts == number:  # else a late word of processes that are gone
+                    self._lost_by(lost)
 
     async def _loss_behind(self, error: TrainerError) -> TrainerLost | None:
         """The first rank refuses what it cannot do without another one that has died: the kernel says so in a
         moment.
         """
-        if len(self._ranks) == 1:
+        if len(self._processes) == 1:
             return None
-        watching = [asyncio.ensure_future(rank.watch()) for rank in self._ranks]
+        watching = [asyncio.ensure_future(rank.watch()) for rank in self._processes]
         try:
             done, _ = await asyncio.wait(watching, timeout=GRACE_S, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for task in watching:
-                task.cancel()
-            await asyncio.gather(*watching, return_exceptions=True)
-        return (
-            TrainerLost(
-                "trainer", error.what.removeprefix("trainer: "), rule=error.rule, way_out=error.way_out
-            )
-            if done
-            else None
-        )
+            await end_all(watching)
+        return TrainerLost("trainer", error.fault, rule=error.rule, way_out=error.way_out) if done else None
 
     def _check_up(self) -> None:
         """New processes, on their way to where the old ones were, must not be taken for them."""
@@ -241,46 +203,17 @@ class LivingTrainer:
                 rule="a checkpoint is of the newest step that was answered",
             )
 
-    async def _replace(self, lost: RoomError) -> RoomError | None:
-        """One restart of all ranks: why it was lost again, or None once it is where it was."""
-        self.is_up = False
-        number = self._restarts.again_nowait(lost)
-        logger.warning("the trainer is lost: %s", lost)
-        self.is_starting = True
-        for rank in self._ranks:
-            if left := await rank.end():
-                self._warn(left)
-        self._warn(f"{in_short(lost)}; starting the trainer again, {number} of {self.config.max_restarts}")
-        self._on_event("trainer lost", {"why": str(lost), "restart": self.num_restarts})
-        await asyncio.sleep(backoff_s(self.config, number))
-        self.is_starting = False  # it is not, while the devices are somebody else's
-        await self._wait_room()
-        self.is_starting = True
-        self._report, self._reported = None, asyncio.Event()
+    @contextlib.asynccontextmanager
+    async def _room(self) -> AsyncIterator[None]:
+        if self._wait_room is not None:
+            await self._wait_room()
+        yield
+
+    async def _start_all(self) -> None:
         self._before_start()
-        try:
-            with waiting("new processes of the trainer", on=self._ranks[0].name):
-                await self._start_all()
-        except ConnectionShortage:
-            raise
-        except RoomError as error:
-            return error
-        self.is_starting = False
-        again = await self._until_lost(self._go_back())
-        if again is not None:
-            return again
-        self.is_up = True
-        self._wake()
-        self._on_event(
-            "trainer up", {"restart": self.num_restarts, "policy_version": self.client.policy_version}
-        )
-        return None
+        await super()._start_all()
 
-    def _wake(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    async def _go_back(self) -> None:
+    async def _bring_back(self) -> None:
         """To the newest version that was answered, and off the device where the lost processes were off
         it.
         """
@@ -288,51 +221,10 @@ class LivingTrainer:
         if self._offloaded:
             await self.client.offload(sorted(self._offloaded))
 
-    async def _start_all(self) -> None:
-        """Return when all ranks answer. Raises the RoomError of the first that cannot: the others would wait
-        for it.
-        """
-        starts = [asyncio.ensure_future(rank.start_again()) for rank in self._ranks]
-        try:
-            await asyncio.gather(*starts)
-        finally:
-            for start in starts:
-                start.cancel()
-            await asyncio.gather(*starts, return_exceptions=True)
+    async def _works_again(self) -> Mapping[str, Any]:
+        self._wake()
+        return {"policy_version": self.client.policy_version}
 
-    async def _until_lost(self, work: Awaitable[Any]) -> RoomError | None:
-        """Watch over all ranks until `work` is done (None), or one of them is lost (why). Raises what else
-        `work` raises.
-        """
-        watching = [asyncio.ensure_future(rank.watch()) for rank in self._ranks]
-        beating = [asyncio.ensure_future(heartbeat(rank, self.heartbeat_s)) for rank in self._ranks]
-        working = asyncio.ensure_future(work)
-        tasks = [*watching, *beating, asyncio.ensure_future(self._raise_report()), working]
-        try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if done <= {working}:
-                try:
-                    working.result()
-                    return None
-                except TrainerError:
-                    pass  # its process, or that of another rank, says why in a moment
-            if not any(task.done() for task in watching):
-                await asyncio.wait(watching, timeout=GRACE_S, return_when=asyncio.FIRST_COMPLETED)
-            for task in tasks:  # a death before the calls that broke because of it
-                if task.done():
-                    try:
-                        task.result()
-                    except RoomError as error:
-                        if task is working and not isinstance(error, TrainerLost):
-                            raise  # it is well, and refuses
-                        return error
-            return None
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _raise_report(self) -> None:
-        await self._reported.wait()
-        assert self._report is not None
-        raise self._report
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()

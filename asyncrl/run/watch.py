@@ -21,7 +21,7 @@ from asyncrl.observe.gauges import GAUGES
 from asyncrl.observe.watchdog import ChildState, Reported, Watchdog
 from asyncrl.placement.processes import ForeignProcess
 from asyncrl.run.build import Rooms
-from asyncrl.run.run_folder import run_again
+from asyncrl.run.life import run_again
 from asyncrl.run.start import Server, failure_text
 
 HEALTH_TIMEOUT_S = 5.0
@@ -34,7 +34,7 @@ def gauges(rooms: Rooms) -> dict[str, float | Mapping[str, float]]:
     if rooms.evaluation is not None:
         parts.append(rooms.evaluation)
     if rooms.harnessing is not None:
-        parts += [rooms.harnessing.gateway, rooms.harnessing.leases]
+        parts += [rooms.harnessing.gateway, rooms.harnessing.queue]
     found: dict[str, float | Mapping[str, float]] = {}
     for part in parts:
         found |= part.gauges()
@@ -44,7 +44,7 @@ def gauges(rooms: Rooms) -> dict[str, float | Mapping[str, float]]:
     found |= {
         "engine/tokens": sum(health.tokens_generated for health in engines.values()),
         "engine/decode_s": {name: health.decode_s for name, health in engines.items() if name in ours},
-        "engine/restarts": sum(supervisor.stats().restarts for supervisor in rooms.supervisors),
+        "engine/restarts": sum(supervisor.num_restarts for supervisor in rooms.supervisors),
         "trainer/version": sum(h.policy_version for h in healths.values() if isinstance(h, TrainerHealth)),
     }
     if rooms.harnessing is not None:

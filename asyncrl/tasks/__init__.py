@@ -1,4 +1,4 @@
-"""Prompts in, rewards out. Knows datasets and reward functions; knows no engine, no version, no torch."""
+"""Prompts in, rewards out."""
 
 from asyncrl.tasks.feed import Feed
 from asyncrl.tasks.from_config import build_task

@@ -1,6 +1,4 @@
-"""The order of prompts: given ones, then seeded shuffle, epoch after epoch; handed-back ones first. Knows no
-group and no version.
-"""
+"""The order of prompts: given ones, then seeded shuffle, epoch after epoch; handed-back ones first."""
 
 from __future__ import annotations
 
@@ -56,9 +54,6 @@ class Feed:
         self._handed_back: list[int] = []  # heap of draws
         self._counts: dict[int, int] = {}  # num_handed_back of each of them
         self._epoch = lru_cache(maxsize=4)(self._make_epoch)
-
-    def __repr__(self) -> str:
-        return f"<Feed {self._num_drawn} drawn of {self._num_prompts} an epoch, {len(self._handed_back)} handed back>"
 
     def next_nowait(self) -> Prompt:
         """The next prompt. Raises TaskError if the task cannot make it."""
@@ -171,7 +166,7 @@ class Feed:
             found = self._task.prompt(index)
         if boundary.error is not None:
             raise TaskError(
-                "tasks", f"{place}: making it {boundary.failure}", way_out="mend the task's prompt()."
+                "tasks", f"{place}: making it {boundary.failure}", way_out="correct the task's prompt()."
             ) from boundary.error
         item = found if isinstance(found, Item) else Item(found)
         try:

@@ -25,7 +25,7 @@ cannot be.
 
 
 def build_task(config: TaskConfig, seed: int, *, load_taskset: LoadTaskset | None = None) -> Task:
-    """The task that `config` names; `seed` is the run's. `load_taskset` is asked if task.verifiers is set.
+    """The task that `config` names; `seed` is the run's. `load_taskset` is called if task.verifiers is set.
 
     Raises ConfigError if a name or setting is wrong, or the prompts cannot be read.
     """
@@ -36,17 +36,10 @@ def build_task(config: TaskConfig, seed: int, *, load_taskset: LoadTaskset | Non
     if config.reasoning_gym is not None:
         return GymTask(config.reasoning_gym, size=config.size, seed=seed, settings=config.args)
     score = _reward_function(config)
-    if config.files is not None:
-        if config.args:
-            raise ConfigError(
-                f"task.args={config.args} with task.files",
-                rule="files have no settings",
-                way_out="remove task.args.",
-            )
-        rows = read_files(config.files)
-    else:
-        assert config.dataset is not None  # TaskConfig asks for exactly one source
+    if config.dataset is not None:
         rows = read_dataset(config.dataset, config.split, config.args)
+    else:
+        rows = read_files(config.files or [], config.args)
     return RowTask(rows, score, prompt_column=config.prompt_column, answer_column=config.answer_column)
 
 
@@ -60,20 +53,17 @@ def look_at_task(
     Raises as build_task does.
     """
     if config.verifiers:
-        return (
-            None,
-            f"verifiers {type(_taskset(load_taskset)).__name__} (its tasks are read when the run starts)",
-        )
+        name = type(_taskset(load_taskset)).__name__
+        return None, f"verifiers {name} (its tasks are read when the run starts)"
     if config.dataset is not None and not Path(config.dataset).exists():
         _reward_function(config)
-        return (
-            None,
-            f"dataset {config.dataset}, split {config.split}; not looked at: it is no folder here, and the "
-            f"hub needs the network",
-        )
+        words = "not looked at: it is no folder here, and the hub needs the network"
+        return None, f"dataset {config.dataset}, split {config.split}; {words}"
     task = build_task(config, seed)
     Feed(task, seed=seed, shuffle=config.shuffle, name=task_name(config))  # refuses an empty task
-    return task, f"{_source(config)}, {len(task)} prompts"
+    gym = config.reasoning_gym and f"reasoning-gym {config.reasoning_gym}"
+    source = config.python or gym or config.dataset or ", ".join(config.files or [])
+    return task, f"{source}, {len(task)} prompts"
 
 
 def task_name(config: TaskConfig) -> str | None:
@@ -81,11 +71,6 @@ def task_name(config: TaskConfig) -> str | None:
     are.
     """
     return f"task.python={config.python}" if config.python is not None else None
-
-
-def _source(config: TaskConfig) -> str:
-    gym = config.reasoning_gym and f"reasoning-gym {config.reasoning_gym}"
-    return config.python or gym or config.dataset or ", ".join(config.files or [])
 
 
 def build_score(config: TaskConfig, seed: int) -> Score:
@@ -133,15 +118,9 @@ def _taskset(load_taskset: LoadTaskset | None) -> Any:
     return load_taskset()
 
 
-def _unscored(prompt: Prompt, completion: str) -> float:
-    raise no_reward(prompt)
-
-
 def _reward_function(config: TaskConfig) -> Score:
-    if config.reward is None:
-        return _unscored
     function: Any = math_reward
-    if config.reward != "math":
+    if config.reward not in ("math", None):
         function = load_function(
             config.reward,
             "task.reward",
@@ -150,13 +129,11 @@ def _reward_function(config: TaskConfig) -> Score:
         )
 
     def score(prompt: Prompt, completion: str) -> Any:
+        if config.reward is None:
+            raise no_reward(prompt)
         return function(prompt, completion, prompt.answer)
 
     return score
-
-
-# The task of the section `eval`: its prompts in file order, the same each time. Knows tasks; knows no engine,
-# no version.
 
 
 EvalTask = tuple[Task, tuple[Prompt, ...]]
@@ -177,24 +154,16 @@ def look_at_eval_task(config: EvalConfig) -> tuple[EvalTask | None, str]:
 
 
 def _taken(config: EvalConfig, task: Task) -> EvalTask:
-    feed = Feed(
-        task,
-        seed=config.seed,
-        shuffle=False,
-        system_prompt=config.task.system_prompt,
-        name=task_name(config.task),
-    )
-    _check_size(config, len(task))
-    return task, tuple(feed.next_nowait() for _ in range(config.num_prompts))
-
-
-def _check_size(config: EvalConfig, size: int) -> None:
-    if size < config.num_prompts:
+    """The task with its first prompts, in file order."""
+    prompt, name = config.task.system_prompt, task_name(config.task)
+    feed = Feed(task, seed=config.seed, shuffle=False, system_prompt=prompt, name=name)
+    if len(task) < config.num_prompts:
         raise ConfigError(
-            f"num_prompts={config.num_prompts} is above the {size} prompts of its task",
+            f"num_prompts={config.num_prompts} is above the {len(task)} prompts of its task",
             rule="an evaluation takes each prompt once",
-            way_out=f"set eval.num_prompts={size}, or give a larger task.",
+            way_out=f"set eval.num_prompts={len(task)}, or give a larger task.",
         )
+    return task, tuple(feed.next_nowait() for _ in range(config.num_prompts))
 
 
 @contextlib.contextmanager

@@ -1,5 +1,5 @@
-"""Score functions in processes of their own, which are ended when they hang. Knows the task's config and one
-time limit.
+"""Turns a completion into a reward, within a limit: inline, in threads, or in processes that are ended when
+they hang.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from asyncrl.config import TaskConfig
 from asyncrl.errors import RewardFailure, TaskError
@@ -26,10 +26,21 @@ from asyncrl.tasks.verifiers_task import no_reward
 from asyncrl.user_code import UserCalls
 from asyncrl.waits import Alarm, TimeLimit, waiting
 
-# Turns a completion into a reward, off the event loop and within a limit. Knows no engine and no group.
-
-
 logger = logging.getLogger(__name__)
+
+
+class RewardPool(Protocol):
+    """Where a score function is called."""
+
+    async def run(self, prompt: Prompt, completion: str) -> Outcome | Awaitable[Any]:
+        """Outcome of one call, or what an async score function returned. Raises TaskError if no call can be
+        made any more.
+        """
+        ...
+
+    async def aclose(self) -> None:
+        """End what runs; idempotent."""
+        ...
 
 
 class TaskScorer:
@@ -47,18 +58,17 @@ class TaskScorer:
         kind = config.reward_pool
         if kind == "auto":
             kind = "process" if config.reward == "math" else "thread"
-        self._task, self._kind, self._timeout_s = task, kind, config.reward_timeout_s
-        self._has_score = config.has_score
+        self._timeout_s, self._has_score = config.reward_timeout_s, config.has_score
         self._calls = UserCalls(
             f"the reward function {config.reward or config.python}",
             error=partial(TaskError, "tasks"),
             warn=warn,
         )
-        self._threads = ThreadPool(task.score, workers=config.reward_workers, timeout_s=self._timeout_s)
-        self._processes = ProcessPool(config, seed) if kind == "process" and config.has_score else None
-
-    def __repr__(self) -> str:
-        return f"<TaskScorer {self._kind} {self._task!r}>"
+        self._pool: RewardPool = Inline(task.score)
+        if config.has_score:
+            self._pool = {"inline": Inline, "thread": ThreadPool, "process": ProcessPool}[kind](
+                task.score, config, seed
+            )
 
     @property
     def num_abandoned(self) -> int:
@@ -81,84 +91,89 @@ class TaskScorer:
             raise RewardFailure(
                 f"the reward of prompt {prompt.prompt_id} {outcome.failure}",
                 rule="a reward is one finite number",
-                way_out="mend the reward function if this repeats; the completion began "
-                + repr(completion[:80])
-                + ".",
+                way_out=f"correct the reward function if this repeats; the completion began "
+                f"{completion[:80]!r}.",
             )
         return outcome.reward
 
     async def aclose(self) -> None:
         """End the processes; idempotent."""
-        self._threads.close_nowait()
-        if self._processes is not None:
-            await self._processes.aclose()
+        await self._pool.aclose()
 
     async def _outcome(self, prompt: Prompt, completion: str) -> Outcome:
-        if self._processes is not None:
-            return await self._processes.run(prompt, completion)
         self._calls.check()
-        if self._kind == "thread":
-            answer = await self._threads.run(prompt, completion)
-        else:
-            answer = call(self._task.score, prompt, completion)
+        answer = await self._pool.run(prompt, completion)
         if isinstance(answer, Outcome):
             return answer
         try:
             async with TimeLimit(self._timeout_s):
                 return await self._calls.run(call_async(answer))
         except TimeoutError:
-            return Outcome(failure=f"did not return within {self._timeout_s} s (task.reward_timeout_s)")
+            return Outcome(failure=_too_slow(self._timeout_s))
 
 
-# Score functions in daemon threads. Knows one function and one time limit; cannot end a thread that hangs.
+def _too_slow(timeout_s: float) -> str:
+    return f"did not return within {timeout_s} s (task.reward_timeout_s)"
+
+
+class Inline:
+    """Calls on the event loop."""
+
+    def __init__(self, score: Score, *_: object) -> None:
+        self._score = score
+
+    async def run(self, prompt: Prompt, completion: str) -> Outcome | Awaitable[Any]:
+        """At once."""
+        return call(self._score, prompt, completion)
+
+    async def aclose(self) -> None:
+        """Nothing runs."""
 
 
 class ThreadPool:
-    """At most `workers` calls at once, each in a daemon thread of its own, so that a hung one cannot keep the
-    interpreter alive.
+    """At most reward_workers calls at once, each in a daemon thread of its own, so that a hung one cannot
+    keep the interpreter alive.
 
-    Life of a call: waits for a worker, runs, is answered or given up after timeout_s. A call that was given
-    up keeps its
-                    worker until its thread returns.
-    Waits:          callers wait for a worker, woken by a thread that returns, or by the watchdog.
-    Invariant:      no wait is endless. Once every worker has been in one call for twice the limit, the
-    watchdog declares
-                    the pool stuck, and every caller, waiting or to come, gets a TaskError.
+    Call:       waits for a worker, runs, is answered or given up after timeout_s. A call that was given up
+                keeps its worker until its thread returns.
+    Waits:      callers wait for a worker, woken by a thread that returns, or by the watchdog.
+    Invariant:  no wait is endless. Once every worker has been in one call for twice the limit, the watchdog
+                declares the pool stuck, and every caller, waiting or to come, gets a TaskError.
     """
 
-    def __init__(self, score: Score, *, workers: int, timeout_s: float) -> None:
-        self._score, self._workers, self._timeout_s = score, workers, timeout_s
-        self._free = asyncio.Semaphore(workers)
+    def __init__(self, score: Score, config: TaskConfig, _: int) -> None:
+        self._score, self._workers, self._timeout_s = score, config.reward_workers, config.reward_timeout_s
+        self._free = asyncio.Semaphore(self._workers)
         self._running: dict[asyncio.Future[Any], Alarm] = {}
         self._overdue: set[asyncio.Future[Any]] = set()
         self._is_stuck = False
 
-    def __repr__(self) -> str:
-        return (
-            f"<ThreadPool {len(self._running)}/{self._workers} running{', stuck' if self._is_stuck else ''}>"
-        )
-
     async def run(self, prompt: Prompt, completion: str) -> Outcome | Awaitable[Any]:
-        """Outcome of one call, or what an async score function returned. Raises TaskError if no worker will
-        be free any more.
-        """
+        """Raises TaskError if no worker will be free any more."""
         await self._free.acquire()
         if self._is_stuck:
             self._free.release()  # for the next one who waits
-            raise self._stuck()
+            raise TaskError(
+                "tasks",
+                f"all {self._workers} reward threads have been in one call each for more than "
+                f"{2 * self._timeout_s} s",
+                rule=f"task.reward_timeout_s={self._timeout_s} is the limit, and a thread that hangs cannot "
+                "be ended",
+                way_out="set task.reward_pool=process, whose workers are ended when they hang; or correct "
+                "the reward function.",
+            )
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Outcome | Awaitable[Any]] = loop.create_future()
         self._running[done] = Alarm(2 * self._timeout_s, lambda: self._is_overdue(done))
-        threading.Thread(
-            target=self._work, args=(loop, done, prompt, completion), name="reward", daemon=True
-        ).start()
+        work = partial(self._work, loop, done, prompt, completion)
+        threading.Thread(target=work, name="reward", daemon=True).start()
         try:
             async with TimeLimit(self._timeout_s):
                 return await done
         except TimeoutError:
-            return Outcome(failure=f"did not return within {self._timeout_s} s (task.reward_timeout_s)")
+            return Outcome(failure=_too_slow(self._timeout_s))
 
-    def close_nowait(self) -> None:
+    async def aclose(self) -> None:
         """Forget the calls that still run; their daemon threads end with the process."""
         for watchdog in self._running.values():
             watchdog.cancel()
@@ -190,32 +205,21 @@ class ThreadPool:
             self._is_stuck = True
             self._free.release()
 
-    def _stuck(self) -> TaskError:
-        return TaskError(
-            "tasks",
-            f"all {self._workers} reward threads have been in one call each for more than "
-            f"{2 * self._timeout_s} s",
-            rule=f"task.reward_timeout_s={self._timeout_s} is the limit, and a thread that hangs cannot be "
-            f"ended",
-            way_out="set task.reward_pool=process, whose workers are ended when they hang; or mend the "
-            "reward function.",
-        )
-
 
 START_LIMIT_S = 120.0
 """Seconds in which a process must have started and built the score function."""
 
 
 class ProcessPool:
-    """At most `config.reward_workers` calls at once, each in a process that is ended when the call takes too
-    long.
+    """At most reward_workers calls at once, each in a process that is ended when the call takes too long.
 
-    Life:       processes start with the first call and live until aclose(); one that is ended or dies is
-    replaced. Waits:      callers wait for a worker, woken by one whose call is over. No call outlives limit
-    plus START_LIMIT_S.
+    Life:   processes start with the first call and live until aclose(); one that is ended or dies is
+            replaced.
+    Waits:  callers wait for a worker, woken by one whose call is over. No call outlives limit plus
+            START_LIMIT_S.
     """
 
-    def __init__(self, config: TaskConfig, seed: int) -> None:
+    def __init__(self, _: Score, config: TaskConfig, seed: int) -> None:
         from pebble import ProcessPool as PebblePool
 
         self._timeout_s = config.reward_timeout_s
@@ -228,9 +232,7 @@ class ProcessPool:
         )
 
     async def run(self, prompt: Prompt, completion: str) -> Outcome:
-        """Outcome of one call. Raises TaskError if the processes cannot start or cannot build the score
-        function.
-        """
+        """Raises TaskError if the processes cannot start or cannot build the score function."""
         async with self._free:
             try:
                 async with TimeLimit(self._timeout_s + START_LIMIT_S):
@@ -256,10 +258,7 @@ class ProcessPool:
             )
             answer = await asyncio.wrap_future(future)
         except TimeoutError:
-            return Outcome(
-                failure=f"did not return within {self._timeout_s} s (task.reward_timeout_s); its process was "
-                f"ended"
-            )
+            return Outcome(failure=f"{_too_slow(self._timeout_s)}; its process was ended")
         except ProcessExpired as error:
             return Outcome(failure=f"ended its process (exit code {error.exitcode})")
         except (pickle.PicklingError, TypeError, AttributeError) as error:
@@ -277,12 +276,7 @@ class ProcessPool:
         return answer
 
     def _broken(self, what: str, way_out: str) -> TaskError:
-        return TaskError(
-            "tasks",
-            f"the reward processes {what}",
-            rule="task.reward_pool=process scores in processes of its own",
-            way_out=way_out,
-        )
+        return TaskError("tasks", f"the reward processes {what}", way_out=way_out)
 
 
 _score: Score | str = "never started"
@@ -313,8 +307,6 @@ def _work(prompt: Prompt, completion: str) -> Outcome | str:
     outcome = call(_score, prompt, completion)
     if isinstance(outcome, Outcome):
         return outcome
-    with (
-        caught() as boundary
-    ):  # nobody cancels a call in here: what a score function does to its own task is its failure, too
+    with caught() as boundary:  # no caller cancels in here: what a score function cancels is its own failure
         return asyncio.run(call_async(outcome))
     return Outcome(failure=boundary.failure)

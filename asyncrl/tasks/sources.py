@@ -1,6 +1,5 @@
-"""Prompts and scoring out of reasoning-gym, by name. Knows that library alone.
-
-https://github.com/open-thought/reasoning-gym
+"""Where prompts and rewards come from: files, Hugging Face datasets, reasoning-gym
+(https://github.com/open-thought/reasoning-gym), and the `math` reward.
 """
 
 from __future__ import annotations
@@ -18,13 +17,20 @@ from asyncrl.errors import ConfigError, install_extra
 from asyncrl.messages.records import Prompt
 from asyncrl.tasks.task import Item, Rows
 
-# Prompts from JSONL and parquet files. Knows rows and columns; knows no rewards.
+Read = list[tuple[str, Mapping[str, Any]]]
+"""Rows of one file, each with what errors call its place."""
 
 
-def read_files(paths: Sequence[str]) -> Rows:
+def read_files(paths: Sequence[str], settings: Mapping[str, Any]) -> Rows:
     """The rows of all files, in order. Raises ConfigError for a file that is missing, empty, broken or of
-    another kind.
+    another kind, and for any settings.
     """
+    if settings:
+        raise ConfigError(
+            f"task.args={settings} with task.files",
+            rule="files have no settings",
+            way_out="remove task.args.",
+        )
     rows: list[Mapping[str, Any]] = []
     places: list[str] = []
     for path in map(Path, paths):
@@ -34,7 +40,7 @@ def read_files(paths: Sequence[str]) -> Rows:
                 rule=f"paths are relative to the working directory ({Path.cwd()})",
                 way_out="correct the path.",
             )
-        reader = {".jsonl": _read_jsonl, ".json": _read_jsonl, ".parquet": _read_parquet}.get(path.suffix)
+        reader = _READERS.get(path.suffix)
         if reader is None:
             raise ConfigError(
                 f"task.files: {path} ends in {path.suffix or 'nothing'}",
@@ -51,8 +57,8 @@ def read_files(paths: Sequence[str]) -> Rows:
     return Rows(rows, places.__getitem__)
 
 
-def _read_jsonl(path: Path) -> list[tuple[str, Mapping[str, Any]]]:
-    found: list[tuple[str, Mapping[str, Any]]] = []
+def _read_jsonl(path: Path) -> Read:
+    found: Read = []
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
@@ -61,22 +67,22 @@ def _read_jsonl(path: Path) -> list[tuple[str, Mapping[str, Any]]]:
             try:
                 row = json.loads(line)
             except (json.JSONDecodeError, UnicodeDecodeError) as error:
-                raise ConfigError(
-                    f"{place} is not JSON: {error}: {line[:80]!r}",
-                    rule="a .jsonl file has one JSON object a line",
-                    way_out="correct that line.",
-                ) from error
+                raise _not_a_row(f"{place} is not JSON: {error}: {line[:80]!r}") from error
             if not isinstance(row, dict):
-                raise ConfigError(
-                    f"{place} is {type(row).__name__}, not an object",
-                    rule="a .jsonl file has one JSON object a line",
-                    way_out='write it like {"prompt": "2+2?", "answer": "4"}.',
-                )
+                raise _not_a_row(f"{place} is {type(row).__name__}, not an object")
             found.append((place, row))
     return found
 
 
-def _read_parquet(path: Path) -> list[tuple[str, Mapping[str, Any]]]:
+def _not_a_row(what: str) -> ConfigError:
+    return ConfigError(
+        what,
+        rule="a .jsonl file has one JSON object a line",
+        way_out='correct that line; write it like {"prompt": "2+2?", "answer": "4"}.',
+    )
+
+
+def _read_parquet(path: Path) -> Read:
     import pyarrow
     import pyarrow.parquet
 
@@ -89,13 +95,12 @@ def _read_parquet(path: Path) -> list[tuple[str, Mapping[str, Any]]]:
     return [(f"{path} row {number}", row) for number, row in enumerate(table.to_pylist())]
 
 
-# Prompts from the Hugging Face `datasets` library: a hub id or a folder. Knows rows and columns; knows no
-# rewards.
+_READERS = {".jsonl": _read_jsonl, ".json": _read_jsonl, ".parquet": _read_parquet}
 
 
 def read_dataset(name: str, split: str, settings: Mapping[str, Any]) -> Rows:
-    """The rows of one split; `settings` go to `datasets.load_dataset` as they are (`name` of a subset,
-    `revision`, ...).
+    """The rows of one split of a hub id or a folder; `settings` go to `datasets.load_dataset` as they are
+    (`name` of a subset, `revision`, ...).
 
     A folder may be one that `save_to_disk` wrote, or one with data files. Raises ConfigError if it cannot be
     read.
@@ -140,7 +145,10 @@ class GymTask:
             from reasoning_gym.factory import DATASETS, create_dataset
             from reasoning_gym.utils import extract_answer
         except ModuleNotFoundError as error:
-            raise not_installed(name, str(error.name)) from error
+            raise ConfigError(
+                f"task.reasoning_gym={name}: the package {error.name} is not installed",
+                way_out=install_extra("harness"),
+            ) from error
         if name not in DATASETS:
             close = difflib.get_close_matches(name, DATASETS, n=3)
             raise ConfigError(
@@ -183,13 +191,6 @@ class GymTask:
         return float(
             self._dataset.score_answer(completion.strip() if answer is None else answer, entry=entry)
         )
-
-
-def not_installed(name: str, package: str) -> ConfigError:
-    """The error of a missing extra, which it names."""
-    return ConfigError(
-        f"task.reasoning_gym={name}: the package {package} is not installed", way_out=install_extra("harness")
-    )
 
 
 # The `math` reward: is the completion's final answer the reference answer, as mathematics? (math-verify

@@ -1,6 +1,4 @@
-"""One call of a score function, whatever it does: a number, or words for what went wrong. Knows no pool and
-no config.
-"""
+"""What a task is, tasks out of rows, and one call of a score function: a number, or words for what failed."""
 
 from __future__ import annotations
 
@@ -16,9 +14,6 @@ from typing import Any, Protocol, runtime_checkable
 
 from asyncrl.errors import ConfigError
 from asyncrl.messages.records import Prompt
-
-# What a task is: prompts by index, and a score for a completion. Knows no file format, no pool, no run.
-
 
 Content = str | Sequence[Mapping[str, str]]
 """A prompt as users write it: the user's text, or chat messages with `role` and `content`."""
@@ -100,9 +95,6 @@ def _not_a_prompt(where: str, found: str) -> ConfigError:
     )
 
 
-# Rows with named columns as a task. Knows where each row came from, for messages; knows no file format.
-
-
 class Rows:
     """Rows, and for messages what `place` calls the row at an index."""
 
@@ -179,12 +171,12 @@ class Outcome:
 
 
 class caught:  # noqa: N801  reads like contextlib.suppress
-    """Keeps an exception of the user's code in `failure`, in words, and goes on. Cancellation of whoever runs
-    it, and Ctrl-C, pass.
+    """Keeps an exception of the user's code in `failure`, in words, and goes on. Cancellation of the caller
+    and Ctrl-C pass.
 
     This is the rollout boundary of rewards: what the user's code raises is data about one rollout. So is the
-    CancelledError of something that it awaited and somebody else cancelled: a task that ends with that one is
-    forgotten in silence.
+    CancelledError of something that it awaited and that was cancelled elsewhere: a task that ends with that
+    one is forgotten in silence.
     """
 
     def __init__(self) -> None:
@@ -208,9 +200,7 @@ class caught:  # noqa: N801  reads like contextlib.suppress
 
 
 def _is_being_cancelled() -> bool:
-    """Whether somebody cancels the task that this runs in. False where none runs: in a thread, or outside of
-    a loop.
-    """
+    """Whether the task that this runs in is being cancelled. False in a thread, or outside of a loop."""
     try:
         task = asyncio.current_task()
     except RuntimeError:  # no loop runs in this thread

@@ -16,7 +16,7 @@ from asyncrl.messages.records import Prompt
 from asyncrl.tasks.task import Item, caught
 
 INFO_KEY = "verifiers"
-"""Item.info has the task's own data under this key: whoever runs it builds the task again from them."""
+"""Item.info has the task's own data under this key: the worker builds the task again from them."""
 
 
 class VerifiersTask:
@@ -48,7 +48,7 @@ class VerifiersTask:
             raise ConfigError(
                 f"task {len(self._items)} of {self._name}: making it {boundary.failure}",
                 rule="the tasks of a verifiers environment are read when the run starts",
-                way_out="mend its taskset, or its settings in generator.args.taskset.",
+                way_out="correct its taskset, or its settings in generator.args.taskset.",
             ) from boundary.error
 
     def __repr__(self) -> str:
@@ -99,7 +99,7 @@ class VerifiersTask:
         return ConfigError(
             f"{self._name}: {what}",
             rule="the data of a task are text that goes to a worker as JSON, whole",
-            way_out="mend the environment's task data.",
+            way_out="correct the environment's task data.",
         )
 
 

@@ -213,7 +213,7 @@ class FakeTrainer:
             await asyncio.sleep(self.train_s)
             self.batches.append(batch)
             self.step()
-        return StepReport(self.policy_version, {"policy/loss": 0.0})
+        return StepReport(policy_version=self.policy_version, metrics={"policy/loss": 0.0})
 
     def step(self) -> None:
         """The next version, at once."""
@@ -238,4 +238,10 @@ class FakeTrainer:
             await asyncio.sleep(self.export_s)
             self.exported.append(self.policy_version)
             digest = "w0" if self.is_frozen else f"w{self.policy_version}"
-            return WeightManifest(self.policy_version, f"fake/{digest}", digest, 1, self.num_bytes)
+            return WeightManifest(
+                version=self.policy_version,
+                path=f"fake/{digest}",
+                digest=digest,
+                num_tensors=1,
+                num_bytes=self.num_bytes,
+            )

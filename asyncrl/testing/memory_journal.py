@@ -119,13 +119,11 @@ class MemoryJournal:
         self.states.update(dict.fromkeys(group_ids, "taken"))
         return "taken"
 
-    def trained_nowait(
-        self, version: int, metrics: Mapping[str, float], weights_digest: str | None = None
-    ) -> None:
+    def trained_nowait(self, version: int, metrics: Mapping[str, float]) -> None:
         """Noted."""
         if version not in self.batches:
             raise JournalError(f"a step of batch {version}, which was never taken")
-        self._note("trained", version, dict(metrics), weights_digest)
+        self._note("trained", version, dict(metrics))
 
     def published_nowait(self, version: int, digest: str) -> None:
         """Noted."""

@@ -14,12 +14,20 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncrl.http import Refused
-from asyncrl.messages.trainer_calls import BatchArrays, BatchHeader, CreditHeader, TrajectoryHeader
+from asyncrl.messages.trainer_calls import BatchArrays, BatchHeader, Credit, TrajectoryHeader
 
 BoolN = npt.NDArray[np.bool_]
+IntN = npt.NDArray[np.int64]
 
 LOGPROB_SLACK = 1e-3
 """Nats by which a float32 logprob may round above 0."""
+DTYPES = {
+    "token_ids": np.int32,
+    "loss_mask": np.bool_,
+    "behaviour_logprobs": np.float32,
+    "versions": np.int32,
+    "engines": np.int16,
+}
 
 
 def check_batch(header: BatchHeader, arrays: BatchArrays, policy_version: int, vocab_size: int) -> None:
@@ -34,42 +42,22 @@ def check_batch(header: BatchHeader, arrays: BatchArrays, policy_version: int, v
             way_out="two controllers may share this trainer, or a batch was sent twice; start the run again.",
         )
     if header.min_version > header.version:
-        _refuse(
-            f"min_version {header.min_version} is above version {header.version}",
-            "no token can be that fresh",
+        raise _wrong(
+            f"min_version {header.min_version} is above version {header.version}", "ages are not below 0"
         )
-    _check_arrays(arrays)
+    for name, dtype in DTYPES.items():
+        array = getattr(arrays, name)
+        if array.dtype != dtype or array.shape != (len(arrays.token_ids),):
+            raise _wrong(
+                f"{name} is {array.dtype} {array.shape}",
+                f"it must be {np.dtype(dtype)} ({len(arrays.token_ids)},)",
+            )
     _check_structure(header, len(arrays.token_ids))
-    check_units(header, arrays.loss_mask)
-    outside = (arrays.token_ids < 0) | (arrays.token_ids >= vocab_size)
-    _refuse_any(outside, header, arrays.token_ids, "token id", f"ids are 0 to {vocab_size - 1} in this model")
-    _refuse_any(
-        ~np.isfinite(arrays.behaviour_logprobs),
-        header,
-        arrays.behaviour_logprobs,
-        "behaviour_logprob",
-        "logprobs are finite",
-    )
-    sampled = arrays.loss_mask
-    positive = sampled & (arrays.behaviour_logprobs > LOGPROB_SLACK)
-    _refuse_any(positive, header, arrays.behaviour_logprobs, "behaviour_logprob", "no logprob is above 0")
-    impossible = sampled & ((arrays.versions < 0) | (arrays.versions > header.version))
-    _refuse_any(
-        impossible,
-        header,
-        arrays.versions,
-        "version",
-        f"a sampled token has a version from 0 to {header.version}",
-    )
-    starts = np.zeros_like(sampled)
-    starts[[trajectory.start for trajectory in header.trajectories]] = True
-    _refuse_any(
-        sampled & starts,
-        header,
-        arrays.token_ids,
-        "sampled first token",
-        "a token needs one before it to be predicted from",
-    )
+    for _, branches in groupby(
+        header.trajectories, key=lambda entry: (entry.group_index, entry.sample_index)
+    ):
+        _check_rollout(list(branches), arrays.loss_mask)
+    _check_tokens(header, arrays, vocab_size)
 
 
 def loss_tokens(header: BatchHeader, arrays: BatchArrays) -> BoolN:
@@ -81,12 +69,11 @@ def loss_tokens(header: BatchHeader, arrays: BatchArrays) -> BoolN:
         worst = int(np.flatnonzero(old)[np.argmin(arrays.versions[old])])
         raise Refused(
             409,
-            f"a token of {_name(header, worst)} was sampled at version {arrays.versions[worst]}, and "
-            f"{int(old.sum())} tokens "
-            f"are older than min_version {header.min_version} in batch {header.version}",
+            f"a token of {_token_name(header, worst)} was sampled at version {arrays.versions[worst]}, and "
+            f"{int(old.sum())} tokens are older than min_version {header.min_version} in batch "
+            f"{header.version}",
             rule="no token older than version - buffer.max_staleness may be trained on",
-            way_out="this is a fault of the buffer, please report it; buffer.on_overdue=mask gives such "
-            "tokens no weight.",
+            way_out="please report it; buffer.on_overdue=mask gives such tokens no weight.",
         )
     kept = arrays.loss_mask & ~old
     if not kept.any():
@@ -100,99 +87,120 @@ def loss_tokens(header: BatchHeader, arrays: BatchArrays) -> BoolN:
     return kept
 
 
-def _check_arrays(arrays: BatchArrays) -> None:
-    expected = {
-        "token_ids": np.int32,
-        "loss_mask": np.bool_,
-        "behaviour_logprobs": np.float32,
-        "versions": np.int32,
-        "engines": np.int16,
-    }
-    for name, dtype in expected.items():
-        array = getattr(arrays, name)
-        if array.dtype != dtype or array.shape != (len(arrays.token_ids),):
-            _refuse(
-                f"{name} is {array.dtype} {array.shape}",
-                f"it must be {np.dtype(dtype)} ({len(arrays.token_ids)},)",
-            )
-
-
 def _check_structure(header: BatchHeader, num_tokens: int) -> None:
     """Trajectories follow each other without gaps, group after group, in a group by sample and branch, each
     once.
     """
     end, group_ids, before = 0, list[int](), (-1, 0)
-    for trajectory in header.trajectories:
-        name = trajectory_name(trajectory)
-        if trajectory.start != end or trajectory.end <= trajectory.start:
-            _refuse(
-                f"{name} has tokens [{trajectory.start}, {trajectory.end}) after {end}",
+    for entry in header.trajectories:
+        name, place = trajectory_name(entry), (entry.sample_index, entry.branch)
+        if entry.start != end or entry.end <= entry.start:
+            raise _wrong(
+                f"{name} has tokens [{entry.start}, {entry.end}) after {end}",
                 "trajectories follow each other, none is empty",
             )
-        if trajectory.group_index == len(group_ids):
-            group_ids.append(trajectory.group_id)
+        if entry.group_index == len(group_ids):
+            group_ids.append(entry.group_id)
             before = (-1, 0)
-        if trajectory.group_index != len(group_ids) - 1 or group_ids[-1] != trajectory.group_id:
-            _refuse(
-                f"{name} has group_index {trajectory.group_index} after group {len(group_ids) - 1}",
+        if entry.group_index != len(group_ids) - 1 or group_ids[-1] != entry.group_id:
+            raise _wrong(
+                f"{name} has group_index {entry.group_index} after group {len(group_ids) - 1}",
                 "groups follow each other, one id each",
             )
-        place = (trajectory.sample_index, trajectory.branch)
-        if place == before:
-            _refuse(f"{name} is there twice", "a group has each branch of a sample once, a batch each group")
-        is_next = place == (before[0], before[1] + 1) or (place[0] > before[0] and place[1] == 0)
-        if not is_next:
-            _refuse(
+        if not (place == (before[0], before[1] + 1) or (place[0] > before[0] and place[1] == 0)):
+            raise _wrong(
                 f"{name}, branch {place[1]}, comes after sample {before[0]}, branch {before[1]}",
-                "a group's samples follow each other by number, a sample's branches from 0 without gaps",
+                "a group's samples follow each other by number, each once, a sample's branches from 0 "
+                "without gaps",
             )
-        if not np.isfinite(trajectory.reward):
-            _refuse(f"{name} has reward {trajectory.reward}", "rewards are finite")
-        before, end = place, trajectory.end
+        if not np.isfinite(entry.reward):
+            raise _wrong(f"{name} has reward {entry.reward}", "rewards are finite")
+        before, end = place, entry.end
     if end != num_tokens or not header.trajectories or len(set(group_ids)) != len(group_ids):
-        _refuse(
-            f"{len(header.trajectories)} trajectories of groups {group_ids} cover {end} of {num_tokens} "
-            f"tokens",
+        raise _wrong(
+            f"{len(header.trajectories)} trajectories of groups {group_ids} cover {end} of {num_tokens}",
             "they cover every token, each group once",
         )
 
 
-def _refuse_any(
-    wrong: BoolN, header: BatchHeader, values: npt.NDArray[np.generic], what: str, rule: str
-) -> None:
-    if wrong.any():
-        first = int(np.argmax(wrong))
-        _refuse(f"{what} {values[first]} of {_name(header, first)} ({int(wrong.sum())} such)", rule)
-
-
-def _name(header: BatchHeader, index: int) -> str:
-    trajectory: TrajectoryHeader = next(
-        entry for entry in header.trajectories if entry.start <= index < entry.end
+def _check_tokens(header: BatchHeader, arrays: BatchArrays, vocab_size: int) -> None:
+    ids, logprobs, versions, sampled = (
+        arrays.token_ids,
+        arrays.behaviour_logprobs,
+        arrays.versions,
+        arrays.loss_mask,
     )
-    return f"{trajectory_name(trajectory)}, position {index - trajectory.start}"
+    starts = np.zeros_like(sampled)
+    starts[[entry.start for entry in header.trajectories]] = True
+    checks = (
+        ((ids < 0) | (ids >= vocab_size), ids, "token id", f"ids are 0 to {vocab_size - 1} in this model"),
+        (~np.isfinite(logprobs), logprobs, "behaviour_logprob", "logprobs are finite"),
+        (sampled & (logprobs > LOGPROB_SLACK), logprobs, "behaviour_logprob", "no logprob is above 0"),
+        (
+            sampled & ((versions < 0) | (versions > header.version)),
+            versions,
+            "version",
+            f"a sampled token has a version from 0 to {header.version}",
+        ),
+        (sampled & starts, ids, "sampled first token", "a token needs one before it to be predicted from"),
+    )
+    for wrong, values, what, rule in checks:
+        if wrong.any():
+            first = int(np.argmax(wrong))
+            raise _wrong(f"{what} {values[first]} of {_token_name(header, first)} ({wrong.sum()} such)", rule)
 
 
-def _refuse(error: str, rule: str) -> None:
-    raise wrong_batch(error, rule)
+def _check_rollout(branches: list[TrajectoryHeader], loss_mask: BoolN) -> None:
+    """Branches and credits of a rollout add up to samples."""
+    first, rewards = branches[0], [entry.reward for entry in branches]
+    name = trajectory_name(first)
+    if len(set(rewards)) > 1:
+        raise _wrong(f"the branches of {name} have rewards {rewards}", "a rollout has one reward")
+    with_credits = [entry.branch for entry in branches if entry.credits]
+    if with_credits and len(with_credits) < len(branches):
+        raise _wrong(
+            f"of the {len(branches)} branches of {name} only {with_credits} have credits",
+            "credits cover every loss token of a rollout, or there are none",
+        )
+    rewards_of: dict[int, float] = {}
+    for entry in branches:
+        if entry.credits:
+            _check_coverage(entry, loss_mask[entry.start : entry.end])
+        for credit in entry.credits:
+            known = rewards_of.setdefault(credit.unit, credit.reward)
+            if not np.isfinite(credit.reward) or known != credit.reward:
+                raise _wrong(
+                    f"unit {credit.unit} of {name} has rewards {known} and {credit.reward}",
+                    "a unit of a rollout has one reward, a finite one",
+                )
 
 
-# What one sample of the advantage is: a rollout, or the part of it that earned a reward of its own. Knows no
-# loss and no weights.
-#
-# A rollout without credits is one unit, all its branches together. With credits each of its unit numbers is
-# one, wherever the tokens
-# lie. Units are numbered in the order in which a batch first names them, so that in a batch of single-branch
-# rollouts without
-# credits unit b is trajectory b.
-
-
-IntN = npt.NDArray[np.int64]
+def _check_coverage(entry: TrajectoryHeader, loss_mask: BoolN) -> None:
+    """Every loss token once; other tokens may lie in a credit too."""
+    times = np.zeros(len(loss_mask), np.int64)
+    for credit in entry.credits:
+        if not 0 <= credit.start < credit.end <= len(loss_mask) or credit.unit < 0:
+            raise _wrong(
+                f"{trajectory_name(entry)} has a credit for tokens [{credit.start}, {credit.end}) of "
+                f"{len(loss_mask)}, unit {credit.unit}",
+                "a credit is for at least one token of its trajectory, its unit 0 or more",
+            )
+        times[credit.start : credit.end] += 1
+    wrong = np.flatnonzero(loss_mask & (times != 1))
+    if len(wrong):
+        raise _wrong(
+            f"token {wrong[0]} of {trajectory_name(entry)} is in {times[wrong[0]]} credits ({len(wrong)})",
+            "credits cover every loss token once",
+        )
 
 
 @dataclass(frozen=True)
 class Units:
-    """`rewards` and `groups` (group_index) of the B units; `unit_N` int64 [N]: that of each token, -1 where
-    no credit says one.
+    """What one sample of the advantage is: a rollout, all its branches together, or with credits each of its
+    unit numbers, wherever the tokens lie. Numbered in the order in which a batch first names them.
+
+    `rewards` and `groups` (group_index) of the B units; `unit_N` int64 [N]: that of each token, -1 where no
+    credit says one.
     """
 
     rewards: list[float]
@@ -210,13 +218,11 @@ class Units:
 
 
 def find_units(header: BatchHeader, num_tokens: int) -> Units:
-    """Of a batch that check_units has found right."""
+    """Of a batch that check_batch has found right."""
     rewards, groups, unit_N = list[float](), list[int](), np.full(num_tokens, -1, np.int64)
     numbers: dict[tuple[int, int, int | None], int] = {}
     for entry in header.trajectories:
-        for credit in entry.credits or [
-            CreditHeader(start=0, end=entry.end - entry.start, reward=entry.reward, unit=-1)
-        ]:
+        for credit in entry.credits or [Credit(0, entry.end - entry.start, entry.reward, -1)]:
             key = (entry.group_index, entry.sample_index, credit.unit)
             if key not in numbers:
                 numbers[key] = len(rewards)
@@ -226,75 +232,15 @@ def find_units(header: BatchHeader, num_tokens: int) -> Units:
     return Units(rewards, groups, unit_N)
 
 
-def check_units(header: BatchHeader, loss_mask: BoolN) -> None:
-    """Refuse (422) rollouts whose branches or credits do not add up to samples; trajectories lie where the
-    header says.
-    """
-    for _, branches in groupby(
-        header.trajectories, key=lambda entry: (entry.group_index, entry.sample_index)
-    ):
-        _check_rollout(list(branches), loss_mask)
-
-
-def _check_rollout(branches: list[TrajectoryHeader], loss_mask: BoolN) -> None:
-    first = branches[0]
-    if any(entry.reward != first.reward for entry in branches):
-        rewards = [entry.reward for entry in branches]
-        raise wrong_batch(
-            f"the branches of {trajectory_name(first)} have rewards {rewards}", "a rollout has one reward"
-        )
-    if any(bool(entry.credits) != bool(first.credits) for entry in branches):
-        with_credits = [entry.branch for entry in branches if entry.credits]
-        raise wrong_batch(
-            f"of the {len(branches)} branches of {trajectory_name(first)} only {with_credits} have credits",
-            "credits cover every loss token of a rollout, or there are none",
-        )
-    rewards_of: dict[int, float] = {}
-    for entry in branches:
-        if entry.credits:
-            _check_coverage(entry, loss_mask[entry.start : entry.end])
-        for credit in entry.credits:
-            known = rewards_of.setdefault(credit.unit, credit.reward)
-            if not np.isfinite(credit.reward) or known != credit.reward:
-                raise wrong_batch(
-                    f"unit {credit.unit} of {trajectory_name(first)} has reward {credit.reward}, the first "
-                    f"that is told is {known}",
-                    "a unit of a rollout has one reward, a finite one",
-                )
-
-
-def _check_coverage(entry: TrajectoryHeader, loss_mask: BoolN) -> None:
-    """Every loss token once; what nobody sampled may lie in a credit too."""
-    edges = np.zeros(len(loss_mask) + 1, np.int64)
-    for credit in entry.credits:
-        if not 0 <= credit.start < credit.end <= len(loss_mask) or credit.unit < 0:
-            raise wrong_batch(
-                f"{trajectory_name(entry)} has a credit for tokens [{credit.start}, {credit.end}) of "
-                f"{len(loss_mask)}, unit {credit.unit}",
-                "a credit is for at least one token of its trajectory, its unit 0 or more",
-            )
-        edges[credit.start] += 1
-        edges[credit.end] -= 1
-    times = edges.cumsum()[:-1]
-    wrong = np.flatnonzero(loss_mask & (times != 1))
-    if len(wrong):
-        raise wrong_batch(
-            f"token {wrong[0]} of {trajectory_name(entry)} is in {times[wrong[0]]} credits ({len(wrong)} "
-            f"such)",
-            "credits cover every loss token once",
-        )
-
-
 def trajectory_name(entry: TrajectoryHeader) -> str:
     """`g17/r3`, and its branch unless it is the first."""
     return f"g{entry.group_id}/r{entry.sample_index}" + (f"/b{entry.branch}" if entry.branch else "")
 
 
-def wrong_batch(error: str, rule: str) -> Refused:
-    """A batch whose parts do not fit together."""
-    return Refused(
-        422,
-        error,
-        rule=rule,
-        way_out="the controller made a wrong batch: please report it with this message.",
-    )
+def _token_name(header: BatchHeader, index: int) -> str:
+    entry = next(entry for entry in header.trajectories if entry.start <= index < entry.end)
+    return f"{trajectory_name(entry)}, position {index - entry.start}"
+
+
+def _wrong(error: str, rule: str) -> Refused:
+    return Refused(422, error, rule=rule, way_out="please report it: the controller made a wrong batch.")

@@ -24,8 +24,8 @@ import numpy as np
 import torch
 
 from asyncrl.http import Refused
-from asyncrl.messages.trainer_calls import BatchArrays, BatchHeader, Canary, TrajectoryHeader
-from asyncrl.trainer.model.packing import MicroBatch, pack
+from asyncrl.messages.trainer_calls import Canary
+from asyncrl.trainer.model.packing import pack_texts
 from asyncrl.trainer.model.parts import reshard
 from asyncrl.trainer.model.policy import Policy
 
@@ -41,7 +41,8 @@ def make_canary(policy: Policy, num_tokens: int) -> Canary:
     finite: see checked().
     """
     ids = canary_ids(policy.model.get_input_embeddings().num_embeddings, num_tokens)
-    logprob_M, next_logprob = policy.text_logprobs(_micro_batch(ids, next(policy.parameters()).device))
+    text = np.array([*ids, 0])  # the last is only predicted: so the pass reads all of the text
+    logprob_M, next_logprob = policy.text_logprobs(pack_texts([[text]], next(policy.parameters()).device))
     reshard(policy)
     return Canary(token_ids=ids, logprobs=logprob_M[:-1].tolist(), next_logprob=float(next_logprob))
 
@@ -60,22 +61,3 @@ def checked(canary: Canary | None) -> Canary | None:
         way_out="go on from a checkpoint with a lower trainer.learning_rate; publisher.canary_limit=none "
         "publishes without this check.",
     )
-
-
-def _micro_batch(ids: list[int], device: torch.device) -> MicroBatch:
-    """The text, then one token that is only predicted: so the pass reads all of the text."""
-    num_tokens = len(ids) + 1
-    has_loss = np.ones(num_tokens, np.bool_)
-    has_loss[0] = False
-    arrays = BatchArrays(
-        token_ids=np.array([*ids, 0], np.int32),
-        loss_mask=has_loss,
-        behaviour_logprobs=np.zeros(num_tokens, np.float32),
-        versions=np.zeros(num_tokens, np.int32),
-    )
-    entry = TrajectoryHeader(
-        group_index=0, group_id=0, sample_index=0, prompt_id="canary", start=0, end=num_tokens, reward=0.0
-    )
-    header = BatchHeader(version=0, min_version=0, mask_older=False, trajectories=[entry])
-    (micro,) = pack(header, arrays, has_loss, num_tokens, device)
-    return micro

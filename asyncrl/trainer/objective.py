@@ -1,14 +1,12 @@
 """Turns logprobs into the loss of one optimizer step: advantages, surrogate, correction, KL, aggregation.
 Knows no model.
 
-The functions are given by name (spec.ObjectiveSpec) and may be the user's: what they return is checked. The
-sum of what micro_loss returns over all micro-batches of an optimizer step is its loss, so their cut never
-changes the result.
+Loss and advantage may be the user's: what they return is checked. The sum of what micro_loss returns over all
+micro-batches of an optimizer step is its loss, so their cut never changes the result.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,15 +15,19 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from asyncrl.algorithms import corrections
+from asyncrl.algorithms.advantages import overlong_penalty
+from asyncrl.algorithms.aggregate import token_weights
+from asyncrl.algorithms.losses import interpolate, kl, kl_reward_penalty
+from asyncrl.algorithms.registry import WHOLE_BATCH, resolve
 from asyncrl.http import Refused
 from asyncrl.messages.trainer_calls import BatchArrays, BatchHeader
 from asyncrl.trainer.batch_checks import find_units
-from asyncrl.trainer.model.packing import MicroBatch
+from asyncrl.trainer.model.packing import BoolN, MicroBatch
 from asyncrl.trainer.spec import TrainerSpec
-from asyncrl.user_code import load_advantage, load_loss, load_object
+from asyncrl.user_code import load_advantage, load_loss
 
 Float32N = npt.NDArray[np.float32]
-BoolN = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -49,30 +51,23 @@ class StepNumbers:
     trajectory, [S] in the header.
     """
 
-    num_loss_tokens: int
     weight_S: Float32N
     correction_N: Float32N | None
 
 
 class Objective:
-    """The functions of one run. Stateless beside them; `needs_proximal` says whether a pass before the first
-    step must be made.
-    """
+    """The functions of one run. Stateless beside them."""
 
     def __init__(self, spec: TrainerSpec) -> None:
         """Raises ConfigError if a function cannot be found, or not be called as it will be."""
-        self.spec, self._objective, self.settings = spec, spec.objective, spec.objective.settings
+        self.spec, self.settings, self._recipe = spec, spec.algorithm, resolve(spec.algorithm)
         self._advantage, self._surrogate = (
-            load_advantage(spec.objective.advantage),
-            load_loss(spec.objective.surrogate),
+            load_advantage(self._recipe.advantage),
+            load_loss(self._recipe.surrogate),
         )
-        correction = spec.objective.correction
-        self._correction = None if correction is None else load_object(correction, "algorithm.correction")
-        self._token_weights = load_object(spec.objective.token_weights, "algorithm.aggregate")
-        self._kl = load_object(spec.objective.kl, "algorithm.kl_estimator")
-        self._kl_penalty = load_object(spec.objective.kl_penalty, "algorithm.kl_in")
-        self._interpolate = load_object(spec.objective.interpolate, "algorithm.proximal")
-        self._overlong = load_object(spec.objective.overlong_penalty, "algorithm.overlong_tokens")
+        has_correction = self._recipe.correction != "none"
+        self._correction = getattr(corrections, self._recipe.correction) if has_correction else None
+        self._is_whole_batch = self._recipe.correction in WHOLE_BATCH
 
     @property
     def needs_reference(self) -> bool:
@@ -84,10 +79,10 @@ class Objective:
         """A forward pass over the batch before its first step: where the logprobs of that step's own forward
         come too late.
         """
-        is_used = self._objective.ratio == "proximal" or self._correction is not None
+        is_used = self._recipe.ratio == "proximal" or self._correction is not None
         is_recomputed = is_used and self.spec.steps_per_batch > 1 and self.settings.proximal == "recompute"
         is_penalised = self.needs_reference and self.settings.kl_in == "reward"
-        return is_recomputed or is_penalised or self._objective.is_whole_batch
+        return is_recomputed or is_penalised or self._is_whole_batch
 
     def advantages(
         self,
@@ -104,20 +99,18 @@ class Objective:
         """
         units = find_units(header, len(has_loss))
         reward_B = torch.tensor(units.rewards, dtype=torch.float32)
-        group_B = torch.tensor(units.groups, dtype=torch.int64)
         if self.settings.overlong_tokens > 0:
             length_B = torch.from_numpy(units.count(arrays.loss_mask))
-            reward_B = reward_B + self._overlong(
+            reward_B = reward_B + overlong_penalty(
                 length_B, self.spec.max_tokens, self.settings.overlong_tokens
             )
         if self.needs_reference and self.settings.kl_in == "reward":
             assert proximal_N is not None
             assert reference_N is not None
-            unit_M = torch.from_numpy(units.unit_N[has_loss])
-            penalty_B = self._kl_penalty(
+            penalty_B = kl_reward_penalty(
                 torch.from_numpy(proximal_N[has_loss]),
                 torch.from_numpy(reference_N[has_loss]),
-                unit_M,
+                torch.from_numpy(units.unit_N[has_loss]),
                 len(reward_B),
             )
             reward_B = reward_B - self.settings.kl_coefficient * penalty_B
@@ -131,15 +124,12 @@ class Objective:
                     way_out="the weights give logprobs that are not finite: lower trainer.learning_rate and "
                     "go on from a checkpoint.",
                 )
-        advantage_B = self._advantage(reward_B, group_B)
-        if (
-            not isinstance(advantage_B, Tensor)
-            or advantage_B.shape != reward_B.shape
-            or not bool(torch.isfinite(advantage_B).all())
-        ):
+        advantage_B = self._advantage(reward_B, torch.tensor(units.groups, dtype=torch.int64))
+        is_one_each = isinstance(advantage_B, Tensor) and advantage_B.shape == reward_B.shape
+        if not (is_one_each and bool(torch.isfinite(advantage_B).all())):
             raise Refused(
                 422,
-                f"algorithm.advantage={self._objective.advantage} returned {advantage_B} for rewards "
+                f"algorithm.advantage={self.settings.advantage} returned {advantage_B} for rewards "
                 f"{reward_B.tolist()}",
                 rule="it returns a finite float32 tensor [B]",
                 way_out="correct the function, or set algorithm.advantage=grpo.",
@@ -148,22 +138,17 @@ class Objective:
 
     def step_numbers(self, batch: BatchNumbers, has_loss: BoolN) -> StepNumbers:
         """For the optimizer step that trains on the tokens of `has_loss` bool [N]."""
-        tokens_S = np.array(
-            [int(has_loss[entry.start : entry.end].sum()) for entry in batch.header.trajectories]
-        )
-        weight_S = self._token_weights(
-            self._objective.aggregate,
+        entries = batch.header.trajectories
+        tokens_S = np.array([int(has_loss[entry.start : entry.end].sum()) for entry in entries])
+        weight_S = token_weights(
+            self._recipe.aggregate,
             torch.from_numpy(tokens_S),
             int((tokens_S > 0).sum()),
             int(tokens_S.sum()),
             self.spec.max_tokens,
         )
-        correction_N = (
-            self._whole_batch_correction(batch, has_loss, tokens_S)
-            if self._objective.is_whole_batch
-            else None
-        )
-        return StepNumbers(int(tokens_S.sum()), weight_S.numpy().astype(np.float32), correction_N)
+        correction_N = self._whole_correction(batch, has_loss, tokens_S) if self._is_whole_batch else None
+        return StepNumbers(weight_S.numpy().astype(np.float32), correction_N)
 
     def micro_loss(
         self, micro: MicroBatch, current_M: Tensor, batch: BatchNumbers, step: StepNumbers
@@ -176,87 +161,64 @@ class Objective:
         def over_tokens(values_N: npt.NDArray[Any]) -> Tensor:
             return torch.from_numpy(values_N[micro.source_M]).to(device)
 
-        behaviour_M, advantage_M = (
-            over_tokens(batch.arrays.behaviour_logprobs),
-            over_tokens(batch.advantage_N),
-        )
-        proximal_M = self._proximal(current_M, behaviour_M, batch, over_tokens)
-        anchor_M = behaviour_M if self._objective.ratio == "behaviour" else proximal_M
+        behaviour_M = over_tokens(batch.arrays.behaviour_logprobs)
+        advantage_M = over_tokens(batch.advantage_N)
+        if self.settings.proximal == "interpolate":
+            staleness_M = batch.header.version - over_tokens(batch.arrays.versions)
+            proximal_M = interpolate(behaviour_M, current_M.detach(), staleness_M)
+        elif batch.proximal_N is None:
+            proximal_M = current_M.detach()  # before the only step both are the same numbers
+        else:
+            proximal_M = over_tokens(batch.proximal_N)
+        anchor_M = behaviour_M if self._recipe.ratio == "behaviour" else proximal_M
         loss_M, stats = self._call_surrogate(current_M, anchor_M, behaviour_M, advantage_M, micro.sequence_M)
         if self._correction is not None:
             if step.correction_N is not None:
                 weight_M = over_tokens(step.correction_N)
             else:
-                weight_M = self._correction(
-                    proximal_M, behaviour_M, advantage_M, micro.sequence_M, self.settings
-                )
+                log_weight_M = proximal_M - behaviour_M
+                weight_M = self._correction(log_weight_M, advantage_M, micro.sequence_M, self.settings)
             loss_M, stats = loss_M * weight_M, {**stats, "importance_weight": weight_M.sum()}
         if batch.reference_N is not None:
-            kl_M = self._kl(current_M, over_tokens(batch.reference_N), self.settings.kl_estimator)
+            kl_M = kl(current_M, over_tokens(batch.reference_N), self.settings.kl_estimator)
             stats = {**stats, "kl_reference": kl_M.detach().sum()}
             if self.settings.kl_in == "loss":
                 loss_M = loss_M + self.settings.kl_coefficient * kl_M
         weight_M = torch.from_numpy(step.weight_S[micro.trajectory_S]).to(device)[micro.sequence_M]
-        loss = (loss_M * weight_M).sum()
-        return loss, {name: float(value) for name, value in stats.items()}
+        return (loss_M * weight_M).sum(), {name: float(value) for name, value in stats.items()}
 
-    def _proximal(
-        self,
-        current_M: Tensor,
-        behaviour_M: Tensor,
-        batch: BatchNumbers,
-        over_tokens: Callable[[npt.NDArray[Any]], Tensor],
-    ) -> Tensor:
-        if self.settings.proximal == "interpolate":
-            staleness_M = batch.header.version - over_tokens(batch.arrays.versions)
-            return self._interpolate(behaviour_M, current_M.detach(), staleness_M)  # type: ignore[no-any-return]
-        if batch.proximal_N is None:
-            return current_M.detach()  # before the only step both are the same numbers
-        return over_tokens(batch.proximal_N)
-
-    def _whole_batch_correction(
+    def _whole_correction(
         self, batch: BatchNumbers, has_loss: BoolN, tokens_S: npt.NDArray[np.int64]
     ) -> Float32N:
         assert self._correction is not None
         assert batch.proximal_N is not None
-        sequence_M = torch.from_numpy(np.repeat(np.cumsum(tokens_S > 0) - 1, tokens_S))
+        log_weight_M = batch.proximal_N[has_loss] - batch.arrays.behaviour_logprobs[has_loss]
         weight_M = self._correction(
-            torch.from_numpy(batch.proximal_N[has_loss]),
-            torch.from_numpy(batch.arrays.behaviour_logprobs[has_loss]),
+            torch.from_numpy(log_weight_M),
             torch.from_numpy(batch.advantage_N[has_loss]),
-            sequence_M,
+            torch.from_numpy(np.repeat(np.cumsum(tokens_S > 0) - 1, tokens_S)),
             self.settings,
         )
         weight_N = np.zeros(len(has_loss), np.float32)
         weight_N[has_loss] = weight_M.numpy()
         return weight_N
 
-    def _call_surrogate(
-        self,
-        current_M: Tensor,
-        anchor_M: Tensor,
-        behaviour_M: Tensor,
-        advantage_M: Tensor,
-        sequence_M: Tensor,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        answer = self._surrogate(current_M, anchor_M, behaviour_M, advantage_M, sequence_M, self.settings)
+    def _call_surrogate(self, current_M: Tensor, *others_M: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        answer = self._surrogate(current_M, *others_M, self.settings)
         match answer:
             case (Tensor(ndim=1, requires_grad=True) as loss_M, dict() as stats) if (
-                loss_M.shape == current_M.shape and _are_sums(stats)
+                loss_M.shape == current_M.shape and all(map(_is_number, stats.values()))
             ):
                 return loss_M, stats
         raise Refused(
             422,
-            f"algorithm.loss={self._objective.surrogate} returned {answer!r}"[:500],
+            f"algorithm.loss={self.settings.loss} returned {answer!r}"[:500],
             rule=f"it returns (the loss of each token: a tensor [{len(current_M)}] with gradient, dict of "
-            f"statistics: one number each)",
+            "statistics: one number each)",
             way_out="correct the function; docs/algorithms.md shows the signature, "
             "asyncrl/algorithms/losses.py some that fit.",
         )
 
 
-def _are_sums(stats: dict[Any, Any]) -> bool:
-    return all(
-        isinstance(value, Tensor) and value.numel() == 1 or isinstance(value, int | float)
-        for value in stats.values()
-    )
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)

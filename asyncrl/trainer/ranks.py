@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.http import Refused
 from asyncrl.trainer.spec import TrainerSpec
 
+T = TypeVar("T")
 NEVER = timedelta(days=365)
 """How long the other ranks wait for the next command: as long as it takes."""
 START = timedelta(seconds=300)
@@ -66,11 +67,13 @@ class Ranks:
         size: int = 1,
         mesh: DeviceMesh | None = None,
         commands: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.rank, self.size, self.mesh, self._commands = rank, size, mesh, commands
+        self.rank, self.size, self.mesh, self._commands, self.group = rank, size, mesh, commands, group
 
-    def __repr__(self) -> str:
-        return f"<Ranks {self.rank} of {self.size}>"
+    def beside(self) -> Ranks:
+        """The same ranks for the calls of another thread. Made on all of them at once."""
+        return Ranks(self.rank, self.size, group=dist.new_group(backend="gloo") if self.size > 1 else None)
 
     @property
     def is_first(self) -> bool:
@@ -83,13 +86,24 @@ class Ranks:
             return [value]
         mine = _bytes_tensor(json.dumps(value).encode())
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(lengths, torch.tensor([len(mine)]))
+        dist.all_gather(lengths, torch.tensor([len(mine)]), group=self.group)
         longest = max(int(length) for length in lengths)
         texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
-        dist.all_gather(texts, torch.nn.functional.pad(mine, (0, longest - len(mine))))
+        dist.all_gather(texts, torch.nn.functional.pad(mine, (0, longest - len(mine))), group=self.group)
         return [
             json.loads(_to_bytes(text[: int(length)])) for text, length in zip(texts, lengths, strict=True)
         ]
+
+    def agree(self, work: Callable[[], T]) -> T:
+        """What `work` returns on this rank. Raises Refused on all ranks if it does on one."""
+        answer, failure = list[T](), None
+        try:
+            answer = [work()]
+        except Refused as refused:
+            failure = [refused.status, refused.body.model_dump()]
+        for found in filter(None, self.gather(failure)):
+            raise Refused(found[0], **found[1])
+        return answer[0]
 
     def add_up(self, *arrays: npt.NDArray[np.float32]) -> None:
         """Replace each array by its sum over all ranks."""

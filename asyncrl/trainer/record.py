@@ -31,11 +31,7 @@ from asyncrl.messages.trainer_calls import BatchArrays, BatchHeader
 
 
 def trained_line(
-    header: BatchHeader,
-    arrays: BatchArrays,
-    has_loss: npt.NDArray[np.bool_],
-    loss: float,
-    weights_digest: str | None,
+    header: BatchHeader, arrays: BatchArrays, has_loss: npt.NDArray[np.bool_], loss: float
 ) -> dict[str, Any]:
     """The record of one step. `has_loss` bool [N]: what carried loss, masks applied."""
     trajectories = []
@@ -50,20 +46,17 @@ def trained_line(
                 "reward": entry.reward,
                 "num_tokens": entry.end - entry.start,
                 "num_loss_tokens": int(has_loss[part].sum()),
-                "tokens_sha": hashlib.sha256(
-                    np.ascontiguousarray(arrays.token_ids[part], dtype="<i4").tobytes()
-                ).hexdigest()[:16],
+                "tokens_sha": hashlib.sha256(arrays.token_ids[part].astype("<i4").tobytes()).hexdigest()[:16],
                 "spans": loss_spans(has_loss[part], arrays.versions[part]),
             }
         )
-    line = {
+    return {
         "version": header.version,
         "min_version": header.min_version,
         "loss": loss if math.isfinite(loss) else None,
         "num_loss_tokens": int(has_loss.sum()),
         "trajectories": trajectories,
     }
-    return line if weights_digest is None else {**line, "weights_digest": weights_digest}
 
 
 def loss_spans(has_loss: npt.NDArray[np.bool_], versions: npt.NDArray[np.int32]) -> list[list[int]]:

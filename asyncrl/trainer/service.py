@@ -1,13 +1,12 @@
-"""The trainer's endpoints over one MovableStep. Knows HTTP; what a step is, it leaves to step.py.
+"""The trainer's endpoints over one TrainStep. Knows HTTP; what a step is, it leaves to step.py.
 
 Life:       one thread loads the model and owns torch; all requests but /health run on it in the order in
-which they
-            arrive. /health is answered by the event loop, during a step too.
+            which they arrive. /health is answered by the event loop, during a step too.
 Waits:      a request waits for those before it; the client waits for its answer.
 Ranks:      every rank answers /health. Rank 0 alone takes requests, and sends each as a command to the torch
-threads of the
-            others, which do their part of it (following.py). What it refuses by itself, it refuses before it
-            sends.
+            threads of the others, which call the same method of their TrainStep. A refusal that all ranks
+            come to alike is rank 0's to answer. Any other error ends the process of its rank, with the reason
+            as its last word, and so the run: the group cannot go on without one of its ranks.
 """
 
 from __future__ import annotations
@@ -19,10 +18,11 @@ import math
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from fastapi import FastAPI, Request
@@ -35,7 +35,6 @@ from asyncrl.messages.base import (
     BroadcastResponse,
     ErrorBody,
     Moved,
-    TrainerPart,
     fatal_line,
 )
 from asyncrl.messages.trainer_calls import (
@@ -51,19 +50,21 @@ from asyncrl.messages.trainer_calls import (
     unpack_batch,
 )
 from asyncrl.trainer.model.parts import resolve_device
-from asyncrl.trainer.movable_step import MovableStep
 from asyncrl.trainer.ranks import Command, OneRankError, is_loss_of_a_rank, join_ranks
 from asyncrl.trainer.spec import TrainerSpec
+from asyncrl.trainer.step import TrainStep
 
 T = TypeVar("T")
 log = logging.getLogger("asyncrl.trainer")
 
 KEPT_EXPORTS = 2
 """Engines may still read the export before the newest."""
+GRACE_S = 10.0
+"""How long a rank that has lost another one waits to be ended, so that the other is named and not itself."""
 
 
 class TrainerService:
-    """One MovableStep on its own thread. `num_waiting` counts requests that run or wait."""
+    """One TrainStep on its own thread. `num_waiting` counts requests that run or wait."""
 
     def __init__(self, spec: TrainerSpec) -> None:
         self._spec = spec
@@ -73,12 +74,8 @@ class TrainerService:
         self._broken = ""
         # Loaded on the thread that will step: the number of CPU threads belongs to the calling thread.
         self.step = self._torch_thread.submit(_make_step, spec).result()
-        self._follower = None if self.step.ranks.is_first else Follower(self.step)
-        if self._follower is not None:
-            self._torch_thread.submit(self._follower.run)
-
-    def __repr__(self) -> str:
-        return f"<TrainerService {self.step!r}, {self.step.ranks!r}, {self.num_waiting} waiting>"
+        if not self.step.ranks.is_first:
+            self._torch_thread.submit(self._follow)
 
     async def run(self, work: Callable[[], T]) -> T:
         """Run `work` on the torch thread, after all that came before it."""
@@ -90,18 +87,15 @@ class TrainerService:
 
     def health(self) -> TrainerHealth:
         """Answered at any time."""
-        is_busy = self.num_waiting > 0 if self._follower is None else self._follower.is_busy
         return TrainerHealth(
             policy_version=self.step.policy_version,
             device=self.step.device.type,
-            is_busy=is_busy,
+            is_busy=self.num_waiting > 0,
             offloaded=self.step.offloaded,
         )
 
-    def together(self, command: Command, work: Callable[[], T]) -> T:
-        """On the torch thread of rank 0: `work`, while the other ranks do their part of it. Raises what it
-        raises.
-        """
+    def together(self, name: str, body: bytes = b"", **arguments: Any) -> Any:
+        """On the torch thread of rank 0: call this method of the step on all ranks. Raises what it raises."""
         if self._broken:
             raise Refused(
                 409,
@@ -109,9 +103,10 @@ class TrainerService:
                 rule="they end with the run",
                 way_out="start it again.",
             )
+        command = Command(name, arguments, body)
         try:
             self.step.ranks.send(command)
-            return work()
+            return _perform(self.step, command)
         except (Refused, OSError):
             raise  # a refusal is all ranks' alike, and files are written beside what they do together
         except Exception as error:
@@ -119,18 +114,17 @@ class TrainerService:
                 self._broken = str(error)
             raise
 
+    async def call(self, name: str, **arguments: Any) -> Any:
+        """together(), after all requests that came before it."""
+        return await self.run(lambda: self.together(name, **arguments))
+
     def train(self, body: bytes) -> TrainResponse:
         """On the torch thread: one optimizer step. Raises Refused."""
         try:
-            header, arrays = unpack_batch(body)
+            unpack_batch(body)
         except ValueError as error:
-            raise Refused(
-                422,
-                str(error),
-                rule="the body is asyncrl.messages.trainer_calls.pack_batch",
-                way_out="send it with asyncrl's own client.",
-            ) from error
-        metrics = self.together(Command("train", body=body), lambda: self.step.train(header, arrays))
+            raise Refused(422, str(error), rule="the body is trainer_calls.pack_batch") from error
+        metrics = self.together("train", body)
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         return TrainResponse(
             policy_version=self.step.policy_version,
@@ -139,33 +133,33 @@ class TrainerService:
         )
 
     def export(self) -> ExportResponse:
-        """On the torch thread: write the newest weights, then delete exports that nobody can be asked to read
-        any more.
+        """On the torch thread: write the newest weights, then delete exports that no engine can be asked to
+        read any more.
         """
         path = self._spec.staging_dir / f"v{self.step.policy_version}.safetensors"
-        try:
-            answer = self.together(Command("export"), lambda: self.step.export(path))
-        except OSError as error:
-            raise Refused(
-                507,
-                f"cannot write {path}: {error}",
-                rule=f"shared memory holds up to {KEPT_EXPORTS + 1} exports at once",
-                way_out="free or enlarge shared memory (df -h /dev/shm).",
-            ) from error
+        with _no_room(
+            f"cannot write {path}", f"shared memory holds up to {KEPT_EXPORTS + 1} exports at once"
+        ):
+            answer: ExportResponse = self.together("export", path=str(path))
         exports = sorted(self._spec.staging_dir.glob("v*.safetensors"), key=lambda file: int(file.stem[1:]))
         for old in exports[:-KEPT_EXPORTS]:
             old.unlink()
         return answer
 
-    def save(self, path: Path, *, merged: bool) -> TrainerHealth:
+    def export_chunk(self, version: int, index: int) -> ExportChunkResponse:
+        """On the torch thread: write one chunk of the weights over the one before. Raises Refused."""
+        names = self.step.chunk_names(version, index)
+        rule = f"shared memory holds a chunk of publisher.chunk_bytes={self._spec.chunk_bytes}, or one tensor"
+        with _no_room(f"cannot write chunk {index} into {self._spec.staging_dir}", rule):
+            answer: ExportChunkResponse = self.together("export_chunk", index=index, names=names)
+        return answer
+
+    def save(self, path: str, *, merged: bool) -> TrainerHealth:
         """On the torch thread: write a Hugging Face folder, or the adapters alone. Raises Refused if it
         cannot be written.
         """
         try:
-            self.step.check_save(
-                merged=merged
-            )  # before it is sent: the other ranks would gather for what is refused
-            self.together(Command("save", {"merged": merged}), lambda: self.step.save(path, merged=merged))
+            self.together("save", path=path, merged=merged)
         except (OSError, ValueError) as error:
             raise Refused(
                 409,
@@ -174,49 +168,6 @@ class TrainerService:
                 way_out="see to the room and the rights on its disk, and start the run again.",
             ) from error
         return self.health()
-
-    def begin_save_state(self, path: Path) -> StateSaved:
-        """On the torch thread: copy the state; the writing goes on beside what comes next. Raises Refused."""
-        command = Command("begin_save_state", {"path": str(path)})
-        pending = self.together(command, lambda: self.step.begin_save_state(path))
-        return StateSaved(policy_version=self.step.policy_version, held_s=pending.held_s)
-
-    async def wait_save_state(self) -> TrainerHealth:
-        """Answer when what was begun is complete; the torch thread goes on meanwhile. Raises Refused if it
-        could not be written.
-        """
-        try:
-            await asyncio.to_thread(self.step.wait_save_state)
-        finally:  # the others have written when rank 0 has, or have failed as it did
-            await self.run(lambda: self.together(Command("wait_save_state"), self.step.release_copy))
-        return self.health()
-
-    def offload(self, parts: list[TrainerPart]) -> Moved:
-        """On the torch thread: move these parts off the devices of all ranks. Raises Refused, with all where
-        it was.
-        """
-        return self.together(Command("offload", {"parts": parts}), lambda: self.step.offload(parts))
-
-    def onload(self, parts: list[TrainerPart]) -> Moved:
-        """On the torch thread: move them back. Raises Refused, with all where it was."""
-        return self.together(Command("onload", {"parts": parts}), lambda: self.step.onload(parts))
-
-    def export_chunk(self, version: int, index: int) -> ExportChunkResponse:
-        """On the torch thread: write one chunk of the weights over the one before. Raises Refused."""
-        command = Command(
-            "export_chunk",
-            {"names": self.step.chunk_names(version, index), "is_last": self.step.is_last_chunk(index)},
-        )
-        try:
-            return self.together(command, lambda: self.step.export_chunk(index))
-        except OSError as error:
-            raise Refused(
-                507,
-                f"cannot write chunk {index} into {self._spec.staging_dir}: {error}",
-                rule=f"shared memory holds one chunk of publisher.chunk_bytes={self._spec.chunk_bytes}, or "
-                f"the largest tensor",
-                way_out="free or enlarge shared memory (df -h /dev/shm), or lower publisher.chunk_bytes.",
-            ) from error
 
     async def broadcast(self, request: BroadcastRequest) -> BroadcastResponse:
         """Send what is held, beside the torch thread: training goes on. Raises Refused.
@@ -236,11 +187,47 @@ class TrainerService:
             await self.run(self.export)
         return await asyncio.get_running_loop().run_in_executor(self._sending_thread, held.send, request)
 
-    def load_state(self, path: Path, *, is_checked: bool) -> TrainerHealth:
-        """On the torch thread: go on from there. Raises Refused, with all as it was."""
-        command = Command("load_state", {"path": str(path), "is_checked": is_checked})
-        self.together(command, lambda: self.step.load_state(path, is_checked=is_checked))
-        return self.health()
+    def _follow(self) -> NoReturn:
+        """The torch thread of another rank: wait for a command, as long as it takes; do it; and again."""
+        try:
+            while True:
+                command = self.step.ranks.wait_command()
+                self.num_waiting = 1
+                try:
+                    _perform(self.step, command)
+                except Refused as refused:
+                    log.warning("%s was refused: %s", command.name, refused)
+                self.num_waiting = 0
+        except Exception as error:  # the outermost border of this thread: told, and the end
+            log.exception("rank %d cannot go on", self.step.ranks.rank)
+            if is_loss_of_a_rank(error):
+                threading.Event().wait(GRACE_S)
+            words = ErrorBody(error=f"{type(error).__name__}: {error}")
+            print(
+                fatal_line(error.body if isinstance(error, OneRankError) else words),
+                file=sys.stderr,
+                flush=True,
+            )
+            os._exit(1)
+
+
+def _perform(step: TrainStep, command: Command) -> Any:
+    """A command's part of this rank."""
+    if command.name == "train":
+        return step.train(*unpack_batch(command.body))
+    arguments = dict(command.arguments)
+    if "path" in arguments:
+        arguments["path"] = Path(arguments["path"])
+    return getattr(step, command.name)(**arguments)
+
+
+@contextmanager
+def _no_room(what: str, rule: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        way_out = "free or enlarge shared memory (df -h /dev/shm), or lower publisher.chunk_bytes."
+        raise Refused(507, f"{what}: {error}", rule=rule, way_out=way_out) from error
 
 
 def make_service(spec: TrainerSpec) -> FastAPI:
@@ -258,7 +245,6 @@ def make_service(spec: TrainerSpec) -> FastAPI:
             f"the trainer cannot start: {type(error).__name__}: {error}",
             way_out="if memory is short, take a smaller model or more memory; the traceback is in this log.",
         )
-    log.info("serving %r", service)
     app = make_app()
     app.add_exception_handler(Exception, _broken)
     app.add_exception_handler(OneRankError, _one_rank)
@@ -281,23 +267,32 @@ def make_service(spec: TrainerSpec) -> FastAPI:
 
     @app.post("/save")
     async def save(message: SaveRequest) -> TrainerHealth:
-        return await service.run(lambda: service.save(Path(message.path), merged=message.merged))
+        return await service.run(lambda: service.save(message.path, merged=message.merged))
 
     @app.post("/begin_save_state")
     async def begin_save_state(message: StateRequest) -> StateSaved:
-        return await service.run(lambda: service.begin_save_state(Path(message.path)))
+        pending = await service.call("begin_save_state", path=message.path)
+        return StateSaved(policy_version=service.step.policy_version, held_s=pending.held_s)
 
     @app.post("/wait_save_state")
     async def wait_save_state() -> TrainerHealth:
-        return await service.wait_save_state()
+        await asyncio.to_thread(service.step.wait_save_state)  # the torch thread goes on meanwhile
+        return service.health()
+
+    @app.post("/load_state")
+    async def load_state(message: StateRequest) -> TrainerHealth:
+        await service.call("load_state", path=message.path)
+        return service.health()
 
     @app.post("/offload")
     async def offload(message: OffloadRequest) -> Moved:
-        return await service.run(lambda: service.offload(message.parts))
+        moved: Moved = await service.call("offload", parts=message.parts)
+        return moved
 
     @app.post("/onload")
     async def onload(message: OffloadRequest) -> Moved:
-        return await service.run(lambda: service.onload(message.parts))
+        moved: Moved = await service.call("onload", parts=message.parts)
+        return moved
 
     @app.post("/export_chunk")
     async def export_chunk(message: ExportChunkRequest) -> ExportChunkResponse:
@@ -307,18 +302,12 @@ def make_service(spec: TrainerSpec) -> FastAPI:
     async def broadcast(message: BroadcastRequest) -> BroadcastResponse:
         return await service.broadcast(message)
 
-    @app.post("/load_state")
-    async def load_state(message: StateRequest) -> TrainerHealth:
-        return await service.run(
-            lambda: service.load_state(Path(message.path), is_checked=message.is_checked)
-        )
-
     return app
 
 
-def _make_step(spec: TrainerSpec) -> MovableStep:
+def _make_step(spec: TrainerSpec) -> TrainStep:
     device, _ = resolve_device(spec)
-    return MovableStep(spec, join_ranks(spec, device))
+    return TrainStep(spec, join_ranks(spec, device))
 
 
 async def _one_rank(_: Request, error: Exception) -> JSONResponse:
@@ -337,63 +326,3 @@ async def _broken(_: Request, error: Exception) -> JSONResponse:
     return JSONResponse(
         ErrorBody(error=f"{type(error).__name__}: {error}", way_out=way_out).model_dump(), status_code=500
     )
-
-
-# What the ranks other than the first do: follow its commands. Knows the commands; knows no HTTP.
-#
-# A refusal that all ranks come to alike is rank 0's to answer. Any other error ends this process, with the
-# reason as its last
-# word, and so the run: the group cannot go on without one of its ranks.
-
-
-GRACE_S = 10.0
-"""How long a rank that has lost another one waits to be ended, so that the other is named and not itself."""
-
-COMMANDS: dict[str, Callable[[MovableStep, Command], object]] = {
-    "train": lambda step, command: step.train(*unpack_batch(command.body)),
-    "export": lambda step, command: step.join_export(),
-    "save": lambda step, command: step.join_save(**command.arguments),
-    "begin_save_state": lambda step, command: step.begin_save_state(Path(command.arguments["path"])),
-    "wait_save_state": lambda step, command: step.end_save_state(),
-    "offload": lambda step, command: step.offload(command.arguments["parts"]),
-    "onload": lambda step, command: step.onload(command.arguments["parts"]),
-    "export_chunk": lambda step, command: step.join_chunk(**command.arguments),
-    "load_state": lambda step, command: step.load_state(
-        Path(command.arguments["path"]), is_checked=command.arguments["is_checked"]
-    ),
-}
-"""Each request to rank 0, by name: the part of the other ranks."""
-
-
-class Follower:
-    """Life: run() on the torch thread, which never returns: the process ends."""
-
-    def __init__(self, step: MovableStep) -> None:
-        self._step = step
-        self.is_busy = False
-
-    def run(self) -> NoReturn:
-        """Wait for a command, as long as it takes; do it; and again."""
-        try:
-            while True:
-                self._follow(self._step.ranks.wait_command())
-        except Exception as error:  # the outermost border of this thread: told, and the end
-            log.exception("rank %d cannot go on", self._step.ranks.rank)
-            if is_loss_of_a_rank(error):
-                threading.Event().wait(GRACE_S)
-            body = (
-                error.body
-                if isinstance(error, OneRankError)
-                else ErrorBody(error=f"{type(error).__name__}: {error}")
-            )
-            print(fatal_line(body), file=sys.stderr, flush=True)
-            os._exit(1)
-
-    def _follow(self, command: Command) -> None:
-        self.is_busy = True
-        try:
-            COMMANDS[command.name](self._step, command)
-        except Refused as refused:
-            log.warning("%s was refused: %s", command.name, refused)
-        finally:
-            self.is_busy = False

@@ -5,63 +5,12 @@ it.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field
 
 from asyncrl.config import AlgorithmConfig, TrainerConfig
 from asyncrl.config.base import Device, DType, FrozenConfig
-
-
-class ObjectiveSpec(FrozenConfig):
-    """What a step minimises. Functions are `module:function`, with the signatures of asyncrl/algorithms; the
-    worker is given them.
-    """
-
-    settings: AlgorithmConfig = AlgorithmConfig()
-    """The section of the config, handed to the functions."""
-    advantage: str
-    """advantage(reward_B, group_B) -> advantage_B."""
-    surrogate: str
-    """surrogate(current_M, anchor_M, behaviour_M, advantage_M, sequence_M, settings) -> (loss_M, stats)."""
-    ratio: Literal["behaviour", "proximal"] = "behaviour"
-    """Which logprobs the surrogate gets as anchor_M."""
-    correction: str | None = None
-    """correction(proximal_M, behaviour_M, advantage_M, sequence_M, settings) -> weight_M."""
-    is_whole_batch: bool = False
-    """The correction must see all tokens of an optimizer step at once."""
-    aggregate: Literal["token", "sequence", "constant"] = "token"
-    """How the loss of the tokens becomes one number."""
-    token_weights: str
-    """token_weights(aggregate, tokens_per_sequence_S, num_sequences, num_loss_tokens, max_tokens) ->
-    weight_S.
-    """
-    kl: str
-    """kl(current_M, reference_M, estimator) -> kl_M."""
-    kl_penalty: str
-    """kl_penalty(policy_M, reference_M, sequence_M, num_sequences) -> penalty_B."""
-    interpolate: str
-    """interpolate(behaviour_M, current_M, staleness_M) -> proximal_M."""
-    overlong_penalty: str
-    """overlong_penalty(length_B, max_tokens, overlong_tokens) -> penalty_B."""
-
-    @model_validator(mode="after")
-    def _functions_are_named(self) -> Self:
-        for key in (
-            "advantage",
-            "surrogate",
-            "correction",
-            "token_weights",
-            "kl",
-            "kl_penalty",
-            "interpolate",
-            "overlong_penalty",
-        ):
-            name = getattr(self, key)
-            module, _, function = (name or "none:none").partition(":")
-            if not module or not function:
-                raise ValueError(f"{key}={name!r} is not module:function")
-        return self
 
 
 class TrainerSpec(FrozenConfig):
@@ -83,8 +32,8 @@ class TrainerSpec(FrozenConfig):
     """Number of this worker among trainer.world_size."""
     trainer: TrainerConfig = TrainerConfig()
     """The section of the config."""
-    objective: ObjectiveSpec
-    """What a step minimises."""
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    """The section of the config: what a step minimises."""
     temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature: logprobs are those of logits / temperature."""
     max_tokens: int = Field(default=256, ge=1)
@@ -112,21 +61,10 @@ class TrainerSpec(FrozenConfig):
     """Folder of the exports, in shared memory; made with mode 0700, and removed at the worker's end."""
     record_path: Path
     """trained.jsonl: one line a batch, see asyncrl/trainer/record.py."""
-    record_digest: bool = False
-    """Write the digest of the weights after each batch into the record (a full pass over the weights)."""
     failed_dir: Path
     """Where a batch that gives NaN is saved for inspection."""
     chat_template: Path | None = None
     """Jinja file that replaces the tokenizer's own template in saved folders."""
-
-    @field_validator("canary_tokens")
-    @classmethod
-    def _canary_has_a_logprob(cls, value: int) -> int:
-        if value == 1:
-            raise ValueError(
-                "canary_tokens=1, and the first token of a text has no logprob: 0 is none, 2 the fewest"
-            )
-        return value
 
     @property
     def offload_dir(self) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -14,11 +14,10 @@ from pydantic import BaseModel
 from asyncrl.errors import CheckpointError, TrainerError, TrainerLost
 from asyncrl.http import Caller, CallLost, CallRefused
 from asyncrl.messages.base import BroadcastRequest, BroadcastResponse, Moved, TrainerPart
-from asyncrl.messages.records import Batch, StepReport, Trajectory, WeightManifest
+from asyncrl.messages.records import Batch, Trajectory
 from asyncrl.messages.trainer_calls import (
     BatchArrays,
     BatchHeader,
-    CreditHeader,
     ExportChunkRequest,
     ExportChunkResponse,
     ExportResponse,
@@ -55,10 +54,7 @@ class TrainerClient:
         self.policy_version = policy_version
         self._changed = asyncio.Event()
 
-    def __repr__(self) -> str:
-        return f"<TrainerClient v{self.policy_version} at {self._caller.url}>"
-
-    async def train(self, batch: Batch) -> StepReport:
+    async def train(self, batch: Batch) -> TrainResponse:
         """One optimizer step. Raises TrainerError if the worker refuses the batch or breaks, TrainerLost if
         it is gone.
         """
@@ -67,7 +63,7 @@ class TrainerClient:
         self._reached(report.policy_version)
         return report
 
-    async def _train(self, batch: Batch) -> StepReport:
+    async def _train(self, batch: Batch) -> TrainResponse:
         header, arrays = pack_groups(batch)
         answer = await self._post("/train", pack_batch(header, arrays), TrainResponse)
         if answer.policy_version != batch.version + 1:
@@ -77,9 +73,7 @@ class TrainerClient:
                 rule="batch v turns v into v + 1",
                 way_out="start the run again; if it repeats, please report it.",
             )
-        return StepReport(
-            policy_version=answer.policy_version, metrics=answer.metrics, not_finite=tuple(answer.not_finite)
-        )
+        return answer
 
     def _reached(self, version: int) -> None:
         self.policy_version = version
@@ -92,20 +86,10 @@ class TrainerClient:
             await self._changed.wait()
         return self.policy_version
 
-    async def export(self) -> WeightManifest:
+    async def export(self) -> ExportResponse:
         """Have the newest weights written into staging. Raises TrainerError."""
         with waiting(f"the export of policy_version {self.policy_version}", on=self._caller.name):
-            answer = await self._post("/export", b"", ExportResponse)
-        return WeightManifest(
-            answer.version,
-            answer.path,
-            answer.digest,
-            answer.num_tensors,
-            answer.num_bytes,
-            answer.kind,
-            answer.canary,
-            answer.held_digest,
-        )
+            return await self._post("/export", b"", ExportResponse)
 
     async def broadcast(self, request: BroadcastRequest) -> BroadcastResponse:
         """Have the weights that are held sent to everybody in the group, while training goes on. Raises
@@ -159,7 +143,10 @@ class TrainerClient:
             await self._post_state("/wait_save_state", b"", TrainerHealth)
 
     async def recover(
-        self, state: Path | None, batches: AsyncIterator[Batch], on_step: Callable[[Batch, StepReport], None]
+        self,
+        state: Path | None,
+        batches: AsyncIterator[Batch],
+        on_step: Callable[[Batch, TrainResponse], None],
     ) -> None:
         """Go on from a saved folder (None: from the start), and train on these batches again; on_step is told
         of each.
@@ -171,7 +158,7 @@ class TrainerClient:
         what = "the journaled batches to be trained on again"
         with waiting(what, on=self._caller.name, who="catching up"):
             if state is not None:
-                await self._post("/load_state", StateRequest(path=str(state), is_checked=True), TrainerHealth)
+                await self._post("/load_state", StateRequest(path=str(state)), TrainerHealth)
             async for batch in batches:
                 on_step(batch, await self._train(batch))
             health = await self.health(timeout_s=RECOVERED_TIMEOUT_S)
@@ -198,15 +185,15 @@ class TrainerClient:
 
     async def _post_state(self, path: str, body: BaseModel | bytes, answer: type[Answer]) -> Answer:
         try:
-            return await self._caller.post(path, body, answer, timeout_s=self._timeout_s)
-        except CallRefused as refused:
+            return await self._post(path, body, answer)
+        except TrainerLost:
+            raise
+        except TrainerError as error:
             raise CheckpointError(
-                f"the trainer cannot save its state: {refused.body.error}",
-                rule=refused.body.rule or "the last whole checkpoint stays, and the run goes on",
-                way_out=refused.body.way_out or "read the trainer's log in the run directory.",
-            ) from refused
-        except CallLost as lost:
-            raise _explain(lost) from lost
+                f"the trainer cannot save its state: {error.fault}",
+                rule=error.rule or "the last whole checkpoint stays, and the run goes on",
+                way_out=error.way_out,
+            ) from error
 
 
 def pack_groups(batch: Batch) -> tuple[BatchHeader, BatchArrays]:
@@ -214,10 +201,10 @@ def pack_groups(batch: Batch) -> tuple[BatchHeader, BatchArrays]:
     samples and branches.
     """
     headers: list[TrajectoryHeader] = []
-    start = 0
+    trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
     for group_index, group in enumerate(batch.groups):
         for trajectory in group.trajectories:
-            end = start + len(trajectory.token_ids)
+            start = headers[-1].end if headers else 0
             headers.append(
                 TrajectoryHeader(
                     group_index=group_index,
@@ -225,39 +212,28 @@ def pack_groups(batch: Batch) -> tuple[BatchHeader, BatchArrays]:
                     sample_index=trajectory.sample_index,
                     prompt_id=group.prompt.prompt_id,
                     start=start,
-                    end=end,
+                    end=start + len(trajectory.token_ids),
                     reward=trajectory.reward,
                     branch=trajectory.branch,
-                    credits=[
-                        CreditHeader(start=one.start, end=one.end, reward=one.reward, unit=one.unit)
-                        for one in trajectory.credits
-                    ],
+                    credits=list(trajectory.credits),
                 )
             )
-            start = end
     header = BatchHeader(
         version=batch.version,
         min_version=batch.min_version,
         mask_older=batch.mask_older,
         trajectories=headers,
     )
-    trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
+
+    def joined(of: Callable[[Trajectory], npt.NDArray[Any]], dtype: type[np.generic]) -> npt.NDArray[Any]:
+        return np.concatenate([np.zeros(0, dtype), *map(of, trajectories)])
+
     return header, BatchArrays(
-        token_ids=np.concatenate(
-            [np.zeros(0, np.int32), *(trajectory.token_ids for trajectory in trajectories)]
-        ),
-        loss_mask=np.concatenate(
-            [np.zeros(0, np.bool_), *(trajectory.loss_mask for trajectory in trajectories)]
-        ),
-        behaviour_logprobs=np.concatenate(
-            [np.zeros(0, np.float32), *(trajectory.behaviour_logprobs for trajectory in trajectories)]
-        ),
-        versions=np.concatenate(
-            [np.zeros(0, np.int32), *(token_versions(trajectory) for trajectory in trajectories)]
-        ),
-        engines=np.concatenate(
-            [np.zeros(0, np.int16), *(token_engines(trajectory) for trajectory in trajectories)]
-        ),
+        token_ids=joined(lambda one: one.token_ids, np.int32),
+        loss_mask=joined(lambda one: one.loss_mask, np.bool_),
+        behaviour_logprobs=joined(lambda one: one.behaviour_logprobs, np.float32),
+        versions=joined(token_versions, np.int32),
+        engines=joined(token_engines, np.int16),
     )
 
 
@@ -278,7 +254,7 @@ def token_versions(trajectory: Trajectory) -> npt.NDArray[np.int32]:
             f"sample {trajectory.sample_index}: version_spans {trajectory.version_spans} do not cover "
             f"its {int(trajectory.loss_mask.sum())} sampled tokens",
             rule="version_spans cover exactly the tokens of loss_mask, each once",
-            way_out="this is a fault of the generator or the engine client: please report it.",
+            way_out="please report it: the generator or the engine client is wrong.",
         )
     return versions
 

@@ -1,22 +1,27 @@
-"""Errors as the endpoint answers them: OpenAI's statuses, types and codes. Knows no HTTP library and no
-session.
-"""
+"""Errors as the endpoint answers them: OpenAI's statuses, types and codes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
+from aiohttp import web
 from pydantic_core import to_json
 
 NO_RETRY = {"x-should-retry": "false"}
-"""What tells an OpenAI client that asking again is of no use."""
+"""Tells an OpenAI client that asking again is of no use."""
 
 _LONGEST_SHOWN = 80
+_CODES = {
+    404: "unknown_url",
+    405: "method_not_allowed",
+    408: "request_timeout",
+    413: "request_too_large",
+    415: "unsupported_media_type",
+}
 
 
 class ApiError(Exception):
-    """One call is answered with an error; the session, and the run, go on."""
+    """One call is answered with an error; the session and the run go on."""
 
     def __init__(
         self,
@@ -28,48 +33,46 @@ class ApiError(Exception):
         param: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        self.status, self.message, self.type, self.code, self.param = status, message, type, code, param
+        self.status, self.message, self.type, self.param = status, message, type, param
+        self.code = code or _CODES.get(status)
         self.headers = dict(headers or {})
         super().__init__(message)
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> bytes:
         """The error as OpenAI writes it."""
-        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return to_json({"error": error}, inf_nan_mode="null")
 
-    def json(self) -> bytes:
-        """The same as bytes."""
-        return to_json(self.body(), inf_nan_mode="null")
+    def response(self) -> web.Response:
+        """The error as an answer of its own."""
+        return web.Response(
+            body=self.body(), status=self.status, headers=self.headers, content_type="application/json"
+        )
 
 
 def invalid(message: str, param: str | None = None, *, code: str | None = None) -> ApiError:
-    """400: the call is not one that can be answered."""
+    """400: the call cannot be answered."""
     return ApiError(400, message, code=code, param=param)
 
 
 def too_long(message: str, param: str) -> ApiError:
     """400 as OpenAI says it of a prompt that does not fit."""
-    return ApiError(400, message, code="context_length_exceeded", param=param)
+    return invalid(message, param, code="context_length_exceeded")
 
 
 def unknown_key() -> ApiError:
     """401. The key itself is never shown: answers end up in logs."""
-    message = "Unknown or missing session key. Send `Authorization: Bearer KEY`, or call /s/KEY/v1/..., with the key that this rollout was given."
-    return ApiError(401, message, code="invalid_api_key")
+    return ApiError(
+        401,
+        "Unknown or missing session key. Send `Authorization: Bearer KEY`, or call /s/KEY/v1/..., with the "
+        "key that this rollout was given.",
+        code="invalid_api_key",
+    )
 
 
 def session_ended(reason: str) -> ApiError:
     """410: the rollout is over, and so is its key."""
     return ApiError(410, f"This session has ended: {reason}", code="session_ended", headers=NO_RETRY)
-
-
-def outcome_refused(why: str) -> ApiError:
-    """403: whoever has this key sets no reward."""
-    return ApiError(403, f"No outcome is taken: {why}", code="outcome_refused", headers=NO_RETRY)
-
-
-def is_refusal(error: ApiError) -> bool:
-    """Whether it is the client that did something wrong, or too much."""
-    return 400 <= error.status < 500 and error.status != 410
 
 
 def rate_limited(message: str, *, retry_after_s: int | None) -> ApiError:
@@ -78,35 +81,8 @@ def rate_limited(message: str, *, retry_after_s: int | None) -> ApiError:
     return ApiError(429, message, type="requests", code="rate_limit_exceeded", headers=headers)
 
 
-def broken(message: str) -> ApiError:
-    """503: the run is ending."""
-    return ApiError(503, message, type="server_error", code="engine_unavailable", headers=NO_RETRY)
-
-
-def internal() -> ApiError:
-    """500: a mistake of the gateway's own; what it was stands in the log."""
-    return ApiError(
-        500, "The gateway made a mistake; its log says which.", type="server_error", headers=NO_RETRY
-    )
-
-
-_BY_STATUS = {
-    404: "unknown_url",
-    405: "method_not_allowed",
-    408: "request_timeout",
-    413: "request_too_large",
-    415: "unsupported_media_type",
-}
-
-
-def of_status(status: int, message: str) -> ApiError:
-    """What the HTTP library refuses by itself, in the same form."""
-    type = "invalid_request_error" if status < 500 else "server_error"
-    return ApiError(status, message, type=type, code=_BY_STATUS.get(status))
-
-
 def shown(value: object) -> str:
-    """A value of a call, short enough for a message: what is huge in the call is not huge in the answer."""
+    """A value of a call, short enough for a message."""
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10**18:
         return f"an integer of {value.bit_length()} bits"
     if isinstance(value, (dict, list)):

@@ -1,11 +1,12 @@
-"""Which work is queued, and which worker holds which. Pure: knows no HTTP, no clock of its own, no model."""
+"""Which work items are queued, and which worker holds which. Pure: knows no HTTP and no clock of its own."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
+from asyncrl.agents.endpoint.refusals import NO_RETRY, ApiError, session_ended, unknown_key
 from asyncrl.config import Outcomes
 from asyncrl.errors import RolloutFailure
 from asyncrl.messages.records import Outcome, Work
@@ -14,29 +15,37 @@ WorkerId = tuple[str, str]
 """Name, and what its process has drawn: two processes of one name are two workers."""
 
 MAX_REMEMBERED = 10_000
-"""Ended works whose end can still be told to a worker or harness that comes too late."""
-
+"""Ended items whose end can still be explained to a worker or harness that comes too late."""
 MAX_BYTES = 2**22
-"""Of works that are given out at once, the last one aside."""
+"""Of items that are given out at once, the last one aside."""
+
+_NOT_POSTED = {
+    "returned": "generator.outcomes=returned: a rollout's reward is what its harness returns, or its "
+    "command's last line. Where a program cannot print its outcome, set generator.outcomes=posted.",
+    "none": "generator.outcomes=none: the task's own reward alone scores a rollout.",
+    "posted": "this key samples and sets no reward. Outcomes are posted with the outcome key, which only the "
+    "program itself is given.",
+}
+"""Why no outcome is taken from a session's key, by `generator.outcomes`."""
 
 
-class Gone(Exception):  # noqa: N818  an answer to whoever comes too late
-    """That work is not, or no longer, there for who asks; the text says why."""
+class NotHeld(Exception):  # noqa: N818  an answer to a worker that comes too late
+    """That item is not, or no longer, with this worker; the text says why."""
 
 
-class NotForOutcomes(Exception):  # noqa: N818  an answer, too
-    """The key is a session's: it samples, and sets no reward."""
+def outcome_refused(outcomes: Outcomes) -> ApiError:
+    """403: a session's key sets no reward."""
+    why = f"No outcome is taken: {_NOT_POSTED[outcomes]}"
+    return ApiError(403, why, code="outcome_refused", headers=NO_RETRY)
 
 
 @dataclass(eq=False, slots=True)
-class Entry:
-    """One work. `body`: what the worker gets. `started` is called whenever a worker takes it, `ended` once,
-    with what came of it.
-
-    `outcome_key` (None: there is none) is what its outcome is posted with.
+class QueuedItem:
+    """One work item. `body`: what the worker gets. `started` is called whenever a worker takes it, `ended`
+    once, with what came of it. `outcome_key` (None: there is none) is what its outcome is posted with.
     """
 
-    lease_id: str
+    item_id: str
     work: Work
     body: bytes
     started: Callable[[], None]
@@ -44,6 +53,11 @@ class Entry:
     outcome_key: str | None = None
     worker: WorkerId | None = None
     posted: Outcome | None = None
+
+    @property
+    def keys(self) -> list[str]:
+        """What harnesses may show."""
+        return [self.work.key] if self.outcome_key is None else [self.work.key, self.outcome_key]
 
 
 @dataclass(eq=False, slots=True)
@@ -54,48 +68,42 @@ class WorkerRecord:
     last_seen_s: float
     slots: int = 0
     last_number: int = -1
-    """Of its lease requests."""
-    leases: dict[str, Entry] = field(default_factory=dict)
+    """Of its requests for work."""
+    held: dict[str, QueuedItem] = field(default_factory=dict)
 
 
-class LeaseBook:
-    """Works between run() and their end.
+class WorkItems:
+    """Work items between run() and their end.
 
-    Life:       add -> queued -> lease -> leased -> ended, by a result, by silence of its worker, or
-    withdrawn. A lease that never
-                reached its worker goes back to the queue's front.
-    Waits:      none.
-    Invariant:  every work ends once, in _end; a leased work is in the `leases` of one worker, a queued one in
-    none. Rewards come
-                from where `outcomes` says and from nowhere else (_counted).
+    Life:       add -> queued -> take -> held -> ended, by a result, by silence of its worker, or withdrawn.
+                An item that never reached its worker goes back to the queue's front.
+    Invariant:  every item ends once, in _end; a held one is in `held` of one worker, a queued one in none.
+                Rewards come from where `outcomes` says and from nowhere else (_counted).
     """
 
     def __init__(self, outcomes: Outcomes) -> None:
         self.outcomes = outcomes
-        self._entries: dict[str, Entry] = {}
-        self._by_key: dict[str, Entry] = {}
-        self._queue: OrderedDict[str, Entry] = OrderedDict()
+        self._items: dict[str, QueuedItem] = {}
+        self._by_key: dict[str, QueuedItem] = {}
+        self._queue: OrderedDict[str, QueuedItem] = OrderedDict()
         self._ended: OrderedDict[str, str] = OrderedDict()
         self.workers: dict[WorkerId, WorkerRecord] = {}
 
-    def __repr__(self) -> str:
-        return f"<LeaseBook {self.num_queued} queued, {self.num_leased} leased, {len(self.workers)} workers>"
-
     @property
     def num_queued(self) -> int:
-        """Works that no worker has."""
+        """Items that no worker has."""
         return len(self._queue)
 
     @property
-    def num_leased(self) -> int:
-        """Works that a worker has."""
-        return len(self._entries) - len(self._queue)
+    def num_held(self) -> int:
+        """Items that a worker has."""
+        return len(self._items) - len(self._queue)
 
-    def add(self, entry: Entry) -> None:
-        """Put a new work at the queue's end."""
-        self._entries[entry.lease_id] = entry
-        self._by_key |= dict.fromkeys(_keys(entry), entry)
-        self._queue[entry.lease_id] = entry
+    def add(self, item: QueuedItem) -> None:
+        """Put a new item at the queue's end."""
+        self._items[item.item_id] = item
+        self._by_key |= dict.fromkeys(item.keys, item)
+        self._queue[item.item_id] = item
 
     def seen(self, worker_id: WorkerId, now_s: float) -> WorkerRecord:
         """A sign of life."""
@@ -111,127 +119,103 @@ class LeaseBook:
         if number <= worker.last_number:
             return False
         worker.last_number = number
-        held = set(holding)
-        for entry in [entry for lease_id, entry in worker.leases.items() if lease_id not in held][::-1]:
-            del worker.leases[entry.lease_id]
-            entry.worker = None
-            self._queue[entry.lease_id] = entry
-            self._queue.move_to_end(entry.lease_id, last=False)
+        kept = set(holding)
+        for item in [item for item_id, item in worker.held.items() if item_id not in kept][::-1]:
+            del worker.held[item.item_id]
+            item.worker = None
+            self._queue[item.item_id] = item
+            self._queue.move_to_end(item.item_id, last=False)
         return True
 
-    def lease(self, worker_id: WorkerId, max_items: int) -> list[Entry]:
+    def take(self, worker_id: WorkerId, max_items: int) -> list[QueuedItem]:
         """The first of the queue, for this worker: `max_items` at most, and no more once they have MAX_BYTES.
         It may ask again at once.
         """
         worker = self.workers[worker_id]
-        taken: list[Entry] = []
-        while self._queue and len(taken) < max_items and sum(len(entry.body) for entry in taken) < MAX_BYTES:
-            _, entry = self._queue.popitem(last=False)
-            entry.worker = worker_id
-            worker.leases[entry.lease_id] = entry
-            taken.append(entry)
-        for entry in taken:
-            entry.started()
+        taken: list[QueuedItem] = []
+        while self._queue and len(taken) < max_items and sum(len(item.body) for item in taken) < MAX_BYTES:
+            _, item = self._queue.popitem(last=False)
+            item.worker = worker_id
+            worker.held[item.item_id] = item
+            taken.append(item)
+        for item in taken:
+            item.started()
         return taken
 
     def lost(self, worker_id: WorkerId, holding: Collection[str]) -> dict[str, str]:
         """Those of `holding` that are not this worker's, and why."""
-        leases = self.workers[worker_id].leases
-        return {lease_id: self._why(lease_id) for lease_id in holding if lease_id not in leases}
+        held = self.workers[worker_id].held
+        return {item_id: self._why(item_id) for item_id in holding if item_id not in held}
 
-    def result(self, worker_id: WorkerId, lease_id: str, result: Outcome | RolloutFailure) -> None:
-        """What a worker says of a lease; of an outcome, what counts. Raises Gone if it is not this
+    def result(self, worker_id: WorkerId, item_id: str, result: Outcome | RolloutFailure) -> None:
+        """What a worker says of an item; of an outcome, what counts. Raises NotHeld if it is not this
         worker's.
         """
-        entry = self._entries.get(lease_id)
-        if entry is None or entry.worker != worker_id:
-            raise Gone(self._why(lease_id))
+        item = self._items.get(item_id)
+        if item is None or item.worker != worker_id:
+            raise NotHeld(self._why(item_id))
         if isinstance(result, Outcome):
-            result = self._counted(entry, result)
-        self._end(entry, result, "its result was accepted before")
+            result = self._counted(item, result)
+        self._end(item, result, "its result was accepted before")
 
-    def check_post(self, key: str) -> None:
-        """Raise Gone, NotForOutcomes, or KeyError (no such key) if nothing may be posted with it."""
-        self._postable(key)
-
-    def post(self, key: str, outcome: Outcome) -> None:
-        """What a harness says itself, with its outcome key; the last one before the end stands. Raises as
-        check_post().
+    def find_postable(self, key: str) -> QueuedItem:
+        """The item whose outcome is posted with this key; the last one before its end stands. Raises
+        ApiError: 401 for an unknown key, 403 for a session's, 410 for one that has ended.
         """
-        self._postable(key).posted = outcome
+        item = self._by_key.get(key)
+        if item is None:
+            raise session_ended(self._ended[key]) if key in self._ended else unknown_key()
+        if key != item.outcome_key:
+            raise outcome_refused(self.outcomes)
+        return item
 
-    def withdraw(self, lease_id: str, why: str) -> None:
-        """Nobody waits for this work any more; nothing happens if it has ended."""
-        entry = self._entries.get(lease_id)
-        if entry is not None:
-            self._end(entry, None, why)
+    def withdraw(self, item_id: str, why: str) -> None:
+        """Take the item back; nothing happens if it has ended."""
+        item = self._items.get(item_id)
+        if item is not None:
+            self._end(item, None, why)
 
     def drop_worker(self, worker_id: WorkerId, what: str, *, rule: str, way_out: str) -> int:
         """The worker is gone; what it held fails as data. Returns how much that was."""
         worker = self.workers.pop(worker_id)
-        for entry in list(worker.leases.values()):
-            failure = RolloutFailure(
-                f"{entry.work.rollout_id}: worker {worker.name} {what}", rule=rule, way_out=way_out
-            )
-            self._end(entry, failure, f"worker {worker.name} {what}")
-        return len(worker.leases)
+        why = f"worker {worker.name} {what}"
+        for item in list(worker.held.values()):
+            self._end(item, RolloutFailure(f"{item.work.rollout_id}: {why}", rule=rule, way_out=way_out), why)
+        return len(worker.held)
 
-    def all_leases(self) -> Iterator[tuple[WorkerId, str]]:
-        """(worker, lease) of all that is leased."""
-        return (
-            (worker_id, lease_id) for worker_id, worker in self.workers.items() for lease_id in worker.leases
-        )
-
-    def _end(self, entry: Entry, result: Outcome | RolloutFailure | None, why: str) -> None:
-        del self._entries[entry.lease_id]
-        if entry.worker is None:
-            del self._queue[entry.lease_id]
-        elif entry.worker in self.workers:
-            self.workers[entry.worker].leases.pop(entry.lease_id)
-        for key in _keys(entry):
+    def _end(self, item: QueuedItem, result: Outcome | RolloutFailure | None, why: str) -> None:
+        del self._items[item.item_id]
+        if item.worker is None:
+            del self._queue[item.item_id]
+        elif item.worker in self.workers:
+            self.workers[item.worker].held.pop(item.item_id)
+        for key in item.keys:
             del self._by_key[key]
-        for name in (entry.lease_id, *_keys(entry)):
-            self._ended[name] = why
+        self._ended |= dict.fromkeys((item.item_id, *item.keys), why)
         while len(self._ended) > 3 * MAX_REMEMBERED:
             self._ended.popitem(last=False)
         if result is not None:
-            entry.ended(result)
+            item.ended(result)
 
-    def _postable(self, key: str) -> Entry:
-        entry = self._by_key.get(key)
-        if entry is None:
-            if key in self._ended:
-                raise Gone(self._ended[key])
-            raise KeyError("unknown key")
-        if key != entry.outcome_key:
-            raise NotForOutcomes
-        return entry
-
-    def _counted(self, entry: Entry, said: Outcome) -> Outcome | RolloutFailure:
-        """Metrics of what was said at the end and of what was posted; rewards of one of them, or of
-        neither.
-        """
-        posted = entry.posted or Outcome()
-        metrics = {**posted.metrics, **said.metrics}
+    def _counted(self, item: QueuedItem, returned: Outcome) -> Outcome | RolloutFailure:
+        """Metrics of what was returned and of what was posted; rewards of one of them, or of neither."""
+        posted = item.posted or Outcome()
+        metrics = {**posted.metrics, **returned.metrics}
         if self.outcomes == "none":
             return Outcome(metrics=metrics)
         if self.outcomes == "returned":
-            return said
-        if said.reward is not None or said.turn_rewards or said.branch_rewards:
+            return returned
+        if returned.reward is not None or returned.turn_rewards or returned.branch_rewards:
             return RolloutFailure(
-                f"{entry.work.rollout_id}: the harness returned a reward",
+                f"{item.work.rollout_id}: the harness returned a reward",
                 rule="generator.outcomes=posted takes rewards that are posted, and no others",
                 way_out="set generator.outcomes=returned, or return nothing.",
             )
         return Outcome(posted.reward, metrics, posted.turn_rewards, posted.branch_rewards)
 
-    def _why(self, lease_id: str) -> str:
-        if lease_id in self._entries:
+    def _why(self, item_id: str) -> str:
+        if item_id in self._items:
             return "it was given to another worker"
         return self._ended.get(
-            lease_id, "this run has not given it out (was it started again?), or it ended long ago"
+            item_id, "this run has not given it out (was it started again?), or it ended long ago"
         )
-
-
-def _keys(entry: Entry) -> list[str]:
-    return [entry.work.key] if entry.outcome_key is None else [entry.work.key, entry.outcome_key]

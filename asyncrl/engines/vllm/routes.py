@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Literal, Self
 from urllib.parse import urlencode
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, RootModel, ValidationError
 
 from asyncrl.http import Answer, Caller, CallGarbled, CallLost, CallRefused
 from asyncrl.messages.base import ErrorBody
@@ -62,12 +62,6 @@ class Sampling(Sent):
     prompt_logprobs: int | None = None
 
 
-class StreamOptions(Sent):
-    """`include_usage`: a last line with the counts."""
-
-    include_usage: bool = True
-
-
 class Generate(Sent):
     """POST /inference/v1/generate: token ids in, token ids out. `model` None is the base model."""
 
@@ -77,7 +71,7 @@ class Generate(Sent):
     sampling_params: Sampling
     model: str | None = None
     stream: bool = False
-    stream_options: StreamOptions | None = None
+    stream_options: dict[str, bool] | None = None
 
 
 class LabelSpan(Read):
@@ -146,61 +140,16 @@ class Generated(Read):
     prompt_logprobs: list[dict[int, PromptLogprob] | None] | None = None
 
 
-class AbortBody(Sent):
-    """POST /abort_requests: ids as vLLM made them of ours."""
-
-    request_ids: list[str]
-
-
-class RpcBody(Sent):
-    """POST /collective_rpc: a method of the workers, and one JSON string for it."""
-
-    method: str
-    args: list[str] = []
-
-
 class RpcResults(Read):
     """One answer a worker."""
 
     results: list[dict[str, Any]]
 
 
-class LabelBody(Sent):
-    """POST /update_weight_version."""
-
-    new_version: str
-
-
 class LabelInfo(Read):
     """GET /weight_info."""
 
     weight_version: str
-
-
-class AdapterBody(Sent):
-    """POST /v1/load_lora_adapter; `load_inplace` replaces the one of the same name."""
-
-    lora_name: str
-    lora_path: str
-    load_inplace: bool = True
-
-
-class JoinBody(Sent):
-    """POST /init_weight_transfer_engine."""
-
-    init_info: dict[str, Any]
-
-
-class UpdateBody(Sent):
-    """POST /update_weights."""
-
-    update_info: dict[str, Any]
-
-
-class FinishBody(Sent):
-    """POST /finish_weight_update, whose body may say a label; ours is set by a route of its own, in every way
-    of loading.
-    """
 
 
 class ServerInfo(Read):
@@ -250,16 +199,13 @@ class Routes:
     def __init__(self, caller: Caller) -> None:
         self.caller = caller
 
-    def __repr__(self) -> str:
-        return f"<Routes {self.caller.url}>"
-
     async def generate(self, body: Generate) -> Generated:
         """A whole answer."""
         return await self._post(GENERATE, body, Generated)
 
     async def stream(self, body: Generate) -> AsyncGenerator[Generated, None]:
         """The same in parts, as they come. Close it to break the connection; vLLM then drops the request."""
-        streamed = body.model_copy(update={"stream": True, "stream_options": StreamOptions()})
+        streamed = body.model_copy(update={"stream": True, "stream_options": {"include_usage": True}})
         try:
             async with contextlib.aclosing(self.caller.lines(GENERATE, streamed)) as lines:
                 async for line in lines:
@@ -273,7 +219,7 @@ class Routes:
         """End those of these that vLLM knows; it does not say which."""
         await self._post(
             "/abort_requests",
-            AbortBody(request_ids=[_WIRE_ID.format(name) for name in request_ids]),
+            {"request_ids": [_WIRE_ID.format(name) for name in request_ids]},
             Said,
             timeout_s,
         )
@@ -295,7 +241,7 @@ class Routes:
         an error.
         """
         args = [] if argument is None else [json.dumps(argument)]
-        answer = await self._post("/collective_rpc", RpcBody(method=method, args=args), RpcResults)
+        answer = await self._post("/collective_rpc", {"method": method, "args": args}, RpcResults)
         for result in answer.results:
             if error := result.get("error"):
                 body = ErrorBody(
@@ -308,7 +254,7 @@ class Routes:
 
     async def set_label(self, label: str) -> None:
         """Tokens from here on carry this label."""
-        await self._post("/update_weight_version", LabelBody(new_version=label), Said)
+        await self._post("/update_weight_version", {"new_version": label}, Said)
 
     async def label(self, *, timeout_s: float | None = None) -> str:
         """The label of the weights."""
@@ -316,13 +262,15 @@ class Routes:
 
     async def load_adapter(self, name: str, folder: str) -> None:
         """Serve the adapter of this peft folder as model `name`, instead of the one before."""
-        await self._post("/v1/load_lora_adapter", AdapterBody(lora_name=name, lora_path=folder), Said)
+        await self._post(
+            "/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder, "load_inplace": True}, Said
+        )
 
     async def join_group(self, seat: dict[str, Any]) -> None:
         """Have every worker take its seat in the group through which weights are sent; returns when all of
         the group have.
         """
-        await self._post("/init_weight_transfer_engine", JoinBody(init_info=seat), Said)
+        await self._post("/init_weight_transfer_engine", {"init_info": seat}, Said)
 
     async def start_update(self) -> None:
         """Open an update of the weights."""
@@ -330,11 +278,11 @@ class Routes:
 
     async def update_weights(self, info: dict[str, Any]) -> None:
         """Have every worker receive and load what is sent."""
-        await self._post("/update_weights", UpdateBody(update_info=info), Said)
+        await self._post("/update_weights", {"update_info": info}, Said)
 
     async def finish_update(self) -> None:
         """Close the update. Raises CallRefused if a parameter got nothing."""
-        await self._post("/finish_weight_update", FinishBody(), Said)
+        await self._post("/finish_weight_update", {}, Said)
 
     async def sleep(self) -> None:
         """Abort what runs, copy the weights to the host, free them and the KV cache."""
@@ -367,10 +315,15 @@ class Routes:
             raise _refusal(garbled) from garbled
 
     async def _post(
-        self, path: str, body: BaseModel | None, answer: type[Answer], timeout_s: float | None = None
+        self,
+        path: str,
+        body: BaseModel | dict[str, Any] | None,
+        answer: type[Answer],
+        timeout_s: float | None = None,
     ) -> Answer:
+        sent = RootModel(body) if isinstance(body, dict) else body
         try:
-            return await self.caller.post(path, body, answer, timeout_s=timeout_s)
+            return await self.caller.post(path, sent, answer, timeout_s=timeout_s)
         except CallGarbled as garbled:
             raise _refusal(garbled) from garbled
 

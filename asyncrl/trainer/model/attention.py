@@ -1,15 +1,20 @@
-"""The kernels under packed attention. Know segments and families of a layout; know nothing of merging and of
-models.
+"""Attention over packed tokens: no padding, and a prefix that sequences share is there once. Knows layouts;
+knows no model.
+
+Own tokens of a family attend to two sets of keys: causally to those of their own sequence, and to all of the
+prefix. The two results are merged by their log-sum-exps, which is exact. In the backward pass each part's
+flash kernel is given the merged output and the merged log-sum-exp: softmax probabilities and the row sums of
+grad * output are then those of the whole, so that the parts' gradients add up to the exact one.
 
 A kernel runs all causal segments, or all families' own tokens against their prefixes, and gives output [1, H,
-N, D] and log-sum-exp [1, H, N]; backward takes the merged ones. Grouped-query heads (K < H) are never
-expanded.
+N, D] and log-sum-exp [1, H, N]: flash attention on the CPU and, for bfloat16 and float16, on CUDA; elsewhere
+plain SDPA, sequence by sequence. Grouped-query heads (K < H) are never expanded. Registered with transformers
+as ATTENTION; a model's layers reach it with the keyword `packed_layout`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,36 +25,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from asyncrl.trainer.model.packing import Layout
-
-# Float32 products of bfloat16 numbers at the speed of bfloat16 hardware. Knows torch's switches alone.
-
-
-@contextmanager
-def exact_in_bfloat16(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
-    """On the CPU, multiply float32 operands that hold bfloat16 numbers as bfloat16 and sum up in float32:
-    nothing is lost.
-
-    Does nothing unless `dtype`, that of the numbers, is bfloat16. Where the CPU has no such instructions it
-    changes nothing.
-    """
-    if device.type != "cpu" or dtype != torch.bfloat16:
-        yield
-        return
-    matmul: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    before = matmul.fp32_precision
-    matmul.fp32_precision = "bf16"
-    try:
-        yield
-    finally:
-        matmul.fp32_precision = before
-
-
-BLOCK_SCORES = 2**18
-"""Attention scores of one block of the half-precision backward pass on the CPU: 1 MiB in float32, which its
-caches hold.
-"""
-MIN_BLOCK_ROWS = 16
-"""Fewest queries of such a block, however many keys there are."""
 
 Three = tuple[Tensor, Tensor, Tensor]
 Lengths = tuple[int, ...]
@@ -96,8 +71,6 @@ class CpuKernel:
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, logsum: Tensor
     ) -> Three:
         """Gradients of query, key and value."""
-        if query.dtype in (torch.bfloat16, torch.float16):
-            return _HalfBackward(self._scale, grad, query, key, value, output, logsum).run(self._layout)
         grads = (
             query.new_empty(
                 query.shape[:1] + query.shape[2:3] + query.shape[1:2] + query.shape[3:]
@@ -123,91 +96,6 @@ class CpuKernel:
                 else:
                     whole[:, :, place] += part
         return grads
-
-
-class _HalfBackward:
-    """Backward pass in bfloat16 or float16 on the CPU, 1.5 to 3 times as fast as the flash kernel's.
-
-    Probabilities come from float32 scores, as in the flash kernel; their products are half-precision matrix
-    multiplications of up to BLOCK_SCORES scores at a time. Queries of the heads that share a key head are
-    rows of one matrix.
-    """
-
-    def __init__(
-        self,
-        scale: float,
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        output: Tensor,
-        logsum: Tensor,
-    ) -> None:
-        self._scale, self._dtype = scale, query.dtype
-        self._num_keys_heads = key.shape[1]
-        self._group = query.shape[1] // key.shape[1]
-        self._query, self._grad = self._rows(query), self._rows(grad)
-        self._key, self._value = key[0].contiguous(), value[0].contiguous()
-        self._wide_query, self._wide_grad = self._query.float(), self._grad.float()
-        self._wide_key, self._wide_value = self._key.float(), self._value.float()
-        self._minus_logsum = self._rows(-logsum[..., None])
-        self._row_sum = (self._wide_grad * self._rows(output).float()).sum(dim=-1, keepdim=True)
-        self._grad_query, self._grad_key, self._grad_value = (
-            torch.zeros_like(tensor) for tensor in (self._wide_query, self._wide_key, self._wide_value)
-        )
-
-    def _rows(self, tensor: Tensor) -> Tensor:
-        """[1, K * group, N, D] -> [K, N * group, D]."""
-        _, heads, num_tokens, width = tensor.shape
-        by_group = tensor.view(self._num_keys_heads, self._group, num_tokens, width).transpose(1, 2)
-        return by_group.reshape(self._num_keys_heads, num_tokens * self._group, width)
-
-    def run(self, layout: Layout) -> Three:
-        with exact_in_bfloat16(self._dtype, self._query.device):
-            for queries, keys, is_causal in _parts(layout):
-                self._part(queries, keys, is_causal)
-        num_tokens, width = self._key.shape[1:]
-        grad_query = (
-            self._grad_query.mul_(self._scale)
-            .view(self._num_keys_heads, num_tokens, self._group, width)
-            .transpose(1, 2)
-        )
-        return (
-            grad_query.to(self._dtype).reshape(1, -1, num_tokens, width),
-            self._grad_key.mul_(self._scale).to(self._dtype)[None],
-            self._grad_value.to(self._dtype)[None],
-        )
-
-    def _part(self, queries: slice, keys: slice, is_causal: bool) -> None:
-        group = self._group
-        num_keys = keys.stop - keys.start
-        size = max(BLOCK_SCORES // (self._num_keys_heads * group * num_keys), MIN_BLOCK_ROWS)
-        for first in range(queries.start, queries.stop, size):
-            last = min(first + size, queries.stop)
-            rows = slice(first * group, last * group)
-            seen = slice(keys.start, last if is_causal else keys.stop)
-            wide_key, wide_value = (
-                self._wide_key[:, seen].transpose(1, 2),
-                self._wide_value[:, seen].transpose(1, 2),
-            )
-            score = torch.baddbmm(
-                self._minus_logsum[:, rows], self._wide_query[:, rows], wide_key, alpha=self._scale
-            )
-            if is_causal:
-                corner = score.view(self._num_keys_heads, last - first, group, -1)[..., first - keys.start :]
-                future = torch.ones((last - first, last - first), dtype=torch.bool).triu_(1)
-                corner.masked_fill_(future[:, None], -torch.inf)
-            probability = score.exp_()
-            half = probability.to(self._dtype).transpose(1, 2)
-            self._grad_value[:, seen] += torch.bmm(half, self._grad[:, rows])
-            grad_score = (
-                torch.bmm(self._wide_grad[:, rows], wide_value)
-                .sub_(self._row_sum[:, rows])
-                .mul_(probability)
-                .to(self._dtype)
-            )
-            self._grad_query[:, rows] += torch.bmm(grad_score, self._key[:, seen])
-            self._grad_key[:, seen] += torch.bmm(grad_score.transpose(1, 2), self._query[:, rows])
 
 
 class CudaKernel:
@@ -333,23 +221,6 @@ def _parts(layout: Layout) -> Iterator[tuple[slice, slice, bool]]:
         yield slice(start, end), slice(start, end), True
     for own, prefix in _family_slices(layout):
         yield own, prefix, False
-
-
-# Attention over packed tokens: no padding, and a prefix that sequences share is there once. Knows layouts;
-# knows no model.
-#
-# Own tokens of a family attend to two sets of keys: causally to those of their own sequence, and to all of
-# the prefix. The two
-# results are merged by their log-sum-exps, which is exact. In the backward pass each part's flash kernel is
-# given the merged
-# output and the merged log-sum-exp: softmax probabilities and the row sums of grad * output are then those of
-# the whole, so
-# that the parts' gradients add up to the exact one.
-#
-# Registered with transformers as ATTENTION; a model's layers reach it with the keyword `packed_layout`.
-# Kernels: flash attention
-# on the CPU and, for bfloat16 and float16, on CUDA (attention_kernels.py); elsewhere plain SDPA, sequence by
-# sequence.
 
 
 ATTENTION = "asyncrl_packed"

@@ -1,7 +1,7 @@
 """Low-rank adapters in a Hugging Face model: put in, merged, exported, saved. Knows modules; knows no batch
 and no optimizer.
 
-A layer with an adapter computes with W + scale * B A, scale = alpha / rank (lora_layer.py); the base model
+A layer with an adapter computes with W + scale * B A, scale = alpha / rank (MergedLinear); the base model
 knows this weight by its own name. A starts random and B at zero, so that a new adapter changes nothing
 (https://arxiv.org/abs/2106.09685).
 """
@@ -27,30 +27,43 @@ from asyncrl.errors import ConfigError
 from asyncrl.files import open_as, whole_folder
 from asyncrl.weights.export import in_export_dtype, named_weights
 
-# Which layers of a model get an adapter. Asks for names and kinds of modules alone, so a model without
-# weights (on `meta`) will do.
-
 
 def find_targets(model: Any, config: LoraConfig) -> list[str]:
-    """Full names of the layers that get an adapter. Raises ConfigError with what the model has."""
-    head = model.get_output_embeddings()
-    linear = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module is not head
-    }
-    if config.targets == "all-linear":
-        found = list(linear)
-    else:
-        found = [name for target in config.targets for name in _named(model, target, linear, head)]
+    """Full names of the layers that get an adapter. Raises ConfigError with what the model has. Asks for
+    names and kinds of modules alone, so a model without weights (on `meta`) will do.
+    """
+    head, modules = model.get_output_embeddings(), dict(model.named_modules())
+    linear = [
+        name for name, module in modules.items() if isinstance(module, nn.Linear) and module is not head
+    ]
+    kinds = list(dict.fromkeys(name.rpartition(".")[2] for name in linear))
+    way_out = f"correct trainer.lora.targets; the linear layers are {kinds}."
+    is_all = config.targets == "all-linear"
+    found = set(linear) if is_all else set[str]()
+    for target in () if is_all else config.targets:
+        matches = [name for name in modules if name == target or name.endswith(f".{target}")]
+        what, rule = f"trainer.lora.targets names {target}", "a target is the name of a module, or its end"
+        if not matches:
+            raise ConfigError(
+                f"{what}, and {type(model).__name__} has no such layer", rule=rule, way_out=way_out
+            )
+        if any(modules[name] is head for name in matches):
+            rule = "the head carries no adapter: it is often tied to the embedding, and applied to few tokens"
+            raise ConfigError(
+                f"{what}, the output head of {type(model).__name__}", rule=rule, way_out=way_out
+            )
+        if wrong := [name for name in matches if name not in linear]:
+            rule = "an adapter sits on a torch.nn.Linear"
+            is_a = f"{wrong[0]} is a {type(modules[wrong[0]]).__name__}"
+            raise ConfigError(f"{what}, and {is_a}", rule=rule, way_out=way_out)
+        found.update(matches)
     if not found:
         raise ConfigError(
-            f"trainer.lora.targets={config.targets} names no layer of {type(model).__name__}; its linear "
-            f"layers are {_kinds(linear)}",
+            f"trainer.lora.targets={config.targets} names no layer of {type(model).__name__}",
             rule="an adapter sits on a linear layer other than the head",
-            way_out="name some of them, or set trainer.lora to none to train all weights.",
+            way_out=way_out,
         )
-    chosen = [name for name in linear if name in set(found)]
+    chosen = [name for name in linear if name in found]
     shared = _shared_weights(model)
     if tied := [name for name in chosen if f"{name}.weight" in shared]:
         raise ConfigError(
@@ -61,42 +74,6 @@ def find_targets(model: Any, config: LoraConfig) -> list[str]:
     return chosen
 
 
-def _named(model: Any, target: str, linear: dict[str, nn.Linear], head: nn.Module | None) -> list[str]:
-    """Names of the linear layers that are `target` or end in it. Raises ConfigError if there are none, or
-    others too.
-    """
-    matches = {
-        name: module
-        for name, module in model.named_modules()
-        if name == target or name.endswith(f".{target}")
-    }
-    if any(module is head for module in matches.values()):
-        raise ConfigError(
-            f"trainer.lora.targets names {target}, the output head of {type(model).__name__}",
-            rule="the head carries no adapter: it is often tied to the embedding, and applied to few tokens "
-            "at a time",
-            way_out=f"take {target} out of trainer.lora.targets; its linear layers are {_kinds(linear)}.",
-        )
-    if wrong := [name for name in matches if name not in linear]:
-        raise ConfigError(
-            f"trainer.lora.targets names {target}, and {wrong[0]} is a {type(matches[wrong[0]]).__name__}",
-            rule="an adapter sits on a torch.nn.Linear",
-            way_out=f"name other layers in trainer.lora.targets; the linear ones are {_kinds(linear)}.",
-        )
-    if not matches:
-        raise ConfigError(
-            f"trainer.lora.targets names {target}, and {type(model).__name__} has no such layer",
-            rule="a target is the name of a module, or its end",
-            way_out=f"correct trainer.lora.targets; the linear layers are {_kinds(linear)}.",
-        )
-    return list(matches)
-
-
-def _kinds(linear: dict[str, nn.Linear]) -> list[str]:
-    """Last parts of the names, each once."""
-    return list(dict.fromkeys(name.rpartition(".")[2] for name in linear))
-
-
 def _shared_weights(model: Any) -> set[str]:
     """Names of the parameters that the model has under more than one name."""
     names: dict[int, list[str]] = {}
@@ -105,23 +82,17 @@ def _shared_weights(model: Any) -> set[str]:
     return {name for group in names.values() if len(group) > 1 for name in group}
 
 
-# A linear layer with an adapter that computes as an engine does: with the merged weight. Knows tensors; knows
-# no model.
-#
-# An engine merges W + scale * B A once a publish, and in bfloat16 rounds it. To add scale * B (A x) to W x
-# would be another policy:
-# a weight that the adapter moves by less than half a bfloat16 step does not move in the engine. So the
-# merged, rounded weight is
-# used here too, made anew in each pass, with gradients for A and B as if nothing were rounded, like those of
-# master weights.
-
-
 ADAPTER = "default"
 """Peft's name of the one adapter that a layer has."""
 
 
 class MergedLinear(lora.Linear):
-    """Peft's layer with another forward pass. With scale 0 it is the layer below."""
+    """Peft's layer with the forward pass of an engine, which merges W + scale * B A once a publish and in
+    bfloat16 rounds it. To add scale * B (A x) to W x would be another policy: a weight that the adapter moves
+    by less than half a bfloat16 step does not move in the engine. So the merged, rounded weight is used here
+    too, made anew in each pass, with gradients for A and B as if nothing were rounded, like those of master
+    weights. With scale 0 it is the layer below.
+    """
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """[..., in] -> [..., out]."""
@@ -201,9 +172,6 @@ class Adapters:
             with torch.no_grad():
                 layer.lora_A[ADAPTER].weight.copy_(start)
                 layer.lora_B[ADAPTER].weight.zero_()
-
-    def __repr__(self) -> str:
-        return f"<Adapters of rank {self.config.rank} on {len(self.layers)} layers>"
 
     @property
     def scale(self) -> float:

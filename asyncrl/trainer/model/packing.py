@@ -25,7 +25,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from asyncrl.messages.trainer_calls import BatchArrays, BatchHeader
+from asyncrl.messages.trainer_calls import BatchArrays, BatchHeader, TrajectoryHeader
 
 BoolN = npt.NDArray[np.bool_]
 IntN = npt.NDArray[np.int64]
@@ -88,13 +88,17 @@ class MicroBatch:
 
 
 @dataclass(frozen=True)
-class _Sequence:
-    """`length` tokens from `start` in the arrays; the first `prefix` of them are those of the whole group."""
+class TokenRange:
+    """A sequence with a loss token: tokens [start, start + length) of the arrays are read, the last loss
+    token, at `length`, is predicted alone. `first`: offset of its first loss token. The first `prefix` tokens
+    are those of the whole group.
+    """
 
     trajectory: int
     start: int
     length: int
     group: int
+    first: int
     prefix: int = 0
 
 
@@ -105,29 +109,54 @@ def pack(
     alone in its own.
     """
     max_tokens = min(max_tokens, MOST_TOKENS.get(device.type, max_tokens))
-    sequences = _sequences(header, arrays, has_loss)
+    sequences = []
+    for group in by_group(token_ranges(header, has_loss)):
+        prefix = common_length(group, arrays.token_ids)
+        is_shared = prefix * (len(group) - 1) >= MIN_SHARED_TOKENS
+        sequences += [replace(sequence, prefix=prefix if is_shared else 0) for sequence in group]
     return [_assemble(batch, arrays, has_loss, device) for batch in _cut(sequences, max_tokens)]
 
 
-def _sequences(header: BatchHeader, arrays: BatchArrays, has_loss: BoolN) -> list[_Sequence]:
-    sequences = []
+def pack_texts(texts: list[list[npt.NDArray[np.int64]]], device: torch.device) -> MicroBatch:
+    """One micro-batch of token ids, group by group, whose every token but the first is predicted."""
+    rows = [(group, text) for group, of_group in enumerate(texts) for text in of_group]
+    ends = np.cumsum([len(text) for _, text in rows]).tolist()
+    entries = [
+        TrajectoryHeader(
+            group_index=group, group_id=group, sample_index=0, prompt_id="", start=start, end=end, reward=0.0
+        )
+        for (group, _), start, end in zip(rows, [0, *ends], ends, strict=False)
+    ]
+    has_loss = np.ones(ends[-1], np.bool_)
+    has_loss[[entry.start for entry in entries]] = False
+    arrays = BatchArrays(
+        token_ids=np.concatenate([text for _, text in rows]).astype(np.int32),
+        loss_mask=has_loss,
+        behaviour_logprobs=np.zeros(ends[-1], np.float32),
+        versions=np.zeros(ends[-1], np.int32),
+    )
+    header = BatchHeader(version=0, min_version=0, mask_older=False, trajectories=entries)
+    (micro,) = pack(header, arrays, has_loss, ends[-1], device)
+    return micro
+
+
+def token_ranges(header: BatchHeader, has_loss: BoolN) -> list[TokenRange]:
+    """The sequences with a loss token, in the header's order."""
+    ranges = []
     for index, entry in enumerate(header.trajectories):
         places = np.flatnonzero(has_loss[entry.start : entry.end])
         if len(places):
-            sequences.append(_Sequence(index, entry.start, int(places[-1]), entry.group_index))
-    result = []
-    for group in _by_group(sequences):
-        prefix = _common_length(group, arrays.token_ids)
-        is_shared = prefix * (len(group) - 1) >= MIN_SHARED_TOKENS
-        result += [replace(sequence, prefix=prefix if is_shared else 0) for sequence in group]
-    return result
+            ranges.append(
+                TokenRange(index, entry.start, int(places[-1]), entry.group_index, first=int(places[0]))
+            )
+    return ranges
 
 
-def _cut(sequences: list[_Sequence], max_tokens: int) -> list[list[_Sequence]]:
+def _cut(sequences: list[TokenRange], max_tokens: int) -> list[list[TokenRange]]:
     """Fill one micro-batch after the other. A group may be cut in two: its prefix is then computed in
     both.
     """
-    batches: list[list[_Sequence]] = []
+    batches: list[list[TokenRange]] = []
     num_tokens = 0
     for sequence in sequences:
         is_followed = bool(batches) and batches[-1][-1].group == sequence.group
@@ -140,16 +169,15 @@ def _cut(sequences: list[_Sequence], max_tokens: int) -> list[list[_Sequence]]:
     return batches
 
 
-def _by_group(sequences: list[_Sequence]) -> list[list[_Sequence]]:
+def by_group(sequences: list[TokenRange]) -> list[list[TokenRange]]:
+    """Neighbours of one group together."""
     return [list(group) for _, group in groupby(sequences, key=lambda sequence: sequence.group)]
 
 
-def _common_length(group: list[_Sequence], token_ids: npt.NDArray[np.int32]) -> int:
+def common_length(group: list[TokenRange], token_ids: npt.NDArray[np.int32]) -> int:
     """Number of first tokens that all of the group have."""
-    first = group[0]
-    common = first.length
+    first, common = group[0], min(sequence.length for sequence in group)
     for other in group[1:]:
-        common = min(common, other.length)
         differs = (
             token_ids[first.start : first.start + common] != token_ids[other.start : other.start + common]
         )
@@ -158,11 +186,11 @@ def _common_length(group: list[_Sequence], token_ids: npt.NDArray[np.int32]) -> 
 
 
 def _assemble(
-    sequences: list[_Sequence], arrays: BatchArrays, has_loss: BoolN, device: torch.device
+    sequences: list[TokenRange], arrays: BatchArrays, has_loss: BoolN, device: torch.device
 ) -> MicroBatch:
     with_prefix = [
-        (family, _common_length(family, arrays.token_ids) if len(family) > 1 and family[0].prefix else 0)
-        for family in _by_group(sequences)
+        (family, common_length(family, arrays.token_ids) if len(family) > 1 and family[0].prefix else 0)
+        for family in by_group(sequences)
     ]
     with_prefix.sort(key=lambda entry: entry[1] == 0)
     lengths: list[int] = []
@@ -219,7 +247,7 @@ def _assemble(
     )
 
 
-def _loss_places(sequences: list[_Sequence], layout: Layout, has_loss: BoolN) -> tuple[IntN, IntN, IntN]:
+def _loss_places(sequences: list[TokenRange], layout: Layout, has_loss: BoolN) -> tuple[IntN, IntN, IntN]:
     """Of each loss token: where it stands in the arrays, the packed place that predicts it, its sequence's
     number.
     """

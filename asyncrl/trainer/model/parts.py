@@ -32,19 +32,16 @@ from asyncrl.trainer.model.policy import Policy
 from asyncrl.trainer.ranks import Ranks
 from asyncrl.trainer.spec import TrainerSpec
 
-# Float32 master weights under a model that computes in bfloat16, in one process. Knows parameters alone.
-#
-# The forward pass runs entirely in bfloat16, like the engine's; each micro-batch's bfloat16 gradients are
-# added up in float32,
-# the optimizer works on the float32 masters, and the model gets them rounded. In float32 the parameters are
-# their own masters.
+if TYPE_CHECKING:
+    from asyncrl.trainer.model.lora import Adapters
 
 
 class MasterWeights:
-    """Named float32 weights that an optimizer steps on. Life: made once; after each optimizer step
-    write_back().
+    """Named float32 weights that an optimizer steps on, under a model that computes in bfloat16: its
+    micro-batches' gradients are added up in float32. In float32 the parameters are their own masters.
 
-    Invariant: outside of a step the model's weights are the masters, rounded to its dtype.
+    Life:       made once; after each optimizer step write_back().
+    Invariant:  outside of a step the model's weights are the masters, rounded to its dtype.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
@@ -57,18 +54,13 @@ class MasterWeights:
             self._working: dict[str, nn.Parameter] = {}
             return
         self.named = {name: parameter.detach().clone() for name, parameter in named.items()}
-        for (
-            parameter
-        ) in model.parameters():  # buffers stay: a rotary embedding's frequencies must not be rounded
+        for parameter in model.parameters():  # not buffers: a rotary embedding's must not be rounded
             parameter.data = parameter.data.to(dtype)
         self._working = {
             name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
         }
         for name, parameter in self._working.items():
             parameter.register_post_accumulate_grad_hook(self._collector(self.named[name]))  # type: ignore[no-untyped-call]
-
-    def __repr__(self) -> str:
-        return f"<MasterWeights {len(self.named)} tensors, {'rounded to the model' if self._working else 'the model itself'}>"
 
     @staticmethod
     def _collector(master: Tensor) -> Callable[[Tensor], None]:
@@ -134,6 +126,9 @@ def load_model(spec: TrainerSpec, device: torch.device, *, is_sharded: bool = Fa
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     if not is_adapted:  # gradients and optimizer state of adapters are small beside the weights
         _check_memory(num_parameters, device, spec.trainer)
+    for parameter in model.parameters():  # an offload cannot give the memory of a mapped file up
+        if not parameter.untyped_storage().resizable():
+            parameter.data = parameter.data.clone()
     # dropout would make the trainer's logprobs differ from the engine's; gradients flow all the same
     model.eval()
     return (model if is_sharded else model.to(device)).requires_grad_(True)
@@ -189,16 +184,11 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-# Shards a policy over the ranks with FSDP2. Knows modules; knows no batch.
-#
-# Parameters become float32 shards, which the optimizer steps on; each decoder layer is gathered for its
-# forward and backward
-# pass in the dtype of the run, and its gradient is added up over the ranks in float32.
-
-
 def sharded_policy(model: Any, plan: Plan, ranks: Ranks, dtype: torch.dtype, *, is_offloaded: bool) -> Policy:
     """A policy of `model` (whole, on any device), sharded in place and moved to this rank's device, layer
-    after layer.
+    after layer. Parameters become float32 shards, which the optimizer steps on; each decoder layer is
+    gathered for its forward and backward pass in the dtype of the run, and its gradient is added up over the
+    ranks in float32.
     """
     assert ranks.mesh is not None
     policy = Policy(model, plan)
@@ -215,8 +205,7 @@ def sharded_policy(model: Any, plan: Plan, ranks: Ranks, dtype: torch.dtype, *, 
         # The step's loss is a sum over all ranks, not a mean: nothing is divided.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo has no sum with a factor
-    # Experts that only some ranks use would give sums of different sizes. Since torch 2.12, on whose
-    # predecessors
+    # Experts that only some ranks use would give sums of different sizes. Since torch 2.12, before which
     # transformers' stacked experts have a gradient anyway.
     set_unused = getattr(policy, "set_reduce_scatter_unused_params", None)
     if set_unused is not None:
@@ -242,14 +231,6 @@ def _layers(model: Any) -> list[nn.Module]:
     return [module for module in model.modules() if type(module).__name__ in names][::-1]
 
 
-# Makes what a TrainStep works with: model, adapters, reference, master weights. Knows how they fit together;
-# knows no batch.
-
-
-if TYPE_CHECKING:
-    from asyncrl.trainer.model.lora import Adapters
-
-
 @dataclass(frozen=True)
 class Parts:
     """`reference`: the initial weights, where a KL divergence to them is asked for and adapters cannot be
@@ -268,7 +249,11 @@ def make_parts(spec: TrainerSpec, ranks: Ranks, *, needs_reference: bool) -> Par
     """Load everything. Raises ConfigError if the model cannot be had, or memory is short."""
     device, dtype = resolve_device(spec)
     model = load_model(spec, device, is_sharded=ranks.mesh is not None)
-    adapters = _add_adapters(model, spec, dtype)
+    adapters = None
+    if spec.trainer.lora is not None:
+        from asyncrl.trainer.model.lora import Adapters
+
+        adapters = Adapters(model, spec.trainer.lora, spec.seed, dtype)
     has_copy = needs_reference and adapters is None  # without its adapters the model is the reference itself
     reference = None
     if ranks.mesh is None:
@@ -278,8 +263,7 @@ def make_parts(spec: TrainerSpec, ranks: Ranks, *, needs_reference: bool) -> Par
         policy = Policy(model)
     else:
         # A policy finds its plan with whole weights in the dtype of the run, so before the shards are cut; in
-        # host memory, because a
-        # device need not hold the whole model. What a plan depends on is the architecture, not the device.
+        # host memory, because a device need not hold the whole model.
         frozen = _frozen_copy(model, dtype)
         plan = find_plan(frozen)
         if has_copy:
@@ -290,15 +274,6 @@ def make_parts(spec: TrainerSpec, ranks: Ranks, *, needs_reference: bool) -> Par
     if spec.trainer.gradient_checkpointing:
         policy.enable_gradient_checkpointing()
     return Parts(device, dtype, adapters, reference, policy, masters)
-
-
-def _add_adapters(model: Any, spec: TrainerSpec, dtype: torch.dtype) -> Adapters | None:
-    """Put adapters into the model if it is to have some. Raises ConfigError if it cannot."""
-    if spec.trainer.lora is None:
-        return None
-    from asyncrl.trainer.model.lora import Adapters
-
-    return Adapters(model, spec.trainer.lora, spec.seed, dtype)
 
 
 def _frozen_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:

@@ -15,9 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from asyncrl.messages.trainer_calls import BatchArrays, BatchHeader, TrajectoryHeader
 from asyncrl.trainer.model.attention import ATTENTION, CannotPackError
-from asyncrl.trainer.model.packing import MicroBatch, pack
+from asyncrl.trainer.model.packing import MicroBatch, pack_texts
 
 MODEL_ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, CannotPackError)
 """What a model raises that cannot take packed tokens."""
@@ -135,31 +134,7 @@ def _example(model: Any) -> tuple[MicroBatch, list[Tensor]]:
     device, vocab_size = next(model.parameters()).device, model.get_input_embeddings().num_embeddings
     random = np.random.default_rng(0)
     prefix = random.integers(0, vocab_size, PREFIX)
-    rows = [np.concatenate([prefix, random.integers(0, vocab_size, own)]) for own in OWN] + [
-        random.integers(0, vocab_size, PREFIX)
-    ]
-    ends = np.cumsum([len(row) for row in rows]).tolist()
-    starts = [0, *ends[:-1]]
-    trajectories = [
-        TrajectoryHeader(
-            group_index=group,
-            group_id=group,
-            sample_index=index,
-            prompt_id="",
-            start=start,
-            end=end,
-            reward=0.0,
-        )
-        for index, (group, start, end) in enumerate(zip([0] * len(OWN) + [1], starts, ends, strict=True))
-    ]
-    has_loss = np.ones(ends[-1], np.bool_)
-    has_loss[starts] = False
-    arrays = BatchArrays(
-        token_ids=np.concatenate(rows).astype(np.int32),
-        loss_mask=has_loss,
-        behaviour_logprobs=np.zeros(ends[-1], np.float32),
-        versions=np.zeros(ends[-1], np.int32),
-    )
-    header = BatchHeader(version=0, min_version=0, mask_older=False, trajectories=trajectories)
-    (micro,) = pack(header, arrays, has_loss, ends[-1], device)
-    return micro, [torch.from_numpy(row.astype(np.int64)).to(device) for row in rows]
+    family = [np.concatenate([prefix, random.integers(0, vocab_size, own)]) for own in OWN]
+    lone = random.integers(0, vocab_size, PREFIX)
+    micro = pack_texts([family, [lone]], device)
+    return micro, [torch.from_numpy(row).to(device) for row in (*family, lone)]

@@ -1,14 +1,20 @@
-"""The output head: logprobs and entropies of given tokens, from hidden states. Knows no loss and no
-attention.
+"""The language model as the trainer sees it: packed tokens in, logprobs out. Knows transformers; knows no
+loss.
 
-Logits [M, V] never exist as a whole. The head is applied to all M tokens and a slice of C vocabulary entries
-at a time, with the running maximum, sum of exponentials and entropy sum of an online softmax. Of each slice
-the exponentials are kept for the backward pass, in the weights' dtype, up to SAVED_BYTES; beyond it they are
-computed once more.
+Two plans, chosen at the start by comparing both with one plain forward pass a sequence (plan_check.py):
 
-Precision: logits, softmax and entropy are float32 (float64 for float64 weights). Products of bfloat16 numbers
-are exact in float32, so bfloat16 weights lose nothing in the forward pass; their backward pass multiplies in
-bfloat16.
+    packed   every token once, no padding, shared prefixes computed once (attention.py). All usual
+             architectures.
+    padded   rows of similar length padded on the right, where causality alone keeps padding away from real
+             tokens. Slower; for recurrent state, attention of the model's own, and sliding windows that are
+             shorter than a sequence.
+
+Output head: logits [M, V] never exist as a whole. The head is applied to all M tokens and a slice of C
+vocabulary entries at a time, with the running maximum, sum of exponentials and entropy sum of an online
+softmax. Of each slice the exponentials are kept for the backward pass, in the weights' dtype, up to
+SAVED_BYTES; beyond it they are computed once more. Logits, softmax and entropy are float32 (float64 for
+float64 weights): products of bfloat16 numbers are exact in it. The backward pass multiplies in the weights'
+dtype.
 """
 
 from __future__ import annotations
@@ -22,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncrl.errors import ConfigError
-from asyncrl.trainer.model.attention import ATTENTION, exact_in_bfloat16
+from asyncrl.trainer.model.attention import ATTENTION
 from asyncrl.trainer.model.packing import MicroBatch
 from asyncrl.trainer.model.plan_check import Plan, find_plan, packed_inputs
 
@@ -175,26 +181,12 @@ def _logits(
 ) -> Tensor:
     weight_CD = weight_VD[part.start : part.end]
     if _multiplies_wide(weight_VD):
-        with exact_in_bfloat16(weight_VD.dtype, weight_VD.device):
-            logits_MC = hidden_MD @ weight_CD.to(hidden_MD.dtype).t()
+        logits_MC = hidden_MD @ weight_CD.to(hidden_MD.dtype).t()
     else:
         logits_MC = torch.mm(hidden_MD, weight_CD.t(), out_dtype=torch.float32)
     if bias_V is not None:
         logits_MC += bias_V[part.start : part.end]
     return logits_MC if temperature == 1.0 else logits_MC.mul_(1.0 / temperature)
-
-
-# The language model as the trainer sees it: packed tokens in, logprobs out. Knows transformers; knows no
-# loss.
-#
-# Two plans, chosen at the start by comparing both with one plain forward pass a sequence (plan_check.py):
-#
-# packed   every token once, no padding, shared prefixes computed once (attention.py). All usual
-# architectures.
-# padded   rows of similar length padded on the right, where causality alone keeps padding away from real
-# tokens. Slower;
-# for whatever the packed plan gets wrong: recurrent state, attention of the model's own, sliding windows that
-# are shorter than a sequence.
 
 
 log = logging.getLogger("asyncrl.trainer")

@@ -2,7 +2,9 @@
 run.
 
 `python -m asyncrl.trainer.model.scratch --spec FILE`, so that the controller need not import torch. The same
-spec gives the same bytes.
+spec gives the same bytes. Importing this imports no torch: the controller asks for the tokenizer before
+anything starts. A character outside the alphabet becomes the one token <unk> when it is encoded, which
+decodes to nothing when special tokens are left out: choose an alphabet that holds every prompt.
 """
 
 from __future__ import annotations
@@ -12,17 +14,32 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
 from asyncrl.config import ScratchConfig
 from asyncrl.files import open_as, whole_folder
 from asyncrl.http import fail
-from asyncrl.trainer.model.scratch_tokenizer import make_character_tokenizer
 
+PAD, UNK, END = "<pad>", "<unk>", "<|im_end|>"
+ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
+SPECIAL_TOKENS = (PAD, UNK, END, *ROLES)
+TOOL = "<|tool|>"
+"""One more special token, of models with model.scratch.has_tool_role."""
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|im_end|>' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+CHAT_TEMPLATE_WITH_TOOLS = CHAT_TEMPLATE.replace("message['content']", "(message['content'] or '')")
+"""A message of tool calls may have no content. Neither the calls nor the tools themselves are written: what a
+model from nothing makes of them is the task's to teach, in its own words."""
 OLD_KEYS = {"rope_theta", "rope_scaling"}
 """Keys that transformers still takes and turns into rope_parameters."""
 
@@ -38,12 +55,39 @@ class ScratchSpec(BaseModel):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
 
 
+def make_character_tokenizer(characters: str, *, has_tool_role: bool = False) -> Any:
+    """A fast tokenizer with one token a character, after the special tokens, in the order given.
+
+    Decoding gives the exact text back: no spaces are added or cleaned up. Raises ValueError if a character is
+    there twice.
+    """
+    twice = sorted({character for character in characters if characters.count(character) > 1})
+    if twice:
+        raise ValueError(f"model.scratch.characters holds {twice} more than once; name each character once")
+    tools = (TOOL,) if has_tool_role else ()
+    vocabulary = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *tools, *characters))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNK))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        unk_token=UNK,
+        eos_token=END,
+        additional_special_tokens=[*ROLES, *tools],
+        chat_template=CHAT_TEMPLATE_WITH_TOOLS if has_tool_role else CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
 def scratch_config(architecture: Mapping[str, Any], tokenizer: Any) -> Any:
     """The transformers config of a model from scratch; vocab_size and token ids come from the tokenizer.
 
     Raises ValueError if `architecture` has no model_type, or names a key that its transformers config does
     not know.
     """
+    from transformers import AutoConfig
+
     known = dict(architecture)
     model_type = known.pop("model_type", None)
     if model_type is None:
@@ -67,6 +111,9 @@ def make_random_model(
     architecture: Mapping[str, Any], tokenizer: Any, seed: int, dtype: str = "float32"
 ) -> Any:
     """A causal language model with weights drawn from `seed`. Raises ValueError as scratch_config does."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
     config = scratch_config(architecture, tokenizer)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config).to(getattr(torch, dtype))

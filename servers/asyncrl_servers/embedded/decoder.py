@@ -23,7 +23,10 @@ from asyncrl_servers.embedded.kv_attention import (
 )
 from asyncrl_servers.embedded.kv_memory import EmbeddedSpec, check_load
 
-WAY_OUT_UNSUPPORTED = "use a decoder-only model with plain causal attention (Llama, Qwen2, Qwen3, Mistral without a window, SmolLM2, ...)."
+WAY_OUT_UNSUPPORTED = (
+    "use a decoder-only model with plain causal attention (Llama, Qwen2, Qwen3, Mistral "
+    "without a window, SmolLM2, ...)."
+)
 
 
 @dataclass(slots=True)

@@ -142,7 +142,10 @@ def check_memory(
     per_slot = plan(1).total - fixed
     fitting = (free - fixed) // per_slot
     if fitting >= 1:
-        way_out = f"set rollout.slots={fitting} or less (now {spec.slots}), or lower rollout.max_tokens + rollout.max_prompt_tokens."
+        way_out = (
+            f"set rollout.slots={fitting} or less (now {spec.slots}), or lower rollout.max_tokens + "
+            f"rollout.max_prompt_tokens."
+        )
     else:
         way_out = "lower rollout.max_tokens + rollout.max_prompt_tokens, use a smaller model, or free memory."
     fail(

@@ -91,6 +91,7 @@ _POINTERS = (
     "EngineDeadError",
     "EngineCore encountered",
     "Executor failed",
+    "RuntimeError: cancelled",  # what waited for a worker that was lost
     "died unexpectedly (exit code: 0)",  # it was ended, after it had said why
 )
 

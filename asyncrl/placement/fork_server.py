@@ -1,0 +1,339 @@
+"""The fork server of a run: imports torch, transformers and our servers once, and forks the children.
+
+It starts before the controller has imported its own parts, so both import at the same time. It never opens a
+device, starts no thread and runs no torch operator: a child that it forks is as good as one of `python -m`,
+and costs some 4 CPU seconds less.
+
+The controller sends a request over a socket pair: a byte, and as descriptors (SCM_RIGHTS) a file with the
+JSON, a pipe for the answer, and those that the child gets. The server forks twice, so that the child becomes
+the controller's own: a subreaper adopts it, sees its exit status and ends it like any other. Secrets go
+through the child's standard input, and neither the server nor a child has them in its environment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import importlib
+import io
+import json
+import logging
+import os
+import resource
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from asyncrl.messages.base import SECRET_ENV
+from asyncrl.messages.work import WORKER_KEY_ENV
+from asyncrl.placement.devices import child_environ
+from asyncrl.waits import TimeLimit
+
+logger = logging.getLogger("asyncrl.placement.fork_server")
+
+KEY_ENV = "ASYNCRL_VLLM_KEY"
+"""Environment variable with the key of vLLM servers that the run did not start."""
+NEVER_INHERITED = (KEY_ENV, WORKER_KEY_ENV, SECRET_ENV)
+"""Keys that the run itself may be given: an environment in /proc is open to every process of this user."""
+PRELOADED = (
+    "asyncrl.trainer.model.scratch",
+    "asyncrl.trainer.rank_process",
+    "asyncrl_servers.embedded.__main__",
+    "asyncrl_servers.simulated.__main__",
+    "asyncrl.trainer.service",
+    "asyncrl_servers.embedded.build",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
+)
+TIMEOUT_S = 120.0
+"""Longest wait for a child: the imports come first, from a slow disk perhaps."""
+_TITLE_ROOM = " " * 1000
+"""An argument of the server that is as long as the command lines of its children may be."""
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 1, 36, 37
+
+
+class ForkedProcess:
+    """A child that the fork server has forked, with what we use of asyncio.subprocess.Process."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._ended = asyncio.Event()
+        try:
+            self._pidfd = os.pidfd_open(pid)
+        except OSError:
+            os.kill(pid, signal.SIGKILL)
+            raise
+        asyncio.get_running_loop().add_reader(self._pidfd, self._reap)
+
+    async def wait(self) -> int:
+        """Sleep as long as it lives; its exit code, or the signal that ended it, negative."""
+        await self._ended.wait()
+        assert self.returncode is not None
+        return self.returncode
+
+    def kill(self) -> None:
+        """SIGKILL, if it still lives."""
+        if self.returncode is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    def _reap(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        self._ended.set()
+
+
+class ForkServer:
+    """The controller's end. Life: started in its constructor, serves until close() or its own death.
+
+    It dies with the controller, however that ends (PR_SET_PDEATHSIG).
+    """
+
+    def __init__(self, env: Mapping[str, str] | None = None, modules: Sequence[str] = PRELOADED) -> None:
+        """`env`: its environment (None: ours); what counts there is what libraries read when they are loaded.
+        A process that has imported all of `modules` forks it from itself.
+        """
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._turn = asyncio.Lock()
+        self.is_alive = True
+        self.modules = frozenset(modules)
+        with theirs:
+            if all(name in sys.modules for name in modules):
+                self.pid = os.fork()
+                if self.pid == 0:
+                    self._socket.close()
+                    _serve_or_exit(theirs, modules, os.getppid())
+            else:
+                self.pid = _start_by_exec(theirs, modules, os.environ if env is None else env)
+
+    def has(self, module: str) -> bool:
+        """Whether `python -m module` can be forked here."""
+        return self.is_alive and bool({module, f"{module}.__main__"} & self.modules)
+
+    async def fork(
+        self, module: str, arguments: Sequence[str], env: Mapping[str, str], files: Sequence[int]
+    ) -> ForkedProcess | None:
+        """A process that runs main() of `module`; None where this server is gone, and then for good.
+
+        The first three of `files` become its standard streams; it has the others under their numbers here.
+        """
+        async with self._turn:
+            try:
+                async with TimeLimit(TIMEOUT_S):
+                    with adopting(), os.fdopen(self.send(module, arguments, env, files), "rb", 0) as reply:
+                        await _readable(reply.fileno())
+                        return ForkedProcess(int(reply.read(32)))
+            except (ValueError, OSError) as error:
+                logger.warning(
+                    "the fork server (process %s) is of no use any more, children start without it: %r",
+                    self.pid,
+                    error,
+                )
+                self.close()
+                return None
+
+    def send(
+        self, module: str, arguments: Sequence[str], env: Mapping[str, str], files: Sequence[int]
+    ) -> int:
+        """Ask for a child, while adopting(). From the pipe's end returned comes its pid, or nothing."""
+        request = {
+            "module": module,
+            "arguments": [*arguments],
+            "env": dict(env),
+            "numbers": [0, 1, 2, *files[3:]],
+            "parent": os.getpid(),
+            "open_files": resource.getrlimit(resource.RLIMIT_NOFILE),
+        }
+        reply, theirs = os.pipe()
+        with os.fdopen(theirs, "wb"), os.fdopen(os.memfd_create("fork-request"), "wb") as file:
+            file.write(json.dumps(request).encode())
+            file.flush()
+            try:
+                socket.send_fds(self._socket, [b"!"], [file.fileno(), theirs, *files])
+            except OSError:
+                os.close(reply)
+                raise
+        return reply
+
+    def close(self) -> None:
+        """End the server; its children live on. Idempotent."""
+        if self.is_alive:
+            self.is_alive = False
+            self._socket.close()
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+
+
+current: ForkServer | None = None
+"""The one of this process, between the two ends of serving()."""
+
+
+@contextlib.contextmanager
+def serving() -> Iterator[None]:
+    """Children of this process are forked in here, where they can be. Enter before any thread is started."""
+    global current
+    current = ForkServer()
+    try:
+        yield
+    finally:
+        current.close()
+        current = None
+
+
+@contextlib.contextmanager
+def adopting() -> Iterator[None]:
+    """Become the parent of each descendant whose own parent ends meanwhile."""
+    import ctypes
+
+    libc, before = ctypes.CDLL(None, use_errno=True), ctypes.c_int()
+    libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
+
+
+async def _readable(fd: int) -> None:
+    loop, ready = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(fd, ready.set)
+    try:
+        await ready.wait()
+    finally:
+        loop.remove_reader(fd)
+
+
+def _start_by_exec(requests: socket.socket, modules: Sequence[str], env: Mapping[str, str]) -> int:
+    """`python -m` of this module, in an environment where loading a library starts no thread."""
+    inherited = {name: value for name, value in env.items() if name not in NEVER_INHERITED}
+    kept = {"OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"} | child_environ(["cpu"], (), env)
+    return os.posix_spawn(
+        sys.executable,
+        [sys.executable, "-m", "asyncrl.placement.fork_server", str(os.getpid()), *modules, _TITLE_ROOM],
+        inherited | kept,
+        file_actions=[(os.POSIX_SPAWN_DUP2, requests.fileno(), 3)],
+    )
+
+
+# The server's own side, in its own process.
+
+
+def _serve_or_exit(requests: socket.socket, modules: Sequence[str], parent: int) -> NoReturn:
+    """Import `modules`, then fork a child for each request, until `parent` is gone."""
+    try:
+        _be_a_server(requests.fileno(), parent)
+        for name in modules:
+            importlib.import_module(name)
+        assert is_fork_safe(), "an import has started a thread or opened a device, which a fork would lose"
+        gc.collect()
+        gc.freeze()  # what the children share is not written to by their collectors
+        while True:
+            _, files, _, _ = socket.recv_fds(requests, 1, 8)
+            if not files:
+                break
+            if (middle := os.fork()) == 0:
+                middle = os.getpid()
+                if os.fork() == 0:
+                    requests.close()
+                    _run_child(middle, *files)
+                os._exit(0)
+            os.waitpid(middle, 0)
+            for fd in files:
+                os.close(fd)
+    finally:
+        os._exit(1)
+
+
+def _be_a_server(requests_fd: int, parent: int) -> None:
+    """No terminal, no output, no descriptor but that of the requests, and no life without the parent."""
+    import ctypes
+
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+    os.setsid()
+    _set_title([sys.executable, "-m", "asyncrl.placement.fork_server"])
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for number in range(3):
+        os.dup2(nowhere, number)
+    os.closerange(3, requests_fd)
+    os.closerange(requests_fd + 1, 1 << 16)
+    # torch.cuda.is_available() must not open the driver, as imports may ask: no forked child could use it
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+
+
+def is_fork_safe() -> bool:
+    """Whether this process has one thread, and has not opened the CUDA driver."""
+    opened = set()
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the one of the listing itself
+            opened.add(str(link.readlink()))
+    return "/dev/nvidia-uvm" not in opened and len(list(Path("/proc/self/task").iterdir())) == 1
+
+
+def _run_child(middle: int, request_fd: int, reply_fd: int, *files: int) -> NoReturn:
+    """Become what `python -m` would have started: session, streams, environment, arguments, randomness."""
+    code = 1
+    try:
+        with os.fdopen(request_fd, "rb") as file:
+            file.seek(0)
+            request = json.load(file)
+        os.setsid()
+        while os.getppid() == middle:
+            time.sleep(0.0005)
+        if os.getppid() != request["parent"]:
+            os._exit(1)
+        with os.fdopen(reply_fd, "wb", buffering=0) as reply:
+            reply.write(str(os.getpid()).encode())
+        for fd, number in zip(files, request["numbers"], strict=True):
+            os.dup2(fd, number)
+        for fd in set(files) - set(request["numbers"]):
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, request["open_files"])
+        os.environ.clear()
+        os.environ.update(request["env"])
+        paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+        sys.path[:0] = [path for path in paths if path not in sys.path]
+        module, sys.argv = request["module"], [request["module"], *request["arguments"]]
+        _set_title([sys.executable, "-m", *sys.argv])
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(line_buffering=True)
+        # random seeds itself after a fork; torch begins with the same seed in each process
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed()
+        (sys.modules.get(f"{module}.__main__") or sys.modules[module]).main()
+        code = 0
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(OSError, ValueError):
+            logging.shutdown()
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def _set_title(command: Sequence[str]) -> None:
+    """What `ps` and /proc/PID/cmdline say of this process: written over the arguments it was started with."""
+    import ctypes
+
+    stat = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    start, end = int(stat[45]), int(stat[46])
+    title = b"\0".join(map(os.fsencode, command))[: end - start - 1]
+    ctypes.memset(start, 0, end - start)
+    ctypes.memmove(start, title, len(title))
+
+
+if __name__ == "__main__":
+    _serve_or_exit(socket.socket(fileno=3), sys.argv[2:-1], int(sys.argv[1]))

@@ -1,0 +1,298 @@
+"""The life of one command that starts processes (`asyncrl run`, `asyncrl serve`): its directory and log, its
+signals, its tasks, and what is closed at its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import resource
+import shlex
+import signal
+import stat
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config import RunConfig
+from asyncrl.errors import AsyncrlError, ConfigError, RoomError, first_cause
+from asyncrl.http import OURS, out_of
+from asyncrl.observe.console import outliving
+from asyncrl.placement.staging import clear_own_staging
+from asyncrl.run.start import Server, note_deaths
+
+logger = logging.getLogger("asyncrl.run.life")
+
+CLOSE_TIMEOUT_S = 15.0
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Life(ABC):
+    """Everything between the first process that a command starts and the last one ended. Owns the one
+    TaskGroup.
+
+    Life:       run() calls live(), which starts what it needs, and closes it at the end in the opposite
+                order.
+    Waits:      as long as live() does. A task that raises ends it, and so does a part that told on_broken.
+    Invariant:  when run() returns or raises, no process that was started is left. The first SIGINT or SIGTERM
+                sets `stop` while `can_stop`, so that live() ends by itself, and cancels it else; the second
+                one kills all processes and ends at once.
+    """
+
+    ending = "ending"
+    """What the first signal does, in words."""
+    main_task = "main"
+    """The name of the task of run(), for stacks and waits."""
+
+    def __init__(self, config: RunConfig, run_dir: Path) -> None:
+        self.config, self.run_dir = config, run_dir
+        self.servers: Sequence[Server] = ()
+        """Without one of them there is no going on: that it died is named before the call that broke because
+        of it."""
+        self.servers_beside: Sequence[Server] = ()
+        self.stack = AsyncExitStack()
+        self.stop, self.can_stop = asyncio.Event(), False
+        self._signal: int | None = None
+        self._group: asyncio.TaskGroup | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._broken: RoomError | None = None
+        self._is_broken = asyncio.Event()
+
+    @abstractmethod
+    async def live(self) -> int:
+        """What the command does, in the TaskGroup; returns its exit code."""
+
+    def tell(self, text: str) -> None:
+        """What is being done, or waited for, in words."""
+        self.say(f"{text} ...")
+
+    def say(self, text: str) -> None:
+        """One line for the person who started the command; it stays."""
+        say(text)
+
+    def say_secret(self, text: str) -> None:
+        """The same with a key in it: it is printed, and in no file of ours."""
+        say_secret(text)
+
+    def warn(self, text: str) -> None:
+        """Something went wrong that ends nothing."""
+        self.say(f"WARNING: {text}")
+
+    def finish(self, state: str, why: str = "", *, can_go_on: bool = True) -> None:  # noqa: B027  optional
+        """How it ended: done, interrupted or failed."""
+
+    async def run(self) -> int:
+        """The exit code: that of live(), or 128 + the signal that cut it. Raises the AsyncrlError that ended
+        it.
+        """
+        loop, main = asyncio.get_running_loop(), asyncio.current_task()
+        assert main is not None
+        main.set_name(self.main_task)
+        for number in SIGNALS:
+            loop.add_signal_handler(number, self._on_signal, number, main)
+        try:
+            try:
+                code = await self._live()
+            except asyncio.CancelledError:
+                if self._signal is None:
+                    raise
+                main.uncancel()
+                code = 128 + self._signal
+            except BaseExceptionGroup as errors:
+                raise self._fail(first_cause(errors)) from errors
+            except Exception as error:  # the outermost border: what is foreign is named here too
+                raise self._fail(error) from error
+            if code > 128:
+                self.finish("interrupted", f"interrupted by {signal.Signals(code - 128).name}")
+            else:
+                self.finish("done")
+            return code
+        finally:
+            for number in SIGNALS:
+                loop.remove_signal_handler(number)
+
+    async def _live(self) -> int:
+        async with self.stack:
+            try:
+                async with asyncio.TaskGroup() as self._group:
+                    code = await self.live()
+                    self.end_tasks()
+            except BaseExceptionGroup as errors:
+                # A call that broke may mean that its process just died: the kernel has a moment to say so.
+                await note_deaths(
+                    self.servers, timeout_s=1.0 if isinstance(first_cause(errors), RoomError) else 0.0
+                )
+                raise
+        return code
+
+    def spawn(self, coro: Coroutine[Any, Any, None], *, name: str) -> asyncio.Task[None]:
+        """Start a task in the TaskGroup: if it raises, everything ends."""
+        assert self._group is not None, "tasks are started while run() is under way"
+        task = self._group.create_task(coro, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def end_tasks(self, *, all_but: tuple[str, ...] = ()) -> None:
+        """Cancel the tasks of the group, those aside whose names start with one of `all_but`."""
+        for task in self._tasks:
+            if not task.get_name().startswith(all_but):
+                task.cancel()
+
+    def closes(self, name: str, close: Callable[[], Awaitable[None]]) -> None:
+        """Close it at the end, before what was named earlier."""
+        self.stack.push_async_callback(close_within, CLOSE_TIMEOUT_S, name, close)
+
+    def on_broken(self, error: RoomError) -> None:
+        """A part is broken that answers clients, who cannot end the run (the gateway): wait_broken raises
+        it.
+        """
+        self._broken = self._broken or error
+        self._is_broken.set()
+
+    async def wait_broken(self) -> None:
+        """Raise what on_broken is told."""
+        await self._is_broken.wait()
+        assert self._broken is not None
+        raise self._broken
+
+    def _fail(self, error: BaseException) -> AsyncrlError:
+        """The error to show."""
+        if isinstance(error, OSError):
+            error = refused_by_system(error, self.run_dir)
+        elif not isinstance(error, AsyncrlError):
+            logger.error("internal error", exc_info=error)
+            error = RoomError(
+                "controller",
+                f"internal error {type(error).__name__}: {error}",
+                way_out=f"the traceback is in {self.run_dir / 'logs' / 'controller.log'}; please report it.",
+            )
+        error = next((server.child.died for server in self.servers if server.child.died is not None), error)
+        logger.error("ended by %s", error, exc_info=error)
+        with contextlib.suppress(RoomError):  # the first error is the one to tell
+            self.finish("failed", str(error), can_go_on=not isinstance(error, ConfigError))
+        return error
+
+    def _on_signal(self, number: int, main: asyncio.Task[Any]) -> None:
+        if self._signal is not None:
+            for server in (*self.servers, *self.servers_beside):
+                server.child.kill_nowait()
+            clear_own_staging()
+            os._exit(128 + number)
+        self._signal = number
+        self.tell(f"{self.ending} (once more to end at once)")
+        if self.can_stop:
+            self.stop.set()
+        else:
+            main.cancel()
+
+
+def say(text: str) -> None:
+    """A line on the console and in the log. That nothing reads it any more (`| head`, a closed terminal) ends
+    nothing.
+    """
+    logger.info("%s", text)
+    say_secret(text)
+
+
+def say_secret(text: str) -> None:
+    """A line with a key in it: printed, and in no file of ours."""
+    outliving().write(f"{text}\n")
+
+
+async def close_within(timeout_s: float, name: str, close: Callable[[], Awaitable[None]]) -> None:
+    """Close one thing, shielded from our own cancellation and bounded in time. Late or failed is logged,
+    never raised.
+
+    A cancellation that comes meanwhile (the first Ctrl-C, while a run that is done closes) passes once it is
+    closed.
+    """
+    closing = asyncio.ensure_future(close())
+    try:
+        await asyncio.wait({closing}, timeout=timeout_s)
+    except asyncio.CancelledError:
+        await asyncio.wait({closing}, timeout=timeout_s)
+        raise
+    finally:
+        if not closing.done():
+            closing.cancel()
+            logger.warning("closing %s took longer than %s s and was given up", name, timeout_s)
+        elif not closing.cancelled() and (error := closing.exception()) is not None:
+            logger.warning("closing %s failed: %s", name, error)
+
+
+def make_run_dir(folder: Path, mode: int) -> None:
+    """Make the directory, or find it there, with these permissions. Raises ConfigError if it cannot be
+    written.
+
+    One that holds what is not ours keeps its own: it is about to be refused.
+    """
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        has, is_ours = folder.stat().st_mode, (folder / "run.lock").exists() or not any(folder.iterdir())
+        if is_ours and has & 0o777 != mode:
+            with contextlib.suppress(PermissionError):  # a mounted volume, say, is another user's
+                folder.chmod(stat.S_IMODE(has) & ~0o777 | mode)
+            has = folder.stat().st_mode & 0o777
+            if has & ~mode:
+                print(
+                    f"WARNING: {folder} has mode {has:04o} and belongs to another user, so it cannot be made "
+                    f"{mode:04o} (observe.readable_by): others may read or change what this run writes.\n"
+                    "  Way out: a directory of your own as --run-dir.",
+                    file=sys.stderr,
+                )
+        (folder / "logs").mkdir(exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write to {folder}: {error.strerror}", way_out="choose another --run-dir."
+        ) from error
+
+
+def run_again(folder: Path, *more: str) -> str:
+    """The command that goes on with the run in this directory."""
+    return shlex.join(["asyncrl", "run", str(folder / "config.yaml"), "--run-dir", str(folder), *more])
+
+
+@contextlib.contextmanager
+def logging_to(folder: Path) -> Iterator[None]:
+    """What asyncrl logs inside goes to logs/controller.log in this directory, and nowhere else. All that the
+    system allows may be opened: every request in flight is a connection, and the usual limit is 1024 files.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # children inherit it
+    handler = _LogFile(folder / "logs" / "controller.log", encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    root = logging.getLogger("asyncrl")
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    root.propagate = False
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)
+        with contextlib.suppress(OSError):  # a full disk was told already
+            handler.close()
+
+
+class _LogFile(logging.FileHandler):
+    """A log that cannot be written (a full disk) must not bury the error that is being told."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  logging's own name
+        """Drop the line."""
+
+
+def refused_by_system(error: OSError, run_dir: Path) -> RoomError:
+    """What the kernel refused the controller, which for most of its calls is a file."""
+    if error.errno in OURS:
+        return out_of("cannot go on", error.errno)
+    return RoomError(
+        "controller",
+        f"cannot use the run directory {run_dir}: {error}",
+        way_out="free space on its disk, or choose another --run-dir, and start the run again.",
+    )

@@ -1,0 +1,154 @@
+"""One run at max_staleness 0, with two engines and an evaluation: it is the plain synchronous loop, bit for
+bit, and its files and metrics say what happened.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+import yaml
+from conftest import NUM_STEPS
+from crash_fuzz import differences, promise_of
+from engine_in_process import running_engine
+from job_runs import read_lines
+from resume_checker import read_evidence, violations
+from sync_run import SyncRun
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from asyncrl.config import EvalConfig, load_config
+from asyncrl.messages.engine_calls import GenerateRequest
+from asyncrl.messages.records import Completion
+from asyncrl.rollouts.rollout import derive_seed
+from asyncrl.rollouts.tokenizer import HFChatTokenizer
+from asyncrl.tasks.from_config import read_eval_task
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+def play(
+    config: Path, run_dir: Path, *overrides: str, spoil: Callable[[int, list[Completion]], None] | None = None
+) -> Path:
+    """The run directory of the plain loop. Completions of its first steps are sampled one after the other."""
+    sync = SyncRun(load_config(config, overrides), run_dir)
+    honest = sync.generate
+
+    def generate(requests: Sequence[tuple[Sequence[int], int]]) -> list[Completion]:
+        sync.one_by_one = sync.trainer.policy_version < 3
+        completions = honest(requests)
+        if spoil is not None:
+            spoil(sync.trainer.policy_version, completions)
+        return completions
+
+    sync.generate = generate  # type: ignore[method-assign]
+    try:
+        sync.steps()
+    finally:
+        sync.close()
+    return run_dir
+
+
+def test_a_run_at_max_staleness_0_equals_the_plain_loop_bit_for_bit(whole: Path, tmp_path: Path) -> None:
+    reference = play(whole / "config.yaml", tmp_path / "reference")
+    assert len(read_lines(whole / "trained.jsonl")) == NUM_STEPS
+    assert differences(reference, whole, of_metrics=False) == []
+
+
+def test_one_planted_token_makes_the_comparison_fail(whole: Path, tmp_path: Path) -> None:
+    def spoil(version: int, completions: list[Completion]) -> None:
+        if version == 2 and len(completions) == 16:
+            first = completions[0]
+            wrong = (first.token_ids[0] ^ 1, *first.token_ids[1:])
+            completions[0] = replace(first, token_ids=wrong)
+
+    spoilt = play(
+        whole / "config.yaml",
+        tmp_path / "spoilt",
+        "trainer.num_steps=3",
+        "trainer.logprob_gap_limit=none",
+        spoil=spoil,
+    )
+    found = differences(spoilt, whole, of_metrics=False)
+    assert "step 2: trajectories" in found
+    assert "step 1: trajectories" not in found
+    assert any(difference.startswith("weights") for difference in found)
+
+
+def test_what_the_run_leaves_is_whole(whole: Path, on_policy: Path) -> None:
+    assert violations(read_evidence(whole), promise_of(on_policy), num_steps=NUM_STEPS) == []
+    summary = json.loads((whole / "summary.json").read_text())
+    assert (summary["state"], summary["warnings"]) == ("done", [])
+    assert (whole / "reward.png").is_file()
+    assert (whole / "final" / "config.json").is_file()
+    assert (whole / "checkpoints" / f"step_{NUM_STEPS}" / "manifest.json").is_file()
+
+
+def test_each_engine_has_its_own_gap_in_the_metrics_and_in_tensorboard(whole: Path) -> None:
+    steps = read_lines(whole / "metrics.jsonl")
+    engines = ("", "/engine-0", "/engine-1")
+    names = [f"policy/logprob_gap_{kind}{engine}" for kind in ("mean", "max") for engine in engines]
+    for step in steps:
+        gaps = [step[name] for name in names if name in step]
+        assert gaps
+        assert max(gaps) < 1e-4, "float32 on the CPU: engine and trainer compute the same"
+        of_engines = [
+            step[f"policy/logprob_gap_max{engine}"]
+            for engine in engines[1:]
+            if f"policy/logprob_gap_max{engine}" in step
+        ]
+        assert step["policy/logprob_gap_max"] == max(of_engines)
+    scalars = EventAccumulator(str(whole / "tensorboard")).Reload()
+    assert set(names) <= set(scalars.Tags()["scalars"])
+    assert [event.step for event in scalars.Scalars("policy/logprob_gap_mean")] == [
+        step["step"] for step in steps
+    ]
+
+
+def test_the_first_and_last_weights_and_each_multiple_are_evaluated(whole: Path) -> None:
+    lines = read_lines(whole / "eval.jsonl")
+    versions = [line["policy_version"] for line in lines]
+    assert (versions[0], versions[-1]) == (0, NUM_STEPS)
+    assert set(versions) <= set(range(0, NUM_STEPS + 1, 6))
+    assert len(versions) + lines[-1]["eval/skipped"] == NUM_STEPS // 6 + 1
+    assert all(line["eval/failed"] == line["eval/abandoned"] == 0 for line in lines)
+    said = (whole.parent / "said.txt").read_text()
+    assert said.count("\neval v") == len(lines)
+    assert "WARNING" not in said, "a token of another version would have ended the evaluation with a warning"
+    steps = read_lines(whole / "metrics.jsonl")
+    on_steps = [step["eval/version"] for step in steps if "eval/version" in step]
+    assert on_steps == versions[: len(on_steps)]
+
+
+def test_what_is_evaluated_are_the_weights_of_that_version(whole: Path) -> None:
+    rewards = [line["eval/reward_mean"] for line in read_lines(whole / "eval.jsonl")]
+    evaluation = yaml.safe_load((whole / "config.yaml").read_text())["eval"]
+    assert rewards[0] == pytest.approx(reward_under(whole / "model", evaluation), abs=1e-12)
+    assert rewards[-1] == pytest.approx(reward_under(whole / "final", evaluation), abs=1e-12)
+    assert rewards[0] != rewards[-1], "the two could not be told apart"
+
+
+def reward_under(model_dir: Path, evaluation: dict[str, Any]) -> float:
+    """Mean reward of the eval prompts under the weights of a folder: one engine in this process, one
+    completion after the other.
+    """
+    config = EvalConfig.model_validate(evaluation)
+    task, prompts = read_eval_task(config)
+    tokenizer, rewards = HFChatTokenizer(model_dir), []
+    with running_engine(model_dir, max_length=40) as engine:
+        for prompt, sample in product(prompts, range(config.samples)):
+            request = GenerateRequest(
+                request_id="r",
+                prompt_ids=list(tokenizer.encode_chat(prompt.messages)),
+                max_tokens=24,
+                temperature=config.temperature,
+                seed=derive_seed(config.seed, prompt.prompt_id, sample, 0),
+            )
+            answer = engine.submit(request).result(timeout=60)
+            rewards.append(float(task.score(prompt, tokenizer.decode(answer.token_ids))))  # type: ignore[arg-type]
+    return fmean(rewards)

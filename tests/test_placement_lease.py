@@ -1,0 +1,361 @@
+"""The handover against devices that refuse, hang, do half, lose their answer, and against cancellation, at
+any call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from asyncrl.errors import RoomError
+from asyncrl.messages.base import EnginePart, Moved
+from asyncrl.placement.lease import ROUTINE, Call, Lease, Side
+from asyncrl.testing.virtual_time import all_blocked, run_virtual
+
+TIMEOUT_S = 30.0
+Fault = Literal["refuse", "half", "break_after", "hang", "hang_after", "cancel", "cancel_after", "bug"]
+FAULTS: tuple[Fault, ...] = (
+    "refuse",
+    "half",
+    "break_after",
+    "hang",
+    "hang_after",
+    "cancel",
+    "cancel_after",
+    "bug",
+)
+
+
+@dataclass
+class World:
+    """A device, who holds what on it, and the faults of single calls by their number. Every call takes a
+    second.
+    """
+
+    num_engines: int = 2
+    faults: dict[int, Fault] = field(default_factory=dict)
+    trainer: set[str] = field(default_factory=set)
+    trained: int = 0
+    hit: list[Fault] = field(default_factory=list)
+    hit_in_undo: list[Fault] = field(default_factory=list)
+    events: list[tuple[str, Mapping[str, Any]]] = field(default_factory=list)
+    task: asyncio.Task[Any] | None = None
+
+    def __post_init__(self) -> None:
+        self.engines = [FakeEngine(self, f"engine-{index}") for index in range(self.num_engines)]
+        self.lease = Lease(self.calls, timeout_s=TIMEOUT_S, on_event=self.tell)
+        self._calls = 0
+        self.is_undoing = False
+
+    def tell(self, kind: str, details: Mapping[str, Any]) -> None:
+        self.events.append((kind, details))
+        self.is_undoing = kind == "handover failed" or (
+            self.is_undoing and kind not in ("handover undone", "lease broken")
+        )
+
+    def calls(self, call: Call) -> dict[str, Awaitable[Moved]]:
+        if call.of == "publisher":
+            return {"publisher": self.push()}
+        if call.of == "trainer":
+            change = self.trainer.discard if call.verb == "offload" else self.trainer.add
+            return {"trainer": self.call(call.parts, change)}
+        return {
+            engine.name: engine.sleep(call.parts)
+            if call.verb == "sleep"
+            else engine.wake(call.parts, restore=call.restore)
+            for engine in self.engines
+        }
+
+    async def call(self, parts: Sequence[str], change: Any) -> Moved:
+        """One call: `change(part)` for each part, unless a fault says otherwise."""
+        fault = self.faults.get(self._calls)
+        self._calls += 1
+        if fault is not None:
+            (self.hit_in_undo if self.is_undoing else self.hit).append(fault)
+        await asyncio.sleep(1.0)
+        if fault in ("refuse", "bug"):
+            raise RoomError("it", "no memory") if fault == "refuse" else KeyError("a bug")
+        if fault == "hang":
+            await asyncio.sleep(10 * TIMEOUT_S)
+        if fault == "cancel":
+            await self.cancel()
+        for part in parts[: 1 if fault == "half" else None]:
+            change(part)
+            self.check()
+        if fault in ("half", "break_after"):
+            raise RoomError("it", "the answer is lost")
+        if fault == "hang_after":
+            await asyncio.sleep(10 * TIMEOUT_S)
+        if fault == "cancel_after":
+            await self.cancel()
+        return Moved(num_bytes=10 * len(parts), seconds=1.0)
+
+    async def cancel(self) -> None:
+        assert self.task is not None
+        self.task.cancel()
+        await asyncio.sleep(1.0)  # raises here, unless an undo is not to be cut short
+
+    def check(self) -> None:
+        """Two sets of weights are the most that both sides may hold together."""
+        engine_parts = set().union(*(engine.awake for engine in self.engines))
+        if self.lease.state != "idle" and self.lease.owner is not None:
+            assert not (self.trainer and "kv" in engine_parts), (
+                f"{self.trainer} beside the KV cache ({self.lease})"
+            )
+            assert not (self.trainer - {"weights"} and engine_parts), (
+                f"{self.trainer} beside {engine_parts} ({self.lease})"
+            )
+
+    async def push(self) -> Moved:
+        def bring(_part: str) -> None:
+            assert "weights" in self.trainer, "there is nothing to push"
+            for engine in self.engines:
+                assert "weights" in engine.awake, "there is no room for it"
+                if engine.version is not None:
+                    raise RoomError(engine.name, "a chunk would be written over weights that are served")
+            for engine in self.engines:
+                engine.version = engine.committed = self.trained
+
+        return await self.call(("weights",), bring)
+
+    def run(self, to: Side, faults: dict[int, Fault] | None = None) -> BaseException | None:
+        """One handover; the error that it raised."""
+        self.faults, self._calls, self.hit, self.hit_in_undo, self.events = faults or {}, 0, [], [], []
+
+        async def story() -> BaseException | None:
+            self.task = asyncio.create_task(self.lease.hand_to(to), name="handover")
+            (outcome,) = await asyncio.gather(self.task, return_exceptions=True)
+            assert len(asyncio.all_tasks()) == 1, "something is still under way"
+            return outcome if isinstance(outcome, BaseException) else None
+
+        return run_virtual(story())
+
+    def assert_rests(self, side: Side) -> None:
+        """The owner has all that it needs, the other one nothing."""
+        assert self.lease.owner == side
+        if side == "engines":
+            assert self.lease.state == "generating"
+            assert not self.trainer
+            for engine in self.engines:
+                assert engine.awake == {"weights", "kv"}, f"{engine.name} was left paused: {engine.awake}"
+                assert engine.version is not None, f"{engine.name} has memory without content"
+        else:
+            assert self.lease.state == "training"
+            assert self.trainer == {"weights", "optimizer"}
+            assert not any(engine.awake for engine in self.engines)
+
+
+class FakeEngine:
+    """Weights and a KV cache that can be given away; weights that wake have no version, and none but the
+    first can be read again.
+    """
+
+    def __init__(self, world: World, name: str) -> None:
+        self.name, self._world = name, world
+        self.awake: set[str] = {"weights", "kv"}
+        self.version: int | None = 0
+        self.committed = 0
+
+    async def sleep(self, parts: Sequence[EnginePart]) -> Moved:
+        def change(part: str) -> None:
+            self.awake.discard(part)
+            self.version = None if part == "weights" else self.version
+
+        return await self._world.call(parts, change)
+
+    async def wake(self, parts: Sequence[EnginePart], *, restore: bool = False) -> Moved:
+        def change(part: str) -> None:
+            if part == "weights" and restore and self.version is None:
+                if self.committed:
+                    raise RoomError(self.name, "it came chunk by chunk, and lies nowhere as a whole")
+                self.version = 0
+            self.awake.add(part)
+
+        return await self._world.call(parts, change)
+
+
+class Turns(RuleBasedStateMachine):
+    """Turns with faults at any call, also of the undo; a broken lease is the end."""
+
+    world: World
+
+    @initialize(num_engines=st.integers(1, 3), first=st.sampled_from(["engines", "trainer"]))
+    def begin(self, num_engines: int, first: Side) -> None:
+        self.world = World(num_engines)
+        assert self.world.run(first) is None
+
+    @rule(faults=st.dictionaries(st.integers(0, 18), st.sampled_from(FAULTS), max_size=3))
+    @precondition(lambda self: self.world.lease.state != "broken")
+    def take_a_turn(self, faults: dict[int, Fault]) -> None:
+        world, lease = self.world, self.world.lease
+        assert lease.owner is not None
+        before, to = lease.owner, "trainer" if lease.owner == "engines" else "engines"
+        error = world.run(to, faults)
+        if lease.state == "broken":
+            assert set(world.hit_in_undo) - {"cancel", "cancel_after"}, "it broke without a fault in an undo"
+            assert "failed" in lease.broken
+            assert "so did undoing" in lease.broken
+            assert world.events[-1] == ("lease broken", {"why": lease.broken})
+        elif error is None:
+            assert not world.hit, f"{world.hit} had no effect"
+            world.assert_rests(to)
+        else:
+            assert world.hit
+            world.assert_rests(before)
+            assert world.events[-1][0] == "handover undone"
+        if {"cancel", "cancel_after"} & {*world.hit, *world.hit_in_undo}:
+            assert isinstance(error, asyncio.CancelledError)
+        elif error is not None:
+            assert isinstance(error, RoomError | KeyError)
+
+    @rule()
+    @precondition(lambda self: self.world.lease.owner == "trainer")
+    def train(self) -> None:
+        self.world.trained += 1
+        self.world.trainer.add("gradients")
+        self.world.check()
+        self.world.trainer.discard("gradients")
+
+    @rule()
+    @precondition(lambda self: self.world.lease.state == "broken")
+    def nothing_comes_after_a_broken_lease(self) -> None:
+        error = self.world.run("trainer")
+        assert isinstance(error, RoomError)
+        assert self.world.lease.broken in str(error)
+
+    @invariant()
+    def there_is_one_owner(self) -> None:
+        if hasattr(self, "world"):
+            assert (self.world.lease.owner is None) == (self.world.lease.state == "broken")
+            self.world.check()
+
+    @invariant()
+    def engines_serve_what_was_pushed(self) -> None:
+        if hasattr(self, "world") and self.world.lease.owner == "engines":
+            assert all(engine.version == engine.committed for engine in self.world.engines)
+
+
+TestTurns = Turns.TestCase
+TestTurns.settings = settings(max_examples=120, stateful_step_count=12, deadline=None)
+
+
+@pytest.mark.parametrize("first", ["engines", "trainer"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_start_that_failed_can_be_made_again(first: Side, fault: Fault) -> None:
+    world = World(trainer={"weights", "optimizer"})
+    assert world.run(first, {2: fault}) is not None
+    assert (world.lease.state, world.lease.owner) == ("idle", None)
+    assert world.run("engines") is None
+    world.assert_rests("engines")
+
+
+def test_the_error_names_the_phase_the_room_and_who_has_the_devices() -> None:
+    world = World()
+    world.run("engines")
+    error = world.run("trainer", {2: "refuse"})
+    assert isinstance(error, RoomError)
+    assert error.room == "placement"
+    assert (
+        "handing over failed while 'trainer onloads': it: no memory; undone, the devices belong to the "
+        "engines as before" in str(error)
+    )
+    assert isinstance(error.__cause__, RoomError)
+    assert error.__cause__.room == "it"
+
+
+def test_a_call_that_hangs_is_given_up_after_its_timeout_and_named() -> None:
+    world = World()
+    world.run("engines")
+    error = world.run("trainer", {1: "hang"})
+    assert f"engine-1: sleep was not done within {TIMEOUT_S} s" in str(error)
+    assert "Way out: raise publisher.timeout_s if the machine is slow, else read the log of engine-1." in str(
+        error
+    )
+
+
+def test_a_broken_lease_is_told_with_both_phases() -> None:
+    world = World(num_engines=1)
+    world.run("engines")
+    error = world.run("trainer", {1: "refuse", 2: "hang"})
+    told = "'trainer onloads' failed (it: no memory), and so did undoing 'trainer onloads' "
+    told += "(trainer: offload was not done within 30.0 s)"
+    assert f"the lease is broken: {told}" in str(error)
+    assert world.lease.broken == told
+    assert world.engines[0].awake == set(), "what had no room to wake was not woken"
+
+
+def test_a_cancelled_handover_is_undone_first_and_says_so() -> None:
+    world = World()
+    world.run("engines")
+    error = world.run("trainer", {2: "cancel_after", 4: "cancel"})  # once more while it is undone
+    assert isinstance(error, asyncio.CancelledError)
+    assert world.events[-2:] == [
+        ("handover failed", {"phase": "trainer onloads", "why": "it was cancelled"}),
+        ("handover undone", {"back to": "generating"}),
+    ]
+    world.assert_rests("engines")
+
+
+def test_a_bug_in_a_call_is_raised_as_it_is_once_everything_is_undone() -> None:
+    world = World()
+    world.run("engines")
+    error = world.run("trainer", {2: "bug"})
+    assert isinstance(error, KeyError)
+    assert error.__notes__ == [
+        "in a handover, while 'trainer onloads'; undone, the devices belong to the engines as before"
+    ]
+    world.assert_rests("engines")
+
+
+def test_a_call_that_somebody_else_cancelled_is_a_failure_and_no_cancellation_of_ours() -> None:
+    world = World()
+    world.run("engines")
+    world.run("trainer")
+
+    async def cancelled_push() -> Moved:
+        raise asyncio.CancelledError
+
+    async def story() -> None:
+        world.push = cancelled_push  # type: ignore[method-assign]
+        with pytest.raises(RoomError, match="'push weights'.*cancelled from outside"):
+            await world.lease.hand_to("engines")
+
+    run_virtual(story())
+    world.assert_rests("trainer")
+
+
+def test_every_step_is_told_with_its_seconds_and_bytes() -> None:
+    world = World(num_engines=2)
+    world.run("trainer")
+    world.run("engines")
+    assert [kind for kind, _ in world.events] == ["handover", *["handover phase"] * 5, "handed over"]
+    assert {kind for kind, _ in world.events} == ROUTINE, (
+        "of what happens in every step the journal keeps the newest alone"
+    )
+    assert world.events[0][1] == {"from": "training", "to": "engines"}
+    assert world.events[2][1] == {"phase": "engines wake weights", "seconds": 1.0, "num_bytes": 20}, (
+        "both engines at once"
+    )
+    assert world.events[-1][1] == {"to": "engines", "seconds": 5.0}
+
+
+def test_a_second_handover_meanwhile_is_refused() -> None:
+    world = World()
+    world.run("engines")
+
+    async def story() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(world.lease.hand_to("trainer"))
+            await all_blocked()
+            with pytest.raises(RoomError, match="cannot begin .*handover to trainer: engines sleep"):
+                await world.lease.hand_to("trainer")
+
+    run_virtual(story())
+    world.assert_rests("trainer")

@@ -1,0 +1,239 @@
+"""What cannot run is refused by `asyncrl check`, and by a run before it has started a process."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import textwrap
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import snapshot_download
+from job_runs import write_config
+
+from asyncrl import cli
+from asyncrl.config import load_config
+from asyncrl.errors import ConfigError
+from asyncrl.run.check import look
+from asyncrl.run.loop import run_job
+from asyncrl.run.model_folder import find_on_disk
+from asyncrl.run.serve import serve_gateway
+
+MODULE = """
+    def few(current, anchor): return current
+    def loss(current_M, anchor_M, behaviour_M, advantage_M, sequence_M, settings): return current_M, {}
+    def advantage(reward_B): return reward_B
+    async def agent(task): return 1.0
+    async def right_agent(task, session): return 1.0
+    def right_advantage(reward_B, group_B): raise KeyError
+    def parse(): return None
+    def right_parse(text): return None
+    class Broken:
+        def __init__(self, size, seed): pass
+        def __len__(self): return 1
+        def prompt(self, index): return {}["x"]
+        def score(self, prompt, completion): return 0.0
+"""
+MODULES = {
+    "own_here": "class Own(Exception): pass\nraise Own('own')",
+    "exits_here": "import sys\nsys.exit(0)",
+    "threads_here": """
+import threading
+threading.Thread(target=threading.Event().wait).start()
+def loss(current_M, anchor_M, behaviour_M, advantage_M, sequence_M, settings): return current_M, {}
+""",
+}
+"""Modules that do something unusual when they are imported."""
+ROWS = [{"prompt": "abc", "answer": "a"}, {"prompt": "abcd", "answer": "a"}]
+FILES: dict[str, Any] = {"python": None, "files": ["rows.jsonl"], "reward": "math"}
+
+REFUSED = r"""
+model.scratch=none model.path=models/typo
+    models/typo: there is no such folder
+model.scratch=none model.path=emptymodel
+    emptymodel has no config.json
+model.scratch=none model.path=no_weights
+    no_weights has no weights
+model.scratch=none model.path=odd_type
+    config.json of model.path=odd_type has model_type=qwen33 ... did you mean qwen3?
+algorithm.loss=ppo_clipp
+    algorithm.loss=ppo_clipp is not known, did you mean ppo_clip?
+algorithm.loss=mine_here:los
+    mine_here has no los ... did you mean loss?
+algorithm.loss=mine_here:few
+    loss=mine_here:few(current, anchor) cannot be called as loss(current_M, anchor_M, ... too many positional
+algorithm.advantage=nomod:x
+    advantage=nomod:x: there is no module nomod
+algorithm.advantage=mine_here:advantage
+    advantage(reward_B) cannot be called as advantage(reward_B, group_B)
+generator.python=mine_here:agent
+    agent(task) cannot be called as (task, session)
+generator.python=mine_here:right_agent generator.args={depth: 2}
+    cannot be called as (task, session, depth=...)
+generator.command=[./nothere.sh]
+    generator.command: there is no program ./nothere.sh
+gateway.tool_format=mine_here:parse
+    parse() cannot be called as parse(text)
+gateway.tool_format=own_here:f
+    gateway.tool_format=own_here:f: importing own_here raised Own: own
+model.chat_template=nofile.jinja
+    cannot read model.chat_template=nofile.jinja
+model.chat_template=broken.jinja
+    model.chat_template=broken.jinja line 1:
+model.chat_template=refuses.jinja generator.command=[/bin/true]
+    the chat template refuses these messages: no chats ... model.chat_template=refuses.jinja
+generator.command=[/bin/true] generator.pass_env=[NOT_SET_HERE]
+    generator.pass_env names NOT_SET_HERE
+generator.command=[/bin/true] generator.pass_env=[ASYNCRL_WORKER_KEY]
+    generator.pass_env has ASYNCRL_WORKER_KEY ... asyncrl's own
+task.python=exits_here:f
+    importing exits_here raised SystemExit: 0
+trainer.lora.targets=[qproj]
+    targets names qproj, and Qwen3ForCausalLM has no such layer ... q_proj
+task.python=none task.reasoning_gym=chain_sums
+    has no such task ... did you mean chain_sum
+rollout.max_prompt_tokens=3
+    all of the first 100 prompts of the task are longer than rollout.max_prompt_tokens=3
+task.python=none task.files=[nowhere.jsonl] task.reward=math
+    nowhere.jsonl is not a file
+task.python=none task.files=[broken.jsonl] task.reward=math
+    broken.jsonl line 2 is not JSON
+task.python=mine_here:Broken generator.python=mine_here:right_agent
+    ConfigError: prompt ... of task.python=mine_here:Broken: making it raised KeyError: 'x'
+"""
+CASES = re.findall(r"^(\S.*)\n    (.*)$", REFUSED, flags=re.MULTILINE)
+"""(settings, words that are said, parts apart by ...)."""
+
+
+def settings_of(line: str) -> list[str]:
+    return re.findall(r"\S+?=(?:\[.*?\]|\{.*?\}|\S+)", line)
+
+
+def is_said(words: str, text: str) -> bool:
+    return all(part.strip() in text for part in words.split(" ... "))
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with a module, data, and folders that are nearly models."""
+    (tmp_path / "mine_here.py").write_text(textwrap.dedent(MODULE))
+    (tmp_path / "emptymodel").mkdir()
+    for name, source in MODULES.items():
+        (tmp_path / f"{name}.py").write_text(source)
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    (tmp_path / "odd_type").mkdir()
+    (tmp_path / "odd_type" / "config.json").write_text('{"model_type": "qwen33"}')
+    (tmp_path / "odd_type" / "model.safetensors").touch()
+    (tmp_path / "refuses.jinja").write_text("{{ raise_exception('no chats') }}")
+    (tmp_path / "no_weights").mkdir()
+    (tmp_path / "no_weights" / "config.json").write_text('{"model_type": "qwen3"}')
+    (tmp_path / "broken.jinja").write_text("{% for message in messages %}{{ message['content'] }}")
+    (tmp_path / "broken.jsonl").write_text('{"prompt": "x", "answer": "1"}\n{"prompt": "y", "ans\n')
+    for path in (tmp_path / "rows.jsonl", tmp_path / "data" / "train.jsonl"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    monkeypatch.delitem(sys.modules, "mine_here", raising=False)
+    return tmp_path
+
+
+@pytest.mark.parametrize(("line", "words"), CASES, ids=[line for line, _ in CASES])
+def test_check_refuses_what_cannot_run_with_exit_code_2(
+    line: str, words: str, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["asyncrl", "check", str(write_config(here)), *settings_of(line)]
+    monkeypatch.setattr(sys, "argv", arguments)
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    said = capsys.readouterr().err
+    assert end.value.code == 2, said
+    assert is_said(words, said), said
+    assert "Way out: " in said
+
+
+@pytest.mark.parametrize("begin", [run_job, serve_gateway])
+@pytest.mark.parametrize(("line", "words"), [CASES[2], CASES[9], CASES[11]])
+def test_a_run_and_a_gateway_refuse_the_same_before_they_have_started_a_process(
+    line: str, words: str, begin: Any, here: Path
+) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        begin(load_config(write_config(here), settings_of(line)), here / "run", name="test")
+    assert is_said(words, str(refusal.value))
+    assert not list((here / "run").glob("specs/*")), "every process is told what to do in a file"
+    assert not list((here / "run").glob("logs/*-0.log"))
+
+
+def test_what_needs_the_network_is_told_and_not_looked_at(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(here / "cache"))
+    found = look(
+        load_config(
+            write_config(
+                here,
+                model={"scratch": None, "path": "who/model"},
+                task={**FILES, "files": None, "dataset": "who/data"},
+            )
+        )
+    )
+    assert found.task is None
+    assert [line.partition(":")[0] for line in found.lines] == ["task", "model"]
+    assert all("not looked at" in line and "network" in line for line in found.lines)
+
+
+def test_half_a_model_in_the_cache_of_the_hub_is_fetched_by_the_run_and_not_looked_at(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cached = here / "cache" / "models--who--half"
+    snapshot = cached / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("0" * 40)
+    (snapshot / "config.json").write_text('{"model_type": "qwen3"}')
+    (snapshot / "model.safetensors").touch()
+    monkeypatch.setattr(
+        "huggingface_hub.snapshot_download", partial(snapshot_download, cache_dir=here / "cache")
+    )
+    half = {"scratch": None, "path": "who/half"}
+    assert find_on_disk(load_config(write_config(here, model=half)).model) == snapshot
+    assert (
+        "model: who/half is fetched from the hub"
+        in look(load_config(write_config(here, model=half))).lines[-1]
+    )
+    with pytest.raises(ConfigError, match=r"model\.chat_template=broken\.jinja line 1"):
+        look(load_config(write_config(here, model={**half, "chat_template": "broken.jinja"})))
+
+
+def test_prompts_of_which_some_are_too_long_are_told_and_what_was_read_is_handed_on(here: Path) -> None:
+    found = look(load_config(write_config(here, task=FILES, rollout={"max_prompt_tokens": 6})))
+    assert found.notes == (
+        "1 of the first 2 prompts of the task are longer than rollout.max_prompt_tokens=6 (the longest has 7 "
+        "tokens): "
+        "each is a failed rollout",
+    )
+    assert found.task is not None
+    assert len(found.task) == 2
+
+
+def test_functions_of_the_right_shape_pass_uncalled_and_their_threads_are_not_waited_for(
+    here: Path,
+) -> None:
+    own = {
+        "algorithm": {"loss": "threads_here:loss", "advantage": "mine_here:right_advantage"},
+        "generator": {"python": "mine_here:right_agent"},
+    }
+    found = look(load_config(write_config(here, gateway={"tool_format": "mine_here:right_parse"}, **own)))
+    assert (found.lines, found.notes) == (("task: asyncrl.tasks.letters:Letters, 200 prompts",), ())
+
+
+@pytest.mark.parametrize("code", [0, 7])
+def test_functions_that_end_their_process_when_they_are_imported_are_refused_too(
+    here: Path, code: int
+) -> None:
+    (here / "leaves_here.py").write_text(f"import os\nprint('bye', flush=True)\nos._exit({code})\n")
+    with pytest.raises(ConfigError, match=rf"ended with exit code {code}: bye"):
+        look(load_config(write_config(here, algorithm={"loss": "leaves_here:loss"})))

@@ -1,0 +1,359 @@
+"""Turns of trainer and engines: whose memory is on the device, what is announced when, and who may die at
+which moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from turn_cases import MOVE_S, NUM_CHUNKS, START_S, House, make_batch, make_request
+
+from asyncrl.errors import PublishError, RoomError
+from asyncrl.testing.virtual_time import all_blocked, run_virtual
+
+
+def live(story: Any, **knobs: Any) -> House:
+    """Play a story in a house whose first turn has begun, and return what is left of it."""
+
+    async def play() -> House:
+        async with asyncio.TaskGroup() as tasks:
+            house = House(tasks, **knobs)
+            await house.begin()
+            await story(house)
+            house.check()
+            house.close()
+        return house
+
+    return run_virtual(play())
+
+
+def fails(story: Any, **knobs: Any) -> RoomError:
+    """Play a story that ends the run, and return with what."""
+    with pytest.raises(ExceptionGroup) as caught:
+        live(story, **knobs)
+    errors = [error for error in caught.value.exceptions if isinstance(error, RoomError)]
+    assert errors
+    return errors[0]
+
+
+def phases(house: House) -> list[str]:
+    return [detail["phase"] for what, detail in house.events if what == "handover phase"]
+
+
+def now_s() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def test_a_step_is_two_handovers_and_its_version_is_announced_at_the_end_of_the_second() -> None:
+    async def story(house: House) -> None:
+        assert house.turns.stats().state == "generating"
+        house.events.clear()
+        await house.turns.to_trainer()
+        assert house.worker.held == {"weights", "optimizer"}
+        assert not house.announced
+        await house.step()
+        assert phases(house) == [
+            "engines sleep",
+            "trainer onloads",
+            "trainer offloads gradients and optimizer",
+            "engines wake weights",
+            "push weights",
+            "trainer offloads weights",
+            "engines wake kv",
+        ]
+        assert house.announced == [1]
+        assert house.published == [(1, "w|p0#0")]
+        assert [fake.weights for fake in house.fakes] == ["w|p0#0"] * 2
+        stats = house.turns.stats()
+        assert stats.to_trainer_s == pytest.approx(2 * MOVE_S)
+        assert stats.to_engines_s == pytest.approx((4 + 2 * NUM_CHUNKS) * MOVE_S)
+        assert stats.num_bytes == (4000 + 2) + (1 + 2000 + 10 * NUM_CHUNKS + 1 + 2000)
+        publisher = house.publisher.stats()
+        assert (publisher.version, publisher.published, publisher.num_bytes) == (1, 1, 10 * NUM_CHUNKS)
+        assert (publisher.export_s, publisher.prepare_s) == pytest.approx(
+            (NUM_CHUNKS * MOVE_S, NUM_CHUNKS * MOVE_S)
+        )
+
+    live(story)
+
+
+def test_after_the_last_step_the_trainer_keeps_the_devices_for_what_is_saved() -> None:
+    async def story(house: House) -> None:
+        await house.step()
+        await house.step()
+        assert house.announced == [1]
+        await house.turns.to_trainer()
+        assert house.worker.held == {"weights", "optimizer"}
+        assert house.turns.stats().to_engines_s == 0.0
+
+    live(story, num_steps=2)
+
+
+def test_a_resumed_run_brings_the_engines_what_was_trained_again() -> None:
+    async def story() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            house = House(tasks)
+            for fake in house.fakes:
+                fake.parts.asleep, fake.parts.has_content = {"weights", "kv"}, False
+            house.batches = [make_batch(number) for number in range(3)]
+            for batch in house.batches:
+                await house.trainer.train(batch)
+            await house.turns.start(3)
+            assert house.announced == [3]
+            assert [fake.policy_version for fake in house.fakes] == [3, 3]
+            await house.step()
+            assert house.announced == [3, 4]
+            house.close()
+
+    run_virtual(story())
+
+
+def test_a_version_that_is_evaluated_is_exported_whole_while_the_trainer_has_its_weights() -> None:
+    async def story(house: House) -> None:
+        for _ in range(4):
+            await house.step()
+        assert house.wholes == [2, 4]
+        assert house.worker.calls.count("/export") == 2
+
+    live(story)
+
+
+@pytest.mark.parametrize("num_engines", [1, 2])
+@pytest.mark.parametrize("path", ["/sleep", "/wake", "/load_chunk", "/commit"])
+def test_an_engine_that_dies_in_a_handover_comes_back_with_the_announced_weights(
+    path: str, num_engines: int
+) -> None:
+    async def story(house: House) -> None:
+        await house.step()
+        house.fakes[-1].dies_at = path
+        await house.step()
+        assert house.announced == [1, 2], "nobody waits for it"
+        await asyncio.sleep(10 * START_S)
+        assert house.pool.stats().down == ()
+        assert {fake.weights for fake in house.fakes} == {"w|p0#0|p1#0"}
+        await house.step()
+        assert house.announced == [1, 2, 3]
+
+    live(story, num_engines=num_engines)
+
+
+def test_an_engine_that_dies_while_the_trainer_works_starts_once_that_is_done() -> None:
+    async def story(house: House) -> None:
+        house.worker.train_s = 100.0
+        stepping = house.tasks.create_task(house.step(), name="train loop")
+        await asyncio.sleep(10.0)
+        assert house.turns.stats().state == "training"
+        house.fakes[0].die()
+        await asyncio.sleep(80.0)
+        assert house.processes[0].started_at == [], "its memory is the trainer's"
+        await stepping
+        assert house.announced == [1]
+        done_s = now_s()
+        await asyncio.sleep(100.0)
+        assert house.processes[0].started_at == [pytest.approx(done_s)]
+        assert [fake.policy_version for fake in house.fakes] == [1, 1]
+        assert house.pool.stats().down == ()
+
+    live(story)
+
+
+def test_a_trainer_that_dies_while_the_engines_work_starts_when_it_is_needed_and_not_before() -> None:
+    async def story(house: House) -> None:
+        await house.step()
+        house.worker.die()
+        await asyncio.sleep(10 * START_S)
+        assert house.worker_process.started_at == [], "its memory is the engines'"
+        assert all(fake.parts.can_serve for fake in house.fakes)
+        assert (await house.ask(make_request())).token_ids, "generation goes on meanwhile"
+        await house.step()
+        assert house.announced == [1, 2]
+        assert house.worker.weights == ["p0#0", "p1#0"]
+
+    live(story)
+
+
+@pytest.mark.parametrize("path", ["/offload", "/onload", "/export_chunk", "/train"])
+def test_a_trainer_that_dies_in_its_turn_or_a_handover_goes_on_where_it_was(path: str) -> None:
+    async def story(house: House) -> None:
+        await house.step()
+        house.worker.dies_at = path
+        await house.step()
+        assert house.announced == [1, 2]
+        assert house.worker.weights == ["p0#0", "p1#0"]
+        assert [fake.weights for fake in house.fakes] == ["w|p0#0|p1#0"] * 2
+        assert not house.worker.held
+
+    live(story)
+
+
+def test_a_trainer_that_has_no_memory_ends_the_run_with_the_phase_and_the_engines_serve_as_before() -> None:
+    houses = []
+
+    async def story(house: House) -> None:
+        houses.append(house)
+        await house.step()
+        house.worker.refuse["/onload"] = "the disk is full"
+        with pytest.raises(
+            RoomError, match="'trainer onloads'.*the disk is full.*undone, the devices belong to the engines"
+        ):
+            await house.turns.to_trainer()
+        assert all(fake.parts.can_serve and fake.policy_version == 1 for fake in house.fakes)
+        await house.step()
+        assert house.announced == [1, 2], "and it could be tried again"
+
+    live(story)
+
+
+class Always(dict[str, str]):
+    """Refusals that are not used up."""
+
+    def pop(self, key: str, default: Any = None) -> Any:
+        return self.get(key, default)
+
+
+def test_a_lease_that_breaks_while_an_engine_is_brought_up_ends_the_run_with_why() -> None:
+    async def story(house: House) -> None:
+        await house.step()
+        house.worker.refuse = Always({"/onload": "CUDA out of memory"})
+        asked = house.ask(make_request(max_tokens=4000))
+        house.fakes[0].die()
+        async with asyncio.timeout(24 * 3600):
+            await asked
+
+    error = fails(story)
+    assert "engine-0 cannot be started again: the lease is broken" in str(error)
+    assert "CUDA out of memory" in str(error)
+
+
+@pytest.mark.parametrize("max_restarts", [0, 2])
+@pytest.mark.parametrize("path", ["/onload", "/offload", "/export_chunk"])
+def test_a_trainer_that_is_given_up_in_a_handover_ends_the_run_then_and_no_undo_waits_for_it(
+    path: str, max_restarts: int
+) -> None:
+    given_up_s: list[float] = []
+
+    async def play() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            house = House(tasks, max_restarts=max_restarts)
+            await house.begin()
+            await house.step()
+            house.worker.dies_at, house.worker_process.fails_to_start = path, 99
+            house.running[0].add_done_callback(lambda _: given_up_s.append(now_s()))
+            await house.step()
+
+    async def story() -> float:
+        with pytest.raises(ExceptionGroup) as caught:
+            await play()
+        assert all("trainer-0" in str(error) for error in caught.value.exceptions)
+        return now_s() - given_up_s[0]
+
+    assert run_virtual(story()) < 10.0
+
+
+def test_a_wrong_digest_is_never_announced() -> None:
+    async def story(house: House) -> None:
+        house.fakes[1].corrupt_digest = True
+        await house.step()
+
+    error = fails(story)
+    assert "'push weights'" in str(error)
+    assert "engine-1 loaded chunk 0 of policy_version 1 with digest corrupt, the trainer sent c0" in str(
+        error
+    )
+    assert isinstance(error.__cause__, PublishError)
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"index": 7}, "asked for chunk 0 of policy_version 1 and wrote chunk 7 of 1"),
+        ({"version": 5}, "wrote chunk 0 of 5"),
+        ({"is_last": True}, "is_last=True, whole_digest=none"),
+    ],
+)
+def test_a_chunk_that_was_not_asked_for_is_never_loaded(change: dict[str, Any], what: str) -> None:
+    houses = []
+
+    async def story(house: House) -> None:
+        houses.append(house)
+        house.worker.wrong_chunk = lambda chunk: chunk.model_copy(update=change)
+        await house.step()
+
+    assert what in str(fails(story))
+    assert houses[0].announced == []
+    assert all(fake.num_loaded == 0 for fake in houses[0].fakes)
+
+
+def test_a_cancelled_empty_turn_is_finished_first() -> None:
+    async def story(house: House) -> None:
+        await house.step()
+
+        async def bring_up() -> None:
+            async with house.turns.room_for_engine("engine-0"):
+                await house.turns.bring_up("engine-0")
+
+        bringing = house.tasks.create_task(bring_up(), name="supervisor")
+        await asyncio.sleep(3 * MOVE_S)
+        bringing.cancel()
+        await asyncio.sleep(0)
+        assert not bringing.done()
+        await asyncio.wait({bringing})
+        assert bringing.cancelled()
+        assert house.turns.stats().state == "generating"
+        await all_blocked()
+        await house.step()
+
+    live(story)
+
+
+Kills = list[tuple[float, str]]
+
+
+def tokens_of_six_steps(kills: Kills) -> list[list[tuple[int, ...]]]:
+    """What the requests of six steps get; each kill comes so many seconds after the one before."""
+    tokens = []
+
+    async def story(house: House) -> None:
+        async def kill() -> None:
+            for wait_s, name in kills:
+                await asyncio.sleep(wait_s)
+                (house.worker if name == "trainer" else house.fakes[int(name[-1])]).die()
+
+        killing = house.tasks.create_task(kill(), name="killer")
+        for number in range(6):
+            requests = [house.ask(make_request(f"s{number}/{index}", seed=index)) for index in range(4)]
+            tokens.append([(await request).token_ids for request in requests])
+            await house.step()
+        await killing
+        await asyncio.sleep(20 * START_S)
+        assert house.announced == [1, 2, 3, 4, 5, 6]
+        assert house.published == [
+            (version, "|".join(["w", *(f"p{index}#0" for index in range(version))]))
+            for version in range(1, 7)
+        ]
+        assert house.pool.stats().down == ()
+        assert [fake.weights for fake in house.fakes] == [house.published[-1][1]] * 2
+
+    live(story)
+    return tokens
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> list[list[tuple[int, ...]]]:
+    return tokens_of_six_steps([])
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    kills=st.lists(
+        st.tuples(st.floats(0.0, 20.0), st.sampled_from(["trainer", "engine-0", "engine-1"])), max_size=6
+    )
+)
+def test_whoever_dies_whenever_the_steps_and_the_tokens_are_those_of_a_run_without(
+    undisturbed: Any, kills: Kills
+) -> None:
+    assert tokens_of_six_steps(kills) == undisturbed

@@ -1,0 +1,108 @@
+"""The directory that a command writes into: who may read it, and what never stands in its log."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import stat
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.config import ObserveConfig, load_config
+from asyncrl.errors import ConfigError
+from asyncrl.run.life import logging_to, make_run_dir, say, say_secret
+from asyncrl.run.loop import run_job
+from asyncrl.run.serve import serve_gateway
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.mark.parametrize(("readable_by", "expected"), [("owner", 0o700), ("group", 0o750), ("all", 0o755)])
+def test_a_run_directory_is_its_owners_alone_unless_the_config_says_otherwise(
+    readable_by: str, expected: int, tmp_path: Path
+) -> None:
+    config, folder = ObserveConfig.model_validate({"readable_by": readable_by}), tmp_path / "runs" / "new"
+    make_run_dir(folder, config.dir_mode)
+    assert mode(folder) == expected
+    assert (folder / "logs").is_dir()
+    (folder / "run.lock").touch()
+    make_run_dir(folder, 0o700)
+    assert mode(folder) == 0o700, "one that is gone on with gets what its config says"
+    assert ObserveConfig().dir_mode == 0o700
+
+
+def test_a_directory_of_somebody_elses_things_keeps_its_permissions(tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    folder.chmod(0o755)
+    (folder / "thesis.txt").touch()
+    make_run_dir(folder, 0o700)
+    assert mode(folder) == 0o755
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty").chmod(0o2777)
+    make_run_dir(tmp_path / "empty", 0o750)
+    assert mode(tmp_path / "empty") == 0o2750
+
+
+def test_a_writable_directory_of_another_user_is_taken_and_its_open_mode_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def is_not_mine(self: Path, mode: int) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted", str(self))
+
+    for has in (0o777, 0o700):
+        volume = tmp_path / f"{has:o}"
+        volume.mkdir()
+        volume.chmod(has)
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "chmod", is_not_mine)
+            make_run_dir(volume, 0o750)
+        assert (volume / "logs").is_dir()
+        said = capsys.readouterr().err
+        assert (
+            f"WARNING: {volume} has mode 0777 and belongs to another user, so it cannot be made 0750" in said
+        ) == (has == 0o777)
+
+
+def test_a_secret_is_printed_and_never_logged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_run_dir(tmp_path / "run", 0o700)
+    propagates = logging.getLogger("asyncrl").propagate
+    try:
+        with logging_to(tmp_path / "run"):
+            say("ready")
+            say_secret("export OPENAI_API_KEY=abc")
+    finally:
+        logging.getLogger("asyncrl").propagate = propagates
+    assert capsys.readouterr().out == "ready\nexport OPENAI_API_KEY=abc\n"
+    log = (tmp_path / "run" / "logs" / "controller.log").read_text()
+    assert "ready" in log
+    assert "abc" not in log
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+@pytest.mark.parametrize("begin", [run_job, serve_gateway])
+def test_a_controller_whose_agents_run_beside_it_hides_its_memory(
+    begin: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_readable() -> int:
+        return libc.prctl(3, 0, 0, 0, 0)  # type: ignore[no-any-return]  # PR_GET_DUMPABLE
+
+    libc = ctypes.CDLL(None)
+    monkeypatch.delenv("JUDGE_API_KEY", raising=False)
+    shell_agent = Path(__file__).parents[1] / "examples" / "shell_agent" / "shell_agent.yaml"
+    try:
+        libc.prctl(4, 1, 0, 0, 0)
+        with pytest.raises(ConfigError, match="JUDGE_API_KEY"):
+            begin(
+                load_config(shell_agent, ["generator.pass_env=[JUDGE_API_KEY]"]), tmp_path / "run", name="run"
+            )
+        assert not (tmp_path / "run").exists(), "refused before anything is made"
+        assert not is_readable()
+    finally:
+        libc.prctl(4, 1, 0, 0, 0)

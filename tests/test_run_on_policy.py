@@ -1,0 +1,184 @@
+"""At max_staleness 0 the batches of a run whose prompts fail follow from the prompts alone: not from
+latencies, nor from a kill.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+from journal_cases import open_journal
+
+from asyncrl.buffer.buffer import Buffer
+from asyncrl.config import BufferConfig
+from asyncrl.journal.journal import Journal
+from asyncrl.messages.records import Batch, Prompt, StepReport, UnfinishedGroup
+from asyncrl.rollouts.generators import SingleTurn
+from asyncrl.rollouts.producers import Producers
+from asyncrl.rollouts.rollout import RolloutRunner
+from asyncrl.run.restore import restore
+from asyncrl.run.resume import ResumePoint
+from asyncrl.tasks import Feed
+from asyncrl.testing.fakes import FakeEngine, FakeScorer, FakeTokenizer
+from asyncrl.testing.memory_journal import MemoryJournal
+from asyncrl.testing.virtual_time import run_virtual
+
+NUM_BATCHES, NUM_GROUPS, GROUP_SIZE = 4, 6, 2
+TRIES = {"0/1": 1, "0/4": 1, "0/8": 2, "0/9": 1, "0/10": 3}
+"""So often these prompts fail; the last one for good."""
+
+BATCHES = [
+    ["0/0", "0/2", "0/3", "0/5", "0/6", "0/7"],
+    ["0/1 handed back 1", "0/4 handed back 1", "0/11", "0/12", "0/13", "0/14"],
+    ["0/9 handed back 1", "0/15", "0/16", "0/17", "0/18", "0/19"],
+    ["0/8 handed back 2", "0/20", "0/21", "0/22", "0/23", "0/24"],
+]
+
+
+class Numbers:
+    """Prompt i is the text "i"."""
+
+    def __len__(self) -> int:
+        return 1000
+
+    def prompt(self, index: int) -> str:
+        return str(index)
+
+
+class Life:
+    """One life of a run: real buffer, producers and feed. All of it follows from the seed of its
+    latencies.
+    """
+
+    def __init__(self, seed: int, journal: MemoryJournal, *, capacity: int = 64) -> None:
+        latencies = random.Random(seed)
+        self.journal, self.capacity = journal, capacity
+        self.engine = FakeEngine(latency_s=lambda _: latencies.uniform(1.0, 3.0))
+        self.feed = Feed(Numbers(), seed=0, shuffle=False)
+        self.buffer = Buffer(
+            BufferConfig(max_staleness=0, filter="none"),
+            num_groups=NUM_GROUPS,
+            num_batches=NUM_BATCHES,
+            on_handed_back=lambda *_: None,
+        )
+        self.unfinished: tuple[UnfinishedGroup, ...] = ()
+        self.returning: list[tuple[int, Prompt]] = []
+
+    async def play(self, *, version: int = 0, until_s: float = 1e9) -> None:
+        """From batch `version` to the end of the run, or of this life."""
+        scorer = FakeScorer(
+            lambda prompt, _: "no" if prompt.num_handed_back < TRIES.get(prompt.prompt_id, 0) else 1.0
+        )
+        generator = SingleTurn(
+            self.engine,
+            FakeTokenizer(),
+            scorer,
+            run_seed=0,
+            max_tokens=8,
+            max_prompt_tokens=8,
+            temperature=1.0,
+        )
+        async with asyncio.TaskGroup() as tasks:
+            producers = Producers(
+                self.buffer,
+                self.feed,
+                RolloutRunner(generator, timeout_s=None, retries=0),
+                spawn=tasks.create_task,
+                group_size=GROUP_SIZE,
+                capacity=self.capacity,
+                max_failed_groups=99,
+                max_hand_backs=2,
+                journal=self.journal,
+            )
+            for returning in self.returning:
+                producers.returns_nowait(*returning)
+            self.engine.policy_version = version
+            for group in self.unfinished:
+                producers.resume_nowait(group)
+            running = tasks.create_task(producers.run(), name="producers")
+            try:
+                async with asyncio.timeout(until_s):
+                    for batch in range(version, NUM_BATCHES):
+                        await self.journal.batch_taken(await self.buffer.wait_batch())
+                        await asyncio.sleep(1.0)
+                        self.engine.policy_version = batch + 1
+                        self.buffer.set_served_nowait(batch + 1)
+            except TimeoutError:
+                pass
+            running.cancel()
+            await producers.aclose()
+
+
+def prompts_of(journal: MemoryJournal) -> list[list[str]]:
+    return [
+        [group.prompt.seed_id for group in journal.batches[version].groups]
+        for version in sorted(journal.batches)
+    ]
+
+
+@pytest.mark.parametrize("capacity", [64, 5])
+def test_batches_of_a_run_with_failures_do_not_depend_on_latencies(capacity: int) -> None:
+    for seed in range(30):
+        journal = MemoryJournal()
+        run_virtual(Life(seed, journal, capacity=capacity).play())
+        found = prompts_of(journal)
+        assert found == BATCHES, f"with the latencies of seed {seed}"
+
+
+class NoTrainer:
+    """Its steps take no time and change nothing."""
+
+    async def recover(
+        self,
+        _: Path | None,
+        batches: Callable[[], AsyncIterator[Batch]],
+        on_step: Callable[[Batch, StepReport], None],
+    ) -> None:
+        async for batch in batches():
+            on_step(batch, StepReport(policy_version=batch.version + 1, metrics={}))
+
+
+async def tell(journal: Journal, told: MemoryJournal) -> None:
+    """The file that a run which told this leaves behind."""
+    for method, *arguments in told.events:
+        if method == "batch_taken":
+            await journal.batch_taken(*arguments)
+        elif method == "group_ended":
+            group_id, state, reason, requeued = arguments
+            journal.group_ended_nowait(group_id, state, reason, requeued=requeued)
+        elif method != "segment":
+            getattr(journal, f"{method}_nowait")(*arguments)
+
+
+@pytest.mark.parametrize("killed_s", [0.5, 2.0, 2.4, 2.8, 4.5, 8.1, 8.5, 12.5])
+def test_batches_of_a_killed_run_with_failures_are_those_of_one_that_was_never_killed(
+    tmp_path: Path, killed_s: float
+) -> None:
+    told = MemoryJournal()
+    run_virtual(Life(1, told).play(until_s=killed_s))
+    second = Life(2, told)
+
+    async def resumed() -> int:
+        journal = open_journal(tmp_path / "journal.sqlite")
+        await tell(journal, told)
+        state = await journal.read_resume(0)
+        second.unfinished = await restore(
+            ResumePoint(None),
+            state,
+            trainer=NoTrainer(),
+            journal=journal,
+            buffer=second.buffer,
+            feed=second.feed,
+            returns=lambda *returning: second.returning.append(returning),
+            on_restored=lambda: None,
+            on_step=lambda *_: None,
+        )
+        await journal.aclose()
+        return state.next_version
+
+    version = asyncio.run(resumed())
+    run_virtual(second.play(version=version))
+    assert prompts_of(told) == BATCHES

@@ -1,0 +1,563 @@
+"""Engine servers that die, hang and come back, on the virtual clock: pool, publisher and supervisors
+together, over fake servers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl.config import SupervisionConfig
+from asyncrl.engines.own_server import EngineServer
+from asyncrl.engines.pool import EnginePool
+from asyncrl.errors import ConnectionShortage, EngineLost, PublishError, RoomError
+from asyncrl.messages.records import Completion, SamplingRequest, VersionSpan
+from asyncrl.run.colocate import SideBySide
+from asyncrl.run.supervise import EngineSupervisor, until_lost
+from asyncrl.sync.publisher import Publisher
+from asyncrl.testing.fake_engine import FakeEngineServer
+from asyncrl.testing.fake_trainer import FakeEngineProcess
+from asyncrl.testing.fakes import FakeTrainer
+from asyncrl.testing.virtual_time import all_blocked, run_virtual, stand_still
+
+DECODE_S = 0.01
+START_S = 5.0
+HEARTBEAT_S = 3.0
+
+
+def make_request(name: str = "r0", *, max_tokens: int = 20, seed: int = 1) -> SamplingRequest:
+    return SamplingRequest(name, (ord("p"), ord("q")), max_tokens, temperature=1.0, seed=seed)
+
+
+async def undisturbed(request: SamplingRequest) -> Completion:
+    return await EnginePool([EngineServer(FakeEngineServer(decode_s=DECODE_S))], slots=4).generate(request)
+
+
+class House:
+    """Everything that a run has around its engine servers, wired as wiring.py does it."""
+
+    def __init__(
+        self,
+        tasks: asyncio.TaskGroup,
+        num_engines: int = 2,
+        *,
+        trainer: FakeTrainer | None = None,
+        max_restarts: int = 3,
+        restart_window_s: float = 3600.0,
+        backoff_s: float = 1.0,
+        prepare_s: float = 0.0,
+        swap_s: float = 0.0,
+        timeout_s: float = 60.0,
+    ) -> None:
+        self.tasks, self.trainer = tasks, trainer or FakeTrainer(is_frozen=True)
+        self.fakes = [
+            FakeEngineServer(
+                f"engine-{index}", slots=4, decode_s=DECODE_S, prepare_s=prepare_s, swap_s=swap_s
+            )
+            for index in range(num_engines)
+        ]
+        self.processes = [FakeEngineProcess(fake, start_s=START_S) for fake in self.fakes]
+        self.announced, self.announced_at = [0], [0.0]
+        self.told: list[str] = []
+        self.events: list[tuple[str, Mapping[str, Any]]] = []
+        self.targets = [EngineServer(fake) for fake in self.fakes]
+        on_lost = self._on_lost if max_restarts else None
+        self.pool = EnginePool(self.targets, slots=4, on_lost=on_lost)
+        self.publisher = Publisher(
+            self.trainer,
+            self.targets,
+            interrupt="abort",
+            timeout_s=timeout_s,
+            on_served=self._on_served,
+            on_lost=on_lost,
+        )
+        config = SupervisionConfig(
+            max_restarts=max_restarts, backoff_s=backoff_s, restart_window_s=restart_window_s
+        )
+        turns = SideBySide(self.publisher, num_steps=0, spawn=tasks.create_task)
+        self.supervisors = {
+            process.name: EngineSupervisor(
+                process,
+                target,
+                self.pool,
+                turns,
+                config,
+                heartbeat_s=HEARTBEAT_S,
+                warn=self.told.append,
+                on_event=lambda what, detail: self.events.append((what, detail)),
+            )
+            for process, target in zip(self.processes, self.targets, strict=True)
+        }
+        self.running = [tasks.create_task(self.publisher.run(), name="publisher")]
+        self.running += [
+            tasks.create_task(supervisor.run(), name=f"watch {name}")
+            for name, supervisor in self.supervisors.items()
+        ]
+
+    def _on_lost(self, error: EngineLost) -> None:
+        self.supervisors[error.room].lost_nowait(error)
+        assert error.room in self.pool.stats().down, "down when the call returns"
+
+    def _on_served(self, version: int) -> None:
+        for fake, target in zip(self.fakes, self.targets, strict=True):
+            if fake.name not in self.pool.stats().down:
+                assert target.policy_version == version, "announced only when every live engine serves it"
+        self.announced.append(version)
+        self.announced_at.append(asyncio.get_running_loop().time())
+
+    def ask(self, request: SamplingRequest) -> asyncio.Task[Completion]:
+        return self.tasks.create_task(self.pool.generate(request), name=f"request {request.request_id}")
+
+    def close(self) -> None:
+        for task in self.running:
+            task.cancel()
+
+
+def live(story: Callable[[House], Any], **knobs: Any) -> House:
+    """Play a story with a house, and return what is left of it."""
+
+    async def play() -> House:
+        async with asyncio.TaskGroup() as tasks:
+            house = House(tasks, **knobs)
+            await story(house)
+            house.close()
+        return house
+
+    return run_virtual(play())
+
+
+def fails(story: Callable[[House], Any], **knobs: Any) -> RoomError:
+    """Play a story that ends the run, and return with what."""
+    with pytest.raises(ExceptionGroup) as caught:
+        live(story, **knobs)
+    (error,) = caught.value.exceptions
+    assert isinstance(error, RoomError)
+    return error
+
+
+def now_s() -> float:
+    return asyncio.get_running_loop().time()
+
+
+# ---- requests
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_an_engine_that_comes_back_takes_its_share_of_the_queue_at_once(is_streamed: bool) -> None:
+    async def story(house: House) -> None:
+        requests = [make_request(f"r{index}", max_tokens=3000, seed=index) for index in range(8)]
+        told = (lambda _: None) if is_streamed else None
+        running = [
+            house.tasks.create_task(house.pool.generate(request, on_tokens=told)) for request in requests
+        ]
+        await asyncio.sleep(1.0)
+        house.fakes[1].die()
+        await asyncio.sleep(1.0 + START_S + 1.0)
+        assert house.pool.stats().load == {"engine-0": 4, "engine-1": 4}, "though nothing was published"
+        assert [fake.num_running for fake in house.fakes] == [4, 4]
+        for _ in range(3):
+            house.trainer.step()
+            await asyncio.sleep(1.0)
+            assert house.pool.stats().load == {"engine-0": 4, "engine-1": 4}, (
+                "and it stays so: nothing moves that does not have to"
+            )
+            assert [fake.num_running for fake in house.fakes] == [4, 4]
+        for task in running:
+            completion = await task
+            assert len(completion.token_ids) == 3000
+
+    live(story, trainer=FakeTrainer(is_frozen=False))
+
+
+def test_requests_sleep_while_no_server_lives_and_go_on_when_one_is_back() -> None:
+    async def story(house: House) -> None:
+        requests = [make_request(f"r{index}", seed=index) for index in range(6)]
+        running = [house.ask(request) for request in requests]
+        await asyncio.sleep(5.5 * DECODE_S)
+        house.fakes[0].die()
+        await all_blocked()
+        assert (house.pool.stats().down, house.pool.stats().inflight, house.pool.oldest_served_version) == (
+            ("engine-0",),
+            0,
+            -1,
+        )
+        late = house.ask(make_request("late"))
+        for request, task in zip(requests, running, strict=True):
+            assert (await task).token_ids == (await undisturbed(request)).token_ids
+        await late
+        assert now_s() >= 5.5 * DECODE_S + 1.0 + START_S, "backoff, then the start"
+        assert house.supervisors["engine-0"].is_up
+        assert [what for what, _ in house.events] == ["engine lost", "engine up"]
+        assert house.told == ["engine-0: process 17 was killed by SIGKILL; starting it again, 1 of 3"]
+
+    live(story, num_engines=1)
+
+
+def test_a_frozen_server_is_left_at_the_heartbeat_killed_and_used_again() -> None:
+    async def story(house: House) -> None:
+        requests = [make_request(f"r{index}", seed=index) for index in range(4)]
+        running = [house.ask(request) for request in requests]
+        await asyncio.sleep(5.5 * DECODE_S)
+        house.fakes[1].freeze()
+        done = [(await task).token_ids for task in running]
+        assert done == [(await undisturbed(request)).token_ids for request in requests]
+        assert HEARTBEAT_S < now_s() < HEARTBEAT_S + 3.0, (
+            "a heartbeat a second, its limit, the grace, the tokens"
+        )
+        assert house.told[0].startswith(
+            "engine-1: process 17 does not answer: no answer within 3.0 s; starting it again"
+        )
+        await asyncio.sleep(10.0)
+        num_before = len(house.fakes[1].requests)
+        await asyncio.gather(*(house.ask(make_request(f"s{index}")) for index in range(4)))
+        assert len(house.fakes[1].requests) == num_before + 2
+
+    live(story)
+
+
+# ---- weights
+
+
+def test_a_server_that_is_back_serves_the_announced_version_before_it_has_work() -> None:
+    async def story(house: House) -> None:
+        house.trainer.step()
+        await asyncio.sleep(1.0)
+        house.fakes[0].die()
+        await asyncio.sleep(1.0)
+        house.trainer.step()
+        await asyncio.sleep(1.0)
+        assert house.announced == [0, 1, 2], "the other one goes on"
+        assert house.pool.stats().down == ("engine-0",)
+        await asyncio.sleep(10.0)
+        assert [fake.policy_version for fake in house.fakes] == [2, 2]
+        assert house.fakes[0].weights == "w2"
+        completions = await asyncio.gather(*(house.ask(make_request(f"r{index}")) for index in range(4)))
+        assert len(house.fakes[0].requests) == 2
+        assert {completion.version_spans for completion in completions} == {
+            (VersionSpan(0, 20, 2, engine),) for engine in (0, 1)
+        }
+
+    live(story, trainer=FakeTrainer())
+
+
+@pytest.mark.parametrize("freezes", [False, True])
+@pytest.mark.parametrize(("at_s", "phase"), [(1.0, "prepare"), (2.5, "commit")])
+def test_an_engine_lost_in_a_push_stops_neither_the_others_nor_the_announcement(
+    at_s: float, phase: str, freezes: bool
+) -> None:
+    async def story(house: House) -> None:
+        house.trainer.step()
+        await asyncio.sleep(at_s)
+        assert house.announced == [0], phase
+        house.fakes[0].freeze() if freezes else house.fakes[0].die()
+        await asyncio.sleep(8.0)
+        assert house.announced == [0, 1]
+        assert house.announced_at[1] <= (3.0 if not freezes else at_s + 1.0 + HEARTBEAT_S + 1.0 + 1.0)
+        await asyncio.sleep(20.0)
+        assert [fake.policy_version for fake in house.fakes] == [1, 1]
+        assert house.pool.stats().down == ()
+        assert house.supervisors["engine-0"].num_restarts == 1
+
+    live(story, prepare_s=2.0, swap_s=1.0)
+
+
+def test_bring_up_and_a_push_take_turns_so_that_no_version_is_missed() -> None:
+    async def story(house: House) -> None:
+        house.trainer.step()
+        await asyncio.sleep(5.0)
+        house.fakes[0].die()  # back in 1 + 5 s, then 3 s of bring_up
+        await asyncio.sleep(7.5)
+        assert house.fakes[0].policy_version == 0
+        house.trainer.step()  # in the middle of it
+        await asyncio.sleep(1.0)
+        assert house.publisher._state == "pushing"
+        await asyncio.sleep(1.5)
+        assert house.pool.stats().down == (), (
+            "it is back with version 1, and the push of 2 has it among its engines"
+        )
+        assert house.announced == [0, 1]
+        await asyncio.sleep(5.0)
+        assert house.announced == [0, 1, 2]
+        assert [fake.policy_version for fake in house.fakes] == [2, 2]
+
+    live(story, prepare_s=2.0, swap_s=1.0)
+
+
+def test_weights_that_arrive_changed_at_a_restarted_engine_end_the_run() -> None:
+    async def story(house: House) -> None:
+        house.trainer.step()
+        await asyncio.sleep(1.0)
+        house.fakes[0].corrupt_digest = True
+        house.fakes[0].die()
+        await asyncio.sleep(20.0)
+
+    error = fails(story)
+    assert isinstance(error, PublishError)
+    assert "engine-0 loaded policy_version 1 with digest corrupt" in str(error)
+
+
+def test_an_engine_that_hangs_while_it_is_brought_up_is_started_once_more() -> None:
+    async def story(house: House) -> None:
+        house.trainer.step()
+        await asyncio.sleep(1.0)
+        house.fakes[0].prepare_s = 1000.0
+        house.fakes[0].die()
+        await asyncio.sleep(1.0 + START_S + 12.0)
+        house.fakes[0].prepare_s = 0.0
+        await asyncio.sleep(20.0)
+        assert "engine-0: did not prepare policy_version 1 within 10.0 s" in house.told[1]
+        assert (house.fakes[0].policy_version, house.supervisors["engine-0"].num_restarts) == (1, 2)
+
+    live(story, timeout_s=10.0)
+
+
+# ---- limits
+
+
+def test_waits_between_restarts_double_and_end_at_30_s() -> None:
+    async def story(house: House) -> None:
+        house.processes[0].fails_to_start = 6
+        house.fakes[0].die()
+        await asyncio.sleep(1000.0)
+        starts = house.processes[0].started_at
+        waits = [later - before - START_S for before, later in zip(starts, starts[1:], strict=False)]
+        assert starts[0] == 2.0
+        assert waits == [4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
+        assert house.supervisors["engine-0"].num_restarts == 7
+
+    live(story, max_restarts=7, backoff_s=2.0)
+
+
+def test_one_loss_more_than_max_restarts_ends_the_run_with_the_reason_and_the_log() -> None:
+    async def story(house: House) -> None:
+        for _ in range(3):
+            house.fakes[1].die()
+            await asyncio.sleep(30.0)
+
+    error = fails(story, max_restarts=2)
+    assert error.room == "engine-1"
+    assert "was killed by SIGKILL" in str(error)
+    assert "last words" in str(error)
+    assert "supervision.max_restarts=2 is used up" in str(error)
+    assert error.way_out == "read its log."
+
+
+def test_a_restart_counts_until_the_engine_has_worked_for_the_window_after_it() -> None:
+    async def story(house: House) -> None:
+        for _ in range(5):
+            await asyncio.sleep(110.0)
+            house.fakes[1].die()
+        await asyncio.sleep(30.0)
+        assert house.supervisors["engine-1"].num_restarts == 5
+        assert house.told[-1].endswith("starting it again, 1 of 2")
+        for _ in range(2):
+            house.fakes[1].die()
+            await asyncio.sleep(45.0)
+
+    assert "max_restarts=2 is used up within supervision.restart_window_s=100" in str(
+        fails(story, max_restarts=2, restart_window_s=100.0)
+    )
+
+
+def test_starts_that_fail_use_the_restarts_up_however_long_each_of_them_takes() -> None:
+    async def story(house: House) -> None:
+        house.processes[1].start_s, house.processes[1].fails_to_start = 150.0, 100
+        house.fakes[1].die()
+        await asyncio.sleep(1e6)
+
+    assert "did not come up: no memory; supervision.max_restarts=3 is used up" in str(
+        fails(story, restart_window_s=100.0)
+    )
+
+
+def test_with_max_restarts_0_the_first_loss_ends_the_run() -> None:
+    async def story(house: House) -> None:
+        house.fakes[1].die()
+        await asyncio.sleep(30.0)
+
+    error = fails(story, max_restarts=0)
+    assert error.room == "engine-1"
+    assert "max_restarts" not in str(error)
+
+
+def test_the_death_is_named_and_not_the_call_that_broke_because_of_it() -> None:
+    async def story(house: House) -> None:
+        house.processes[0].reap_s = 0.5
+        running = house.ask(make_request(max_tokens=100))
+        await asyncio.sleep(0.5)
+        house.fakes[0].die()
+        await running
+        assert now_s() < 2.0, "the request does not wait for that"
+        await asyncio.sleep(1.0)
+        assert "was killed by SIGKILL" in house.told[0]
+
+    live(story)
+
+
+def test_what_broke_a_call_is_named_and_not_the_heartbeat_that_was_cut_because_of_it() -> None:
+    async def story() -> None:
+        is_cut = asyncio.Event()
+
+        class Cut(FakeEngineProcess):
+            async def check_alive(self, timeout_s: float) -> None:
+                await is_cut.wait()
+                raise RoomError(self.name, "does not answer: was given up before it answered /health")
+
+        async def report() -> None:
+            await is_cut.wait()
+            raise EngineLost("engine-0", "answered 500 to a request: its engine died")
+
+        process = Cut(FakeEngineServer("engine-0", slots=4, decode_s=DECODE_S))
+        waiting = asyncio.ensure_future(until_lost([process], HEARTBEAT_S, report()))
+        await all_blocked()
+        is_cut.set()
+        lost = await waiting
+        assert lost is not None
+        assert "its engine died" in str(lost)
+
+    run_virtual(story())
+
+
+@pytest.mark.parametrize("later", range(8))
+def test_a_loss_in_the_moment_of_coming_back_gives_it_no_work(later: int) -> None:
+    async def story(house: House) -> None:
+        supervisor, bring_up, up_nowait = (
+            house.supervisors["engine-0"],
+            house.publisher.bring_up,
+            house.pool.up_nowait,
+        )
+
+        def lose(rounds: int) -> None:
+            if rounds:
+                asyncio.get_running_loop().call_soon(lose, rounds - 1)
+            else:
+                supervisor.lost_nowait(EngineLost("engine-0", "gave no answer to /prepare"))
+
+        async def and_a_push_that_breaks(name: str) -> None:
+            await bring_up(name)
+            house.publisher.bring_up = bring_up  # type: ignore[method-assign]
+            lose(later)
+
+        def up(name: str) -> None:
+            assert supervisor._report is None, "its loss was told before"
+            up_nowait(name)
+
+        house.publisher.bring_up = and_a_push_that_breaks  # type: ignore[method-assign]
+        house.pool.up_nowait = up  # type: ignore[method-assign]
+        house.fakes[0].die()
+        await asyncio.sleep(1.0 + START_S + 1.5)
+        assert (house.pool.stats().down, supervisor.num_restarts) == (("engine-0",), 2)
+        await asyncio.sleep(20.0)
+        assert (house.pool.stats().down, supervisor.num_restarts) == ((), 2)
+
+    live(story)
+
+
+# ---- everything at once
+
+Move = tuple[float, str, int]
+MOVES = st.lists(
+    st.tuples(
+        st.floats(0.0, 4.0),
+        st.sampled_from(["die", "freeze", "step", "ask", "ask", "abort"]),
+        st.integers(0, 2),
+    ),
+    max_size=25,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    moves=MOVES,
+    prepare_s=st.sampled_from([0.0, 0.5, 3.0]),
+    swap_s=st.sampled_from([0.0, 0.3]),
+    num_engines=st.integers(1, 3),
+)
+def test_whatever_dies_no_token_is_lost_or_doubled_and_none_is_older_than_announced(
+    moves: list[Move], prepare_s: float, swap_s: float, num_engines: int
+) -> None:
+    async def story(house: House) -> None:
+        asked: list[tuple[SamplingRequest, int, asyncio.Task[Completion]]] = []
+        for number, (gap_s, what, where) in enumerate(moves):
+            await asyncio.sleep(gap_s)
+            fake = house.fakes[where % num_engines]
+            if what == "die":
+                fake.die()
+            elif what == "freeze":
+                fake.freeze()
+            elif what == "step":
+                house.trainer.step()
+            elif what == "abort":
+                with contextlib.suppress(EngineLost):
+                    await house.targets[where % num_engines].abort(None, timeout_s=0.1)
+            else:
+                request = make_request(f"r{number}", max_tokens=150 * (where + 1), seed=number)
+                asked.append((request, house.announced[-1], house.ask(request)))
+        for request, announced, task in asked:
+            completion, expected = await task, await undisturbed(request)
+            assert completion.token_ids == expected.token_ids
+            assert completion.behaviour_logprobs == expected.behaviour_logprobs
+            covered = [index for span in completion.version_spans for index in range(span.start, span.end)]
+            assert covered == list(range(len(completion.token_ids)))
+            assert min(span.version for span in completion.version_spans) >= announced
+        await asyncio.sleep(100.0 + 50.0 * len(moves))
+        assert house.announced == sorted(set(house.announced))
+        assert house.announced[-1] == house.trainer.policy_version
+        assert {fake.policy_version for fake in house.fakes} == {house.announced[-1]}
+        stats = house.pool.stats()
+        assert (stats.inflight, stats.down, stats.requests) == (0, (), len(asked))
+
+    live(story, num_engines=num_engines, max_restarts=1000, backoff_s=0.5, prepare_s=prepare_s, swap_s=swap_s)
+
+
+# ---- a controller that stood still
+
+
+def test_a_controller_that_stood_still_gives_up_no_server_in_the_middle_of_a_push() -> None:
+    async def story(house: House) -> None:
+        for begins_s in (0.5, 3.5, 4.5):  # in prepare, near its end, in commit
+            house.trainer.step()
+            await asyncio.sleep(begins_s)
+            stand_still(1000.0)
+            await asyncio.sleep(10.0)
+
+    house = live(story, prepare_s=4.0, swap_s=1.0, timeout_s=5.0)
+    assert house.announced == [0, 1, 2, 3]
+    assert [supervisor.num_restarts for supervisor in house.supervisors.values()] == [0, 0]
+
+
+# ---- a machine without descriptors
+
+
+def test_a_heartbeat_that_cannot_be_sent_says_nothing_of_the_server() -> None:
+    async def story(house: House) -> None:
+        async def short(*_: Any, **__: Any) -> Any:
+            await asyncio.sleep(HEARTBEAT_S)
+            raise ConnectionShortage("engine-0", "cannot open a connection: Too many open files")
+
+        house.fakes[0].get = short  # type: ignore[method-assign]
+        await asyncio.sleep(20 * HEARTBEAT_S)
+        assert house.pool.stats().down == ()
+        house.fakes[0].die()
+        await asyncio.sleep(1.0)
+        assert house.pool.stats().down == ("engine-0",), "a death is still seen"
+
+    live(story)
+
+
+def test_a_call_that_cannot_be_made_ends_the_run_with_what_is_missing_and_no_engine_is_given_up() -> None:
+    async def story(house: House) -> None:
+        async def short(*_: Any, **__: Any) -> Any:
+            raise ConnectionShortage("engine-0", "cannot open a connection: Too many open files")
+
+        for fake in house.fakes:
+            fake.post = short  # type: ignore[method-assign]
+        await house.ask(make_request())
+
+    assert "controller: cannot open a connection" in str(fails(story))
