@@ -250,11 +250,13 @@ def test_each_prompt_is_tried_as_often_as_a_group_is_large_and_failures_are_told
 
 def test_what_is_recorded_keeps_the_order_of_the_prompts_whatever_is_done_first() -> None:
     def tried(number: int, index: int) -> Tried:
-        return Tried(number, make_prompt(number), index, index, (make_branch(),))
+        return Tried(number, make_prompt(number), index, index, (make_branch(sample_index=index),))
 
     given = list[tuple[int, int]]()
     recorder = SimpleNamespace(
-        record=lambda prompt, reward, rollout: given.append((int(prompt.prompt_id[2:]), reward))
+        record=lambda prompt, reward, rollout: given.append(
+            (int(prompt.prompt_id[2:]), rollout[0].sample_index)
+        )
     )
     in_order = InOrder(2, recorder)
     for place in ((1, 0), (0, 1)):
