@@ -16,15 +16,15 @@ from gateway_cases import RULES, ByteTokenizer, ScriptedEngine, World, gateway_w
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from asyncrl.agents.endpoint.connections import Crowd
-from asyncrl.agents.endpoint.long_calls import (
-    LONG_BODY,
+from asyncrl.agents.endpoint.engine_route import (
     LONG_TEXT,
     FarTooLong,
     encode_bounded,
+    fewest_message_tokens,
 )
 from asyncrl.agents.endpoint.refusals import ApiError
-from asyncrl.agents.endpoint.requests import CallRequest, RequestReader
+from asyncrl.agents.endpoint.requests import LONG_BODY, CallRequest, RequestReader
+from asyncrl.agents.endpoint.routes import Crowd
 from asyncrl.agents.endpoint.work_routes import RolloutQueue
 from asyncrl.errors import RolloutFailure
 from asyncrl.messages.records import Outcome
@@ -508,6 +508,20 @@ async def test_too_many_small_messages_are_refused_by_their_number_before_one_is
         assert "401 messages are more than the 2000 tokens" in answer["error"]["message"]
         status, answer = await world.post({"messages": [7] * 400})
         assert "messages[0]" in answer["error"]["message"]
+
+
+def test_a_message_is_as_many_tokens_as_the_template_writes_for_the_smallest() -> None:
+    assert fewest_message_tokens(ByteTokenizer()) == len("<user\n>"), (
+        "two special tokens, four letters, a line's end"
+    )
+
+    class Drops(ByteTokenizer):
+        def render(self, messages: Any, **options: Any) -> str:
+            if messages[0]["role"] == "system":
+                raise ValueError("no system messages here")
+            return super().render([message for message in messages if message["content"]], **options)
+
+    assert fewest_message_tokens(Drops()) == 1
 
 
 class WaitingTokenizer(ByteTokenizer):

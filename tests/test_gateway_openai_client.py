@@ -33,6 +33,25 @@ def client_of(world: World, **more: Any) -> openai.AsyncOpenAI:
 
 
 @in_loop
+async def test_the_sync_client_gets_an_answer_and_its_usage() -> None:
+    def ask(world: World) -> Any:
+        with openai.OpenAI(base_url=world.url + "/v1", api_key=world.session.key) as client:
+            return client.models.list().data[0].id, client.chat.completions.create(model="any", messages=HI)
+
+    async with gateway_world() as world:
+        model, answer = await asyncio.to_thread(ask, world)
+        assert model == answer.model == "policy"
+        assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (
+            "Hello there.",
+            "stop",
+        )
+        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (
+            len(world.engine.requests[0].prompt_ids),
+            13,
+        )
+
+
+@in_loop
 async def test_a_conversation_is_one_branch_whose_every_answer_is_trained_once() -> None:
     async with gateway_world() as world, client_of(world) as client:
         messages = list(HI)
@@ -307,13 +326,3 @@ async def test_a_session_that_ends_in_the_middle_of_a_stream_ends_it_with_an_err
         with pytest.raises(openai.APIError, match="the harness is done"):
             await read_on()
         assert world.engine.cancelled == ["g0/r0/a0/c0"]
-
-
-@in_loop
-async def test_the_key_may_be_in_the_address() -> None:
-    async with (
-        gateway_world() as world,
-        client_of(world, base_url=f"{world.url}/s/{world.session.key}/v1", api_key="none") as client,
-    ):
-        answer = await client.chat.completions.create(model="m", messages=HI)
-        assert answer.choices[0].message.content == "Hello there."

@@ -47,6 +47,11 @@ def test_hermes_reads_any_order_of_keys_and_a_list_of_calls() -> None:
     assert HERMES.parse(f"<tool_call>[\n{F},\n{G}\n]</tool_call>") == ParsedAnswer(None, (CALL_F, CALL_G))
 
 
+def test_an_empty_list_of_calls_is_no_call() -> None:
+    text = "None fits. <tool_call>[]</tool_call>"
+    assert HERMES.parse(text) == ParsedAnswer(text)
+
+
 def test_the_last_hermes_call_need_not_be_closed_for_a_stop_string_may_have_cut_it_off() -> None:
     assert HERMES.parse(f"{hermes(F)}\n<tool_call>\n{G}\n").tool_calls == (CALL_F, CALL_G)
     unclosed = f"<tool_call>{F}<tool_call>{G}</tool_call>"

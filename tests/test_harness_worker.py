@@ -436,6 +436,16 @@ async def test_ctrl_c_ends_a_worker_whose_harness_hangs_in_a_thread(tmp_path: Pa
             await running
 
 
+@pytest.mark.slow
+@in_loop
+async def test_a_worker_elsewhere_with_a_wrong_key_says_so_and_ends_as_a_wrong_configuration() -> None:
+    async with open_gateway() as gateway, elsewhere(gateway, key="wrong", command="echo 0.5") as process:
+        _, errors = await process.communicate()
+        assert process.returncode == 2
+        assert "wrong or missing worker key" in errors.decode()
+        assert "Traceback" not in errors.decode()
+
+
 def test_a_worker_reads_its_key_from_a_file_or_from_a_runs_gateway_json(tmp_path: Path) -> None:
     for text in ("secret-key\n", json.dumps({"url": "http://x", "worker_key": "secret-key"})):
         (tmp_path / "key").write_text(text)

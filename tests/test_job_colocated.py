@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import random
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import pytest
 from conftest import NUM_STEPS
 from crash_fuzz import CHILDREN, PATIENCE_S, differences, kill_tree, new_seed, promise_of
@@ -52,13 +50,11 @@ def test_a_colocated_run_equals_the_run_apart_bit_for_bit(
 
 @dataclass
 class Life:
-    """A run in turns. An engine and a trainer are killed in a state of the lease, then the trainer's memory
-    is spoilt, then all is killed, then it is interrupted; at last it ends.
+    """A run in turns. An engine and a trainer are killed in a state of the lease, then all is killed, then it
+    is interrupted; at last it ends.
     """
 
     run_dir: Path
-    spoilt: tuple[int, str]
-    """How many files the trainer's memory lay in, and what the run said of it."""
     interrupted: tuple[int, int, str]
     """Its exit code, the number of steps then, and standard error."""
     ended: tuple[int, str]
@@ -76,14 +72,6 @@ def life(on_policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Life:
             for child in children_of(process, CHILDREN[victim]):
                 child.kill()
         wait_for_more_steps(run_dir, 2, process)
-    with standing_in("generating", process, run_dir, chance):
-        (trainer,) = children_of(process, CHILDREN["trainer"])
-        num_spoilt = spoil_offloaded(trainer)
-    _, stderr = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 1, stderr
-    spoilt, staging = (num_spoilt, stderr), staging_of(process.pid)
-
-    process = start(config, run_dir)
     with standing_in(chance.choice(list(FROZEN)), process, run_dir, chance):
         kill_tree(process, chance)
     assert violations(read_evidence(run_dir), promise_of(config)) == []
@@ -98,16 +86,7 @@ def life(on_policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Life:
 
     process = start(config, run_dir)
     _, stderr = process.communicate(timeout=PATIENCE_S)
-    return Life(run_dir, spoilt, interrupted, (process.returncode, stderr), staging + staging_of(process.pid))
-
-
-def spoil_offloaded(trainer: psutil.Process) -> int:
-    """Cut off the files without a name in which its memory lies; returns how many there are."""
-    files = [Path(f"/proc/{trainer.pid}/fd/{number}") for number in os.listdir(f"/proc/{trainer.pid}/fd")]  # noqa: PTH208  names of numbers
-    found = [file for file in files if "/offload" in os.readlink(file) and "deleted" in os.readlink(file)]  # noqa: PTH115  it has no path
-    for file in found:
-        os.truncate(file, 0)
-    return len(found)
+    return Life(run_dir, interrupted, (process.returncode, stderr), staging_of(process.pid))
 
 
 def test_whoever_is_killed_in_whatever_state_of_the_lease_the_run_is_one_never_killed(
@@ -120,14 +99,6 @@ def test_whoever_is_killed_in_whatever_state_of_the_lease_the_run_is_one_never_k
     assert found == []
     assert differences(whole, life.run_dir) == []
     assert life.staging == []
-
-
-def test_a_trainer_that_cannot_come_back_onto_its_device_ends_the_run_with_the_phase(life: Life) -> None:
-    num_files, stderr = life.spoilt
-    assert num_files == 2, "one file for the weights, one for the optimizer"
-    assert "handing over failed while 'trainer onloads'" in stderr
-    assert "the offload file in" in stderr
-    assert "the lease is broken" in stderr
 
 
 def test_an_interrupt_in_any_state_ends_with_130_and_without_a_traceback(life: Life) -> None:

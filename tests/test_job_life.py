@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +18,7 @@ from typing import Any
 import pytest
 from job_runs import interrupt, start, wait_until, write_config
 
-from asyncrl.buffer.buffer import Tally
+from asyncrl.buffer.buffer import BufferStats
 from asyncrl.config import RunConfig, load_config, run_config_yaml
 from asyncrl.errors import ConfigError, EngineError, RoomError
 from asyncrl.files import RunLock
@@ -589,7 +588,7 @@ def test_the_verdict_of_a_resumed_run_is_of_all_its_steps_and_not_of_what_was_co
     )
     reporter.resumes(9)
     monkeypatch.setattr(reporter, "_step_metrics", lambda *_: {"step": 9, **line})
-    since: Any = SimpleNamespace(**asdict(Tally(straggler_s=0.5, num_straggler_waits=1)), consumed=4)
+    since = BufferStats(straggler_s=0.5, num_straggler_waits=1, consumed=4)
     reporter.step(
         SimpleNamespace(buffer=SimpleNamespace(stats=lambda: since)),
         Batch(9, (), 0),

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from asyncrl.agents.endpoint.engine_route import fewest_message_tokens
 from asyncrl.agents.endpoint.gateway import Gateway, collect_less
-from asyncrl.agents.endpoint.long_calls import fewest_message_tokens
 from asyncrl.agents.endpoint.requests import CallRules
 from asyncrl.agents.endpoint.tool_calls import find_tool_format
 from asyncrl.agents.endpoint.work_routes import RolloutQueue

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from asyncrl.agents.endpoint.prefix_match import PromptText
 from asyncrl.errors import RolloutFailure
 from asyncrl.messages.records import Credit, Outcome, Rollout, Trajectory, VersionSpan
+
+if TYPE_CHECKING:
+    from asyncrl.agents.endpoint.capture import PromptText
 
 Path = list["Node"]
 

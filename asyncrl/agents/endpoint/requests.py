@@ -13,11 +13,14 @@ from pydantic import BaseModel, BeforeValidator, FailFast, Field, ValidationErro
 from pydantic_core import from_json
 
 from asyncrl.agents.endpoint.chat_messages import OPEN, ROLES, STRICT, ChatMessage, Tools
-from asyncrl.agents.endpoint.long_calls import LONG_BODY
 from asyncrl.agents.endpoint.refusals import ApiError, invalid, shown, too_long
 
 log = logging.getLogger(__name__)
 
+LONG_BODY = 2**14
+"""Bytes from which on a body is read, and its chat rendered, in a thread: 500 of the smallest messages, 10
+ms.
+"""
 MAX_CHOICES = 16
 MAX_STOPS = 16
 

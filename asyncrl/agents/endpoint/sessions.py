@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from asyncrl.agents.endpoint.calls import Call, CallTable
-from asyncrl.agents.endpoint.capture import Capture
-from asyncrl.agents.endpoint.prefix_match import Messages
+from asyncrl.agents.endpoint.capture import Capture, Messages
 from asyncrl.agents.endpoint.refusals import invalid, rate_limited, session_ended, unknown_key
 from asyncrl.errors import RolloutFailure
 from asyncrl.messages.records import Outcome, Rollout, VersionSpan
