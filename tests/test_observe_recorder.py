@@ -31,6 +31,7 @@ def test_each_step_is_one_line_that_is_on_disk_at_once(tmp_path: Path) -> None:
 def test_a_metric_that_is_no_number_is_left_out_and_named(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path, tensorboard=False)
     recorder.record_step({"step": 1, "policy/loss": math.nan, "policy/ess": math.inf, "reward/mean": 0.25})
+    recorder.close()
     assert lines(tmp_path) == [{"step": 1, "reward/mean": 0.25, "not_finite": ["policy/loss", "policy/ess"]}]
 
 
