@@ -267,8 +267,8 @@ class WeightManifest:
 
     `digest` is `asyncrl.messages.base.weights_digest` of all tensors; `path` is a safetensors file that every
     engine server of this machine can read. `canary` is what the trainer says of a short text with these
-    weights, if it was asked to. `held_digest`: the trainer holds them to send them itself, and they have this
-    digest over checksums; `path` may be '' then.
+    weights, if it was asked to. `is_held`: the trainer holds them to send them itself; `path` may be ''
+    then.
     """
 
     version: int
@@ -278,7 +278,7 @@ class WeightManifest:
     num_bytes: int
     kind: WeightKind = "weights"
     canary: Canary | None = None
-    held_digest: str = ""
+    is_held: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -48,8 +48,7 @@ class ExportChunkRequest(Message):
 
 class ExportChunkResponse(Message):
     """A chunk lies at `path`, or in `memory`, which engines of this device open. With `is_last`,
-    `whole_digest` is the digest of the tensors of all chunks, and `canary` theirs. Digests are
-    wire.tensor_digest's, over a tensor's bytes, or in memory over their checksum.
+    `whole_digest` is the digest of the tensors of all chunks, and `canary` theirs.
     """
 
     version: int
@@ -87,8 +86,7 @@ class TrainResponse(Message):
 class ExportResponse(Message):
     """Weights of `version` lie in staging: all of them, or the adapters alone (see PrepareRequest).
 
-    `held_digest`, over checksums of tensors: they are held for /broadcast, and lie in staging only if `path`
-    says where.
+    `is_held`: they are held for /broadcast, and lie in staging only if `path` says where.
     """
 
     version: int
@@ -98,7 +96,7 @@ class ExportResponse(Message):
     num_bytes: int
     kind: WeightKind = "weights"
     canary: Canary | None = None
-    held_digest: str = ""
+    is_held: bool = False
 
 
 class SaveRequest(Message):

@@ -43,7 +43,6 @@ from asyncrl.run.start import connect
 from asyncrl.run.supervise import EngineSupervisor
 from asyncrl.run.supervise_trainer import LivingTrainer
 from asyncrl.sync.broadcast import Broadcasts
-from asyncrl.sync.chunk_push import ChunkPublisher
 from asyncrl.sync.publisher import Publisher
 from asyncrl.tasks.feed import Feed
 from asyncrl.tasks.from_config import build_task, read_eval_task, task_name
@@ -68,7 +67,7 @@ class Rooms:
     producers: Producers
     engines: EnginePool
     trainer: LivingTrainer
-    publisher: Publisher | ChunkPublisher
+    publisher: Publisher
     scorer: TaskScorer
     turns: Turns
     journal: Journal
@@ -356,7 +355,7 @@ def _wire(
     )
     engine_servers = servers[trainer_config.world_size :]
     targets = [clients[server.name] for server in engine_servers]
-    if config.publisher.transport == "nccl":
+    if config.publisher.way.is_one_kept:
         meeting = Broadcasts(trainer, staging_dir, timeout_s=config.publisher.timeout_s)
         for target in targets:
             assert isinstance(target, VllmServer), "the config has it so"
@@ -484,44 +483,42 @@ def _wire_publishing(
     evaluation: Evaluation | None,
     spawn: Spawn,
     on_lost: Callable[[EngineLost], None] | None,
-) -> tuple[Publisher | ChunkPublisher, Turns]:
+) -> tuple[Publisher, Turns]:
     """How weights reach the engines: beside generation, or in turns on shared devices."""
     num_steps, timeout_s = config.trainer.num_steps, config.publisher.timeout_s
 
     def published(manifest: WeightManifest) -> None:
         journal.published_nowait(manifest.version, manifest.digest)
-        if evaluation is not None:
+        if evaluation is not None and manifest.path:  # in turns the file is handed out by itself
             evaluation.published_nowait(manifest)
 
+    publisher = Publisher(
+        trainer,
+        targets,
+        interrupt=config.publisher.interrupt,
+        timeout_s=timeout_s,
+        on_served=buffer.set_served_nowait,
+        on_published=published,
+        on_lost=on_lost,
+        is_rolling=config.publisher.rolling,
+        is_one_kept=config.publisher.way.is_one_kept,
+        is_file_wanted=lambda version: evaluation is not None and evaluation.wants(version),
+        on_file=lambda manifest: evaluation.published_nowait(manifest) if evaluation is not None else None,
+    )
     if not startup.is_shared(config):
-        publisher = Publisher(
-            trainer,
-            targets,
-            interrupt=config.publisher.interrupt,
-            timeout_s=timeout_s,
-            on_served=buffer.set_served_nowait,
-            on_published=published,
-            on_lost=on_lost,
-            is_rolling=config.publisher.rolling,
-            is_one_kept=config.publisher.transport == "nccl",
-        )
         return publisher, SideBySide(
             publisher, num_steps=num_steps, spawn=spawn, are_engines_ours=config.rollout.urls is None
         )
-    chunks = ChunkPublisher(
-        trainer,
-        targets,
-        timeout_s=timeout_s,
-        on_served=buffer.set_served_nowait,
-        on_published=journal.published_nowait,
-        is_whole_wanted=lambda version: evaluation is not None and evaluation.wants(version),
-        on_whole=lambda manifest: evaluation.published_nowait(manifest) if evaluation is not None else None,
-        on_lost=on_lost,
-    )
 
     def tell(what: str, detail: Mapping[str, Any]) -> None:
         journal.event_nowait(what, detail, keep=KEPT_TURNS if what in ROUTINE else None)
 
-    return chunks, TakingTurns(
-        targets, trainer, chunks, num_steps=num_steps, timeout_s=timeout_s, on_event=tell, on_lost=on_lost
+    return publisher, TakingTurns(
+        targets,
+        trainer,
+        publisher,
+        num_steps=num_steps,
+        timeout_s=timeout_s,
+        on_event=tell,
+        on_lost=on_lost,
     )

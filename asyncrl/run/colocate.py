@@ -18,7 +18,6 @@ from asyncrl.errors import EngineLost, RoomError
 from asyncrl.messages.base import EnginePart, Moved, TrainerPart
 from asyncrl.messages.protocols import OffloadingTrainer, SleepingEngine
 from asyncrl.placement.lease import HandOver, HandoverReport, Lease, Side
-from asyncrl.sync.chunk_push import ChunkPublisher
 from asyncrl.sync.publisher import Publisher
 from asyncrl.waits import uncut
 
@@ -165,7 +164,7 @@ class TakingTurns:
         self,
         engines: Sequence[SleepingEngine],
         trainer: TurnTrainer,
-        publisher: ChunkPublisher,
+        publisher: Publisher,
         *,
         num_steps: int,
         timeout_s: float,

@@ -27,18 +27,10 @@ from asyncrl.trainer.ranks import ALONE, Ranks
 from asyncrl.trainer.spec import TrainerSpec
 from asyncrl.trainer.state import PendingSave, Progress
 from asyncrl.trainer.step import TrainStep
-from asyncrl.weights.chunk_export import (
-    ChunkFile,
-    ChunkPlace,
-    Chunks,
-    LazyWeights,
-    SharedChunk,
-    largest_chunk,
-    sizes_of,
-)
-from asyncrl.weights.export import gather_along, in_file_order, named_weights
-from asyncrl.weights.send import HeldWeights
-from asyncrl.weights.shared_memory import shared_digest, word_digest
+from asyncrl.weights.chunk_export import ChunkPlace, Chunks, cut
+from asyncrl.weights.export import entries_of, gather_along, sizes_of
+from asyncrl.weights.ipc import SharedChunk
+from asyncrl.weights.shm import ChunkFile
 
 CHUNK_FILE = "chunk.safetensors"
 
@@ -54,7 +46,6 @@ class MovableStep(TrainStep):
         super().__init__(spec, ranks)
         self._offload = Offload(ranks, self.device, spec.offload_dir, self._tensors_of, self._with_gradients)
         self._chunks = Chunks(self._chunk_place(), spec.chunk_bytes, self.dtype)
-        self.held = HeldWeights(self.device, self.dtype, spec.chunk_bytes)
 
     @property
     def offloaded(self) -> list[TrainerPart]:
@@ -90,31 +81,10 @@ class MovableStep(TrainStep):
         self._offload.gradients_made()
         return super().train(header, arrays)
 
-    def export(self, path: Path) -> ExportResponse:
+    def export(self, path: Path) -> ExportResponse | None:
         """As TrainStep's. Raises Refused, OSError."""
         self._offload.need("export", "weights")
-        if self.spec.transport != "nccl":
-            return super().export(path)
-        if self.spec.is_file_wanted:
-            written = super().export(path)
-            return written.model_copy(
-                update={"held_digest": self.held.hold(self._lazy_weights(), self.policy_version).held_digest}
-            )
-        canary = self._canary()
-        answer = self.held.hold(self._lazy_weights(), self.policy_version)
-        return answer.model_copy(update={"canary": checked(canary)})
-
-    def join_export(self) -> None:
-        """As TrainStep's. Raises Refused."""
-        self._offload.need("export", "weights")
-        if self.spec.transport != "nccl":
-            super().join_export()
-            return
-        if self.spec.is_file_wanted:
-            super().join_export()
-        else:
-            self._canary()
-        gather_along(self._lazy_weights(), self.dtype)
+        return super().export(path)
 
     def check_save(self, *, merged: bool) -> None:
         """As TrainStep's. Raises Refused too."""
@@ -136,7 +106,7 @@ class MovableStep(TrainStep):
     def chunk_names(self, version: int, index: int) -> list[str]:
         """On rank 0: the tensors that all ranks gather for this chunk. Raises Refused."""
         self._offload.need("export a chunk", "weights")
-        if self.spec.transport == "lora" and self._adapters is not None:
+        if not self.transport.sends_chunks:
             raise Refused(
                 409,
                 "chunks were asked for, and publisher.transport=lora sends the adapters alone",
@@ -176,28 +146,20 @@ class MovableStep(TrainStep):
     def _chunk_place(self) -> ChunkPlace:
         spec = self.spec
         if spec.chunks == "file" or not self.ranks.is_first:
-            return ChunkFile(spec.staging_dir / CHUNK_FILE, self.dtype)
-        num_bytes = largest_chunk(sizes_of(self._lazy_weights(), self.dtype), spec.chunk_bytes)
+            return ChunkFile(spec.staging_dir / CHUNK_FILE)
+        weights = self._lazy_weights()
+        chunks = cut(sizes_of(weights, self.dtype), spec.chunk_bytes)
+        entries = [entries_of(weights.only(names), self.dtype) for names in chunks]
         try:
-            digest = word_digest if spec.transport == "ipc" else shared_digest
-            return SharedChunk(spec.staging_dir, num_bytes, self.device, self.dtype, digest)
+            return SharedChunk(spec.staging_dir, entries, self.device)
         except OSError as error:
             raise ConfigError(
-                f"no {num_bytes} bytes on {self.device.type} that trainer and engines could share: {error}",
+                f"no memory for a chunk on {self.device.type} that trainer and engines could share: {error}",
                 rule="in turns, weights go through memory that both sides open (CUDA IPC on a device, "
                 "/dev/shm on the CPU)",
                 way_out="lower publisher.chunk_bytes if there is no room, else give trainer and engines "
                 "devices of their own.",
             ) from error
-
-    def _lazy_weights(self) -> LazyWeights:
-        """As _merged_weights, in the order of an export, each weight that has an adapter merged only when it
-        is asked for.
-        """
-        if self._adapters is None:
-            return LazyWeights(in_file_order(named_weights(self.policy.model)))
-        weights, merges = self._adapters.merging()
-        return LazyWeights(in_file_order(weights), merges)
 
     def _tensors_of(self, part: TrainerPart) -> list[Tensor]:
         models = [self.policy] if self._reference is None else [self.policy, self._reference]

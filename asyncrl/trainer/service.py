@@ -145,6 +145,7 @@ class TrainerService:
         path = self._spec.staging_dir / f"v{self.step.policy_version}.safetensors"
         try:
             answer = self.together(Command("export"), lambda: self.step.export(path))
+            assert answer is not None, "this is rank 0"
         except OSError as error:
             raise Refused(
                 507,
@@ -224,17 +225,10 @@ class TrainerService:
         A trainer that was started again holds nothing: it copies the version that is asked for if it is the
         newest.
         """
-        if self._spec.transport != "nccl":
-            raise Refused(
-                409,
-                "weights are to be sent, and none are held",
-                rule="publisher.transport=nccl holds them",
-                way_out="POST /export.",
-            )
-        held = self.step.held
-        if held.version != request.version == self.step.policy_version:
+        transport = self.step.transport
+        if transport.version != request.version == self.step.policy_version:
             await self.run(self.export)
-        return await asyncio.get_running_loop().run_in_executor(self._sending_thread, held.send, request)
+        return await asyncio.get_running_loop().run_in_executor(self._sending_thread, transport.send, request)
 
     def load_state(self, path: Path, *, is_checked: bool) -> TrainerHealth:
         """On the torch thread: go on from there. Raises Refused, with all as it was."""
@@ -351,7 +345,7 @@ GRACE_S = 10.0
 
 COMMANDS: dict[str, Callable[[MovableStep, Command], object]] = {
     "train": lambda step, command: step.train(*unpack_batch(command.body)),
-    "export": lambda step, command: step.join_export(),
+    "export": lambda step, command: step.export(Path()),
     "save": lambda step, command: step.join_save(**command.arguments),
     "begin_save_state": lambda step, command: step.begin_save_state(Path(command.arguments["path"])),
     "wait_save_state": lambda step, command: step.end_save_state(),

@@ -35,14 +35,15 @@ from asyncrl.trainer.shares import BatchTotals, StepSums, mini_batches, rank_mic
 from asyncrl.trainer.spec import TrainerSpec
 from asyncrl.trainer.state import PendingSave, Progress, TrainerState
 from asyncrl.weights.export import (
+    LazyWeights,
     digest_of,
-    export_weights,
     gather_along,
     in_export_dtype,
     in_file_order,
     named_weights,
     save_folder,
 )
+from asyncrl.weights.transport import Exported, TrainerEnd, make_transport
 
 log = logging.getLogger("asyncrl.trainer")
 
@@ -81,6 +82,8 @@ class TrainStep:
             parts.masters,
         )
         self._optimizer = make_optimizer(self._masters.named.values(), spec.trainer)
+        end = TrainerEnd(self.device, self.dtype, spec.chunk_bytes, ranks.is_first, spec.is_file_wanted)
+        self.transport = make_transport(spec.transport, end)
         self._pending: PendingSave | None = None
         self._state = TrainerState(
             self._masters,
@@ -140,26 +143,14 @@ class TrainStep:
             "perf/train_s": time.perf_counter() - started,
         }
 
-    def export(self, path: Path) -> ExportResponse:
-        """Write the current weights, in the engine's dtype, as a safetensors file. Raises OSError, or Refused
-        if they give NaN.
+    def export(self, path: Path) -> ExportResponse | None:
+        """Bring the current weights, in the engine's dtype, to where engines take them from; on all ranks.
+        Rank 0 answers. Raises OSError, or Refused if they give NaN.
         """
-        canary = self._canary()  # first of all: other ranks are in join_export
-        if self.spec.transport == "lora" and self._adapters is not None:
-            answer = export_weights(self._adapters.export_tensors(), path, self.policy_version).model_copy(
-                update={"kind": "lora"}
-            )
-        else:
-            answer = export_weights(self._merged_weights(), path, self.policy_version, self.dtype)
-        return answer.model_copy(update={"canary": checked(canary)})
-
-    def join_export(self) -> None:
-        """The other ranks' part of export: their shards."""
-        self._canary()
-        if self.spec.transport == "lora" and self._adapters is not None:
-            self._adapters.export_tensors()
-        else:
-            gather_along(in_file_order(self._merged_weights()), self.dtype)
+        canary = self._canary()
+        adapters = None if self._adapters is None else self._adapters.export_tensors
+        answer = self.transport.export(Exported(self.policy_version, self._lazy_weights, adapters), path)
+        return answer and answer.model_copy(update={"canary": checked(canary)})
 
     def save(self, path: Path, *, merged: bool = True) -> None:
         """Write the current weights and the tokenizer as a Hugging Face folder, or the adapters alone as a
@@ -240,6 +231,15 @@ class TrainStep:
     def _merged_weights(self) -> dict[str, Tensor]:
         """All weights by the names that the model was loaded with."""
         return named_weights(self.policy.model) if self._adapters is None else self._adapters.merged()
+
+    def _lazy_weights(self) -> LazyWeights:
+        """As _merged_weights, in the order of an export, each weight that has an adapter merged only when it
+        is asked for.
+        """
+        if self._adapters is None:
+            return LazyWeights(in_file_order(named_weights(self.policy.model)))
+        weights, merges = self._adapters.merging()
+        return LazyWeights(in_file_order(weights), merges)
 
     def _reference_logprobs(self, header: BatchHeader, arrays: BatchArrays, has_loss: BoolN) -> Float32N:
         """float32 [N], by the initial weights."""

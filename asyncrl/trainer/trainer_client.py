@@ -101,7 +101,7 @@ class TrainerClient:
             answer.num_bytes,
             answer.kind,
             answer.canary,
-            answer.held_digest,
+            answer.is_held,
         )
 
     async def broadcast(self, request: BroadcastRequest) -> BroadcastResponse:
