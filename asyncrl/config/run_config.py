@@ -89,9 +89,7 @@ class RunConfig(FrozenConfig):
                 "it; give model.path, or remove "
                 "rollout.urls"
             )
-        if conflict := self.publisher.way.conflict(
-            self.rollout, self.publisher, self.placement, has_adapters=trainer.lora is not None
-        ):
+        if conflict := self.publisher.way.conflict(self):
             raise ValueError(conflict)
         if self.rollout.group_size == 1 and self.algorithm.advantage in GROUP_ADVANTAGES:
             raise ValueError(

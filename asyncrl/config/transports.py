@@ -8,16 +8,25 @@ a line in both tables.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 from urllib.parse import urlsplit
 
 if TYPE_CHECKING:
-    from asyncrl.config.generation import PublisherConfig, RolloutConfig
-    from asyncrl.config.placement import PlacementConfig
+    from asyncrl.config.run_config import RunConfig
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 Refusal = tuple[str, str, str]
-"""(what is wrong, the rule, the way out without its full stop)."""
+"""(what is wrong, the rule, the way out)."""
+
+
+@dataclass(frozen=True, slots=True)
+class DevicesInUse:
+    """Devices of the trainer's ranks and of the engines; `is_turns`: they take turns on the same ones."""
+
+    ranks: Sequence[str]
+    engines: Sequence[str]
+    is_turns: bool
 
 
 class Way:
@@ -34,25 +43,18 @@ class Way:
     is_file_shared = False
     """Exports lie in publisher.disk_dir, in no memory of this machine."""
 
-    def conflict(
-        self,
-        rollout: RolloutConfig,
-        publisher: PublisherConfig,
-        placement: PlacementConfig,
-        *,
-        has_adapters: bool,
-    ) -> str | None:
+    def conflict(self, config: RunConfig) -> str | None:
         """Why weights cannot go this way to these engines, and what to write instead; None if nothing speaks
         against it.
         """
-        if rollout.urls is None:
+        if config.rollout.urls is None:
             return None
-        if placement.rollout == "trainer":
+        if config.placement.rollout == "trainer":
             return (
                 "placement.rollout=trainer has the engines sleep while the trainer works, and the servers of "
                 "rollout.urls are somebody else's; remove rollout.urls, or set placement.rollout=auto"
             )
-        return self._conflict_with_urls(rollout.urls)
+        return self._conflict_with_urls(config.rollout.urls)
 
     def _conflict_with_urls(self, urls: list[str]) -> str | None:
         elsewhere = [url for url in urls if urlsplit(url).hostname not in LOOPBACK]
@@ -64,9 +66,7 @@ class Way:
             "share (on this very machine, write the server as http://127.0.0.1:PORT)"
         )
 
-    def refuse(
-        self, placement: PlacementConfig, ranks: Sequence[str], engines: Sequence[str], *, is_turns: bool
-    ) -> Refusal | None:
+    def refuse(self, config: RunConfig, used: DevicesInUse) -> Refusal | None:
         """Why it cannot work between these devices."""
         return None
 
@@ -101,25 +101,18 @@ class Lora(Way):
     name = "lora"
     sends_adapters = True
 
-    def conflict(
-        self,
-        rollout: RolloutConfig,
-        publisher: PublisherConfig,
-        placement: PlacementConfig,
-        *,
-        has_adapters: bool,
-    ) -> str | None:
+    def conflict(self, config: RunConfig) -> str | None:
         """There must be adapters, and an engine with weights under them."""
-        if not has_adapters:
+        if config.trainer.lora is None:
             return (
                 "publisher.transport=lora publishes adapters, and trainer.lora is none; set "
                 "trainer.lora={rank: 16}"
             )
-        if rollout.engine == "simulated":
+        if config.rollout.engine == "simulated":
             return (
                 "publisher.transport=lora needs an engine with weights, and rollout.engine=simulated has none"
             )
-        return super().conflict(rollout, publisher, placement, has_adapters=has_adapters)
+        return super().conflict(config)
 
     def _conflict_with_urls(self, urls: list[str]) -> str | None:
         return (
@@ -128,11 +121,9 @@ class Lora(Way):
             "(adapters are merged), or remove rollout.urls"
         )
 
-    def refuse(
-        self, placement: PlacementConfig, ranks: Sequence[str], engines: Sequence[str], *, is_turns: bool
-    ) -> Refusal | None:
+    def refuse(self, config: RunConfig, used: DevicesInUse) -> Refusal | None:
         """An engine that slept has no weights under the adapters."""
-        if not is_turns:
+        if not used.is_turns:
             return None
         return (
             "publisher.transport=lora, and trainer and engines take turns on the same devices",
@@ -145,22 +136,15 @@ class Lora(Way):
 class BetweenDevices(Way):
     """What both that go from device to device need: vLLM, placed by the run."""
 
-    def conflict(
-        self,
-        rollout: RolloutConfig,
-        publisher: PublisherConfig,
-        placement: PlacementConfig,
-        *,
-        has_adapters: bool,
-    ) -> str | None:
+    def conflict(self, config: RunConfig) -> str | None:
         """The engine must be vLLM's."""
-        if rollout.engine != "vllm":
+        if config.rollout.engine != "vllm":
             return (
                 f"publisher.transport={self.name} is vLLM's own weight transfer, and "
-                f"rollout.engine={rollout.engine} has none; set publisher.transport=shm, or "
+                f"rollout.engine={config.rollout.engine} has none; set publisher.transport=shm, or "
                 "rollout.engine=vllm"
             )
-        return super().conflict(rollout, publisher, placement, has_adapters=has_adapters)
+        return super().conflict(config)
 
     def _conflict_with_urls(self, urls: list[str]) -> str | None:
         return (
@@ -175,17 +159,10 @@ class Nccl(BetweenDevices):
     name = "nccl"
     is_one_kept = True
 
-    def conflict(
-        self,
-        rollout: RolloutConfig,
-        publisher: PublisherConfig,
-        placement: PlacementConfig,
-        *,
-        has_adapters: bool,
-    ) -> str | None:
+    def conflict(self, config: RunConfig) -> str | None:
         """All engines receive at once."""
-        conflict = super().conflict(rollout, publisher, placement, has_adapters=has_adapters)
-        if conflict is None and publisher.rolling:
+        conflict = super().conflict(config)
+        if conflict is None and config.publisher.rolling:
             return (
                 "publisher.transport=nccl sends each version once, to all engines together, and "
                 "publisher.rolling has them swap one after the other; set publisher.rolling=false, or "
@@ -193,18 +170,16 @@ class Nccl(BetweenDevices):
             )
         return conflict
 
-    def refuse(
-        self, placement: PlacementConfig, ranks: Sequence[str], engines: Sequence[str], *, is_turns: bool
-    ) -> Refusal | None:
+    def refuse(self, config: RunConfig, used: DevicesInUse) -> Refusal | None:
         """Devices of one kind, and no two processes on one of them."""
-        if len({"cpu" in devices for devices in (ranks, engines)}) > 1:
-            side = "trainer" if "cpu" in ranks else "rollout"
+        if len({"cpu" in devices for devices in (used.ranks, used.engines)}) > 1:
+            side = "trainer" if "cpu" in used.ranks else "rollout"
             return (
                 f"publisher.transport=nccl, and of trainer and engines the {side} alone is on the CPU",
                 "a broadcast is between CUDA devices (NCCL), or between processes on the CPU (gloo)",
                 "set publisher.transport=shm, or place both sides on devices of one kind",
             )
-        if is_turns:
+        if used.is_turns:
             return (
                 "publisher.transport=nccl, and trainer and engines take turns on the same device",
                 "NCCL cannot connect two processes on one device",
@@ -227,17 +202,10 @@ class Ipc(BetweenDevices):
     name = "ipc"
     shares_device = True
 
-    def conflict(
-        self,
-        rollout: RolloutConfig,
-        publisher: PublisherConfig,
-        placement: PlacementConfig,
-        *,
-        has_adapters: bool,
-    ) -> str | None:
+    def conflict(self, config: RunConfig) -> str | None:
         """Neither side is on the CPU."""
-        conflict = super().conflict(rollout, publisher, placement, has_adapters=has_adapters)
-        sides = {"trainer": placement.trainer, "rollout": placement.rollout}
+        conflict = super().conflict(config)
+        sides = {"trainer": config.placement.trainer, "rollout": config.placement.rollout}
         if conflict is None and (on_cpu := [side for side, devices in sides.items() if devices == "cpu"]):
             return (
                 f"publisher.transport=ipc goes from CUDA device to CUDA device, and placement.{on_cpu[0]} is "
@@ -245,13 +213,11 @@ class Ipc(BetweenDevices):
             )
         return conflict
 
-    def refuse(
-        self, placement: PlacementConfig, ranks: Sequence[str], engines: Sequence[str], *, is_turns: bool
-    ) -> Refusal | None:
+    def refuse(self, config: RunConfig, used: DevicesInUse) -> Refusal | None:
         """One CUDA device, in turns."""
         for side, devices, given in (
-            ("trainer", ranks, placement.trainer),
-            ("rollout", engines, placement.rollout),
+            ("trainer", used.ranks, config.placement.trainer),
+            ("rollout", used.engines, config.placement.rollout),
         ):
             if "cpu" in devices:
                 return (
@@ -259,14 +225,14 @@ class Ipc(BetweenDevices):
                     "a CUDA IPC handle is of memory on a CUDA device",
                     "set publisher.transport=shm, or place both sides on CUDA devices",
                 )
-        if not is_turns:
+        if not used.is_turns:
             return (
                 "publisher.transport=ipc, and trainer and engines are on different devices",
                 "a CUDA IPC handle names memory of one device for processes on that device",
                 "set publisher.transport=nccl, or shm; or have both sides take turns "
                 "(placement.rollout=trainer, buffer.max_staleness=0)",
             )
-        if (num_devices := len({*ranks, *engines})) > 1:
+        if (num_devices := len({*used.ranks, *used.engines})) > 1:
             return (
                 f"publisher.transport=ipc, and {num_devices} devices take turns",
                 "rank 0 has the chunks on its device, and an engine sees its own devices alone",

@@ -151,7 +151,14 @@ class Push:
             num_chunks, is_last = num_chunks + 1, chunk.is_last
         self._sent = f"{num_tensors} tensors, {num_bytes} bytes in {num_chunks} chunks"
         report = await self._commit(chunk.whole_digest, export_s, load_s)
-        return report, WeightManifest(self.version, "", chunk.whole_digest, num_tensors, num_bytes)
+        manifest = WeightManifest(
+            version=self.version,
+            path="",
+            digest=chunk.whole_digest,
+            num_tensors=num_tensors,
+            num_bytes=num_bytes,
+        )
+        return report, manifest
 
     async def _load(self, chunk: ExportChunkResponse) -> None:
         digests = await self._on_live(f"load_chunk {chunk.index}", lambda target: target.load_chunk(chunk))

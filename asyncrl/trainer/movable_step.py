@@ -81,7 +81,7 @@ class MovableStep(TrainStep):
         self._offload.gradients_made()
         return super().train(header, arrays)
 
-    def export(self, path: Path) -> ExportResponse | None:
+    def export(self, path: Path) -> ExportResponse:
         """As TrainStep's. Raises Refused, OSError."""
         self._offload.need("export", "weights")
         return super().export(path)

@@ -143,14 +143,14 @@ class TrainStep:
             "perf/train_s": time.perf_counter() - started,
         }
 
-    def export(self, path: Path) -> ExportResponse | None:
+    def export(self, path: Path) -> ExportResponse:
         """Bring the current weights, in the engine's dtype, to where engines take them from; on all ranks.
         Rank 0 answers. Raises OSError, or Refused if they give NaN.
         """
         canary = self._canary()
         adapters = None if self._adapters is None else self._adapters.export_tensors
         answer = self.transport.export(Exported(self.policy_version, self._lazy_weights, adapters), path)
-        return answer and answer.model_copy(update={"canary": checked(canary)})
+        return answer.model_copy(update={"canary": checked(canary)})
 
     def save(self, path: Path, *, merged: bool = True) -> None:
         """Write the current weights and the tokenizer as a Hugging Face folder, or the adapters alone as a

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from asyncrl.http import Refused
 from asyncrl.messages.trainer_calls import ExportResponse
 from asyncrl.weights.export import export_weights
-from asyncrl.weights.transport import Exported, Transport
+from asyncrl.weights.transport import Exported, Transport, only_gathered
 
 SCALE = "scale"
 SUFFIXES = (".lora_A.weight", ".lora_B.weight")
@@ -32,12 +32,12 @@ class AdapterTransport(Transport):
 
     sends_chunks = False
 
-    def export(self, exported: Exported, path: Path) -> ExportResponse | None:
+    def export(self, exported: Exported, path: Path) -> ExportResponse:
         """Written by rank 0."""
         assert exported.adapters is not None, "the config has it so"
         tensors = exported.adapters()
         if not self.end.is_first:
-            return None
+            return only_gathered(exported.version)
         return export_weights(tensors, path, exported.version).model_copy(update={"kind": "lora"})
 
 

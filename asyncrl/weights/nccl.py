@@ -42,13 +42,12 @@ from asyncrl.weights.chunk_export import cut
 from asyncrl.weights.export import (
     LazyWeights,
     entries_of,
-    export_weights,
     gather_along,
     sizes_of,
     whole_tensors,
 )
 from asyncrl.weights.ipc import copy_placed, lay_out, views
-from asyncrl.weights.transport import Exported, TrainerEnd, Transport
+from asyncrl.weights.transport import Exported, TrainerEnd, Transport, only_gathered
 
 SENDER = 0
 _LOOK_S = 0.0005
@@ -74,19 +73,15 @@ class BroadcastTransport(Transport):
         self._group: WeightGroup | None = None
         self._in_use = threading.Lock()
 
-    def export(self, exported: Exported, path: Path) -> ExportResponse | None:
+    def export(self, exported: Exported, path: Path) -> ExportResponse:
         """Hold the weights; where evaluation wants a file, write it too. Raises OSError, or RuntimeError if
         there is no memory for the copy.
         """
-        weights, end, written = exported.merged(), self.end, ""
-        if end.is_file_wanted and end.is_first:
-            written = export_weights(weights, path, exported.version, end.dtype).path
-        elif end.is_file_wanted:
-            gather_along(weights, end.dtype)
-        if not end.is_first:
-            gather_along(weights, end.dtype)
-            return None
-        return self.hold(weights, exported.version).model_copy(update={"path": written})
+        written = self.write(exported, path).path if self.end.is_file_wanted else ""
+        if self.end.is_first:
+            return self.hold(exported.merged(), exported.version).model_copy(update={"path": written})
+        gather_along(exported.merged(), self.end.dtype)
+        return only_gathered(exported.version)
 
     def hold(self, weights: LazyWeights, version: int) -> ExportResponse:
         """Copy them over what was held, gathering what is sharded."""

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from asyncrl.messages.trainer_calls import ExportResponse
 from asyncrl.weights.chunk_export import Entries
-from asyncrl.weights.export import export_weights, gather_along
 from asyncrl.weights.tensor_files import write_tensors
 from asyncrl.weights.transport import Exported, Transport
 
@@ -25,13 +24,9 @@ from asyncrl.weights.transport import Exported, Transport
 class FileTransport(Transport):
     """All weights in one file."""
 
-    def export(self, exported: Exported, path: Path) -> ExportResponse | None:
+    def export(self, exported: Exported, path: Path) -> ExportResponse:
         """Written by rank 0."""
-        weights = exported.merged()
-        if not self.end.is_first:
-            gather_along(weights, self.end.dtype)
-            return None
-        return export_weights(weights, path, exported.version, self.end.dtype)
+        return self.write(exported, path)
 
 
 class ChunkFile:

@@ -19,7 +19,7 @@ from torch import Tensor
 from asyncrl.http import Refused
 from asyncrl.messages.base import BroadcastRequest, BroadcastResponse
 from asyncrl.messages.trainer_calls import ExportResponse
-from asyncrl.weights.export import LazyWeights
+from asyncrl.weights.export import LazyWeights, export_weights, gather_along
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,11 @@ class Exported:
     adapters: Callable[[], Mapping[str, Tensor]] | None = None
 
 
+def only_gathered(version: int) -> ExportResponse:
+    """The answer of a rank that writes nothing."""
+    return ExportResponse(version=version, path="", digest="", num_tensors=0, num_bytes=0)
+
+
 class Transport:
     """The trainer's end of one way. Made on every rank; export() is called on all of them at once."""
 
@@ -55,9 +60,17 @@ class Transport:
     def __init__(self, end: TrainerEnd) -> None:
         self.end = end
 
-    def export(self, exported: Exported, path: Path) -> ExportResponse | None:
-        """Bring the weights to where engines take them from; rank 0 answers. Raises OSError."""
+    def export(self, exported: Exported, path: Path) -> ExportResponse:
+        """Bring the weights to where engines take them from; rank 0 says what they are. Raises OSError."""
         raise NotImplementedError
+
+    def write(self, exported: Exported, path: Path) -> ExportResponse:
+        """All weights into a file, by rank 0, while the other ranks gather along. Raises OSError."""
+        weights = exported.merged()
+        if self.end.is_first:
+            return export_weights(weights, path, exported.version, self.end.dtype)
+        gather_along(weights, self.end.dtype)
+        return only_gathered(exported.version)
 
     def send(self, request: BroadcastRequest) -> BroadcastResponse:
         """Send the copy that is held. Raises Refused."""
