@@ -82,9 +82,6 @@ class MappedFile:
         self.handle = MemoryHandle(kind="file", name=path, num_bytes=num_bytes)
         self.data = torch.frombuffer(mmap.mmap(file, num_bytes), dtype=torch.uint8)
 
-    def __repr__(self) -> str:
-        return f"<MappedFile {self.handle.name}, {self.handle.num_bytes} bytes>"
-
     @classmethod
     def made(cls, path: Path, num_bytes: int) -> MappedFile:
         """A new file. Raises OSError."""
@@ -125,9 +122,6 @@ class CudaMemory:
         self.data = self._tensor(
             _Allocation(driver, pointer, handle.num_bytes, _ordinal(device), is_own=is_own)
         )
-
-    def __repr__(self) -> str:
-        return f"<CudaMemory of {self.handle.num_bytes} bytes on {self._device}>"
 
     @classmethod
     def made(cls, num_bytes: int, device: torch.device, driver: CudaDriver | None = None) -> CudaMemory:
