@@ -1,5 +1,5 @@
-"""What the trainer exports: files that another reader understands, chunks that together are the export, and one
-digest for all.
+"""What the trainer exports: files that another reader understands, chunks that together are the export, and
+one digest for all.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Chunks of weights in memory that trainer and engine both have open: a mapped file here, an allocation of the
-device where there is one (CUDA's driver as far as a library with its signatures shows).
+"""Chunks of weights in memory that trainer and engine both have open: a mapped file here, an allocation of
+the device where there is one (CUDA's driver as far as a library with its signatures shows).
 """
 
 from __future__ import annotations
