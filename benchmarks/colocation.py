@@ -53,7 +53,6 @@ from asyncrl.placement.staging import clear_stale_staging, new_staging_dir, remo
 from asyncrl.run import start as startup
 from asyncrl.run.colocate import SideBySide, TakingTurns, Turns
 from asyncrl.run.supervise_trainer import LivingTrainer
-from asyncrl.sync.chunk_push import ChunkPublisher
 from asyncrl.sync.publisher import Publisher, PublisherStats
 from asyncrl.trainer.trainer_client import TrainerClient
 
@@ -183,7 +182,7 @@ class House:
 
     trainer: LivingTrainer
     pool: EnginePool
-    publisher: Publisher | ChunkPublisher
+    publisher: Publisher
     turns: Turns
     memory: Memory
 
@@ -210,10 +209,10 @@ async def house(config: RunConfig, model: Path, folder: Path, device: str) -> As
             )
             targets = [EngineServer(server.caller) for server in engines]
             common: dict[str, Any] = {"timeout_s": 600.0, "on_served": lambda _: None}
-            publisher: Publisher | ChunkPublisher
+            publisher: Publisher
             turns: Turns
             if startup.is_shared(config):
-                publisher = ChunkPublisher(trainer, targets, on_published=lambda *_: None, **common)
+                publisher = Publisher(trainer, targets, **common)
                 turns = TakingTurns(
                     targets,
                     trainer,

@@ -27,7 +27,7 @@ from asyncrl_servers.embedded.build import build_engine
 from asyncrl_servers.embedded.decode_loop import Engine
 from asyncrl_servers.embedded.loaded_weights import Weights, digest_tensors
 from asyncrl_servers.embedded.runner import Runner
-from asyncrl_servers.embedded.sleep_mode import Resting
+from asyncrl_servers.embedded.sleep_mode import SleepMode
 
 BOTH: list[EnginePart] = ["kv", "weights"]
 
@@ -146,48 +146,6 @@ def test_chunks_are_loaded_in_place(folder: Path, tmp_path: Path) -> None:
         assert digest_tensors(engine.weights._parameters) == digest_tensors(weights_of(folder))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_with_a_spare_file_what_came_in_chunks_can_be_restored_too(
-    folder: Path, tmp_path: Path, dtype: str
-) -> None:
-    spare = tmp_path / "spare.safetensors"
-    with running_engine(folder, dtype=dtype, spare_path=str(spare)) as engine:
-        sleep(engine)
-        assert not spare.exists(), "the weights of the start lie in their folder"
-        for version in (1, 2):
-            weights = {
-                name: (tensor.detach() * version).to(getattr(torch, dtype))
-                for name, tensor in weights_of(folder).items()
-            }
-            wake(engine, restore=False)
-            for chunk in chunk_requests(weights, version, tmp_path):
-                engine.load_chunk(chunk)
-            engine.commit(CommitRequest(version=version, digest=digest_tensors(weights))).result(timeout=60)
-            expected = sampled(engine)
-            sleep(engine)
-            assert wake(engine).num_bytes > 0
-            assert sampled(engine) == expected
-            sleep(engine)
-        spare.write_bytes(spare.read_bytes()[:-1] + b"x")
-        with pytest.raises(Refused, match="cannot restore"):
-            wake(engine)
-
-
-def test_a_spare_file_that_cannot_be_written_keeps_the_weights_awake(folder: Path, tmp_path: Path) -> None:
-    with running_engine(folder, spare_path=str(tmp_path / "no such folder" / "spare")) as engine:
-        sleep(engine)
-        wake(engine, restore=False)
-        for chunk in chunk_requests(weights_of(folder), 1, tmp_path):
-            engine.load_chunk(chunk)
-        engine.commit(CommitRequest(version=1, digest=digest_tensors(weights_of(folder)))).result(timeout=60)
-        expected = sampled(engine)
-        with pytest.raises(Refused, match="cannot keep the weights in .*no such folder") as refusal:
-            sleep(engine)
-        assert refusal.value.status == 507
-        assert engine.health().asleep == []
-        assert sampled(engine) == expected
-
-
 def test_the_start_can_be_restored_only_while_its_folder_is_what_it_was(tmp_path: Path) -> None:
     folder = make_qwen3(tmp_path / "model", num_hidden_layers=1)
     with running_engine(folder) as engine:
@@ -290,7 +248,7 @@ class RestingHistories(RuleBasedStateMachine):
             0,
             read_start=lambda: {name: t.clone() for name, t in self.start.items()},
         )
-        self.resting = Resting(self.runner, self.weights)
+        self.resting = SleepMode(self.runner, self.weights)
         self.asleep: set[str] = set()
         self.has_content, self.can_restore, self.loaded, self.version = True, True, 0, 1
 

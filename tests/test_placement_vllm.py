@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from placement_cases import EVAL, Cases
@@ -13,8 +14,8 @@ from placement_cases import EVAL, Cases
 from asyncrl.config import RolloutConfig, RunConfig
 from asyncrl.errors import ConfigError
 from asyncrl.placement import choices as interpreters
-from asyncrl.placement.choices import chunk_way, find_vllm_python, import_folder
-from asyncrl.placement.devices import NO_DEVICE, CudaDevice, Placement, place
+from asyncrl.placement.choices import ChunkWay, chunk_way, find_vllm_python, import_folder
+from asyncrl.placement.devices import NO_DEVICE, CudaDevice, Placement, child_environ, place
 from asyncrl.placement.plan import Plan, make_plan, plan_text, transport_text
 from asyncrl.placement.processes import ForeignProcess
 from asyncrl.placement.staging import clear_own_staging, clear_stale_staging, disk_root, new_staging_dir
@@ -277,3 +278,45 @@ def test_a_server_of_somebody_else_is_never_ended_and_is_the_same_after_a_loss()
     assert server.renewed() is server
     assert server.url == "http://127.0.0.1:8000"
     assert "http://127.0.0.1:8000" in server.log_path
+
+
+# ---- chunks in turns, and what processes are started with
+
+
+def way(num_cuda: int, **keys: Any) -> ChunkWay:
+    values = {
+        "model": {"path": "m"},
+        "task": {"python": "m:T"},
+        "buffer": {"max_staleness": 0},
+        "rollout": {},
+    }
+    config = RunConfig.model_validate(values | keys)
+    return chunk_way(config, place(config, num_cuda))
+
+
+def test_memory_is_shared_where_engines_can_open_it_and_else_there_is_a_file() -> None:
+    shared = {"rollout": "trainer"}
+    on_cpu = way(0, placement={"trainer": "cpu", **shared})
+    assert (on_cpu.place, on_cpu.device, on_cpu.how) == ("memory", "cpu", "through shared memory")
+    on_one = way(1, placement={"trainer": "cuda", **shared})
+    assert (on_one.place, on_one.device, on_one.how) == ("memory", "cuda:0", "by CUDA IPC")
+    assert "NCCL cannot connect" in on_one.why
+    two_engines = way(1, placement={"trainer": "cuda", **shared}, rollout={"num_engines": 2})
+    assert two_engines.place == "memory", "both are on the one device"
+    on_two = way(
+        2, placement={"trainer": "all", **shared}, trainer={"world_size": 2}, rollout={"num_engines": 2}
+    )
+    assert (on_two.place, on_two.device) == ("file", "cpu")
+    assert "rank 0 gathers them on cuda:0" in on_two.why
+    assert way(0, placement={"trainer": "cpu", **shared}, rollout={"engine": "simulated"}).place == "file"
+    assert way(0, placement={"trainer": "cpu", "rollout": "cpu"}).place == "file"
+
+
+def test_processes_on_the_cpu_are_started_with_large_pages_unless_somebody_said_otherwise() -> None:
+    name = "GLIBC_TUNABLES"
+    assert child_environ(["cpu"], (), {}) == {name: "glibc.malloc.hugetlb=1"}
+    assert child_environ(["cpu"], (), {name: "glibc.malloc.check=3"}) == {
+        name: "glibc.malloc.check=3:glibc.malloc.hugetlb=1"
+    }
+    assert child_environ(["cpu"], (), {name: "glibc.malloc.hugetlb=0"}) == {}
+    assert child_environ(["none"], (), {}) == {}

@@ -111,12 +111,12 @@ def test_the_trainer_is_asked_for_a_canary_that_fits_and_only_where_somebody_com
     assert told.canary_tokens == num
 
 
-def test_to_the_trainer_a_disk_is_a_staging_folder_like_any_other() -> None:
+def test_to_the_trainer_a_folder_on_disk_is_a_staging_folder_like_any_other() -> None:
     config = load("publisher.transport=disk", "publisher.disk_dir=/data")
     told = TrainerSpec.model_validate_json(
         trainer_spec(config, Path("/model"), Path("/run"), Path("/data/asyncrl-1"))
     )
-    assert (told.transport, told.staging_dir) == ("shm", Path("/data/asyncrl-1"))
+    assert (told.transport, told.staging_dir) == ("disk", Path("/data/asyncrl-1"))
 
 
 def test_its_process_runs_under_vllms_python_and_sees_our_two_packages_alone(tmp_path: Path) -> None:

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 from fake_vllm import FakeVllm
-from test_publisher_broadcast import FakeSender
+from test_sync_broadcast import FakeSender
 
 from asyncrl.engines.vllm.facts import VllmFacts
 from asyncrl.engines.vllm.vllm_server import VllmServer
 from asyncrl.errors import EngineLost
-from asyncrl.messages.base import GroupSeat
 from asyncrl.messages.records import WeightManifest
 from asyncrl.sync.broadcast import Broadcasts
 from asyncrl.testing.virtual_time import all_blocked, run_virtual
@@ -54,9 +53,7 @@ async def two_ready(sender: FakeSender) -> tuple[list[ReceivingVllm], list[VllmS
 
 
 def manifest(version: int) -> WeightManifest:
-    return WeightManifest(
-        version=version, path="", digest=f"d{version}", num_tensors=2, num_bytes=8, held_digest=f"d{version}"
-    )
+    return WeightManifest(version, "", f"d{version}", 2, 8, is_held=True)
 
 
 async def publish(server: VllmServer, version: int) -> None:
@@ -149,10 +146,3 @@ def test_an_update_that_fails_in_vllm_is_the_loss_of_that_engine() -> None:
         assert server.policy_version == 0
 
     run_virtual(story())
-
-
-def test_what_crosses_to_the_processes_is_plain_json() -> None:
-    seat = GroupSeat(path="/dev/shm/x", size=3, rank=1, is_new=True, timeout_s=1.5)
-    assert GroupSeat.model_validate_json(seat.model_dump_json()) == seat
-    with pytest.raises(ValueError, match="greater than or equal to 2"):
-        GroupSeat(path="x", size=1, rank=0, is_new=True, timeout_s=1.0)

@@ -31,7 +31,7 @@ from asyncrl.messages.trainer_calls import ExportChunkRequest, ExportChunkRespon
 from asyncrl.run.colocate import TakingTurns
 from asyncrl.run.supervise import EngineSupervisor
 from asyncrl.run.supervise_trainer import LivingTrainer
-from asyncrl.sync.chunk_push import ChunkPublisher
+from asyncrl.sync.publisher import Publisher
 from asyncrl.testing.fake_engine import FakeEngineServer
 from asyncrl.testing.fake_trainer import FakeEngineProcess, FakeTrainerProcess, FakeTrainerServer
 from asyncrl.trainer.trainer_client import TrainerClient
@@ -147,14 +147,14 @@ class House:
         on_lost = self._on_lost if max_restarts else None
         self.targets = [EngineServer(fake) for fake in self.fakes]
         self.pool = EnginePool(self.targets, slots=4, on_lost=on_lost)
-        self.publisher = ChunkPublisher(
+        self.publisher = Publisher(
             self.trainer,
             self.targets,
             timeout_s=TIMEOUT_S,
             on_served=self._on_served,
-            on_published=lambda version, digest: self.published.append((version, digest)),
-            is_whole_wanted=lambda version: version % 2 == 0,
-            on_whole=lambda manifest: self.wholes.append(manifest.version),
+            on_published=lambda manifest: self.published.append((manifest.version, manifest.digest)),
+            is_file_wanted=lambda version: version % 2 == 0,
+            on_file=lambda manifest: self.wholes.append(manifest.version),
             on_lost=on_lost,
         )
         self.turns = TakingTurns(

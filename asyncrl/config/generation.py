@@ -9,6 +9,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_
 
 from asyncrl.config.base import FrozenConfig, Port
 from asyncrl.config.model_task import TaskConfig
+from asyncrl.config.transports import WAYS, Way
 
 
 class SimulatedConfig(FrozenConfig):
@@ -259,15 +260,19 @@ class PublisherConfig(FrozenConfig):
     chunk of its own).
     """
 
+    @property
+    def way(self) -> Way:
+        """What this transport needs and can."""
+        return WAYS[self.transport]
+
     @model_validator(mode="after")
     def _disk_has_a_place(self) -> Self:
-        if self.transport == "disk" and self.disk_dir is None:
+        if self.way.is_file_shared and self.disk_dir is None:
             raise ValueError(
                 "publisher.transport=disk writes each version into publisher.disk_dir, which is none; give a "
-                "folder that trainer and "
-                "engines share"
+                "folder that trainer and engines share"
             )
-        if self.transport != "disk" and self.disk_dir is not None:
+        if not self.way.is_file_shared and self.disk_dir is not None:
             raise ValueError(
                 f"publisher.disk_dir is for publisher.transport=disk, and the transport is {self.transport}; "
                 f"remove it"

@@ -10,7 +10,7 @@ from asyncrl.config.base import CheckpointConfig, FrozenConfig, JournalConfig, S
 from asyncrl.config.generation import BufferConfig, EvalConfig, ObserveConfig, PublisherConfig, RolloutConfig
 from asyncrl.config.learning import AlgorithmConfig, TrainerConfig
 from asyncrl.config.model_task import GatewayConfig, GeneratorConfig, ModelConfig, TaskConfig
-from asyncrl.config.placement import PlacementConfig, transport_conflict
+from asyncrl.config.placement import PlacementConfig
 
 GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "leave_one_out", "reinforce_pp_baseline")
 """Advantages against the other rollouts of the prompt."""
@@ -89,9 +89,7 @@ class RunConfig(FrozenConfig):
                 "it; give model.path, or remove "
                 "rollout.urls"
             )
-        if conflict := transport_conflict(
-            self.rollout, self.publisher, self.placement, has_adapters=trainer.lora is not None
-        ):
+        if conflict := self.publisher.way.conflict(self):
             raise ValueError(conflict)
         if self.rollout.group_size == 1 and self.algorithm.advantage in GROUP_ADVANTAGES:
             raise ValueError(

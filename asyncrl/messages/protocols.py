@@ -62,32 +62,6 @@ class WeightTarget(Protocol):
         ...
 
 
-class WeightSource(Protocol):
-    """What the publisher needs of the trainer."""
-
-    @property
-    def is_up(self) -> bool:
-        """Whether it can answer: false while its processes are started again."""
-        ...
-
-    @property
-    def num_restarts(self) -> int:
-        """How often they were."""
-        ...
-
-    async def wait_up(self) -> None:
-        """Return once it can."""
-        ...
-
-    async def wait_version_above(self, version: int) -> int:
-        """Return the trainer's policy_version once it is greater than `version`."""
-        ...
-
-    async def export(self) -> WeightManifest:
-        """Copy the newest weights into staging, between two optimizer steps; replaces the previous export."""
-        ...
-
-
 class RolloutJournal(Protocol):
     """What producers need of the journal. None of these sleeps; what is told first is durable first."""
 

@@ -49,8 +49,7 @@ class ExportChunkRequest(Message):
 
 class ExportChunkResponse(Message):
     """A chunk lies at `path`, or in `memory`, which engines of this device open. With `is_last`,
-    `whole_digest` is the digest of the tensors of all chunks, and `canary` theirs. Digests are
-    wire.tensor_digest's, over a tensor's bytes, or in memory over their checksum.
+    `whole_digest` is the digest of the tensors of all chunks, and `canary` theirs.
     """
 
     version: int
@@ -90,8 +89,8 @@ class ExportResponse(Message):
 
     `digest` is `asyncrl.messages.base.weights_digest` of all tensors; `path` is a safetensors file that every
     engine server of this machine can read. `canary` is what the trainer says of a short text with these
-    weights, if it was asked to. `held_digest`: the trainer holds them to send them itself, and they have this
-    digest over checksums; `path` may be '' then.
+    weights, if it was asked to. `is_held`: the trainer holds them to send them itself (/broadcast); `path` may
+    be '' then.
     """
 
     version: int
@@ -101,7 +100,7 @@ class ExportResponse(Message):
     num_bytes: int
     kind: WeightKind = "weights"
     canary: Canary | None = None
-    held_digest: str = ""
+    is_held: bool = False
 
 
 class SaveRequest(Message):

@@ -20,8 +20,7 @@ from asyncrl.config import RolloutConfig, RunConfig
 from asyncrl.errors import ConfigError, install_extra
 from asyncrl.placement.devices import NO_DEVICE, CudaDevice, Placement, find_cuda_devices, place
 
-# Where the trainer puts chunks of weights for engines that it takes turns with, and why. Pure: is told a
-# placement.
+# Where the trainer puts chunks of weights for engines that it takes turns with, and why.
 
 
 NO_NCCL = "NCCL cannot connect two processes on one device"
@@ -41,8 +40,8 @@ def chunk_way(config: RunConfig, placement: Placement) -> ChunkWay:
     """Memory that both sides have open, where engines can open it, else a file. Apart nobody asks for
     chunks.
     """
-    is_ipc = config.rollout.engine == "vllm" and config.publisher.transport == "ipc"
-    if placement.mode == "apart" or (config.rollout.engine != "embedded" and not is_ipc):
+    is_shared = config.rollout.engine == "embedded" or config.publisher.way.shares_device
+    if placement.mode == "apart" or not is_shared:
         why = (
             f"a {config.rollout.engine} engine reads files"
             if config.rollout.engine != "embedded"

@@ -36,6 +36,7 @@ from asyncrl.config.placement import (
     partly_shared,
     turns_need_no_staleness,
 )
+from asyncrl.config.transports import DevicesInUse
 from asyncrl.errors import ConfigError
 
 Mode = Literal["apart", "colocated"]
@@ -95,14 +96,10 @@ def place(config: RunConfig, num_cuda: int) -> Placement:
     is_simulated = config.rollout.engine == "simulated"
     mode: Mode = "colocated" if is_turns else "apart"
     refuse_for_vllm(config, ranks, engines, is_turns=is_turns)
-    if is_turns and config.publisher.transport == "lora":
-        raise ConfigError(
-            f"publisher.transport=lora with {_written(config)}, where trainer and engines take turns",
-            rule="an engine that sleeps has given its weights away, so there is nothing that adapters alone "
-            "could be added to",
-            way_out="set publisher.transport=shm: the weights with the adapters merged into them, chunk by "
-            "chunk.",
-        )
+    refusal = config.publisher.way.refuse(config, DevicesInUse(ranks, engines, is_turns))
+    if refusal is not None:
+        what, rule, way_out = refusal
+        raise ConfigError(what, rule=rule, way_out=f"{way_out}.")
     if is_simulated or config.rollout.urls is not None:
         engines, parallel = (NO_DEVICE,) * len(engines), ()
     evaluation = None
@@ -425,16 +422,13 @@ def torch_has_cuda() -> bool:
     return re.search(r"^cuda\b[^=]*=\s*['\"]", text, flags=re.MULTILINE) is not None
 
 
-# What vLLM, and the ways of weights that only it knows, cannot do on these devices. Pure: is told the
-# devices.
+# What vLLM cannot do on these devices. Pure: is told the devices.
 
 
 def refuse_for_vllm(
     config: RunConfig, ranks: Sequence[str], engines: Sequence[str], *, is_turns: bool
 ) -> None:
-    """Raise ConfigError for devices of trainer ranks and engines on which vLLM, or the transport, would fail
-    later.
-    """
+    """Raise ConfigError for devices of trainer ranks and engines on which vLLM would fail later."""
     if config.rollout.engine != "vllm":
         return
     on_cpu = [side for side, devices in (("trainer", ranks), ("rollout", engines)) if "cpu" in devices]
@@ -451,38 +445,4 @@ def refuse_for_vllm(
             f"rollout.tensor_parallel={config.rollout.tensor_parallel}, and the engines are on the CPU",
             rule="an engine is split over CUDA devices; on the CPU it works with rollout.threads",
             way_out="set rollout.tensor_parallel=1, or name CUDA devices in placement.rollout.",
-        )
-    transport = config.publisher.transport
-    if transport == "nccl" and len({"cpu" in devices for devices in (ranks, engines)}) > 1:
-        raise ConfigError(
-            f"publisher.transport=nccl, and of trainer and engines the {on_cpu[0]} alone is on the CPU",
-            rule="a broadcast is between CUDA devices (NCCL), or between processes on the CPU (gloo)",
-            way_out="set publisher.transport=shm, or place both sides on devices of one kind.",
-        )
-    if transport == "ipc" and on_cpu:
-        raise ConfigError(
-            f"publisher.transport={transport}, and "
-            f"placement.{on_cpu[0]}={getattr(config.placement, on_cpu[0])} is the CPU here",
-            rule="a CUDA IPC handle is of memory on a CUDA device",
-            way_out="set publisher.transport=shm, or place both sides on CUDA devices.",
-        )
-    if transport == "nccl" and is_turns:
-        raise ConfigError(
-            "publisher.transport=nccl, and trainer and engines take turns on the same device",
-            rule="NCCL cannot connect two processes on one device",
-            way_out="set publisher.transport=ipc, or shm.",
-        )
-    if transport == "ipc" and len({*ranks, *engines}) > 1 and is_turns:
-        raise ConfigError(
-            f"publisher.transport=ipc, and {len({*ranks, *engines})} devices take turns",
-            rule="rank 0 has the chunks on its device, and an engine sees its own devices alone",
-            way_out="set publisher.transport=shm, which works on any number of devices, or use one device.",
-        )
-    if transport == "ipc" and not is_turns:
-        raise ConfigError(
-            "publisher.transport=ipc, and trainer and engines are on different devices",
-            rule="a CUDA IPC handle names memory of one device for processes on that device",
-            way_out="set publisher.transport=nccl, or shm; or have both sides take turns "
-            "(placement.rollout=trainer, "
-            "buffer.max_staleness=0).",
         )

@@ -196,9 +196,9 @@ def _shared(
     item = item_bytes(config.model.dtype, placement.trainer[0])
     exported = shape.num_parameters * item
     if placement.mode == "apart":
-        if config.publisher.transport == "lora" and config.trainer.lora is not None:
+        if config.publisher.way.sends_adapters and config.trainer.lora is not None:
             exported = shape.num_adapter_parameters(config.trainer.lora.rank) * 4
-        if config.publisher.transport == "nccl":
+        if config.publisher.way.is_one_kept:
             held = ProcessPlan(
                 "held",
                 "staging",
@@ -208,7 +208,7 @@ def _shared(
                 "the copy that the trainer sends from",
             )
             return [held] if config.eval is None else [held, _staging(exported)]
-        if config.publisher.disk_dir is not None:
+        if config.publisher.way.is_file_shared:
             return []
         return [_staging(exported)]
     way, memory = chunk_way(config, placement), Memory(weights=min(config.publisher.chunk_bytes, exported))
@@ -318,7 +318,8 @@ def transport_text(config: RunConfig, placement: Placement) -> str:
         else f"on {', '.join(dict.fromkeys(_all_devices(placement)))}"
     )
     sides = f"trainer on {', '.join(dict.fromkeys(placement.trainer))}, engines {engines}"
-    return f"apart ({sides}): {_apart(config, placement)}"
+    words = config.publisher.way.words(is_on_cuda=placement.is_on_cuda, disk_dir=config.publisher.disk_dir)
+    return f"apart ({sides}): {words}"
 
 
 def verified_text(config: RunConfig) -> str:
@@ -346,27 +347,6 @@ def _in_turns(config: RunConfig, placement: Placement) -> str:
         f"weights go {way.how} in chunks of {size_text(config.publisher.chunk_bytes)}, because "
         f"{way.why}, and {loads}"
     )
-
-
-def _apart(config: RunConfig, placement: Placement) -> str:
-    match config.publisher.transport:
-        case "nccl":
-            how = "NCCL" if placement.is_on_cuda else "gloo"
-            return (
-                f"all weights go by {how}, in one broadcast from a copy that the trainer holds on its "
-                f"device, to all engines at once"
-            )
-        case "disk":
-            return (
-                f"all weights go as one file in {config.publisher.disk_dir}, because engines on other "
-                f"machines can read it there"
-            )
-        case transport:
-            what = "the adapters alone" if transport == "lora" else "all weights"
-            return (
-                f"{what} go as one file in shared memory, because engines read it while they go on with "
-                f"the old ones"
-            )
 
 
 def _all_devices(placement: Placement) -> list[str]:

@@ -42,7 +42,6 @@ from asyncrl.run.restore import Checkpointer, recover_trainer
 from asyncrl.run.supervise import EngineSupervisor
 from asyncrl.run.supervise_trainer import LivingTrainer
 from asyncrl.sync.broadcast import Broadcasts
-from asyncrl.sync.chunk_push import ChunkPublisher
 from asyncrl.sync.publisher import Publisher
 from asyncrl.tasks.feed import Feed
 from asyncrl.tasks.from_config import build_task, read_eval_task, task_name
@@ -90,7 +89,7 @@ class Rooms:
     """Where rollouts are recorded ones at first."""
     producers: Producers
     evaluation: Evaluation | None = None
-    publisher: Publisher | ChunkPublisher
+    publisher: Publisher
     turns: Turns
     supervisors: tuple[EngineSupervisor, ...] = ()
     """Of the engine servers, in their order."""
@@ -121,7 +120,8 @@ class Rooms:
     def published(self, manifest: WeightManifest) -> None:
         """A version is announced."""
         self.journal.published_nowait(manifest.version, manifest.digest)
-        self.whole(manifest)
+        if manifest.path:  # in turns there is a file of evaluated versions alone
+            self.whole(manifest)
 
     def whole(self, manifest: WeightManifest) -> None:
         """All weights of a version lie in one file, until this returns."""
@@ -305,7 +305,7 @@ def _make_trainer_and_engines(rooms: Rooms, job: Life, on_lost: Callable[[Engine
         on_event=rooms.journal.event_nowait,
     )
     rooms.targets = [rooms.clients[server.name] for server in rooms.servers[num_ranks:]]
-    if config.publisher.transport == "nccl":
+    if config.publisher.way.is_one_kept:
         timeout_s = config.publisher.timeout_s
         rooms.meeting = Broadcasts(rooms.trainer, rooms.staging_dir, timeout_s=timeout_s)
         for target in rooms.targets:
@@ -359,40 +359,30 @@ def _make_publisher(
     """
     config, targets = job.config, rooms.targets
     num_steps, timeout_s = config.trainer.num_steps, config.publisher.timeout_s
+    publisher = rooms.publisher = Publisher(
+        rooms.trainer,
+        targets,
+        interrupt=config.publisher.interrupt,
+        timeout_s=timeout_s,
+        on_served=rooms.buffer.set_served_nowait,
+        on_published=rooms.published,
+        on_lost=on_lost,
+        is_rolling=config.publisher.rolling,
+        is_one_kept=config.publisher.way.is_one_kept,
+        is_file_wanted=rooms.is_whole_wanted,
+        on_file=rooms.whole,
+    )
     if placement.mode == "colocated":
-        chunks = ChunkPublisher(
-            rooms.trainer,
-            targets,
-            timeout_s=timeout_s,
-            on_served=rooms.buffer.set_served_nowait,
-            on_published=rooms.journal.published_nowait,
-            is_whole_wanted=rooms.is_whole_wanted,
-            on_whole=rooms.whole,
-            on_lost=on_lost,
-        )
-        rooms.publisher = chunks
         rooms.turns = TakingTurns(
             targets,
             rooms.trainer,
-            chunks,
+            publisher,
             num_steps=num_steps,
             timeout_s=timeout_s,
             on_event=rooms.handed_over,
             on_lost=on_lost,
         )
     else:
-        publisher = Publisher(
-            rooms.trainer,
-            targets,
-            interrupt=config.publisher.interrupt,
-            timeout_s=timeout_s,
-            on_served=rooms.buffer.set_served_nowait,
-            on_published=rooms.published,
-            on_lost=on_lost,
-            is_rolling=config.publisher.rolling,
-            is_one_kept=config.publisher.transport == "nccl",
-        )
-        rooms.publisher = publisher
         rooms.turns = SideBySide(
             publisher, num_steps=num_steps, spawn=job.spawn, are_engines_ours=config.rollout.urls is None
         )

@@ -18,7 +18,6 @@ from asyncrl.engines.engine import EngineClient
 from asyncrl.errors import EngineLost, RoomError
 from asyncrl.messages.base import Moved
 from asyncrl.placement.lease import Call, HandoverReport, Lease, Side
-from asyncrl.sync.chunk_push import ChunkPublisher
 from asyncrl.sync.publisher import Publisher
 from asyncrl.waits import uncut, waiting
 
@@ -123,7 +122,7 @@ class TakingTurns:
         self,
         engines: Sequence[EngineClient],
         trainer: LivingTrainer,
-        publisher: ChunkPublisher,
+        publisher: Publisher,
         *,
         num_steps: int,
         timeout_s: float,

@@ -39,7 +39,7 @@ def trainer_spec(
             "algorithm": config.algorithm.model_dump(mode="json"),
             "temperature": config.rollout.temperature,
             "max_tokens": config.rollout.max_tokens,
-            "transport": config.publisher.transport if config.publisher.transport != "disk" else "shm",
+            "transport": config.publisher.transport,
             "is_file_wanted": config.eval is not None,
             "chunk_bytes": config.publisher.chunk_bytes,
             "chunks": chunks,
@@ -95,7 +95,7 @@ def engine_spec(
         "device": device.partition(":")[0],
         "threads": engine_threads(config),
         "deterministic": rollout.deterministic,
-        "has_adapters": config.publisher.transport == "lora",
+        "has_adapters": config.publisher.way.sends_adapters,
     }
     if rollout.engine == "embedded":
         return json.dumps(common)

@@ -450,7 +450,7 @@ def vllm_facts(config: RunConfig, name: str, model_path: Path, tokenizer: HFChat
         slots=config.eval.slots if is_eval and config.eval is not None else config.rollout.slots,
         max_length=max_length(config),
         end_ids=tuple(sorted(tokenizer.end_ids)),
-        has_adapters=config.publisher.transport == "lora",
+        has_adapters=config.publisher.way.sends_adapters,
         device=device.partition(":")[0],
         special_ids=_special_ids(tokenizer),
         starts_fresh=is_eval or config.rollout.urls is None,

@@ -1,5 +1,5 @@
-"""Has the trainer send a version once, when every engine that is to receive it waits for it. Knows no route
-and no tensor.
+"""transport: nccl, the controller's end. Has the trainer send a version once, when every engine that is to
+receive it waits for it. Knows no route and no tensor.
 """
 
 from __future__ import annotations
@@ -9,19 +9,11 @@ import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from asyncrl.errors import EngineError, RoomError, TrainerError
-from asyncrl.messages.base import BroadcastRequest, BroadcastResponse, GroupSeat
-
-
-class Sender(Protocol):
-    """What this needs of the trainer."""
-
-    async def broadcast(self, request: BroadcastRequest) -> BroadcastResponse:
-        """Have the weights that are held sent to everybody in the group. Raises TrainerError."""
-        ...
-
+from asyncrl.messages.base import BroadcastRequest, GroupSeat
+from asyncrl.sync.push import WeightTrainer
 
 STEP_S = 60.0
 """Most that a group may take to form, and for each buffer: everybody is there when it begins."""
@@ -29,11 +21,10 @@ STEP_S = 60.0
 
 @dataclass
 class _Round:
-    """One broadcast: a seat for everybody who takes part, by name; the first of them asks the trainer to
-    send.
+    """One broadcast: a seat for each engine, by name; the first of them asks the trainer to send.
 
-    `failure`: why the others need not go on; told only while not all is sent, for who has all of it can
-    finish alone.
+    `failure`: why the others need not go on; set only while not all is sent, for an engine that has all of it
+    can finish alone.
     """
 
     version: int
@@ -44,11 +35,6 @@ class _Round:
     num_left: int
     is_sent: bool = False
     is_group_whole: bool = True
-
-    @property
-    def first(self) -> str:
-        """Who asks the trainer."""
-        return self.members[0][0]
 
     def fail_nowait(self, error: RoomError) -> None:
         """End it for all, unless all was sent."""
@@ -61,22 +47,19 @@ class Broadcasts:
     """Where engines meet for the weights of a version.
 
     Life:       of a version: expected, engine by engine, as they prepare -> each waits in receive(), or
-    leaves -> once all that are left
-                wait they get seats, and the trainer sends -> each has it, or the round failed. The group is
-                kept for the next version as long as the same processes take part and none failed; else a new
-                one is formed.
-    Waits:      receive sleeps until all others wait too, then until its workers have the weights. Whoever is
-    lost leaves, which wakes the
-                others; a limit is the caller's (publisher.timeout_s), and a seat's in the processes
-                themselves.
-    Invariant:  a round begins only with everybody who is expected, and nobody joins it later: trainer and
-    workers, so many as the
-                seats say, make the same calls. Who fails in it never has part of a version that it does not
-                know of: it raises.
+                leaves -> once all that are left wait they get seats, and the trainer sends -> each has it, or
+                the round failed. The group is kept for the next version as long as the same processes take
+                part and none failed; else a new one is formed.
+    Waits:      receive sleeps until all others wait too, then until its workers have the weights. An engine
+                that is lost leaves, which wakes the others; a limit is the caller's (publisher.timeout_s),
+                and a seat's in the processes themselves.
+    Invariant:  a round begins only with every engine that is expected, and none joins it later: trainer and
+                workers, so many as the seats say, make the same calls. An engine that fails in it never has
+                part of a version that it does not know of: it raises.
     """
 
-    def __init__(self, sender: Sender, folder: Path, *, timeout_s: float) -> None:
-        """`folder`: where a group's file may lie; nobody else may write there."""
+    def __init__(self, sender: WeightTrainer, folder: Path, *, timeout_s: float) -> None:
+        """`folder`: where a group's file may lie; no other user may write there."""
         self._sender, self._folder, self._timeout_s = sender, folder, timeout_s
         self._expected: dict[str, int] = {}
         self._here: set[str] = set()
@@ -86,9 +69,6 @@ class Broadcasts:
         self._members: tuple[tuple[str, int], ...] = ()
         self._last: _Round | None = None
         self._changed = asyncio.Event()
-
-    def __repr__(self) -> str:
-        return f"<Broadcasts v{self._version}, {len(self._here)} of {len(self._expected)} here, group of {len(self._members)} engines>"
 
     def expect_nowait(self, name: str, version: int, num_workers: int) -> None:
         """The engine, with so many workers, will receive the version: nothing is sent without it."""
@@ -168,10 +148,10 @@ class Broadcasts:
     async def _take_part(
         self, begun: _Round, name: str, take: Callable[[GroupSeat], Awaitable[None]]
     ) -> None:
-        """What ends first with an error ends the other: nobody waits for what a broken group would do."""
+        """The first part to end with an error ends the other: a broken group is not waited for."""
         works: list[Awaitable[None]] = [
             take(begun.seats[name]),
-            *([self._send(begun)] if name == begun.first else []),
+            *([self._send(begun)] if name == begun.members[0][0] else []),
         ]
         parts = [asyncio.ensure_future(work) for work in works]
         try:
@@ -198,7 +178,7 @@ class Broadcasts:
             await self._sender.broadcast(BroadcastRequest(version=begun.version, seat=begun.sender))
         except TrainerError as error:
             begun.fail_nowait(error)
-            raise self._failed(begun, begun.first) from error
+            raise self._failed(begun, begun.members[0][0]) from error
         begun.is_sent = True
 
     def _failed(self, begun: _Round, name: str) -> EngineError:

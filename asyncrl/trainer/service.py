@@ -175,17 +175,10 @@ class TrainerService:
         A trainer that was started again holds nothing: it copies the version that is asked for if it is the
         newest.
         """
-        if self._spec.transport != "nccl":
-            raise Refused(
-                409,
-                "weights are to be sent, and none are held",
-                rule="publisher.transport=nccl holds them",
-                way_out="POST /export.",
-            )
-        held = self.step.held
-        if held.version != request.version == self.step.policy_version:
+        transport = self.step.transport
+        if transport.version != request.version == self.step.policy_version:
             await self.run(self.export)
-        return await asyncio.get_running_loop().run_in_executor(self._sending_thread, held.send, request)
+        return await asyncio.get_running_loop().run_in_executor(self._sending_thread, transport.send, request)
 
     def _follow(self) -> NoReturn:
         """The torch thread of another rank: wait for a command, as long as it takes; do it; and again."""

@@ -38,7 +38,7 @@ class TrainerSpec(FrozenConfig):
     """Sampling temperature: logprobs are those of logits / temperature."""
     max_tokens: int = Field(default=256, ge=1)
     """rollout.max_tokens: the longest completion."""
-    transport: Literal["shm", "lora", "ipc", "nccl"] = "shm"
+    transport: Literal["shm", "disk", "lora", "ipc", "nccl"] = "shm"
     """What /export writes: all weights, or the adapters alone (lora). nccl: it holds a copy for /broadcast
     instead.
     """

@@ -27,26 +27,21 @@ from asyncrl.trainer.offload import Offload
 from asyncrl.trainer.ranks import ALONE, Ranks
 from asyncrl.trainer.spec import TrainerSpec
 from asyncrl.trainer.state import PendingSave, Progress, TrainerState
-from asyncrl.weights.chunk_export import (
-    ChunkFile,
-    ChunkPlace,
-    Chunks,
-    LazyWeights,
-    SharedChunk,
-    largest_chunk,
-    sizes_of,
-)
+from asyncrl.weights.chunk_export import ChunkPlace, Chunks, cut
 from asyncrl.weights.export import (
+    LazyWeights,
     digest_of,
-    export_weights,
+    entries_of,
     gather_along,
     in_export_dtype,
     in_file_order,
     named_weights,
     save_folder,
+    sizes_of,
 )
-from asyncrl.weights.send import HeldWeights
-from asyncrl.weights.shared_memory import shared_digest, word_digest
+from asyncrl.weights.ipc import SharedChunk
+from asyncrl.weights.shm import ChunkFile
+from asyncrl.weights.transport import Exported, TrainerEnd, make_transport
 
 CHUNK_FILE = "chunk.safetensors"
 
@@ -73,7 +68,8 @@ class TrainStep(Learner):
         )
         self._offload = Offload(ranks, self.device, spec.offload_dir, self._tensors_of, self._with_gradients)
         self._chunks = Chunks(self._chunk_place(), spec.chunk_bytes, self.dtype)
-        self.held = HeldWeights(self.device, self.dtype, spec.chunk_bytes)
+        end = TrainerEnd(self.device, self.dtype, spec.chunk_bytes, ranks.is_first, spec.is_file_wanted)
+        self.transport = make_transport(spec.transport, end)
 
     @property
     def offloaded(self) -> list[TrainerPart]:
@@ -95,21 +91,13 @@ class TrainStep(Learner):
         return super().train(header, arrays)
 
     def export(self, path: Path) -> ExportResponse:
-        """Write the current weights, in the engine's dtype, as a safetensors file, or hold a copy of them to
-        be sent. Raises OSError, or Refused if they give NaN.
+        """Bring the current weights, in the engine's dtype, to where engines take them from. Raises OSError,
+        or Refused if they give NaN.
         """
         self._offload.need("export", "weights")
         canary = self._canary()
-        if self.spec.transport == "lora" and self._adapters is not None:
-            answer = self._written(self._adapters.export_tensors(), path)
-            answer = answer.model_copy(update={"kind": "lora"})
-        elif self.spec.transport != "nccl":
-            answer = self._written(self._merged_weights(), path)
-        else:
-            file = self._written(self._merged_weights(), path) if self.spec.is_file_wanted else None
-            answer = self._held_copy()
-            if file is not None:
-                answer = file.model_copy(update={"held_digest": answer.held_digest})
+        adapters = None if self._adapters is None else self._adapters.export_tensors
+        answer = self.transport.export(Exported(self.policy_version, self._lazy_weights, adapters), path)
         return answer.model_copy(update={"canary": checked(canary)})
 
     def save(self, path: Path, *, merged: bool = True) -> None:
@@ -168,7 +156,7 @@ class TrainStep(Learner):
     def chunk_names(self, version: int, index: int) -> list[str]:
         """On rank 0: the tensors that all ranks gather for this chunk. Raises Refused."""
         self._offload.need("export a chunk", "weights")
-        if self.spec.transport == "lora" and self._adapters is not None:
+        if not self.transport.sends_chunks:
             raise Refused(
                 409,
                 "chunks were asked for, and publisher.transport=lora sends the adapters alone",
@@ -196,19 +184,6 @@ class TrainStep(Learner):
             return None
         return self._chunks.write(weights, index).model_copy(update={"canary": checked(canary)})
 
-    def _written(self, weights: dict[str, Tensor], path: Path) -> ExportResponse:
-        dtype = None if self.spec.transport == "lora" and self._adapters is not None else self.dtype
-        if self.ranks.is_first:
-            return export_weights(weights, path, self.policy_version, dtype)
-        gather_along(in_file_order(weights), dtype)
-        return _nothing(self.policy_version)
-
-    def _held_copy(self) -> ExportResponse:
-        if self.ranks.is_first:
-            return self.held.hold(self._lazy_weights(), self.policy_version)
-        gather_along(self._lazy_weights(), self.dtype)
-        return _nothing(self.policy_version)
-
     def _canary(self) -> Canary | None:
         """What goes with the export of these weights, if the spec asks for it."""
         return make_canary(self.policy, self.spec.canary_tokens) if self.spec.canary_tokens else None
@@ -216,14 +191,15 @@ class TrainStep(Learner):
     def _chunk_place(self) -> ChunkPlace:
         spec = self.spec
         if spec.chunks == "file" or not self.ranks.is_first:
-            return ChunkFile(spec.staging_dir / CHUNK_FILE, self.dtype)
-        num_bytes = largest_chunk(sizes_of(self._lazy_weights(), self.dtype), spec.chunk_bytes)
+            return ChunkFile(spec.staging_dir / CHUNK_FILE)
+        weights = self._lazy_weights()
+        chunks = cut(sizes_of(weights, self.dtype), spec.chunk_bytes)
+        entries = [entries_of(weights.only(names), self.dtype) for names in chunks]
         try:
-            digest = word_digest if spec.transport == "ipc" else shared_digest
-            return SharedChunk(spec.staging_dir, num_bytes, self.device, self.dtype, digest)
+            return SharedChunk(spec.staging_dir, entries, self.device)
         except OSError as error:
             raise ConfigError(
-                f"no {num_bytes} bytes on {self.device.type} that trainer and engines could share: {error}",
+                f"no memory for a chunk on {self.device.type} that trainer and engines could share: {error}",
                 rule="in turns, weights go through memory that both sides open (CUDA IPC on a device, "
                 "/dev/shm on the CPU)",
                 way_out="lower publisher.chunk_bytes if there is no room, else give trainer and engines "
@@ -260,8 +236,3 @@ class TrainStep(Learner):
 
     def _with_gradients(self) -> list[Tensor]:
         return [*self.policy.parameters(), *self._masters.named.values()]
-
-
-def _nothing(version: int) -> ExportResponse:
-    """Of a rank that has only gathered."""
-    return ExportResponse(version=version, path="", digest="", num_tensors=0, num_bytes=0)

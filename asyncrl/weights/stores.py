@@ -7,7 +7,6 @@ offset: whoever uses a store says what lies where.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -17,6 +16,8 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from asyncrl.weights.tensor_files import host_bytes
 
 SLAB_BYTES = 2**26
 """torch rounds a pinned allocation up to a power of two: of slabs that are one, nothing is wasted but the end
@@ -145,16 +146,3 @@ class HostFile:
             if not done:
                 raise OSError(f"the offload file in {self.folder} ends at byte {offset}")
             view, offset = view[done:], offset + done
-
-
-def host_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor in host memory, not copied. Unlike numpy(), it does not tie the tensor
-    to its storage's size.
-    """
-    array = (
-        (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
-        if tensor.nbytes
-        else (ctypes.c_ubyte * 0)()
-    )
-    array.owner = tensor  # type: ignore[attr-defined]  # lives as long as the view
-    return memoryview(array).cast("B")

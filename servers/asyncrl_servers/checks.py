@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from asyncrl.http import Refused
 from asyncrl.messages.engine_calls import GenerateRequest, Span
+from asyncrl.weights.tensor_files import RESEND
 
 
 def check_request(request: GenerateRequest, max_length: int, vocab_size: int) -> None:
@@ -113,9 +114,6 @@ def wrong_digest(version: int, path: str, loaded: str, announced: str) -> Refuse
         rule="a version is served only when what was loaded is what was sent",
         way_out=RESEND,
     )
-
-
-RESEND = "export and prepare again; if it repeats, look for what else writes the staging file."
 
 
 def spans_of(marks: Sequence[tuple[int, int]], num_tokens: int) -> list[Span]:

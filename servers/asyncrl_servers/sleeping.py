@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from asyncrl.http import Refused
 from asyncrl.messages.base import EnginePart, joint_digest
 from asyncrl.messages.engine_calls import LoadChunkRequest
-from asyncrl_servers.checks import RESEND, wrong_digest
+from asyncrl.weights.tensor_files import RESEND
+from asyncrl_servers.checks import wrong_digest
 
 PARTS: tuple[EnginePart, ...] = ("kv", "weights")
 """In the order in which they go to sleep."""
@@ -33,18 +34,14 @@ class Wakefulness:
     """Which parts have memory, and whether the weights have content.
 
     Life:       awake -> asleep(part) -> awake(part). Weights that were asleep come back without content,
-    until set_content(). Invariant:  can_serve is true only while every part has memory and the weights are
-    those of a version that was verified.
+                until set_content().
+    Invariant:  can_serve is true only while every part has memory and the weights are those of a version
+                that was verified.
     """
-
-    __slots__ = ("_asleep", "can_serve", "has_content")
 
     def __init__(self) -> None:
         self._asleep: set[EnginePart] = set()
         self.has_content = self.can_serve = True
-
-    def __repr__(self) -> str:
-        return f"<Wakefulness asleep {self.asleep}{'' if self.has_content else ', weights without content'}>"
 
     @property
     def asleep(self) -> list[EnginePart]:
@@ -74,12 +71,8 @@ class Wakefulness:
     def check_weights_awake(self, what: str) -> None:
         """Raise Refused (409) if `what` would need memory for weights that are asleep."""
         if "weights" in self._asleep:
-            raise Refused(
-                409,
-                f"{what}: the weights are asleep",
-                rule="their memory is not theirs meanwhile",
-                way_out="wake them first.",
-            )
+            rule = "weights that are asleep have no memory"
+            raise Refused(409, f"{what}: the weights are asleep", rule=rule, way_out="wake them first.")
 
     def check_may_load(self, version: int) -> None:
         """Raise Refused (409) if a chunk would be written over weights that are asleep or serve."""
@@ -107,8 +100,7 @@ class ChunkedPush:
     """The chunks of the newest push, as far as they are loaded.
 
     Life:       nothing -> chunk 0, 1, ... of one version -> whole -> committed. Chunk 0 begins anew at any
-    time; a chunk that is
-                not what was sent, and a commit that is refused, end it: nothing.
+                time; a chunk that is not what was sent, and a commit that is refused, end it: nothing.
     Invariant:  `digests` has each tensor that was loaded once, under its name.
     """
 
@@ -137,15 +129,11 @@ class ChunkedPush:
         if request.index == 0:
             self.clear()
         elif self.is_whole or (request.version, request.index) != (self.version, self.num_chunks):
-            here = (
-                f"chunks 0..{self.num_chunks - 1} of policy_version {self.version}"
-                if self.num_chunks
-                else "nothing"
-            )
+            here = f"chunks 0..{self.num_chunks - 1} of policy_version {self.version}"
             raise Refused(
                 409,
                 f"chunk {request.index} of policy_version {request.version} came, loaded is "
-                f"{here}{', which is whole' * self.is_whole}",
+                f"{here if self.num_chunks else 'nothing'}{', which is whole' * self.is_whole}",
                 rule="the chunks of one version come in order",
                 way_out=PUSH_AGAIN,
             )
@@ -161,8 +149,8 @@ class ChunkedPush:
             raise Refused(
                 409,
                 f"{request.place} holds {len(digests)} tensors of {num_bytes} bytes, announced were "
-                f"{request.num_tensors} of "
-                f"{request.num_bytes}; {len(again)} of them came in an earlier chunk {again[:3]}",
+                f"{request.num_tensors} of {request.num_bytes}; {len(again)} of them came in an earlier "
+                f"chunk {again[:3]}",
                 rule="each tensor of a push comes once",
                 way_out=RESEND,
             )
@@ -174,19 +162,14 @@ class ChunkedPush:
         self.digests.update(digests)
         return digest
 
-    def take(self, version: int, digest: str, names: Iterable[str] | None = None) -> Source | None:
-        """End the push, whole: where its weights lie, if in one file. Raises Refused (409) if it is not whole
-        or not `digest`.
-
-        `names`: the tensors that it must have brought, if that is known here.
+    def take(self, version: int, digest: str, names: Iterable[str] = ()) -> Source | None:
+        """End the push: where its weights lie, if in one file. Raises Refused (409) if it is not whole, or
+        not `digest`. `names`: the tensors that it must have brought.
         """
-        missing = sorted(set(names) - self.digests.keys()) if names is not None else []
+        missing = sorted(set(names) - self.digests.keys())
         loaded, state = joint_digest(self.digests.values()), repr(self)
-        is_whole, is_file = (
-            self.is_whole and self.version == version,
-            self.num_chunks == 1 and bool(self.last_path),
-        )
-        source = Source(self.last_path, loaded) if is_file else None
+        is_whole = self.is_whole and self.version == version
+        source = Source(self.last_path, loaded) if self.num_chunks == 1 and self.last_path else None
         self.clear()
         if not is_whole or missing or loaded != digest:
             raise Refused(

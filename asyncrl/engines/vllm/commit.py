@@ -31,13 +31,12 @@ class Commit:
     """Makes one Load the serving weights of a process.
 
     Life:       run() once; for an engine that sleeps, check() once it is awake. An attempt whose canary fails
-    is followed by another,
-                under a label of its own.
+                is followed by another, under a label of its own.
     Waits:      for vLLM: as long as its caller lets it, but for resume, which has RESUME_LIMIT_S and is not
-    cut short by a cancellation. Invariant:  a paused engine is resumed, whatever happens, unless its process
-    was given up. From the first byte that is loaded to the
-                canary's word no answer leaves; if that word never comes, or is no, the process is broken:
-                what it holds is no version.
+                cut short by a cancellation.
+    Invariant:  a paused engine is resumed, whatever happens, unless its process was given up. From the first
+                byte that is loaded to the canary's answer no token leaves; if that answer never comes, or is
+                no, the process is broken: what it holds is no version.
     """
 
     def __init__(
@@ -58,9 +57,6 @@ class Commit:
         self._label = process.label_of(load.version)
         self._from, self._is_untrue = process.version, False
         self._pause_s, self._num_interrupted = 0.0, 0
-
-    def __repr__(self) -> str:
-        return f"<Commit v{self._load.version} as {self._label} on {self._process.name}>"
 
     async def run(self, interrupt: Interrupt) -> CommitReport:
         """Returns once the weights serve, or, in an engine that sleeps, once they lie there. Raises
@@ -172,7 +168,10 @@ class Commit:
         if not fault:
             return True
         process.distrust_nowait(self._label)
-        what = f"does not compute with the weights of policy_version {load.version} that it says it loaded: {fault}"
+        what = (
+            f"does not compute with the weights of policy_version {load.version} that it says it loaded: "
+            f"{fault}"
+        )
         if attempt < self._num_attempts:
             self._warn(f"{process.name} {what}; loading them again, {attempt} of {self._num_attempts - 1}")
             return False

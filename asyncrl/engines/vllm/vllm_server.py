@@ -216,7 +216,7 @@ class VllmServer:
         self._check_weights_awake(f"policy_version {manifest.version} cannot be prepared")
         self._staged = None
         load: Load
-        if self.meeting is not None and manifest.held_digest:
+        if self.meeting is not None and manifest.is_held:
             load = BroadcastLoad(self.name, manifest, self.meeting)
         elif manifest.kind == "weights":
             load = FileLoad(self.name, manifest, self._chunk_bytes)

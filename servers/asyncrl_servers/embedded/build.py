@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.http import Refused, fail
-from asyncrl_servers.embedded.adapters import linear_parameters
+from asyncrl.weights.lora import linear_parameters
 from asyncrl_servers.embedded.decode_loop import Engine
 from asyncrl_servers.embedded.decoder import READ_ERRORS, LoadedModel, load_model, read_parameters
 from asyncrl_servers.embedded.kv_memory import EmbeddedSpec, available_bytes, check_memory
@@ -68,7 +68,6 @@ def build_engine(
         max_length=spec.max_length,
         max_queued=spec.max_queued,
         threads=spec.threads,
-        spare_path=spec.spare_path,
         on_crash=on_crash,
     )
 

@@ -42,7 +42,7 @@ from asyncrl_servers.embedded.sequence import (
     StopWatch,
     sample,
 )
-from asyncrl_servers.embedded.sleep_mode import Resting
+from asyncrl_servers.embedded.sleep_mode import SleepMode
 from asyncrl_servers.streaming import TokenStream, hand_over
 
 TELL_S = 0.005
@@ -74,11 +74,10 @@ class Engine:
         max_length: int,
         max_queued: int,
         threads: int = 1,
-        spare_path: str | None = None,
         on_crash: Callable[[BaseException | None], None] = lambda _: None,
     ) -> None:
         self.runner, self.weights, self.name = runner, weights, name
-        self.resting = Resting(runner, weights, spare_path)
+        self.resting = SleepMode(runner, weights)
         self.slots, self.max_length, self.max_queued, self.threads = slots, max_length, max_queued, threads
         self._on_crash = on_crash
         self._inbox = Inbox()

@@ -48,10 +48,6 @@ class EmbeddedSpec(BaseModel):
     """Adapters will be published (publisher.transport=lora): memory for the weights under them is counted at
     start.
     """
-    spare_path: str | None = None
-    """File on disk for weights that came in several chunks, written when they go to sleep: wake with restore
-    reads it again, if a handover fails. None = not written (a sleep costs nothing), and such weights must be
-    pushed again."""
     max_queued: int = Field(default=100_000, ge=1)
     """Requests that may wait for a slot; one more is refused with 503."""
 

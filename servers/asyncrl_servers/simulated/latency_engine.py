@@ -39,7 +39,7 @@ from asyncrl_servers.checks import (
     too_many_queued,
     uniform_draws,
 )
-from asyncrl_servers.simulated.simulated_state import SimulatedResting, SimulatedSpec, verify_weights
+from asyncrl_servers.simulated.simulated_state import SimulatedSleep, SimulatedSpec, verify_weights
 from asyncrl_servers.sleeping import Source
 from asyncrl_servers.streaming import TokenStream
 
@@ -114,7 +114,7 @@ class SimulatedEngine:
         self._digest = ""
         self._staged: tuple[int, str] | None = None
         self._staged_path = ""
-        self.resting = SimulatedResting(spec)
+        self.resting = SimulatedSleep(spec)
         self._queued: OrderedDict[str, Running] = OrderedDict()
         self._running: dict[str, Running] = {}
         self._streamed: dict[str, Running] = {}

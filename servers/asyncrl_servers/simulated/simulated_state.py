@@ -4,18 +4,15 @@ instead of memory.
 
 from __future__ import annotations
 
-import json
-import mmap
-from collections.abc import Collection, Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Collection
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from asyncrl.http import Refused
 from asyncrl.messages.base import EnginePart, joint_digest, tensor_digest
 from asyncrl.messages.engine_calls import CommitRequest, LoadChunkRequest, LoadChunkResponse, PrepareRequest
-from asyncrl_servers.checks import RESEND, not_newer, wrong_digest
+from asyncrl.weights.tensor_files import read_or_refuse
+from asyncrl_servers.checks import not_newer, wrong_digest
 from asyncrl_servers.sleeping import ChunkedPush, Source, Wakefulness, nowhere_whole
 
 # What the parent tells a simulated engine server at its start.
@@ -60,13 +57,6 @@ class SimulatedSpec(BaseModel):
     """Requests that may wait for a slot; one more is refused with 503."""
 
 
-# Weights of an engine without a model: read and verified like real ones, and dropped. Knows the file format,
-# no torch.
-
-
-_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
-
-
 def verify_weights(request: PrepareRequest) -> str:
     """Digest of the tensors in the safetensors file. Raises Refused: 400 if it cannot be read, 409 if it is
     not what was sent.
@@ -79,49 +69,26 @@ def verify_weights(request: PrepareRequest) -> str:
             rule="rollout.engine=simulated takes whole weights alone",
             way_out="set publisher.transport=shm, or rollout.engine=embedded.",
         )
-    digest = joint_digest(read_digests(request.path)[0].values())
-    if digest != request.digest:
-        raise wrong_digest(request.version, request.path, digest, request.digest)
+    return _verified(request.version, request.path, request.digest)
+
+
+def _verified(version: int, path: str, announced: str) -> str:
+    digest = joint_digest(_digests(path)[0].values())
+    if digest != announced:
+        raise wrong_digest(version, path, digest, announced)
     return digest
 
 
-def read_digests(path: str) -> tuple[dict[str, bytes], int]:
-    """(digest of each tensor by name, bytes of all) of a safetensors file. Raises Refused (400) if it cannot
-    be read.
-    """
-    try:
-        with (
-            Path(path).open("rb") as file,
-            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
-            memoryview(data) as view,
-        ):
-            header_size = int.from_bytes(view[:8], "little")
-            header: dict[str, Any] = json.loads(bytes(view[8 : 8 + header_size]))
-            header.pop("__metadata__", None)
-            digests = {
-                tensor[0]: tensor_digest(*tensor) for tensor in _tensors(header, view[8 + header_size :])
-            }
-            return digests, sum(info["data_offsets"][1] - info["data_offsets"][0] for info in header.values())
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise Refused(400, f"cannot read the weights file {path}: {error}", way_out=RESEND) from error
+def _digests(path: str) -> tuple[dict[str, bytes], int]:
+    """(digest of each tensor of a file by name, bytes of all). Raises Refused (400)."""
+    tensors = read_or_refuse(path)
+    digests = {name: tensor_digest(name, raw.dtype, raw.shape, raw.data) for name, raw in tensors.items()}
+    return digests, sum(len(raw.data) for raw in tensors.values())
 
 
-def _tensors(
-    header: dict[str, Any], data: memoryview
-) -> Iterator[tuple[str, str, tuple[int, ...], memoryview]]:
-    with data:
-        for name, info in header.items():
-            start, end = info["data_offsets"]
-            with data[start:end] as part:
-                yield name, _DTYPES[info["dtype"]], tuple(info["shape"]), part
-
-
-class SimulatedResting:
-    """Which parts are asleep, and the push that lies in the weights.
-
-    Life:       as the Resting of the embedded engine: awake -> free() -> asleep -> take() -> awake, and the
-    weights without content
-                until they are restored or a whole push is committed.
+class SimulatedSleep:
+    """Which parts are asleep, and the push that lies in the weights; its life is that of the embedded
+    engine's SleepMode.
     """
 
     def __init__(self, spec: SimulatedSpec) -> None:
@@ -160,7 +127,7 @@ class SimulatedResting:
         self.state.check_may_load(request.version)
         self.push.expect(request, serving)
         try:
-            digests, num_bytes = read_digests(request.path)
+            digests, num_bytes = _digests(request.path)
         except Refused:
             self.push.clear()
             raise
@@ -184,6 +151,4 @@ class SimulatedResting:
         if self.source is None:
             raise nowhere_whole(version)
         if self.source.path is not None:
-            digest = joint_digest(read_digests(self.source.path)[0].values())
-            if digest != self.source.digest:
-                raise wrong_digest(version, self.source.path, digest, self.source.digest)
+            _verified(version, self.source.path, self.source.digest)

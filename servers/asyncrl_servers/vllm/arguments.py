@@ -237,8 +237,6 @@ def _for_transport(spec: VllmSpec) -> dict[str, Any]:
         found |= {"enable_lora": True, "max_lora_rank": _lora_rank(spec.lora_rank), "max_loras": 1}
     if spec.transport == "nccl":
         found["weight_transfer_config"] = {"backend": "broadcast"}
-    elif spec.transport in ("shm", "disk", "ipc"):  # ipc: chunks, through our extension
-        found["weight_transfer_config"] = {"backend": "shm"}
     return found
 
 

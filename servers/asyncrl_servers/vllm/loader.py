@@ -12,11 +12,9 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
@@ -25,120 +23,71 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
 from asyncrl.http import Refused
-from asyncrl.messages.base import ChunkMemory, joint_digest
-from asyncrl.weights.shared_memory import byte_digest, word_digest
-from asyncrl_servers.trainer_memory import TrainerMemory
+from asyncrl.messages.engine_calls import LoadChunkRequest, PrepareRequest
+from asyncrl.weights.chunk_export import cut
+from asyncrl.weights.ipc import TrainerMemory
+from asyncrl.weights.tensor_files import RESEND, digest_of_tensor, digest_tensors, read_or_refuse
+from asyncrl_servers.checks import wrong_digest
+from asyncrl_servers.sleeping import PUSH_AGAIN, ChunkedPush
 
-# Safetensors files on their way into a vLLM worker: mapped, hashed, cut into chunks. Knows torch; knows no
-# vLLM.
-
-
-RESEND = "export and prepare again; if it repeats, look for what else writes the staging file."
-
-
-def map_file(path: str) -> dict[str, Tensor]:
-    """All tensors of the file, in its order, lying in the file itself. Raises Refused if it cannot be
-    read.
-    """
-    if not Path(path).is_file():
-        raise Refused(400, f"no weights file {path}", way_out=RESEND)
-    try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            return {name: file.get_tensor(name) for name in file.offset_keys()}
-    except (SafetensorError, OSError) as error:
-        raise Refused(400, f"cannot read the weights file {path}: {error}", way_out=RESEND) from error
+BROKEN = (
+    "the weights of this server are of no version until a load succeeds: load a whole set again, or restart "
+    "it."
+)
 
 
-def check_counts(tensors: Mapping[str, Tensor], path: str, num_tensors: int, num_bytes: int) -> None:
-    """Raise Refused if the file has not as many tensors and bytes as were announced."""
+def check_counts(tensors: Mapping[str, Tensor], place: str, num_tensors: int, num_bytes: int) -> None:
+    """Raise Refused if there are not as many tensors and bytes as were announced."""
     found = (len(tensors), sum(tensor.nbytes for tensor in tensors.values()))
     if found != (num_tensors, num_bytes):
         raise Refused(
             409,
-            f"{path} has {found[0]} tensors of {found[1]} bytes, announced were {num_tensors} of {num_bytes}",
+            f"{place} has {found[0]} tensors of {found[1]} bytes, announced were {num_tensors} of "
+            f"{num_bytes}",
             rule="a version is served only when what was loaded is what was sent",
             way_out=RESEND,
         )
-
-
-def check_digest(version: int, path: str, found: str, announced: str) -> None:
-    """Raise Refused if these are not the weights that were announced."""
-    if found != announced:
-        raise Refused(
-            409,
-            f"weights of version {version} in {path} have digest {found}, announced was {announced}",
-            rule="a version is served only when what was loaded is what was sent",
-            way_out=RESEND,
-        )
-
-
-def chunks_of(tensors: Mapping[str, Tensor], chunk_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """The tensors in order, in chunks of at most `chunk_bytes`, or of one tensor where that is larger."""
-    chunk: list[tuple[str, Tensor]] = []
-    size = 0
-    for name, tensor in tensors.items():
-        if chunk and size + tensor.nbytes > chunk_bytes:
-            yield chunk
-            chunk, size = [], 0
-        chunk.append((name, tensor))
-        size += tensor.nbytes
-    if chunk:
-        yield chunk
 
 
 class Staged:
     """A weights file that waits for its load. Its digest is computed in a thread, while the worker goes on
     generating.
 
-    Life:       hashing -> staged, or failed: what was announced is another digest, or the file cannot be
-    hashed. Is never hashed again. Waits:      nobody; whoever wants to know asks `is_hashed` again. `wait` is
-    for a load that comes too early. Invariant:  `tensors` lie in the file that was mapped: replacing the file
-    changes nothing here, as nobody writes into it.
+    Invariant:  `tensors` lie in the file that was mapped: replacing the file changes nothing here, as nothing
+                writes into it.
     """
 
-    def __init__(self, version: int, path: str, announced: str, num_tensors: int, num_bytes: int) -> None:
+    def __init__(self, request: PrepareRequest) -> None:
         """Raises Refused if the file has not the size that was announced; check() compares the digest."""
-        self.version, self.path, self.announced = version, path, announced
-        self.tensors = map_file(path)
-        check_counts(self.tensors, path, num_tensors, num_bytes)
-        self.num_bytes = num_bytes
+        self.request = request
+        self.tensors = {name: raw.as_torch() for name, raw in read_or_refuse(request.path).items()}
+        check_counts(self.tensors, request.path, request.num_tensors, request.num_bytes)
         self.digest: str | None = None
-        self.error: str | None = None
-        self._thread = threading.Thread(target=self._hash, name=f"hash weights {version}", daemon=True)
-        self._thread.start()
-
-    @property
-    def is_hashed(self) -> bool:
-        """Whether the digest is there, or the error."""
-        return self.digest is not None or self.error is not None
-
-    def wait(self) -> None:
-        """Sleep until it is."""
-        self._thread.join()
+        self._error: str | None = None
+        self.thread = threading.Thread(target=self._hash, name=f"hash weights {request.version}", daemon=True)
+        self.thread.start()
 
     def check(self) -> None:
         """Raise Refused if the file could not be hashed, or is not what was announced."""
-        if self.error is not None:
-            raise Refused(400, self.error, way_out=RESEND)
-        check_digest(self.version, self.path, self.digest or "", self.announced)
+        request = self.request
+        if self._error is not None:
+            raise Refused(400, self._error, way_out=RESEND)
+        if self.digest != request.digest:
+            raise wrong_digest(request.version, request.path, self.digest or "", request.digest)
 
     def _hash(self) -> None:
         try:
-            self.digest = joint_digest(byte_digest(name, tensor) for name, tensor in self.tensors.items())
+            self.digest = digest_tensors(self.tensors)
         except Exception as error:
-            self.error = f"cannot hash {self.path}: {type(error).__name__}: {error}"
-
-
-BROKEN = "the weights of this server are of no version until a load succeeds: load a whole set again, or restart it."
+            self._error = f"cannot hash {self.request.path}: {type(error).__name__}: {error}"
 
 
 class Loader:
     """The weights of one worker. Knows files and vLLM's model; knows no route and no other worker.
 
     Life:       idle -> staging -> staged -> load -> idle;  or  idle -> open (one chunk after the other) ->
-    finished -> idle.
-                A load that fails after it has begun leaves the weights `broken`, until one succeeds: it
-                replaces them all.
+                finished -> idle. A load that fails after it has begun leaves the weights `broken`, until one
+                succeeds: it replaces them all.
     Waits:      nowhere but for a digest that is asked to be loaded while it is still computed.
     Invariant:  a load answers without error only if every parameter of the model got its elements from it.
     """
@@ -146,12 +95,11 @@ class Loader:
     def __init__(self, worker: Any) -> None:
         self.worker = worker
         self._memory = TrainerMemory(worker.device)
+        self._push = ChunkedPush()
         self.staged: Staged | None = None
         self.broken: str | None = None
         self.open_version: int | None = None
-        self._num_chunks = 0
-        self._digests: list[bytes] = []
-        self._names: set[str] = set()
+        self._num_calls = 0
         self._owners: set[str] = set()
 
     @property
@@ -160,113 +108,90 @@ class Loader:
         model: nn.Module = self.worker.model_runner.get_model()
         return model
 
-    def stage(
-        self, version: int, path: str, digest: str, num_tensors: int, num_bytes: int, kind: str = "weights"
-    ) -> dict[str, Any]:
-        """Begin to stage this file, or say how far it is. Raises Refused; then nothing is staged."""
-        if kind != "weights":
-            raise Refused(
-                400,
-                f"cannot stage {kind}",
-                rule="adapters come through /v1/load_lora_adapter",
-                way_out="send whole weights.",
-            )
-        staged = self.staged
-        if staged is None or (staged.version, staged.path, staged.announced) != (version, path, digest):
+    def stage(self, **fields: Any) -> dict[str, Any]:
+        """Begin to stage the file of a PrepareRequest, or say how far it is. Raises Refused; then nothing is
+        staged.
+        """
+        request = PrepareRequest(**fields)
+        if request.kind != "weights":
+            rule = "adapters come through /v1/load_lora_adapter"
+            raise Refused(400, f"cannot stage {request.kind}", rule=rule, way_out="send whole weights.")
+        if self.staged is None or self.staged.request != request:
             self.staged = None
-            staged = self.staged = Staged(version, path, digest, num_tensors, num_bytes)
-        if not staged.is_hashed:
+            self.staged = Staged(request)
+        if self.staged.thread.is_alive():
             return {"state": "hashing"}
-        self._check_staged(staged)
-        return {"state": "staged", "digest": staged.digest}
+        return {"state": "staged", "digest": self._checked(self.staged).digest}
 
     def load(self, version: int, digest: str, chunk_bytes: int) -> dict[str, Any]:
         """Load what is staged under this digest: one reload, one load call a chunk. Raises Refused."""
         staged = self.staged
-        if staged is None or (staged.version, staged.announced) != (version, digest):
-            lies = f"version {staged.version} with digest {staged.announced}" if staged else "nothing"
+        if staged is None or (staged.request.version, staged.request.digest) != (version, digest):
+            lies = (
+                f"version {staged.request.version} with digest {staged.request.digest}"
+                if staged
+                else "nothing"
+            )
             raise Refused(
                 409,
                 f"load of version {version} with digest {digest}, but staged is {lies}",
                 rule="only staged weights are loaded",
                 way_out="stage it first.",
             )
-        staged.wait()
-        self._check_staged(staged)
+        staged.thread.join()
+        self._checked(staged)
         started = time.monotonic()
         self.begin(version)
         for chunk in self._chunks(staged, chunk_bytes):
             self.add(chunk)
         self.finish()
         self.staged = None  # its mapping holds the file's memory
-        seconds = time.monotonic() - started
         return {
             "num_tensors": len(staged.tensors),
-            "num_bytes": staged.num_bytes,
-            "num_chunks": self._num_chunks,
-            "seconds": seconds,
+            "num_bytes": staged.request.num_bytes,
+            "num_chunks": self._num_calls,
+            "seconds": time.monotonic() - started,
         }
 
-    def load_chunk(
-        self,
-        version: int,
-        index: int,
-        path: str,
-        digest: str,
-        num_tensors: int,
-        num_bytes: int,
-        memory: dict[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        """Load chunk `index` of an update, from a file or from memory that the trainer shares; 0 opens an
-        update. Raises Refused.
+    def load_chunk(self, **fields: Any) -> dict[str, Any]:
+        """Load the chunk of a LoadChunkRequest, from a file or from memory that the trainer shares; chunk 0
+        opens an update. Raises Refused.
         """
-        expected = self._num_chunks if self.open_version == version else 0
-        if index not in (0, expected):
-            raise Refused(
-                409,
-                f"chunk {index} of version {version}, expected chunk {expected}",
-                rule="chunks come in order, from 0",
-                way_out="send them again from 0.",
-            )
+        request = LoadChunkRequest(**fields)
+        if request.index and self.open_version is None:
+            self._push.clear()
+        self._push.expect(request, serving=0)
         # A copy: the next chunk may be written over this one while vLLM holds tensors of it until their layer
         # is complete.
-        if memory is None:
-            tensors, hashed = {name: tensor.clone() for name, tensor in map_file(path).items()}, byte_digest
+        if request.memory is None:
+            raw = read_or_refuse(request.path)
+            tensors = {name: one.as_torch().clone() for name, one in raw.items()}
         else:
-            path, tensors, hashed = (
-                f"chunk {index}",
-                self._memory.copies(ChunkMemory.model_validate(memory)),
-                word_digest,
-            )
-        check_counts(tensors, path, num_tensors, num_bytes)
-        if index and (again := sorted(self._names & tensors.keys())):
-            raise Refused(
-                409,
-                f"{path} has {len(again)} tensors that came in an earlier chunk of version {version}: "
-                f"{', '.join(again[:3])}",
-                rule="each tensor of a push comes once",
-                way_out="send them again from 0.",
-            )
-        digests = [hashed(name, tensor) for name, tensor in tensors.items()]
-        check_digest(version, path, joint_digest(digests), digest)
-        if index == 0:
-            self.begin(version)
+            with self._memory.tensors(request.memory) as views:
+                tensors = {name: view.clone() for name, view in views.items()}
+        digests = {name: digest_of_tensor(name, tensor) for name, tensor in tensors.items()}
+        digest = self._push.add(request, digests, sum(tensor.nbytes for tensor in tensors.values()))
+        if request.index == 0:
+            self.begin(request.version)
         self.add(tensors.items())
-        self._digests += digests
-        self._names |= tensors.keys()
         return {"digest": digest}
 
-    def finish_chunks(self, version: int) -> dict[str, Any]:
-        """End the update that is open. Raises Refused."""
+    def finish_chunks(self, version: int, digest: str) -> dict[str, Any]:
+        """End the update that is open, which must be the whole push with this digest. Raises Refused."""
         if self.open_version != version:
             raise Refused(
                 409,
                 f"no update of version {version} is open",
                 rule="chunk 0 opens an update",
-                way_out="send it again from 0.",
+                way_out=PUSH_AGAIN,
             )
+        try:
+            self._push.take(version, digest)
+        except Refused as refusal:
+            self._abandon(str(refusal))
+            raise
         self.finish()
-        return {"digest": joint_digest(self._digests)}
+        return {"digest": digest}
 
     def drop(self) -> None:
         """Forget what is staged. An update that is open cannot be undone: its weights are partly the new
@@ -280,7 +205,7 @@ class Loader:
         """Open an update of the model; one that was open is given up, as this one replaces all weights."""
         if self.open_version is not None:
             self._abandon("given up")
-        self.open_version, self._num_chunks, self._digests, self._names = version, 0, [], set()
+        self.open_version, self._num_calls = version, 0
         # A tied parameter is listed once, for its first layer. Layers without parameters have buffers that
         # they compute themselves.
         self._owners = {name.rpartition(".")[0] for name, _ in self.model.named_parameters()}
@@ -291,7 +216,7 @@ class Loader:
         """Load some tensors into the update that is open."""
         with self._changing():
             self.model.load_weights(iter(tensors))  # type: ignore[operator]  # every model of vLLM has it
-        self._num_chunks += 1
+        self._num_calls += 1
 
     def finish(self) -> None:
         """Close the update. Raises Refused if a parameter got nothing, or too little."""
@@ -316,7 +241,9 @@ class Loader:
         self.open_version = self.broken = None
 
     def _chunks(self, staged: Staged, chunk_bytes: int) -> Iterable[list[tuple[str, Tensor]]]:
-        return chunks_of(staged.tensors, chunk_bytes)
+        """The tensors in order, in chunks of at most `chunk_bytes`, or of one tensor where that is larger."""
+        for names in cut({name: tensor.nbytes for name, tensor in staged.tensors.items()}, chunk_bytes):
+            yield [(name, staged.tensors[name]) for name in names]
 
     def _incomplete(self) -> list[str]:
         """Names of the layers of an open update that have not got all their elements."""
@@ -356,8 +283,8 @@ class Loader:
             ):
                 dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
 
-    def _check_staged(self, staged: Staged) -> None:
-        """Raise Refused, and stage nothing any more, if the file could not be hashed or is not what was
+    def _checked(self, staged: Staged) -> Staged:
+        """Raise Refused, and stage nothing any more, if it could not be hashed or is not what was
         announced.
         """
         try:
@@ -365,6 +292,7 @@ class Loader:
         except Refused:
             self.staged = None
             raise
+        return staged
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
@@ -384,7 +312,7 @@ class Loader:
         """Close an update that cannot be completed. The layers get tensors again, else the next request would
         end the engine.
         """
-        self.broken = f"version {self.open_version} came in part ({self._num_chunks} chunks, {why})"
+        self.broken = f"version {self.open_version} came in part ({self._num_calls} chunks, {why})"
         self.open_version = None
         with (
             torch.no_grad(),

@@ -1,8 +1,8 @@
-"""Backends for vLLM's native weight transfer: "shm", files in shared memory; "broadcast", what the trainer
-sends to all workers at once.
+"""A backend for vLLM's native weight transfer: what the trainer sends to all workers at once
+(publisher.transport=nccl).
 
 POST /init_weight_transfer_engine {"init_info": {}}, /start_weight_update, /update_weights {"update_info":
-..}, /finish_weight_update. Both load as our extension does (loader.py): the digest is compared, and every
+..}, /finish_weight_update. It loads as our extension does (loader.py): the digest is compared, and every
 parameter must have got its elements. A failure here is vLLM's: the route answers 500. vLLM's own backends,
 nccl and ipc, do neither, and work on CUDA alone.
 """
@@ -23,15 +23,51 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from asyncrl.http import Refused
 from asyncrl.messages.base import GroupSeat, joint_digest
-from asyncrl.weights.broadcasting import WeightGroup
-from asyncrl.weights.shared_memory import byte_digest, word_digest
-from asyncrl_servers.vllm.loader import Loader, check_counts, check_digest, map_file
+from asyncrl.weights.nccl import WeightGroup
+from asyncrl.weights.tensor_files import digest_of_tensor
+from asyncrl_servers.checks import wrong_digest
+from asyncrl_servers.vllm.loader import Loader, check_counts
 
-SHM, BROADCAST = "shm", "broadcast"
+BROADCAST = "broadcast"
 
 
-class LoaderEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
-    """What both have in common: an update is a Loader's."""
+@dataclass
+class BroadcastInit(WeightTransferInitInfo):  # type: ignore[misc]
+    """A messages.base.GroupSeat; `rank` is that of this engine's first worker."""
+
+    path: str
+    size: int
+    rank: int
+    is_new: bool
+    timeout_s: float
+
+
+@dataclass
+class BroadcastUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """What is to come, and what it must be."""
+
+    version: int
+    digest: str
+    num_tensors: int
+    num_bytes: int
+
+
+class BroadcastEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
+    """Every worker receives all that the trainer sends, and loads its part."""
+
+    init_info_cls = BroadcastInit
+    update_info_cls = BroadcastUpdate
+    _group: WeightGroup | None = None
+
+    def init_transfer_engine(self, init_info: BroadcastInit) -> None:
+        """Take this worker's seat in a new group; returns when all have taken theirs."""
+        self.shutdown()
+        config = self.parallel_config
+        rank = init_info.rank + config.data_parallel_index * config.world_size + config.rank
+        seat = GroupSeat(
+            path=init_info.path, size=init_info.size, rank=rank, is_new=True, timeout_s=init_info.timeout_s
+        )
+        self._group = WeightGroup(seat, self.device)
 
     def start_weight_update(self) -> None:
         """Open an update."""
@@ -51,83 +87,6 @@ class LoaderEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
             self._loader.drop()  # vLLM counts the update as ended, so the layers need tensors again
             raise
 
-    def finish_weight_update(self) -> None:
-        """Close the update; fails if a parameter got nothing."""
-        self._loader.finish()
-
-    def shutdown(self) -> None:
-        """Nothing to release."""
-
-
-@dataclass
-class ShmInit(WeightTransferInitInfo):  # type: ignore[misc]
-    """Nothing is to be agreed on."""
-
-
-@dataclass
-class ShmUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """One chunk: a file, and the digest of its tensors (empty = not checked)."""
-
-    path: str
-    digest: str = ""
-
-
-class ShmEngine(LoaderEngine):
-    """Files through vLLM's routes, loaded as through ours."""
-
-    init_info_cls = ShmInit
-    update_info_cls = ShmUpdate
-
-    def init_transfer_engine(self, init_info: ShmInit) -> None:
-        """Nothing to set up."""
-
-    def receive_weights(self, update_info: ShmUpdate) -> None:
-        """Load the chunk, if it is what was announced."""
-        tensors = {name: tensor.clone() for name, tensor in map_file(update_info.path).items()}
-        if update_info.digest:
-            found = joint_digest(byte_digest(name, tensor) for name, tensor in tensors.items())
-            check_digest(-1, update_info.path, found, update_info.digest)
-        self._loader.add(tensors.items())
-
-
-@dataclass
-class BroadcastInit(WeightTransferInitInfo):  # type: ignore[misc]
-    """A wire.GroupSeat; `rank` is that of this engine's first worker."""
-
-    path: str
-    size: int
-    rank: int
-    is_new: bool
-    timeout_s: float
-
-
-@dataclass
-class BroadcastUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """What is to come, and what it must be."""
-
-    version: int
-    digest: str
-    num_tensors: int
-    num_bytes: int
-
-
-class BroadcastEngine(LoaderEngine):
-    """What the trainer sends: every worker receives all of it, and loads its part."""
-
-    init_info_cls = BroadcastInit
-    update_info_cls = BroadcastUpdate
-    _group: WeightGroup | None = None
-
-    def init_transfer_engine(self, init_info: BroadcastInit) -> None:
-        """Take this worker's seat in a new group; returns when all have taken theirs."""
-        self.shutdown()
-        config = self.parallel_config
-        rank = init_info.rank + config.data_parallel_index * config.world_size + config.rank
-        seat = GroupSeat(
-            path=init_info.path, size=init_info.size, rank=rank, is_new=True, timeout_s=init_info.timeout_s
-        )
-        self._group = WeightGroup(seat, self.device)
-
     def receive_weights(self, update_info: BroadcastUpdate) -> None:
         """Load buffer after buffer, then compare what came with what was announced."""
         if self._group is None:
@@ -141,12 +100,17 @@ class BroadcastEngine(LoaderEngine):
                     f"policy_version {version} came, announced was {update_info.version}",
                     rule="the trainer sends one version",
                 )
-            digests += [word_digest(name, tensor) for name, tensor in tensors.items()]
+            digests += [digest_of_tensor(name, tensor) for name, tensor in tensors.items()]
             shapes.update((name, tensor.to("meta")) for name, tensor in tensors.items())
             self._loader.add(tensors.items())
-        where = "the broadcast"
-        check_counts(shapes, where, update_info.num_tensors, update_info.num_bytes)
-        check_digest(update_info.version, where, joint_digest(digests), update_info.digest)
+        check_counts(shapes, "the broadcast", update_info.num_tensors, update_info.num_bytes)
+        digest = joint_digest(digests)
+        if digest != update_info.digest:
+            raise wrong_digest(update_info.version, "the broadcast", digest, update_info.digest)
+
+    def finish_weight_update(self) -> None:
+        """Close the update; fails if a parameter got nothing."""
+        self._loader.finish()
 
     def shutdown(self) -> None:
         """Leave the group."""
@@ -155,8 +119,7 @@ class BroadcastEngine(LoaderEngine):
             group.close()
 
 
-def register_backends() -> None:
-    """Make both known in this process; a second time does nothing."""
-    for name, engine in ((SHM, ShmEngine), (BROADCAST, BroadcastEngine)):
-        if name not in WeightTransferEngineFactory._registry:
-            WeightTransferEngineFactory.register_engine(name, engine)
+def register_backend() -> None:
+    """Make it known in this process; a second time does nothing."""
+    if BROADCAST not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(BROADCAST, BroadcastEngine)

@@ -17,9 +17,9 @@ from vllm.platforms import current_platform
 from asyncrl.http import Refused
 from asyncrl_servers.vllm.loader import Loader
 from asyncrl_servers.vllm.mending import mend_cpu
-from asyncrl_servers.vllm.transfer import register_backends
+from asyncrl_servers.vllm.transfer import register_backend
 
-register_backends()
+register_backend()
 if current_platform.is_cpu():
     mend_cpu()
 
@@ -60,11 +60,7 @@ class WeightLoader:
 
     def asyncrl_load_chunk(self, request: str) -> dict[str, Any]:
         """Load one chunk of an update."""
-
-        def load_chunk(is_last: bool, **chunk: Any) -> dict[str, Any]:
-            return self._asyncrl_loader().load_chunk(**chunk)
-
-        return _answer(load_chunk, request)
+        return _answer(self._asyncrl_loader().load_chunk, request)
 
     def asyncrl_finish_chunks(self, request: str) -> dict[str, Any]:
         """End an update that came in chunks."""

@@ -1,17 +1,19 @@
-"""Memory that two processes share, and checksums of what lies in it. Knows mapped files and CUDA's driver;
-knows no weights.
+"""transport: ipc, and embedded engines in turns. Chunks of weights in memory that trainer and engine both
+open.
 
-One process makes the memory and tells its handle (wire.MemoryHandle: plain JSON); others open it. On the CPU
-it is a mapped file in shared memory, on a CUDA device an allocation of the driver's own, which CUDA IPC opens
-in another process on the same device.
+The trainer makes one piece of memory, of the largest chunk, on the device that both sides use, and writes
+each chunk over the one before (SharedChunk). Its handle and the places of the tensors go as JSON through the
+controller; the engine opens the memory once (TrainerMemory), loads the tensors where they lie and hashes
+what it has then. On the CPU the memory is a mapped file in shared memory, on a CUDA device an allocation of
+the driver's own, which CUDA IPC opens in another process on the same device.
 
 Why not torch's IPC (UntypedStorage._share_cuda_): what torch shares lies in a segment of its caching
 allocator, which then never goes back to the device; its counter of readers is a file in /dev/shm that a
 killed process leaves; and one handle is good for one reader. The driver's calls are public and have none of
 it. https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__MEM.html has them.
 
-CUDA copies are only begun when a call returns: whoever says that bytes are there, or have been read, calls
-settle() first.
+CUDA copies are only begun when a call returns: call settle() before saying that bytes are there, or have
+been read.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import base64
 import ctypes
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,8 +30,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from asyncrl.messages.base import MemoryHandle, tensor_digest
+from asyncrl.http import Refused
+from asyncrl.messages.base import ChunkMemory, MemoryHandle, PlacedTensor
+from asyncrl.weights.chunk_export import Entries
+from asyncrl.weights.tensor_files import DTYPES, RESEND, digest_of_tensor
 
+ALIGNMENT = 256
+"""Each tensor begins on a multiple of so many bytes, as torch's allocators have it."""
 GRANULE = 2**21
 """CUDA may put smaller allocations into one block and share all of it: whole blocks are shared here."""
 LAZY_PEER_ACCESS = 1
@@ -75,9 +82,6 @@ class MappedFile:
         self.handle = MemoryHandle(kind="file", name=path, num_bytes=num_bytes)
         self.data = torch.frombuffer(mmap.mmap(file, num_bytes), dtype=torch.uint8)
 
-    def __repr__(self) -> str:
-        return f"<MappedFile {self.handle.name}, {self.handle.num_bytes} bytes>"
-
     @classmethod
     def made(cls, path: Path, num_bytes: int) -> MappedFile:
         """A new file. Raises OSError."""
@@ -118,9 +122,6 @@ class CudaMemory:
         self.data = self._tensor(
             _Allocation(driver, pointer, handle.num_bytes, _ordinal(device), is_own=is_own)
         )
-
-    def __repr__(self) -> str:
-        return f"<CudaMemory of {self.handle.num_bytes} bytes on {self._device}>"
 
     @classmethod
     def made(cls, num_bytes: int, device: torch.device, driver: CudaDriver | None = None) -> CudaMemory:
@@ -258,73 +259,113 @@ def _ordinal(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
 
 
-PIECE_WORDS = 2**20
-"""Words that are mixed at once: what the temporaries of a checksum take."""
-MIXERS = (-7046029254386353131, -4658895280553007687, -7723592293110705685)
-"""The odd 64-bit numbers of splitmix64, as int64 has them: https://prng.di.unimi.it/splitmix64.c."""
+class SharedChunk:
+    """The trainer's end: memory of `device` for any chunk, which engines have open while this process lives.
 
-
-def shared_digest(name: str, tensor: Tensor) -> bytes:
-    """wire.tensor_digest over a checksum of the tensor's bytes, where they are: no copy of a device's tensor
-    to the host.
-
-    It proves that the bytes, their order, name, dtype and shape are the same at both ends, against any fault
-    and not against somebody who wants to deceive: 128 bits of XXH3 on the CPU, 64 bits of mixed words on a
-    device.
+    Digests are of the tensors before they are copied: a fault in the copy shows at the other end too.
     """
-    return _digest(name, tensor, _checksum(tensor.detach().contiguous()))
+
+    def __init__(self, folder: Path, chunks: Iterable[Entries], device: torch.device) -> None:
+        """`folder`: for a file in shared memory, on the CPU; of trainers before this one none stays there.
+        Raises OSError.
+        """
+        for old in folder.glob("chunk-*.bin"):
+            old.unlink()
+        self.device = device
+        self._memory = make_memory(max(lay_out(entries)[1] for entries in chunks), device, folder)
+        self._placed: list[PlacedTensor] = []
+
+    def put(self, entries: Entries, tensors: Iterator[tuple[str, Tensor]]) -> dict[str, bytes]:
+        """One tensor after the other; done when it returns."""
+        self._placed, _ = lay_out(entries)
+        digests = copy_placed(self._placed, self._memory.data, tensors)
+        self._memory.settle()
+        return digests
+
+    def told(self) -> dict[str, Any]:
+        """Its handle, and where each tensor begins."""
+        return {"memory": ChunkMemory(handle=self._memory.handle, tensors=self._placed)}
 
 
-def word_digest(name: str, tensor: Tensor) -> bytes:
-    """The same by mixed words wherever the tensor is: for a Python that may have torch alone (vLLM's own)."""
-    return _digest(name, tensor, b"words" + word_sum(tensor.detach().contiguous()))
+def lay_out(entries: Entries) -> tuple[list[PlacedTensor], int]:
+    """Where each tensor of a buffer begins, and the bytes of the buffer."""
+    placed, end = [], 0
+    for name, dtype, shape in entries:
+        placed.append(PlacedTensor(name=name, dtype=dtype, shape=shape, start=end))
+        size = torch.Size(shape).numel() * getattr(torch, dtype).itemsize
+        end += -(-size // ALIGNMENT) * ALIGNMENT
+    return placed, end
 
 
-def byte_digest(name: str, tensor: Tensor) -> bytes:
-    """wire.tensor_digest of the bytes themselves."""
-    return _digest(name, tensor, bytes_of(tensor))
+def copy_placed(
+    placed: Iterable[PlacedTensor], data: Tensor, tensors: Iterator[tuple[str, Tensor]]
+) -> dict[str, bytes]:
+    """Copy the tensors, which come in this order, to their places; returns their digests."""
+    digests = {}
+    for name, view in views(placed, data).items():
+        found, tensor = next(tensors)
+        assert found == name, f"{found} came where {name} was to come"
+        view.copy_(tensor)
+        digests[name] = digest_of_tensor(name, tensor)
+    return digests
 
 
-def bytes_of(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor in host memory; a copy only where it is not there, or not contiguous."""
-    data: memoryview = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-    return data
+def views(placed: Iterable[PlacedTensor], data: Tensor) -> dict[str, Tensor]:
+    """Each tensor where it lies in `data`. Raises Refused (400) if one cannot lie there."""
+    tensors: dict[str, Tensor] = {}
+    for one in placed:
+        dtype = getattr(torch, one.dtype) if one.dtype in dict(DTYPES.values()) else None
+        if (
+            dtype is None
+            or any(size < 0 for size in one.shape)
+            or one.start % dtype.itemsize
+            or one.name in tensors
+        ):
+            raise _misplaced(one, "its dtype is no weight's, it begins inside of a number, or it comes twice")
+        shape = torch.Size(one.shape)
+        end = one.start + shape.numel() * dtype.itemsize
+        if end > len(data):
+            raise _misplaced(one, f"it would end at byte {end} of {len(data)}")
+        tensors[one.name] = data[one.start : end].view(dtype).view(shape)
+    return tensors
 
 
-def _digest(name: str, tensor: Tensor, data: bytes | memoryview) -> bytes:
-    return tensor_digest(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), data)
+def _misplaced(placed: PlacedTensor, why: str) -> Refused:
+    what = f"{placed.name}, {placed.dtype} {placed.shape} at byte {placed.start}"
+    return Refused(400, f"{what}, cannot be in a chunk: {why}", way_out=RESEND)
 
 
-def _checksum(tensor: Tensor) -> bytes:
-    if tensor.device.type != "cpu":
-        return b"words" + word_sum(tensor)
-    import xxhash  # vLLM's own Python has it not
-
-    data = tensor.reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else b""
-    return b"xxh3" + xxhash.xxh3_128_digest(data)
-
-
-def word_sum(tensor: Tensor) -> bytes:
-    """Each 64-bit word of a contiguous tensor is mixed with its position, and all are added modulo 2**64;
-    then come the odd bytes.
-
-    A change of one word always changes the sum, since mixing loses nothing; of several, all but once in
-    2**64.
+class TrainerMemory:
+    """The engine's end. A trainer's memory stays open until another one tells a handle, or this process
+    ends.
     """
-    flat, per_word = tensor.reshape(-1), 8 // tensor.element_size()
-    num_words = flat.numel() // per_word
-    if flat.storage_offset() % per_word:
-        flat = flat.clone()
-    words, rest = flat[: num_words * per_word].view(torch.int64), flat[num_words * per_word :]
-    positions = torch.arange(min(num_words, PIECE_WORDS), dtype=torch.int64, device=tensor.device)
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for start in range(0, num_words, PIECE_WORDS):
-        piece = words[start : start + PIECE_WORDS]
-        mixed = (positions[: len(piece)] + start) * MIXERS[0]
-        mixed.bitwise_xor_(piece)
-        for shift, mixer in ((30, MIXERS[1]), (27, MIXERS[2])):
-            high = (mixed >> shift).bitwise_and_(2 ** (64 - shift) - 1)  # int64 shifts its sign along
-            mixed.bitwise_xor_(high).mul_(mixer)
-        total += mixed.sum()
-    odd = rest.view(torch.uint8).cpu().numpy().tobytes() if rest.numel() else b""
-    return int(total.item()).to_bytes(8, "little", signed=True) + odd
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._memory: SharedMemory | None = None
+
+    @contextmanager
+    def tensors(self, chunk: ChunkMemory) -> Iterator[dict[str, Tensor]]:
+        """Its tensors where they lie; afterwards they may be written over. Raises Refused (400)."""
+        memory = self._opened(chunk.handle)
+        try:
+            yield views(chunk.tensors, memory.data)
+        finally:
+            memory.settle()
+
+    def _opened(self, handle: MemoryHandle) -> SharedMemory:
+        if self._memory is None or self._memory.handle != handle:
+            self._memory = None
+            try:
+                self._memory = open_memory(handle, self._device)
+            except (OSError, ValueError) as error:
+                raise Refused(
+                    400,
+                    f"cannot open the {handle.kind} memory of {handle.num_bytes} bytes that holds the chunk: "
+                    f"{error}",
+                    rule="trainer and engine take turns on one device of one machine, and share a piece of "
+                    "its memory",
+                    way_out="give them the same device (placement), or devices of their own; in containers, "
+                    "one that holds both.",
+                ) from error
+        return self._memory

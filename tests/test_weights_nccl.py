@@ -14,11 +14,11 @@ from torch import Tensor
 from trainer_cases import make_batch
 
 from asyncrl.http import CallRefused, Refused
-from asyncrl.messages.base import BroadcastRequest, BroadcastResponse, GroupSeat, joint_digest
-from asyncrl.weights.broadcasting import GroupBroken, WeightGroup
-from asyncrl.weights.chunk_export import LazyWeights
-from asyncrl.weights.send import HeldWeights
-from asyncrl.weights.shared_memory import word_digest
+from asyncrl.messages.base import BroadcastRequest, BroadcastResponse, GroupSeat
+from asyncrl.weights.export import LazyWeights
+from asyncrl.weights.nccl import BroadcastTransport, GroupBroken, WeightGroup
+from asyncrl.weights.tensor_files import digest_tensors
+from asyncrl.weights.transport import TrainerEnd
 
 CPU = torch.device("cpu")
 NAMES = itertools.count()
@@ -49,7 +49,7 @@ def test_every_receiver_gets_the_bits_that_were_held_whatever_training_does_mean
 ) -> None:
     weights = some_weights()
     expected = {name: tensor.to(dtype, copy=True) for name, tensor in weights.items()}
-    held = HeldWeights(CPU, dtype, chunk_bytes=4096)
+    held = BroadcastTransport(TrainerEnd(CPU, dtype, 4096))
     answer = held.hold(LazyWeights(weights), 3)
     for tensor in weights.values():
         tensor.zero_()
@@ -64,26 +64,22 @@ def test_every_receiver_gets_the_bits_that_were_held_whatever_training_does_mean
         assert all(
             torch.equal(tensors[name], expected[name]) and tensors[name].dtype == dtype for name in expected
         )
-    assert (
-        answer.held_digest
-        == sent.digest
-        == joint_digest(word_digest(name, tensor) for name, tensor in expected.items())
-    )
+    assert answer.digest == sent.digest == digest_tensors(expected)
     assert (answer.num_tensors, answer.num_bytes) == (4, sum(tensor.nbytes for tensor in expected.values()))
 
 
 def test_the_next_export_takes_the_place_of_the_last_one_which_is_then_refused(tmp_path: Path) -> None:
-    held = HeldWeights(CPU, torch.float32, chunk_bytes=2**20)
-    first = held.hold(LazyWeights(some_weights(1)), 1).held_digest
+    held = BroadcastTransport(TrainerEnd(CPU, torch.float32, 2**20))
+    first = held.hold(LazyWeights(some_weights(1)), 1).digest
     buffers = [buffer.data_ptr() for buffer in held._buffers]
-    assert held.hold(LazyWeights(some_weights(2)), 2).held_digest != first
+    assert held.hold(LazyWeights(some_weights(2)), 2).digest != first
     assert [buffer.data_ptr() for buffer in held._buffers] == buffers, "no memory is taken twice"
     with pytest.raises(Refused, match="what is held is version 2"):
         held.send(BroadcastRequest(version=1, seat=seats(tmp_path, 2)[0]))
 
 
 def test_a_member_that_never_comes_ends_the_wait_and_the_next_group_works(tmp_path: Path) -> None:
-    held = HeldWeights(CPU, torch.float32, chunk_bytes=2**20)
+    held = BroadcastTransport(TrainerEnd(CPU, torch.float32, 2**20))
     held.hold(LazyWeights(some_weights()), 1)
     with pytest.raises(Refused, match="no group of 2 processes within 0.3 s"):
         held.send(BroadcastRequest(version=1, seat=seats(tmp_path, 2, timeout_s=0.3)[0]))
@@ -137,11 +133,7 @@ def test_a_trainer_process_sends_what_it_would_write(
         assert version == 1
         assert found.keys() == written.keys()
         assert all(torch.equal(found[name], written[name]) for name in written)
-        assert (
-            sent.digest
-            == exported.held_digest
-            == joint_digest(word_digest(name, tensor) for name, tensor in found.items())
-        )
+        assert sent.digest == exported.digest == digest_tensors(found)
         old = BroadcastRequest(version=0, seat=first)
         with pytest.raises(CallRefused, match="what is held is version 1"):
             trainer.ask(lambda caller: caller.post("/broadcast", old, BroadcastResponse, timeout_s=60.0))

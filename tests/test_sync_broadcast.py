@@ -190,7 +190,6 @@ def test_no_export_takes_the_place_of_the_announced_one_while_an_engine_is_broug
         publisher = Publisher(
             trainer,
             [EngineServer(engine) for engine in engines],
-            interrupt="abort",
             timeout_s=60.0,
             on_served=lambda _: None,
             is_one_kept=is_one_kept,

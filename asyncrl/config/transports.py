@@ -1,0 +1,244 @@
+"""What each publisher.transport needs of engine, placement and settings, and its words in a plan. Knows no
+machine.
+
+The implementation of each is a file of asyncrl/weights/: a new transport is a class here, a class there, and
+a line in both tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+from urllib.parse import urlsplit
+
+if TYPE_CHECKING:
+    from asyncrl.config.run_config import RunConfig
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+Refusal = tuple[str, str, str]
+"""(what is wrong, the rule, the way out)."""
+
+
+@dataclass(frozen=True, slots=True)
+class DevicesInUse:
+    """Devices of the trainer's ranks and of the engines; `is_turns`: they take turns on the same ones."""
+
+    ranks: Sequence[str]
+    engines: Sequence[str]
+    is_turns: bool
+
+
+class Way:
+    """transport: shm, and what all have in common: all weights as one file that engines of this machine read
+    while they go on with the old ones.
+    """
+
+    name: ClassVar[str] = "shm"
+    sends_adapters = False
+    is_one_kept = False
+    """The trainer holds its newest export alone, and sends it itself."""
+    shares_device = False
+    """In turns, vLLM opens the chunks in the trainer's device memory."""
+    is_file_shared = False
+    """Exports lie in publisher.disk_dir, in no memory of this machine."""
+
+    def conflict(self, config: RunConfig) -> str | None:
+        """Why weights cannot go this way to these engines, and what to write instead; None if nothing speaks
+        against it.
+        """
+        if config.rollout.urls is None:
+            return None
+        if config.placement.rollout == "trainer":
+            return (
+                "placement.rollout=trainer has the engines sleep while the trainer works, and the servers of "
+                "rollout.urls are somebody else's; remove rollout.urls, or set placement.rollout=auto"
+            )
+        return self._conflict_with_urls(config.rollout.urls)
+
+    def _conflict_with_urls(self, urls: list[str]) -> str | None:
+        elsewhere = [url for url in urls if urlsplit(url).hostname not in LOOPBACK]
+        if not elsewhere:
+            return None
+        return (
+            f"publisher.transport=shm hands weights over in the memory of this machine, which {elsewhere[0]} "
+            "cannot read; set publisher.transport=disk and publisher.disk_dir to a folder that both machines "
+            "share (on this very machine, write the server as http://127.0.0.1:PORT)"
+        )
+
+    def refuse(self, config: RunConfig, used: DevicesInUse) -> Refusal | None:
+        """Why it cannot work between these devices."""
+        return None
+
+    def words(self, *, is_on_cuda: bool, disk_dir: str | None) -> str:
+        """How weights go beside generation, and why."""
+        what = "the adapters alone" if self.sends_adapters else "all weights"
+        return (
+            f"{what} go as one file in shared memory, because engines read it while they go on with the old "
+            "ones"
+        )
+
+
+class Disk(Way):
+    """transport: disk. The same file in a folder that engines on other machines can read."""
+
+    name = "disk"
+    is_file_shared = True
+
+    def _conflict_with_urls(self, urls: list[str]) -> str | None:
+        return None
+
+    def words(self, *, is_on_cuda: bool, disk_dir: str | None) -> str:
+        """Where the file lies."""
+        return (
+            f"all weights go as one file in {disk_dir}, because engines on other machines can read it there"
+        )
+
+
+class Lora(Way):
+    """transport: lora. The adapters alone, as a file like that of shm."""
+
+    name = "lora"
+    sends_adapters = True
+
+    def conflict(self, config: RunConfig) -> str | None:
+        """There must be adapters, and an engine with weights under them."""
+        if config.trainer.lora is None:
+            return (
+                "publisher.transport=lora publishes adapters, and trainer.lora is none; set "
+                "trainer.lora={rank: 16}"
+            )
+        if config.rollout.engine == "simulated":
+            return (
+                "publisher.transport=lora needs an engine with weights, and rollout.engine=simulated has none"
+            )
+        return super().conflict(config)
+
+    def _conflict_with_urls(self, urls: list[str]) -> str | None:
+        return (
+            "publisher.transport=lora needs servers that were started with room for the adapters, and how "
+            "the servers of rollout.urls were started is not for the run to say; set publisher.transport=shm "
+            "(adapters are merged), or remove rollout.urls"
+        )
+
+    def refuse(self, config: RunConfig, used: DevicesInUse) -> Refusal | None:
+        """An engine that slept has no weights under the adapters."""
+        if not used.is_turns:
+            return None
+        return (
+            "publisher.transport=lora, and trainer and engines take turns on the same devices",
+            "an engine that sleeps has given its weights away, so there is nothing that adapters alone could "
+            "be added to",
+            "set publisher.transport=shm: the weights with the adapters merged into them, chunk by chunk",
+        )
+
+
+class BetweenDevices(Way):
+    """What both that go from device to device need: vLLM, placed by the run."""
+
+    def conflict(self, config: RunConfig) -> str | None:
+        """The engine must be vLLM's."""
+        if config.rollout.engine != "vllm":
+            return (
+                f"publisher.transport={self.name} is vLLM's own weight transfer, and "
+                f"rollout.engine={config.rollout.engine} has none; set publisher.transport=shm, or "
+                "rollout.engine=vllm"
+            )
+        return super().conflict(config)
+
+    def _conflict_with_urls(self, urls: list[str]) -> str | None:
+        return (
+            f"publisher.transport={self.name} connects devices that the run has placed, and where the "
+            "servers of rollout.urls are is not known; set publisher.transport=shm on one machine, or disk"
+        )
+
+
+class Nccl(BetweenDevices):
+    """transport: nccl. One broadcast to all engines; on the CPU it is gloo's."""
+
+    name = "nccl"
+    is_one_kept = True
+
+    def conflict(self, config: RunConfig) -> str | None:
+        """All engines receive at once."""
+        conflict = super().conflict(config)
+        if conflict is None and config.publisher.rolling:
+            return (
+                "publisher.transport=nccl sends each version once, to all engines together, and "
+                "publisher.rolling has them swap one after the other; set publisher.rolling=false, or "
+                "publisher.transport=shm"
+            )
+        return conflict
+
+    def refuse(self, config: RunConfig, used: DevicesInUse) -> Refusal | None:
+        """Devices of one kind, and no two processes on one of them."""
+        if len({"cpu" in devices for devices in (used.ranks, used.engines)}) > 1:
+            side = "trainer" if "cpu" in used.ranks else "rollout"
+            return (
+                f"publisher.transport=nccl, and of trainer and engines the {side} alone is on the CPU",
+                "a broadcast is between CUDA devices (NCCL), or between processes on the CPU (gloo)",
+                "set publisher.transport=shm, or place both sides on devices of one kind",
+            )
+        if used.is_turns:
+            return (
+                "publisher.transport=nccl, and trainer and engines take turns on the same device",
+                "NCCL cannot connect two processes on one device",
+                "set publisher.transport=ipc, or shm",
+            )
+        return None
+
+    def words(self, *, is_on_cuda: bool, disk_dir: str | None) -> str:
+        """By which library."""
+        how = "NCCL" if is_on_cuda else "gloo"
+        return (
+            f"all weights go by {how}, in one broadcast from a copy that the trainer holds on its device, to "
+            "all engines at once"
+        )
+
+
+class Ipc(BetweenDevices):
+    """transport: ipc. In turns, chunks in memory of the one CUDA device that both sides use."""
+
+    name = "ipc"
+    shares_device = True
+
+    def conflict(self, config: RunConfig) -> str | None:
+        """Neither side is on the CPU."""
+        conflict = super().conflict(config)
+        sides = {"trainer": config.placement.trainer, "rollout": config.placement.rollout}
+        if conflict is None and (on_cpu := [side for side, devices in sides.items() if devices == "cpu"]):
+            return (
+                f"publisher.transport=ipc goes from CUDA device to CUDA device, and placement.{on_cpu[0]} is "
+                f"cpu; set publisher.transport=shm, or give placement.{on_cpu[0]} a CUDA device"
+            )
+        return conflict
+
+    def refuse(self, config: RunConfig, used: DevicesInUse) -> Refusal | None:
+        """One CUDA device, in turns."""
+        for side, devices, given in (
+            ("trainer", used.ranks, config.placement.trainer),
+            ("rollout", used.engines, config.placement.rollout),
+        ):
+            if "cpu" in devices:
+                return (
+                    f"publisher.transport=ipc, and placement.{side}={given} is the CPU here",
+                    "a CUDA IPC handle is of memory on a CUDA device",
+                    "set publisher.transport=shm, or place both sides on CUDA devices",
+                )
+        if not used.is_turns:
+            return (
+                "publisher.transport=ipc, and trainer and engines are on different devices",
+                "a CUDA IPC handle names memory of one device for processes on that device",
+                "set publisher.transport=nccl, or shm; or have both sides take turns "
+                "(placement.rollout=trainer, buffer.max_staleness=0)",
+            )
+        if (num_devices := len({*used.ranks, *used.engines})) > 1:
+            return (
+                f"publisher.transport=ipc, and {num_devices} devices take turns",
+                "rank 0 has the chunks on its device, and an engine sees its own devices alone",
+                "set publisher.transport=shm, which works on any number of devices, or use one device",
+            )
+        return None
+
+
+WAYS: dict[str, Way] = {way.name: way for way in (Way(), Disk(), Lora(), Nccl(), Ipc())}

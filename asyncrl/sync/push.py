@@ -1,0 +1,270 @@
+"""One push of one version to all engines, in two phases: bring the weights and compare digests, then commit.
+Knows no route and no other push.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from asyncrl.engines.engine import EngineClient
+from asyncrl.errors import ConnectionShortage, EngineLost, PublishError, RoomError
+from asyncrl.messages.base import BroadcastRequest, BroadcastResponse
+from asyncrl.messages.records import CommitReport, Interrupt, WeightManifest
+from asyncrl.messages.trainer_calls import ExportChunkResponse
+from asyncrl.waits import TimeLimit, waiting
+
+Result = TypeVar("Result")
+OnLost = Callable[[EngineLost], None]
+RESTART = (
+    "read the log of the engine that is named, then start the run again; if it repeats, report it with both "
+    "logs."
+)
+
+
+class WeightTrainer(Protocol):
+    """What weight sync needs of the trainer, which may be down for a while: run.supervise_trainer has it."""
+
+    @property
+    def policy_version(self) -> int:
+        """Of its newest weights."""
+        ...
+
+    @property
+    def is_up(self) -> bool:
+        """Whether it can answer: false while its processes are started again."""
+        ...
+
+    @property
+    def num_restarts(self) -> int:
+        """How often they were."""
+        ...
+
+    async def wait_up(self) -> None:
+        """Return once it can answer."""
+        ...
+
+    async def wait_version_above(self, version: int) -> int:
+        """Return the trainer's policy_version once it is greater than `version`."""
+        ...
+
+    async def export(self) -> WeightManifest:
+        """Copy the newest weights into staging, between two optimizer steps."""
+        ...
+
+    async def export_chunk(self, version: int, index: int) -> ExportChunkResponse:
+        """Write chunk `index` of the weights over the one before."""
+        ...
+
+    async def broadcast(self, request: BroadcastRequest) -> BroadcastResponse:
+        """Have the weights that are held sent to all members of a group. Raises TrainerError."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PushReport:
+    """Seconds in which the trainer wrote chunks (export_s), engines read the weights (prepare_s) and swapped
+    (commit_s); `pause_s` of the engine that paused longest; interrupted requests of all engines.
+    """
+
+    export_s: float
+    prepare_s: float
+    commit_s: float
+    pause_s: float
+    num_interrupted: int
+
+
+class Push:
+    """One version on its way to the engines in `live`: whole, as one export beside generation, or chunk by
+    chunk, into weights that are awake and empty.
+
+    Life:       made, with the version that all engines serve -> whole() or chunks(), once. An engine that is
+                lost on the way is told to `on_lost` and left behind; `live` holds the others. Without
+                `on_lost` it is an error like any other.
+    Waits:      for all engines at once, at most timeout_s a phase; `is_rolling`: in commit for one after the
+                other. For a chunk without a limit: a handover, which has one, goes on around it.
+    Invariant:  both return only if every engine in `live` serves the version with the digest that the trainer
+                sent. No engine swaps before each has the right bytes: what fails while a whole export is
+                prepared leaves all on the old version. A chunk is asked for only when every engine has loaded
+                the one before; after an error in a push of chunks no engine can serve, until the next push.
+    """
+
+    def __init__(
+        self,
+        version: int,
+        targets: Sequence[EngineClient],
+        *,
+        served: int,
+        timeout_s: float,
+        interrupt: Interrupt = "abort",
+        on_lost: OnLost | None = None,
+        is_rolling: bool = False,
+        is_down: Callable[[str], bool] = lambda _: False,
+    ) -> None:
+        """`is_down` is asked right before an engine's commit: one that went down while others had theirs may
+        be another process by then, with nothing staged, and is brought up by a push of its own.
+        """
+        self.version, self.live = version, tuple(targets)
+        self._timeout_s, self._on_lost = timeout_s, on_lost
+        self._interrupt: Interrupt = interrupt
+        self._is_rolling, self._is_down = is_rolling, is_down
+        self._sent = ""
+        self._serving: dict[str, str] = {target.name: str(served) for target in targets}
+
+    async def whole(self, manifest: WeightManifest) -> PushReport:
+        """Prepare and commit. Raises PublishError with the versions that each engine has now."""
+        clock = asyncio.get_running_loop().time
+        start = clock()
+        self._sent = f"{manifest.num_tensors} tensors, {manifest.num_bytes} bytes"
+        digests = await self._on_live("prepare", lambda target: target.prepare(manifest))
+        for target in self.live:
+            self._check_digest(target, "loaded", digests[target.name], manifest.digest)
+        return await self._commit(manifest.digest, 0.0, clock() - start)
+
+    async def chunks(self, trainer: WeightTrainer) -> tuple[PushReport, WeightManifest]:
+        """Load all chunks, each written once by the trainer, and commit. Raises PublishError, or what the
+        trainer's client raises.
+        """
+        clock = asyncio.get_running_loop().time
+        export_s = load_s = 0.0
+        num_tensors = num_bytes = num_chunks = 0
+        is_last = False
+        while not is_last:
+            start = clock()
+            chunk = await trainer.export_chunk(self.version, num_chunks)
+            exported = clock()
+            if (chunk.version, chunk.index) != (self.version, num_chunks) or chunk.is_last != bool(
+                chunk.whole_digest
+            ):
+                raise self._error(
+                    f"the trainer was asked for chunk {num_chunks} of policy_version {self.version} and "
+                    f"wrote chunk {chunk.index} of {chunk.version}, is_last={chunk.is_last}, "
+                    f"whole_digest={chunk.whole_digest or 'none'}",
+                    "the chunks of one version come in order, and the last one alone says the digest of all",
+                )
+            self._sent = f"chunk {chunk.index}: {chunk.num_tensors} tensors, {chunk.num_bytes} bytes"
+            await self._load(chunk)
+            export_s, load_s = export_s + exported - start, load_s + clock() - exported
+            num_tensors, num_bytes = num_tensors + chunk.num_tensors, num_bytes + chunk.num_bytes
+            num_chunks, is_last = num_chunks + 1, chunk.is_last
+        self._sent = f"{num_tensors} tensors, {num_bytes} bytes in {num_chunks} chunks"
+        report = await self._commit(chunk.whole_digest, export_s, load_s)
+        manifest = WeightManifest(
+            version=self.version,
+            path="",
+            digest=chunk.whole_digest,
+            num_tensors=num_tensors,
+            num_bytes=num_bytes,
+        )
+        return report, manifest
+
+    async def _load(self, chunk: ExportChunkResponse) -> None:
+        digests = await self._on_live(f"load_chunk {chunk.index}", lambda target: target.load_chunk(chunk))
+        for target in self.live:
+            self._check_digest(target, f"loaded chunk {chunk.index} of", digests[target.name], chunk.digest)
+
+    async def _commit(self, digest: str, export_s: float, prepare_s: float) -> PushReport:
+        """Have all of them serve the version, at once or one after the other, and check that they do."""
+        clock = asyncio.get_running_loop().time
+        start = clock()
+
+        async def commit(target: EngineClient) -> CommitReport:
+            before = self._serving[target.name]
+            self._serving[target.name] = f"{before} or {self.version}, it gave no answer"
+            report = await target.commit(self.version, digest, self._interrupt)
+            self._serving[target.name] = str(report.version)
+            return report
+
+        reports: dict[str, CommitReport] = {}
+        for turn in [(target,) for target in self.live] if self._is_rolling else [self.live]:
+            targets = [target for target in turn if not self._is_down(target.name)]
+            answers = await self._on(targets, "commit", commit)
+            for target in targets:
+                if target.name in answers:
+                    self._check_served(target, answers[target.name], digest)
+            reports |= answers
+        self.live = tuple(target for target in self.live if target.name in reports)
+        return PushReport(
+            export_s,
+            prepare_s,
+            clock() - start,
+            pause_s=max((report.pause_s for report in reports.values()), default=0.0),
+            num_interrupted=sum(report.num_interrupted for report in reports.values()),
+        )
+
+    async def _on_live(
+        self, phase: str, call: Callable[[EngineClient], Awaitable[Result]]
+    ) -> dict[str, Result]:
+        answers = await self._on(self.live, phase, call)
+        self.live = tuple(target for target in self.live if target.name in answers)
+        return answers
+
+    async def _on(
+        self, targets: Sequence[EngineClient], phase: str, call: Callable[[EngineClient], Awaitable[Result]]
+    ) -> dict[str, Result]:
+        """The phase on all of them at once: the answers of those that were not lost. Waits for all, so that
+        an error can say what each one has.
+        """
+        answers: dict[str, Result] = {}
+        silent: list[str] = []
+
+        async def one(target: EngineClient) -> None:
+            limit = TimeLimit(self._timeout_s)
+            try:
+                with waiting(f"{phase} of policy_version {self.version}", on=target.name, who="publisher"):
+                    async with limit:
+                        answers[target.name] = await call(target)
+            except TimeoutError:
+                if not limit.expired():
+                    raise
+                silent.append(target.name)
+                if self._on_lost is not None:
+                    self._on_lost(EngineLost(target.name, too_slow, rule=rule, way_out=way_out))
+            except EngineLost as lost:
+                if self._on_lost is None:
+                    raise
+                self._on_lost(lost)  # right here: what it leads to must not wait for the other engines
+
+        too_slow = f"did not {phase} policy_version {self.version} within {self._timeout_s} s"
+        rule = f"publisher.timeout_s={self._timeout_s} is the limit of each phase"
+        way_out = "raise publisher.timeout_s if the machine is slow, else read its log."
+        outcomes = await asyncio.gather(*(one(target) for target in targets), return_exceptions=True)
+        if silent and self._on_lost is None:
+            raise self._error(f"{', '.join(silent)} {too_slow}", rule, way_out)
+        for target, outcome in zip(targets, outcomes, strict=True):
+            if isinstance(outcome, ConnectionShortage):  # of ours: nothing is known of the engine
+                raise outcome
+            if isinstance(outcome, RoomError):
+                raise self._error(
+                    f"{target.name} failed in {phase} of policy_version {self.version}: {outcome.what}",
+                    outcome.rule or "a version is announced only when every engine serves it",
+                    outcome.way_out or RESTART,
+                ) from outcome
+            if isinstance(outcome, BaseException):
+                raise outcome
+        return answers
+
+    def _check_served(self, target: EngineClient, report: CommitReport, digest: str) -> None:
+        self._check_digest(target, "serves", report.digest, digest)
+        if report.version != self.version:
+            raise self._error(
+                f"{target.name} says that it serves policy_version {report.version}, where {self.version} "
+                f"was committed",
+                "a version is announced only when every engine serves it",
+            )
+
+    def _check_digest(self, target: EngineClient, verb: str, digest: str, expected: str) -> None:
+        if digest != expected:
+            raise self._error(
+                f"{target.name} {verb} policy_version {self.version} with digest {digest}, the trainer sent "
+                f"{expected} ({self._sent})",
+                f"a version is announced only when every digest matches, so {self.version} was not announced",
+            )
+
+    def _error(self, what: str, rule: str, way_out: str = RESTART) -> PublishError:
+        serving = ", ".join(f"{name}: {version}" for name, version in self._serving.items())
+        return PublishError(
+            "publisher", f"{what} (policy_version served: {serving})", rule=rule, way_out=way_out
+        )

@@ -1,0 +1,266 @@
+"""transport: nccl. One broadcast of all weights to all workers of all engines.
+
+The trainer copies each version on its device, in the dtype of an export, into buffers of
+publisher.chunk_bytes that are made once (hold): all weights once more is the memory it takes, and training
+goes on with the originals. When every engine waits for it (asyncrl/sync/broadcast.py), rank 0 sends the
+buffers (send), and each vLLM worker loads one after the other and compares the digest of what came
+(servers/asyncrl_servers/vllm/transfer.py).
+
+On CUDA devices the group of processes is NCCL's, on the CPU gloo's; they differ in _connect, _wait and
+close. Why not vLLM's own helpers (nccl_common.trainer_init and PyNcclCommunicator): their processes meet in
+a TCP store that whoever reaches the port may write to, and unpickle what they find there; the trainer would
+have to import vLLM; and nothing in them ends a wait for a process that has died. Here they meet in a file of
+a folder that is ours alone, nothing is pickled, and every wait has an end.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from asyncrl.http import Refused
+from asyncrl.messages.base import (
+    BroadcastRequest,
+    BroadcastResponse,
+    GroupSeat,
+    SentChunk,
+    SentWeights,
+    joint_digest,
+)
+from asyncrl.messages.trainer_calls import ExportResponse
+from asyncrl.weights.chunk_export import cut
+from asyncrl.weights.export import (
+    LazyWeights,
+    entries_of,
+    gather_along,
+    sizes_of,
+    whole_tensors,
+)
+from asyncrl.weights.ipc import copy_placed, lay_out, views
+from asyncrl.weights.transport import Exported, TrainerEnd, Transport, only_gathered
+
+SENDER = 0
+_LOOK_S = 0.0005
+"""How often an unfinished NCCL call is looked at."""
+
+
+class BroadcastTransport(Transport):
+    """The trainer's end: the copy of one version, and its way to the engines.
+
+    Life:       empty -> export(): rank 0 holds a version -> send() it, any number of times -> export() the
+                next, over it.
+    Waits:      export for a send that is under way, and the other way round; send for every member of its
+                group, as long as a seat says.
+    Invariant:  what is sent is what was held, whole: they exclude each other. A group that broke is never
+                used again.
+    """
+
+    def __init__(self, end: TrainerEnd) -> None:
+        super().__init__(end)
+        self.digest = ""
+        self._chunks: list[SentChunk] = []
+        self._buffers: list[Tensor] = []
+        self._group: WeightGroup | None = None
+        self._in_use = threading.Lock()
+
+    def export(self, exported: Exported, path: Path) -> ExportResponse:
+        """Hold the weights; where evaluation wants a file, write it too. Raises OSError, or RuntimeError if
+        there is no memory for the copy.
+        """
+        written = self.write(exported, path).path if self.end.is_file_wanted else ""
+        if self.end.is_first:
+            return self.hold(exported.merged(), exported.version).model_copy(update={"path": written})
+        gather_along(exported.merged(), self.end.dtype)
+        return only_gathered(exported.version)
+
+    def hold(self, weights: LazyWeights, version: int) -> ExportResponse:
+        """Copy them over what was held, gathering what is sharded."""
+        with self._in_use:
+            self.version = -1
+            tensors = whole_tensors(weights, self.end.dtype, self.end.device)
+            digests: dict[str, bytes] = {}
+            try:
+                self._make_room(weights)
+                for chunk, buffer in zip(self._chunks, self._buffers, strict=True):
+                    digests |= copy_placed(chunk.tensors, buffer, tensors)
+            finally:
+                for _ in tensors:  # after an error: the other ranks gather on to the end
+                    pass
+            if self.end.device.type == "cuda":
+                torch.cuda.synchronize(self.end.device)  # another thread sends it
+            self.digest, self.version = joint_digest(digests.values()), version
+        return ExportResponse(
+            version=version,
+            path="",
+            digest=self.digest,
+            is_held=True,
+            num_tensors=len(weights),
+            num_bytes=sum(sizes_of(weights, self.end.dtype).values()),
+        )
+
+    def send(self, request: BroadcastRequest) -> BroadcastResponse:
+        """To all members of the group; in a thread of its own. Raises Refused."""
+        with self._in_use:
+            if self.version != request.version:
+                raise Refused(
+                    409,
+                    f"policy_version {request.version} is to be sent, and what is held is version "
+                    f"{self.version}",
+                    rule="the newest export alone is held",
+                    way_out="export, and send that.",
+                )
+            try:
+                self._joined(request.seat).send(
+                    SentWeights(version=self.version, chunks=self._chunks), self._buffers
+                )
+            except GroupBroken as broken:
+                self._leave()
+                raise Refused(
+                    409,
+                    f"policy_version {request.version} was not sent: {broken}",
+                    rule="weights are sent once, to all workers of all engines",
+                    way_out="read the logs of the engines; they are sent anew once those were started again.",
+                ) from broken
+            sent = sum(chunk.num_bytes for chunk in self._chunks)
+            return BroadcastResponse(version=self.version, digest=self.digest, num_bytes=sent)
+
+    def _joined(self, seat: GroupSeat) -> WeightGroup:
+        if self._group is None or self._group.path != seat.path:
+            self._leave()
+            self._group = WeightGroup(seat, self.end.device)
+        return self._group
+
+    def _leave(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()
+
+    def _make_room(self, weights: LazyWeights) -> None:
+        if self._chunks:
+            return
+        for names in cut(sizes_of(weights, self.end.dtype), self.end.chunk_bytes):
+            placed, size = lay_out(entries_of(weights.only(names), self.end.dtype))
+            self._buffers.append(torch.zeros(size, dtype=torch.uint8, device=self.end.device))
+            self._chunks.append(SentChunk(num_bytes=size, tensors=placed))
+
+
+class GroupBroken(Exception):  # noqa: N818  what it is, not what went wrong
+    """A member of the group is gone, late, or did something else. The group cannot be used any more."""
+
+
+class WeightGroup:
+    """One member of a group: this process.
+
+    Life:       joined, once all are there -> send, or receive, any number of times -> closed, by the first
+                failure too.
+    Waits:      every call for the others, timeout_s at most; then the group is broken.
+    Invariant:  all members make the same calls in the same order: what is sent says its own shape first.
+    """
+
+    def __init__(self, seat: GroupSeat, device: torch.device) -> None:
+        """Join. Raises GroupBroken."""
+        self.path, self._device, self._timeout = seat.path, device, timedelta(seconds=seat.timeout_s)
+        self._group: Any = None
+        try:
+            self._group = _connect(seat, device, self._timeout)
+        except (RuntimeError, OSError) as error:
+            raise GroupBroken(
+                f"no group of {seat.size} processes within {seat.timeout_s} s: {error}"
+            ) from error
+
+    def close(self) -> None:
+        """Leave. Idempotent; the others notice at their next call."""
+        group, self._group = self._group, None
+        if group is not None and self._device.type == "cuda":
+            group.abort()
+
+    def send(self, weights: SentWeights, buffers: list[Tensor]) -> None:
+        """As the sender: what comes, then the buffers. Raises GroupBroken."""
+        head = torch.frombuffer(bytearray(weights.model_dump_json().encode()), dtype=torch.uint8).to(
+            self._device
+        )
+        self._broadcast(torch.tensor([len(head)], device=self._device))
+        self._broadcast(head)
+        for buffer in buffers:
+            self._broadcast(buffer)
+
+    def receive(self) -> Iterator[tuple[int, dict[str, Tensor]]]:
+        """The version, and the tensors of one buffer after the other, each buffer in memory of its own.
+        Raises GroupBroken.
+        """
+        length = torch.zeros(1, dtype=torch.int64, device=self._device)
+        self._broadcast(length)
+        head = torch.empty(int(length.item()), dtype=torch.uint8, device=self._device)
+        self._broadcast(head)
+        weights = SentWeights.model_validate_json(head.cpu().numpy().tobytes())
+        for chunk in weights.chunks:
+            buffer = torch.empty(chunk.num_bytes, dtype=torch.uint8, device=self._device)
+            self._broadcast(buffer)
+            yield weights.version, views(chunk.tensors, buffer)
+
+    def _broadcast(self, tensor: Tensor) -> None:
+        if self._group is None:
+            raise GroupBroken("the group is closed")
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor, options.timeout = SENDER, 0, self._timeout
+        try:
+            self._wait(self._group.broadcast([tensor], options))
+        except RuntimeError as error:
+            self.close()
+            raise GroupBroken(f"a broadcast of {tensor.nbytes} bytes failed: {error}") from error
+
+    def _wait(self, work: Any) -> None:
+        """Return when it is done, on the device too. Raises RuntimeError."""
+        work.wait(self._timeout)
+        if self._device.type != "cuda":
+            return
+        done, end = torch.cuda.Event(), time.monotonic() + self._timeout.total_seconds()  # type: ignore[no-untyped-call]
+        done.record()
+        while not done.query():  # type: ignore[no-untyped-call]
+            if time.monotonic() > end:
+                raise RuntimeError(f"not done after {self._timeout.total_seconds()} s")
+            time.sleep(_LOOK_S)
+
+
+def _connect(seat: GroupSeat, device: torch.device, timeout: timedelta) -> Any:
+    store = dist.FileStore(seat.path, seat.size)  # type: ignore[attr-defined]
+    store.set_timeout(timeout)
+    if device.type == "cuda":
+        if device.index is not None:
+            torch.cuda.set_device(
+                device
+            )  # of this thread; a trainer's rank 0 has no number, and is on the first
+        nccl = dist.ProcessGroupNCCL.Options()
+        nccl._timeout = 2 * timeout  # ours comes first
+        with _without_watchdog():
+            return dist.ProcessGroupNCCL(store, seat.rank, seat.size, nccl)
+    gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    gloo._timeout, gloo._devices = timeout, [dist.ProcessGroupGloo.create_device(interface="lo")]
+    return dist.ProcessGroupGloo(store, seat.rank, seat.size, gloo)
+
+
+@contextmanager
+def _without_watchdog() -> Iterator[None]:
+    """A group made here does not end the whole process when another member dies: a trainer goes on, with the
+    next group.
+    """
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    before = os.environ.get(name)
+    os.environ[name] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

@@ -1,0 +1,322 @@
+"""What the trainer exports: files that another reader understands, chunks that together are the export, and
+one digest for all.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from asyncrl.trainer.movable_step import MovableStep
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from tiny_model import make_tiny_model
+from torch import Tensor
+from trainer_cases import make_batch, make_spec
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from asyncrl.http import Refused
+from asyncrl.messages import base
+from asyncrl.messages.base import word_sum
+from asyncrl.messages.trainer_calls import ExportChunkResponse
+from asyncrl.trainer.step import TrainStep
+from asyncrl.weights import tensor_files
+from asyncrl.weights.chunk_export import cut
+from asyncrl.weights.export import digest_of, export_weights, in_export_dtype, named_weights
+from asyncrl.weights.tensor_files import (
+    device_word_sum,
+    digest_of_tensor,
+    digest_tensors,
+    host_bytes,
+    read_tensors,
+)
+
+CHUNK_BYTES = 10_000
+MASK = 2**64 - 1
+MakeStep = Callable[..., MovableStep]
+
+
+@pytest.fixture
+def make_step(tiny_model_dir: Path, tmp_path: Path) -> MakeStep:
+    def make(model_dir: Path = tiny_model_dir, **values: Any) -> MovableStep:
+        (tmp_path / "staging").mkdir(exist_ok=True)
+        return MovableStep(make_spec(model_dir, tmp_path, **{"chunk_bytes": CHUNK_BYTES, **values}))
+
+    return make
+
+
+def chunks_of(step: MovableStep) -> list[tuple[ExportChunkResponse, dict[str, Tensor]]]:
+    """As an engine asks for them: each loaded before the next is asked for."""
+    chunks: list[tuple[ExportChunkResponse, dict[str, Tensor]]] = []
+    while not chunks or not chunks[-1][0].is_last:
+        step.chunk_names(step.policy_version, len(chunks))
+        answer = step.export_chunk(len(chunks))
+        chunks.append((answer, {name: tensor.clone() for name, tensor in load_file(answer.path).items()}))
+    return chunks
+
+
+# ---- whole
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_export_holds_every_weight_once_by_the_models_names_and_its_digest_is_the_files(
+    tiny_model_dir: Path, tmp_path: Path, dtype: str
+) -> None:
+    step = TrainStep(make_spec(tiny_model_dir, tmp_path, dtype=dtype))
+    step.train(*make_batch())
+    answer = step.export(tmp_path / "v1.safetensors")
+    loaded = load_file(answer.path)
+    assert set(loaded) == {name for name, _ in step.policy.model.named_parameters()}
+    assert "lm_head.weight" not in loaded, "tied to the embedding, which is there"
+    for name, parameter in step.policy.model.named_parameters():
+        assert torch.equal(loaded[name], parameter.detach().to(getattr(torch, dtype)))
+    assert answer.digest == digest_tensors(loaded)
+    assert (answer.version, answer.num_tensors) == (1, len(loaded))
+    assert answer.num_bytes == sum(tensor.nbytes for tensor in loaded.values())
+    assert [path.name for path in tmp_path.glob("*safetensors*")] == ["v1.safetensors"]
+
+
+def test_a_persistent_buffer_is_exported_and_a_passing_one_is_not(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2, bias=False), torch.nn.BatchNorm1d(2))
+    model.register_buffer("passing", torch.ones(2), persistent=False)
+    weights = in_export_dtype(named_weights(model), torch.bfloat16)
+    answer = export_weights(weights, tmp_path / "w.safetensors", 0)
+    loaded = load_file(answer.path)
+    running = {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
+    assert set(loaded) == {"0.weight", "1.weight", "1.bias"} | running
+    assert loaded["1.num_batches_tracked"].dtype == torch.int64, "only floating point weights change"
+    assert answer.digest == digest_of(loaded)
+    with safe_open(answer.path, "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+def test_an_export_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
+    (tmp_path / "v0.safetensors").mkdir()
+    with pytest.raises(OSError, match="v0"):
+        export_weights({"w": torch.zeros(4)}, tmp_path / "v0.safetensors", 0)
+    assert [path.name for path in tmp_path.iterdir()] == ["v0.safetensors"]
+
+
+@pytest.mark.parametrize("tie_word_embeddings", [True, False])
+def test_a_saved_folder_opens_with_the_auto_classes_and_has_the_trained_weights(
+    tmp_path: Path, tie_word_embeddings: bool
+) -> None:
+    folder = make_tiny_model(tmp_path / "model", tie_word_embeddings=tie_word_embeddings)
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ messages[0]['content'] }}", encoding="utf-8")
+    step = TrainStep(make_spec(folder, tmp_path, dtype="bfloat16", chat_template=str(template)))
+    step.train(*make_batch())
+    step.save(tmp_path / "saved")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert model.dtype == torch.bfloat16
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, step.policy.model.get_parameter(name).to(torch.bfloat16))
+    assert AutoTokenizer.from_pretrained(tmp_path / "saved").chat_template == template.read_text()
+
+
+@pytest.mark.parametrize("merged", [True, False])
+def test_weights_that_were_saved_before_go_once_the_new_ones_are_whole(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, merged: bool
+) -> None:
+    step = TrainStep(make_spec(tiny_model_dir, tmp_path, trainer={"lora": {"rank": 4}}))
+    folder = tmp_path / "saved"
+
+    def content() -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+    step.save(folder, merged=merged)
+    before = content()
+    step.train(*make_batch())
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:  # in the middle: some files of the new folder are there
+        patch.setattr("asyncrl.trainer.step.load_tokenizer", lambda _: SimpleNamespace(save_pretrained=full))
+        patch.setattr("asyncrl.trainer.model.lora.save_file", full)
+        with pytest.raises(OSError, match="No space left"):
+            step.save(folder, merged=merged)
+    assert content() == before
+    assert not list(tmp_path.glob(".saved*"))
+    step.save(folder, merged=merged)
+    assert content().keys() == before.keys()
+    assert content() != before
+
+
+# ---- in chunks
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{}, {"dtype": "bfloat16"}, {"trainer": {"lora": {"rank": 4}}, "dtype": "bfloat16"}],
+    ids=["float32", "bfloat16", "lora in bfloat16"],
+)
+def test_the_chunks_together_are_the_export_in_its_order_and_with_its_digest_and_go_through_one_file(
+    make_step: MakeStep, tmp_path: Path, values: dict[str, Any]
+) -> None:
+    step = make_step(make_tiny_model(tmp_path / "model", tie_word_embeddings=False), **values)
+    inodes = set()
+    for version in (1, 2):
+        step.train(*make_batch(version=version - 1))
+        whole = step.export(tmp_path / f"v{version}.safetensors")
+        chunks = chunks_of(step)
+        assert len(chunks) > 3
+        tensors: dict[str, Tensor] = {}
+        for index, (answer, chunk) in enumerate(chunks):
+            is_last = index == len(chunks) - 1
+            assert (answer.version, answer.index, answer.is_last) == (version, index, is_last)
+            assert (answer.digest, answer.num_tensors) == (digest_tensors(chunk), len(chunk))
+            assert answer.num_bytes == sum(tensor.nbytes for tensor in chunk.values())
+            assert answer.num_bytes <= CHUNK_BYTES or len(chunk) == 1
+            assert (answer.whole_digest == whole.digest) == is_last
+            assert not tensors.keys() & chunk.keys()
+            tensors.update(chunk)
+        expected = load_file(whole.path)
+        assert list(tensors) == sorted(expected)
+        for name, tensor in expected.items():
+            assert tensors[name].dtype == tensor.dtype
+            assert torch.equal(tensors[name], tensor)
+        (file,) = (tmp_path / "staging").iterdir()
+        inodes.add(file.stat().st_ino)
+        head = int.from_bytes(file.read_bytes()[:8], "little")
+        assert file.stat().st_size == 8 + head + chunks[-1][0].num_bytes, "of the length of its chunk"
+    assert len(inodes) == 1
+
+
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=20), st.integers(1, 60))
+def test_a_chunk_is_what_fits_or_one_tensor_that_does_not_and_none_could_take_the_next_one(
+    sizes: list[int], chunk_bytes: int
+) -> None:
+    by_name = {f"{index:02}": size for index, size in enumerate(sizes)}
+    chunks = cut(by_name, chunk_bytes)
+    assert [name for chunk in chunks for name in chunk] == list(by_name)
+    total = [sum(by_name[name] for name in chunk) for chunk in chunks]
+    assert all(size <= chunk_bytes or len(chunk) == 1 for size, chunk in zip(total, chunks, strict=True))
+    assert all(size + by_name[later[0]] > chunk_bytes for size, later in zip(total, chunks[1:], strict=False))
+
+
+@pytest.mark.parametrize("place", ["file", "memory"])
+def test_a_trainer_that_is_started_again_goes_on_with_any_chunk_and_knows_the_digest_of_all(
+    make_step: MakeStep, place: str
+) -> None:
+    first, again = make_step(chunks="file"), make_step(chunks=place)
+    chunks = [answer for answer, _ in chunks_of(first)]
+    for index in (len(chunks) - 1, 1, len(chunks) - 1, len(chunks) - 1):
+        again.chunk_names(0, index)
+        answer = again.export_chunk(index)
+        assert (answer.digest, answer.whole_digest) == (chunks[index].digest, chunks[index].whole_digest)
+
+
+def test_a_loaded_state_leaves_no_digest_of_the_weights_before(make_step: MakeStep, tmp_path: Path) -> None:
+    step, other = make_step(), make_step()
+    other.train(*make_batch(seed=5))
+    other.begin_save_state(tmp_path / "state")
+    other.end_save_state()
+    step.train(*make_batch())
+    chunks_of(step)
+    step.load_state(tmp_path / "state")
+    assert chunks_of(step)[-1][0].whole_digest == chunks_of(other)[-1][0].whole_digest
+
+
+def test_what_is_no_chunk_of_the_newest_weights_is_refused(make_step: MakeStep) -> None:
+    step = make_step()
+    with pytest.raises(Refused, match="chunk 99 was asked for, and version 0 has "):
+        step.chunk_names(0, 99)
+    with pytest.raises(Refused, match="version 1 was asked for while the trainer is at policy_version 0"):
+        step.chunk_names(1, 0)
+    adapters = make_step(trainer={"lora": {"rank": 4}}, transport="lora")
+    with pytest.raises(Refused, match="transport=lora sends the adapters alone"):
+        adapters.chunk_names(0, 0)
+
+
+def test_a_chunk_that_cannot_be_written_is_an_error_and_can_be_asked_for_again(
+    make_step: MakeStep, tmp_path: Path
+) -> None:
+    step = make_step()
+    (tmp_path / "staging" / "chunk.safetensors").symlink_to("/dev/full")
+    step.chunk_names(0, 0)
+    with pytest.raises(OSError, match="No space left"):
+        step.export_chunk(0)
+    (tmp_path / "staging" / "chunk.safetensors").unlink()
+    assert chunks_of(step)[-1][0].is_last
+
+
+# ---- digests and files
+
+
+def sum_of(data: bytes) -> bytes:
+    """word_sum as its docstring says it, in Python's integers."""
+    total, end = 0, len(data) // 8 * 8
+    for position in range(end // 8):
+        word = int.from_bytes(data[8 * position : 8 * position + 8], "little")
+        word ^= position * 0x9E3779B97F4A7C15 & MASK
+        for shift, mixer in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+            word = (word ^ word >> shift) * mixer & MASK
+        total += word
+    return (total & MASK).to_bytes(8, "little") + data[end:]
+
+
+@given(
+    st.binary(min_size=2, max_size=200),
+    st.sampled_from([torch.uint8, torch.bfloat16, torch.float32, torch.float64]),
+)
+def test_host_and_device_compute_the_same_sum_of_words_whatever_the_dtype(
+    data: bytes, dtype: torch.dtype
+) -> None:
+    data = data[: len(data) // dtype.itemsize * dtype.itemsize]
+    tensor = torch.frombuffer(bytearray(data or bytes(8)), dtype=torch.uint8).view(dtype)
+    expected = sum_of(data or bytes(8))
+    assert word_sum(host_bytes(tensor)) == device_word_sum(tensor) == expected
+
+
+def test_a_sum_of_words_goes_on_over_pieces_and_takes_views_that_begin_anywhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tensor = torch.randn(1001).to(torch.bfloat16)
+    view = tensor[3:]
+    expected = [word_sum(host_bytes(one)) for one in (tensor, view)]
+    monkeypatch.setattr(base, "_PIECE_WORDS", 7)
+    monkeypatch.setattr(tensor_files, "_PIECE_WORDS", 7)
+    assert [word_sum(host_bytes(one)) for one in (tensor, view)] == expected
+    assert [device_word_sum(one) for one in (tensor, view)] == expected
+
+
+@given(st.data())
+def test_a_changed_bit_swapped_rows_a_name_a_dtype_and_a_shape_change_the_digest(data: st.DataObject) -> None:
+    tensor = torch.randn(data.draw(st.integers(2, 40)), 4)
+    changed = tensor.clone().view(torch.uint8).flatten()
+    position, bit = data.draw(st.integers(0, len(changed) - 1)), data.draw(st.integers(0, 7))
+    changed[position] ^= 1 << bit
+    others = [
+        changed.view(torch.float32).view(tensor.shape),
+        tensor.roll(1, 0),
+        tensor.T,
+        tensor.view(torch.int32),
+    ]
+    digests = {digest_of_tensor("w", one) for one in (tensor, *others)} | {digest_of_tensor("v", tensor)}
+    assert len(digests) == 2 + len(others)
+    assert digest_of_tensor("w", tensor.clone()) in digests
+    top = torch.tensor([0, -(2**63), 0, 0])
+    assert len({digest_of_tensor("w", top.roll(shift)) for shift in range(4)}) == 4, "top bits alone"
+
+
+def test_a_file_of_another_writer_is_read_and_a_torn_one_is_refused(tmp_path: Path) -> None:
+    tensors = {"a": torch.randn(3, 5), "b": torch.randn(7).to(torch.bfloat16), "empty": torch.zeros(0, 4)}
+    path = tmp_path / "w.safetensors"
+    save_file(tensors, path)
+    found = {name: raw.as_torch() for name, raw in read_tensors(path).items()}
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(found[name], tensor)
+    whole = path.read_bytes()
+    for torn in (b"", whole[:4], whole[:20], whole[:-1], whole[:8] + b"[" + whole[9:], b"\xff" * 40):
+        path.write_bytes(torn)
+        with pytest.raises(ValueError, match="w.safetensors|empty file"):
+            read_tensors(path)

@@ -1,0 +1,322 @@
+"""Chunks of weights in memory that trainer and engine both have open: a mapped file here, an allocation of
+the device where there is one (CUDA's driver as far as a library with its signatures shows).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import ctypes
+import gc
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from asyncrl.trainer.movable_step import MovableStep
+from engine_in_process import make_qwen3, make_request, running_engine
+from engine_processes import SECRET, engine_process
+from torch import Tensor
+from trainer_cases import make_batch, make_spec
+
+from asyncrl.engines.own_server import EngineServer
+from asyncrl.errors import ConfigError
+from asyncrl.http import Caller, Refused
+from asyncrl.messages.base import ChunkMemory, EnginePart, MemoryHandle, PlacedTensor
+from asyncrl.messages.engine_calls import CommitRequest, LoadChunkRequest, SleepRequest, WakeRequest
+from asyncrl.messages.trainer_calls import ExportChunkResponse
+from asyncrl.weights import ipc
+from asyncrl.weights.ipc import GRANULE, CudaDriver, CudaMemory, MappedFile, make_memory, views
+from asyncrl.weights.tensor_files import digest_tensors
+from asyncrl_servers.embedded.decode_loop import Engine
+
+CPU, DEVICE = torch.device("cpu"), torch.device("cuda", 1)
+CHUNK_BYTES = 10_000
+BOTH: list[EnginePart] = ["kv", "weights"]
+MakeStep = Callable[..., MovableStep]
+
+
+class HostCudaMemory(CudaMemory):
+    """Over the stub, whose pointers are the host's."""
+
+    def _tensor(self, allocation: ipc._Allocation) -> Tensor:
+        interface = allocation.__cuda_array_interface__
+        assert interface["typestr"] == "|u1"
+        array = (ctypes.c_ubyte * interface["shape"][0]).from_address(interface["data"][0])
+        array.owner = allocation  # type: ignore[attr-defined]
+        return torch.frombuffer(array, dtype=torch.uint8)
+
+
+@pytest.fixture(scope="module")
+def stub(tmp_path_factory: pytest.TempPathFactory) -> str:
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler for the stub of CUDA's driver")
+    path = tmp_path_factory.mktemp("stub") / "libcuda.so"
+    source = Path(__file__).with_name("cuda_driver_stub.c")
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", path, source, "-lrt"], check=True)
+    return str(path)
+
+
+OPEN_IN_ANOTHER = """
+import sys, torch
+from test_weights_ipc import DEVICE, HostCudaMemory
+from asyncrl.weights.ipc import CudaDriver
+from asyncrl.messages.base import MemoryHandle
+
+driver = CudaDriver(sys.argv[1])
+memory = HostCudaMemory.opened(MemoryHandle.model_validate_json(sys.stdin.readline()), DEVICE, driver)
+print(memory.data[8:].sum().item(), flush=True)
+memory.data[:8] = torch.arange(8)
+del memory
+assert driver._library.num_held() == 0
+"""
+
+
+def test_what_one_process_writes_into_device_memory_another_reads_and_writes_through_the_handle(
+    stub: str,
+) -> None:
+    driver = CudaDriver(stub)
+    memory = HostCudaMemory.made(3 * 2**20, DEVICE, driver)
+    assert memory.handle.num_bytes == 4 * 2**20, "whole granules"
+    assert len(base64.b64decode(memory.handle.name)) == 64
+    memory.data.random_(0, 256)
+    done = subprocess.run(
+        [sys.executable, "-c", OPEN_IN_ANOTHER, stub],
+        input=memory.handle.model_dump_json() + "\n",
+        text=True,
+        capture_output=True,
+        cwd=Path(__file__).parent,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) == memory.data[8:].sum().item()
+    assert memory.data[:8].tolist() == list(range(8))
+    held = driver._library.num_held()
+    view = memory.data[7:].view(-1)
+    del memory
+    gc.collect()
+    assert driver._library.num_held() == held, "a view keeps it"
+    del view
+    gc.collect()
+    assert driver._library.num_held() == held - 1
+
+
+def test_what_the_driver_refuses_is_an_error_with_the_call_and_its_reason(stub: str) -> None:
+    driver = CudaDriver(stub)
+    with pytest.raises(OSError, match="cuMemAlloc_v2 failed with 2: out of memory"):
+        HostCudaMemory.made(2**50, DEVICE, driver)
+    unknown = MemoryHandle(kind="cuda", name=base64.b64encode(bytes(64)).decode(), num_bytes=GRANULE)
+    with pytest.raises(OSError, match="cuIpcOpenMemHandle_v2 failed with 400: invalid resource handle"):
+        HostCudaMemory.opened(unknown, DEVICE, driver)
+    with pytest.raises(OSError, match="has 64 bytes, this one 3"):
+        HostCudaMemory.opened(unknown.model_copy(update={"name": "QUJD"}), DEVICE, driver)
+    with pytest.raises(OSError, match="cuMemAlloc_v2 failed with 201"):
+        driver.allocate(GRANULE)  # outside of on(): the stub would not take what CUDA does not
+    if not torch.cuda.is_available():
+        with pytest.raises(OSError, match="libcuda"):
+            CudaMemory.made(GRANULE, DEVICE)
+
+
+def test_a_mapped_file_that_has_no_room_or_is_cut_off_is_an_error_and_no_signal(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            MappedFile.made(tmp_path / "file", 100_000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    memory = MappedFile.made(tmp_path / "short", 5000)
+    with pytest.raises(OSError, match="has 5000 bytes instead of 6000"):
+        MappedFile.opened(memory.handle.model_copy(update={"num_bytes": 6000}))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_qwen3(tmp_path_factory.mktemp("shared") / "model", num_hidden_layers=2, vocab_size=256)
+
+
+@pytest.fixture
+def make_step(folder: Path, tmp_path: Path) -> MakeStep:
+    def make(**values: Any) -> MovableStep:
+        (tmp_path / "staging").mkdir(exist_ok=True)
+        return MovableStep(
+            make_spec(folder, tmp_path, **{"chunk_bytes": CHUNK_BYTES, "chunks": "memory", **values})
+        )
+
+    return make
+
+
+def request_of(chunk: ExportChunkResponse) -> LoadChunkRequest:
+    """As the client of an engine makes it, over JSON and back."""
+    fields = chunk.model_dump(exclude={"whole_digest", "canary"})
+    return LoadChunkRequest.model_validate_json(LoadChunkRequest(**fields).model_dump_json())
+
+
+def export(step: MovableStep, index: int) -> ExportChunkResponse:
+    step.chunk_names(step.policy_version, index)
+    return step.export_chunk(index)
+
+
+def wake_empty(engine: Engine) -> None:
+    engine.sleep(SleepRequest(parts=BOTH)).result(timeout=60)
+    engine.wake(WakeRequest(parts=["weights"])).result(timeout=60)
+
+
+def push(step: MovableStep, engine: Engine) -> int:
+    """Number of chunks."""
+    wake_empty(engine)
+    index, is_last = 0, False
+    while not is_last:
+        chunk = export(step, index)
+        assert chunk.path == ""
+        assert chunk.num_bytes <= CHUNK_BYTES or chunk.num_tensors == 1
+        assert engine.load_chunk(request_of(chunk)).digest == chunk.digest
+        index, is_last = index + 1, chunk.is_last
+    commit = CommitRequest(version=step.policy_version, digest=chunk.whole_digest)
+    assert engine.commit(commit).result(timeout=60).digest == chunk.whole_digest
+    engine.wake(WakeRequest(parts=["kv"])).result(timeout=60)
+    return index
+
+
+def assert_has_bits_of(engine: Engine, step: MovableStep) -> None:
+    weights = step._lazy_weights()
+    for name, parameter in engine.weights._parameters.items():
+        assert torch.equal(parameter.data, weights[name].to(step.dtype))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{}, {"dtype": "bfloat16"}, {"trainer": {"lora": {"rank": 4}}}],
+    ids=["float32", "bfloat16", "merged adapters"],
+)
+def test_version_after_version_the_engine_has_the_trainers_bits_through_one_piece_of_memory(
+    make_step: MakeStep, folder: Path, tmp_path: Path, values: dict[str, Any]
+) -> None:
+    step = make_step(**values)
+    with running_engine(folder, dtype=values.get("dtype", "float32")) as engine:
+        opened = set()
+        for version in (1, 2):
+            step.train(*make_batch(version=version - 1))
+            assert push(step, engine) > 3
+            assert_has_bits_of(engine, step)
+            assert engine.health().policy_version == version
+            assert engine.weights.digest == digest_tensors(engine.weights._parameters), "of all, at both ends"
+            opened.add(engine.resting._memory._memory)
+        engine.submit(make_request("r")).result(timeout=60)
+        assert len(opened) == 1, "opened once"
+        assert len(list((tmp_path / "staging").glob("chunk*"))) == 1
+        other = make_step(**values)  # takes the place of a trainer that was lost
+        mine = other._chunks._place._memory.handle  # type: ignore[attr-defined]
+        elsewhere = Path(mine.name).with_name("of-another-process")
+        other._chunks._place._memory = MappedFile.made(elsewhere, mine.num_bytes)  # type: ignore[attr-defined]
+        for version in (0, 1, 2):
+            other.train(*make_batch(version=version))
+        push(other, engine)
+        assert engine.resting._memory._memory not in opened, "opened anew"
+        assert_has_bits_of(engine, other)
+
+
+def test_what_is_written_over_a_chunk_before_it_is_loaded_is_refused_and_the_push_begins_anew(
+    make_step: MakeStep, folder: Path
+) -> None:
+    step = make_step()
+    step.train(*make_batch())
+    with running_engine(folder) as engine:
+        wake_empty(engine)
+        chunk = export(step, 0)
+        step._chunks._place._memory.data[0] ^= 1  # type: ignore[attr-defined]
+        with pytest.raises(Refused, match=r"chunk 0 in file memory.*digest"):
+            engine.load_chunk(request_of(chunk))
+        with pytest.raises(Refused, match="loaded is nothing"):
+            engine.load_chunk(request_of(export(step, 1)))
+        push(step, engine)
+
+
+def test_a_layout_that_cannot_be_and_memory_that_is_gone_are_refused(
+    make_step: MakeStep, folder: Path, tmp_path: Path
+) -> None:
+    chunk = request_of(export(make_step(), 0))
+    assert chunk.memory is not None
+    data = torch.zeros(chunk.memory.handle.num_bytes, dtype=torch.uint8)
+    first = chunk.memory.tensors[0]
+    for change in ({"start": 10**6}, {"start": 2}, {"dtype": "int8"}, {"shape": [-1, 5]}, {"shape": [10**9]}):
+        with pytest.raises(Refused, match="cannot be in a chunk"):
+            views([first.model_copy(update=change)], data)
+    with pytest.raises(Refused, match="comes twice"):
+        views([PlacedTensor(name="a", dtype="float32", shape=[1], start=0)] * 2, data)
+    with running_engine(folder) as engine:
+        wake_empty(engine)
+        for change, what in (
+            ({"name": str(tmp_path / "none")}, "cannot open the file memory"),
+            ({"kind": "cuda"}, "cuda memory cannot be opened for tensors on cpu"),
+        ):
+            memory = ChunkMemory(handle=chunk.memory.handle.model_copy(update=change), tensors=[first])
+            with pytest.raises(Refused, match=what) as refused:
+                engine.load_chunk(chunk.model_copy(update={"memory": memory}))
+            assert "the same device" in refused.value.body.way_out
+
+
+def test_a_trainer_that_cannot_have_the_memory_says_so_before_it_starts(
+    make_step: MakeStep, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match="that trainer and engines could share") as error:
+        make_step(staging_dir=str(tmp_path / "none"))
+    assert "publisher.chunk_bytes" in (error.value.way_out or "")
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_on_a_device_weights_reach_an_engine_process_without_the_host(
+    make_step: MakeStep, folder: Path, tmp_path: Path, dtype: str
+) -> None:
+    step = make_step(device="cuda", dtype=dtype, chunk_bytes=2**16)
+    spec = {
+        "name": "engine-0",
+        "model_path": str(folder),
+        "slots": 4,
+        "max_length": 128,
+        "device": "cuda",
+        "dtype": dtype,
+    }
+
+    async def story(url: str) -> None:
+        caller = Caller("engine-0", url, SECRET)
+        engine = EngineServer(caller)
+        try:
+            for version in (1, 2, 3):
+                step.train(*make_batch(version=version - 1))
+                await engine.sleep(BOTH)
+                await engine.wake(["weights"])
+                index, is_last = 0, False
+                while not is_last:
+                    chunk = export(step, index)
+                    assert chunk.memory is not None
+                    assert chunk.memory.handle.kind == "cuda"
+                    assert await engine.load_chunk(chunk) == chunk.digest
+                    index, is_last = index + 1, chunk.is_last
+                await engine.commit(version, chunk.whole_digest, "abort")
+                await engine.wake(["kv"])
+                step.offload(("weights", "gradients", "optimizer"))
+                step.onload(("weights", "optimizer"))
+        finally:
+            await caller.aclose()
+
+    with engine_process("embedded", spec, tmp_path / "server") as child:
+        asyncio.run(story(child.url))
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_device_memory_goes_back_to_the_device(tmp_path: Path) -> None:
+    memory = make_memory(50 * 10**6, torch.device("cuda"), tmp_path)
+    free = torch.cuda.mem_get_info()[0]
+    del memory
+    gc.collect()
+    assert torch.cuda.mem_get_info()[0] - free >= 50 * 10**6
