@@ -63,7 +63,9 @@ def test_a_server_that_is_given_up_ends_every_call_and_its_successor_takes_them_
     async def story() -> None:
         fake = FakeEngineServer(decode_s=0.01)
         server = EngineServer(fake)
-        await server.prepare(WeightManifest(3, "fake/w3", "w3", 1, 1))
+        await server.prepare(
+            WeightManifest(version=3, path="fake/w3", digest="w3", num_tensors=1, num_bytes=1)
+        )
         await server.commit(3, "w3", "abort")
         fake.freeze()
         async with asyncio.TaskGroup() as tasks:

@@ -303,7 +303,7 @@ def test_a_kept_file_outlives_the_name_that_the_trainer_deletes(tmp_path: Path) 
     exported = tmp_path / "v3.safetensors"
     exported.write_bytes(b"weights")
     hold = FileHold(tmp_path)
-    kept = hold.keep(WeightManifest(3, str(exported), "d", 1, 7))
+    kept = hold.keep(WeightManifest(version=3, path=str(exported), digest="d", num_tensors=1, num_bytes=7))
     exported.unlink()
     assert Path(kept.path).read_bytes() == b"weights"
     assert not list(tmp_path.glob("v*.safetensors")), "the trainer does not count it among its exports"

@@ -285,7 +285,7 @@ def test_a_push_that_this_machine_has_no_connection_for_is_no_failure_of_the_eng
         lost: list[EngineLost] = []
         push = Push(1, [Short(FakeEngineServer("engine-0"))], served=0, timeout_s=60.0, on_lost=lost.append)
         with pytest.raises(ConnectionShortage, match="which may be well"):
-            await push.whole(WeightManifest(1, "p", "w1", 1, 1))
+            await push.whole(WeightManifest(version=1, path="p", digest="w1", num_tensors=1, num_bytes=1))
         assert not lost
 
     run_virtual(story())

@@ -53,7 +53,9 @@ async def two_ready(sender: FakeSender) -> tuple[list[ReceivingVllm], list[VllmS
 
 
 def manifest(version: int) -> WeightManifest:
-    return WeightManifest(version, "", f"d{version}", 2, 8, is_held=True)
+    return WeightManifest(
+        version=version, path="", digest=f"d{version}", num_tensors=2, num_bytes=8, is_held=True
+    )
 
 
 async def publish(server: VllmServer, version: int) -> None:

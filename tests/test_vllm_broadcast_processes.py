@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from asyncrl.trainer.model.scratch_tokenizer import make_character_tokenizer
 from engine_in_process import make_qwen3
 from rank_processes import Group, running
 from trainer_cases import changed, make_batch
@@ -29,6 +28,7 @@ from asyncrl.messages.records import WeightManifest
 from asyncrl.messages.trainer_calls import ExportChunkRequest, ExportChunkResponse, TrainResponse, pack_batch
 from asyncrl.sync.broadcast import Broadcasts
 from asyncrl.sync.push import Push
+from asyncrl.trainer.model.scratch import make_character_tokenizer
 from asyncrl.trainer.trainer_client import TrainerClient
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
