@@ -43,6 +43,7 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/config_reference.py --check
+	$(BIN)/python scripts/metrics_reference.py --check
 
 bench: setup
 	for name in engine publish buffer async_vs_sync trainer journal checkpoint long_run gateway offload colocation break_even startup; do $(BIN)/python benchmarks/$$name.py || exit 1; done
@@ -52,3 +53,4 @@ fuzz: setup
 
 docs: setup
 	$(BIN)/python scripts/config_reference.py
+	$(BIN)/python scripts/metrics_reference.py

@@ -1,5 +1,5 @@
-"""Time limits that count only the time in which the event loop ran: what it missed itself is nobody else's
-lateness. Knows no room.
+"""Waits: limits that count only the time in which the event loop ran, and waits that are declared where they
+happen.
 
 A loop stands still while its process is stopped (Ctrl-Z, SIGSTOP), its machine sleeps, or one step of it is
 long. Answers that came meanwhile are read after it, and a plain asyncio.timeout that came due meanwhile would
@@ -13,32 +13,12 @@ import sys
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Collection, Coroutine, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import CodeType, FrameType, TracebackType
 from typing import Any, TypeVar
 
-# Where a coroutine stands, down to what it waits for. Knows Python's frames alone.
-
-
-def await_chain(awaitable: Any) -> Iterator[FrameType]:
-    """Frames from a coroutine down to what it waits for, outermost first."""
-    while awaitable is not None:
-        for frame_name, next_name in (
-            ("cr_frame", "cr_await"),
-            ("gi_frame", "gi_yieldfrom"),
-            ("ag_frame", "ag_await"),
-        ):
-            if hasattr(awaitable, frame_name):
-                frame = getattr(awaitable, frame_name)
-                if frame is not None:
-                    yield frame
-                awaitable = getattr(awaitable, next_name)
-                break
-        else:
-            return
-
+T = TypeVar("T")
 
 TICK_S = 1.0
 """How finely it is seen whether a loop runs."""
@@ -65,9 +45,6 @@ class LoopClock:
         self._missed_s = 0.0
         self._num_holders = 0
         self._tick: asyncio.TimerHandle | None = None
-
-    def __repr__(self) -> str:
-        return f"<LoopClock {self.time():.1f} s, missed {self._missed_s:.1f} s, held by {self._num_holders}>"
 
     @classmethod
     def of(cls, loop: asyncio.AbstractEventLoop) -> LoopClock:
@@ -123,9 +100,6 @@ class Alarm:
         self._until_s, self._grace_left_s = self._clock.time() + delay_s, delay_s
         self._timer: asyncio.TimerHandle | None = self._loop.call_later(delay_s, self._due)
 
-    def __repr__(self) -> str:
-        return f"<Alarm {'over' if self._timer is None else f'in {self.left_s:.1f} s'}>"
-
     @property
     def left_s(self) -> float:
         """Seconds in which the loop has still to run."""
@@ -163,9 +137,6 @@ class TimeLimit:
         self._alarm: Alarm | None = None
         self._left_s: float | None = None
         self._inner = asyncio.timeout(None)
-
-    def __repr__(self) -> str:
-        return f"<TimeLimit {'expired' if self.expired() else self._alarm or 'not running'}>"
 
     def expired(self) -> bool:
         """Whether the time is over."""
@@ -216,16 +187,8 @@ class TimeLimit:
         self._inner.reschedule(asyncio.get_running_loop().time())
 
 
-# Work that is done to its end, whoever is cancelled meanwhile. Knows no room.
-
-
-T = TypeVar("T")
-
-
 async def uncut(work: Coroutine[Any, Any, T]) -> tuple[T, asyncio.CancelledError | None]:
-    """The result of `work`, which goes on to its end however often we are cancelled, and the last
-    cancellation.
-    """
+    """The result of `work`, which goes on to its end however often we are cancelled; the last one."""
     doing = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None
     while not doing.done():
@@ -236,89 +199,92 @@ async def uncut(work: Coroutine[Any, Any, T]) -> tuple[T, asyncio.CancelledError
     return doing.result(), cancelled
 
 
-# Where this process's tasks and threads are, as data and as text. Knows asyncio and frames; knows no rooms.
-#
-# A suspended task's own stack has one frame; what it waits for hangs below it as a chain of awaited
-# coroutines. That chain is walked here.
+class OpenWait:
+    """A task that waits, from __enter__ to __exit__. Cheap: its words are worked out when asked."""
+
+    __slots__ = ("_code", "_waits", "_who", "on", "since_s", "task", "what")
+
+    def __init__(self, what: str | Callable[[], str], on: str, who: str, code: CodeType) -> None:
+        self.what, self.on, self._who, self._code = what, on, who, code
+
+    def __enter__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.task, self.since_s = asyncio.current_task(loop), loop.time()
+        waits = _OPEN.get(loop)
+        if waits is None:
+            waits = _OPEN[loop] = {}
+        self._waits = waits
+        waits[self] = None
+
+    def __exit__(self, *_: object) -> None:
+        del self._waits[self]
+
+    def __str__(self) -> str:
+        return self.what if isinstance(self.what, str) else self.what()
+
+    @property
+    def where(self) -> str:
+        """The function that declared it."""
+        return self._code.co_qualname.replace(".<locals>", "")
+
+    @property
+    def who(self) -> str:
+        """As declared; else the task's name, or the class in whose method it waits."""
+        name = self.task.get_name() if self.task is not None else "Task-0"
+        return self._who or (self.where.partition(".")[0] if name.startswith("Task-") else name)
+
+
+_OPEN: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[OpenWait, None]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def waiting(what: str | Callable[[], str], *, on: str, who: str = "") -> OpenWait:
+    """A wait, declared where it happens, say for "the optimizer step of batch 7" on "trainer-0"
+
+    `on`: the process or task that ends it. `what` may be a function, where the reason changes meanwhile.
+    """
+    return OpenWait(what, on, who, sys._getframe(1).f_code)
+
+
+def open_waits() -> list[OpenWait]:
+    """The waits of the running loop, the innermost of each task, oldest first."""
+    innermost = {wait.task or wait: wait for wait in _OPEN.get(asyncio.get_running_loop(), ())}
+    return sorted(innermost.values(), key=lambda wait: wait.since_s)
+
+
+def await_chain(awaitable: Any) -> Iterator[FrameType]:
+    """Frames from a coroutine down to what it waits for, outermost first."""
+    names = (("cr_frame", "cr_await"), ("gi_frame", "gi_yieldfrom"), ("ag_frame", "ag_await"))
+    while found := next((pair for pair in names if hasattr(awaitable, pair[0])), None):
+        if (frame := getattr(awaitable, found[0])) is not None:
+            yield frame
+        awaitable = getattr(awaitable, found[1])
+
+
+def task_stacks() -> str:
+    """Tasks that are not done: names, then function (file:line) down to where they wait, a line a place."""
+    tasks_at: dict[str, list[str]] = {}
+    for task in sorted(asyncio.all_tasks(), key=asyncio.Task.get_name):
+        place = " > ".join(
+            f"{frame.f_code.co_qualname} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
+            for frame in await_chain(task.get_coro())
+        )
+        tasks_at.setdefault(place or "not begun", []).append(task.get_name())
+    lines = []
+    for place, names in tasks_at.items():
+        more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+        lines.append(f"task {', '.join(names[:_MAX_NAMES])}{more}: {place}")
+    return "\n".join(lines)
 
 
 _MAX_NAMES = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a task waits. `functions`: qualified names from its outermost coroutine down to the innermost.
-
-    `names`: of the object that each of them is a method of (engine-1, trainer-0), empty where it has none.
-    `request`: the id of the model request that it makes (g17/r3/t0/a0), empty if none.
-    """
-
-    task: str
-    functions: tuple[str, ...]
-    names: tuple[str, ...] = ()
-    request: str = ""
-
-    def name_below(self, function: str) -> str:
-        """Name of the innermost object that has one, at `function` or below it."""
-        below = self.names[self.functions.index(function) :] if function in self.functions else ()
-        return next((name for name in reversed(below) if name), "")
-
-
-def places(*, all_but: tuple[str, ...] = ()) -> list[Place]:
-    """Where the tasks of the running loop wait, by name; those aside whose names start with one of
-    `all_but`.
-    """
-    tasks = (task for task in asyncio.all_tasks() if not task.get_name().startswith(all_but or ("\0",)))
-    return sorted((_place(task) for task in tasks), key=lambda place: place.task)
-
-
-def task_stacks() -> str:
-    """All tasks that are not done, a line each: name, then function (file:line) down to where it waits. Equal
-    ways are one line.
-    """
-    ways: dict[str, list[str]] = {}
-    for task in sorted(asyncio.all_tasks(), key=asyncio.Task.get_name):
-        way = " > ".join(
-            f"{frame.f_code.co_qualname} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
-            for frame in await_chain(task.get_coro())
-        )
-        ways.setdefault(way or "not begun", []).append(task.get_name())
-    return "\n".join(f"task {_named(names)}: {way}" for way, names in ways.items())
-
-
 def thread_stacks() -> str:
     """All threads of this process, innermost call last."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    parts = []
-    for ident, frame in sys._current_frames().items():
-        parts.append(
-            f"thread {names.get(ident, ident)}:\n" + "".join(traceback.format_stack(frame)).rstrip("\n")
-        )
-    return "\n".join(parts)
-
-
-def _place(task: asyncio.Task[Any]) -> Place:
-    frames = list(await_chain(task.get_coro()))
-    return Place(
-        task.get_name(),
-        tuple(frame.f_code.co_qualname for frame in frames),
-        tuple(_text_of(frame, "self", "name") for frame in frames),
-        next((text for frame in reversed(frames) if (text := _text_of(frame, "request", "request_id"))), ""),
+    return "\n".join(
+        f"thread {names.get(ident, ident)}:\n" + "".join(traceback.format_stack(frame)).rstrip("\n")
+        for ident, frame in sys._current_frames().items()
     )
-
-
-def _line(frame: FrameType) -> str:
-    return f"{frame.f_code.co_qualname} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
-
-
-def _text_of(frame: FrameType, variable: str, attribute: str) -> str:
-    """`variable.attribute` in this frame, if it is a text."""
-    if variable not in frame.f_code.co_varnames:
-        return ""
-    value = getattr(frame.f_locals.get(variable), attribute, None)
-    return value if isinstance(value, str) else ""
-
-
-def _named(names: Collection[str]) -> str:
-    shown = ", ".join(list(names)[:_MAX_NAMES])
-    return shown if len(names) <= _MAX_NAMES else f"{shown} and {len(names) - _MAX_NAMES} more"

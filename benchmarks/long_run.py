@@ -137,7 +137,7 @@ def _write_journal(path: Path, num_steps: int, num_groups: int, size: int) -> No
         connection.execute(INSERT_GROUP, row)
         connection.execute("INSERT INTO batch_groups VALUES (?, ?, ?)", (step, group % num_groups, group))
     connection.executemany(
-        "INSERT INTO batches VALUES (?, ?, 0, ?, 1.0, 2.0, 0.1, NULL)",
+        "INSERT INTO batches VALUES (?, ?, 0, ?, 1.0, 2.0, 0.1)",
         ((step, max(0, step - MAX_STALENESS), num_groups) for step in range(num_steps)),
     )
     connection.executemany(

@@ -22,7 +22,7 @@ from pathlib import Path
 from asyncrl.config import RunConfig, load_config
 from asyncrl.messages.engine_calls import CommitRequest, GenerateRequest, PrepareRequest
 from asyncrl.messages.records import Batch, Completion, Prompt, StepReport, VersionSpan
-from asyncrl.observe.step_metrics import batch_metrics
+from asyncrl.observe.gauges import batch_metrics
 from asyncrl.placement.plan import engine_threads
 from asyncrl.rollouts.rollout import derive_seed
 from asyncrl.rollouts.tokenizer import HFChatTokenizer

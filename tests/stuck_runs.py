@@ -16,8 +16,7 @@ from asyncrl.engines.own_server import EngineServer
 from asyncrl.engines.pool import EnginePool
 from asyncrl.http import Answer
 from asyncrl.messages.records import Batch, Prompt
-from asyncrl.observe.known_waits import ChildState
-from asyncrl.observe.watchdog import Watchdog
+from asyncrl.observe.watchdog import ChildState, Watchdog
 from asyncrl.rollouts.generators import SingleTurn
 from asyncrl.rollouts.producers import Producers
 from asyncrl.rollouts.rollout import RolloutRunner
@@ -119,14 +118,15 @@ class House:
             engines=pool,
             trainer=trainer,
             publisher=publisher,
-            turns=SimpleNamespace(stats=lambda: None),
+            turns=SimpleNamespace(gauges=dict),
+            scorer=scorer,
             supervisors=(),
             harnessing=None,
-            checkpointer=SimpleNamespace(num_made=0, num_failed=0),
+            checkpointer=SimpleNamespace(gauges=dict),
         )
         self.watchdog = Watchdog(
             SupervisionConfig.model_validate({"watchdog_s": WATCHDOG_S, "on_stuck": on_stuck}),
-            lambda with_rollouts: reported(self.rooms, NUM_GROUPS, with_rollouts=with_rollouts),
+            lambda: reported(self.rooms),
             log_path=log_path,
             tell=lambda text: self.told.append((now(), text)),
             way_out="look at it.",

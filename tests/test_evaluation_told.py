@@ -18,10 +18,9 @@ from asyncrl.config import EvalConfig, load_config
 from asyncrl.engines.own_server import EngineServer
 from asyncrl.errors import ConfigError
 from asyncrl.messages.records import Prompt
-from asyncrl.observe.plot import write_reward_plot
-from asyncrl.observe.run_numbers import Steps
+from asyncrl.observe.recorder import write_reward_plot
+from asyncrl.observe.run_numbers import Steps, evaluation_text
 from asyncrl.observe.status import render_status
-from asyncrl.observe.text import evaluation_text
 from asyncrl.placement.plan import make_plan, trainer_threads
 from asyncrl.rollouts.evaluator import EvalResult, Sample
 from asyncrl.run.agents import wire_evaluation

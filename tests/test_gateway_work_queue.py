@@ -250,9 +250,9 @@ def make_queue(lease_timeout_s: float = 60.0) -> RolloutQueue:
 @in_virtual_time
 async def test_a_silent_worker_loses_its_items_after_its_time_and_a_lively_one_never() -> None:
     queue, loop = make_queue(lease_timeout_s=60.0), asyncio.get_running_loop()
-    assert queue.gauges()["unseen_s"] == 0.0
+    assert queue.gauges()["harness/unseen_s"] == 0.0
     await asyncio.sleep(7.0)
-    assert queue.gauges()["unseen_s"] == 7.0
+    assert queue.gauges()["harness/unseen_s"] == 7.0
     silent = asyncio.create_task(queue.run(make_work(0), started=lambda: None))
     lively = asyncio.create_task(queue.run(make_work(1), started=lambda: None))
     await all_blocked()
@@ -269,7 +269,11 @@ async def test_a_silent_worker_loses_its_items_after_its_time_and_a_lively_one_n
         match=r"worker silent gave no sign of life for 60\.0 s; gateway\.lease_timeout_s=60\.0",
     ):
         await silent
-    assert (queue.gauges()["workers"], queue.gauges()["lost"], queue.gauges()["unseen_s"]) == (
+    assert (
+        queue.gauges()["harness/workers"],
+        queue.gauges()["harness/lost"],
+        queue.gauges()["harness/unseen_s"],
+    ) == (
         1,
         1,
         0.0,
@@ -324,7 +328,7 @@ async def test_a_poll_of_a_client_that_is_gone_or_of_a_dropped_worker_takes_no_w
     queue.worker_gone_nowait("dropped", "exited with code 1")
     running = asyncio.create_task(queue.run(make_work(0), started=lambda: None))
     assert (await cut).items == (await dropped).items == []
-    assert queue.gauges()["queued"] == 1
+    assert queue.gauges()["harness/queued"] == 1
     running.cancel()
     await queue.aclose()
 

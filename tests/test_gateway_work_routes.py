@@ -96,7 +96,7 @@ async def test_a_worker_that_waits_gets_the_work_as_soon_as_there_is_any_and_its
 ) -> None:
     started: list[bool] = []
     polling = tasks.create_task(worker.lease())
-    await settled(lambda: gateway.queue.gauges()["workers"] == 1)
+    await settled(lambda: gateway.queue.gauges()["harness/workers"] == 1)
     assert not started
     info = {"deep": [1, {"x": None}], "nan": math.nan}
     running = tasks.create_task(
@@ -116,9 +116,9 @@ async def test_a_worker_that_waits_gets_the_work_as_soon_as_there_is_any_and_its
     assert math.isnan(item.info["nan"]), "a number that is none is not turned into null"
     assert (answer.model, answer.lease_timeout_s) == ("policy", 60.0)
     assert (
-        gateway.queue.gauges()["queued"],
-        gateway.queue.gauges()["leased"],
-        gateway.queue.gauges()["slots"],
+        gateway.queue.gauges()["harness/queued"],
+        gateway.queue.gauges()["harness/leased"],
+        gateway.queue.gauges()["harness/slots"],
     ) == (0, 1, 4)
     await worker.result(item.item_id, reward=0.5)
     assert await running == Outcome(0.5)
@@ -242,7 +242,7 @@ async def test_a_prompt_that_is_no_json_fails_its_rollout(
     loop.append(loop)
     for answer in (object(), loop, "\ud800"):
         assert "prompt p0 cannot be sent to a worker" in str(await failure_of(gateway.run(0, answer=answer)))
-    assert gateway.queue.gauges()["queued"] == 0
+    assert gateway.queue.gauges()["harness/queued"] == 0
 
 
 async def post_outcome(gateway: TestGateway, path: str, body: Any, key: str = "") -> tuple[int, Any]:
@@ -327,10 +327,10 @@ async def test_polls_end_when_the_queue_is_closed_and_time_without_a_worker_is_t
     gateway: TestGateway, tasks: asyncio.TaskGroup, worker: Asking
 ) -> None:
     gauges = gateway.queue.gauges()
-    assert (gauges["workers"], gauges["slots"]) == (0, 0)
-    assert gauges["unseen_s"] >= 0.0
+    assert (gauges["harness/workers"], gauges["harness/slots"]) == (0, 0)
+    assert gauges["harness/unseen_s"] >= 0.0
     polling = tasks.create_task(worker.lease())
-    await settled(lambda: gateway.queue.gauges()["workers"] == 1)
+    await settled(lambda: gateway.queue.gauges()["harness/workers"] == 1)
     await gateway.queue.aclose()
     assert (await polling).items == []
     with pytest.raises(

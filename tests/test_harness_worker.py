@@ -76,7 +76,7 @@ async def test_a_worker_runs_as_many_rollouts_as_it_has_slots_and_posts_what_cam
     async with open_gateway() as gateway, working(gateway, steps) as worker:
         runs = [asyncio.ensure_future(gateway.run(number, info={"deep": [number]})) for number in range(3)]
         await settled(lambda: len(steps.ends) == 2)
-        assert (gateway.queue.gauges()["queued"], len(worker.holding)) == (1, 2)
+        assert (gateway.queue.gauges()["harness/queued"], len(worker.holding)) == (1, 2)
         assert steps.tasks[1] == Task(
             "p1", ({"role": "user", "content": "What is 1?"},), {"deep": [1]}, 1000, 0, 0, answer="42"
         )
@@ -294,7 +294,7 @@ async def test_the_worker_process_answers_health_runs_rollouts_and_ends_on_sigte
                 "harnesses do not find the worker key"
             )
         assert process.returncode == 0
-        assert gateway.queue.gauges()["workers"] == 0, "it said goodbye"
+        assert gateway.queue.gauges()["harness/workers"] == 0, "it said goodbye"
 
 
 @pytest.mark.slow
@@ -334,7 +334,7 @@ async def test_a_harness_that_blocks_the_loop_loses_its_items_and_health_is_answ
             while (await caller.get("/health", WorkerHealth, timeout_s=60.0)).loop_lag_s <= 0.5:
                 pass  # half of the lease's time is what the worker tells of
             mark.unlink()
-            await settled(lambda: gateway.queue.gauges()["workers"] == 1)
+            await settled(lambda: gateway.queue.gauges()["harness/workers"] == 1)
             await settled(lambda: "stood still for" in process.log_tail())
 
 
@@ -414,10 +414,10 @@ async def elsewhere(
 async def test_a_worker_elsewhere_works_and_ends_with_the_code_of_its_signal() -> None:
     async with open_gateway() as gateway, elsewhere(gateway, command="echo 0.5") as process:
         assert await gateway.run(0) == Outcome(0.5)
-        assert gateway.queue.gauges()["slots"] == 3
+        assert gateway.queue.gauges()["harness/slots"] == 3
         process.send_signal(signal.SIGTERM)
         assert await process.wait() == 143
-        assert gateway.queue.gauges()["workers"] == 0
+        assert gateway.queue.gauges()["harness/workers"] == 0
 
 
 @pytest.mark.slow

@@ -11,7 +11,6 @@ import time
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import long_run
@@ -25,12 +24,12 @@ from asyncrl.errors import ConfigError
 from asyncrl.files import RunLock, lines_from_end
 from asyncrl.messages.trainer_calls import BatchArrays, BatchHeader, TrajectoryHeader
 from asyncrl.observe.inspect import render_inspect
-from asyncrl.observe.known_waits import Wait
 from asyncrl.observe.recorder import Recorder, boot_id
 from asyncrl.observe.run_files import judge_state
 from asyncrl.observe.run_numbers import Steps
 from asyncrl.observe.status import render_status
 from asyncrl.observe.trained import TrainedRecord
+from asyncrl.observe.watchdog import Wait
 from asyncrl.trainer.record import append_line, note_restored, trained_line
 
 NUM_GROUPS = 2
@@ -45,36 +44,19 @@ def make_run(
     max_staleness: int = 2,
 ) -> None:
     """A run directory as the rooms write it: the real recorder, and the trainer's own record of each step."""
-    config = RunConfig.model_validate(
-        {
-            "model": {"path": "m"},
-            "task": {"python": "a:B"},
-            "buffer": {"max_staleness": max_staleness},
-            "trainer": {"num_steps": 9, "num_groups": NUM_GROUPS},
-        }
-    )
+    trainer, buffer = {"num_steps": 9, "num_groups": NUM_GROUPS}, {"max_staleness": max_staleness}
+    sections = {"model": {"path": "m"}, "task": {"python": "a:B"}, "buffer": buffer, "trainer": trainer}
+    config = RunConfig.model_validate(sections)
     (run_dir / "config.yaml").write_text(run_config_yaml(config))
     recorder = Recorder(run_dir, tensorboard=False)
     for version in range(num_steps):
         append_line(run_dir / "trained.jsonl", record_line(version, ages))
-        recorder.record_step(
-            {
-                "step": version,
-                "time_s": version + 1.0,
-                "reward/mean": 0.25 * version,
-                "sample/staleness_mean": 1.0,
-                "sample/staleness_max": 2.0,
-                "perf/step_s": 1.0,
-                "perf/train_s": 0.9,
-            }
-        )
+        ages_of = {"sample/staleness_mean": 1.0, "sample/staleness_max": 2.0}
+        times = {"time_s": version + 1.0, "perf/step_s": 1.0, "perf/train_s": 0.9}
+        recorder.record_step({"step": version, "reward/mean": 0.25 * version, **ages_of, **times})
+    oldest = [["g7/r1", 12.0], ["g8/r0", 3.5]]
     recorder.write_status(
-        {
-            "state": state,
-            "step": num_steps,
-            "waits": {"trainer": "generation"},
-            "oldest_rollouts": [["g7/r1", 12.0], ["g8/r0", 3.5]],
-        }
+        {"state": state, "step": num_steps, "waits": {"trainer": "generation"}, "oldest_rollouts": oldest}
     )
     recorder.close()
 
@@ -132,13 +114,16 @@ def test_status_of_a_live_run_says_what_it_does_and_how_far_it_is(tmp_path: Path
     lock.release()
 
 
-def test_status_says_who_waits_for_whom_in_sentences(tmp_path: Path) -> None:
+def test_status_says_who_waits_for_whom_in_sentences_and_why_a_run_ended(tmp_path: Path) -> None:
     make_run(tmp_path)
     wait = Wait("train loop", "TrainerClient.train", "the optimizer step of batch 3", "trainer-0", 12.25)
     recorder = Recorder(tmp_path, tensorboard=False)
-    recorder.write_status({"state": "running", "waits": [wait.as_dict()]})
+    recorder.write_status(
+        {"state": "failed", "why": "engine-0: the process ended", "waits": [wait.as_dict()]}
+    )
     recorder.close()
     text = " ".join(render_status(tmp_path).replace("│", " ").split())
+    assert "engine-0: the process ended" in text
     assert (
         "train loop waits in TrainerClient.train for the optimizer step of batch 3, 12 s, to be woken by "
         "trainer-0" in text
@@ -146,7 +131,10 @@ def test_status_says_who_waits_for_whom_in_sentences(tmp_path: Path) -> None:
 
 
 def test_a_run_that_says_running_while_its_process_is_gone_has_crashed(tmp_path: Path) -> None:
-    script = "import sys; from asyncrl.observe.recorder import Recorder; Recorder(sys.argv[1]).write_status({'state': 'running'})"
+    script = (
+        "import sys; from asyncrl.observe.recorder import Recorder;"
+        "Recorder(sys.argv[1]).write_status({'state': 'running'})"
+    )
     make_run(tmp_path, state="done")
     subprocess.run([sys.executable, "-W", "ignore", "-c", script, str(tmp_path)], check=True)
     status = json.loads(render_status(tmp_path, as_json=True))
@@ -189,14 +177,6 @@ def test_a_run_that_cannot_be_seen_from_here_is_not_called_crashed(
         "over a shared file system, say"
     )
     lock.release()
-
-
-def test_the_end_of_a_run_is_told_with_its_reason(tmp_path: Path) -> None:
-    make_run(tmp_path, state="failed")
-    recorder = Recorder(tmp_path, tensorboard=False)
-    recorder.write_status({"state": "failed", "why": "engine-0: the process ended"})
-    recorder.close()
-    assert "engine-0: the process ended" in json.loads(render_status(tmp_path, as_json=True))["explanation"]
 
 
 @pytest.mark.parametrize("name", ["empty", "missing", "file"])
@@ -346,17 +326,6 @@ def test_steps_that_a_power_cut_took_are_told_as_missing_and_the_bound_stands(tm
     assert "bound kept in all that is recorded" in render_inspect(tmp_path)
 
 
-def test_steps_lost_twice_in_a_row_are_one_gap_that_the_record_explains(tmp_path: Path) -> None:
-    make_run(tmp_path)
-    path = tmp_path / "trained.jsonl"
-    note_restored(path, 5)
-    note_restored(path, 10)
-    append_line(path, record_line(10, (0, 2)))
-    plain = inspected(tmp_path)
-    assert (plain["bound_kept"], plain["violations"]) == (True, [])
-    assert plain["lost"][0].startswith("steps 3..9 are missing in the record (lost")
-
-
 def test_a_record_that_begins_late_is_noticed(tmp_path: Path) -> None:
     make_run(tmp_path, num_steps=0)
     append_line(tmp_path / "trained.jsonl", record_line(2, (0, 2)))
@@ -420,20 +389,18 @@ def test_no_line_of_a_long_run_is_read_twice_but_those_that_are_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     num_steps, shown, parsed = 400, 150, list[bytes]()
-    monkeypatch.setattr("asyncrl.observe.status.SHOWN_STEPS", shown)
+    monkeypatch.setattr("asyncrl.observe.inspect.SHOWN_STEPS", shown)
 
-    def counting(line: bytes, **_: Any) -> Any:
+    def counting(line: bytes) -> Any:
         parsed.append(line)
-        return json.JSONDecoder().decode(line.decode())
+        return json.loads(line)
 
     make_run(tmp_path, num_steps=num_steps)
-    monkeypatch.setattr("asyncrl.observe.run_files.from_json", counting)
-    monkeypatch.setattr("asyncrl.observe.run_files._COLUMNS_OF", SimpleNamespace(validate_json=counting))
     for module in ("run_files", "trained"):
         monkeypatch.setattr(f"asyncrl.observe.{module}.parse_line", counting)
     status = json.loads(render_status(tmp_path, as_json=True))
-    assert (status["steps_done"], len(parsed)) == (num_steps, num_steps + 1), (
-        "one line a step, the last one whole, and none of the record"
+    assert (status["steps_done"], len(parsed)) == (num_steps, num_steps), (
+        "one line a step, and none of the record"
     )
     parsed.clear()
     plain = inspected(tmp_path)
@@ -442,11 +409,11 @@ def test_no_line_of_a_long_run_is_read_twice_but_those_that_are_shown(
         True,
         2 * num_steps,
     )
-    assert len(parsed) == 2 * num_steps + 1 + shown
+    assert len(parsed) == 2 * num_steps + shown
     assert [step["step"] for step in plain["steps"]] == list(range(num_steps - shown, num_steps))
     parsed.clear()
     (only,) = inspected(tmp_path, step=17)["steps"]
-    assert (only["metrics"]["step"], len(parsed)) == (17, 2 * num_steps + 3)
+    assert (only["metrics"]["step"], len(parsed)) == (17, 2 * num_steps + 1)
     assert f"the last 100 of {num_steps} steps" in render_inspect(tmp_path)
 
 
@@ -487,91 +454,43 @@ def test_what_is_held_of_a_long_run_is_some_bytes_a_step(tmp_path: Path) -> None
 
 # ---- files that hold anything
 
+_EVALUATION = '{"policy_version": 1, "eval/version": 1, "eval/seconds": 1, "eval/reward_mean": 1}'
+_WAIT = (
+    '{"state": "done", "why": {}, "waits": [{"who": 1, "where": 2, "what": 3, "waker": 4, "seconds": "x"}]}'
+)
+
 
 @pytest.mark.parametrize(
     ("name", "text", "problem"),
     [
+        ("metrics.jsonl", '{"step": "q"}', "metrics.jsonl object 4 is left out: step is no number in it"),
         (
             "metrics.jsonl",
-            '{"step": "q", "perf/step_s": 1.0}',
+            '{"perf/step_s": 1}',
             "metrics.jsonl object 4 is left out: step is no number in it",
         ),
-        (
-            "metrics.jsonl",
-            '{"perf/step_s": 1.0}',
-            "metrics.jsonl object 4 is left out: step is no number in it",
-        ),
-        (
-            "metrics.jsonl",
-            '{"step": 3, "perf/step_s": null}',
-            "metrics.jsonl object 4: perf/step_s is no number and is left out",
-        ),
-        (
-            "metrics.jsonl",
-            '{"step": 3, "reward/mean": [1]}',
-            "metrics.jsonl object 4: reward/mean is no number and is left out",
-        ),
-        (
-            "metrics.jsonl",
-            '{"step": 3, "time_s": 1e999}',
-            "metrics.jsonl object 4: time_s is no number and is left out",
-        ),
-        (
-            "metrics.jsonl",
-            f'{{"step": 3, "time_s": {"9" * 400}}}',
-            "metrics.jsonl object 4: time_s is no number and is left out",
-        ),
-        (
-            "metrics.jsonl",
-            '{"step": 3, "sample/staleness_max": 1, "sample/staleness_mean": "x"}',
-            "metrics.jsonl object 4",
-        ),
+        ("metrics.jsonl", '{"step": 3, "time_s": null}', "object 4: time_s is no number and is left out"),
+        ("metrics.jsonl", '{"step": 3, "time_s": 1e999}', "object 4: time_s is no number and is left out"),
+        ("metrics.jsonl", f'{{"step": 3, "time_s": {"9" * 400}}}', "object 4: time_s is no number"),
         ("metrics.jsonl", "[" * 100_000, "metrics.jsonl line 4 is no JSON object"),
-        (
-            "eval.jsonl",
-            "{}",
-            "eval.jsonl object 1 is left out: policy_version, eval/version, eval/seconds is no number in it",
-        ),
-        (
-            "eval.jsonl",
-            '{"policy_version": 1, "eval/version": null, "eval/seconds": 1}',
-            "eval.jsonl object 1 is left out: eval/version",
-        ),
-        (
-            "eval.jsonl",
-            '{"policy_version": 1, "eval/version": 1, "eval/seconds": 1, "eval/reward_mean": 1}',
-            "without lengths are left out",
-        ),
+        ("eval.jsonl", "{}", "is left out: policy_version, eval/version, eval/seconds is no number in it"),
+        ("eval.jsonl", _EVALUATION, "without lengths are left out"),
         (
             "trained.jsonl",
             '{"version": 1e999, "min_version": 0, "trajectories": []}',
-            "trained.jsonl object 4 is no record of a step",
+            "object 4 is no record",
         ),
-        (
-            "trained.jsonl",
-            '{"version": 3, "min_version": 0, "trajectories": [1]}',
-            "trained.jsonl object 4 is no record of a step",
-        ),
+        ("trained.jsonl", '{"version": 3, "min_version": 0, "trajectories": [1]}', "object 4 is no record"),
         (
             "status.json",
             '{"state": "running", "updated_s": "soon"}',
-            "status.json: updated_s is no number and is left out",
-        ),
-        (
-            "status.json",
-            '{"state": "running", "updated_s": null}',
-            "status.json: updated_s is no number and is left out",
+            "updated_s is no number and is left out",
         ),
         ("status.json", "[]", "status.json is no JSON object"),
         ("status.json", "[" * 100_000, "status.json is no JSON"),
         ("status.json", '{"state": [], "waits": [{"who": 1}], "pid": -7, "host": null}', ""),
         ("status.json", f'{{"state": "running", "pid": {10**30}, "host": 7, "boot_id": []}}', ""),
-        (
-            "status.json",
-            '{"state": "done", "waits": [{"who": 1, "where": 2, "what": 3, "waker": 4, "seconds": "x"}], '
-            '"why": {}}',
-            "",
-        ),
+        ("status.json", _WAIT, ""),
     ],
 )
 def test_what_is_of_a_wrong_type_is_left_out_and_told(

@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from asyncrl.observe.recorder import Recorder
+from asyncrl.observe.recorder import Recorder, running_mean, smoothing_window, write_reward_plot
+from asyncrl.observe.run_numbers import Steps
 
 
 def lines(run_dir: Path) -> list[dict[str, object]]:
@@ -32,13 +33,6 @@ def test_a_metric_that_is_no_number_is_left_out_and_named(tmp_path: Path) -> Non
     recorder.record_step({"step": 1, "policy/loss": math.nan, "policy/ess": math.inf, "reward/mean": 0.25})
     recorder.close()
     assert lines(tmp_path) == [{"step": 1, "reward/mean": 0.25, "not_finite": ["policy/loss", "policy/ess"]}]
-
-
-def test_metrics_without_a_step_are_refused(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path, tensorboard=False)
-    with pytest.raises(ValueError, match="without 'step'"):
-        recorder.record_step({"reward/mean": 0.5})
-    recorder.close()
 
 
 def test_a_half_line_of_a_killed_process_spoils_no_other_line(tmp_path: Path) -> None:
@@ -93,8 +87,7 @@ for module in pkgutil.iter_modules(asyncrl.observe.__path__):
     importlib.import_module("asyncrl.observe." + module.name)
 heavy = {"torch", "transformers", "datasets", "matplotlib", "tensorboard"} & set(sys.modules)
 assert not heavy, heavy
-from asyncrl.observe.recorder import Recorder
-from asyncrl.observe.plot import write_reward_plot
+from asyncrl.observe.recorder import Recorder, write_reward_plot
 from asyncrl.observe.run_numbers import Steps
 steps = [{"step": n, "time_s": float(n), "reward/mean": 0.1 * n} for n in range(1, 4)]
 recorder = Recorder(sys.argv[1])
@@ -174,3 +167,21 @@ def test_a_long_file_is_read_at_its_end_alone_when_a_run_goes_on(
     recorder.close()
     assert len(parsed) == 11
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 2990
+
+
+def test_the_plot_is_a_png_in_the_run_directory(tmp_path: Path) -> None:
+    steps = [{"step": n, "time_s": 0.4 * n, "reward/mean": n / 50} for n in range(1, 51)] + [{"step": 51}]
+    path = write_reward_plot(tmp_path, Steps(steps), title="quickstart")
+    assert path == tmp_path / "reward.png"
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_one_step_can_be_drawn_and_none_is_refused(tmp_path: Path) -> None:
+    write_reward_plot(tmp_path, Steps([{"step": 1, "time_s": 1.0, "reward/mean": 0.5}]), title="one")
+    with pytest.raises(ValueError, match="no step with reward/mean"):
+        write_reward_plot(tmp_path, Steps([{"step": 1}]), title="none")
+
+
+def test_the_running_mean_looks_back_and_starts_with_what_there_is() -> None:
+    assert running_mean([1.0, 2.0, 3.0, 5.0], window=2) == [1.0, 1.5, 2.5, 4.0]
+    assert [smoothing_window(num) for num in (1, 40, 300, 10_000)] == [1, 2, 15, 25]

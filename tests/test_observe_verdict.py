@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from asyncrl.config import RunConfig
-from asyncrl.observe import run_numbers, verdict
-from asyncrl.observe.run_numbers import OverdueNumbers, Steps
+from asyncrl.observe import verdict
+from asyncrl.observe.run_numbers import OverdueNumbers, Steps, time_shares
 from asyncrl.observe.verdict import Verdict
 
 
@@ -161,10 +161,10 @@ def test_the_reward_is_that_of_the_first_five_steps_and_of_the_last_tenth() -> N
 
 
 def test_shares_add_up_to_one_even_where_parts_exceed_the_whole() -> None:
-    shares = run_numbers.time_shares(Steps(steps(train_s=0.9, wait_generation_s=0.3)))
+    shares = time_shares(Steps(steps(train_s=0.9, wait_generation_s=0.3)))
     assert shares.training + shares.waiting + shares.other == pytest.approx(1.0)
     assert shares.training == pytest.approx(0.75)
-    assert run_numbers.time_shares(Steps([{"step": 1}])).other == 1.0
+    assert time_shares(Steps([{"step": 1}])).other == 1.0
 
 
 def test_no_steps_give_no_verdict() -> None:
@@ -195,10 +195,10 @@ def test_many_filtered_groups_are_told_with_the_trend_and_few_are_not() -> None:
 
 
 def test_a_counter_is_that_of_the_lines_that_have_it() -> None:
-    run, counted = Steps([{"n": 2.0}, {}, {"n": 5.0}, {"n": 6.0}, {}], names=("n", "m")), run_numbers.counted
-    assert counted(run, "n") == 6.0
-    assert [counted(run, "n", last=num) for num in (1, 2, 3, 5, 9)] == [0.0, 1.0, 4.0, 6.0, 6.0]
-    assert counted(run, "m") == counted(run, "m", last=2) == 0.0
+    run = Steps([{"n": 2.0}, {}, {"n": 5.0}, {"n": 6.0}, {}], names=("n", "m"))
+    assert run.counted("n") == 6.0
+    assert [run.counted("n", last=num) for num in (1, 2, 3, 5, 9)] == [0.0, 1.0, 4.0, 6.0, 6.0]
+    assert run.counted("m") == run.counted("m", last=2) == 0.0
 
 
 def test_a_step_that_was_taken_again_takes_the_place_of_all_from_there_on() -> None:

@@ -55,7 +55,7 @@ def make_types_batch(version: int = 4) -> Batch:
 class FakeTrainer:
     """Answers /train as a worker does: with the version after the batch's, or the failure it was given."""
 
-    url = "http://fake"
+    url, name = "http://fake", "trainer-0"
 
     def __init__(self, failure: Exception | None = None, answer_offset: int = 1) -> None:
         self.failure, self.answer_offset = failure, answer_offset

@@ -12,6 +12,7 @@ from asyncrl.buffer.staleness import HandedBack, StalenessRule, WaitCause
 from asyncrl.config import BufferConfig
 from asyncrl.errors import RoomError, WouldWait
 from asyncrl.messages.records import Batch, Finished, Group, GroupId, Prompt, Ticket, WaitReport
+from asyncrl.waits import waiting
 
 
 @dataclass(slots=True)
@@ -163,8 +164,9 @@ class Buffer:
 
     async def wait_open(self) -> None:
         """Return as soon as admit_nowait gives leave. Sleeps for ever once the run's groups are all out."""
-        while not self._rule.num_open:
-            await self._opened.wait()
+        with waiting(self._what_opens, on="a version served, or a group failed or handed back"):
+            while not self._rule.num_open:
+                await self._opened.wait()
 
     def admit_nowait(self) -> Ticket:
         """Leave to start one group. Raises WouldWait while the rule gives none."""
@@ -224,12 +226,13 @@ class Buffer:
         meter = WaitMeter(clock(), self._rule.waits_for)
         self._meters.append(meter)
         try:
-            while True:
-                try:
-                    batch = self.take_nowait()
-                    break
-                except WouldWait:
-                    await self._formed.wait()
+            with waiting(self._what_forms, on="the rollout that completes a group", who="train loop"):
+                while True:
+                    try:
+                        batch = self.take_nowait()
+                        break
+                    except WouldWait:
+                        await self._formed.wait()
         finally:
             self._meters.remove(meter)
         self.last_wait = wait = meter.report()
@@ -294,21 +297,48 @@ class Buffer:
         )
 
     def gauges(self) -> dict[str, float]:
-        """By metric name."""
-        wait, counts = self.last_wait, self._counts
+        """Its numbers, by the names of observe/gauges.py."""
+        rule, counts, wait = self._rule, self._counts, self.last_wait
+        handed_back = counts.dropped + counts.all_masked
         return {
+            "buffer/ready": rule.num_ready,
+            "buffer/running": rule.num_running,
+            "buffer/look_ahead": rule.look_ahead,
+            "buffer/served": rule.served,
+            "buffer/next_batch": rule.next_batch,
+            "buffer/admitted": rule.admitted + counts.failed + counts.filtered + handed_back,
+            "rollout/filtered": counts.filtered,
+            "rollout/filtered_tokens": counts.filtered_tokens,
             "perf/wait_s": wait.total_s,
             "perf/wait_generation_s": wait.generation_s,
             "perf/wait_stragglers_s": wait.stragglers_s,
             "perf/wait_publishing_s": wait.publishing_s,
-            "buffer/ready": self._rule.num_ready,
-            "buffer/running": self._rule.num_running,
-            "buffer/look_ahead": self._rule.look_ahead,
-            "rollout/filtered": counts.filtered,
-            "rollout/filtered_tokens": counts.filtered_tokens,
         }
 
     # ---- how
+
+    def _what_opens(self) -> str:
+        rule = self._rule
+        return (
+            f"leave to start a group ({rule.num_ready} ready, {rule.num_running} run, batch {rule.next_batch} "
+            f"is next, version {rule.served} is served)"
+        )
+
+    def _what_forms(self) -> str:
+        """What the next batch waits for, by the causes of WaitReport."""
+        rule, cause = self._rule, self._rule.waits_for
+        batch = (
+            f"batch {rule.next_batch}: {rule.num_ready} of {rule.num_groups} groups are ready, "
+            f"{rule.num_running} run"
+        )
+        if cause == "publishing":
+            return f"publishing, for no group may start before a newer version is served ({batch})"
+        if rule.oldest_running is not None:
+            group_id, start_version = rule.oldest_running
+            batch += f"; the oldest is group g{group_id}, start_version {start_version}"
+        return (
+            f"{'stragglers that would become too old' if cause == 'stragglers' else 'generation'} ({batch})"
+        )
 
     def _changed(self) -> None:
         """The rule's state has changed: note what the trainer waits for, wake the waiters it concerns."""

@@ -13,6 +13,7 @@ from asyncrl.engines.engine import EngineClient
 from asyncrl.errors import ConnectionShortage, EngineError, EngineLost
 from asyncrl.messages.engine_calls import GenerateChunk, GenerateRequest, GenerateResponse
 from asyncrl.messages.records import Completion, PartialCompletion, SamplingRequest, VersionSpan
+from asyncrl.waits import waiting
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +101,19 @@ class EnginePool:
             sum(load.values()), self._interrupted, self._tokens, self._requests, load, self._moved, down
         )
 
+    def gauges(self) -> dict[str, float]:
+        """Its numbers, by the names of observe/gauges.py."""
+        found: dict[str, float] = {
+            "tokens/generated": self._tokens,
+            "rollout/interrupted": self._interrupted,
+            "engine/down": len(self.servers) - len(self._router.up),
+        }
+        if len(self.servers) > 1:
+            found |= {
+                f"engine/policy_version/{server.name}": server.policy_version for server in self.servers
+            }
+        return found
+
     def down_nowait(self, name: str) -> None:
         """Give this server no work any more. Who says so cuts its calls too, so that they go on elsewhere.
         Idempotent.
@@ -148,7 +162,8 @@ class EnginePool:
             on_tokens(tuple(join.token_ids))
         while not join.is_finished:
             while not self._router.up:
-                await self._changed.wait()
+                with waiting("an engine that is up", on="supervisor"):
+                    await self._changed.wait()
             with self._router.take(request.route_key, self._near(request)) as index:
                 try:
                     await self._sample_on(index, join, on_tokens)
@@ -197,7 +212,10 @@ class EnginePool:
 
         self._sent[index][request.request_id] = None
         try:
-            rest = await server.generate_segment(request, on_chunk=None if on_tokens is None else on_chunk)
+            with waiting("completions", on=server.name, who="rollouts"):
+                rest = await server.generate_segment(
+                    request, on_chunk=None if on_tokens is None else on_chunk
+                )
         except asyncio.CancelledError:  # a rollout that timed out or was dropped must not keep its slot
             await self._abort(server, [request.request_id])
             raise

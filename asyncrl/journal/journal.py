@@ -18,6 +18,7 @@ from asyncrl.journal.decisions import CompactReport, Taken
 from asyncrl.journal.read import ResumeState, read_resume
 from asyncrl.journal.writer import Writer
 from asyncrl.messages.records import Batch, GroupId, PartialCompletion, Prompt, Rollout, Ticket
+from asyncrl.waits import waiting
 
 Ended = Literal["ready", "failed", "filtered", "handed_back"]
 
@@ -98,7 +99,10 @@ class Journal:
         is not ready or in another batch, the version has other groups, or is not the next one. If it is
         cancelled the batch may be taken all the same.
         """
-        taken: Taken = await asyncio.wrap_future(self._writer.ask(decisions.batch_taken, batch, time.time()))
+        with waiting(f"batch {batch.version} to be durable in the journal", on="the journal's thread"):
+            taken: Taken = await asyncio.wrap_future(
+                self._writer.ask(decisions.batch_taken, batch, time.time())
+            )
         return taken
 
     def trained_nowait(self, version: int, metrics: Mapping[str, float]) -> None:
@@ -149,7 +153,8 @@ class Journal:
 
     async def flush(self) -> None:
         """Return when all that was queued is durable. Raises JournalError if it cannot be."""
-        await asyncio.wrap_future(self._writer.ask(lambda connection: None))
+        with waiting("the journal to be durable", on="the journal's thread"):
+            await asyncio.wrap_future(self._writer.ask(lambda connection: None))
 
     async def wait_failed(self) -> None:
         """Sleep until the journal cannot be written any more, and raise that JournalError. To be watched by
@@ -160,7 +165,8 @@ class Journal:
     async def read_resume(self, checkpoint_version: int) -> ResumeState:
         """What a run has to know that goes on from a checkpoint at that version (0: the initial weights)."""
         await self.flush()
-        return await asyncio.to_thread(read_resume, self.path, checkpoint_version)
+        with waiting("what the journal says of the run", on="the journal's file"):
+            return await asyncio.to_thread(read_resume, self.path, checkpoint_version)
 
     async def compact(self, before_version: int) -> CompactReport:
         """Delete the tokens of batches before `before_version`, the oldest kept checkpoint, and of older
@@ -170,10 +176,13 @@ class Journal:
         where it went, stays.
         """
         num_groups = num_pages = 0
-        while found := await asyncio.wrap_future(self._writer.ask(decisions.compact_some, before_version)):
-            num_groups += found
-        while found := await asyncio.wrap_future(self._writer.ask(decisions.vacuum_some)):
-            num_pages += found
+        with waiting("old tokens to be deleted from the journal", on="the journal's thread"):
+            while found := await asyncio.wrap_future(
+                self._writer.ask(decisions.compact_some, before_version)
+            ):
+                num_groups += found
+            while found := await asyncio.wrap_future(self._writer.ask(decisions.vacuum_some)):
+                num_pages += found
         return CompactReport(num_groups, num_pages)
 
     async def aclose(self) -> None:

@@ -1,3 +1,1 @@
-"""Collects what the rooms report into metrics, console, TensorBoard, plot and verdict. Changes nothing in the
-run.
-"""
+"""The numbers of a run: declared, written, shown, judged and read back. Changes nothing in the run."""

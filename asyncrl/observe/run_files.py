@@ -1,10 +1,9 @@
-"""Reads a run directory, live or afterwards, and believes nothing in it. Knows the files; knows no rooms.
+"""Reads a run directory, live or afterwards, and believes nothing in it.
 
-Files that grow with every step are read line by line: no more is held of a step than some numbers.
-
-A half-written last line is a run in the middle of writing; any other bad line is a problem that is told. A
-run that says "running" while nobody holds its lock has crashed, and is called so where that can be seen: on
-its own machine.
+Files that grow with every step are read line by line: no more is held of a step than some numbers. A half-
+written last line is a run in the middle of writing; any other bad line is a problem that is told. A run that
+says "running" while no process holds its lock has crashed, and is called so where that can be seen: on its
+own machine.
 """
 
 from __future__ import annotations
@@ -14,60 +13,49 @@ import json
 import math
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic_core import SchemaValidator, core_schema, from_json
+from pydantic_core import from_json
 
 from asyncrl.config import RunConfig, load_config
 from asyncrl.errors import ConfigError
 from asyncrl.observe.recorder import EVAL_FILE, LOST_KEY, METRICS_FILE, NOT_FINITE, STATUS_FILE, boot_id
-from asyncrl.observe.run_numbers import COLUMNS, Steps
+from asyncrl.observe.run_numbers import Steps
 
 CONFIG_FILE = "config.yaml"
-TRAINED_FILE = "trained.jsonl"
 LOCK_FILE = "run.lock"
 
-Parser = Callable[[bytes], Any]
 State = Literal["starting", "running", "done", "failed", "interrupted", "crashed", "unknown"]
 
 _QUIET_S = 30.0
 _WORDS = (NOT_FINITE, "last_failure")
 """Values of a line that are no metrics."""
-_FINITE = core_schema.float_schema(strict=True, allow_inf_nan=False)
-_COLUMNS_OF = SchemaValidator(
-    core_schema.typed_dict_schema(
-        {name: core_schema.typed_dict_field(_FINITE, required=name == "step") for name in COLUMNS}
-    )
-)
-"""Of a line of metrics.jsonl: the metrics that are asked of all steps. Refuses what is none."""
 MAX_PROBLEMS = 100
 
 
 @dataclass(frozen=True, slots=True)
 class RunFiles:
-    """What a run directory holds. `problems` are sentences about what in it cannot be believed."""
+    """What a run directory holds. `explanation`: the state in a sentence; `status`: status.json as it is;
+    `steps`: what metrics.jsonl says of all steps, `one_step` of the one that was asked for; `evaluations`:
+    lines of eval.jsonl; `problems`: sentences about what cannot be believed.
+    """
 
     run_dir: Path
     config: RunConfig
     state: State
     explanation: str
-    """The state in a sentence, with the way out where there is something to do."""
     status: Mapping[str, Any]
-    """status.json as it is; empty if there is none."""
     steps: Steps
-    """What metrics.jsonl says of all steps."""
+    evaluations: tuple[Mapping[str, Any], ...]
+    one_step: Mapping[str, Any] | None
     problems: tuple[str, ...]
-    evaluations: tuple[Mapping[str, Any], ...] = ()
-    """Lines of eval.jsonl, as they are."""
-    one_step: Mapping[str, Any] | None = None
-    """The metrics of the step that was asked for."""
 
 
 def read_run(run_dir: str | Path, *, step: int | None = None) -> RunFiles:
-    """Read a run directory, with all metrics of `step`; trained.jsonl is read by those who need it
+    """Read a run directory, with all metrics of `step`; not trained.jsonl, which only inspect needs
     (trained.py).
 
     Raises ConfigError if it is none, or if it or its config cannot be read.
@@ -84,99 +72,101 @@ def read_run(run_dir: str | Path, *, step: int | None = None) -> RunFiles:
     status = _read_status(folder / STATUS_FILE, problems)
     state, explanation = judge_state(status, folder)
     steps, one_step = read_steps(folder, problems, step)
-    return RunFiles(
-        run_dir=folder,
-        config=config,
-        state=state,
-        explanation=explanation,
-        status=status,
-        steps=steps,
-        evaluations=tuple(read_evaluations(folder, problems)),
-        problems=tuple(problems),
-        one_step=one_step,
-    )
+    evaluations = tuple(read_evaluations(folder, problems))
+    return RunFiles(folder, config, state, explanation, status, steps, evaluations, one_step, tuple(problems))
 
 
 def _why_no_run(folder: Path) -> str | None:
     try:
         if (folder / CONFIG_FILE).is_file():
             return None
-        return (
-            "is not there"
-            if not folder.exists()
-            else "is no directory"
-            if not folder.is_dir()
-            else f"holds no {CONFIG_FILE}"
-        )
+        if not folder.exists():
+            return "is not there"
+        return f"holds no {CONFIG_FILE}" if folder.is_dir() else "is no directory"
     except OSError as error:  # rights, above all
         return f"cannot be read ({error.strerror})"
 
 
-def _read_text(path: Path, problems: list[str]) -> str | None:
-    """None if there is no such file, or if it cannot be read: that is told in `problems`."""
+def _read_status(path: Path, problems: list[str]) -> dict[str, Any]:
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
+        value = json.loads(path.read_text(encoding="utf-8", errors="replace"))
     except FileNotFoundError:
-        return None
+        return {}
     except OSError as error:
         problems.append(f"{path.name} cannot be read: {error.strerror}")
-        return None
+        return {}
+    except (ValueError, RecursionError) as error:
+        problems.append(f"{path.name} is no JSON: {error}")
+        return {}
+    if not isinstance(value, dict):
+        problems.append(f"{path.name} is no JSON object")
+        return {}
+    if "updated_s" in value and not _is_number(value["updated_s"]):
+        problems.append(f"{path.name}: updated_s is no number and is left out")
+        del value["updated_s"]
+    return value
 
 
 def read_steps(
     run_dir: Path, problems: list[str], step: int | None = None
 ) -> tuple[Steps, Mapping[str, Any] | None]:
-    """What metrics.jsonl says of all steps, and all that it says of `step`. What cannot be believed is told
-    in `problems`.
-    """
-    path, steps = run_dir / METRICS_FILE, Steps()
-    newest = wanted = None
-    for start, line in _metrics_of(path, problems, ("step",), quick=_COLUMNS_OF.validate_json):
+    """What metrics.jsonl says of all steps, and all that it says of `step`; `problems` grows."""
+    steps, wanted = Steps(), None
+    for line in _metrics_of(run_dir / METRICS_FILE, problems, ("step",)):
         steps.add(line)
-        newest = start
         if line["step"] == step:
-            wanted = start
-    if newest is not None:
-        steps.last = _whole_line(path, newest)
-    return steps, None if wanted is None else _whole_line(path, wanted)
+            wanted = line
+    return steps, wanted
 
 
-def _whole_line(path: Path, start: int) -> dict[str, Any]:
-    """All metrics of the line that begins there."""
-    with path.open("rb") as file:
-        file.seek(start)
-        return {
-            name: value
-            for name, value in parse_line(file.readline()).items()
-            if name == NOT_FINITE or _is_number(value)
-        }
+def read_evaluations(run_dir: Path, problems: list[str]) -> list[dict[str, Any]]:
+    """Lines of eval.jsonl that have what every evaluation has; `problems` grows."""
+    lines = [*_metrics_of(run_dir / EVAL_FILE, problems, ("policy_version", "eval/version", "eval/seconds"))]
+    lengths = {"eval/length_mean", "eval/truncated_fraction"}
+    whole = [line for line in lines if "eval/reward_mean" not in line or lengths <= line.keys()]
+    if len(whole) < len(lines):
+        problems.append(f"{EVAL_FILE}: {len(lines) - len(whole)} evaluations without lengths are left out")
+    return whole
 
 
-def lines_of(
-    path: Path, problems: list[str], quick: Parser | None = None
-) -> Iterator[tuple[int, dict[str, Any], bool]]:
-    """(where it begins, the object, whether `quick` took it) of each line of a file, one at a time.
+def _metrics_of(path: Path, problems: list[str], needed: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Lines that have the `needed` numbers. Metrics that are no numbers are left out, which is told."""
+    needed_names = set(needed)
+    for number, (_, line) in enumerate(lines_of(path, problems), start=1):
+        try:
+            if math.isfinite(sum(line.values())) and needed_names <= line.keys():  # nearly always
+                yield line
+                continue
+        except (TypeError, OverflowError):
+            pass
+        if LOST_KEY in line:
+            tell(problems, f"{_missing_steps(line)} in {path.name} ({line.get('why')})")
+            continue
+        wrong = [name for name, value in line.items() if name not in _WORDS and not _is_number(value)]
+        if missing := [name for name in needed if name in wrong or name not in line]:
+            names = ", ".join(missing)
+            tell(problems, f"{path.name} object {number} is left out: {names} is no number in it")
+            continue
+        if wrong:
+            tell(problems, f"{path.name} object {number}: {', '.join(wrong)} is no number and is left out")
+        yield {name: value for name, value in line.items() if name not in wrong}
 
-    `quick` may raise ValueError of a good line: from_json, the default, is three times as fast as json, and
-    stricter. What cannot be read at all is left out and told in `problems`.
+
+def lines_of(path: Path, problems: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(where it begins, the object) of each line of a file, one at a time. What cannot be read at all is left
+    out and told in `problems`.
     """
-    start, take = 0, quick or _parse
+    start = 0
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
-                try:
-                    value, is_quick = take(line), True
-                except ValueError:
-                    value, is_quick = parse_line(line), False
+                value = parse_line(line)
                 if type(value) is dict:
-                    yield start, value, is_quick
+                    yield start, value
                 elif not line.endswith(b"\n"):
                     num = len(line.decode("utf-8", "replace"))
-                    tell(
-                        problems,
-                        f"{path.name} ends in half a line ({num} characters), which is left out: it was "
-                        f"being written",
-                    )
+                    what = f"half a line ({num} characters), which is left out: it was being written"
+                    tell(problems, f"{path.name} ends in {what}")
                 else:
                     shown = line[:240].decode("utf-8", "replace").rstrip("\n")[:60]
                     tell(problems, f"{path.name} line {number} is no JSON object and is left out: {shown!r}")
@@ -187,14 +177,12 @@ def lines_of(
         tell(problems, f"{path.name} cannot be read: {error.strerror}")
 
 
-def _parse(line: bytes) -> Any:
-    return from_json(
-        line, cache_strings=False
-    )  # to look each string up costs more than to make it: no line is kept
-
-
 def parse_line(line: bytes) -> Any:
     """Its JSON value, None if it is none."""
+    try:
+        return from_json(line, cache_strings="keys")  # three times as fast as json, and stricter
+    except ValueError:
+        pass
     try:
         return json.loads(line.decode("utf-8", "replace"))
     except (ValueError, RecursionError):
@@ -209,64 +197,17 @@ def tell(problems: list[str], problem: str) -> None:
         problems.append("there are more problems, which are not listed")
 
 
-def read_evaluations(run_dir: Path, problems: list[str]) -> list[dict[str, Any]]:
-    """Lines of eval.jsonl that have what every evaluation has; what is no number in them is left out and told
-    in `problems`.
-    """
-    lines = [
-        line
-        for _, line in _metrics_of(
-            run_dir / EVAL_FILE, problems, ("policy_version", "eval/version", "eval/seconds")
-        )
-    ]
-    whole = [
-        line
-        for line in lines
-        if "eval/reward_mean" not in line or {"eval/length_mean", "eval/truncated_fraction"} <= line.keys()
-    ]
-    if len(whole) < len(lines):
-        problems.append(f"{EVAL_FILE}: {len(lines) - len(whole)} evaluations without lengths are left out")
-    return whole
+def steps_are_missing(first: int, last: int) -> str:
+    """In words."""
+    return f"step {first} is missing" if first == last else f"steps {first}..{last} are missing"
 
 
-def _metrics_of(
-    path: Path, problems: list[str], needed: Sequence[str], quick: Parser | None = None
-) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Lines that have the `needed` numbers. Metrics that are none are left out, as whole lines are, and told
-    in `problems`.
-
-    `quick` takes lines alone of which nothing is to be told, with the numbers that are needed.
-    """
-    for number, (start, line, is_quick) in enumerate(lines_of(path, problems, quick), start=1):
-        if is_quick and quick is not None:
-            yield start, line
-            continue
-        if LOST_KEY in line:
-            tell(problems, f"{missing_steps(line)} in {path.name} ({line.get('why')})")
-            continue
-        wrong = [name for name, value in line.items() if name not in _WORDS and not _is_number(value)]
-        if missing := [name for name in needed if name in wrong or name not in line]:
-            tell(
-                problems, f"{path.name} object {number} is left out: {', '.join(missing)} is no number in it"
-            )
-            continue
-        if wrong:
-            tell(problems, f"{path.name} object {number}: {', '.join(wrong)} is no number and is left out")
-        yield start, {name: value for name, value in line.items() if name not in wrong}
-
-
-def missing_steps(line: Mapping[str, Any]) -> str:
-    """Of a line that says which were lost, in words."""
+def _missing_steps(line: Mapping[str, Any]) -> str:
     try:
         first, last = line[LOST_KEY]
         return steps_are_missing(int(first), int(last))
     except (TypeError, ValueError, OverflowError):
         return "steps are missing"
-
-
-def steps_are_missing(first: int, last: int) -> str:
-    """In words."""
-    return f"step {first} is missing" if first == last else f"steps {first}..{last} are missing"
 
 
 def _is_number(value: object) -> bool:
@@ -281,11 +222,10 @@ def _is_number(value: object) -> bool:
 def judge_state(status: Mapping[str, Any], folder: Path) -> tuple[State, str]:
     """What the run does, and a sentence about it, from status.json and from whether its lock is held."""
     if not status:
-        return (
-            "unknown",
-            f"there is no readable {STATUS_FILE}; the run ended before it began, or another version wrote "
-            f"it.",
+        why = (
+            f"there is no readable {STATUS_FILE}; the run ended before it began, or another version wrote it."
         )
+        return "unknown", why
     said = status.get("state")
     age_s = max(0.0, time.time() - float(status.get("updated_s", 0.0)))
     if said in ("starting", "running"):
@@ -307,22 +247,16 @@ def _judge_going(
         quiet = f", but it has written nothing for {age_s:.0f} s" if age_s > _QUIET_S else ""
         return said, f"{process} is {said}{quiet}."
     written = f"status.json, written {age_s:.0f} s ago, says {said}"
+    log, unseen = folder / "logs" / "controller.log", f"Whether that lives cannot be seen from {here}"
     if is_held is False and status.get("boot_id") == boot_id():
-        return "crashed", (
-            f"{written}, but {process} is gone: the run was killed or crashed. Read "
-            f"{folder / 'logs' / 'controller.log'}."
-        )
+        return "crashed", f"{written}, but {process} is gone: the run was killed or crashed. Read {log}."
     if age_s <= _QUIET_S:
-        return said, f"{written} by {process}. Whether that lives cannot be seen from {here}."
+        return said, f"{written} by {process}. {unseen}."
     if host == here:
-        return (
-            "crashed",
-            f"{written} by {process}; {here} was started again since. Read "
-            f"{folder / 'logs' / 'controller.log'}.",
-        )
-    return "unknown", (
-        f"{written} by {process}, and nothing since. Whether that lives cannot be seen from {here}: ask "
-        f"`asyncrl status {folder}` there."
+        return "crashed", f"{written} by {process}; {here} was started again since. Read {log}."
+    return (
+        "unknown",
+        f"{written} by {process}, and nothing since. {unseen}: ask `asyncrl status {folder}` there.",
     )
 
 
@@ -340,21 +274,3 @@ def _is_held(path: Path) -> bool | None:
     except OSError:
         return None
     return False
-
-
-def _read_status(path: Path, problems: list[str]) -> Mapping[str, Any]:
-    text = _read_text(path, problems)
-    if text is None:
-        return {}
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        problems.append(f"{path.name} is no JSON: {error}")
-        return {}
-    if not isinstance(value, dict):
-        problems.append(f"{path.name} is no JSON object")
-        return {}
-    if "updated_s" in value and not _is_number(value["updated_s"]):
-        problems.append(f"{path.name}: updated_s is no number and is left out")
-        del value["updated_s"]
-    return value

@@ -1,5 +1,5 @@
-"""Notices that a run has stopped moving, says who waits for whom, and acts. Knows counters and a clock;
-imports no rooms.
+"""Notices that a run has stopped moving, says who waits for whom, and acts. Knows counters, open waits and a
+clock.
 """
 
 from __future__ import annotations
@@ -8,57 +8,105 @@ import asyncio
 import faulthandler
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from asyncrl.config import SupervisionConfig
 from asyncrl.errors import RoomError
-from asyncrl.observe.known_waits import ChildState, Reported, Wait, WaitClock, known_function, place_of
-from asyncrl.waits import Place, task_stacks, thread_stacks
+from asyncrl.waits import OpenWait, open_waits, task_stacks, thread_stacks
 
-# What a run looks like that does not move, for people and as plain values. Knows waits; knows no rooms, no
-# clock.
+log = logging.getLogger("asyncrl.watchdog")
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """One line: `who` waits in the function `where` for `what` since `seconds`, and `waker` ends it."""
+
+    who: str
+    where: str
+    what: str
+    waker: str
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.who} waits in {self.where} for {self.what}, {self.seconds:.0f} s, to be woken by "
+            f"{self.waker}"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for status.json."""
+        return asdict(self) | {"seconds": round(self.seconds, 1)}
+
+
+def waits_now() -> tuple[Wait, ...]:
+    """What the tasks of the running loop wait for, oldest first; those that wait alike are one line."""
+    now_s, alike = asyncio.get_running_loop().time(), dict[tuple[str, str, str, str], list[OpenWait]]()
+    for wait in open_waits():
+        who = "rollouts" if wait.who.startswith("rollout ") else wait.who
+        alike.setdefault((who, wait.where, str(wait), wait.on), []).append(wait)
+    return tuple(
+        Wait(who if len(found) == 1 else f"{len(found)} {who}", where, what, on, now_s - found[0].since_s)
+        for (who, where, what, on), found in alike.items()
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ChildState:
+    """A child process: what the kernel says of it (sleeping, stopped, ended), and what /health answered."""
+
+    name: str
+    process: str
+    answer: str
+    is_well: bool
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.process}; {self.answer}"
+
+
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """What a run says of itself at one moment.
+
+    `marks`: counters; a change of any of them is progress. `oldest`: (rollout, seconds since its start),
+    oldest first. `is_starting`: a process is being started again, which has limits of its own.
+    """
+
+    marks: Mapping[str, float]
+    oldest: tuple[tuple[str, float], ...] = ()
+    is_starting: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class StuckReport:
-    """What a run looks like that has not moved for `seconds`."""
+    """What a run looks like that has not moved for `seconds`. `oldest`: (rollout, its age, its wait)."""
 
     seconds: float
     waits: tuple[Wait, ...]
     oldest: tuple[tuple[str, float, str], ...]
-    """(rollout, seconds since its start, where it waits)."""
-    children: tuple[ChildState, ...] = ()
-    marks: Mapping[str, float] = field(default_factory=dict)
-
-    @classmethod
-    def of(
-        cls, seconds: float, waits: tuple[Wait, ...], reported: Reported, children: tuple[ChildState, ...]
-    ) -> StuckReport:
-        """With the places of the oldest rollouts looked up."""
-        oldest = []
-        for rollout, age_s in reported.oldest:
-            place = place_of(rollout, reported.places)
-            oldest.append((rollout, age_s, "a place unknown" if place is None else _where(place)))
-        return cls(seconds, waits, tuple(oldest), children, reported.marks)
+    children: tuple[ChildState, ...]
+    marks: Mapping[str, float]
 
     @property
     def blame(self) -> str:
         """The processes that are not well, or who waits for whom if all of them are."""
         ill = [str(child) for child in self.children if not child.is_well]
-        return "; ".join(ill or map(str, self.waits)) or "no room waits in a function that is known"
+        return "; ".join(ill or map(str, self.waits)) or "no task has declared a wait"
 
     def text(self) -> str:
         """For people: a line each wait, rollout and process."""
-        lines = [f"nothing has moved for {self.seconds:.0f} s"]
-        lines += [f"  {wait}" for wait in self.waits]
-        lines += [
-            f"  rollout {rollout} runs for {age_s:.0f} s, in {where}" for rollout, age_s, where in self.oldest
+        lines = [
+            f"nothing has moved for {self.seconds:.0f} s",
+            *map(str, self.waits),
+            *(
+                f"rollout {rollout} runs for {age_s:.0f} s, in {where}"
+                for rollout, age_s, where in self.oldest
+            ),
+            *map(str, self.children),
+            "at: " + ", ".join(f"{name} {value:.0f}" for name, value in self.marks.items()),
         ]
-        lines += [f"  {child}" for child in self.children]
-        lines.append("  at: " + ", ".join(f"{name} {value:.0f}" for name, value in self.marks.items()))
-        return "\n".join(lines)
+        return "\n  ".join(lines)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for the journal."""
@@ -70,20 +118,6 @@ class StuckReport:
         }
 
 
-def _where(place: Place) -> str:
-    """EnginePool.generate on engine-1, turn 0."""
-    function = known_function(place)
-    server = place.name_below(function)
-    turn = next((part[1:] for part in place.request.split("/") if part[:1] == "t" and part[1:].isdigit()), "")
-    return function + (f" on {server}" if server else "") + (f", turn {turn}" if turn else "")
-
-
-log = logging.getLogger("asyncrl.watchdog")
-
-AskChildren = Callable[[], Awaitable[tuple[ChildState, ...]]]
-"""Has each child process dump its stacks into its log, and says how each one does."""
-
-
 class StuckClock:
     """When a report is due: watchdog_s after the last change of any counter, then after twice that, four
     times, and so on. Pure.
@@ -93,9 +127,6 @@ class StuckClock:
         self.watchdog_s = watchdog_s
         self._marks: dict[str, float] = {}
         self._moved_s, self._factor = now_s, 1
-
-    def __repr__(self) -> str:
-        return f"<StuckClock moved at {self._moved_s} s, next report at {self.due_s} s>"
 
     @property
     def due_s(self) -> float:
@@ -118,7 +149,7 @@ class StuckClock:
         self._moved_s, self._factor = now_s, 1
 
     def forgive(self, seconds: float) -> None:
-        """So long this very process did not run (Ctrl-Z, SIGSTOP): nobody can be blamed for it."""
+        """So long this very process did not run (Ctrl-Z, SIGSTOP): no part is to blame for it."""
         self._moved_s += seconds
 
     def quiet_s(self, now_s: float) -> float:
@@ -137,15 +168,13 @@ class StuckClock:
 class Watchdog:
     """Looks at a run, and speaks up once nothing has moved for watchdog_s.
 
-    Life:       made with how to ask the run -> run() beside everything else, until cancelled; look() as often
-    as anybody likes. Waits:      run sleeps until the moment at which a report would be due, no shorter.
-    Progress is noticed when somebody looks: the
-                status that is written each second does, so a report comes a second late at most; without it,
-                watchdog_s late.
+    Life:       made with how to ask the run -> run() beside everything else, until cancelled.
+    Waits:      run sleeps until the moment at which a report would be due, no shorter. Progress is noticed by
+                look(), which the status calls each second: a report comes a second late at most.
     Acts:       the report goes to `tell`, to the log together with all stacks, and to `note`; then on_stuck:
-    warn again after twice
-                as long, restart the engines and count from there, or end the run with a RoomError that names
-                who is stuck.
+                warn again after twice as long, restart the engines and count from there, or end the run with
+                a RoomError that names who is stuck.
+
     The loop itself may be blocked: then a timer of faulthandler's own writes all threads into `log_path`.
     """
 
@@ -154,36 +183,29 @@ class Watchdog:
     def __init__(
         self,
         settings: SupervisionConfig,
-        report: Callable[[bool], Reported],
+        report: Callable[[], Reported],
         *,
         log_path: Path,
         tell: Callable[[str], None],
         way_out: str,
-        ask_children: AskChildren,
+        ask_children: Callable[[], Awaitable[tuple[ChildState, ...]]],
         restart: Callable[[], Awaitable[None]],
         note: Callable[[str, Mapping[str, Any]], None] = lambda what, detail: None,
     ) -> None:
-        """`report(with_rollouts)`: what the run says of itself, with the places of its rollouts or
-        without.
-        """
+        """`ask_children` has each child process dump its stacks into its log, and says how each one does."""
         self._settings, self._report, self._log_path = settings, report, log_path
-        self._tell, self._way_out, self._ask_children, self._restart, self._note = (
-            tell,
-            way_out,
-            ask_children,
-            restart,
-            note,
-        )
+        self._tell, self._way_out, self._note = tell, way_out, note
+        self._ask_children, self._restart = ask_children, restart
         self._clock: StuckClock | None = None
-        self._wait_clock = WaitClock()
-        self.num_reports = 0
 
-    def __repr__(self) -> str:
-        return f"<Watchdog {self._settings.watchdog_s} s, {self._settings.on_stuck}, {self.num_reports} reports, {self._clock}>"
-
-    def look(self, *, with_rollouts: bool = False) -> tuple[Wait, ...]:
+    def look(self) -> tuple[Wait, ...]:
         """Take notice of progress, and say who waits for whom right now."""
-        return self._look(with_rollouts)[1]
+        reported, now_s = self._report(), asyncio.get_running_loop().time()
+        clock = self._started_clock()
+        clock.look(reported.marks, now_s)
+        if reported.is_starting:  # else an engine that loads for longer would be restarted for ever
+            clock.reset(now_s)
+        return waits_now()
 
     async def run(self) -> None:
         """Watch until cancelled. Raises RoomError if nothing moves and on_stuck is fail."""
@@ -193,44 +215,36 @@ class Watchdog:
             try:
                 while True:
                     until_s = max(clock.due_s, now())
-                    faulthandler.dump_traceback_later(
-                        until_s - now() + self._settings.watchdog_s, file=file
-                    )  # unless the loop comes back
+                    blocked_s = until_s - now() + self._settings.watchdog_s
+                    faulthandler.dump_traceback_later(blocked_s, file=file)  # unless the loop comes back
                     await asyncio.sleep(until_s - now())
                     clock.forgive(max(0.0, now() - until_s))
-                    self._look(with_rollouts=False)
+                    self.look()
                     if clock.take_due(now()):
                         await self._stuck(clock)
             finally:
                 faulthandler.cancel_dump_traceback_later()
-
-    async def aclose(self) -> None:
-        """Nothing is held."""
 
     def _started_clock(self) -> StuckClock:
         if self._clock is None:
             self._clock = StuckClock(self._settings.watchdog_s, asyncio.get_running_loop().time())
         return self._clock
 
-    def _look(self, with_rollouts: bool) -> tuple[Reported, tuple[Wait, ...]]:
-        reported, now_s = self._report(with_rollouts), asyncio.get_running_loop().time()
-        clock = self._started_clock()
-        clock.look(reported.marks, now_s)
-        if (
-            reported.is_mending
-        ):  # else an engine that takes longer to load than watchdog_s would be restarted for ever
-            clock.reset(now_s)
-        return reported, self._wait_clock.waits(reported, now_s)
-
     async def _stuck(self, clock: StuckClock) -> None:
-        """Ask everybody, tell, act."""
+        """Ask the processes, tell, act."""
         children = await self._ask_children()
-        reported, waits = self._look(with_rollouts=True)
+        waits = self.look()
         if clock.is_moving:  # meanwhile
             return
-        self.num_reports += 1
         seconds = clock.quiet_s(asyncio.get_running_loop().time())
-        report, policy = StuckReport.of(seconds, waits, reported, children), self._settings.on_stuck
+        reported, policy = self._report(), self._settings.on_stuck
+        places = {
+            wait.task.get_name(): f"{wait.where} on {wait.on}"
+            for wait in open_waits()
+            if wait.task is not None
+        }
+        oldest = tuple((name, age_s, places.get(f"rollout {name}", "?")) for name, age_s in reported.oldest)
+        report = StuckReport(seconds, waits, oldest, children, reported.marks)
         log.error("%s\n%s\n%s", report.text(), task_stacks(), thread_stacks())
         self._tell(report.text())
         self._note("stuck", report.as_dict() | {"on_stuck": policy})

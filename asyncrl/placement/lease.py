@@ -26,7 +26,7 @@ from typing import Any, Literal
 
 from asyncrl.errors import AsyncrlError, RoomError
 from asyncrl.messages.base import Moved
-from asyncrl.waits import TimeLimit, uncut
+from asyncrl.waits import TimeLimit, uncut, waiting
 
 Side = Literal["engines", "trainer"]
 State = Literal["idle", "generating", "training", "handover", "broken"]
@@ -208,8 +208,9 @@ class Lease:
     async def _one(self, name: str, verb: str, work: Awaitable[Moved]) -> int:
         limit = TimeLimit(self._timeout_s)
         try:
-            async with limit:
-                return (await work).num_bytes
+            with waiting(f"{verb} of {name}", on=name, who="handover"):
+                async with limit:
+                    return (await work).num_bytes
         except TimeoutError:
             if not limit.expired():
                 raise

@@ -14,7 +14,7 @@ from asyncrl.errors import ConnectionShortage, PublishError, RoomError
 from asyncrl.messages.protocols import WeightTarget
 from asyncrl.messages.records import WeightManifest
 from asyncrl.rollouts.evaluator import EvalResult, Evaluator
-from asyncrl.waits import TimeLimit
+from asyncrl.waits import TimeLimit, waiting
 
 
 class Schedule:
@@ -135,6 +135,14 @@ class Evaluation:
         """Totals so far."""
         return self._stats
 
+    def gauges(self) -> dict[str, float]:
+        """Its numbers, by the names of observe/gauges.py; those of eval.jsonl come with each result."""
+        stats = self._stats
+        return {
+            "evaluation/version": stats.version,
+            "evaluation/ended": stats.finished + stats.skipped + stats.abandoned,
+        }
+
     def wants(self, version: int) -> bool:
         """Whether published_nowait would have a use for this version; nothing changes."""
         return self._lost is None and self._schedule.is_next(version)
@@ -168,8 +176,9 @@ class Evaluation:
             if self._schedule.at_start:
                 await self._evaluate(0, None)
             while True:
-                while self._pending is None:
-                    await self._changed.wait()
+                with waiting("a published version that is due", on="publisher"):
+                    while self._pending is None:
+                        await self._changed.wait()
                 manifest, self._pending = self._pending, None
                 self._is_busy = True
                 try:
@@ -184,8 +193,9 @@ class Evaluation:
 
     async def wait_last(self) -> None:
         """Return once the last version is evaluated, or its evaluation was given up."""
-        while not self._has_ended and self._lost is None:
-            await self._changed.wait()
+        with waiting("the evaluation of the last version", on="evaluation"):
+            while not self._has_ended and self._lost is None:
+                await self._changed.wait()
 
     def give_up(self, error: RoomError) -> None:
         """The eval engine is gone: no evaluation from here on. Ends the one that runs; idempotent."""
@@ -224,9 +234,12 @@ class Evaluation:
         try:
             async with self._limit:
                 if manifest is not None:
-                    await self._load(manifest)
+                    with waiting(f"policy_version {version} in it", on=self._target.name):
+                        await self._load(manifest)
                 self._stats.state = "sampling"
-                result = await self._evaluator.evaluate(version)
+                what = f"the samples of policy_version {version}"
+                with waiting(what, on="engine-eval, the reward function"):
+                    result = await self._evaluator.evaluate(version)
         except TimeoutError:
             if not self._limit.expired():
                 raise

@@ -196,10 +196,11 @@ class Producers:
         )
 
     def gauges(self) -> dict[str, float]:
-        """By metric name."""
+        """Its numbers, by the names of observe/gauges.py."""
         counts = self._counts
         return {
             "rollout/inflight": len(self._started_s),
+            "rollout/finished": counts.finished,
             "rollout/failed": counts.failed,
             "rollout/retried": self._runner.num_retried,
             "rollout/dropped": counts.dropped,

@@ -20,7 +20,7 @@ from asyncrl.messages.records import (
     Prompt,
     Rollout,
 )
-from asyncrl.waits import TimeLimit
+from asyncrl.waits import TimeLimit, waiting
 
 
 def derive_seed(run_seed: int, seed_id: str, sample_index: int, turn: int, attempt: int = 0) -> int:
@@ -82,12 +82,17 @@ class Slots:
     async def wait(self, name: str) -> None:
         """Return when the rollout holds its place."""
         if name in self._waiting:
-            await self._waiting[name]
+            with waiting(self._what_is_free, on="a rollout that ends"):
+                await self._waiting[name]
 
     async def wait_spare(self) -> None:
         """Return when a place is free."""
-        while not self.has_spare:
-            await self._spare.wait()
+        with waiting(self._what_is_free, on="a rollout that ends"):
+            while not self.has_spare:
+                await self._spare.wait()
+
+    def _what_is_free(self) -> str:
+        return f"a free sequence in the engines ({self.num_held} of {self.capacity} sample)"
 
     def give_back_nowait(self, name: str) -> None:
         """Hold no place and wait for none; the place goes to the next one."""

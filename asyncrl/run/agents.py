@@ -71,9 +71,12 @@ class Harnessing:
     def missing_workers(self) -> str | None:
         """What to do if rollouts wait and no worker runs them; None while one does, or did a moment ago."""
         work = self.queue.gauges()
-        if work["workers"] or not work["queued"] or work["unseen_s"] < NO_WORKER_S:
+        if work["harness/workers"] or not work["harness/queued"] or work["harness/unseen_s"] < NO_WORKER_S:
             return None
-        missing = f"{work['queued']} rollouts wait and no worker has been seen for {work['unseen_s']:.0f} s; "
+        missing = (
+            f"{work['harness/queued']:.0f} rollouts wait and no worker has been seen for "
+            f"{work['harness/unseen_s']:.0f} s; "
+        )
         if self.workers:
             return (
                 missing

@@ -19,7 +19,7 @@ from asyncrl.errors import EngineLost, RoomError
 from asyncrl.messages.base import Moved
 from asyncrl.placement.lease import Call, HandoverReport, Lease, Side
 from asyncrl.sync.publisher import Publisher
-from asyncrl.waits import uncut
+from asyncrl.waits import uncut, waiting
 
 if TYPE_CHECKING:  # which supervises, and waits for turns
     from asyncrl.run.supervise_trainer import LivingTrainer
@@ -84,7 +84,8 @@ class SideBySide:
 
     async def bring_up(self, name: str) -> None:
         """In that room: give an engine whose process is new the announced weights."""
-        await self._publisher.bring_up(name)
+        with waiting(f"the announced weights in {name}", on="publisher", who="supervisor"):
+            await self._publisher.bring_up(name)
 
     def down_nowait(self, name: str) -> None:
         """An engine is lost."""
@@ -96,6 +97,10 @@ class SideBySide:
     def stats(self) -> TurnStats | None:
         """None where there are no turns."""
         return None
+
+    def gauges(self) -> dict[str, float]:
+        """None of its own."""
+        return {}
 
 
 class TakingTurns:
@@ -151,6 +156,17 @@ class TakingTurns:
             num_bytes=sum(report.num_bytes for report in self.last.values()),
         )
 
+    def gauges(self) -> dict[str, float]:
+        """Of the two handovers around a step; bytes freed, taken and moved in all their phases."""
+        turns = self.stats()
+        return {
+            "turns/phases": turns.num_phases,
+            "perf/handover_s": turns.to_trainer_s + turns.to_engines_s,
+            "perf/to_trainer_s": turns.to_trainer_s,
+            "perf/to_engines_s": turns.to_engines_s,
+            "perf/handover_bytes": turns.num_bytes,
+        }
+
     async def start(self, version: int) -> None:
         """The first turn: the engines' with the weights of their start, or after a push if the trainer has
         made others.
@@ -162,20 +178,22 @@ class TakingTurns:
 
     async def to_trainer(self) -> None:
         """Hand over to the trainer, unless it has its turn. Raises RoomError, with the phase that failed."""
-        async with self._one_at_a_time:
-            if self.lease.owner != "trainer":
-                self.last = {"trainer": await self._hand_to_trainer()}
+        with waiting("the trainer's turn", on="trainer and engines"):
+            async with self._one_at_a_time:
+                if self.lease.owner != "trainer":
+                    self.last = {"trainer": await self._hand_to_trainer()}
 
     async def to_engines(self, version: int) -> None:
         """Hand over to the engines with these weights, and announce them; after the last step the trainer
         keeps its turn. Raises RoomError, with the phase that failed.
         """
-        async with self._one_at_a_time:
-            await self._publisher.evaluate(version)
-            if version >= self._num_steps:
-                return
-            self.last["engines"] = await self.lease.hand_to("engines")
-            self._publisher.announce()
+        with waiting("the engines' turn", on="trainer and engines"):
+            async with self._one_at_a_time:
+                await self._publisher.evaluate(version)
+                if version >= self._num_steps:
+                    return
+                self.last["engines"] = await self.lease.hand_to("engines")
+                self._publisher.announce()
 
     @contextlib.asynccontextmanager
     async def room_for_engine(self, name: str) -> AsyncIterator[None]:
@@ -194,7 +212,8 @@ class TakingTurns:
                 if self.lease.state == "generating":
                     yield
                     return
-            await self._changed.wait()
+            with waiting(f"the engines' turn, to start {name}", on="the train loop", who="supervisor"):
+                await self._changed.wait()
 
     async def bring_up(self, name: str) -> None:
         """An empty turn: all engines sleep, and get the weights that are served from the trainer. Not cut
@@ -211,8 +230,9 @@ class TakingTurns:
 
     async def wait_room_for_trainer(self) -> None:
         """Return when the engines have no turn, or a handover waits for the trainer."""
-        while self.lease.state in ("generating", "handover") and not self._num_needing:
-            await self._changed.wait()
+        with waiting("the engines to leave the devices, to start the trainer", on="the train loop"):
+            while self.lease.state in ("generating", "handover") and not self._num_needing:
+                await self._changed.wait()
 
     async def _empty_turn(self) -> None:
         await self._hand_to_trainer()

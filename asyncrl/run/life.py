@@ -22,7 +22,7 @@ from typing import Any
 from asyncrl.config import RunConfig
 from asyncrl.errors import AsyncrlError, ConfigError, RoomError, first_cause
 from asyncrl.http import OURS, out_of
-from asyncrl.observe.text import outliving
+from asyncrl.observe.console import outliving
 from asyncrl.placement.staging import clear_own_staging
 from asyncrl.run.start import Server, note_deaths
 
@@ -46,6 +46,8 @@ class Life(ABC):
 
     ending = "ending"
     """What the first signal does, in words."""
+    main_task = "main"
+    """The name of the task of run(), for stacks and waits."""
 
     def __init__(self, config: RunConfig, run_dir: Path) -> None:
         self.config, self.run_dir = config, run_dir
@@ -90,6 +92,7 @@ class Life(ABC):
         """
         loop, main = asyncio.get_running_loop(), asyncio.current_task()
         assert main is not None
+        main.set_name(self.main_task)
         for number in SIGNALS:
             loop.add_signal_handler(number, self._on_signal, number, main)
         try:

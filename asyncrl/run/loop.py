@@ -116,6 +116,7 @@ class Job(Life):
     """
 
     ending = "stopping after this step"
+    main_task = "train loop"
 
     def __init__(
         self,

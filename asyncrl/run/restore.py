@@ -24,6 +24,7 @@ from asyncrl.run.resume import ResumePoint
 from asyncrl.run.supervise_trainer import LivingTrainer
 from asyncrl.tasks.feed import Feed
 from asyncrl.trainer.trainer_client import TrainerClient
+from asyncrl.waits import waiting
 
 logger = logging.getLogger("asyncrl.run.restore")
 
@@ -211,6 +212,10 @@ class Checkpointer:
         self._writing: asyncio.Task[None] | None = None
         self.num_made = self.num_failed = 0
 
+    def gauges(self) -> dict[str, float]:
+        """Its numbers, by the names of observe/gauges.py."""
+        return {"checkpoint/made": self.num_made, "checkpoint/failed": self.num_failed}
+
     async def after_step(self, version: int) -> None:
         """Begin a checkpoint if one is due at this version."""
         every = self._checkpoints.config.every
@@ -232,7 +237,8 @@ class Checkpointer:
         if self._checkpoints.config.every is None or version == 0:
             return
         if self._writing is not None:
-            await asyncio.wait({self._writing})
+            with waiting("the checkpoint before", on="checkpoint"):
+                await asyncio.wait({self._writing})
         if version not in self._checkpoints.versions() and (begun := await self._begin()) is not None:
             await self._finish(*begun, self._controller_state())
 
@@ -251,7 +257,8 @@ class Checkpointer:
             await self._trainer.wait_save_state()
             # Only now: had the trainer died meanwhile, it would have to go back first.
             async with self._checkpoints.in_use:
-                folder = await asyncio.to_thread(self._checkpoints.finish, pending, version, controller)
+                with waiting("the files of a checkpoint to be whole", on="disk"):
+                    folder = await asyncio.to_thread(self._checkpoints.finish, pending, version, controller)
                 self.num_made += 1
                 self._journal.checkpointed_nowait(version, folder, self._checkpoints.versions())
                 if self._keep == "checkpoint":

@@ -30,7 +30,7 @@ from asyncrl.config import RunConfig, run_config_yaml
 from asyncrl.engines.pool import EnginePool
 from asyncrl.errors import ConfigError
 from asyncrl.files import RunLock, write_whole
-from asyncrl.observe.text import outliving
+from asyncrl.observe.console import outliving
 from asyncrl.placement.choices import settle_dtype
 from asyncrl.placement.devices import find_cuda_devices, place
 from asyncrl.placement.fork_server import KEY_ENV

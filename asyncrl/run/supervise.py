@@ -29,6 +29,7 @@ from asyncrl.errors import (
 from asyncrl.messages.work import WorkerHealth
 from asyncrl.run.colocate import Turns
 from asyncrl.run.start import Server
+from asyncrl.waits import waiting
 
 Tell = Callable[[str, Mapping[str, Any]], None]
 logger = logging.getLogger("asyncrl.run.supervise")
@@ -169,7 +170,8 @@ class Supervisor:
         async with self._room():
             self.is_starting = True
             try:
-                await self._start_all()
+                with waiting("its new process", on=self._processes[0].name):
+                    await self._start_all()
             except ConnectionShortage:
                 raise
             except RoomError as error:

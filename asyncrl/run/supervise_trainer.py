@@ -18,6 +18,7 @@ from asyncrl.messages.trainer_calls import ExportChunkResponse
 from asyncrl.run.start import Server
 from asyncrl.run.supervise import GRACE_S, Supervisor, Tell, end_all
 from asyncrl.trainer.trainer_client import TrainerClient
+from asyncrl.waits import waiting
 
 T = TypeVar("T")
 
@@ -70,6 +71,14 @@ class LivingTrainer(Supervisor):
         """Of the newest step that was answered."""
         return self.client.policy_version
 
+    def gauges(self) -> dict[str, float]:
+        """Its numbers, by the names of observe/gauges.py."""
+        return {
+            "policy_version": self.policy_version,
+            "trainer/restarts": self.num_restarts,
+            "trainer/down": not self.is_up,
+        }
+
     async def recover(
         self,
         state: Path | None,
@@ -99,10 +108,11 @@ class LivingTrainer(Supervisor):
 
     async def wait_up(self) -> None:
         """Return once its processes answer and are where they were. Raises RoomError if they never will."""
-        while not self.is_up:
-            if self._over is not None:
-                raise self._over
-            await self._changed.wait()
+        with waiting("the trainer to be back", on="watch trainer"):
+            while not self.is_up:
+                if self._over is not None:
+                    raise self._over
+                await self._changed.wait()
 
     async def export(self) -> WeightManifest:
         """Have the newest weights written into staging."""

@@ -16,7 +16,7 @@ from asyncrl.errors import EngineLost, PublishError
 from asyncrl.messages.base import Moved
 from asyncrl.messages.records import Interrupt, WeightManifest
 from asyncrl.sync.push import OnLost, Push, PushReport, WeightTrainer
-from asyncrl.waits import TimeLimit
+from asyncrl.waits import TimeLimit, waiting
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +113,16 @@ class Publisher:
         """Totals and the last publish."""
         return self._stats
 
+    def gauges(self) -> dict[str, float]:
+        """Its numbers, by the names of observe/gauges.py."""
+        stats = self._stats
+        return {
+            "publish/version": stats.version,
+            "publish/skipped": stats.skipped,
+            "perf/publish_s": stats.publish_s,
+            "perf/publish_pause_s": stats.pause_s,
+        }
+
     def is_down(self, name: str) -> bool:
         """Whether this engine is left out."""
         return name in self._down
@@ -132,7 +142,8 @@ class Publisher:
         raises.
         """
         while True:
-            newest = await self._trainer.wait_version_above(self._exported_version)
+            with waiting(f"a policy_version above {self._exported_version}", on="the train loop"):
+                newest = await self._trainer.wait_version_above(self._exported_version)
             if not self._is_one_kept:
                 await self._export_and_push(newest, self._turn)
                 continue
@@ -167,8 +178,9 @@ class Publisher:
 
     async def wait_announced(self, version: int) -> None:
         """Return once every live engine serves `version` or a newer one."""
-        while self._stats.version < version:
-            await self._changed.wait()
+        with waiting(f"the engines to serve policy_version {version}", on="publisher"):
+            while self._stats.version < version:
+                await self._changed.wait()
 
     async def wait_exported_or_busy(self, version: int) -> None:
         """Called by the train loop right after the step that made `version`, before the next one.
@@ -176,8 +188,9 @@ class Publisher:
         Returns once the weights are copied into staging, so that the next step may change them; or at once if
         an older version is still being pushed, because the trainer is never held for a push.
         """
-        while self._exported_version < version and self._state != "pushing":
-            await self._changed.wait()
+        with waiting(f"the copy of the weights of policy_version {version}", on="publisher"):
+            while self._exported_version < version and self._state != "pushing":
+                await self._changed.wait()
 
     async def push(self) -> Moved:
         """In turns: have every live engine serve the trainer's version. Raises PublishError, or what the

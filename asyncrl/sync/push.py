@@ -14,7 +14,7 @@ from asyncrl.errors import ConnectionShortage, EngineLost, PublishError, RoomErr
 from asyncrl.messages.base import BroadcastRequest, BroadcastResponse
 from asyncrl.messages.records import CommitReport, Interrupt, WeightManifest
 from asyncrl.messages.trainer_calls import ExportChunkResponse
-from asyncrl.waits import TimeLimit
+from asyncrl.waits import TimeLimit, waiting
 
 Result = TypeVar("Result")
 OnLost = Callable[[EngineLost], None]
@@ -213,8 +213,9 @@ class Push:
         async def one(target: EngineClient) -> None:
             limit = TimeLimit(self._timeout_s)
             try:
-                async with limit:
-                    answers[target.name] = await call(target)
+                with waiting(f"{phase} of policy_version {self.version}", on=target.name, who="publisher"):
+                    async with limit:
+                        answers[target.name] = await call(target)
             except TimeoutError:
                 if not limit.expired():
                     raise

@@ -24,7 +24,7 @@ from asyncrl.tasks.from_config import build_score
 from asyncrl.tasks.task import Outcome, Score, Task, call, call_async, caught
 from asyncrl.tasks.verifiers_task import no_reward
 from asyncrl.user_code import UserCalls
-from asyncrl.waits import Alarm, TimeLimit
+from asyncrl.waits import Alarm, TimeLimit, waiting
 
 logger = logging.getLogger(__name__)
 
@@ -75,13 +75,18 @@ class TaskScorer:
         """Calls so far that were given up because they did not end when they were cancelled."""
         return self._calls.num_abandoned
 
+    def gauges(self) -> dict[str, float]:
+        """Its numbers, by the names of observe/gauges.py."""
+        return {"rollout/abandoned": self.num_abandoned}
+
     async def score(self, prompt: Prompt, completion: str) -> float:
         """A finite reward. Raises RewardFailure (data), or TaskError if nothing can be scored any more (ends
         the run).
         """
         if not self._has_score:
             raise no_reward(prompt)
-        outcome = await self._outcome(prompt, completion)
+        with waiting("their rewards", on="the reward function"):
+            outcome = await self._outcome(prompt, completion)
         if outcome.failure:
             raise RewardFailure(
                 f"the reward of prompt {prompt.prompt_id} {outcome.failure}",

@@ -30,6 +30,7 @@ from asyncrl.messages.trainer_calls import (
     TrajectoryHeader,
     pack_batch,
 )
+from asyncrl.waits import waiting
 
 Answer = TypeVar("Answer", bound=BaseModel)
 
@@ -57,7 +58,8 @@ class TrainerClient:
         """One optimizer step. Raises TrainerError if the worker refuses the batch or breaks, TrainerLost if
         it is gone.
         """
-        report = await self._train(batch)
+        with waiting(f"the optimizer step of batch {batch.version}", on=self._caller.name):
+            report = await self._train(batch)
         self._reached(report.policy_version)
         return report
 
@@ -86,7 +88,8 @@ class TrainerClient:
 
     async def export(self) -> ExportResponse:
         """Have the newest weights written into staging. Raises TrainerError."""
-        return await self._post("/export", b"", ExportResponse)
+        with waiting(f"the export of policy_version {self.policy_version}", on=self._caller.name):
+            return await self._post("/export", b"", ExportResponse)
 
     async def broadcast(self, request: BroadcastRequest) -> BroadcastResponse:
         """Have the weights that are held sent to everybody in the group, while training goes on. Raises
@@ -110,9 +113,9 @@ class TrainerClient:
         """Have chunk `index` of the newest weights written over the one before, which nobody reads any more.
         Raises TrainerError.
         """
-        return await self._post(
-            "/export_chunk", ExportChunkRequest(version=version, index=index), ExportChunkResponse
-        )
+        request = ExportChunkRequest(version=version, index=index)
+        with waiting(f"chunk {index} of policy_version {version}", on=self._caller.name, who="publisher"):
+            return await self._post("/export_chunk", request, ExportChunkResponse)
 
     async def save(self, path: Path, *, merged: bool = True) -> None:
         """Have the newest weights and the tokenizer written as a Hugging Face folder; `path` must be new.
@@ -120,22 +123,24 @@ class TrainerClient:
 
         Not `merged`: the adapters alone, as a peft folder.
         """
-        await self._post("/save", SaveRequest(path=str(path), merged=merged), TrainerHealth)
+        with waiting(f"the saved weights of policy_version {self.policy_version}", on=self._caller.name):
+            await self._post("/save", SaveRequest(path=str(path), merged=merged), TrainerHealth)
 
     async def begin_save_state(self, path: Path) -> int:
         """Have the state copied and written to the new folder `path`; returns the version that it is of.
 
         Raises CheckpointError if it cannot be written: training is not touched by that. Raises TrainerLost.
         """
-        return (
-            await self._post_state("/begin_save_state", StateRequest(path=str(path)), StateSaved)
-        ).policy_version
+        with waiting(f"the copy of the state of policy_version {self.policy_version}", on=self._caller.name):
+            saved = await self._post_state("/begin_save_state", StateRequest(path=str(path)), StateSaved)
+        return saved.policy_version
 
     async def wait_save_state(self) -> None:
         """Return when what was begun is complete. Raises CheckpointError if it could not be written,
         TrainerLost.
         """
-        await self._post_state("/wait_save_state", b"", TrainerHealth)
+        with waiting("the state of the trainer on disk", on=self._caller.name):
+            await self._post_state("/wait_save_state", b"", TrainerHealth)
 
     async def recover(
         self,
@@ -150,11 +155,13 @@ class TrainerClient:
         policy_version follows only where it is above what it was: a version that was announced stays
         announced. Raises TrainerError.
         """
-        if state is not None:
-            await self._post("/load_state", StateRequest(path=str(state)), TrainerHealth)
-        async for batch in batches:
-            on_step(batch, await self._train(batch))
-        health = await self.health(timeout_s=RECOVERED_TIMEOUT_S)
+        what = "the journaled batches to be trained on again"
+        with waiting(what, on=self._caller.name, who="catching up"):
+            if state is not None:
+                await self._post("/load_state", StateRequest(path=str(state)), TrainerHealth)
+            async for batch in batches:
+                on_step(batch, await self._train(batch))
+            health = await self.health(timeout_s=RECOVERED_TIMEOUT_S)
         self._reached(max(health.policy_version, self.policy_version))
 
     async def health(self, timeout_s: float) -> TrainerHealth:

@@ -152,6 +152,17 @@ class Gateway:
             refused=dict(self._routes.refused),
         )
 
+    def gauges(self) -> dict[str, float]:
+        """Its numbers, by the names of observe/gauges.py."""
+        counts = self._route.counts
+        return {
+            "gateway/calls": counts.calls,
+            "gateway/extended": counts.extended,
+            "gateway/realigned": counts.realigned,
+            "gateway/forked": counts.forked,
+            "gateway/refused": sum(self._routes.refused.values()),
+        }
+
 
 YOUNG = 10_000
 """Objects made and not freed yet until Python looks for cycles among them; its own number is 700, less than a

@@ -37,7 +37,7 @@ from asyncrl.messages.work import (
     WorkerMessage,
     WorkItem,
 )
-from asyncrl.waits import ROUNDING_S, Alarm, LoopClock
+from asyncrl.waits import ROUNDING_S, Alarm, LoopClock, waiting
 
 Read = TypeVar("Read", bound=Message)
 FromWorker = TypeVar("FromWorker", bound=WorkerMessage)
@@ -95,19 +95,24 @@ class RolloutQueue:
         self._num_given = self._num_lost = 0
 
     def gauges(self) -> dict[str, float]:
-        """How much waits, how much runs, and which workers are there to run it. `unseen_s`: seconds since any
-        worker gave a sign of life. `given` and `lost` count up; lost: items that failed with their worker.
-        """
+        """Its numbers, by the names of observe/gauges.py."""
         workers = self._items.workers.values()
         return {
-            "queued": self._items.num_queued,
-            "leased": self._items.num_held,
-            "workers": len(workers),
-            "slots": sum(worker.slots for worker in workers),
-            "unseen_s": self._clock.time() - self._last_seen_s,
-            "given": self._num_given,
-            "lost": self._num_lost,
+            "harness/queued": self._items.num_queued,
+            "harness/leased": self._items.num_held,
+            "harness/workers": len(workers),
+            "harness/slots": sum(worker.slots for worker in workers),
+            "harness/unseen_s": self._clock.time() - self._last_seen_s,
+            "harness/leases": self._num_given,
+            "harness/lost": self._num_lost,
         }
+
+    def _what_runs(self) -> str:
+        items = self._items
+        return (
+            f"harnesses ({items.num_queued} wait for a worker, {items.num_held} run on "
+            f"{len(items.workers)} workers)"
+        )
 
     async def run(self, work: Work, *, started: Callable[[], None]) -> Outcome:
         """Have it run by some worker. `started` is called again if it was lost on its way."""
@@ -123,7 +128,8 @@ class RolloutQueue:
         self._items.add(QueuedItem(item_id, work, body, started, ended, outcome_key))
         self._wake()
         try:
-            result = await done
+            with waiting(self._what_runs, on="a worker's result"):
+                result = await done
         finally:
             self._items.withdraw(item_id, _TAKEN_BACK)
         if isinstance(result, RolloutFailure):

@@ -1,29 +1,133 @@
-"""Counters of the whole run go on where a killed process left them, and a step that was skipped is told in
-all places.
-"""
+"""What is measured of a batch, counters of the whole run over a resume, and that each number is declared."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from job_runs import read_lines, write_config
 from journal_cases import make_batch
+from stuck_runs import play
 
-from asyncrl.config import RunConfig, load_config
+from asyncrl.config import load_config
 from asyncrl.journal.read import Counted
-from asyncrl.messages.records import StepReport
-from asyncrl.observe.step_metrics import Totals
+from asyncrl.messages.records import Batch, Group, GroupId, Prompt, StepReport, Trajectory, VersionSpan
+from asyncrl.observe.gauges import GAUGES, Totals, batch_metrics, gauge_of
 from asyncrl.rollouts.evaluator import EvalResult
 from asyncrl.run.report import Reporter
+from asyncrl.run.watch import gauges
+
+DOCS = Path(__file__).parents[1] / "docs"
 
 
-def make_config(folder: Path, **sections: Any) -> RunConfig:
-    return load_config(write_config(folder, **sections))
+def test_every_number_of_the_parts_of_a_run_is_declared(tmp_path: Path) -> None:
+    found = gauges(play(tmp_path / "log", 20, lambda house: None).rooms)
+    assert min(found["rollout/finished"], found["policy_version"], found["publish/version"]) > 0
+    assert {"perf/wait_generation_s", "engine/policy_version/engine-1", "buffer/served"} <= found.keys()
+    assert [name for name in found if gauge_of(name) is None] == []
+
+
+def test_the_pages_name_declared_metrics_alone() -> None:
+    kinds = {name.partition("/")[0] for name in GAUGES if "/" in name}
+    for page in DOCS.glob("*.md"):
+        for name in re.findall(r"`([a-z]+/[a-z_]+)`", page.read_text(encoding="utf-8")):
+            assert name.partition("/")[0] not in kinds or gauge_of(name) is not None, (page.name, name)
+
+
+def trajectory(
+    reward: float, *spans: tuple[int, int, int], truncated: bool = False, interruptions: int = 0
+) -> Trajectory:
+    end = max(span[1] for span in spans)
+    mask = np.zeros(end, dtype=np.bool_)
+    for start, stop, _ in spans:
+        mask[start:stop] = True
+    return Trajectory(
+        sample_index=0,
+        token_ids=np.arange(end, dtype=np.int32),
+        loss_mask=mask,
+        behaviour_logprobs=np.zeros(end, dtype=np.float32),
+        version_spans=tuple(VersionSpan(*span) for span in spans),
+        reward=reward,
+        is_truncated=truncated,
+        num_interruptions=interruptions,
+    )
+
+
+def batch_of(
+    *trajectories: Trajectory, version: int = 7, min_version: int = 4, mask_older: bool = False
+) -> Batch:
+    groups = tuple(Group(GroupId(i), Prompt(str(i), ()), (t,)) for i, t in enumerate(trajectories))
+    return Batch(version, groups, min_version, mask_older)
+
+
+def test_a_batch_is_measured_over_its_trajectories() -> None:
+    metrics = batch_metrics(
+        batch_of(
+            trajectory(0.0, (2, 4, 5), (4, 5, 6), truncated=True, interruptions=1), trajectory(1.0, (2, 3, 7))
+        )
+    )
+    assert metrics == {
+        "reward/mean": 0.5,
+        "reward/std": 0.5,
+        "sample/staleness_mean": 1.0,
+        "sample/staleness_max": 2,
+        "sample/length_mean": 2.0,
+        "sample/truncated_fraction": 0.5,
+        "sample/masked_fraction": 0.0,
+        "sample/interrupted_fraction": 0.5,
+        "tokens/sampled": 4,
+        "tokens/trained": 4,
+    }
+
+
+def test_masked_tokens_count_for_the_length_but_not_for_the_staleness() -> None:
+    metrics = batch_metrics(batch_of(trajectory(1.0, (2, 5, 3), (5, 6, 5)), mask_older=True))
+    assert metrics["sample/staleness_max"] == 2
+    assert metrics["sample/masked_fraction"] == 0.75
+    assert metrics["sample/length_mean"] == 4.0
+    assert metrics["tokens/trained"] == 1
+
+
+def test_a_token_below_the_bound_in_a_batch_that_masks_nothing_is_not_hidden() -> None:
+    assert batch_metrics(batch_of(trajectory(1.0, (2, 5, 3), (5, 6, 5))))["sample/staleness_max"] == 4
+
+
+def test_without_any_token_in_the_loss_no_staleness_is_claimed() -> None:
+    metrics = batch_metrics(batch_of(trajectory(1.0, (2, 5, 3)), mask_older=True))
+    assert "sample/staleness_max" not in metrics
+    assert metrics["sample/masked_fraction"] == 1.0
+
+
+def test_a_rollout_of_several_branches_counts_once_with_all_its_tokens_and_turns() -> None:
+    main = replace(
+        trajectory(1.0, (2, 4, 5), (7, 9, 6), interruptions=2), metrics={"solved": 1.0, "calls": 3.0}
+    )
+    fork = replace(trajectory(1.0, (3, 4, 4), truncated=True), branch=1, metrics=main.metrics)
+    other = replace(trajectory(0.0, (2, 3, 7)), sample_index=1, metrics={"solved": 0.0})
+    metrics = batch_metrics(Batch(7, (Group(GroupId(0), Prompt("0", ()), (main, fork, other)),), 4))
+    assert metrics == {
+        "reward/mean": 0.5,
+        "reward/std": 0.5,
+        "sample/staleness_mean": 1.5,
+        "sample/staleness_max": 3,
+        "sample/length_mean": 3.0,
+        "sample/truncated_fraction": 0.5,
+        "sample/masked_fraction": 0.0,
+        "sample/interrupted_fraction": 0.5,
+        "sample/turns_mean": 2.0,
+        "sample/branches_mean": 1.5,
+        "tokens/sampled": 6,
+        "tokens/trained": 6,
+        "task/solved": 0.5,
+        "task/calls": 3.0,
+    }
 
 
 def test_a_total_goes_on_from_where_it_was_and_over_a_source_that_begins_anew() -> None:
@@ -65,7 +169,8 @@ class CountingReporter(Reporter):
 
 @contextmanager
 def reporting_to(folder: Path) -> Iterator[Reporter]:
-    reporter = CountingReporter(make_config(folder, observe={"console": "plain"}), folder, "test")
+    config = load_config(write_config(folder, observe={"console": "plain"}))
+    reporter = CountingReporter(config, folder, "test")
     reporter._is_resumed = True  # else it asks the buffer
     yield reporter
     reporter._recorder.close()

@@ -1,16 +1,20 @@
-"""What the journal tells in `asyncrl inspect`, drawn from plain values: waste and events, a batch, a group's
-story. Knows no rooms.
-"""
+"""Tables of `asyncrl inspect`, drawn from its plain summary: the bound, the batches, the journal's groups."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from asyncrl.observe.run_numbers import plain
+from asyncrl.observe.status import field_table
+from asyncrl.observe.verdict import Verdict, summary_panel
+
+_MAX_ROWS = 100
+_MAX_EVENTS = 30
 _WASTE = {
     "retried": "of attempts that failed or were dropped, as far as they had been interrupted once",
     "failed": "in groups with too few usable rollouts",
@@ -18,17 +22,98 @@ _WASTE = {
     "handed_back": "in groups that became too old and were generated again",
     "masked": "trained on without loss weight, as too old (buffer.on_overdue=mask)",
 }
-_MAX_EVENTS = 30
+_GROUP = {
+    "group": "group_id",
+    "rollouts": "num_rollouts",
+    "failed": "num_failed",
+    "sampled": "num_sampled",
+    "oldest": "oldest_version",
+    "reward": "reward_mean",
+    "retried": "retried_tokens",
+    "prompt": "prompt_id",
+}
+_BATCH = {
+    "step": "step",
+    "groups": "num_groups",
+    "tokens": "num_loss_tokens",
+    "reward": "reward_mean",
+    "staleness": "staleness_mean",
+    "max": "staleness_max",
+    "loss tokens by version": "versions",
+}
+_TRAJECTORY = {
+    "group": "group_id",
+    "sample": "sample_index",
+    "branch": "branch",
+    "reward": "reward",
+    "tokens": "num_tokens",
+    "in loss": "num_loss_tokens",
+    "staleness": "staleness",
+    "prompt": "prompt_id",
+    "spans of loss tokens": "places",
+}
 
 
-def story_tables(summary: Mapping[str, Any]) -> Iterator[RenderableType]:
-    """Those of the keys journal, batch and story that are there."""
+def inspect_tables(summary: Mapping[str, Any]) -> Iterator[RenderableType]:
+    """What the journal says, the bound, the batches and their trajectories, what broke a promise, the
+    verdict.
+    """
     if "journal" in summary:
         yield from _run(summary["journal"])
     if "batch" in summary:
         yield from _batch(summary["batch"])
     if "story" in summary:
         yield from _story(summary["story"])
+    yield _bound(summary)
+    shown = summary["steps"][-_MAX_ROWS:]
+    if shown:
+        if "trajectories" not in shown[0] and len(shown) < summary["num_steps"]:
+            yield Text(f"the last {len(shown)} of {summary['num_steps']} steps; --step N shows any of them:")
+        yield field_table(_BATCH, [_with_versions(batch) for batch in shown])
+    for batch in shown:
+        if "trajectories" in batch:
+            yield _trajectories(batch)
+    yield from (Text(f"broken: {violation}", style="red") for violation in summary["violations"][:20])
+    yield from (Text(f"problem: {problem}", style="red") for problem in summary["problems"])
+    if summary["verdict"]:
+        yield summary_panel(Verdict.from_dict(summary["verdict"]), title=summary["run_dir"])
+
+
+def _bound(summary: Mapping[str, Any]) -> Text:
+    allowed = f"max_staleness {summary['max_staleness']}, on_overdue {summary['on_overdue']}"
+    if summary["bound_kept"] is None:
+        return Text(f"nothing was trained yet ({allowed}).")
+    counted = (
+        f"{summary['num_loss_tokens']} tokens of {summary['num_trajectories']} trajectories in "
+        f"{summary['num_steps']} steps"
+    )
+    if not summary["bound_kept"]:
+        broken = f"BOUND OR RECORD BROKEN in {len(summary['violations'])} places: {counted} ({allowed})."
+        return Text(broken, style="bold red")
+    if lost := "; ".join(summary["lost"]):
+        return Text(f"bound kept in all that is recorded: {counted} ({allowed}); {lost}.", style="yellow")
+    oldest = f"the oldest {summary['staleness_max']} versions behind its batch"
+    return Text(f"bound kept: {counted}, {oldest} ({allowed}).", style="green")
+
+
+def _with_versions(batch: Mapping[str, Any]) -> dict[str, Any]:
+    versions = " ".join(f"v{version}:{num}" for version, num in batch["tokens_by_version"].items())
+    return {**batch, "num_groups": len(batch["group_ids"]), "versions": versions}
+
+
+def _trajectories(batch: Mapping[str, Any]) -> Table:
+    rows = [
+        {
+            **entry,
+            "places": " ".join(f"{start}..{end - 1}@v{version}" for start, end, version in entry["spans"]),
+        }
+        for entry in batch["trajectories"]
+    ]
+    has_branches = any(row["branch"] for row in rows)
+    columns = {title: name for title, name in _TRAJECTORY.items() if has_branches or name != "branch"}
+    table = field_table(columns, rows)
+    table.title, table.title_justify = f"step {batch['step']}", "left"
+    return table
 
 
 def _run(run: Mapping[str, Any]) -> Iterator[RenderableType]:
@@ -72,26 +157,7 @@ def _batch(batch: Mapping[str, Any]) -> Iterator[RenderableType]:
     else:
         counts = " ".join(f"v{version}:{num}" for version, num in batch["tokens_by_version"].items())
         yield Text(f"sampled tokens by version: {counts}; {batch['masked_tokens']} of them masked")
-    table = Table(box=None, padding=(0, 1))
-    names = (
-        "group_id",
-        "num_rollouts",
-        "num_failed",
-        "num_sampled",
-        "oldest_version",
-        "reward_mean",
-        "retried_tokens",
-        "prompt_id",
-    )
-    for name, title in zip(
-        names,
-        ("group", "rollouts", "failed", "sampled", "oldest", "reward", "retried", "prompt"),
-        strict=True,
-    ):
-        table.add_column(title, justify="left" if name == "prompt_id" else "right", overflow="fold")
-    for line in batch["groups"]:
-        table.add_row(*(Text(_plain(line[name])) for name in names))
-    yield table
+    yield field_table(_GROUP, batch["groups"])
 
 
 def _story(story: Mapping[str, Any]) -> Iterator[RenderableType]:
@@ -102,9 +168,10 @@ def _story(story: Mapping[str, Any]) -> Iterator[RenderableType]:
     if story["same_prompt"]:
         yield Text(f"groups of the same prompt: {', '.join(map(str, story['same_prompt']))}")
     if not story["has_tokens"]:
-        numbers = f"{story['num_rollouts']} rollouts, {story['num_sampled']} tokens, mean reward {_plain(story['reward_mean'])}"
         yield Text(
-            f"{numbers}. Its tokens were deleted, as no checkpoint needs them any more (journal.keep)."
+            f"{story['num_rollouts']} rollouts, {story['num_sampled']} tokens, mean reward "
+            f"{plain(story['reward_mean'])}. Its tokens were deleted, as no checkpoint needs them any more "
+            f"(journal.keep)."
         )
         return
     for message in story["messages"]:
@@ -120,7 +187,7 @@ def _rollout(rollout: Mapping[str, Any]) -> Text:
     """A line of what it is, then what was sampled, each piece behind its version."""
     words = {
         "finished": lambda: (
-            f"reward {_plain(rollout['reward'])}, {rollout['num_sampled']} tokens, "
+            f"reward {plain(rollout['reward'])}, {rollout['num_sampled']} tokens, "
             f"{rollout['num_interruptions']} interruptions"
             + (", cut at rollout.max_tokens" if rollout["is_truncated"] else "")
         ),
@@ -156,12 +223,13 @@ def _append_branch(text: Text, branch: Mapping[str, Any]) -> None:
         text.append(shown)
     for credit in branch.get("credits", ()):
         text.append(f"\n  [{credit['start']}..{credit['end'] - 1}] ", "magenta")
-        text.append(f"reward {_plain(credit['reward'])}, unit {credit['unit']}")
+        text.append(f"reward {plain(credit['reward'])}, unit {credit['unit']}")
 
 
 def _state(story: Mapping[str, Any]) -> str:
     if story["batch"] is not None:
-        return f"in batch {story['batch']}, {'trained ' + story['trained_at'] if story['trained_at'] else 'not trained yet'}"
+        trained = f"trained {story['trained_at']}" if story["trained_at"] else "not trained yet"
+        return f"in batch {story['batch']}, {trained}"
     state = str(story["state"]).replace("_", " ")
     return f"{state} ({story['reason']})" if story["reason"] else state
 
@@ -173,18 +241,7 @@ def _ended(story: Mapping[str, Any]) -> str:
 
 def _detail(detail: Mapping[str, Any]) -> str:
     """One line; what is long (the report of the watchdog) is for --json."""
-    parts = [
-        f"{name} {_plain(value)}" for name, value in detail.items() if not isinstance(value, (list, dict))
-    ]
-    parts += [
-        f"{name} {len(value)} entries" for name, value in detail.items() if isinstance(value, (list, dict))
-    ]
+    long = {name for name, value in detail.items() if isinstance(value, (list, dict))}
+    parts = [f"{name} {plain(value)}" for name, value in detail.items() if name not in long]
+    parts += [f"{name} {len(detail[name])} entries" for name in detail if name in long]
     return ", ".join(parts).replace("\n", " ")
-
-
-def _plain(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.3f}"
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return ", ".join(_plain(item) for item in value)
-    return "-" if value is None else str(value)

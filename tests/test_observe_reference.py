@@ -1,4 +1,4 @@
-"""docs/configuration.md says what the models say."""
+"""docs/configuration.md says what the models say, docs/metrics.md what the gauges say."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ from asyncrl.config.load import all_keys
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location(
-        "config_reference", ROOT / "scripts" / "config_reference.py"
-    )
+def script(name: str = "config_reference") -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -25,8 +23,9 @@ def script() -> ModuleType:
     return module
 
 
-def test_the_configuration_page_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
-    assert script().main(["--check"]) == 0, capsys.readouterr().err
+@pytest.mark.parametrize("name", ["config_reference", "metrics_reference"])
+def test_a_generated_page_is_up_to_date(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert script(name).main(["--check"]) == 0, capsys.readouterr().err
 
 
 def test_a_page_that_differs_is_refused_with_the_command_that_writes_it(

@@ -1,4 +1,4 @@
-"""Time limits that forgive what the event loop itself missed."""
+"""Time limits that forgive what the event loop itself missed, and waits that say what they are for."""
 
 import asyncio
 import socket
@@ -7,7 +7,7 @@ import time
 import pytest
 
 from asyncrl.testing.virtual_time import run_virtual, stand_still
-from asyncrl.waits import Alarm, LoopClock, TimeLimit
+from asyncrl.waits import Alarm, LoopClock, TimeLimit, open_waits, task_stacks, waiting
 
 
 async def until_over(timeout_s: float | None) -> float:
@@ -135,3 +135,46 @@ async def test_an_answer_that_came_while_the_loop_was_blocked_is_read_before_its
         theirs.send(b"alive")
         time.sleep(0.2)  # noqa: ASYNC251  this is the fault
         assert await asking == b"alive"
+
+
+def test_a_wait_is_open_as_long_as_its_block_and_the_innermost_of_a_task_is_told() -> None:
+    def now() -> float:
+        return asyncio.get_running_loop().time()
+
+    async def outer() -> None:
+        with waiting("the turn", on="both"):
+            await asyncio.sleep(5.0)
+            with waiting(lambda: f"memory at {now():.0f} s", on="engine-0", who="turns"):
+                await asyncio.sleep(100.0)
+
+    async def story() -> list[list[tuple[str, str, str, float]]]:
+        task, seen = asyncio.create_task(outer(), name="train loop"), []
+        for seconds in (1.0, 7.0):
+            await asyncio.sleep(seconds)
+            seen.append([(wait.who, str(wait), wait.on, wait.since_s) for wait in open_waits()])
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert open_waits() == []
+        return seen
+
+    assert run_virtual(story()) == [
+        [("train loop", "the turn", "both", 0.0)],
+        [("turns", "memory at 8 s", "engine-0", 5.0)],
+    ]
+
+
+def test_tasks_in_the_same_place_are_one_line_of_the_stacks() -> None:
+    async def story() -> str:
+        event = asyncio.Event()
+        async with asyncio.TaskGroup() as tasks:
+            for index in range(9):
+                tasks.create_task(event.wait(), name=f"rollout g0/r{index}")
+            await asyncio.sleep(1)
+            text = task_stacks()
+            event.set()
+        return text
+
+    (line,) = [line for line in run_virtual(story()).splitlines() if "rollout" in line]
+    assert line.startswith(
+        "task rollout g0/r0, rollout g0/r1, rollout g0/r2, rollout g0/r3 and 5 more: Event.wait"
+    )

@@ -1,0 +1,243 @@
+"""Every number of a run, declared once: its name, kind, unit and meaning; and what is measured of a batch.
+
+Each part counts its own in `gauges()`. metrics.jsonl, status.json and the watchdog are views of all of them
+together; docs/metrics.md is written from GAUGES.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from statistics import fmean, pstdev
+from typing import Literal
+
+import numpy as np
+
+from asyncrl.messages.records import Batch, Rollout, Trajectory
+
+GaugeKind = Literal["step", "now", "total", "eval", "run"]
+KINDS: Mapping[GaugeKind, str] = {
+    "step": "Of the batch and its optimizer step",
+    "now": "At the end of the step",
+    "total": "Counted over the whole run, over restarts and resumes",
+    "eval": "Of one evaluation, in eval.jsonl and in the metrics of the step after it",
+    "run": "Of this process alone, in status.json or for the watchdog; not in metrics.jsonl",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Gauge:
+    """`is_progress`: a change of it means that the run moves."""
+
+    kind: GaugeKind
+    unit: str
+    meaning: str
+    is_progress: bool = False
+
+
+GAUGES: Mapping[str, Gauge] = {
+    "step": Gauge("step", "", "number of the batch, from 0"),
+    "policy_version": Gauge("step", "", "version that the step made: step + 1", is_progress=True),
+    "time_s": Gauge("step", "s", "of training up to the end of the step, without set-up; a resume goes on"),
+    "reward/mean": Gauge("step", "", "mean reward of the batch's rollouts"),
+    "reward/std": Gauge("step", "", "standard deviation of those rewards (population)"),
+    "sample/staleness_mean": Gauge(
+        "step", "versions", "between the batch and the oldest token with a loss weight of a rollout, mean"
+    ),
+    "sample/staleness_max": Gauge("step", "versions", "the largest: never above buffer.max_staleness"),
+    "sample/length_mean": Gauge("step", "tokens", "sampled tokens of a rollout"),
+    "sample/truncated_fraction": Gauge("step", "0..1", "rollouts cut at rollout.max_tokens"),
+    "sample/masked_fraction": Gauge("step", "0..1", "sampled tokens without loss weight, as too old"),
+    "sample/interrupted_fraction": Gauge("step", "0..1", "rollouts that a weight swap interrupted"),
+    "sample/turns_mean": Gauge("step", "turns", "of a rollout; where one has several"),
+    "sample/branches_mean": Gauge("step", "branches", "of a rollout; where one has several"),
+    "tokens/sampled": Gauge("step", "tokens", "sampled tokens of the batch"),
+    "tokens/trained": Gauge("step", "tokens", "those of them with a loss weight"),
+    "tokens/generated": Gauge("total", "tokens", "sampled by the engines, used or not"),
+    "task/*": Gauge("step", "", "mean of what task and harness report of a rollout, by name"),
+    "policy/loss": Gauge("step", "", "loss of the batch"),
+    "policy/grad_norm": Gauge("step", "", "norm of the gradient before it is clipped"),
+    "policy/clip_fraction": Gauge("step", "0..1", "tokens whose gradient or weight the loss clipped"),
+    "policy/importance_weight": Gauge("step", "", "mean weight of the correction: below 1 it cuts or masks"),
+    "policy/kl_reference": Gauge("step", "nats", "KL divergence to the initial weights, where it is used"),
+    "policy/*": Gauge("step", "", "any other statistic that algorithm.loss gives, by name, a loss token"),
+    "policy/entropy": Gauge("step", "nats", "entropy of the policy, mean over the tokens in the loss"),
+    "policy/kl_behaviour": Gauge("step", "nats", "KL divergence between the trained policy and what sampled"),
+    "policy/ess": Gauge("step", "0..1", "effective sample size of the importance weights"),
+    "policy/logprob_gap_*": Gauge(
+        "step", "nats", "difference of engine and trainer logprobs on fresh tokens: mean and max, by engine"
+    ),
+    "trainer/learning_rate": Gauge("step", "", "of the step"),
+    "trainer/optimizer_steps": Gauge("step", "steps", "taken so far"),
+    "trainer/skipped_steps": Gauge("step", "steps", "of this batch that were skipped: not finite"),
+    "perf/step_s": Gauge("step", "s", "from the batch before to this one"),
+    "perf/train_s": Gauge("step", "s", "in the trainer"),
+    "perf/wait_s": Gauge("step", "s", "that the trainer waited for the batch; the next three add up to it"),
+    "perf/wait_generation_s": Gauge("step", "s", "for rollouts to be generated"),
+    "perf/wait_stragglers_s": Gauge("step", "s", "for groups that would become too old (on_overdue=wait)"),
+    "perf/wait_publishing_s": Gauge("step", "s", "for a newer version to be served"),
+    "perf/publish_s": Gauge("now", "s", "that the last weight push took, from export to announcement"),
+    "perf/publish_pause_s": Gauge("now", "s", "in which it kept an engine from decoding, the longest"),
+    "perf/tokens_per_s": Gauge("step", "tokens/s", "trained tokens over perf/step_s"),
+    "perf/handover_s": Gauge("step", "s", "of both handovers around the step (colocated)"),
+    "perf/to_trainer_s": Gauge("step", "s", "of the handover to the trainer"),
+    "perf/to_engines_s": Gauge("step", "s", "of the handover to the engines"),
+    "perf/handover_bytes": Gauge("step", "bytes", "freed, taken and moved in both"),
+    "buffer/ready": Gauge("now", "groups", "complete, not in a batch yet"),
+    "buffer/running": Gauge("now", "groups", "whose rollouts run"),
+    "buffer/look_ahead": Gauge("now", "batches", "beyond the current one that may be started"),
+    "buffer/served": Gauge("run", "", "version that every engine serves"),
+    "buffer/next_batch": Gauge("run", "batches", "taken by the trainer", is_progress=True),
+    "buffer/admitted": Gauge("run", "groups", "started, whatever became of them", is_progress=True),
+    "rollout/inflight": Gauge("now", "rollouts", "begun and not ended"),
+    "rollout/finished": Gauge("run", "rollouts", "that ended with a reward", is_progress=True),
+    "rollout/failed": Gauge("total", "rollouts", "whose every attempt failed", is_progress=True),
+    "rollout/retried": Gauge("total", "attempts", "after a failed one"),
+    "rollout/interrupted": Gauge("total", "", "interruptions that completions survived"),
+    "rollout/dropped": Gauge("total", "groups", "handed back as too old, and generated again"),
+    "rollout/failed_groups": Gauge("total", "groups", "with too few usable rollouts"),
+    "rollout/given_up": Gauge("total", "prompts", "given up (rollout.max_hand_backs)"),
+    "rollout/abandoned": Gauge("total", "calls", "of a reward function that were left behind, too slow"),
+    "rollout/filtered": Gauge("total", "groups", "replaced because they teach nothing (buffer.filter)"),
+    "rollout/filtered_tokens": Gauge("total", "tokens", "sampled in them"),
+    "publish/skipped": Gauge("total", "versions", "not pushed, for a newer one was there"),
+    "publish/version": Gauge("run", "", "version announced last", is_progress=True),
+    "engine/decode_s": Gauge("total", "s", "in which the engines decoded, all together"),
+    "engine/restarts": Gauge("total", "", "processes of engines started again", is_progress=True),
+    "engine/policy_version/*": Gauge("now", "", "version that an engine serves; where there are several"),
+    "engine/tokens": Gauge("run", "tokens", "sampled, as the engines' /health says", is_progress=True),
+    "engine/down": Gauge("run", "engines", "that get no work now", is_progress=True),
+    "gateway/calls": Gauge("total", "calls", "of harnesses to the model", is_progress=True),
+    "gateway/extended": Gauge("total", "calls", "that went on with a branch"),
+    "gateway/realigned": Gauge("total", "calls", "whose prompt was tokenised in another way than sampled"),
+    "gateway/forked": Gauge("total", "calls", "that began a branch"),
+    "gateway/refused": Gauge("total", "calls", "answered with an error"),
+    "harness/queued": Gauge("now", "rollouts", "that wait for a worker"),
+    "harness/leased": Gauge("now", "rollouts", "that workers run"),
+    "harness/workers": Gauge("now", "workers", "that are there", is_progress=True),
+    "harness/slots": Gauge("run", "rollouts", "that those workers run at once"),
+    "harness/unseen_s": Gauge("run", "s", "since any worker gave a sign of life"),
+    "harness/leases": Gauge("run", "rollouts", "given to workers", is_progress=True),
+    "harness/lost": Gauge("total", "rollouts", "that failed because their worker was gone"),
+    "harness/abandoned": Gauge("total", "calls", "of harnesses that were left behind, too slow"),
+    "harness/restarts": Gauge("total", "", "workers started again"),
+    "trainer/restarts": Gauge("run", "", "of the trainer's processes", is_progress=True),
+    "trainer/down": Gauge("run", "0 or 1", "the trainer is being started again", is_progress=True),
+    "trainer/version": Gauge("run", "", "of its processes, as /health says", is_progress=True),
+    "checkpoint/made": Gauge("run", "checkpoints", "written", is_progress=True),
+    "checkpoint/failed": Gauge("run", "checkpoints", "that could not be written", is_progress=True),
+    "turns/phases": Gauge("run", "", "of handovers done", is_progress=True),
+    "evaluation/version": Gauge("run", "", "version at work, or the last"),
+    "evaluation/ended": Gauge("run", "evaluations", "finished, skipped or abandoned", is_progress=True),
+    "eval/version": Gauge("eval", "", "version that was evaluated"),
+    "eval/reward_mean": Gauge("eval", "", "mean over the prompts of their mean reward"),
+    "eval/reward_std": Gauge("eval", "", "standard deviation of the prompts' means"),
+    "eval/standard_error": Gauge("eval", "", "of eval/reward_mean"),
+    "eval/length_mean": Gauge("eval", "tokens", "sampled tokens of a sample"),
+    "eval/truncated_fraction": Gauge("eval", "0..1", "samples cut at the token limit"),
+    "eval/failed": Gauge("eval", "samples", "without a reward"),
+    "eval/seconds": Gauge("eval", "s", "from loading the weights to the last reward"),
+    "eval/skipped": Gauge("total", "evaluations", "due while another ran"),
+    "eval/abandoned": Gauge("total", "evaluations", "begun and given up"),
+    "eval/abandoned_calls": Gauge("total", "calls", "of the eval reward function that were left behind"),
+}
+
+
+def gauge_of(name: str) -> Gauge | None:
+    """The declaration of a name; one that ends in * is of all that begin like it."""
+    parts = (name[:end] for end in range(len(name), 0, -1))
+    return GAUGES.get(name) or next((GAUGES[f"{part}*"] for part in parts if f"{part}*" in GAUGES), None)
+
+
+TOTALS = frozenset(name for name, gauge in GAUGES.items() if gauge.kind == "total")
+
+
+class Totals:
+    """Counters of the whole run by metric name; they outlive the processes that count them.
+
+    Life:       begins at 0, or where starts_from says; then add() is told what each source has counted since
+                it began.
+    Invariant:  a total never falls. A source that says less than before began anew: all that it says was
+                counted since.
+    """
+
+    def __init__(self) -> None:
+        self._totals: dict[str, float] = {}
+        self._seen: dict[tuple[str, str], float] = {}
+
+    def starts_from(self, totals: Mapping[str, float]) -> None:
+        """What was counted before, by other processes; a total that is higher stays."""
+        for name, value in totals.items():
+            self._totals[name] = max(value, self._totals.get(name, value))
+
+    def add(self, counted: Mapping[str, float | Mapping[str, float]]) -> dict[str, float]:
+        """The totals of these names, now that their sources (one, or several by name) have counted so far."""
+        for name, value in counted.items():
+            for source, now in (value if isinstance(value, Mapping) else {"": value}).items():
+                before = self._seen.get((name, source), 0)
+                self._totals[name] = self._totals.get(name, 0) + (now - before if now >= before else now)
+                self._seen[name, source] = now
+        return {name: self._totals.get(name, 0) for name in counted}
+
+
+def batch_metrics(batch: Batch) -> dict[str, float]:
+    """Rewards, ages and lengths of a batch's rollouts, from the batch itself. A rollout is all its branches
+    together; without any token in the loss no staleness is claimed.
+    """
+    rollouts: list[Rollout] = [
+        tuple(branches)
+        for group in batch.groups
+        for _, branches in groupby(group.trajectories, lambda branch: branch.sample_index)
+    ]
+    rewards = [rollout[0].reward for rollout in rollouts]
+    kept = [[_kept(branch, batch) for branch in rollout] for rollout in rollouts]
+    oldest = [[version for _, version in branches if version is not None] for branches in kept]
+    ages = [batch.version - min(versions) for versions in oldest if versions]
+    num_sampled = sum(branch.num_sampled for rollout in rollouts for branch in rollout)
+    num_trained = sum(num for branches in kept for num, _ in branches)
+    metrics = {
+        "reward/mean": fmean(rewards),
+        "reward/std": pstdev(rewards),
+        "sample/length_mean": num_sampled / len(rollouts),
+        "sample/truncated_fraction": fmean(any(branch.is_truncated for branch in r) for r in rollouts),
+        "sample/masked_fraction": 1 - num_trained / num_sampled if num_sampled else 0.0,
+        "sample/interrupted_fraction": fmean(any(branch.num_interruptions for branch in r) for r in rollouts),
+        "tokens/sampled": num_sampled,
+        "tokens/trained": num_trained,
+    }
+    if ages:
+        metrics |= {"sample/staleness_mean": fmean(ages), "sample/staleness_max": max(ages)}
+    counts = {
+        "sample/turns_mean": [sum(_num_turns(branch) for branch in rollout) for rollout in rollouts],
+        "sample/branches_mean": [len(rollout) for rollout in rollouts],
+    }
+    metrics |= {name: fmean(numbers) for name, numbers in counts.items() if max(numbers) > 1}
+    return metrics | _task_metrics(rollouts)
+
+
+def _task_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """What generators and tasks say of their rollouts; it is the same at each branch."""
+    names = dict.fromkeys(name for rollout in rollouts for name in rollout[0].metrics)
+    return {
+        f"task/{name}": fmean(rollout[0].metrics[name] for rollout in rollouts if name in rollout[0].metrics)
+        for name in names
+    }
+
+
+def _num_turns(branch: Trajectory) -> int:
+    """Stretches of sampled tokens: between two turns there is always something that nobody sampled."""
+    return int(branch.loss_mask[0]) + int(np.count_nonzero(branch.loss_mask[1:] > branch.loss_mask[:-1]))
+
+
+def _kept(trajectory: Trajectory, batch: Batch) -> tuple[int, int | None]:
+    """(number of tokens with a loss weight, oldest version among them). A batch that masks nothing keeps its
+    oldest token too.
+    """
+    num, versions = 0, []
+    for span in trajectory.version_spans:
+        num_in_loss = int(trajectory.loss_mask[span.start : span.end].sum())
+        if num_in_loss and not (batch.mask_older and span.version < batch.min_version):
+            num += num_in_loss
+            versions.append(span.version)
+    return num, min(versions, default=None)
