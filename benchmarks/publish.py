@@ -41,7 +41,8 @@ from transformers.utils.logging import disable_progress_bar
 from asyncrl.engines.engine import EngineClient
 from asyncrl.engines.pool import EnginePool
 from asyncrl.http import Caller
-from asyncrl.messages.records import Interrupt, SamplingRequest
+from asyncrl.messages.base import Interrupt
+from asyncrl.messages.records import SamplingRequest
 from asyncrl.placement.staging import clear_stale_staging, new_staging_dir, remove_staging_dir
 from asyncrl.weights.export import export_weights, named_weights
 

@@ -21,7 +21,8 @@ from pathlib import Path
 
 from asyncrl.config import RunConfig, load_config
 from asyncrl.messages.engine_calls import CommitRequest, GenerateRequest, PrepareRequest
-from asyncrl.messages.records import Batch, Completion, Prompt, StepReport, VersionSpan
+from asyncrl.messages.records import Batch, Completion, Prompt, VersionSpan
+from asyncrl.messages.trainer_calls import TrainResponse
 from asyncrl.observe.gauges import batch_metrics
 from asyncrl.placement.plan import engine_threads
 from asyncrl.rollouts.rollout import derive_seed
@@ -112,10 +113,10 @@ class SyncRun:
             raise TypeError("sync_run scores with plain functions; this task's score is async")
         return float(reward)
 
-    def train(self, batch: Batch) -> StepReport:
+    def train(self, batch: Batch) -> TrainResponse:
         """One optimizer step."""
         metrics = self.trainer.train(*pack_groups(batch))
-        return StepReport(policy_version=self.trainer.policy_version, metrics=metrics)
+        return TrainResponse(policy_version=self.trainer.policy_version, metrics=metrics)
 
     def load_weights(self, version: int) -> None:
         """Export, stage, swap, one after the other."""

@@ -21,8 +21,7 @@ from asyncrl.errors import EngineError, EngineLost
 from asyncrl.http import Caller
 from asyncrl.messages.base import EnginePart, joint_digest, tensor_digest, weights_digest
 from asyncrl.messages.engine_calls import EngineHealth, GenerateRequest, GenerateResponse
-from asyncrl.messages.records import WeightManifest
-from asyncrl.messages.trainer_calls import ExportChunkResponse
+from asyncrl.messages.trainer_calls import ExportChunkResponse, ExportResponse
 from asyncrl.testing.virtual_time import run_virtual
 
 BOTH: list[EnginePart] = ["kv", "weights"]
@@ -84,7 +83,7 @@ async def prepare(engine: EngineClient, server: Server, version: int, scale: flo
     return manifest.digest
 
 
-def staged(server: Server, version: int, scale: float = 1.0) -> WeightManifest:
+def staged(server: Server, version: int, scale: float = 1.0) -> ExportResponse:
     """The server's weights times `scale` in a file, and what must be in it."""
     weights = {name: (array * np.float32(scale)).astype(np.float32) for name, array in server.weights.items()}
     path = server.folder / f"staged-{version}.safetensors"
@@ -92,7 +91,7 @@ def staged(server: Server, version: int, scale: float = 1.0) -> WeightManifest:
     digest = weights_digest(
         (name, "float32", array.shape, array.tobytes()) for name, array in weights.items()
     )
-    return WeightManifest(
+    return ExportResponse(
         version=version,
         path=str(path),
         digest=digest,

@@ -12,7 +12,6 @@ import numpy as np
 from asyncrl.journal.journal import Journal
 from asyncrl.messages.records import (
     Batch,
-    Credit,
     Group,
     GroupId,
     PartialCompletion,
@@ -22,6 +21,7 @@ from asyncrl.messages.records import (
     Trajectory,
     VersionSpan,
 )
+from asyncrl.messages.trainer_calls import Credit
 
 RUN_ID = "a run"
 

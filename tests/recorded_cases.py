@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.messages.records import Credit, Prompt, Rollout, Trajectory, VersionSpan
+from asyncrl.messages.records import Prompt, Rollout, Trajectory, VersionSpan
+from asyncrl.messages.trainer_calls import Credit
 from asyncrl.rollouts.recording import RecordedRollout, SampledBy
 
 SAMPLED_BY = SampledBy("aaaa", "float32", "bbbb", 1.0)

@@ -18,7 +18,8 @@ from asyncrl.buffer.overdue import OnOverdue
 from asyncrl.buffer.simulation import Simulation, Workload
 from asyncrl.buffer.staleness import StalenessRule
 from asyncrl.errors import TaskError
-from asyncrl.messages.records import Credit, Group
+from asyncrl.messages.records import Group
+from asyncrl.messages.trainer_calls import Credit
 from asyncrl.testing.virtual_time import all_blocked, run_virtual
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False)

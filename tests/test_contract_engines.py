@@ -26,7 +26,7 @@ from engine_kinds import LONG, MAX_LENGTH, SLOTS, VOCAB_SIZE, Server, another_cl
 
 from asyncrl.engines.engine import EngineClient
 from asyncrl.errors import EngineError, RequestRefused
-from asyncrl.messages.records import Interrupt
+from asyncrl.messages.base import Interrupt
 
 pytest_plugins = ["engine_under_test"]
 

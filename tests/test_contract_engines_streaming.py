@@ -14,8 +14,9 @@ from engine_kinds import LONG, MAX_LENGTH, SLOTS, Server, another_client
 from asyncrl.engines.engine import EngineClient
 from asyncrl.engines.pool import EnginePool
 from asyncrl.errors import EngineError, RequestRefused
+from asyncrl.messages.base import Interrupt
 from asyncrl.messages.engine_calls import GenerateChunk, GenerateRequest, GenerateResponse, Span
-from asyncrl.messages.records import Interrupt, SamplingRequest
+from asyncrl.messages.records import SamplingRequest
 
 pytest_plugins = ["engine_under_test"]
 

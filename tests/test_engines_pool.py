@@ -14,14 +14,9 @@ from hypothesis import strategies as st
 from asyncrl.engines.own_server import EngineServer
 from asyncrl.engines.pool import EnginePool
 from asyncrl.errors import EngineError, RequestRefused
-from asyncrl.messages.records import (
-    Completion,
-    Interrupt,
-    PartialCompletion,
-    SamplingRequest,
-    VersionSpan,
-    WeightManifest,
-)
+from asyncrl.messages.base import Interrupt
+from asyncrl.messages.records import Completion, PartialCompletion, SamplingRequest, VersionSpan
+from asyncrl.messages.trainer_calls import ExportResponse
 from asyncrl.testing.fake_engine import FakeEngineServer
 from asyncrl.testing.virtual_time import all_blocked, run_virtual
 
@@ -41,7 +36,7 @@ def make_pool(fakes: Sequence[FakeEngineServer]) -> EnginePool:
 
 
 async def publish(pool: EnginePool, version: int, digest: str, interrupt: Interrupt = "abort") -> None:
-    manifest = WeightManifest(
+    manifest = ExportResponse(
         version=version, path=f"fake/{digest}", digest=digest, num_tensors=1, num_bytes=1
     )
     for server in pool.servers:

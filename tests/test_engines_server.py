@@ -13,7 +13,7 @@ from asyncrl.errors import EngineError, EngineLost
 from asyncrl.http import CallGarbled, CallRefused
 from asyncrl.messages.base import ErrorBody
 from asyncrl.messages.engine_calls import GenerateRequest
-from asyncrl.messages.records import WeightManifest
+from asyncrl.messages.trainer_calls import ExportResponse
 from asyncrl.testing.fake_engine import FakeEngineServer
 from asyncrl.testing.virtual_time import all_blocked, run_virtual
 
@@ -64,7 +64,7 @@ def test_a_server_that_is_given_up_ends_every_call_and_its_successor_takes_them_
         fake = FakeEngineServer(decode_s=0.01)
         server = EngineServer(fake)
         await server.prepare(
-            WeightManifest(version=3, path="fake/w3", digest="w3", num_tensors=1, num_bytes=1)
+            ExportResponse(version=3, path="fake/w3", digest="w3", num_tensors=1, num_bytes=1)
         )
         await server.commit(3, "w3", "abort")
         fake.freeze()

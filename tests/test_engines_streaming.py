@@ -15,13 +15,8 @@ from asyncrl.engines.own_server import EngineServer
 from asyncrl.engines.pool import EnginePool, SegmentJoin
 from asyncrl.errors import EngineError, EngineLost
 from asyncrl.messages.engine_calls import GenerateChunk, GenerateRequest, GenerateResponse, Span
-from asyncrl.messages.records import (
-    Completion,
-    PartialCompletion,
-    SamplingRequest,
-    VersionSpan,
-    WeightManifest,
-)
+from asyncrl.messages.records import Completion, PartialCompletion, SamplingRequest, VersionSpan
+from asyncrl.messages.trainer_calls import ExportResponse
 from asyncrl.testing.fake_engine import FakeEngineServer
 from asyncrl.testing.virtual_time import run_virtual
 
@@ -51,7 +46,7 @@ def chunk(*tokens: int, version: int = 0) -> GenerateChunk:
 
 async def publish(server: EngineServer, version: int) -> None:
     await server.prepare(
-        WeightManifest(version=version, path="fake/w0", digest="w0", num_tensors=1, num_bytes=1)
+        ExportResponse(version=version, path="fake/w0", digest="w0", num_tensors=1, num_bytes=1)
     )
     await server.commit(version, "w0", "abort")
 

@@ -14,8 +14,10 @@ from vllm_house import MAX_LENGTH, SLOTS, House, until
 from asyncrl.engines.pool import EnginePool
 from asyncrl.engines.vllm.vllm_server import VllmServer
 from asyncrl.errors import ConfigError, EngineError, RequestRefused
+from asyncrl.messages.base import Interrupt
 from asyncrl.messages.engine_calls import GenerateChunk, GenerateResponse
-from asyncrl.messages.records import Completion, Interrupt, SamplingRequest, WeightManifest
+from asyncrl.messages.records import Completion, SamplingRequest
+from asyncrl.messages.trainer_calls import ExportResponse
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 NUM_SPECIAL = 6
@@ -26,7 +28,7 @@ async def publish(server: VllmServer, house: House, seed: int, interrupt: Interr
     return await push(server, house.stage(server.policy_version + 1, house.weights(seed)), interrupt)
 
 
-async def push(server: VllmServer, manifest: WeightManifest, interrupt: Interrupt) -> int:
+async def push(server: VllmServer, manifest: ExportResponse, interrupt: Interrupt) -> int:
     assert await server.prepare(manifest) == manifest.digest
     report = await server.commit(manifest.version, manifest.digest, interrupt)
     assert (report.version, report.digest, server.policy_version) == (

@@ -18,7 +18,7 @@ from asyncrl.engines.vllm.vllm_server import VllmServer
 from asyncrl.errors import EngineError, EngineLost
 from asyncrl.http import Caller
 from asyncrl.messages.engine_calls import GenerateResponse
-from asyncrl.messages.records import WeightManifest
+from asyncrl.messages.trainer_calls import ExportResponse
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 Tamper = Callable[[str, dict[str, str], dict[str, Any]], None]
@@ -30,7 +30,7 @@ async def push(server: VllmServer, house: House, seed: int, *, has_canary: bool 
     )
 
 
-async def push_staged(server: VllmServer, manifest: WeightManifest) -> None:
+async def push_staged(server: VllmServer, manifest: ExportResponse) -> None:
     await server.prepare(manifest)
     await server.commit(manifest.version, manifest.digest, "abort")
 

@@ -25,8 +25,9 @@ from vllm_commit_cases import (
 from asyncrl.engines.pool import EnginePool
 from asyncrl.engines.vllm.vllm_server import VllmServer
 from asyncrl.errors import EngineError, EngineLost
+from asyncrl.messages.base import Interrupt
 from asyncrl.messages.engine_calls import GenerateChunk
-from asyncrl.messages.records import Completion, Interrupt, SamplingRequest
+from asyncrl.messages.records import Completion, SamplingRequest
 from asyncrl.messages.trainer_calls import ExportChunkResponse
 from asyncrl.testing.virtual_time import all_blocked, run_virtual
 

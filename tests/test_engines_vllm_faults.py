@@ -24,8 +24,9 @@ from vllm_commit_cases import (
 
 from asyncrl.engines.pool import EnginePool
 from asyncrl.errors import EngineError, EngineLost, RequestRefused
+from asyncrl.messages.base import Interrupt
 from asyncrl.messages.engine_calls import GenerateResponse
-from asyncrl.messages.records import Interrupt, SamplingRequest
+from asyncrl.messages.records import SamplingRequest
 from asyncrl.testing.virtual_time import run_virtual
 
 PHASES = ["/pause", "/abort_requests", "asyncrl_load", "/update_weight_version", "/resume"]

@@ -20,8 +20,8 @@ from vllm_house import House, vllm_house
 from asyncrl.engines.vllm.vllm_server import VllmServer
 from asyncrl.engines.vllm.vllm_weights import write_adapter_folder
 from asyncrl.errors import EngineError, EngineLost
-from asyncrl.messages.base import find_fatal, weights_digest
-from asyncrl.messages.records import Interrupt, WeightManifest
+from asyncrl.messages.base import Interrupt, find_fatal, weights_digest
+from asyncrl.messages.trainer_calls import ExportResponse
 
 RANK, SCALE = 4, 0.35
 Q_PROJ, DOWN_PROJ, UP_PROJ = (
@@ -66,7 +66,7 @@ def merge(base: dict[str, Tensor], tensors: dict[str, Tensor]) -> dict[str, Tens
     return merged
 
 
-def stage(tensors: dict[str, Tensor], version: int, folder: Path, **changes: Any) -> WeightManifest:
+def stage(tensors: dict[str, Tensor], version: int, folder: Path, **changes: Any) -> ExportResponse:
     path = folder / f"adapters-{version}.safetensors"
     save_file(tensors, path)
     digest = weights_digest(
@@ -79,7 +79,7 @@ def stage(tensors: dict[str, Tensor], version: int, folder: Path, **changes: Any
         for name, one in tensors.items()
     )
     num_bytes = sum(one.nbytes for one in tensors.values())
-    return WeightManifest(
+    return ExportResponse(
         version=version,
         path=str(path),
         digest=digest,

@@ -16,7 +16,8 @@ from asyncrl.engines.own_server import EngineServer
 from asyncrl.engines.pool import EnginePool
 from asyncrl.http import shortage
 from asyncrl.messages.engine_calls import PrepareRequest, PrepareResponse
-from asyncrl.messages.records import Batch, Prompt, WeightManifest
+from asyncrl.messages.records import Batch, Prompt
+from asyncrl.messages.trainer_calls import ExportResponse
 from asyncrl.rollouts.evaluation import Evaluation, FileHold, Schedule
 from asyncrl.rollouts.evaluator import EvalResult, Evaluator
 from asyncrl.sync.publisher import Publisher
@@ -36,12 +37,12 @@ class MemoryHold:
         self._trainer = trainer
         self.kept: list[int] = []
 
-    def keep(self, manifest: WeightManifest) -> WeightManifest:
+    def keep(self, manifest: ExportResponse) -> ExportResponse:
         assert manifest.version in self._trainer.exported[-KEPT_EXPORTS:], "its file is deleted already"
         self.kept.append(manifest.version)
         return manifest
 
-    def release(self, manifest: WeightManifest) -> None:
+    def release(self, manifest: ExportResponse) -> None:
         self.kept.remove(manifest.version)
 
 
@@ -303,7 +304,7 @@ def test_a_kept_file_outlives_the_name_that_the_trainer_deletes(tmp_path: Path) 
     exported = tmp_path / "v3.safetensors"
     exported.write_bytes(b"weights")
     hold = FileHold(tmp_path)
-    kept = hold.keep(WeightManifest(version=3, path=str(exported), digest="d", num_tensors=1, num_bytes=7))
+    kept = hold.keep(ExportResponse(version=3, path=str(exported), digest="d", num_tensors=1, num_bytes=7))
     exported.unlink()
     assert Path(kept.path).read_bytes() == b"weights"
     assert not list(tmp_path.glob("v*.safetensors")), "the trainer does not count it among its exports"

@@ -12,7 +12,8 @@ import pytest
 from gateway_capture_cases import END, Message, Play, assistant, plan, user
 
 from asyncrl.errors import RolloutFailure
-from asyncrl.messages.records import Completion, Credit, Outcome, Trajectory, VersionSpan
+from asyncrl.messages.records import Completion, Outcome, Trajectory, VersionSpan
+from asyncrl.messages.trainer_calls import Credit
 
 
 def forked_play() -> Play:

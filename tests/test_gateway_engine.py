@@ -19,7 +19,8 @@ from gateway_cases import World, gateway_world, in_loop, until
 from asyncrl.engines.own_server import EngineServer
 from asyncrl.engines.pool import EnginePool
 from asyncrl.http import Caller
-from asyncrl.messages.records import Outcome, WeightManifest
+from asyncrl.messages.records import Outcome
+from asyncrl.messages.trainer_calls import ExportResponse
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 
 pytestmark = pytest.mark.slow
@@ -67,7 +68,7 @@ async def prepare(server: EngineServer, model_dir: Path, folder: Path) -> str:
         server.policy_version + 1,
         folder,
     )
-    return await server.prepare(WeightManifest(**staged.model_dump()))
+    return await server.prepare(ExportResponse(**staged.model_dump()))
 
 
 def test_a_publish_in_the_middle_of_a_stream_is_invisible(

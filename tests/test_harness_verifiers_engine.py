@@ -28,7 +28,8 @@ from asyncrl.engines.own_server import EngineServer
 from asyncrl.engines.pool import EnginePool
 from asyncrl.http import Caller
 from asyncrl.messages.engine_calls import GenerateRequest, GenerateResponse
-from asyncrl.messages.records import Trajectory, VersionSpan, WeightManifest
+from asyncrl.messages.records import Trajectory, VersionSpan
+from asyncrl.messages.trainer_calls import ExportResponse
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.tasks.verifiers_task import VerifiersTask
 from asyncrl.trainer.model.scratch import ScratchSpec, make_scratch_model
@@ -55,7 +56,7 @@ class ToldEngine(EngineServer):
             staged = staging_request(
                 {name: weight * 1.1 for name, weight in weights_of(self._model_dir).items()}, 1, self._folder
             )
-            await self.commit(1, await self.prepare(WeightManifest(**staged.model_dump())), "abort")
+            await self.commit(1, await self.prepare(ExportResponse(**staged.model_dump())), "abort")
         answer = await super().generate_segment(request, **kwargs)
         self.answers.append((request, answer))
         return answer

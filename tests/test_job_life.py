@@ -23,7 +23,8 @@ from asyncrl.config import RunConfig, load_config, run_config_yaml
 from asyncrl.errors import ConfigError, EngineError, RoomError
 from asyncrl.files import RunLock
 from asyncrl.journal.journal import Journal
-from asyncrl.messages.records import Batch, GroupId, Prompt, StepReport, Ticket
+from asyncrl.messages.records import Batch, GroupId, Prompt, Ticket
+from asyncrl.messages.trainer_calls import TrainResponse
 from asyncrl.placement.devices import CudaDevice
 from asyncrl.placement.staging import clear_own_staging, new_staging_dir
 from asyncrl.run import life as wiring
@@ -80,11 +81,11 @@ class FakeTrainer:
         self.saved.append(path)
         await self.may_save.wait()
 
-    async def train(self, batch: Batch) -> StepReport:
+    async def train(self, batch: Batch) -> TrainResponse:
         await self.may_step.wait()
         self.policy_version += 1
         self.trained.append(batch.version)
-        return StepReport(policy_version=self.policy_version, metrics={})
+        return TrainResponse(policy_version=self.policy_version, metrics={})
 
 
 async def for_ever(*_: object) -> None:
@@ -592,7 +593,7 @@ def test_the_verdict_of_a_resumed_run_is_of_all_its_steps_and_not_of_what_was_co
     reporter.step(
         SimpleNamespace(buffer=SimpleNamespace(stats=lambda: since)),
         Batch(9, (), 0),
-        StepReport(policy_version=10, metrics={}),
+        TrainResponse(policy_version=10, metrics={}),
         step_s=1.0,
     )  # type: ignore[arg-type]
     reporter.finish("done")

@@ -23,15 +23,8 @@ from asyncrl.journal.tokens import (
     encode_prompt,
     encode_trajectory,
 )
-from asyncrl.messages.records import (
-    Credit,
-    GroupId,
-    PartialCompletion,
-    Prompt,
-    Ticket,
-    Trajectory,
-    VersionSpan,
-)
+from asyncrl.messages.records import GroupId, PartialCompletion, Prompt, Ticket, Trajectory, VersionSpan
+from asyncrl.messages.trainer_calls import Credit
 
 PATH = Path("journal.sqlite")
 numbers = st.floats(allow_nan=True, allow_infinity=True)

@@ -18,7 +18,8 @@ from stuck_runs import play
 
 from asyncrl.config import load_config
 from asyncrl.journal.read import Counted
-from asyncrl.messages.records import Batch, Group, GroupId, Prompt, StepReport, Trajectory, VersionSpan
+from asyncrl.messages.records import Batch, Group, GroupId, Prompt, Trajectory, VersionSpan
+from asyncrl.messages.trainer_calls import TrainResponse
 from asyncrl.observe.gauges import GAUGES, Totals, batch_metrics, gauge_of
 from asyncrl.rollouts.evaluator import EvalResult
 from asyncrl.run.report import Reporter
@@ -149,7 +150,7 @@ def report(reporter: Reporter, step: int, *, rooms: Any = None, **more: Any) -> 
     reporter.step(
         rooms,
         make_batch(step, 2 * step, 2 * step + 1),
-        StepReport(policy_version=step + 1, **{"metrics": {}, **more}),
+        TrainResponse(policy_version=step + 1, **{"metrics": {}, **more}),
         step_s=1.0,
     )
 
@@ -157,7 +158,7 @@ def report(reporter: Reporter, step: int, *, rooms: Any = None, **more: Any) -> 
 class CountingReporter(Reporter):
     """One whose rooms are the numbers that they have counted."""
 
-    def _step_metrics(self, rooms: Any, batch: Any, answer: StepReport, step_s: float) -> dict[str, float]:
+    def _step_metrics(self, rooms: Any, batch: Any, answer: TrainResponse, step_s: float) -> dict[str, float]:
         return {
             "step": batch.version,
             "time_s": step_s,

@@ -11,7 +11,8 @@ import pytest
 from rollout_cases import single_turn
 
 from asyncrl.errors import EngineError, RequestRefused, RewardFailure, RolloutFailure, RolloutTimeout
-from asyncrl.messages.records import Credit, GroupId, Prompt, Rollout, VersionSpan
+from asyncrl.messages.records import GroupId, Prompt, Rollout, VersionSpan
+from asyncrl.messages.trainer_calls import Credit
 from asyncrl.rollouts.rollout import FailedRollout, RolloutAttempt, RolloutRunner, Slots, derive_seed
 from asyncrl.testing.fakes import FakeEngine, FakeScorer
 from asyncrl.testing.virtual_time import all_blocked, run_virtual, stand_still

@@ -15,7 +15,8 @@ from journal_cases import open_journal
 from asyncrl.buffer.buffer import Buffer
 from asyncrl.config import BufferConfig
 from asyncrl.journal.journal import Journal
-from asyncrl.messages.records import Batch, Prompt, StepReport, UnfinishedGroup
+from asyncrl.messages.records import Batch, Prompt, UnfinishedGroup
+from asyncrl.messages.trainer_calls import TrainResponse
 from asyncrl.rollouts.generators import SingleTurn
 from asyncrl.rollouts.producers import Producers
 from asyncrl.rollouts.rollout import RolloutRunner
@@ -135,10 +136,10 @@ class NoTrainer:
         self,
         _: Path | None,
         batches: Callable[[], AsyncIterator[Batch]],
-        on_step: Callable[[Batch, StepReport], None],
+        on_step: Callable[[Batch, TrainResponse], None],
     ) -> None:
         async for batch in batches():
-            on_step(batch, StepReport(policy_version=batch.version + 1, metrics={}))
+            on_step(batch, TrainResponse(policy_version=batch.version + 1, metrics={}))
 
 
 async def tell(journal: Journal, told: MemoryJournal) -> None:

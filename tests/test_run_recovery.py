@@ -18,7 +18,8 @@ from asyncrl.checkpoints import manifest
 from asyncrl.checkpoints.folder import Checkpoints
 from asyncrl.config import CheckpointConfig
 from asyncrl.errors import TrainerLost
-from asyncrl.messages.records import Batch, StepReport
+from asyncrl.messages.records import Batch
+from asyncrl.messages.trainer_calls import TrainResponse
 from asyncrl.run.restore import Checkpointer, recover_trainer
 from asyncrl.trainer.trainer_client import TrainerClient
 
@@ -63,7 +64,10 @@ class NewTrainer:
         self.trained: list[int] = []
 
     async def recover(
-        self, state: Path | None, batches: AsyncIterator[Batch], on_step: Callable[[Batch, StepReport], None]
+        self,
+        state: Path | None,
+        batches: AsyncIterator[Batch],
+        on_step: Callable[[Batch, TrainResponse], None],
     ) -> None:
         await self._pass("loading")
         if state is not None:

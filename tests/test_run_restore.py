@@ -17,7 +17,8 @@ from asyncrl.checkpoints.folder import Checkpoints, Whole
 from asyncrl.config import BufferConfig, CheckpointConfig, SupervisionConfig
 from asyncrl.errors import CheckpointError, JournalError, TaskError, TrainerError
 from asyncrl.journal.story import events
-from asyncrl.messages.records import Batch, GroupId, Prompt, StepReport, Ticket, UnfinishedGroup
+from asyncrl.messages.records import Batch, GroupId, Prompt, Ticket, UnfinishedGroup
+from asyncrl.messages.trainer_calls import TrainResponse
 from asyncrl.run.restore import recover_trainer, restore
 from asyncrl.run.resume import ResumePoint
 from asyncrl.run.supervise_trainer import LivingTrainer
@@ -77,7 +78,7 @@ class Life:
             num_batches=num_batches,
             on_handed_back=lambda *_: None,
         )
-        self.steps: list[tuple[Batch, StepReport]] = []
+        self.steps: list[tuple[Batch, TrainResponse]] = []
         self.returned: list[tuple[int, str, int]] = []
         self.restored = 0
         """How often it was told that nothing refuses any more: what the killed run reported may be cut from

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from asyncrl.engines.own_server import EngineServer
 from asyncrl.errors import ConnectionShortage, EngineLost, PublishError
 from asyncrl.http import shortage
-from asyncrl.messages.records import Batch, CommitReport, Interrupt, WeightManifest
+from asyncrl.messages.base import Interrupt
+from asyncrl.messages.records import Batch, CommitReport
+from asyncrl.messages.trainer_calls import ExportResponse
 from asyncrl.sync.publisher import Publisher
 from asyncrl.sync.push import Push
 from asyncrl.testing.fake_engine import FakeEngineServer
@@ -278,14 +280,14 @@ def test_a_phase_that_does_not_end_in_time_is_an_error_that_names_who_was_silent
 
 def test_a_push_that_this_machine_has_no_connection_for_is_no_failure_of_the_engine() -> None:
     class Short(EngineServer):
-        async def prepare(self, manifest: WeightManifest) -> str:
+        async def prepare(self, manifest: ExportResponse) -> str:
             raise shortage(self.name, errno.EMFILE)
 
     async def story() -> None:
         lost: list[EngineLost] = []
         push = Push(1, [Short(FakeEngineServer("engine-0"))], served=0, timeout_s=60.0, on_lost=lost.append)
         with pytest.raises(ConnectionShortage, match="which may be well"):
-            await push.whole(WeightManifest(version=1, path="p", digest="w1", num_tensors=1, num_bytes=1))
+            await push.whole(ExportResponse(version=1, path="p", digest="w1", num_tensors=1, num_bytes=1))
         assert not lost
 
     run_virtual(story())

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncrl.messages.records import Batch, Completion, Prompt, StepReport, VersionSpan
+from asyncrl.messages.records import Batch, Completion, Prompt, VersionSpan
+from asyncrl.messages.trainer_calls import TrainResponse
 from asyncrl.testing.sync_reference import SyncParts, SyncStep, sync_reference
 
 
@@ -35,10 +36,10 @@ class Bandit:
         spans = (VersionSpan(0, len(tokens), self.served_version),)
         return Completion(tokens, (-0.5,) * len(tokens), spans, "length" if seed % 2 else "stop")
 
-    def train(self, batch: Batch) -> StepReport:
+    def train(self, batch: Batch) -> TrainResponse:
         self.calls.append(f"train v{batch.version}")
         self.trained_weight += len(batch.groups)
-        return StepReport(
+        return TrainResponse(
             policy_version=batch.version + 1, metrics={"policy/loss": float(self.trained_weight)}
         )
 

@@ -13,16 +13,8 @@ from pydantic import BaseModel
 from asyncrl.errors import TrainerError
 from asyncrl.http import Caller, CallLost, CallRefused
 from asyncrl.messages.base import ErrorBody
-from asyncrl.messages.records import (
-    Batch,
-    Credit,
-    Group,
-    GroupId,
-    Prompt,
-    Trajectory,
-    VersionSpan,
-)
-from asyncrl.messages.trainer_calls import TrainResponse, pack_batch, unpack_batch
+from asyncrl.messages.records import Batch, Group, GroupId, Prompt, Trajectory, VersionSpan
+from asyncrl.messages.trainer_calls import Credit, TrainResponse, pack_batch, unpack_batch
 from asyncrl.testing.virtual_time import all_blocked, run_virtual
 from asyncrl.trainer.trainer_client import TrainerClient, pack_groups, token_versions
 

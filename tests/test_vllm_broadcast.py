@@ -13,7 +13,7 @@ from test_sync_broadcast import FakeSender
 from asyncrl.engines.vllm.facts import VllmFacts
 from asyncrl.engines.vllm.vllm_server import VllmServer
 from asyncrl.errors import EngineLost
-from asyncrl.messages.records import WeightManifest
+from asyncrl.messages.trainer_calls import ExportResponse
 from asyncrl.sync.broadcast import Broadcasts
 from asyncrl.testing.virtual_time import all_blocked, run_virtual
 
@@ -52,8 +52,10 @@ async def two_ready(sender: FakeSender) -> tuple[list[ReceivingVllm], list[VllmS
     return fakes, servers
 
 
-def manifest(version: int) -> WeightManifest:
-    return WeightManifest(version, "", f"d{version}", 2, 8, is_held=True)
+def manifest(version: int) -> ExportResponse:
+    return ExportResponse(
+        version=version, path="", digest=f"d{version}", num_tensors=2, num_bytes=8, is_held=True
+    )
 
 
 async def publish(server: VllmServer, version: int) -> None:

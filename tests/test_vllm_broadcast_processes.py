@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from asyncrl.trainer.model.scratch_tokenizer import make_character_tokenizer
 from engine_in_process import make_qwen3
 from rank_processes import Group, running
 from trainer_cases import changed, make_batch
@@ -25,10 +24,16 @@ from asyncrl.engines.vllm.vllm_server import VllmServer
 from asyncrl.errors import EngineLost
 from asyncrl.http import Caller
 from asyncrl.messages.engine_calls import GenerateRequest
-from asyncrl.messages.records import WeightManifest
-from asyncrl.messages.trainer_calls import ExportChunkRequest, ExportChunkResponse, TrainResponse, pack_batch
+from asyncrl.messages.trainer_calls import (
+    ExportChunkRequest,
+    ExportChunkResponse,
+    ExportResponse,
+    TrainResponse,
+    pack_batch,
+)
 from asyncrl.sync.broadcast import Broadcasts
 from asyncrl.sync.push import Push
+from asyncrl.trainer.model.scratch import make_character_tokenizer
 from asyncrl.trainer.trainer_client import TrainerClient
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
@@ -139,7 +144,7 @@ async def sample(engine: VllmServer) -> tuple[list[int], list[float]]:
 
 
 async def push(
-    manifest: WeightManifest, engines: list[VllmServer], served: int, lost: list[EngineLost] | None = None
+    manifest: ExportResponse, engines: list[VllmServer], served: int, lost: list[EngineLost] | None = None
 ) -> None:
     told = None if lost is None else lost.append
     push = Push(manifest.version, engines, served=served, timeout_s=100.0, on_lost=told)

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from asyncrl.trainer.movable_step import MovableStep
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -40,19 +39,19 @@ from asyncrl.weights.tensor_files import (
 
 CHUNK_BYTES = 10_000
 MASK = 2**64 - 1
-MakeStep = Callable[..., MovableStep]
+MakeStep = Callable[..., TrainStep]
 
 
 @pytest.fixture
 def make_step(tiny_model_dir: Path, tmp_path: Path) -> MakeStep:
-    def make(model_dir: Path = tiny_model_dir, **values: Any) -> MovableStep:
+    def make(model_dir: Path = tiny_model_dir, **values: Any) -> TrainStep:
         (tmp_path / "staging").mkdir(exist_ok=True)
-        return MovableStep(make_spec(model_dir, tmp_path, **{"chunk_bytes": CHUNK_BYTES, **values}))
+        return TrainStep(make_spec(model_dir, tmp_path, **{"chunk_bytes": CHUNK_BYTES, **values}))
 
     return make
 
 
-def chunks_of(step: MovableStep) -> list[tuple[ExportChunkResponse, dict[str, Tensor]]]:
+def chunks_of(step: TrainStep) -> list[tuple[ExportChunkResponse, dict[str, Tensor]]]:
     """As an engine asks for them: each loaded before the next is asked for."""
     chunks: list[tuple[ExportChunkResponse, dict[str, Tensor]]] = []
     while not chunks or not chunks[-1][0].is_last:
@@ -218,7 +217,7 @@ def test_a_loaded_state_leaves_no_digest_of_the_weights_before(make_step: MakeSt
     step, other = make_step(), make_step()
     other.train(*make_batch(seed=5))
     other.begin_save_state(tmp_path / "state")
-    other.end_save_state()
+    other.wait_save_state()
     step.train(*make_batch())
     chunks_of(step)
     step.load_state(tmp_path / "state")

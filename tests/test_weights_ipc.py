@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 import torch
-from asyncrl.trainer.movable_step import MovableStep
 from engine_in_process import make_qwen3, make_request, running_engine
 from engine_processes import SECRET, engine_process
 from torch import Tensor
@@ -30,6 +29,7 @@ from asyncrl.http import Caller, Refused
 from asyncrl.messages.base import ChunkMemory, EnginePart, MemoryHandle, PlacedTensor
 from asyncrl.messages.engine_calls import CommitRequest, LoadChunkRequest, SleepRequest, WakeRequest
 from asyncrl.messages.trainer_calls import ExportChunkResponse
+from asyncrl.trainer.step import TrainStep
 from asyncrl.weights import ipc
 from asyncrl.weights.ipc import GRANULE, CudaDriver, CudaMemory, MappedFile, make_memory, views
 from asyncrl.weights.tensor_files import digest_tensors
@@ -38,7 +38,7 @@ from asyncrl_servers.embedded.decode_loop import Engine
 CPU, DEVICE = torch.device("cpu"), torch.device("cuda", 1)
 CHUNK_BYTES = 10_000
 BOTH: list[EnginePart] = ["kv", "weights"]
-MakeStep = Callable[..., MovableStep]
+MakeStep = Callable[..., TrainStep]
 
 
 class HostCudaMemory(CudaMemory):
@@ -143,9 +143,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make_step(folder: Path, tmp_path: Path) -> MakeStep:
-    def make(**values: Any) -> MovableStep:
+    def make(**values: Any) -> TrainStep:
         (tmp_path / "staging").mkdir(exist_ok=True)
-        return MovableStep(
+        return TrainStep(
             make_spec(folder, tmp_path, **{"chunk_bytes": CHUNK_BYTES, "chunks": "memory", **values})
         )
 
@@ -158,7 +158,7 @@ def request_of(chunk: ExportChunkResponse) -> LoadChunkRequest:
     return LoadChunkRequest.model_validate_json(LoadChunkRequest(**fields).model_dump_json())
 
 
-def export(step: MovableStep, index: int) -> ExportChunkResponse:
+def export(step: TrainStep, index: int) -> ExportChunkResponse:
     step.chunk_names(step.policy_version, index)
     return step.export_chunk(index)
 
@@ -168,7 +168,7 @@ def wake_empty(engine: Engine) -> None:
     engine.wake(WakeRequest(parts=["weights"])).result(timeout=60)
 
 
-def push(step: MovableStep, engine: Engine) -> int:
+def push(step: TrainStep, engine: Engine) -> int:
     """Number of chunks."""
     wake_empty(engine)
     index, is_last = 0, False
@@ -184,7 +184,7 @@ def push(step: MovableStep, engine: Engine) -> int:
     return index
 
 
-def assert_has_bits_of(engine: Engine, step: MovableStep) -> None:
+def assert_has_bits_of(engine: Engine, step: TrainStep) -> None:
     weights = step._lazy_weights()
     for name, parameter in engine.weights._parameters.items():
         assert torch.equal(parameter.data, weights[name].to(step.dtype))

@@ -23,11 +23,15 @@ from asyncrl.messages.records import (
     GroupId,
     Prompt,
     SamplingRequest,
-    StepReport,
     Trajectory,
     VersionSpan,
 )
-from asyncrl.messages.trainer_calls import ExportChunkRequest, ExportChunkResponse, OffloadRequest
+from asyncrl.messages.trainer_calls import (
+    ExportChunkRequest,
+    ExportChunkResponse,
+    OffloadRequest,
+    TrainResponse,
+)
 from asyncrl.run.colocate import TakingTurns
 from asyncrl.run.supervise import EngineSupervisor
 from asyncrl.run.supervise_trainer import LivingTrainer
@@ -194,7 +198,7 @@ class House:
             fake.parts.asleep, fake.parts.has_content = {"weights", "kv"}, False
         await self.turns.start(0)
 
-    async def step(self) -> StepReport:
+    async def step(self) -> TrainResponse:
         """What the train loop does with a batch."""
         batch = make_batch(len(self.batches))
         self.batches.append(batch)

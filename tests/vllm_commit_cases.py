@@ -11,9 +11,10 @@ from fake_vllm import FakeVllm
 from asyncrl.engines.vllm.facts import VllmFacts
 from asyncrl.engines.vllm.vllm_server import VllmServer
 from asyncrl.errors import EngineLost
+from asyncrl.messages.base import Interrupt
 from asyncrl.messages.engine_calls import GenerateRequest, GenerateResponse
-from asyncrl.messages.records import CommitReport, Completion, Interrupt, WeightManifest
-from asyncrl.messages.trainer_calls import Canary
+from asyncrl.messages.records import CommitReport, Completion
+from asyncrl.messages.trainer_calls import Canary, ExportResponse
 
 SLOTS = 4
 MODES: list[Interrupt] = ["abort", "keep", "keep_kv", "wait"]
@@ -33,10 +34,10 @@ def server_over(
     return VllmServer(fake, facts=facts, canary_limit=1e-3, retries=retries, warn=warn, mark=mark)
 
 
-def manifest(version: int, *, has_canary: bool = True) -> WeightManifest:
+def manifest(version: int, *, has_canary: bool = True) -> ExportResponse:
     logprob = -(1 + version) / 100
     canary = Canary(token_ids=[7, 8, 9, 10], logprobs=[logprob] * 3, next_logprob=logprob)
-    return WeightManifest(
+    return ExportResponse(
         version=version,
         path=f"/dev/shm/w{version}",
         digest=f"d{version}",

@@ -24,8 +24,7 @@ from asyncrl.engines.vllm.vllm_server import VllmServer
 from asyncrl.http import Caller
 from asyncrl.messages.base import weights_digest
 from asyncrl.messages.engine_calls import EngineHealth, GenerateRequest
-from asyncrl.messages.records import WeightManifest
-from asyncrl.messages.trainer_calls import Canary
+from asyncrl.messages.trainer_calls import Canary, ExportResponse
 from asyncrl.trainer.model.scratch import make_character_tokenizer
 
 SLOTS, MAX_LENGTH, CANARY_LIMIT = 16, 768, 1e-3
@@ -135,7 +134,7 @@ class House:
 
     def stage(
         self, version: int, weights: dict[str, Tensor], *, has_canary: bool = True, **changes: Any
-    ) -> WeightManifest:
+    ) -> ExportResponse:
         """Write them as the trainer does, with its canary."""
         path = self.scratch / f"weights-{version}.safetensors"
         save_file({name: one.contiguous() for name, one in weights.items()}, path)
@@ -145,7 +144,7 @@ class House:
         num_bytes = sum(one.nbytes for one in weights.values())
         canary = self.canary(weights) if has_canary else None
         self.pushed[version] = weights
-        return WeightManifest(
+        return ExportResponse(
             version=version,
             path=str(path),
             digest=digest,

@@ -11,10 +11,10 @@ from typing import NoReturn, Protocol, TypeVar
 
 from asyncrl.errors import EngineError, EngineLost
 from asyncrl.http import Caller, CallGarbled, CallLost, CallRefused
-from asyncrl.messages.base import EnginePart, Moved
+from asyncrl.messages.base import EnginePart, Interrupt, Moved
 from asyncrl.messages.engine_calls import EngineHealth, GenerateChunk, GenerateRequest, GenerateResponse, Span
-from asyncrl.messages.records import CommitReport, Interrupt, WeightManifest
-from asyncrl.messages.trainer_calls import ExportChunkResponse
+from asyncrl.messages.records import CommitReport
+from asyncrl.messages.trainer_calls import ExportChunkResponse, ExportResponse
 
 # What rooms are given for one engine server, whatever program it is. Knows no route.
 
@@ -60,7 +60,7 @@ class EngineClient(Protocol):
         """How the server does."""
         ...
 
-    async def prepare(self, manifest: WeightManifest) -> str:
+    async def prepare(self, manifest: ExportResponse) -> str:
         """Have the weights loaded beside the serving ones; returns the digest of what was loaded."""
         ...
 

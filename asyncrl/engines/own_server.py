@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from asyncrl.engines.engine import CallCut, Lifeline, SegmentCheck, engine_error, given_up
 from asyncrl.errors import EngineError, RequestRefused
 from asyncrl.http import Answer, Caller, CallLost, CallRefused
-from asyncrl.messages.base import EnginePart, Moved
+from asyncrl.messages.base import EnginePart, Interrupt, Moved
 from asyncrl.messages.engine_calls import (
     AbortRequest,
     AbortResponse,
@@ -30,8 +30,8 @@ from asyncrl.messages.engine_calls import (
     SleepRequest,
     WakeRequest,
 )
-from asyncrl.messages.records import CommitReport, Interrupt, WeightManifest
-from asyncrl.messages.trainer_calls import ExportChunkResponse
+from asyncrl.messages.records import CommitReport
+from asyncrl.messages.trainer_calls import ExportChunkResponse, ExportResponse
 
 _BAD_REQUEST = (400, 422)
 
@@ -145,7 +145,7 @@ class EngineServer:
         except (CallLost, CallRefused) as failure:
             raise engine_error(self._caller, failure) from failure
 
-    async def prepare(self, manifest: WeightManifest) -> str:
+    async def prepare(self, manifest: ExportResponse) -> str:
         """Have the weights loaded beside the serving ones; returns the digest of what was loaded. Raises
         EngineError.
         """

@@ -19,7 +19,8 @@ import numpy.typing as npt
 
 from asyncrl.errors import JournalError
 from asyncrl.journal.schema import damaged
-from asyncrl.messages.records import Credit, PartialCompletion, Prompt, Ticket, Trajectory, VersionSpan
+from asyncrl.messages.records import PartialCompletion, Prompt, Ticket, Trajectory, VersionSpan
+from asyncrl.messages.trainer_calls import Credit
 
 FORMAT = 1
 _LEVEL = 1  # the next levels save 1 to 3 % and cost twice the time

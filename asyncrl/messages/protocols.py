@@ -6,22 +6,22 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Literal, Protocol
 
+from asyncrl.messages.base import Interrupt
 from asyncrl.messages.records import (
     CommitReport,
     Completion,
     Finished,
     Group,
     GroupId,
-    Interrupt,
     Outcome,
     PartialCompletion,
     Prompt,
     Rollout,
     SamplingRequest,
     Ticket,
-    WeightManifest,
     Work,
 )
+from asyncrl.messages.trainer_calls import ExportResponse
 
 
 class SamplingEngine(Protocol):
@@ -51,7 +51,7 @@ class WeightTarget(Protocol):
 
     name: str
 
-    async def prepare(self, manifest: WeightManifest) -> str:
+    async def prepare(self, manifest: ExportResponse) -> str:
         """Load the weights beside the serving ones, while generation goes on; return the digest of what was
         loaded.
         """

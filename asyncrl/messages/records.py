@@ -13,10 +13,7 @@ from typing import Any, Literal, NewType
 import numpy as np
 import numpy.typing as npt
 
-from asyncrl.messages.base import Interrupt as Interrupt
-from asyncrl.messages.base import WeightKind as WeightKind
-from asyncrl.messages.trainer_calls import Credit as Credit
-from asyncrl.messages.trainer_calls import ExportResponse, TrainResponse
+from asyncrl.messages.trainer_calls import Credit
 
 GroupId = NewType("GroupId", int)
 """Number of a group in order of admission, from 0; never reused, so its order is the order of admission."""
@@ -230,10 +227,6 @@ class WaitReport:
     def total_s(self) -> float:
         """The whole wait."""
         return self.generation_s + self.stragglers_s + self.publishing_s
-
-
-StepReport = TrainResponse
-WeightManifest = ExportResponse
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,7 +12,7 @@ from typing import Literal
 
 from asyncrl.errors import ConnectionShortage, PublishError, RoomError
 from asyncrl.messages.protocols import WeightTarget
-from asyncrl.messages.records import WeightManifest
+from asyncrl.messages.trainer_calls import ExportResponse
 from asyncrl.rollouts.evaluator import EvalResult, Evaluator
 from asyncrl.waits import TimeLimit, waiting
 
@@ -55,7 +55,7 @@ class FileHold:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def keep(self, manifest: WeightManifest) -> WeightManifest:
+    def keep(self, manifest: ExportResponse) -> ExportResponse:
         """The same weights under a name of ours. Raises RoomError if the file is gone, or cannot be
         linked.
         """
@@ -72,7 +72,7 @@ class FileHold:
             ) from error
         return manifest.model_copy(update={"path": str(path)})
 
-    def release(self, manifest: WeightManifest) -> None:
+    def release(self, manifest: ExportResponse) -> None:
         """Give up what keep() returned; idempotent."""
         Path(manifest.path).unlink(missing_ok=True)
 
@@ -123,7 +123,7 @@ class Evaluation:
         self._evaluator, self._target, self._schedule, self._hold = evaluator, target, schedule, hold
         self.timeout_s = timeout_s
         self._on_result, self._on_trouble = on_result, on_trouble
-        self._pending: WeightManifest | None = None
+        self._pending: ExportResponse | None = None
         self._is_busy = schedule.at_start
         self._has_ended = schedule.is_over
         self._changed = asyncio.Event()
@@ -147,7 +147,7 @@ class Evaluation:
         """Whether published_nowait would have a use for this version; nothing changes."""
         return self._lost is None and self._schedule.is_next(version)
 
-    def published_nowait(self, manifest: WeightManifest) -> None:
+    def published_nowait(self, manifest: ExportResponse) -> None:
         """Called while the exported file is the newest one: keep it if this version is due."""
         if self._lost is not None or not self._schedule.is_due_nowait(manifest.version):
             return
@@ -218,7 +218,7 @@ class Evaluation:
         except RoomError as error:
             self.give_up(error)
 
-    async def _evaluate(self, version: int, manifest: WeightManifest | None) -> None:
+    async def _evaluate(self, version: int, manifest: ExportResponse | None) -> None:
         """One evaluation and what it comes to; `manifest` is None where the engine has those weights from its
         start.
         """
@@ -265,7 +265,7 @@ class Evaluation:
         if self._lost is None:
             self._stats.state = "idle"
 
-    async def _load(self, manifest: WeightManifest) -> None:
+    async def _load(self, manifest: ExportResponse) -> None:
         """Both phases of a push, to an engine on which nothing runs."""
         loaded = await self._target.prepare(manifest)
         report = (

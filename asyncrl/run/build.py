@@ -20,7 +20,8 @@ from asyncrl.engines.vllm.vllm_server import VllmServer
 from asyncrl.errors import EngineLost
 from asyncrl.files import RunLock, write_whole
 from asyncrl.journal.journal import Journal
-from asyncrl.messages.records import Group, GroupId, Prompt, WeightManifest
+from asyncrl.messages.records import Group, GroupId, Prompt
+from asyncrl.messages.trainer_calls import ExportResponse
 from asyncrl.messages.work import WORKER_KEY_ENV
 from asyncrl.placement.devices import Placement
 from asyncrl.placement.lease import ROUTINE
@@ -117,13 +118,13 @@ class Rooms:
         """Of a group that runs."""
         return self.producers.start_version(group_id)
 
-    def published(self, manifest: WeightManifest) -> None:
+    def published(self, manifest: ExportResponse) -> None:
         """A version is announced."""
         self.journal.published_nowait(manifest.version, manifest.digest)
         if manifest.path:  # in turns there is a file of evaluated versions alone
             self.whole(manifest)
 
-    def whole(self, manifest: WeightManifest) -> None:
+    def whole(self, manifest: ExportResponse) -> None:
         """All weights of a version lie in one file, until this returns."""
         if self.evaluation is not None:
             self.evaluation.published_nowait(manifest)

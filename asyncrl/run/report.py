@@ -18,7 +18,8 @@ from asyncrl.checkpoints.folder import sync_records
 from asyncrl.config import RunConfig
 from asyncrl.files import LOST, write_whole
 from asyncrl.journal.read import Counted
-from asyncrl.messages.records import Batch, StepReport
+from asyncrl.messages.records import Batch
+from asyncrl.messages.trainer_calls import TrainResponse
 from asyncrl.observe.console import Console
 from asyncrl.observe.gauges import TOTALS, Totals, batch_metrics, gauge_of
 from asyncrl.observe.recorder import METRICS_FILE, Recorder, write_reward_plot
@@ -135,7 +136,7 @@ class Reporter:
         self._console.say(f"ready after {duration(time.monotonic() - self._opened_s)}; training")
         self.tell("training")
 
-    def step(self, rooms: Rooms, batch: Batch, report: StepReport, *, step_s: float) -> None:
+    def step(self, rooms: Rooms, batch: Batch, report: TrainResponse, *, step_s: float) -> None:
         """One optimizer step is done: its metrics go to metrics.jsonl, TensorBoard and the console."""
         self._totals.starts_from(self._before.get(batch.version, {}))
         metrics = self._step_metrics(rooms, batch, report, step_s) | self._new_evaluation
@@ -307,7 +308,7 @@ class Reporter:
         self._trained_since_s = time.monotonic() - self._last.get("time_s", 0.0)
 
     def _step_metrics(
-        self, rooms: Rooms, batch: Batch, report: StepReport, step_s: float
+        self, rooms: Rooms, batch: Batch, report: TrainResponse, step_s: float
     ) -> dict[str, float]:
         metrics: dict[str, float] = {
             "step": batch.version,

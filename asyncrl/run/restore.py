@@ -19,7 +19,8 @@ from asyncrl.checkpoints.folder import Checkpoints, Pending, set_aside
 from asyncrl.errors import CheckpointError, TrainerLost
 from asyncrl.journal.journal import Journal
 from asyncrl.journal.read import ResumeState
-from asyncrl.messages.records import Batch, GroupId, Prompt, StepReport, UnfinishedGroup
+from asyncrl.messages.records import Batch, GroupId, Prompt, UnfinishedGroup
+from asyncrl.messages.trainer_calls import TrainResponse
 from asyncrl.run.resume import ResumePoint
 from asyncrl.run.supervise_trainer import LivingTrainer
 from asyncrl.tasks.feed import Feed
@@ -63,7 +64,7 @@ async def restore(
     feed: Feed,
     returns: Callable[[int, Prompt], None],
     on_restored: Callable[[], None],
-    on_step: Callable[[Batch, StepReport], None],
+    on_step: Callable[[Batch, TrainResponse], None],
 ) -> tuple[UnfinishedGroup, ...]:
     """Everything but the engines; returns what goes on once they have the current weights.
 
@@ -91,7 +92,7 @@ async def restore(
             journal.restored_nowait(point.version)
             on_restored()
 
-    def trained_again(batch: Batch, report: StepReport) -> None:
+    def trained_again(batch: Batch, report: TrainResponse) -> None:
         restored()
         journal.trained_nowait(batch.version, report.metrics)
         on_step(batch, report)

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 from asyncrl.config import SupervisionConfig
 from asyncrl.errors import RoomError, TrainerError, TrainerLost
 from asyncrl.messages.base import BroadcastRequest, BroadcastResponse, Moved, TrainerPart
-from asyncrl.messages.records import Batch, StepReport, WeightManifest
-from asyncrl.messages.trainer_calls import ExportChunkResponse
+from asyncrl.messages.records import Batch
+from asyncrl.messages.trainer_calls import ExportChunkResponse, ExportResponse, TrainResponse
 from asyncrl.run.start import Server
 from asyncrl.run.supervise import GRACE_S, Supervisor, Tell, end_all
 from asyncrl.trainer.trainer_client import TrainerClient
@@ -83,14 +83,14 @@ class LivingTrainer(Supervisor):
         self,
         state: Path | None,
         batches: Callable[[], AsyncIterator[Batch]],
-        on_step: Callable[[Batch, StepReport], None],
+        on_step: Callable[[Batch, TrainResponse], None],
     ) -> None:
         """For a run that goes on: load a state, train on `batches()`. If it dies meanwhile, all over again;
         each is told once.
         """
         told = -1
 
-        def once(batch: Batch, report: StepReport) -> None:
+        def once(batch: Batch, report: TrainResponse) -> None:
             nonlocal told
             if batch.version > told:
                 told = batch.version
@@ -98,7 +98,7 @@ class LivingTrainer(Supervisor):
 
         await self._when_up(lambda: self.client.recover(state, batches(), once))
 
-    async def train(self, batch: Batch) -> StepReport:
+    async def train(self, batch: Batch) -> TrainResponse:
         """One batch. Raises TrainerError if it is refused."""
         return await self._when_up(lambda: self.client.train(batch))
 
@@ -114,7 +114,7 @@ class LivingTrainer(Supervisor):
                     raise self._over
                 await self._changed.wait()
 
-    async def export(self) -> WeightManifest:
+    async def export(self) -> ExportResponse:
         """Have the newest weights written into staging."""
         return await self._when_up(self.client.export)
 

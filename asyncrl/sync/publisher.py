@@ -13,8 +13,8 @@ from typing import Literal
 
 from asyncrl.engines.engine import EngineClient
 from asyncrl.errors import EngineLost, PublishError
-from asyncrl.messages.base import Moved
-from asyncrl.messages.records import Interrupt, WeightManifest
+from asyncrl.messages.base import Interrupt, Moved
+from asyncrl.messages.trainer_calls import ExportResponse
 from asyncrl.sync.push import OnLost, Push, PushReport, WeightTrainer
 from asyncrl.waits import TimeLimit, waiting
 
@@ -74,14 +74,14 @@ class Publisher:
         *,
         timeout_s: float,
         on_served: Callable[[int], None],
-        on_published: Callable[[WeightManifest], None] = lambda _: None,
+        on_published: Callable[[ExportResponse], None] = lambda _: None,
         on_lost: OnLost | None = None,
         interrupt: Interrupt = "abort",
         policy_version: int = 0,
         is_rolling: bool = False,
         is_one_kept: bool = False,
         is_file_wanted: Callable[[int], bool] = lambda _: False,
-        on_file: Callable[[WeightManifest], None] = lambda _: None,
+        on_file: Callable[[ExportResponse], None] = lambda _: None,
     ) -> None:
         """`is_rolling`: engines swap one after the other. What they hold meanwhile differs; on_served tells
         the oldest. Without `on_lost` an engine that is lost ends the run.
@@ -98,8 +98,8 @@ class Publisher:
         self._is_file_wanted, self._on_file = is_file_wanted, on_file
         self._down: set[str] = set()
         self._turn = asyncio.Lock()
-        self._announced: WeightManifest | None = None
-        self._pushed: tuple[WeightManifest, PushReport] | None = None
+        self._announced: ExportResponse | None = None
+        self._pushed: tuple[ExportResponse, PushReport] | None = None
         self._is_first_push_due = False
         self._state: Literal["idle", "exporting", "pushing"] = "idle"
         self._exported_version = policy_version
@@ -268,7 +268,7 @@ class Publisher:
         )
 
     def _count(
-        self, manifest: WeightManifest, report: PushReport, total_s: float, num_skipped: int = 0
+        self, manifest: ExportResponse, report: PushReport, total_s: float, num_skipped: int = 0
     ) -> None:
         before = self._stats
         self._stats = PublisherStats(
@@ -286,7 +286,7 @@ class Publisher:
             total_pause_s=before.total_pause_s + report.pause_s,
         )
 
-    async def _export(self, newest: int) -> WeightManifest:
+    async def _export(self, newest: int) -> ExportResponse:
         manifest = None
         while manifest is None:
             await self._trainer.wait_up()  # one that is started again may train for long on what is journaled

@@ -11,9 +11,9 @@ from typing import Protocol, TypeVar
 
 from asyncrl.engines.engine import EngineClient
 from asyncrl.errors import ConnectionShortage, EngineLost, PublishError, RoomError
-from asyncrl.messages.base import BroadcastRequest, BroadcastResponse
-from asyncrl.messages.records import CommitReport, Interrupt, WeightManifest
-from asyncrl.messages.trainer_calls import ExportChunkResponse
+from asyncrl.messages.base import BroadcastRequest, BroadcastResponse, Interrupt
+from asyncrl.messages.records import CommitReport
+from asyncrl.messages.trainer_calls import ExportChunkResponse, ExportResponse
 from asyncrl.waits import TimeLimit, waiting
 
 Result = TypeVar("Result")
@@ -50,7 +50,7 @@ class WeightTrainer(Protocol):
         """Return the trainer's policy_version once it is greater than `version`."""
         ...
 
-    async def export(self) -> WeightManifest:
+    async def export(self) -> ExportResponse:
         """Copy the newest weights into staging, between two optimizer steps."""
         ...
 
@@ -113,7 +113,7 @@ class Push:
         self._sent = ""
         self._serving: dict[str, str] = {target.name: str(served) for target in targets}
 
-    async def whole(self, manifest: WeightManifest) -> PushReport:
+    async def whole(self, manifest: ExportResponse) -> PushReport:
         """Prepare and commit. Raises PublishError with the versions that each engine has now."""
         clock = asyncio.get_running_loop().time
         start = clock()
@@ -123,7 +123,7 @@ class Push:
             self._check_digest(target, "loaded", digests[target.name], manifest.digest)
         return await self._commit(manifest.digest, 0.0, clock() - start)
 
-    async def chunks(self, trainer: WeightTrainer) -> tuple[PushReport, WeightManifest]:
+    async def chunks(self, trainer: WeightTrainer) -> tuple[PushReport, ExportResponse]:
         """Load all chunks, each written once by the trainer, and commit. Raises PublishError, or what the
         trainer's client raises.
         """
@@ -151,7 +151,7 @@ class Push:
             num_chunks, is_last = num_chunks + 1, chunk.is_last
         self._sent = f"{num_tensors} tensors, {num_bytes} bytes in {num_chunks} chunks"
         report = await self._commit(chunk.whole_digest, export_s, load_s)
-        manifest = WeightManifest(
+        manifest = ExportResponse(
             version=self.version,
             path="",
             digest=chunk.whole_digest,

@@ -20,11 +20,10 @@ from asyncrl.messages.records import (
     PartialCompletion,
     Prompt,
     SamplingRequest,
-    StepReport,
     Ticket,
     VersionSpan,
-    WeightManifest,
 )
+from asyncrl.messages.trainer_calls import ExportResponse, TrainResponse
 from asyncrl.testing.fake_engine import END_TOKEN, FakeEngineServer
 
 __all__ = [
@@ -207,13 +206,13 @@ class FakeTrainer:
         self._worker = asyncio.Lock()
         self._changed = asyncio.Event()
 
-    async def train(self, batch: Batch) -> StepReport:
+    async def train(self, batch: Batch) -> TrainResponse:
         """One optimizer step: the version goes up by one."""
         async with self._worker:
             await asyncio.sleep(self.train_s)
             self.batches.append(batch)
             self.step()
-        return StepReport(policy_version=self.policy_version, metrics={"policy/loss": 0.0})
+        return TrainResponse(policy_version=self.policy_version, metrics={"policy/loss": 0.0})
 
     def step(self) -> None:
         """The next version, at once."""
@@ -232,13 +231,13 @@ class FakeTrainer:
         while not self.is_up:
             await self.went_up.wait()
 
-    async def export(self) -> WeightManifest:
+    async def export(self) -> ExportResponse:
         """The newest weights in staging."""
         async with self._worker:
             await asyncio.sleep(self.export_s)
             self.exported.append(self.policy_version)
             digest = "w0" if self.is_frozen else f"w{self.policy_version}"
-            return WeightManifest(
+            return ExportResponse(
                 version=self.policy_version,
                 path=f"fake/{digest}",
                 digest=digest,

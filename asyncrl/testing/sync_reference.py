@@ -13,16 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from asyncrl.messages.records import (
-    Batch,
-    Completion,
-    Group,
-    GroupId,
-    Prompt,
-    StepReport,
-    Trajectory,
-    VersionSpan,
-)
+from asyncrl.messages.records import Batch, Completion, Group, GroupId, Prompt, Trajectory, VersionSpan
+from asyncrl.messages.trainer_calls import TrainResponse
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +34,7 @@ class SyncParts:
     """Text of a completion's token ids."""
     score: Callable[[Prompt, str], float]
     """Reward of a completion's text."""
-    train: Callable[[Batch], StepReport]
+    train: Callable[[Batch], TrainResponse]
     """One optimizer step."""
     load_weights: Callable[[int], None]
     """Copy the trained weights into the generator, as the given policy_version."""

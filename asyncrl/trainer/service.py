@@ -238,6 +238,8 @@ def make_service(spec: TrainerSpec) -> FastAPI:
             f"the trainer cannot start: {type(error).__name__}: {error}",
             way_out="if memory is short, take a smaller model or more memory; the traceback is in this log.",
         )
+    ranks = service.step.ranks
+    log.info("serving %s, rank %d of %d", spec.model_path, ranks.rank, ranks.size)
     app = make_app()
     app.add_exception_handler(Exception, _broken)
     app.add_exception_handler(OneRankError, _one_rank)
@@ -246,7 +248,7 @@ def make_service(spec: TrainerSpec) -> FastAPI:
     async def health() -> TrainerHealth:
         return service.health()
 
-    if not service.step.ranks.is_first:
+    if not ranks.is_first:
         return app
 
     @app.post("/train")

@@ -18,7 +18,8 @@ from asyncrl.engines.vllm.vllm_process import Process
 from asyncrl.engines.vllm.vllm_weights import Load
 from asyncrl.errors import EngineError, EngineLost
 from asyncrl.http import CallLost, CallRefused
-from asyncrl.messages.records import CommitReport, Interrupt
+from asyncrl.messages.base import Interrupt
+from asyncrl.messages.records import CommitReport
 from asyncrl.waits import uncut
 
 RESUME_LIMIT_S = 10.0

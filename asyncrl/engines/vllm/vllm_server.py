@@ -27,10 +27,10 @@ from asyncrl.engines.vllm.vllm_weights import (
 )
 from asyncrl.errors import EngineError, EngineLost
 from asyncrl.http import Caller
-from asyncrl.messages.base import EnginePart, Moved
+from asyncrl.messages.base import EnginePart, Interrupt, Moved
 from asyncrl.messages.engine_calls import EngineHealth, GenerateRequest, GenerateResponse
-from asyncrl.messages.records import CommitReport, Interrupt, WeightManifest
-from asyncrl.messages.trainer_calls import ExportChunkResponse
+from asyncrl.messages.records import CommitReport
+from asyncrl.messages.trainer_calls import ExportChunkResponse, ExportResponse
 from asyncrl.waits import TimeLimit
 
 _TAGS: dict[EnginePart, str] = {"weights": "weights", "kv": "kv_cache"}
@@ -209,7 +209,7 @@ class VllmServer:
             asleep=sorted(process.asleep),
         )
 
-    async def prepare(self, manifest: WeightManifest) -> str:
+    async def prepare(self, manifest: ExportResponse) -> str:
         """Have the weights staged beside the serving ones; returns the digest of what was read. Raises
         EngineError.
         """

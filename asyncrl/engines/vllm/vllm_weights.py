@@ -15,8 +15,7 @@ from typing import Any, Protocol
 from asyncrl.engines.vllm.routes import Routes
 from asyncrl.errors import EngineError
 from asyncrl.messages.base import GroupSeat, weights_digest
-from asyncrl.messages.records import WeightManifest
-from asyncrl.messages.trainer_calls import Canary
+from asyncrl.messages.trainer_calls import Canary, ExportResponse
 from asyncrl.weights.tensor_files import RESEND, RawTensor, read_tensors, write_raw
 
 _ASK_AGAIN_S, _ASK_AGAIN_MAX_S = 0.01, 0.5
@@ -47,7 +46,7 @@ class Load:
 class FileLoad(Load):
     """A whole set of weights in one file."""
 
-    def __init__(self, name: str, manifest: WeightManifest, chunk_bytes: int) -> None:
+    def __init__(self, name: str, manifest: ExportResponse, chunk_bytes: int) -> None:
         super().__init__(name, manifest.version, manifest.digest, manifest.canary)
         self._manifest, self._chunk_bytes = manifest, chunk_bytes
 
@@ -119,7 +118,7 @@ class BroadcastLoad(Load):
 
     can_repeat = False
 
-    def __init__(self, name: str, manifest: WeightManifest, meeting: Meeting) -> None:
+    def __init__(self, name: str, manifest: ExportResponse, meeting: Meeting) -> None:
         super().__init__(name, manifest.version, manifest.digest, manifest.canary)
         self._meeting = meeting
         self._expected = {
@@ -176,7 +175,7 @@ class AdapterLoad(Load):
 
     model = ADAPTER
 
-    def __init__(self, name: str, manifest: WeightManifest, before: Path | None) -> None:
+    def __init__(self, name: str, manifest: ExportResponse, before: Path | None) -> None:
         """`before`: the folder of the adapter that serves now, which is not needed once this one does."""
         super().__init__(name, manifest.version, manifest.digest, manifest.canary)
         self._manifest, self._before = manifest, before
@@ -195,7 +194,7 @@ class AdapterLoad(Load):
             await asyncio.to_thread(shutil.rmtree, self._before, ignore_errors=True)
 
 
-def write_adapter_folder(name: str, manifest: WeightManifest) -> tuple[Path, str]:
+def write_adapter_folder(name: str, manifest: ExportResponse) -> tuple[Path, str]:
     """Write the adapters of the manifest as a folder beside its file, for server `name`; (folder, digest of
     what was read).
 
@@ -228,7 +227,7 @@ def write_adapter_folder(name: str, manifest: WeightManifest) -> tuple[Path, str
     return folder, digest
 
 
-def _peft_config(name: str, manifest: WeightManifest, tensors: Mapping[str, RawTensor]) -> dict[str, Any]:
+def _peft_config(name: str, manifest: ExportResponse, tensors: Mapping[str, RawTensor]) -> dict[str, Any]:
     modules = sorted({key.removesuffix(end) for key in tensors for end in _SUFFIXES if key.endswith(end)})
     ranks = {tensors[f"{module}.lora_A.weight"].shape[0] for module in modules}
     ranks |= {tensors[f"{module}.lora_B.weight"].shape[1] for module in modules}
