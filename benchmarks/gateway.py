@@ -172,14 +172,14 @@ def show_rates(found: dict[tuple[str, int], list[Measured]]) -> None:
     """The second table."""
     print(f"\nrequests, medians of {ROUNDS} rounds")
     print(
-        f"{'sessions':<10}{'proxy':<9}{'requests/s':>11}{'of a core':>11}{'busy':>7}{'ms of core':>12}{'p50 ms':>9}{'p99 ms':>9}"
+        f"{'sessions':<10}{'proxy':<9}{'requests/s':>11}{'of a core':>11}{'busy':>7}{'ms of core':>12}{'p50 ms':>9}{'p99 ms':>9}"  # noqa: E501
     )
     for (name, sessions), rounds in sorted(found.items(), key=lambda item: item[0][1]):
         rate, of_core = median(one.rate for one in rounds), median(one.core_rate for one in rounds)
         busy = median(one.cpu_s / one.seconds for one in rounds)
         p50, p99 = (1e3 * median(one.percentile(percent) for one in rounds) for percent in (50, 99))
         print(
-            f"{sessions:<10}{name:<9}{rate:>11.0f}{of_core:>11.0f}{busy:>7.0%}{1e3 / of_core:>12.2f}{p50:>9.1f}{p99:>9.1f}",
+            f"{sessions:<10}{name:<9}{rate:>11.0f}{of_core:>11.0f}{busy:>7.0%}{1e3 / of_core:>12.2f}{p50:>9.1f}{p99:>9.1f}",  # noqa: E501
             flush=True,
         )
 

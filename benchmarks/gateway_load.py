@@ -23,7 +23,7 @@ SYSTEM = (
     "You are a careful assistant. You answer in a few words, you use the notes that you are given, and "
     "you say so when you do not know."
 )
-_WORDS = "the cat sat on a warm roof while rain fell over green hills and seven boats went home slowly under grey light".split()
+_WORDS = "the cat sat on a warm roof while rain fell over green hills and seven boats went home slowly under grey light".split()  # noqa: E501
 
 
 class CallFailed(Exception):  # noqa: N818  the benchmark ends

@@ -113,7 +113,7 @@ def _record_lines(num_steps: int, num_groups: int, size: int) -> Iterator[str]:
             for index in range(size)
         )
         num_tokens = num_groups * size * 256
-        yield f'{{"version": {step}, "min_version": {oldest}, "loss": 0.1, "num_loss_tokens": {num_tokens}, "trajectories": [{entries}]}}\n'
+        yield f'{{"version": {step}, "min_version": {oldest}, "loss": 0.1, "num_loss_tokens": {num_tokens}, "trajectories": [{entries}]}}\n'  # noqa: E501
 
 
 def _write_journal(path: Path, num_steps: int, num_groups: int, size: int) -> None:

@@ -166,7 +166,7 @@ def show(first: Repetition, repetitions: list[Repetition], num_bytes: int, step:
         of_wall, of_cpu = wall[name] / wall["memory copy"], cpu[name] / cpu["memory copy"]
         first_s = getattr(first, key)[0]
         print(
-            f"{name:28}{wall[name]:10.4f}{num_bytes / wall[name] / 1e9:8.1f}{of_wall:10.2f}{cpu[name]:9.3f}{of_cpu:10.2f}{first_s:12.3f}"
+            f"{name:28}{wall[name]:10.4f}{num_bytes / wall[name] / 1e9:8.1f}{of_wall:10.2f}{cpu[name]:9.3f}{of_cpu:10.2f}{first_s:12.3f}"  # noqa: E501
         )
     here, away, back = (median(one.resident[place] for one in repetitions) / 1e6 for place in range(3))
     print(f"resident memory of the process: {here:.0f} MB, offloaded {away:.0f} MB, back {back:.0f} MB")

@@ -157,7 +157,7 @@ def print_rows(title: str, case: Case, pair: tuple[Side, Side], best: int, num_p
         rate = num_tokens / side.wall_s
         mfu = utilisation(num_parameters, rate) if case.device == "cuda" else ""
         print(
-            f"{title:<34}{name:<19}{side.cpu_s:>8.2f}{side.wall_s:>8.2f}{rate:>9.0f}{side.peak_bytes / 2**20:>8.0f}"
+            f"{title:<34}{name:<19}{side.cpu_s:>8.2f}{side.wall_s:>8.2f}{rate:>9.0f}{side.peak_bytes / 2**20:>8.0f}"  # noqa: E501
             f"{side.loss:>11.6f}{side.grad_norm:>11.6f}{mfu}"
         )
     ours, trl = pair

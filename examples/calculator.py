@@ -147,7 +147,7 @@ class Sums:
     ) -> None:
         if question.count("{}") != 1 or not set(operators) <= set("+-*"):
             raise ValueError(
-                f"question={question!r}, operators={operators!r}: one {{}} in the question, operators of + - *"
+                f"question={question!r}, operators={operators!r}: one {{}} in the question, operators of + - *"  # noqa: E501
             )
         self._size, self._seed, self._largest, self._operators, self._question = (
             size,

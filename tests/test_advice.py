@@ -48,7 +48,7 @@ EXTERNAL = ("cat", "curl", "export", "ln", "mkdir", "pip", "printf", "source", "
 NO_SETTINGS = frozenset(
     """agent.harness config.eval datasets.load_dataset e.g fs.file kernel.yama.ptrace_scope
     net.ipv4.ip_local_port_range node.device prompt.info rollout.oversample session.api_key session.base_url
-    session.client settings.clip_low task.answer task.seed""".split()
+    session.client settings.clip_low task.answer task.seed tokenizer.model trainer_calls.pack_batch""".split()
 )
 """Dotted names in prose that are of the kernel, of Python or of other frameworks."""
 START = r"(?:[A-Z][A-Z0-9_]*=\S* +)*(?:cd \S+ && )?(?:\.venv/bin/)?(?:asyncrl|python|bash|make) "
@@ -148,7 +148,7 @@ def fault_of(command: str, *, is_whole: bool = True) -> str | None:
         case "asyncrl", arguments:
             return _fault_of_asyncrl(arguments, folder, is_whole=is_whole)
         case "python", ["-m", module, *_]:
-            is_known = module.startswith(("my_", "MODULE")) or importlib.util.find_spec(module)
+            is_known = module.startswith(("my_", "MODULE", "module")) or importlib.util.find_spec(module)
             return None if is_known else f"there is no module {module}"
         case "python", ["-c" | "-m", *_]:
             return None

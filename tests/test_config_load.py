@@ -250,7 +250,7 @@ def test_every_key_has_a_meaning() -> None:
 def test_fixed_names_are_there() -> None:
     fixed = """seed model.path rollout.group_size rollout.num_engines rollout.engine rollout.slots rollout.max_tokens rollout.temperature
     rollout.timeout_s buffer.max_staleness buffer.look_ahead buffer.on_overdue trainer.num_groups trainer.num_steps trainer.world_size
-    trainer.learning_rate algorithm.loss algorithm.advantage publisher.transport publisher.interrupt""".split()
+    trainer.learning_rate algorithm.loss algorithm.advantage weight_sync.transport weight_sync.interrupt""".split()  # noqa: E501
     assert set(fixed) <= set(all_keys())
 
 

@@ -39,7 +39,7 @@ def test_vllm_with_its_own_arguments_is_taken_and_written_back(path: Path, tmp_p
             VLLM,
             "rollout.vllm={max-num-batched-tokens: 4096, enforce_eager: false}",
             "rollout.tensor_parallel=2",
-            "publisher.rolling=true",
+            "weight_sync.rolling=true",
         ],
     )
     assert config.rollout.vllm == {"max-num-batched-tokens": 4096, "enforce_eager": False}
@@ -49,14 +49,14 @@ def test_vllm_with_its_own_arguments_is_taken_and_written_back(path: Path, tmp_p
 
 
 def test_rolling_with_one_engine_is_allowed_and_an_absent_canary_is_the_off_word(path: Path) -> None:
-    config = load_config(path, [VLLM, "publisher.rolling=true", "publisher.canary_limit=none"])
-    assert (config.rollout.num_engines, config.publisher.canary_limit) == (1, None)
-    assert load_config(path, [VLLM, "publisher.canary_limit=0.01"]).publisher.canary_limit == 0.01
+    config = load_config(path, [VLLM, "weight_sync.rolling=true", "weight_sync.canary_limit=none"])
+    assert (config.rollout.num_engines, config.weight_sync.canary_limit) == (1, None)
+    assert load_config(path, [VLLM, "weight_sync.canary_limit=0.01"]).weight_sync.canary_limit == 0.01
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "never"])
 def test_a_canary_limit_is_a_number_above_0_auto_or_none(path: Path, value: str) -> None:
-    assert "publisher.canary_limit" in refusal(path, VLLM, f"publisher.canary_limit={value}")
+    assert "weight_sync.canary_limit" in refusal(path, VLLM, f"weight_sync.canary_limit={value}")
 
 
 @pytest.mark.parametrize("engine", ["embedded", "simulated"])
@@ -122,28 +122,28 @@ def test_a_model_that_is_made_at_the_start_cannot_be_served_by_somebody_else() -
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (["publisher.transport=disk"], "which is none; give a folder that trainer and engines share"),
+        (["weight_sync.transport=disk"], "which is none; give a folder that trainer and engines share"),
         (
-            ["publisher.disk_dir=/data"],
-            "publisher.disk_dir is for publisher.transport=disk, and the transport is shm; remove it",
+            ["weight_sync.disk_dir=/data"],
+            "weight_sync.disk_dir is for weight_sync.transport=disk, and the transport is shm; remove it",
         ),
-        (["publisher.transport=lora"], "set trainer.lora={rank: 16}"),
+        (["weight_sync.transport=lora"], "set trainer.lora={rank: 16}"),
         (
-            [LORA, "publisher.transport=lora", HERE],
+            [LORA, "weight_sync.transport=lora", HERE],
             "how the servers of rollout.urls were started is not for the run to say",
         ),
-        ([THERE], "which http://10.0.0.7:8000 cannot read; set publisher.transport=disk"),
-        (["publisher.transport=nccl", HERE], "where the servers of rollout.urls are is not known"),
+        ([THERE], "which http://10.0.0.7:8000 cannot read; set weight_sync.transport=disk"),
+        (["weight_sync.transport=nccl", HERE], "where the servers of rollout.urls are is not known"),
         (
-            ["publisher.transport=ipc", "placement.trainer=cpu"],
+            ["weight_sync.transport=ipc", "placement.trainer=cpu"],
             "from CUDA device to CUDA device, and placement.trainer is cpu",
         ),
         (
-            ["publisher.transport=nccl", "publisher.rolling=true"],
+            ["weight_sync.transport=nccl", "weight_sync.rolling=true"],
             "sends each version once, to all engines together",
         ),
         (
-            ["publisher.transport=ipc", "placement.rollout=cpu"],
+            ["weight_sync.transport=ipc", "placement.rollout=cpu"],
             "from CUDA device to CUDA device, and placement.rollout is cpu",
         ),
         (
@@ -160,10 +160,10 @@ def test_a_transport_that_cannot_work_is_refused_with_the_reason(
 
 @pytest.mark.parametrize("transport", ["nccl", "ipc"])
 def test_vllms_own_weight_transfer_needs_vllm(path: Path, transport: str) -> None:
-    said = refusal(path, f"publisher.transport={transport}")
+    said = refusal(path, f"weight_sync.transport={transport}")
     assert (
-        f"publisher.transport={transport} is vLLM's own weight transfer, and rollout.engine=embedded has none"
-        in said
+        f"weight_sync.transport={transport} is vLLM's own weight transfer, and rollout.engine=embedded has "
+        f"none" in said
     )
 
 
@@ -173,7 +173,7 @@ def test_shared_memory_reaches_servers_of_this_machine(path: Path, url: str) -> 
 
 
 def test_servers_elsewhere_get_weights_over_a_shared_disk(path: Path) -> None:
-    load_config(path, [VLLM, THERE, "publisher.transport=disk", "publisher.disk_dir=/data/weights"])
+    load_config(path, [VLLM, THERE, "weight_sync.transport=disk", "weight_sync.disk_dir=/data/weights"])
 
 
 def free(config: RunConfig, *keys: str) -> list[bool]:
@@ -188,11 +188,11 @@ def test_where_servers_are_and_how_a_push_is_checked_may_change_when_a_run_goes_
             "rollout.urls",
             "rollout.vllm_python",
             "rollout.tensor_parallel",
-            "publisher.disk_dir",
-            "publisher.rolling",
+            "weight_sync.disk_dir",
+            "weight_sync.rolling",
         )
     )
-    assert all(free(config, "publisher.canary_limit", "publisher.retries"))
+    assert all(free(config, "weight_sync.canary_limit", "weight_sync.retries"))
     assert not any(
-        free(config, "rollout.engine", "rollout.vllm.enforce_eager", "rollout.vllm", "publisher.interrupt")
+        free(config, "rollout.engine", "rollout.vllm.enforce_eager", "rollout.vllm", "weight_sync.interrupt")
     )

@@ -132,5 +132,8 @@ def test_the_simulated_server_needs_no_torch() -> None:
     import subprocess
     import sys
 
-    code = "import asyncrl_servers.simulated.__main__, sys; assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    code = (
+        "import asyncrl_servers.simulated.__main__, sys; assert 'torch' not in sys.modules and "
+        "'transformers' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=Path(__file__).parent)

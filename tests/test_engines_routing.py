@@ -36,7 +36,7 @@ def test_a_group_leaves_a_server_that_is_down_and_nothing_goes_there_until_it_is
         assert [requests.enter_context(router.take("")) for _ in range(2)] == [0, 0]
 
 
-def test_a_key_is_forgotten_with_its_last_request_in_flight_and_a_later_turn_says_itself_where_the_one_before_was() -> (
+def test_a_key_is_forgotten_with_its_last_request_in_flight_and_a_later_turn_says_itself_where_the_one_before_was() -> (  # noqa: E501
     None
 ):
     router = Router(3, slots=2)

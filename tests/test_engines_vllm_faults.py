@@ -54,7 +54,7 @@ def test_a_canary_that_fails_for_good_ends_the_commit_and_what_ran_is_lost_with_
             ) as caught:
                 await publish(server, 1, interrupt)
         assert not isinstance(caught.value, EngineLost)
-        assert "publisher.canary_limit=0.001" in str(caught.value)
+        assert "weight_sync.canary_limit=0.001" in str(caught.value)
         assert (server.policy_version, fake.pause) == (0, None)
         for error in [
             await lost(server.generate_segment(request())),

@@ -32,7 +32,7 @@ def test_a_colocated_run_equals_the_run_apart_bit_for_bit(
     on_policy: Path, whole: Path, tmp_path: Path
 ) -> None:
     config = variant(
-        on_policy, tmp_path, placement=TURNS, rollout={"num_engines": 2}, publisher={"chunk_bytes": 2**16}
+        on_policy, tmp_path, placement=TURNS, rollout={"num_engines": 2}, weight_sync={"chunk_bytes": 2**16}
     )
     answer = run(config, tmp_path / "run")
     assert answer.returncode == 0, answer.stderr

@@ -189,7 +189,7 @@ def test_a_run_publishes_adapters_while_rollouts_go_on_and_leaves_merged_weights
         buffer={"max_staleness": 2, "look_ahead": 2, "on_overdue": "mask"},
         rollout={"max_tokens": 100},
         trainer={"num_steps": 12, "num_groups": 2, "learning_rate": 0.01, "lora": {"rank": 4, "alpha": 8}},
-        publisher={"transport": "lora"},
+        weight_sync={"transport": "lora"},
     )
     answer = run(config, tmp_path / "run")
     assert answer.returncode == 0, answer.stderr

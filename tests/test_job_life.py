@@ -396,7 +396,7 @@ def test_without_a_cuda_device_every_process_is_told_cpu(
         make_config(tmp_path), tmp_path / "model", tmp_path, tmp_path / "staging", "s3cret"
     )
     assert (trainer.caller.short_s, engine.caller.short_s) == (60.0, 60.0)
-    in_haste = make_config(tmp_path, rollout={"timeout_s": 50.0}, publisher={"timeout_s": 30.0})
+    in_haste = make_config(tmp_path, rollout={"timeout_s": 50.0}, weight_sync={"timeout_s": 30.0})
     _, (hasty,) = startup.make_servers(in_haste, tmp_path / "model", tmp_path, tmp_path / "staging", "s3cret")
     assert hasty.caller.short_s == 15.0, "a call that waits for a descriptor says so before its push is over"
     for server in (trainer, engine):

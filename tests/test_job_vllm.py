@@ -90,7 +90,7 @@ def test_a_run_samples_with_the_weights_that_it_trained(whole: Path) -> None:
 def test_a_run_by_broadcast_whose_only_vllm_is_killed_trains_on_the_same(whole: Path, tmp_path: Path) -> None:
     evaluation = "eval={task: {python: 'asyncrl.tasks.letters:Letters'}, every: 3, num_prompts: 8, slots: 8}"
     run_dir = tmp_path / "run"
-    process = start(CONFIG, run_dir, *small("publisher.transport=nccl", evaluation))
+    process = start(CONFIG, run_dir, *small("weight_sync.transport=nccl", evaluation))
     wait_for_steps(run_dir, 2, process, PATIENCE_S)
     (engine,) = children_of(process, "specs/engine-0.json")
     family = group_of(engine)
@@ -139,7 +139,7 @@ def test_a_server_that_the_run_has_not_started_gets_its_weights_first_is_waited_
 ) -> None:
     url, key, engine = served
     foreign = ["model.scratch=none", f"model.path={whole / 'model'}", f"rollout.urls=['{url}']"]
-    disk = ["publisher.transport=disk", f"publisher.disk_dir={tmp_path / 'disk'}"]
+    disk = ["weight_sync.transport=disk", f"weight_sync.disk_dir={tmp_path / 'disk'}"]
     monkeypatch.setenv(KEY_ENV, "another key")
     refused = run(CONFIG, tmp_path / "refused", *small(*foreign), timeout_s=PATIENCE_S)
     assert refused.returncode == 2

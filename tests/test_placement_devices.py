@@ -153,9 +153,9 @@ def test_simulated_engines_take_no_device() -> None:
 
 
 def test_adapters_alone_cannot_go_to_engines_that_sleep() -> None:
-    lora = ["trainer.lora={rank: 2}", "publisher.transport=lora", "buffer.max_staleness=0"]
+    lora = ["trainer.lora={rank: 2}", "weight_sync.transport=lora", "buffer.max_staleness=0"]
     assert placed(0, *lora).mode == "apart"
-    assert "set publisher.transport=shm" in refusal(0, *lora, "placement.rollout=trainer").way_out
+    assert "set weight_sync.transport=shm" in refusal(0, *lora, "placement.rollout=trainer").way_out
 
 
 def test_the_eval_engine_takes_a_device_that_is_free_else_one_of_the_engines() -> None:

@@ -275,8 +275,9 @@ def test_a_call_that_hangs_is_given_up_after_its_timeout_and_named() -> None:
     world.run("engines")
     error = world.run("trainer", {1: "hang"})
     assert f"engine-1: sleep was not done within {TIMEOUT_S} s" in str(error)
-    assert "Way out: raise publisher.timeout_s if the machine is slow, else read the log of engine-1." in str(
-        error
+    assert (
+        "Way out: raise weight_sync.timeout_s if the machine is slow, else read the log of engine-1."
+        in str(error)
     )
 
 

@@ -139,7 +139,7 @@ def refuse(
     return caught.value
 
 
-def test_activations_that_do_not_fit_are_made_smaller_first_by_checkpointing_then_by_smaller_micro_batches() -> (
+def test_activations_that_do_not_fit_are_made_smaller_first_by_checkpointing_then_by_smaller_micro_batches() -> (  # noqa: E501
     None
 ):
     fits = lambda way_out: [find(r"trainer\.\S+ fits", way_out)]  # noqa: E731
@@ -224,7 +224,7 @@ def test_in_turns_a_device_needs_the_largest_of_its_phases_and_not_their_sum() -
 
 
 def test_a_chunk_is_all_that_publishing_adds_in_turns() -> None:
-    small = make_plan(quickstart([*IN_TURNS, "publisher.chunk_bytes=1048576"]), [])
+    small = make_plan(quickstart([*IN_TURNS, "weight_sync.chunk_bytes=1048576"]), [])
     assert memory(process(small, "staging")).total == 2**20
     whole = make_plan(quickstart(IN_TURNS), [])
     assert memory(process(whole, "staging")).total == memory(process(whole, "engine-0")).weights, (
@@ -280,7 +280,10 @@ def test_the_plan_says_how_weights_travel_and_why() -> None:
             make_plan(config, [CudaDevice(str(number), 2**34) for number in range(num_cuda)]), config
         )
 
-    loads = "an engine that has just woken has room for one set of weights, and chunks are loaded straight into it"
+    loads = (
+        "an engine that has just woken has room for one set of weights, and chunks are loaded straight "
+        "into it"
+    )
     assert (
         "mode: colocated on cpu, in turns: weights go through shared memory in chunks of 256.0 MiB, because "
         "both sides have it mapped, and "
@@ -298,7 +301,7 @@ def test_the_plan_says_how_weights_travel_and_why() -> None:
     )
     assert "not used: cuda:2" in apart
     assert "the adapters alone go as one file" in told(
-        ["trainer.lora={rank: 2}", "publisher.transport=lora"], 0
+        ["trainer.lora={rank: 2}", "weight_sync.transport=lora"], 0
     )
 
 

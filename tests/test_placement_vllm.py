@@ -78,19 +78,19 @@ def test_a_vllm_on_the_cpu_takes_no_turns_because_it_gives_nothing_away() -> Non
 
 
 def test_nccl_needs_two_devices_and_ipc_one() -> None:
-    assert placed(0, "publisher.transport=nccl").mode == "apart", "on the CPU it is gloo"
+    assert placed(0, "weight_sync.transport=nccl").mode == "apart", "on the CPU it is gloo"
     assert (
         "of trainer and engines the rollout alone is on the CPU"
-        in refusal(1, "publisher.transport=nccl", "placement.rollout=cpu").what
+        in refusal(1, "weight_sync.transport=nccl", "placement.rollout=cpu").what
     )
-    assert "placement.trainer=auto is the CPU here" in refusal(0, "publisher.transport=ipc").what
+    assert "placement.trainer=auto is the CPU here" in refusal(0, "weight_sync.transport=ipc").what
     assert (
         "NCCL cannot connect two processes on one device"
-        in refusal(1, "publisher.transport=nccl", *TURNS).rule
+        in refusal(1, "weight_sync.transport=nccl", *TURNS).rule
     )
-    assert "names memory of one device" in refusal(2, "publisher.transport=ipc").rule
-    assert placed(2, "publisher.transport=nccl").mode == "apart"
-    assert placed(1, "publisher.transport=ipc", *TURNS).mode == "colocated"
+    assert "names memory of one device" in refusal(2, "weight_sync.transport=ipc").rule
+    assert placed(2, "weight_sync.transport=nccl").mode == "apart"
+    assert placed(1, "weight_sync.transport=ipc", *TURNS).mode == "colocated"
 
 
 def test_servers_of_somebody_else_take_no_device_from_anybody() -> None:
@@ -108,7 +108,7 @@ def test_servers_of_somebody_else_take_no_device_from_anybody() -> None:
 
 
 def test_the_plan_names_the_python_of_each_process_and_counts_no_second_set_of_weights(python: Path) -> None:
-    plan, config = planned(python, 0, "rollout.num_engines=2", "publisher.rolling=true", EVAL)
+    plan, config = planned(python, 0, "rollout.num_engines=2", "weight_sync.rolling=true", EVAL)
     engines = [process for process in plan.processes if process.side in ("engine", "eval")]
     assert [engine.name for engine in engines if engine.has_vllm_python] == [
         "engine-0",
@@ -163,12 +163,12 @@ def test_a_plan_with_servers_of_somebody_else_needs_no_vllm_here_but_for_the_eva
     [
         (
             0,
-            ["publisher.transport=disk", "publisher.disk_dir=/data"],
+            ["weight_sync.transport=disk", "weight_sync.disk_dir=/data"],
             "as one file in /data, because engines on other machines can read it",
         ),
         (
             0,
-            ["publisher.canary_limit=none"],
+            ["weight_sync.canary_limit=none"],
             "each push: the digest of what was loaded; running requests: abort; all engines at once",
         ),
     ],
@@ -181,13 +181,16 @@ def test_the_plan_says_how_weights_travel(
 
 
 def test_transports_from_device_to_device_have_words(python: Path) -> None:
-    nccl, ipc = load("publisher.transport=nccl"), load("publisher.transport=ipc", *TURNS)
+    nccl, ipc = load("weight_sync.transport=nccl"), load("weight_sync.transport=ipc", *TURNS)
     assert "all weights go by NCCL, in one broadcast" in transport_text(nccl, place(nccl, 2))
     assert "all weights go by gloo, in one broadcast" in transport_text(nccl, place(nccl, 0))
     assert "weights go by CUDA IPC in chunks" in transport_text(ipc, place(ipc, 1))
     assert chunk_way(ipc, place(ipc, 1)).place == "memory"
     assert chunk_way(load(*TURNS), place(load(*TURNS), 1)).place == "file"
-    for overrides, num_cuda in ((["publisher.transport=nccl"], 2), (["publisher.transport=ipc", *TURNS], 1)):
+    for overrides, num_cuda in (
+        (["weight_sync.transport=nccl"], 2),
+        (["weight_sync.transport=ipc", *TURNS], 1),
+    ):
         planned(python, num_cuda, *overrides)
 
 
@@ -246,8 +249,8 @@ def test_another_python_finds_our_two_packages_and_nothing_else_of_ours(tmp_path
 def test_weights_on_a_disk_lie_in_a_folder_that_carries_host_and_owner_and_goes_with_them(
     tmp_path: Path,
 ) -> None:
-    config = load("publisher.transport=disk", f"publisher.disk_dir={tmp_path / 'weights'}")
-    root = disk_root(config.publisher)
+    config = load("weight_sync.transport=disk", f"weight_sync.disk_dir={tmp_path / 'weights'}")
+    root = disk_root(config.weight_sync)
     assert root == tmp_path / "weights"
     assert disk_root(load().publisher) is None
     mine, other = new_staging_dir(root), root / "asyncrl-another_host-1-abcdef01"
@@ -262,9 +265,9 @@ def test_weights_on_a_disk_lie_in_a_folder_that_carries_host_and_owner_and_goes_
 
 def test_a_disk_folder_that_cannot_be_made_is_a_wrong_setting(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    config = load("publisher.transport=disk", f"publisher.disk_dir={tmp_path / 'file' / 'weights'}")
-    with pytest.raises(ConfigError, match="publisher.disk_dir=.* cannot be made"):
-        disk_root(config.publisher)
+    config = load("weight_sync.transport=disk", f"weight_sync.disk_dir={tmp_path / 'file' / 'weights'}")
+    with pytest.raises(ConfigError, match="weight_sync.disk_dir=.* cannot be made"):
+        disk_root(config.weight_sync)
 
 
 # ---- servers of somebody else

@@ -73,7 +73,7 @@ def test_the_type_of_the_weights_is_that_of_the_run_whatever_the_device() -> Non
 
 
 def test_adapters_bring_their_rank() -> None:
-    told = spec("trainer.lora={rank: 24}", "publisher.transport=lora")
+    told = spec("trainer.lora={rank: 24}", "weight_sync.transport=lora")
     assert (told.has_adapters, told.lora_rank, told.transport) == (True, 24, "lora")
 
 
@@ -95,7 +95,7 @@ def test_the_eval_engine_has_slots_of_its_own_and_is_not_split() -> None:
     [
         ([], 55),
         (["rollout.max_tokens=400"], 160),
-        (["publisher.canary_limit=none"], 0),
+        (["weight_sync.canary_limit=none"], 0),
         (["rollout.engine=embedded"], 0),
         (["rollout.max_tokens=1", "rollout.max_prompt_tokens=1"], 2),
     ],
@@ -112,7 +112,7 @@ def test_the_trainer_is_asked_for_a_canary_that_fits_and_only_where_somebody_com
 
 
 def test_to_the_trainer_a_folder_on_disk_is_a_staging_folder_like_any_other() -> None:
-    config = load("publisher.transport=disk", "publisher.disk_dir=/data")
+    config = load("weight_sync.transport=disk", "weight_sync.disk_dir=/data")
     told = TrainerSpec.model_validate_json(
         trainer_spec(config, Path("/model"), Path("/run"), Path("/data/asyncrl-1"))
     )

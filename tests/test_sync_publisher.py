@@ -275,7 +275,7 @@ def test_a_phase_that_does_not_end_in_time_is_an_error_that_names_who_was_silent
 ) -> None:
     _, error = fails(step_alone, swap_s / 2, swap_s, prepare_s=prepare_s)
     assert says in error
-    assert "publisher.timeout_s=60" in error
+    assert "weight_sync.timeout_s=60" in error
 
 
 def test_a_push_that_this_machine_has_no_connection_for_is_no_failure_of_the_engine() -> None:

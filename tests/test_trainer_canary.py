@@ -176,7 +176,7 @@ def test_weights_that_give_nan_are_not_published(make_step: MakeStep, tmp_path: 
     step = make_step(model_dir=spoilt(tmp_path), num_steps=0)
     with pytest.raises(Refused, match="not finite, for 159 of the 159 tokens of the canary") as refused:
         step.export(tmp_path / "v0.safetensors")
-    assert "publisher.canary_limit=none" in refused.value.body.way_out
+    assert "weight_sync.canary_limit=none" in refused.value.body.way_out
 
 
 def chunks_of(group: Group, version: int) -> list[ExportChunkResponse]:

@@ -1,4 +1,4 @@
-"""VllmServer with publisher.transport=nccl, on a scripted vLLM and the virtual clock."""
+"""VllmServer with weight_sync.transport=nccl, on a scripted vLLM and the virtual clock."""
 
 from __future__ import annotations
 

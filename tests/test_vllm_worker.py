@@ -241,7 +241,7 @@ def test_names_that_changed_places_are_a_wrong_digest(house: House) -> None:
 @pytest.mark.parametrize(
     "name", ["model.layers.1.self_attn.k_proj.weight", "model.embed_tokens.weight", "model.norm.weight"]
 )
-def test_a_set_without_one_tensor_is_refused_and_the_server_says_that_it_is_of_no_version_until_a_whole_set_is_loaded(
+def test_a_set_without_one_tensor_is_refused_and_the_server_says_that_it_is_of_no_version_until_a_whole_set_is_loaded(  # noqa: E501
     house: House, name: str
 ) -> None:
     house.serve("A")

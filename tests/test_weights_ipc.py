@@ -267,7 +267,7 @@ def test_a_trainer_that_cannot_have_the_memory_says_so_before_it_starts(
 ) -> None:
     with pytest.raises(ConfigError, match="that trainer and engines could share") as error:
         make_step(staging_dir=str(tmp_path / "none"))
-    assert "publisher.chunk_bytes" in (error.value.way_out or "")
+    assert "weight_sync.chunk_bytes" in (error.value.way_out or "")
 
 
 @pytest.mark.gpu

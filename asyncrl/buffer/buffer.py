@@ -320,7 +320,8 @@ class Buffer:
     def _what_opens(self) -> str:
         rule = self._rule
         return (
-            f"leave to start a group ({rule.num_ready} ready, {rule.num_running} run, batch {rule.next_batch} "
+            f"leave to start a group ({rule.num_ready} ready, {rule.num_running} run, batch "
+            f"{rule.next_batch} "
             f"is next, version {rule.served} is served)"
         )
 

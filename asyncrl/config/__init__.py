@@ -5,9 +5,9 @@ from asyncrl.config.generation import (
     BufferConfig,
     EvalConfig,
     ObserveConfig,
-    PublisherConfig,
     RolloutConfig,
     SimulatedConfig,
+    WeightSyncConfig,
 )
 from asyncrl.config.learning import AlgorithmConfig, LoraConfig, TrainerConfig
 from asyncrl.config.load import load_config, run_config_yaml
@@ -35,7 +35,7 @@ __all__ = [
     "ObserveConfig",
     "Outcomes",
     "PlacementConfig",
-    "PublisherConfig",
+    "WeightSyncConfig",
     "RolloutConfig",
     "RunConfig",
     "ScratchConfig",

@@ -1,4 +1,4 @@
-"""Sections `rollout`, `buffer`, `eval`, `publisher`, `observe`: how the loop runs."""
+"""Sections `rollout`, `buffer`, `eval`, `weight_sync`, `observe`: how the loop runs."""
 
 from __future__ import annotations
 
@@ -228,7 +228,7 @@ class EvalConfig(FrozenConfig):
         return self
 
 
-class PublisherConfig(FrozenConfig):
+class WeightSyncConfig(FrozenConfig):
     """How new weights reach the engines."""
 
     transport: Literal["shm", "disk", "lora", "nccl", "ipc"] = "shm"
@@ -269,12 +269,14 @@ class PublisherConfig(FrozenConfig):
     def _disk_has_a_place(self) -> Self:
         if self.way.is_file_shared and self.disk_dir is None:
             raise ValueError(
-                "publisher.transport=disk writes each version into publisher.disk_dir, which is none; give a "
+                "weight_sync.transport=disk writes each version into weight_sync.disk_dir, which is none; "
+                "give a "
                 "folder that trainer and engines share"
             )
         if not self.way.is_file_shared and self.disk_dir is not None:
             raise ValueError(
-                f"publisher.disk_dir is for publisher.transport=disk, and the transport is {self.transport}; "
+                f"weight_sync.disk_dir is for weight_sync.transport=disk, and the transport is "
+                f"{self.transport}; "
                 f"remove it"
             )
         return self

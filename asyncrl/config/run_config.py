@@ -7,7 +7,7 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from asyncrl.config.base import CheckpointConfig, FrozenConfig, JournalConfig, SupervisionConfig
-from asyncrl.config.generation import BufferConfig, EvalConfig, ObserveConfig, PublisherConfig, RolloutConfig
+from asyncrl.config.generation import BufferConfig, EvalConfig, ObserveConfig, RolloutConfig, WeightSyncConfig
 from asyncrl.config.learning import AlgorithmConfig, TrainerConfig
 from asyncrl.config.model_task import GatewayConfig, GeneratorConfig, ModelConfig, TaskConfig
 from asyncrl.config.placement import PlacementConfig
@@ -41,7 +41,7 @@ class RunConfig(FrozenConfig):
     """Advantages and loss."""
     eval: EvalConfig | None = None
     """A held-out task, sampled now and then (none = off)."""
-    publisher: PublisherConfig = PublisherConfig()
+    weight_sync: WeightSyncConfig = WeightSyncConfig()
     """How new weights reach the engines."""
     placement: PlacementConfig = PlacementConfig()
     """Which device each side uses."""
@@ -89,7 +89,7 @@ class RunConfig(FrozenConfig):
                 "it; give model.path, or remove "
                 "rollout.urls"
             )
-        if conflict := self.publisher.way.conflict(self):
+        if conflict := self.weight_sync.way.conflict(self):
             raise ValueError(conflict)
         if self.rollout.group_size == 1 and self.algorithm.advantage in GROUP_ADVANTAGES:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""What each publisher.transport needs of engine, placement and settings, and its words in a plan. Knows no
+"""What each weight_sync.transport needs of engine, placement and settings, and its words in a plan. Knows no
 machine.
 
 The implementation of each is a file of asyncrl/weights/: a new transport is a class here, a class there, and
@@ -41,7 +41,7 @@ class Way:
     shares_device = False
     """In turns, vLLM opens the chunks in the trainer's device memory."""
     is_file_shared = False
-    """Exports lie in publisher.disk_dir, in no memory of this machine."""
+    """Exports lie in weight_sync.disk_dir, in no memory of this machine."""
 
     def conflict(self, config: RunConfig) -> str | None:
         """Why weights cannot go this way to these engines, and what to write instead; None if nothing speaks
@@ -61,8 +61,10 @@ class Way:
         if not elsewhere:
             return None
         return (
-            f"publisher.transport=shm hands weights over in the memory of this machine, which {elsewhere[0]} "
-            "cannot read; set publisher.transport=disk and publisher.disk_dir to a folder that both machines "
+            f"weight_sync.transport=shm hands weights over in the memory of this machine, which "
+            f"{elsewhere[0]} "
+            "cannot read; set weight_sync.transport=disk and weight_sync.disk_dir to a folder that both "
+            "machines "
             "share (on this very machine, write the server as http://127.0.0.1:PORT)"
         )
 
@@ -105,19 +107,21 @@ class Lora(Way):
         """There must be adapters, and an engine with weights under them."""
         if config.trainer.lora is None:
             return (
-                "publisher.transport=lora publishes adapters, and trainer.lora is none; set "
+                "weight_sync.transport=lora publishes adapters, and trainer.lora is none; set "
                 "trainer.lora={rank: 16}"
             )
         if config.rollout.engine == "simulated":
             return (
-                "publisher.transport=lora needs an engine with weights, and rollout.engine=simulated has none"
+                "weight_sync.transport=lora needs an engine with weights, and rollout.engine=simulated "
+                "has none"
             )
         return super().conflict(config)
 
     def _conflict_with_urls(self, urls: list[str]) -> str | None:
         return (
-            "publisher.transport=lora needs servers that were started with room for the adapters, and how "
-            "the servers of rollout.urls were started is not for the run to say; set publisher.transport=shm "
+            "weight_sync.transport=lora needs servers that were started with room for the adapters, and how "
+            "the servers of rollout.urls were started is not for the run to say; set "
+            "weight_sync.transport=shm "
             "(adapters are merged), or remove rollout.urls"
         )
 
@@ -126,10 +130,10 @@ class Lora(Way):
         if not used.is_turns:
             return None
         return (
-            "publisher.transport=lora, and trainer and engines take turns on the same devices",
+            "weight_sync.transport=lora, and trainer and engines take turns on the same devices",
             "an engine that sleeps has given its weights away, so there is nothing that adapters alone could "
             "be added to",
-            "set publisher.transport=shm: the weights with the adapters merged into them, chunk by chunk",
+            "set weight_sync.transport=shm: the weights with the adapters merged into them, chunk by chunk",
         )
 
 
@@ -140,16 +144,16 @@ class BetweenDevices(Way):
         """The engine must be vLLM's."""
         if config.rollout.engine != "vllm":
             return (
-                f"publisher.transport={self.name} is vLLM's own weight transfer, and "
-                f"rollout.engine={config.rollout.engine} has none; set publisher.transport=shm, or "
+                f"weight_sync.transport={self.name} is vLLM's own weight transfer, and "
+                f"rollout.engine={config.rollout.engine} has none; set weight_sync.transport=shm, or "
                 "rollout.engine=vllm"
             )
         return super().conflict(config)
 
     def _conflict_with_urls(self, urls: list[str]) -> str | None:
         return (
-            f"publisher.transport={self.name} connects devices that the run has placed, and where the "
-            "servers of rollout.urls are is not known; set publisher.transport=shm on one machine, or disk"
+            f"weight_sync.transport={self.name} connects devices that the run has placed, and where the "
+            "servers of rollout.urls are is not known; set weight_sync.transport=shm on one machine, or disk"
         )
 
 
@@ -162,11 +166,11 @@ class Nccl(BetweenDevices):
     def conflict(self, config: RunConfig) -> str | None:
         """All engines receive at once."""
         conflict = super().conflict(config)
-        if conflict is None and config.publisher.rolling:
+        if conflict is None and config.weight_sync.rolling:
             return (
-                "publisher.transport=nccl sends each version once, to all engines together, and "
-                "publisher.rolling has them swap one after the other; set publisher.rolling=false, or "
-                "publisher.transport=shm"
+                "weight_sync.transport=nccl sends each version once, to all engines together, and "
+                "weight_sync.rolling has them swap one after the other; set weight_sync.rolling=false, or "
+                "weight_sync.transport=shm"
             )
         return conflict
 
@@ -175,15 +179,15 @@ class Nccl(BetweenDevices):
         if len({"cpu" in devices for devices in (used.ranks, used.engines)}) > 1:
             side = "trainer" if "cpu" in used.ranks else "rollout"
             return (
-                f"publisher.transport=nccl, and of trainer and engines the {side} alone is on the CPU",
+                f"weight_sync.transport=nccl, and of trainer and engines the {side} alone is on the CPU",
                 "a broadcast is between CUDA devices (NCCL), or between processes on the CPU (gloo)",
-                "set publisher.transport=shm, or place both sides on devices of one kind",
+                "set weight_sync.transport=shm, or place both sides on devices of one kind",
             )
         if used.is_turns:
             return (
-                "publisher.transport=nccl, and trainer and engines take turns on the same device",
+                "weight_sync.transport=nccl, and trainer and engines take turns on the same device",
                 "NCCL cannot connect two processes on one device",
-                "set publisher.transport=ipc, or shm",
+                "set weight_sync.transport=ipc, or shm",
             )
         return None
 
@@ -208,8 +212,9 @@ class Ipc(BetweenDevices):
         sides = {"trainer": config.placement.trainer, "rollout": config.placement.rollout}
         if conflict is None and (on_cpu := [side for side, devices in sides.items() if devices == "cpu"]):
             return (
-                f"publisher.transport=ipc goes from CUDA device to CUDA device, and placement.{on_cpu[0]} is "
-                f"cpu; set publisher.transport=shm, or give placement.{on_cpu[0]} a CUDA device"
+                f"weight_sync.transport=ipc goes from CUDA device to CUDA device, and placement.{on_cpu[0]} "
+                f"is "
+                f"cpu; set weight_sync.transport=shm, or give placement.{on_cpu[0]} a CUDA device"
             )
         return conflict
 
@@ -221,22 +226,22 @@ class Ipc(BetweenDevices):
         ):
             if "cpu" in devices:
                 return (
-                    f"publisher.transport=ipc, and placement.{side}={given} is the CPU here",
+                    f"weight_sync.transport=ipc, and placement.{side}={given} is the CPU here",
                     "a CUDA IPC handle is of memory on a CUDA device",
-                    "set publisher.transport=shm, or place both sides on CUDA devices",
+                    "set weight_sync.transport=shm, or place both sides on CUDA devices",
                 )
         if not used.is_turns:
             return (
-                "publisher.transport=ipc, and trainer and engines are on different devices",
+                "weight_sync.transport=ipc, and trainer and engines are on different devices",
                 "a CUDA IPC handle names memory of one device for processes on that device",
-                "set publisher.transport=nccl, or shm; or have both sides take turns "
+                "set weight_sync.transport=nccl, or shm; or have both sides take turns "
                 "(placement.rollout=trainer, buffer.max_staleness=0)",
             )
         if (num_devices := len({*used.ranks, *used.engines})) > 1:
             return (
-                f"publisher.transport=ipc, and {num_devices} devices take turns",
+                f"weight_sync.transport=ipc, and {num_devices} devices take turns",
                 "rank 0 has the chunks on its device, and an engine sees its own devices alone",
-                "set publisher.transport=shm, which works on any number of devices, or use one device",
+                "set weight_sync.transport=shm, which works on any number of devices, or use one device",
             )
         return None
 

@@ -48,7 +48,7 @@ class EngineServer:
                 process stands behind the same name. Lives as long as its `caller`, which the maker closes.
     Waits:      generate_segment, prepare and commit sleep until the server answers, is gone or is given up.
     Their limit
-                is the caller's: rollout.timeout_s, publisher.timeout_s, and the run's heartbeat under both.
+                is the caller's: rollout.timeout_s, weight_sync.timeout_s, and the run's heartbeat under both.
     Invariant:  no segment passes whose tokens carry a version older than the one that the server had
     confirmed
                 when the segment was sent: SegmentCheck guarantees it, chunk by chunk. No call outlives the

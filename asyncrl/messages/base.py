@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 SECRET_ENV = "ASYNCRL_SECRET"
 
 Interrupt = Literal["abort", "keep", "keep_kv", "wait"]
-"""What a weight swap does to running requests (see `publisher.interrupt`)."""
+"""What a weight swap does to running requests (see `weight_sync.interrupt`)."""
 WeightKind = Literal["weights", "lora"]
 """What a push carries: all weights, or adapters for the weights that the engines started with."""
 
@@ -154,7 +154,7 @@ class ChunkMemory(Message):
 
 
 # Messages about weights that the trainer sends to all workers of all engines at once
-# (publisher.transport=nccl).
+# (weight_sync.transport=nccl).
 
 
 class GroupSeat(Message):

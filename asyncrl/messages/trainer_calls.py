@@ -37,8 +37,8 @@ class Canary(Message):
 
 
 class ExportChunkRequest(Message):
-    """Write chunk `index` of the current weights, publisher.chunk_bytes at most (or one tensor), into the one
-    staging file or memory.
+    """Write chunk `index` of the current weights, weight_sync.chunk_bytes at most (or one tensor), into the
+    one staging file or memory.
 
     Chunks are asked for in order, from 0; each replaces the one before.
     """
@@ -89,8 +89,8 @@ class ExportResponse(Message):
 
     `digest` is `asyncrl.messages.base.weights_digest` of all tensors; `path` is a safetensors file that every
     engine server of this machine can read. `canary` is what the trainer says of a short text with these
-    weights, if it was asked to. `is_held`: the trainer holds them to send them itself (/broadcast); `path` may
-    be '' then.
+    weights, if it was asked to. `is_held`: the trainer holds them to send them itself (/broadcast); `path`
+    may be '' then.
     """
 
     version: int

@@ -20,7 +20,7 @@ COLUMNS = (
     "tokens/trained",
     "perf/step_s",
     "perf/train_s",
-    "perf/publish_s",
+    "perf/weight_sync_s",
     "perf/wait_generation_s",
     "perf/wait_stragglers_s",
     "perf/wait_publishing_s",

@@ -167,10 +167,10 @@ def _knob(bottleneck: Bottleneck, steps: Steps, config: RunConfig) -> str:
                 f"up to {bound}."
             )
         case "publishing":
-            push_s = steps.mean("perf/publish_s")
+            push_s = steps.mean("perf/weight_sync_s")
             pushes = "pushes" if push_s is None else f"pushes ({push_s:.2g} s on average)"
-            is_drained = config.publisher.interrupt == "wait"
-            drain = " publisher.interrupt=wait drains the engines before each one; abort does not."
+            is_drained = config.weight_sync.interrupt == "wait"
+            drain = " weight_sync.interrupt=wait drains the engines before each one; abort does not."
             return (
                 f"raise buffer.max_staleness (now {bound}), so that more may start while {pushes} are under "
                 f"way.{drain if is_drained else ''}"

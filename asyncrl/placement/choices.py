@@ -40,7 +40,7 @@ def chunk_way(config: RunConfig, placement: Placement) -> ChunkWay:
     """Memory that both sides have open, where engines can open it, else a file. Apart nobody asks for
     chunks.
     """
-    is_shared = config.rollout.engine == "embedded" or config.publisher.way.shares_device
+    is_shared = config.rollout.engine == "embedded" or config.weight_sync.way.shares_device
     if placement.mode == "apart" or not is_shared:
         why = (
             f"a {config.rollout.engine} engine reads files"

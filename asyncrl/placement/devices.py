@@ -96,7 +96,7 @@ def place(config: RunConfig, num_cuda: int) -> Placement:
     is_simulated = config.rollout.engine == "simulated"
     mode: Mode = "colocated" if is_turns else "apart"
     refuse_for_vllm(config, ranks, engines, is_turns=is_turns)
-    refusal = config.publisher.way.refuse(config, DevicesInUse(ranks, engines, is_turns))
+    refusal = config.weight_sync.way.refuse(config, DevicesInUse(ranks, engines, is_turns))
     if refusal is not None:
         what, rule, way_out = refusal
         raise ConfigError(what, rule=rule, way_out=f"{way_out}.")

@@ -217,8 +217,8 @@ class Lease:
             raise RoomError(
                 name,
                 f"{verb} was not done within {self._timeout_s} s",
-                rule=f"publisher.timeout_s={self._timeout_s} is the limit",
-                way_out=f"raise publisher.timeout_s if the machine is slow, else read the log of {name}.",
+                rule=f"weight_sync.timeout_s={self._timeout_s} is the limit",
+                way_out=f"raise weight_sync.timeout_s if the machine is slow, else read the log of {name}.",
             ) from None
 
     async def _undo(self, begun: Sequence[Phase], why: str, error: BaseException) -> BaseException:

@@ -196,9 +196,9 @@ def _shared(
     item = item_bytes(config.model.dtype, placement.trainer[0])
     exported = shape.num_parameters * item
     if placement.mode == "apart":
-        if config.publisher.way.sends_adapters and config.trainer.lora is not None:
+        if config.weight_sync.way.sends_adapters and config.trainer.lora is not None:
             exported = shape.num_adapter_parameters(config.trainer.lora.rank) * 4
-        if config.publisher.way.is_one_kept:
+        if config.weight_sync.way.is_one_kept:
             held = ProcessPlan(
                 "held",
                 "staging",
@@ -208,10 +208,10 @@ def _shared(
                 "the copy that the trainer sends from",
             )
             return [held] if config.eval is None else [held, _staging(exported)]
-        if config.publisher.way.is_file_shared:
+        if config.weight_sync.way.is_file_shared:
             return []
         return [_staging(exported)]
-    way, memory = chunk_way(config, placement), Memory(weights=min(config.publisher.chunk_bytes, exported))
+    way, memory = chunk_way(config, placement), Memory(weights=min(config.weight_sync.chunk_bytes, exported))
     note = "a chunk of weights, in " + (
         "shared memory" if way.device == "cpu" else "memory that both sides open"
     )
@@ -318,23 +318,25 @@ def transport_text(config: RunConfig, placement: Placement) -> str:
         else f"on {', '.join(dict.fromkeys(_all_devices(placement)))}"
     )
     sides = f"trainer on {', '.join(dict.fromkeys(placement.trainer))}, engines {engines}"
-    words = config.publisher.way.words(is_on_cuda=placement.is_on_cuda, disk_dir=config.publisher.disk_dir)
+    words = config.weight_sync.way.words(
+        is_on_cuda=placement.is_on_cuda, disk_dir=config.weight_sync.disk_dir
+    )
     return f"apart ({sides}): {words}"
 
 
 def verified_text(config: RunConfig) -> str:
     """How a push is verified and in what order engines swap, in one line."""
     checks = "the digest of what was loaded"
-    if config.rollout.engine == "vllm" and config.publisher.canary_limit is not None:
-        limit = config.publisher.canary_limit
+    if config.rollout.engine == "vllm" and config.weight_sync.canary_limit is not None:
+        limit = config.weight_sync.canary_limit
         words = "0.001 nats in float32, 0.25 in bfloat16" if limit == "auto" else f"{limit} nats"
         checks += f", and the logprobs of a fixed text (canary: within {words} of the trainer's)"
     order = (
         "one engine after the other"
-        if config.publisher.rolling and config.rollout.num_engines > 1
+        if config.weight_sync.rolling and config.rollout.num_engines > 1
         else "all engines at once"
     )
-    return f"{checks}; running requests: {config.publisher.interrupt}; {order}"
+    return f"{checks}; running requests: {config.weight_sync.interrupt}; {order}"
 
 
 def _in_turns(config: RunConfig, placement: Placement) -> str:
@@ -344,7 +346,7 @@ def _in_turns(config: RunConfig, placement: Placement) -> str:
     )
     way = chunk_way(config, placement)
     return (
-        f"weights go {way.how} in chunks of {size_text(config.publisher.chunk_bytes)}, because "
+        f"weights go {way.how} in chunks of {size_text(config.weight_sync.chunk_bytes)}, because "
         f"{way.why}, and {loads}"
     )
 

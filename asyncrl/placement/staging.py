@@ -20,7 +20,7 @@ import tempfile
 import uuid
 from pathlib import Path
 
-from asyncrl.config import PublisherConfig
+from asyncrl.config import WeightSyncConfig
 from asyncrl.errors import ConfigError, RoomError
 
 PREFIX = "asyncrl-"
@@ -37,25 +37,25 @@ def shared_memory_root() -> Path:
     return shm if shm.is_dir() and os.access(shm, os.W_OK) else Path(tempfile.gettempdir())
 
 
-def disk_root(publisher: PublisherConfig) -> Path | None:
-    """The folder that publisher.disk_dir names, made if it is not there; None for shared memory. Raises
+def disk_root(weight_sync: WeightSyncConfig) -> Path | None:
+    """The folder that weight_sync.disk_dir names, made if it is not there; None for shared memory. Raises
     ConfigError. Blocks.
     """
-    if publisher.disk_dir is None:
+    if weight_sync.disk_dir is None:
         return None
-    folder = Path(publisher.disk_dir).expanduser().absolute()
+    folder = Path(weight_sync.disk_dir).expanduser().absolute()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"publisher.disk_dir={publisher.disk_dir} cannot be made: {error}",
+            f"weight_sync.disk_dir={weight_sync.disk_dir} cannot be made: {error}",
             rule="the trainer writes each version there",
             way_out="name a folder on a file system that trainer and engines share, and that this user may "
             "write to.",
         ) from error
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigError(
-            f"publisher.disk_dir={publisher.disk_dir} cannot be written to",
+            f"weight_sync.disk_dir={weight_sync.disk_dir} cannot be written to",
             rule="the trainer writes each version there",
             way_out="name a folder that this user may write to.",
         )
@@ -80,7 +80,7 @@ def new_staging_dir(disk_dir: Path | None = None) -> Path:
                 rule="a run makes one there, and locks it",
                 way_out="free space there, or check its rights."
                 if disk_dir is None
-                else "name another publisher.disk_dir.",
+                else "name another weight_sync.disk_dir.",
             ) from error
         if lock is not None:
             _held[folder] = lock

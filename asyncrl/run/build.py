@@ -81,7 +81,7 @@ class Rooms:
     """The clients that sample for training: all but that of the eval engine."""
     trainer: LivingTrainer
     meeting: Broadcasts | None = None
-    """Where engines and trainer form a group, with publisher.transport=nccl."""
+    """Where engines and trainer form a group, with weight_sync.transport=nccl."""
     engines: EnginePool
     buffer: Buffer
     harnessing: Harnessing | None = None
@@ -202,7 +202,7 @@ async def open_rooms(
 
 async def _open_journal(rooms: Rooms, job: Life, lock: RunLock | None) -> Path | None:
     """Returns where weights are staged on disk, if they are."""
-    disk_dir = await asyncio.to_thread(disk_root, job.config.publisher)
+    disk_dir = await asyncio.to_thread(disk_root, job.config.weight_sync)
     for root in dict.fromkeys((None, disk_dir)):
         for folder in await asyncio.to_thread(clear_stale_staging, root):
             logger.info("removed %s, which a run that was killed had left", folder)
@@ -306,8 +306,8 @@ def _make_trainer_and_engines(rooms: Rooms, job: Life, on_lost: Callable[[Engine
         on_event=rooms.journal.event_nowait,
     )
     rooms.targets = [rooms.clients[server.name] for server in rooms.servers[num_ranks:]]
-    if config.publisher.way.is_one_kept:
-        timeout_s = config.publisher.timeout_s
+    if config.weight_sync.way.is_one_kept:
+        timeout_s = config.weight_sync.timeout_s
         rooms.meeting = Broadcasts(rooms.trainer, rooms.staging_dir, timeout_s=timeout_s)
         for target in rooms.targets:
             assert isinstance(target, VllmServer), "the config has it so"
@@ -359,17 +359,17 @@ def _make_publisher(
     them.
     """
     config, targets = job.config, rooms.targets
-    num_steps, timeout_s = config.trainer.num_steps, config.publisher.timeout_s
+    num_steps, timeout_s = config.trainer.num_steps, config.weight_sync.timeout_s
     publisher = rooms.publisher = Publisher(
         rooms.trainer,
         targets,
-        interrupt=config.publisher.interrupt,
+        interrupt=config.weight_sync.interrupt,
         timeout_s=timeout_s,
         on_served=rooms.buffer.set_served_nowait,
         on_published=rooms.published,
         on_lost=on_lost,
-        is_rolling=config.publisher.rolling,
-        is_one_kept=config.publisher.way.is_one_kept,
+        is_rolling=config.weight_sync.rolling,
+        is_one_kept=config.weight_sync.way.is_one_kept,
         is_file_wanted=rooms.is_whole_wanted,
         on_file=rooms.whole,
     )

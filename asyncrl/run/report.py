@@ -255,7 +255,7 @@ class Reporter:
                     "given_up_prompts": now["rollout/given_up"],
                     "filtered_groups": now["rollout/filtered"],
                 },
-                "publisher": {"version": now["publish/version"], "skipped": now["publish/skipped"]},
+                "weight_sync": {"version": now["publish/version"], "skipped": now["weight_sync/skipped"]},
                 "engines": {
                     server.name: "down" if server.name in down else f"policy_version {server.policy_version}"
                     for server in rooms.engines.servers

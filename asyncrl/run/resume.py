@@ -29,7 +29,7 @@ FREE_KEYS = {
     "trainer": "num_steps timeout_s port world_size micro_batch_tokens gradient_checkpointing cpu_offload "
     "logprob_gap_limit max_skipped_steps",
     "rollout": "ports timeout_s slots max_failed_groups max_hand_backs vllm_python urls tensor_parallel",
-    "publisher": "timeout_s chunk_bytes disk_dir rolling canary_limit retries",
+    "weight_sync": "timeout_s chunk_bytes disk_dir rolling canary_limit retries",
     "buffer": "max_filtered_groups",
     "task": "reward_pool reward_workers reward_timeout_s",
     "placement": "trainer rollout eval",

@@ -39,9 +39,9 @@ def trainer_spec(
             "algorithm": config.algorithm.model_dump(mode="json"),
             "temperature": config.rollout.temperature,
             "max_tokens": config.rollout.max_tokens,
-            "transport": config.publisher.transport,
+            "transport": config.weight_sync.transport,
             "is_file_wanted": config.eval is not None,
-            "chunk_bytes": config.publisher.chunk_bytes,
+            "chunk_bytes": config.weight_sync.chunk_bytes,
             "chunks": chunks,
             "canary_tokens": canary_tokens(config),
             "measures_gap": config.rollout.engine != "simulated",
@@ -55,7 +55,7 @@ def trainer_spec(
 
 def canary_tokens(config: RunConfig) -> int:
     """Length of the text whose logprobs go with each push, 0 where nobody compares them."""
-    if config.rollout.engine != "vllm" or config.publisher.canary_limit is None:
+    if config.rollout.engine != "vllm" or config.weight_sync.canary_limit is None:
         return 0
     return max(2, min(CANARY_TOKENS, max_length(config) - 1))
 
@@ -95,7 +95,7 @@ def engine_spec(
         "device": device.partition(":")[0],
         "threads": engine_threads(config),
         "deterministic": rollout.deterministic,
-        "has_adapters": config.publisher.way.sends_adapters,
+        "has_adapters": config.weight_sync.way.sends_adapters,
     }
     if rollout.engine == "embedded":
         return json.dumps(common)
@@ -106,7 +106,7 @@ def engine_spec(
         common
         | {
             "tensor_parallel": 1 if slots is not None else rollout.tensor_parallel,
-            "transport": config.publisher.transport,
+            "transport": config.weight_sync.transport,
             "lora_rank": config.trainer.lora.rank if config.trainer.lora is not None else 1,
             "args": args,
         }

@@ -266,7 +266,7 @@ def short_s(config: RunConfig) -> float:
     """
     limits = (
         config.rollout.timeout_s,
-        config.publisher.timeout_s,
+        config.weight_sync.timeout_s,
         None if config.eval is None else config.eval.timeout_s,
     )
     return min([SHORT_S, *(limit / 2 for limit in limits if limit is not None)])
@@ -404,8 +404,8 @@ async def end_server(server: Server, warn: Callable[[str], None]) -> None:
 
 
 CANARY_LIMITS = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.25}
-"""publisher.canary_limit=auto, in nats. A vLLM with the right weights is measured at 6e-6 in float32, 0.09 in
-bfloat16.
+"""weight_sync.canary_limit=auto, in nats. A vLLM with the right weights is measured at 6e-6 in float32, 0.09
+in bfloat16.
 """
 
 
@@ -428,8 +428,8 @@ def connect(
         facts=facts,
         decode=tokenizer.decode,
         canary_limit=canary_limit(config, facts.dtype),
-        retries=config.publisher.retries,
-        chunk_bytes=config.publisher.chunk_bytes,
+        retries=config.weight_sync.retries,
+        chunk_bytes=config.weight_sync.chunk_bytes,
         warn=warn,
         mark=secrets.token_hex(4),
     )
@@ -450,7 +450,7 @@ def vllm_facts(config: RunConfig, name: str, model_path: Path, tokenizer: HFChat
         slots=config.eval.slots if is_eval and config.eval is not None else config.rollout.slots,
         max_length=max_length(config),
         end_ids=tuple(sorted(tokenizer.end_ids)),
-        has_adapters=config.publisher.way.sends_adapters,
+        has_adapters=config.weight_sync.way.sends_adapters,
         device=device.partition(":")[0],
         special_ids=_special_ids(tokenizer),
         starts_fresh=is_eval or config.rollout.urls is None,
@@ -468,7 +468,7 @@ def _special_ids(tokenizer: HFChatTokenizer) -> dict[str, int]:
 
 def canary_limit(config: RunConfig, dtype: str) -> float:
     """Most by which logprobs may differ from the trainer's. Without a limit no push has a canary."""
-    limit = config.publisher.canary_limit
+    limit = config.weight_sync.canary_limit
     if limit is None:
         return math.inf
     return CANARY_LIMITS[dtype] if limit == "auto" else limit

@@ -51,7 +51,7 @@ class Broadcasts:
                 the round failed. The group is kept for the next version as long as the same processes take
                 part and none failed; else a new one is formed.
     Waits:      receive sleeps until all others wait too, then until its workers have the weights. An engine
-                that is lost leaves, which wakes the others; a limit is the caller's (publisher.timeout_s),
+                that is lost leaves, which wakes the others; a limit is the caller's (weight_sync.timeout_s),
                 and a seat's in the processes themselves.
     Invariant:  a round begins only with every engine that is expected, and none joins it later: trainer and
                 workers, so many as the seats say, make the same calls. An engine that fails in it never has

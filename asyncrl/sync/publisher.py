@@ -118,9 +118,9 @@ class Publisher:
         stats = self._stats
         return {
             "publish/version": stats.version,
-            "publish/skipped": stats.skipped,
-            "perf/publish_s": stats.publish_s,
-            "perf/publish_pause_s": stats.pause_s,
+            "weight_sync/skipped": stats.skipped,
+            "perf/weight_sync_s": stats.publish_s,
+            "perf/weight_sync_pause_s": stats.pause_s,
         }
 
     def is_down(self, name: str) -> bool:
@@ -301,9 +301,9 @@ class Publisher:
                     raise PublishError(
                         self.name,
                         f"the trainer did not export policy_version {newest} within {self.timeout_s} s",
-                        rule=f"publisher.timeout_s={self.timeout_s} is the limit of each phase, and an "
+                        rule=f"weight_sync.timeout_s={self.timeout_s} is the limit of each phase, and an "
                         f"export waits for the running step",
-                        way_out="set publisher.timeout_s above the time of one optimizer step, or read the "
+                        way_out="set weight_sync.timeout_s above the time of one optimizer step, or read the "
                         "trainer's log.",
                     ) from None
         if manifest.version < newest:

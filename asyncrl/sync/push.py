@@ -228,8 +228,8 @@ class Push:
                 self._on_lost(lost)  # right here: what it leads to must not wait for the other engines
 
         too_slow = f"did not {phase} policy_version {self.version} within {self._timeout_s} s"
-        rule = f"publisher.timeout_s={self._timeout_s} is the limit of each phase"
-        way_out = "raise publisher.timeout_s if the machine is slow, else read its log."
+        rule = f"weight_sync.timeout_s={self._timeout_s} is the limit of each phase"
+        way_out = "raise weight_sync.timeout_s if the machine is slow, else read its log."
         outcomes = await asyncio.gather(*(one(target) for target in targets), return_exceptions=True)
         if silent and self._on_lost is None:
             raise self._error(f"{', '.join(silent)} {too_slow}", rule, way_out)

@@ -58,6 +58,6 @@ def checked(canary: Canary | None) -> Canary | None:
         f"of the canary",
         rule="weights are published with the logprobs of a fixed text, which every engine that loads them "
         "must find again",
-        way_out="go on from a checkpoint with a lower trainer.learning_rate; publisher.canary_limit=none "
+        way_out="go on from a checkpoint with a lower trainer.learning_rate; weight_sync.canary_limit=none "
         "publishes without this check.",
     )

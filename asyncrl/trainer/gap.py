@@ -97,7 +97,7 @@ def gap_advice(worst: Gap, gaps: Sequence[Gap]) -> str:
     """What to look at, and what to change."""
     advice = (
         "check that engine and trainer use the same model.dtype, temperature and weights; "
-        "publisher.interrupt=keep_kv raises the gap"
+        "weight_sync.interrupt=keep_kv raises the gap"
     )
     if worst.engine is not None and sum(gap.engine is not None for gap in gaps) > 1:
         own = f"what engine-{worst.engine} alone has is its weights, its settings or its device: read its log"

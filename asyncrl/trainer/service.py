@@ -149,7 +149,9 @@ class TrainerService:
     def export_chunk(self, version: int, index: int) -> ExportChunkResponse:
         """On the torch thread: write one chunk of the weights over the one before. Raises Refused."""
         names = self.step.chunk_names(version, index)
-        rule = f"shared memory holds a chunk of publisher.chunk_bytes={self._spec.chunk_bytes}, or one tensor"
+        rule = (
+            f"shared memory holds a chunk of weight_sync.chunk_bytes={self._spec.chunk_bytes}, or one tensor"
+        )
         with _no_room(f"cannot write chunk {index} into {self._spec.staging_dir}", rule):
             answer: ExportChunkResponse = self.together("export_chunk", index=index, names=names)
         return answer
@@ -219,7 +221,7 @@ def _no_room(what: str, rule: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        way_out = "free or enlarge shared memory (df -h /dev/shm), or lower publisher.chunk_bytes."
+        way_out = "free or enlarge shared memory (df -h /dev/shm), or lower weight_sync.chunk_bytes."
         raise Refused(507, f"{what}: {error}", rule=rule, way_out=way_out) from error
 
 

@@ -45,7 +45,7 @@ class TrainerSpec(FrozenConfig):
     is_file_wanted: bool = False
     """With transport=nccl: write the file too, for whoever evaluates."""
     chunk_bytes: int = Field(default=2**28, ge=1)
-    """publisher.chunk_bytes: what /export_chunk writes at once."""
+    """weight_sync.chunk_bytes: what /export_chunk writes at once."""
     chunks: Literal["file", "memory"] = "file"
     """Where /export_chunk puts a chunk: a safetensors file, or memory that the engines open too
     (asyncrl/sharing.py), which embedded engines do, and vLLM with transport=ipc, on the device of rank 0."""

@@ -159,9 +159,9 @@ class TrainStep(Learner):
         if not self.transport.sends_chunks:
             raise Refused(
                 409,
-                "chunks were asked for, and publisher.transport=lora sends the adapters alone",
+                "chunks were asked for, and weight_sync.transport=lora sends the adapters alone",
                 rule="adapters are small: they are exported at once",
-                way_out="POST /export, or set publisher.transport=shm to have merged weights sent.",
+                way_out="POST /export, or set weight_sync.transport=shm to have merged weights sent.",
             )
         if version != self.policy_version:
             raise Refused(
@@ -202,7 +202,7 @@ class TrainStep(Learner):
                 f"no memory for a chunk on {self.device.type} that trainer and engines could share: {error}",
                 rule="in turns, weights go through memory that both sides open (CUDA IPC on a device, "
                 "/dev/shm on the CPU)",
-                way_out="lower publisher.chunk_bytes if there is no room, else give trainer and engines "
+                way_out="lower weight_sync.chunk_bytes if there is no room, else give trainer and engines "
                 "devices of their own.",
             ) from error
 

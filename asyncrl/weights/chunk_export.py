@@ -66,7 +66,7 @@ class Chunks:
             raise Refused(
                 422,
                 f"chunk {index} was asked for, and version {version} has {len(chunks)} of them",
-                rule=f"chunks are numbered from 0, of publisher.chunk_bytes={self.chunk_bytes} each",
+                rule=f"chunks are numbered from 0, of weight_sync.chunk_bytes={self.chunk_bytes} each",
                 way_out="ask for no more after is_last.",
             )
         before = [name for chunk in chunks[:index] for name in chunk if name not in self._digests]

@@ -1,7 +1,7 @@
 """transport: nccl. One broadcast of all weights to all workers of all engines.
 
 The trainer copies each version on its device, in the dtype of an export, into buffers of
-publisher.chunk_bytes that are made once (hold): all weights once more is the memory it takes, and training
+weight_sync.chunk_bytes that are made once (hold): all weights once more is the memory it takes, and training
 goes on with the originals. When every engine waits for it (asyncrl/sync/broadcast.py), rank 0 sends the
 buffers (send), and each vLLM worker loads one after the other and compares the digest of what came
 (servers/asyncrl_servers/vllm/transfer.py).

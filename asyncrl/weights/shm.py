@@ -1,6 +1,6 @@
 """transport: shm or disk. All weights as one safetensors file, or chunk after chunk in one.
 
-The trainer writes the file into its staging folder: in shared memory, or in publisher.disk_dir, which other
+The trainer writes the file into its staging folder: in shared memory, or in weight_sync.disk_dir, which other
 machines can read. Engines read, copy and hash it beside generation (prepare) and swap to the copy (commit).
 In turns an engine that slept has room for one set of weights: the trainer writes each chunk over the one
 before (ChunkFile), and the engine copies it straight into its weights.

@@ -1,4 +1,4 @@
-"""The ways of the weights from the trainer to the engines, by publisher.transport: the trainer's end, and
+"""The ways of the weights from the trainer to the engines, by weight_sync.transport: the trainer's end, and
 the table of all.
 
 Each has a file that says its whole way: shm.py (and disk), lora.py, nccl.py, ipc.py. What a transport needs
@@ -77,7 +77,7 @@ class Transport:
         raise Refused(
             409,
             f"policy_version {request.version} is to be sent, and none are held",
-            rule="publisher.transport=nccl holds them",
+            rule="weight_sync.transport=nccl holds them",
             way_out="POST /export.",
         )
 
@@ -92,7 +92,7 @@ _CLASSES = {
 
 
 def make_transport(name: str, end: TrainerEnd) -> Transport:
-    """The one that publisher.transport names."""
+    """The one that weight_sync.transport names."""
     module, _, attribute = _CLASSES[name].partition(":")
     made: Transport = getattr(importlib.import_module(f"asyncrl.weights.{module}"), attribute)(end)
     return made

@@ -181,9 +181,9 @@ class Commit:
             process.name,
             f"{what} ({attempt} of {self._num_attempts} attempts)",
             rule=f"a version is announced only when the canary agrees to "
-            f"publisher.canary_limit={self._limit} nats",
+            f"weight_sync.canary_limit={self._limit} nats",
             way_out=f"if the numbers are as far apart as rounding of model.dtype makes them, set "
-            f"publisher.canary_limit above them; else "
+            f"weight_sync.canary_limit above them; else "
             f"start {process.name} again, and the run with its --run-dir; if it repeats, report it with "
             f"{process.name}'s log.",
         )

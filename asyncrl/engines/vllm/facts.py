@@ -101,7 +101,7 @@ def check_settings(name: str, info: ServerInfo, facts: VllmFacts) -> None:
             "lora_config",
             info.vllm_config.get("lora_config"),
             info.vllm_config.get("lora_config") is not None,
-            "publisher.transport=lora brings adapters",
+            "weight_sync.transport=lora brings adapters",
             "--enable-lora and a --max-lora-rank of trainer.lora.rank or more",
         )
         _require(
@@ -109,7 +109,7 @@ def check_settings(name: str, info: ServerInfo, facts: VllmFacts) -> None:
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING",
             info.vllm_env.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING"),
             info.vllm_env.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING") is not False,
-            "publisher.transport=lora brings adapters while it serves",
+            "weight_sync.transport=lora brings adapters while it serves",
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment",
         )
 

@@ -46,7 +46,7 @@ class VllmServer:
                 the maker closes.
     Waits:      generate_segment sleeps while a commit is under way or parts sleep, then until vLLM answers;
     prepare and commit until vLLM
-                has done it. Their limit is the caller's: rollout.timeout_s, publisher.timeout_s, and the
+                has done it. Their limit is the caller's: rollout.timeout_s, weight_sync.timeout_s, and the
                 run's heartbeat under both.
     Invariant:  what EngineServer promises. The versions of tokens are those of vLLM's own spans; tokens told
     before their end are told
@@ -227,7 +227,7 @@ class VllmServer:
                 self.name,
                 f"is to serve adapters of policy_version {manifest.version}, and takes none",
                 rule="vLLM takes adapters only if it was started for them",
-                way_out="set publisher.transport=lora.",
+                way_out="set weight_sync.transport=lora.",
             )
         digest = await self._process.ask("/collective_rpc", lambda: load.stage(self._routes))
         self._staged = load

@@ -45,8 +45,8 @@ class EmbeddedSpec(BaseModel):
     start_version: int = Field(default=0, ge=0)
     """policy_version of the weights in model_path."""
     has_adapters: bool = False
-    """Adapters will be published (publisher.transport=lora): memory for the weights under them is counted at
-    start.
+    """Adapters will be published (weight_sync.transport=lora): memory for the weights under them is counted
+    at start.
     """
     max_queued: int = Field(default=100_000, ge=1)
     """Requests that may wait for a slot; one more is refused with 503."""

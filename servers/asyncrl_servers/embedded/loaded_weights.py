@@ -216,9 +216,9 @@ class Weights:
                 409,
                 "weights under adapters cannot sleep",
                 rule="adapters are merged over the weights of the start, which are kept for it "
-                "(publisher.transport=lora)",
+                "(weight_sync.transport=lora)",
                 way_out="let the KV cache sleep alone, or publish whole weights (another "
-                "publisher.transport).",
+                "weight_sync.transport).",
             )
 
     def drop(self) -> int:

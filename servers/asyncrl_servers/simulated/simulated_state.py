@@ -67,7 +67,7 @@ def verify_weights(request: PrepareRequest) -> str:
             f"policy_version {request.version} comes as adapters (kind={request.kind}), and this server has "
             f"no weights to merge them over",
             rule="rollout.engine=simulated takes whole weights alone",
-            way_out="set publisher.transport=shm, or rollout.engine=embedded.",
+            way_out="set weight_sync.transport=shm, or rollout.engine=embedded.",
         )
     return _verified(request.version, request.path, request.digest)
 

@@ -48,7 +48,7 @@ class VllmSpec(BaseModel):
     seed: int = 0
     """Seed of requests that have none."""
     has_adapters: bool = False
-    """Adapters will be loaded (publisher.transport=lora)."""
+    """Adapters will be loaded (weight_sync.transport=lora)."""
     lora_rank: int = Field(default=16, ge=1)
     """Largest rank of an adapter."""
     tensor_parallel: int = Field(default=1, ge=1)
@@ -125,9 +125,9 @@ ELSEWHERE = {
     "seed": "seed",
     "logprobs_mode": "nothing: the trainer needs processed_logprobs",
     "worker_extension_cls": "nothing: ours loads the weights",
-    "weight_transfer_config": "publisher.transport",
+    "weight_transfer_config": "weight_sync.transport",
     "tensor_parallel_size": "rollout.tensor_parallel",
-    "enable_lora": "publisher.transport=lora",
+    "enable_lora": "weight_sync.transport=lora",
     "max_lora_rank": "trainer.lora.rank",
     "max_loras": "nothing: one set of adapters serves",
     "disable_uvicorn_access_log": "nothing: it is always on",

@@ -145,5 +145,8 @@ def _own_log() -> str:
 
 def _way_out(said: str) -> str:
     if "memory" in said.lower():
-        return "lower rollout.slots or the token limits, give rollout.vllm.kv_cache_memory_bytes, or free memory."
+        return (
+            "lower rollout.slots or the token limits, give rollout.vllm.kv_cache_memory_bytes, or free "
+            "memory."
+        )
     return "read this server's log, mend the cause, and start the run again."

@@ -1,5 +1,5 @@
 """A backend for vLLM's native weight transfer: what the trainer sends to all workers at once
-(publisher.transport=nccl).
+(weight_sync.transport=nccl).
 
 POST /init_weight_transfer_engine {"init_info": {}}, /start_weight_update, /update_weights {"update_info":
 ..}, /finish_weight_update. It loads as our extension does (loader.py): the digest is compared, and every
