@@ -32,7 +32,7 @@ FREE_METRICS = (
     "buffer/",
     "rollout/",
     "engine/",
-    "publish/",
+    "weight_sync/",
     "sample/interrupted",
     "policy/logprob_gap_mean/",
     "policy/logprob_gap_max/",

@@ -106,7 +106,7 @@ def test_stragglers_are_named_with_their_price_and_the_other_choices() -> None:
 
 def test_publishing_is_named_with_the_time_of_a_push() -> None:
     settings = config(weight_sync={"interrupt": "wait"})
-    verdict = judge(steps(train_s=0.4, wait_publishing_s=0.6, publish_s=2.5), settings)
+    verdict = judge(steps(train_s=0.4, wait_publishing_s=0.6, weight_sync_s=2.5), settings)
     assert verdict.bottleneck == "publishing"
     assert "pushes (2.5 s on average)" in words(verdict)
     assert "weight_sync.interrupt=wait drains the engines" in words(verdict)
