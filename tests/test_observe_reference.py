@@ -52,7 +52,7 @@ def test_every_key_has_a_row_with_a_meaning() -> None:
         "trainer",
         "algorithm",
         "eval",
-        "publisher",
+        "weight_sync",
         "placement",
         "observe",
         "checkpoint",
