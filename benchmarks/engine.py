@@ -38,7 +38,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from asyncrl.engines.pool import EnginePool
 from asyncrl.messages.engine_calls import GenerateRequest
 from asyncrl.messages.records import SamplingRequest
-from asyncrl_servers.embedded.build import build_engine
+from asyncrl_servers.embedded.build_engine import build_engine
 from asyncrl_servers.embedded.decode_loop import Engine
 from asyncrl_servers.embedded.kv_memory import EmbeddedSpec
 

@@ -35,7 +35,7 @@ from asyncrl.testing.sync_reference import SyncParts, SyncStep, sync_reference
 from asyncrl.trainer.spec import TrainerSpec
 from asyncrl.trainer.step import TrainStep
 from asyncrl.trainer.trainer_client import pack_groups
-from asyncrl_servers.embedded.build import build_engine
+from asyncrl_servers.embedded.build_engine import build_engine
 from asyncrl_servers.embedded.decode_loop import Engine
 from asyncrl_servers.embedded.kv_memory import EmbeddedSpec
 

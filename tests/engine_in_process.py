@@ -11,7 +11,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from asyncrl.messages.engine_calls import GenerateRequest, PrepareRequest
-from asyncrl_servers.embedded.build import build_engine
+from asyncrl_servers.embedded.build_engine import build_engine
 from asyncrl_servers.embedded.decode_loop import Engine
 from asyncrl_servers.embedded.kv_memory import EmbeddedSpec
 from asyncrl_servers.embedded.loaded_weights import digest_tensors

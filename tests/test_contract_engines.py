@@ -5,7 +5,6 @@ swaps and errors.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -319,7 +318,7 @@ def test_weights_that_are_not_what_was_announced_are_refused_with_both_digests(s
         flip_last_bit(Path(manifest.path))
         await refused(engine.prepare(manifest), f"digest [0-9a-f]{{32}}.* {manifest.digest}")
         await refused(engine.commit(old + 1, manifest.digest, "abort"), "nothing")
-        missing = replace(manifest, path=str(server.folder / "nowhere.safetensors"))
+        missing = manifest.model_copy(update={"path": str(server.folder / "nowhere.safetensors")})
         await refused(engine.prepare(missing), "nowhere")
         after = await engine.generate_segment(server.request())
         assert (after.token_ids, after.logprobs, after.version_spans) == (

@@ -14,7 +14,7 @@ from tiny_model import make_tiny_model
 
 from asyncrl.http import Refused
 from asyncrl.messages.engine_calls import CommitRequest, GenerateResponse
-from asyncrl_servers.embedded.build import build_engine
+from asyncrl_servers.embedded.build_engine import build_engine
 from asyncrl_servers.embedded.decode_loop import Engine
 from asyncrl_servers.embedded.loaded_weights import StagedWeights, digest_tensors
 

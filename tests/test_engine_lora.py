@@ -19,7 +19,7 @@ from asyncrl.http import Refused
 from asyncrl.messages.engine_calls import CommitRequest, GenerateResponse, PrepareRequest
 from asyncrl.messages.trainer_calls import BatchArrays, BatchHeader, TrajectoryHeader
 from asyncrl.trainer.step import TrainStep
-from asyncrl_servers.embedded import build
+from asyncrl_servers.embedded import build_engine as build
 from asyncrl_servers.embedded.decode_loop import Engine
 from asyncrl_servers.embedded.loaded_weights import digest_tensors
 from asyncrl_servers.simulated.simulated_state import verify_weights

@@ -23,7 +23,7 @@ from asyncrl.messages.engine_calls import (
     SleepRequest,
     WakeRequest,
 )
-from asyncrl_servers.embedded.build import build_engine
+from asyncrl_servers.embedded.build_engine import build_engine
 from asyncrl_servers.embedded.decode_loop import Engine
 from asyncrl_servers.embedded.loaded_weights import Weights, digest_tensors
 from asyncrl_servers.embedded.runner import Runner

@@ -11,7 +11,7 @@ from engine_in_process import make_qwen3, make_spec
 from engine_processes import engine_process
 
 from asyncrl.messages.base import ErrorBody, find_fatal
-from asyncrl_servers.embedded.build import build_engine
+from asyncrl_servers.embedded.build_engine import build_engine
 from asyncrl_servers.embedded.kv_attention import CacheShape
 from asyncrl_servers.embedded.kv_memory import EmbeddedSpec, check_memory, plan_memory
 
@@ -153,7 +153,7 @@ def test_other_common_models_are_served_and_pass_the_checks_at_start(tmp_path: P
 def test_the_check_at_start_finds_a_model_whose_answers_the_slot_cache_does_not_reproduce(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    from asyncrl_servers.embedded.build import check_same_model
+    from asyncrl_servers.embedded.build_engine import check_same_model
 
     engine = build_engine(make_spec(make_qwen3(tmp_path / "model", num_hidden_layers=1)))
     engine.runner.loaded.reference_logits = engine.runner.loaded.reference_logits.roll(1, dims=0)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from asyncrl.http import Caller, CallGarbled, CallLost, CallRefused, Refused
 from asyncrl.messages.engine_calls import GenerateChunk, GenerateRequest, GenerateResponse
 from asyncrl_servers.embedded import decode_loop as embedded_engine
-from asyncrl_servers.embedded.build import build_engine
+from asyncrl_servers.embedded.build_engine import build_engine
 from asyncrl_servers.engine_app import Engine, engine_app
 from asyncrl_servers.streaming import TokenStream
 

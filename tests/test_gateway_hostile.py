@@ -16,6 +16,7 @@ from gateway_cases import RULES, ByteTokenizer, ScriptedEngine, World, gateway_w
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from asyncrl.agents.endpoint.endpoint_routes import Crowd
 from asyncrl.agents.endpoint.engine_route import (
     LONG_TEXT,
     FarTooLong,
@@ -24,7 +25,6 @@ from asyncrl.agents.endpoint.engine_route import (
 )
 from asyncrl.agents.endpoint.refusals import ApiError
 from asyncrl.agents.endpoint.requests import LONG_BODY, CallRequest, RequestReader
-from asyncrl.agents.endpoint.routes import Crowd
 from asyncrl.agents.endpoint.work_routes import RolloutQueue
 from asyncrl.errors import RolloutFailure
 from asyncrl.messages.records import Outcome

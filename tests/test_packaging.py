@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 import zipfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -57,11 +58,12 @@ def test_create_task_stands_in_job_alone() -> None:
         assert not found, f"{path}:{found}: create_task outside job.py; take `spawn` instead"
 
 
-def test_no_file_is_long_without_a_reason() -> None:
-    sizes = {}
-    for folder in ("asyncrl", "servers"):
-        for path in (ROOT / folder).rglob("*.py"):
-            sizes[path] = len(path.read_text().splitlines())
-    lengths = sorted(size for size in sizes.values() if size > 3)
-    assert lengths[len(lengths) // 2] <= 150
-    assert max(sizes.values()) <= 400, max(sizes, key=lambda path: sizes[path])
+def test_files_and_folders_stay_small_enough_to_be_found_by_their_names() -> None:
+    files = [path for folder in ("asyncrl", "servers") for path in (ROOT / folder).rglob("*.py")]
+    sizes = {path: len(path.read_text().splitlines()) for path in files}
+    assert max(sizes.values()) <= 480, max(sizes, key=lambda path: sizes[path])
+    assert len(files) <= 225, "merge files that have one user before a new one is made"
+    per_folder = Counter(path.parent for path in files)
+    assert max(per_folder.values()) <= 21, per_folder.most_common(1)
+    names = [name for name, _ in Counter(path.name for path in files).items() if not name.startswith("__")]
+    assert len(names) == sum(not path.name.startswith("__") for path in files), "no file name stands twice"

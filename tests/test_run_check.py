@@ -60,7 +60,7 @@ model.scratch=none model.path=no_weights
 model.scratch=none model.path=odd_type
     config.json of model.path=odd_type has model_type=qwen33 ... did you mean qwen3?
 algorithm.loss=ppo_clipp
-    algorithm.loss=ppo_clipp is not known, did you mean ppo_clip?
+    algorithm.loss=ppo_clipp is not known ... did you mean ppo_clip?
 algorithm.loss=mine_here:los
     mine_here has no los ... did you mean loss?
 algorithm.loss=mine_here:few

@@ -276,7 +276,6 @@ def test_recorded_rollouts_are_taken_while_their_version_is_served_and_the_bound
             running.cancel()
             await producers.aclose()
         assert replay.num_taken == of_each * num_groups * (max_staleness + 1)
-        assert repr(replay).startswith(f"<Replay {replay.num_taken} of {num_prompts * of_each} taken, over <")
         taken.extend(sampling.sampled)
 
     run_virtual(story())

@@ -135,7 +135,7 @@ def test_the_kv_cache_holds_all_slots_on_cpu_and_is_vllms_business_on_cuda_or_wh
 
 @pytest.mark.parametrize(
     ("transport", "backend"),
-    [("shm", "shm"), ("disk", "shm"), ("nccl", "broadcast"), ("ipc", "shm"), ("lora", None)],
+    [("shm", None), ("disk", None), ("nccl", "broadcast"), ("ipc", None), ("lora", None)],
 )
 def test_the_transport_chooses_vllms_backend_and_adapters(
     tmp_path: Path, transport: str, backend: str | None

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from asyncrl.engines.vllm.facts import VllmFacts, check_settings
-from asyncrl.engines.vllm.routes import ServerInfo
+from asyncrl.engines.vllm.vllm_routes import ServerInfo
 from asyncrl.errors import ConfigError
 from asyncrl_servers.vllm import environment
 from asyncrl_servers.vllm.arguments import VllmSpec

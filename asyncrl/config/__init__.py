@@ -1,6 +1,5 @@
 """The settings of a run. Knows what is allowed; knows no room, no torch, no device."""
 
-from asyncrl.config.base import CheckpointConfig, JournalConfig, SupervisionConfig
 from asyncrl.config.generation import (
     BufferConfig,
     EvalConfig,
@@ -21,6 +20,7 @@ from asyncrl.config.model_task import (
 )
 from asyncrl.config.placement import PlacementConfig
 from asyncrl.config.run_config import RunConfig
+from asyncrl.config.sections import CheckpointConfig, JournalConfig, SupervisionConfig
 
 __all__ = [
     "AlgorithmConfig",

@@ -7,8 +7,8 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
-from asyncrl.config.base import FrozenConfig, Port
 from asyncrl.config.model_task import TaskConfig
+from asyncrl.config.sections import FrozenConfig, Port
 from asyncrl.config.transports import WAYS, Way
 
 

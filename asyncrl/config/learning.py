@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
-from asyncrl.config.base import FrozenConfig, Port
+from asyncrl.config.sections import FrozenConfig, Port
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 

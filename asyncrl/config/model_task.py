@@ -6,7 +6,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
-from asyncrl.config.base import DType, FrozenConfig, Port
+from asyncrl.config.sections import DType, FrozenConfig, Port
 
 
 class ScratchConfig(FrozenConfig):

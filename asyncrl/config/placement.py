@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import NonNegativeInt, field_validator
 
-from asyncrl.config.base import FrozenConfig
+from asyncrl.config.sections import FrozenConfig
 
 Devices = Literal["auto", "cpu", "cuda", "all"] | NonNegativeInt | str | list[NonNegativeInt]
 """auto, cpu, cuda, all, the number of a CUDA device, a list of numbers, or a range like 0-3. Anything else is

@@ -6,11 +6,11 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from asyncrl.config.base import CheckpointConfig, FrozenConfig, JournalConfig, SupervisionConfig
 from asyncrl.config.generation import BufferConfig, EvalConfig, ObserveConfig, RolloutConfig, WeightSyncConfig
 from asyncrl.config.learning import AlgorithmConfig, TrainerConfig
 from asyncrl.config.model_task import GatewayConfig, GeneratorConfig, ModelConfig, TaskConfig
 from asyncrl.config.placement import PlacementConfig
+from asyncrl.config.sections import CheckpointConfig, FrozenConfig, JournalConfig, SupervisionConfig
 
 GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "leave_one_out", "reinforce_pp_baseline")
 """Advantages against the other rollouts of the prompt."""

@@ -10,7 +10,7 @@ from typing import Literal
 from pydantic import Field
 
 from asyncrl.config import AlgorithmConfig, TrainerConfig
-from asyncrl.config.base import Device, DType, FrozenConfig
+from asyncrl.config.sections import Device, DType, FrozenConfig
 
 
 class TrainerSpec(FrozenConfig):

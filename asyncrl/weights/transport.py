@@ -1,7 +1,7 @@
 """The ways of the weights from the trainer to the engines, by weight_sync.transport: the trainer's end, and
 the table of all.
 
-Each has a file that says its whole way: shm.py (and disk), lora.py, nccl.py, ipc.py. What a transport needs
+Each has a file that says its whole way: shm.py (and disk), adapters.py, nccl.py, ipc.py. What a transport needs
 of engine, placement and config is in asyncrl/config/transports.py, which needs no torch; how vLLM takes what
 comes, in asyncrl/engines/vllm/vllm_weights.py.
 """
@@ -86,7 +86,7 @@ _CLASSES = {
     "shm": "shm:FileTransport",
     "disk": "shm:FileTransport",
     "ipc": "shm:FileTransport",  # in turns; a whole file is for evaluation alone
-    "lora": "lora:AdapterTransport",
+    "lora": "adapters:AdapterTransport",
     "nccl": "nccl:BroadcastTransport",
 }
 

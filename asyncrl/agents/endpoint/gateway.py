@@ -13,9 +13,9 @@ from aiohttp import web
 
 from asyncrl.agents.endpoint.answer_text import GatewayTokenizer
 from asyncrl.agents.endpoint.capture import GatewayStats
+from asyncrl.agents.endpoint.endpoint_routes import Connection, Crowd, Routes, close_slow_readers
 from asyncrl.agents.endpoint.engine_route import EngineRoute, LongCalls, SeedOf
 from asyncrl.agents.endpoint.requests import CallRules
-from asyncrl.agents.endpoint.routes import Connection, Crowd, Routes, close_slow_readers
 from asyncrl.agents.endpoint.sessions import GatewaySession, SessionLimits, Sessions
 from asyncrl.agents.endpoint.tool_calls import ToolFormat
 from asyncrl.config import GatewayConfig

@@ -17,8 +17,8 @@ from typing import TypeVar
 from aiohttp import web
 from pydantic import ValidationError
 
+from asyncrl.agents.endpoint.endpoint_routes import belongs_to, read_body, shown_key
 from asyncrl.agents.endpoint.refusals import ApiError, invalid
-from asyncrl.agents.endpoint.routes import belongs_to, read_body, shown_key
 from asyncrl.agents.endpoint.work_queue import NotHeld, QueuedItem, WorkerId, WorkItems, outcome_refused
 from asyncrl.config import Outcomes
 from asyncrl.errors import PromptUnusable, RolloutFailure

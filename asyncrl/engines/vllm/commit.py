@@ -11,10 +11,10 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 from asyncrl.engines.vllm.generate import Sampler
-from asyncrl.engines.vllm.routes import PauseMode, Routes
+from asyncrl.engines.vllm.readiness import canary_fault
 from asyncrl.engines.vllm.segments import Segment
-from asyncrl.engines.vllm.start import canary_fault
 from asyncrl.engines.vllm.vllm_process import Process
+from asyncrl.engines.vllm.vllm_routes import PauseMode, Routes
 from asyncrl.engines.vllm.vllm_weights import Load
 from asyncrl.errors import EngineError, EngineLost
 from asyncrl.http import CallLost, CallRefused

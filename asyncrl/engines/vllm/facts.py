@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncrl.engines.vllm.routes import ServerInfo
+from asyncrl.engines.vllm.vllm_routes import ServerInfo
 from asyncrl.errors import ConfigError
 from asyncrl.messages.engine_calls import GenerateRequest
 

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 
 from asyncrl.engines.engine import SegmentCheck, engine_error
 from asyncrl.engines.vllm.facts import JointWatch, VllmFacts, watch_of
-from asyncrl.engines.vllm.routes import GENERATE, Generate, Routes
 from asyncrl.engines.vllm.segments import Sampled, Segment, generate_body, response_of
 from asyncrl.engines.vllm.vllm_process import Process
+from asyncrl.engines.vllm.vllm_routes import GENERATE, Generate, Routes
 from asyncrl.errors import EngineLost, RequestRefused
 from asyncrl.http import CallLost, CallRefused
 from asyncrl.messages.engine_calls import GenerateChunk, GenerateResponse

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal, cast
 
 from asyncrl.engines.vllm.facts import VllmFacts
-from asyncrl.engines.vllm.routes import Generate, Generated, LabelSpan, Sampling
+from asyncrl.engines.vllm.vllm_routes import Generate, Generated, LabelSpan, Sampling
 from asyncrl.errors import EngineError, RequestRefused
 from asyncrl.messages.engine_calls import GenerateRequest, GenerateResponse, Span
 

@@ -10,8 +10,8 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import TypeVar
 
 from asyncrl.engines.engine import CallCut, Lifeline, engine_error, given_up
-from asyncrl.engines.vllm.routes import Routes
 from asyncrl.engines.vllm.segments import Segment
+from asyncrl.engines.vllm.vllm_routes import Routes
 from asyncrl.errors import EngineLost
 from asyncrl.http import CallLost, CallRefused
 from asyncrl.messages.base import EnginePart

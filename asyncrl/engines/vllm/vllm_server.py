@@ -12,10 +12,10 @@ from pathlib import Path
 from asyncrl.engines.vllm.commit import Commit
 from asyncrl.engines.vllm.facts import VllmFacts
 from asyncrl.engines.vllm.generate import OnChunk, Sampler
-from asyncrl.engines.vllm.routes import Routes
+from asyncrl.engines.vllm.readiness import make_ready
 from asyncrl.engines.vllm.segments import Segment, check_request
-from asyncrl.engines.vllm.start import make_ready
 from asyncrl.engines.vllm.vllm_process import Process
+from asyncrl.engines.vllm.vllm_routes import Routes
 from asyncrl.engines.vllm.vllm_weights import (
     AdapterLoad,
     BroadcastLoad,

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from asyncrl.engines.vllm.routes import Routes
+from asyncrl.engines.vllm.vllm_routes import Routes
 from asyncrl.errors import EngineError
 from asyncrl.messages.base import GroupSeat, weights_digest
 from asyncrl.messages.trainer_calls import Canary, ExportResponse
@@ -162,7 +162,7 @@ def one_digest(name: str, workers: Sequence[Mapping[str, Any]]) -> str:
     return digests.pop()
 
 
-# Adapters as vLLM takes them: a peft folder made of the trainer's file (asyncrl/weights/lora.py).
+# Adapters as vLLM takes them: a peft folder made of the trainer's file (asyncrl/weights/adapters.py).
 
 ADAPTER = "policy-adapter"
 SCALE = "scale"

@@ -105,7 +105,7 @@ class MergedLinear(lora.Linear):
 
 def merge(base: Tensor, lora_A: Tensor, lora_B: Tensor, scale: float) -> Tensor:
     """W + scale * B A, computed in float32, in the dtype of W. An engine does the same
-    (asyncrl_servers/embedded/lora.py).
+    (asyncrl/weights/adapters.py).
     """
     return (base.float() + (lora_B.float() @ lora_A.float()) * scale).to(base.dtype)
 

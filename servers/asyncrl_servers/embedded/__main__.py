@@ -25,7 +25,7 @@ def main() -> None:
             f"the spec of the embedded engine is wrong: {error}", rule="see asyncrl_servers/embedded/spec.py"
         )
 
-    from asyncrl_servers.embedded.build import build_engine
+    from asyncrl_servers.embedded.build_engine import build_engine
 
     def on_crash(error: BaseException | None) -> None:
         traceback.print_exception(error)

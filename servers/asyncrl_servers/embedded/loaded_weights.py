@@ -2,7 +2,7 @@
 request.
 
 The rule of what a set of weights is, the same on both ends: `dict(model.named_parameters())`, tied ones once.
-Adapters (asyncrl/weights/lora.py) change some of the weights that the server started with, which are kept for
+Adapters (asyncrl/weights/adapters.py) change some of the weights that the server started with, which are kept for
 it.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from asyncrl.http import Refused
 from asyncrl.messages.base import WeightKind
 from asyncrl.messages.engine_calls import PrepareRequest
-from asyncrl.weights.lora import linear_parameters, read_adapters
+from asyncrl.weights.adapters import linear_parameters, read_adapters
 from asyncrl.weights.tensor_files import RESEND, digest_tensors, read_or_refuse
 from asyncrl_servers.checks import not_newer, not_staged, wrong_digest
 from asyncrl_servers.embedded.kv_attention import own_copy, own_empties

@@ -18,9 +18,9 @@ from pydantic import ValidationError
 from asyncrl.http import Refused, child_arguments, die_with_parent, fail, secret_of
 from asyncrl.messages.base import SECRET_ENV
 from asyncrl_servers.vllm import group
+from asyncrl_servers.vllm.api_server import lock_with
 from asyncrl_servers.vllm.arguments import VllmSpec
 from asyncrl_servers.vllm.environment import check_start, set_environment
-from asyncrl_servers.vllm.serve import lock_with
 
 ORPHANED = 3
 
@@ -61,7 +61,7 @@ def _serve(scratch: Path) -> None:
     try:
         check_start(spec)
         set_environment(spec, scratch)
-        from asyncrl_servers.vllm.serve import serve_vllm
+        from asyncrl_servers.vllm.api_server import serve_vllm
 
         serve_vllm(spec, fd)
     except Refused as refusal:

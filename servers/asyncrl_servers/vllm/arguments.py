@@ -173,7 +173,7 @@ def build_arguments(spec: VllmSpec, known: Mapping[str, Sequence[str]], *, is_cp
         "enable_prompt_tokens_details": True,
         "worker_extension_cls": spec.worker_extension,
         "tensor_parallel_size": spec.tensor_parallel,
-        "middleware": "asyncrl_servers.vllm.serve.BearerOnly",
+        "middleware": "asyncrl_servers.vllm.api_server.BearerOnly",
         "disable_uvicorn_access_log": True,
         "disable_fastapi_docs": True,
         **_for_transport(spec),

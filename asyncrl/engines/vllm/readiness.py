@@ -8,9 +8,9 @@ import asyncio
 import math
 
 from asyncrl.engines.vllm.facts import EXTENSION, VllmFacts, check_settings, check_workers, lacks
-from asyncrl.engines.vllm.routes import Generate, Generated, Routes, Sampling
 from asyncrl.engines.vllm.segments import salt_of
 from asyncrl.engines.vllm.vllm_process import START_LABEL, Process
+from asyncrl.engines.vllm.vllm_routes import Generate, Generated, Routes, Sampling
 from asyncrl.errors import ConfigError
 from asyncrl.http import CallGarbled, CallLost, CallRefused
 from asyncrl.messages.trainer_calls import Canary

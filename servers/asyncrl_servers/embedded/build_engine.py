@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.http import Refused, fail
-from asyncrl.weights.lora import linear_parameters
+from asyncrl.weights.adapters import linear_parameters
 from asyncrl_servers.embedded.decode_loop import Engine
 from asyncrl_servers.embedded.decoder import READ_ERRORS, LoadedModel, load_model, read_parameters
 from asyncrl_servers.embedded.kv_memory import EmbeddedSpec, available_bytes, check_memory
