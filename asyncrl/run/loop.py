@@ -1,21 +1,7 @@
 """One run: starts its parts, trains batch after batch, and ends everything that it started.
 
-Who waits, in what, for what, and what wakes it:
-
-    producers     Slots.wait_spare        a free sequence in the engines       a rollout that stops sampling
-    producers     Buffer.wait_open        leave under the staleness rule       a version served, a group
-    failed a rollout     EnginePool.generate     its completion, timeout_s at most    its engine server
-    a rollout     Leases.run              a worker, then its outcome           a worker; its silence
-    train loop    Buffer.wait_batch       num_groups ready groups              a group finished, failed,
-    dropped train loop    Journal.batch_taken     the batch on disk                    the journal's thread
-    train loop    LivingTrainer.train     the optimizer step                   the trainer's first rank
-    train loop    SideBySide.to_engines   the copy of the new weights          the publisher
-    train loop    TakingTurns.to_trainer  engines that sleep                   trainer and engines
-    publisher     Publisher.run           a new policy_version, its push       the train loop, the engine
-    servers evaluation    Evaluation.run          a published version that is due      the publisher
-    checkpoint N  Checkpointer._finish    the trainer's state on disk          the trainer's first rank
-    watch NAME    Supervisor.run          a process that ends or is silent     the kernel, its heartbeat, its
-    callers watchdog      Watchdog.run            watchdog_s without any progress      its timer
+Each wait is declared where it happens (asyncrl.waits.waiting), with what it is for and what ends it; `asyncrl
+status` and the watchdog list the open ones.
 
 A part that breaks raises RoomError: the TaskGroup falls, everything is closed, and `run_job` raises that
 error. A process that is lost is started again first, supervision.max_restarts times. The evaluation is the

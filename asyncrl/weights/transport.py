@@ -1,9 +1,9 @@
 """The ways of the weights from the trainer to the engines, by weight_sync.transport: the trainer's end, and
 the table of all.
 
-Each has a file that says its whole way: shm.py (and disk), adapters.py, nccl.py, ipc.py. What a transport needs
-of engine, placement and config is in asyncrl/config/transports.py, which needs no torch; how vLLM takes what
-comes, in asyncrl/engines/vllm/vllm_weights.py.
+Each has a file that says its whole way: shm.py (and disk), adapters.py, nccl.py, ipc.py. What a transport
+needs of engine, placement and config is in asyncrl/config/transports.py, which needs no torch; how vLLM
+takes what comes, in asyncrl/engines/vllm/vllm_weights.py.
 """
 
 from __future__ import annotations

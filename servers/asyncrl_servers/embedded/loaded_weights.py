@@ -2,8 +2,8 @@
 request.
 
 The rule of what a set of weights is, the same on both ends: `dict(model.named_parameters())`, tied ones once.
-Adapters (asyncrl/weights/adapters.py) change some of the weights that the server started with, which are kept for
-it.
+Adapters (asyncrl/weights/adapters.py) change some of the weights that the server started with, which are kept
+for it.
 """
 
 from __future__ import annotations
