@@ -15,6 +15,7 @@ from trainer_cases import make_batch
 from asyncrl.trainer.ranks import Ranks, join_ranks
 from asyncrl.trainer.spec import TrainerSpec
 from asyncrl.trainer.step import TrainStep
+from asyncrl.weights.transport import make_transport
 
 
 def rank_main(rank: int, spec_text: str, dtypes: list[str], folder: Path) -> None:
@@ -50,5 +51,5 @@ def _train_and_write(spec: TrainerSpec, ranks: Ranks, folder: Path) -> None:
     step.save(folder / "final")
     step.save(folder / "adapter", merged=False)
     step.export(folder / "weights.safetensors")
-    step.spec = spec.model_copy(update={"transport": "lora"})
+    step.transport = make_transport("lora", step.transport.end)
     step.export(folder / "lora.safetensors")

@@ -355,9 +355,7 @@ async def test_the_commands_of_a_worker_end_with_it(tmp_path: Path, how: str) ->
             running = asyncio.ensure_future(gateway.run(0))
             await settled(lambda: len(find_group(token(tmp_path / "env"))) >= 3)
             if how == "orphaned":
-                assert process._process is not None
-                assert process._process.stdin is not None
-                process._process.stdin.close()
+                process._close_stdin()
                 await process.wait()
             if how == "SIGKILL":
                 process.kill_nowait()

@@ -120,7 +120,7 @@ def test_merged_adapters_of_two_trainer_processes_travel_in_chunks_and_a_killed_
     _, stderr = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 1
     assert f"trainer-1: process {second.pid} was killed by SIGKILL" in stderr
-    assert "INFO asyncrl.trainer: serving <TrainerService" in stderr, "the end of its log"
+    assert "INFO asyncrl.trainer: serving" in stderr, "the end of its log"
     assert "Way out:" in stderr
     assert all_gone(children)
     assert staging_of(process.pid) == []

@@ -85,7 +85,7 @@ def test_a_run_goes_on_without_what_it_can_lose_and_ends_when_an_engine_is_lost_
     assert "starting it again, 1 of 1" in stdout
     assert f"engine-1: process {second.pid} was killed by SIGKILL" in stderr
     assert "the last words of engine-1" in stderr
-    assert "supervision.max_restarts=1 is used up" in stderr
+    assert "supervision.max_restarts=1 is used up" in stderr, stderr
     assert "Way out:" in stderr
     assert engine_events(run_dir)[:2] == [("engine lost", "engine-1"), ("engine up", "engine-1")]
     steps = read_lines(run_dir / "metrics.jsonl")

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -164,7 +164,7 @@ def test_three_broadcasts_give_the_bits_that_files_give(house: House, num_server
             by_broadcast = [await sample(engine) for engine in engines]
             for engine, broadcast in zip(engines, by_broadcast, strict=True):
                 by_file = house.client(engine._caller)
-                await push(replace(manifest, is_held=False), [by_file], 0)
+                await push(manifest.model_copy(update={"is_held": False}), [by_file], 0)
                 assert await sample(by_file) == broadcast, "every token and every bit of every logprob"
             assert by_broadcast == by_broadcast[:1] * num_servers
             seen.append(by_broadcast[0][1])
@@ -178,7 +178,7 @@ def test_weights_that_are_not_those_announced_are_never_served(house: House) -> 
         await asyncio.to_thread(house.train)
         manifest = await trainer.export()
         lost: list[EngineLost] = []
-        await push(replace(manifest, num_bytes=1), engines, house.version - 1, lost)
+        await push(manifest.model_copy(update={"num_bytes": 1}), engines, house.version - 1, lost)
         (error,) = lost
         assert "announced were" in str(error)
         again = house.client(engines[0]._caller)

@@ -153,7 +153,13 @@ class Supervisor:
 
     async def _replace(self, lost: RoomError) -> RoomError | None:
         """One restart: why it was lost again, or None once it is where it was."""
-        number = self._restarts.again_nowait(lost)
+        try:
+            number = self._restarts.again_nowait(lost)
+        except RoomError:
+            if self.config.max_restarts:  # this error is told, and not the plain death of the process
+                for process in self._processes:
+                    await process.end()
+            raise
         logger.warning("%s is lost: %s", self.name, lost)
         self._down(lost)
         self.is_starting = True

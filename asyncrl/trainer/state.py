@@ -371,6 +371,8 @@ def _dcp_errors(path: Path) -> Iterator[None]:
         yield
     except CheckpointException as error:
         rank, (reason, _) = next(iter(error.failures.items()))
+        while not isinstance(reason, OSError) and reason.__context__ is not None:
+            reason = reason.__context__  # torch's writer tells of a write that failed as of a wrong position
         raise Refused(
             507,
             f"cannot write or read {path}: {type(reason).__name__} on rank {rank}: {str(reason)[:300]}",
