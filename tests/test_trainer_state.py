@@ -5,6 +5,8 @@ refused.
 from __future__ import annotations
 
 import hashlib
+import os
+import pickle
 import resource
 import threading
 from collections.abc import Callable
@@ -197,6 +199,19 @@ def test_every_byte_of_a_checkpoint_is_hashed_once_when_it_is_made_and_once_when
     loaded.load_state(whole.trainer_dir)
     assert bytes_since() == num_bytes, "by the one that takes it alone"
     assert loaded.weights_digest() == step.weights_digest()
+
+
+def test_an_index_that_would_run_something_is_refused(make_step: MakeStep, tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return os.mkdir, (str(tmp_path / "was here"),)
+
+    step = make_step()
+    step.begin_save_state(tmp_path / "state").wait()
+    (tmp_path / "state" / ".metadata").write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(Refused, match="mkdir, which no index does"):
+        step.load_state(tmp_path / "state")
+    assert not (tmp_path / "was here").exists()
 
 
 def test_the_state_of_another_model_is_refused_with_the_reason(make_step: MakeStep, tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ class TrainerSpec(FrozenConfig):
     """weight_sync.chunk_bytes: what /export_chunk writes at once."""
     chunks: Literal["file", "memory"] = "file"
     """Where /export_chunk puts a chunk: a safetensors file, or memory that the engines open too
-    (asyncrl/sharing.py), which embedded engines do, and vLLM with transport=ipc, on the device of rank 0."""
+    (asyncrl/weights/ipc.py), on the device of rank 0: embedded engines do, and vLLM with transport=ipc."""
     canary_tokens: int = Field(default=0, ge=0)
     """Tokens of the text whose logprobs go with each export, 2 or more (0 = none); the engines must have room
     for one more.

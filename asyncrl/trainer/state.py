@@ -12,14 +12,16 @@ below them are not saved either. The folder is complete or not there:
                     they are written; asyncrl/checkpoints/manifest.py takes them over
 
 DCP lays shards out anew: what N ranks have saved, M ranks load. The same bits come out of the same number of
-ranks. It does not check what it reads and unpickles its index: the files were compared with the manifest of
-their checkpoint, and lie in a run directory that the user named.
+ranks. It does not check what it reads: the files were compared with the manifest of their checkpoint, against
+damage. A manifest can be forged like a file, so the index is unpickled with DCP's own classes alone, and
+tensors are read with weights_only.
 """
 
 from __future__ import annotations
 
 import io
 import os
+import pickle
 import shutil
 import time
 import warnings
@@ -36,7 +38,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import ReadItem, WriteItem
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
@@ -49,6 +52,19 @@ from asyncrl.trainer.offload import local_of
 from asyncrl.trainer.ranks import Ranks
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+INDEX = ".metadata"
+INDEX_CLASSES = {
+    "pathlib": ("PosixPath",),
+    "pathlib._local": ("PosixPath",),  # its home in Python 3.13
+    "torch": ("Size", "float32", "uint8"),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.distributed.checkpoint.metadata": (
+        *("ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
+        *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+    ),
+    "torch.serialization": ("_get_layout",),
+}
+"""All that the pickle of an index of float32 and uint8 tensors names, by module."""
 
 
 class Progress(BaseModel):
@@ -160,10 +176,10 @@ class TrainerState:
             if name in manifest.optimizer_names
         }
         live = self._live(moments, rng)
-        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner = _TensorPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         group = {"process_group": self._ranks.group, "no_dist": self._ranks.group is None}
         with _dcp_errors(path):
-            dcp_load(live, storage_reader=FileSystemReader(path), planner=planner, **group)
+            dcp_load(live, storage_reader=_Reader(path), planner=planner, **group)
         self._set_moments(moments, live["adamw.step"].tolist(), manifest.learning_rate)
         self._masters.write_back()
         for kind in rng:
@@ -350,6 +366,27 @@ class _HostPlanner(DefaultSavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         return self._host[write_item.index.fqn]
+
+
+class _TensorPlanner(DefaultLoadPlanner):
+    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
+        raise ValueError(f"{read_item.dest_index.fqn} is no tensor")  # DCP would unpickle it
+
+
+class _Reader(FileSystemReader):
+    """Unpickles nothing but an index of tensors."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        with (Path(self.path) / INDEX).open("rb") as file:
+            metadata: Metadata = _IndexUnpickler(file).load()
+        return metadata
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in INDEX_CLASSES.get(module, ()):
+            raise pickle.UnpicklingError(f"{INDEX} holds a {module}.{name}, which no index does")
+        return super().find_class(module, name)
 
 
 @contextmanager
