@@ -252,7 +252,7 @@ def test_weights_on_a_disk_lie_in_a_folder_that_carries_host_and_owner_and_goes_
     config = load("weight_sync.transport=disk", f"weight_sync.disk_dir={tmp_path / 'weights'}")
     root = disk_root(config.weight_sync)
     assert root == tmp_path / "weights"
-    assert disk_root(load().publisher) is None
+    assert disk_root(load().weight_sync) is None
     mine, other = new_staging_dir(root), root / "asyncrl-another_host-1-abcdef01"
     dead = root / mine.name.replace(str(os.getpid()), "999999999")
     for folder in (other, dead):
