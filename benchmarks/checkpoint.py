@@ -129,9 +129,9 @@ def save(step: TrainStep, path: Path, *, is_beside: bool) -> tuple[float, float,
     pending = step.begin_save_state(path)
     held_s = time.perf_counter() - start
     steps_s = []
-    while is_beside and not pending.is_done:
+    while is_beside and not pending.written.done():
         seconds = train_once(step)
-        if not pending.is_done:
+        if not pending.written.done():
             steps_s.append(seconds)
     pending.wait()
     whole_s = time.perf_counter() - start

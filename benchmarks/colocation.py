@@ -185,6 +185,8 @@ class House:
     publisher: Publisher
     turns: Turns
     memory: Memory
+    phases: dict[str, Mapping[str, Any]]
+    """The last event of each phase of a handover, by the phase's name."""
 
 
 @contextlib.asynccontextmanager
@@ -192,7 +194,13 @@ async def house(config: RunConfig, model: Path, folder: Path, device: str) -> As
     """Started as a run starts them, wired as a run wires them; ended at the end."""
     staging, secret, tasks = new_staging_dir(), secrets.token_hex(16), list[asyncio.Task[None]]()
     trainers, engines = startup.make_servers(config, model, folder, staging, secret)
-    memory = Memory((*trainers, *engines), device)
+    memory, phases = Memory((*trainers, *engines), device), dict[str, Mapping[str, Any]]()
+
+    def on_event(what: str, detail: Mapping[str, Any]) -> None:
+        if what == "handover phase":
+            memory.mark(detail["phase"])
+            phases[detail["phase"]] = detail
+
     try:
         with memory.sampled():
             await startup.bring_up(trainers, engines, (), is_shared=startup.is_shared(config))
@@ -220,9 +228,7 @@ async def house(config: RunConfig, model: Path, folder: Path, device: str) -> As
                     num_steps=config.trainer.num_steps,
                     timeout_s=600.0,
                     on_lost=None,
-                    on_event=lambda what, detail: (
-                        memory.mark(detail["phase"]) if what == "handover phase" else None
-                    ),
+                    on_event=on_event,
                 )
             else:
                 publisher = Publisher(trainer, targets, interrupt="abort", **common)
@@ -232,7 +238,7 @@ async def house(config: RunConfig, model: Path, folder: Path, device: str) -> As
 
                 turns = SideBySide(publisher, num_steps=config.trainer.num_steps, spawn=spawn)
             await turns.start(0)
-            yield House(trainer, EnginePool(targets, slots=SLOTS), publisher, turns, memory)
+            yield House(trainer, EnginePool(targets, slots=SLOTS), publisher, turns, memory, phases)
     finally:
         for task in tasks:
             task.cancel()
@@ -306,7 +312,7 @@ async def measure(
                 case.first_s = rooms.turns.stats().to_trainer_s + rooms.turns.stats().to_engines_s
             elif isinstance(rooms.turns, TakingTurns):
                 case.cpu_s.append(cpu_s)
-                note(case, rooms.turns, rooms.publisher.stats())
+                note(case, rooms.turns, rooms.phases, rooms.publisher.stats())
             else:
                 await rooms.publisher.wait_announced(version)  # type: ignore[union-attr]
         await generate(rooms.pool, version)
@@ -314,24 +320,27 @@ async def measure(
     return case
 
 
-def note(case: Case, turns: TakingTurns, push: PublisherStats) -> None:
+def note(
+    case: Case, turns: TakingTurns, phases: Mapping[str, Mapping[str, Any]], push: PublisherStats
+) -> None:
     """One turn: its seconds, and the bytes that were copied: by the trainer's moves of weights and optimizer,
     and by the push.
     """
     stats = turns.stats()
     case.to_trainer_s.append(stats.to_trainer_s)
     case.to_engines_s.append(stats.to_engines_s)
-    phases = {phase.name: phase for report in turns.last.values() for phase in report.phases}
     case.phases.append(
-        {name: phase.seconds for name, phase in phases.items()}
+        {name: phase["seconds"] for name, phase in phases.items()}
         | {
             "push: trainer writes": push.export_s,
             "push: engine loads": push.prepare_s,
             "push: commit": push.commit_s,
         }
     )
-    onloaded, weights = phases["trainer onloads"].num_bytes, phases["trainer offloads weights"].num_bytes
-    case.moved.append(onloaded + (onloaded - weights) + weights + phases["push weights"].num_bytes)
+    onloaded, weights = (
+        phases[name]["num_bytes"] for name in ("trainer onloads", "trainer offloads weights")
+    )
+    case.moved.append(onloaded + (onloaded - weights) + weights + phases["push weights"]["num_bytes"])
 
 
 def show(
