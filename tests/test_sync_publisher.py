@@ -15,7 +15,8 @@ from asyncrl.engines.own_server import EngineServer
 from asyncrl.errors import ConnectionShortage, EngineLost, PublishError
 from asyncrl.http import shortage
 from asyncrl.messages.base import Interrupt
-from asyncrl.messages.records import Batch, CommitReport
+from asyncrl.messages.engine_calls import CommitResponse
+from asyncrl.messages.records import Batch
 from asyncrl.messages.trainer_calls import ExportResponse
 from asyncrl.sync.publisher import Publisher
 from asyncrl.sync.push import Push
@@ -35,11 +36,15 @@ class Target(EngineServer):
         super().__init__(fake)
         self._on_swap = on_swap
 
-    async def commit(self, version: int, digest: str, interrupt: Interrupt) -> CommitReport:
+    async def commit(self, version: int, digest: str, interrupt: Interrupt) -> CommitResponse:
         self._on_swap(self.name, True)
         try:
             report = await super().commit(version, digest, interrupt)
-            return CommitReport(version, "stale", 0.0, 0) if self.stale else report
+            return (
+                report.model_copy(update={"digest": "stale", "pause_s": 0.0, "num_interrupted": 0})
+                if self.stale
+                else report
+            )
         finally:
             self._on_swap(self.name, False)
 

@@ -12,8 +12,8 @@ from asyncrl.engines.vllm.facts import VllmFacts
 from asyncrl.engines.vllm.vllm_server import VllmServer
 from asyncrl.errors import EngineLost
 from asyncrl.messages.base import Interrupt
-from asyncrl.messages.engine_calls import GenerateRequest, GenerateResponse
-from asyncrl.messages.records import CommitReport, Completion
+from asyncrl.messages.engine_calls import CommitResponse, GenerateRequest, GenerateResponse
+from asyncrl.messages.records import Completion
 from asyncrl.messages.trainer_calls import Canary, ExportResponse
 
 SLOTS = 4
@@ -49,7 +49,7 @@ def manifest(version: int, *, has_canary: bool = True) -> ExportResponse:
 
 async def publish(
     server: VllmServer, version: int, interrupt: Interrupt = "abort", *, has_canary: bool = True
-) -> CommitReport:
+) -> CommitResponse:
     what = manifest(version, has_canary=has_canary)
     await server.prepare(what)
     return await server.commit(version, what.digest, interrupt)

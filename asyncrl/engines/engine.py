@@ -12,8 +12,14 @@ from typing import NoReturn, Protocol, TypeVar
 from asyncrl.errors import EngineError, EngineLost
 from asyncrl.http import Caller, CallGarbled, CallLost, CallRefused
 from asyncrl.messages.base import EnginePart, Interrupt, Moved
-from asyncrl.messages.engine_calls import EngineHealth, GenerateChunk, GenerateRequest, GenerateResponse, Span
-from asyncrl.messages.records import CommitReport
+from asyncrl.messages.engine_calls import (
+    CommitResponse,
+    EngineHealth,
+    GenerateChunk,
+    GenerateRequest,
+    GenerateResponse,
+    Span,
+)
 from asyncrl.messages.trainer_calls import ExportChunkResponse, ExportResponse
 
 # What rooms are given for one engine server, whatever program it is. Knows no route.
@@ -64,7 +70,7 @@ class EngineClient(Protocol):
         """Have the weights loaded beside the serving ones; returns the digest of what was loaded."""
         ...
 
-    async def commit(self, version: int, digest: str, interrupt: Interrupt) -> CommitReport:
+    async def commit(self, version: int, digest: str, interrupt: Interrupt) -> CommitResponse:
         """Have the prepared weights swapped in; returns what the server says of the swap."""
         ...
 

@@ -30,18 +30,17 @@ from asyncrl.messages.engine_calls import (
     SleepRequest,
     WakeRequest,
 )
-from asyncrl.messages.records import CommitReport
 from asyncrl.messages.trainer_calls import ExportChunkResponse, ExportResponse
 
 _BAD_REQUEST = (400, 422)
 
 
 AboutVersion = TypeVar("AboutVersion", PrepareResponse, CommitResponse, LoadChunkResponse)
+Asked = TypeVar("Asked", PrepareRequest, LoadChunkRequest)
 
 
 class EngineServer:
-    """One engine server, for the pool (segments), for the publisher (a WeightTarget) and for a handover (a
-    SleepingEngine).
+    """One engine server, for the pool (segments), for weight sync and for a handover.
 
     Life:       made with the version that its process starts under -> given up by cut_nowait() ->
     renew_nowait(): a new
@@ -149,17 +148,10 @@ class EngineServer:
         """Have the weights loaded beside the serving ones; returns the digest of what was loaded. Raises
         EngineError.
         """
-        request = PrepareRequest(
-            version=manifest.version,
-            path=manifest.path,
-            digest=manifest.digest,
-            num_tensors=manifest.num_tensors,
-            num_bytes=manifest.num_bytes,
-            kind=manifest.kind,
-        )
+        request = _request(PrepareRequest, manifest)
         return (await self._post_version("/prepare", request, PrepareResponse)).digest
 
-    async def commit(self, version: int, digest: str, interrupt: Interrupt) -> CommitReport:
+    async def commit(self, version: int, digest: str, interrupt: Interrupt) -> CommitResponse:
         """Have the prepared weights swapped in; returns what the server says of the swap. Raises
         EngineError.
         """
@@ -171,12 +163,7 @@ class EngineServer:
         finally:
             self.num_commits += 1
         self.policy_version = version
-        return CommitReport(
-            version=answer.version,
-            digest=answer.digest,
-            pause_s=answer.pause_s,
-            num_interrupted=answer.num_interrupted,
-        )
+        return answer
 
     async def sleep(self, parts: Sequence[EnginePart]) -> Moved:
         """Have what runs aborted and these parts freed. Idempotent. Raises EngineError.
@@ -196,16 +183,7 @@ class EngineServer:
         """Have one chunk of a push loaded into its woken weights; returns the digest of what was loaded.
         Raises EngineError.
         """
-        request = LoadChunkRequest(
-            version=chunk.version,
-            index=chunk.index,
-            path=chunk.path,
-            memory=chunk.memory,
-            digest=chunk.digest,
-            num_tensors=chunk.num_tensors,
-            num_bytes=chunk.num_bytes,
-            is_last=chunk.is_last,
-        )
+        request = _request(LoadChunkRequest, chunk)
         return (await self._post_version("/load_chunk", request, LoadChunkResponse)).digest
 
     async def _post(
@@ -249,3 +227,8 @@ class EngineServer:
             rule="an answer carries the version that was asked for",
             way_out=f"make sure that only this run talks to {self._caller.url}.",
         )
+
+
+def _request(shape: type[Asked], told: ExportResponse | ExportChunkResponse) -> Asked:
+    """What an engine is to load, of all that the trainer says of its export."""
+    return shape(**{name: getattr(told, name) for name in shape.model_fields})

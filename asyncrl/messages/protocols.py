@@ -6,9 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Literal, Protocol
 
-from asyncrl.messages.base import Interrupt
 from asyncrl.messages.records import (
-    CommitReport,
     Completion,
     Finished,
     Group,
@@ -21,7 +19,6 @@ from asyncrl.messages.records import (
     Ticket,
     Work,
 )
-from asyncrl.messages.trainer_calls import ExportResponse
 
 
 class SamplingEngine(Protocol):
@@ -43,22 +40,6 @@ class SamplingEngine(Protocol):
         token once and in order, a few at a time, as they come; what it was told is in the completion,
         whatever happens to servers.
         """
-        ...
-
-
-class WeightTarget(Protocol):
-    """What the publisher needs of one engine server."""
-
-    name: str
-
-    async def prepare(self, manifest: ExportResponse) -> str:
-        """Load the weights beside the serving ones, while generation goes on; return the digest of what was
-        loaded.
-        """
-        ...
-
-    async def commit(self, version: int, digest: str, interrupt: Interrupt) -> CommitReport:
-        """Swap to the prepared weights between two decode steps and go on serving under `version`."""
         ...
 
 

@@ -246,16 +246,6 @@ class UnfinishedGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class CommitReport:
-    """What one engine server says of a swap: `pause_s` is the time in which it could not decode."""
-
-    version: int
-    digest: str
-    pause_s: float
-    num_interrupted: int
-
-
-@dataclass(frozen=True, slots=True)
 class Work:
     """One attempt of a rollout, to be run by a harness under `key`."""
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from asyncrl.engines.engine import EngineClient
 from asyncrl.errors import ConnectionShortage, PublishError, RoomError
-from asyncrl.messages.protocols import WeightTarget
 from asyncrl.messages.trainer_calls import ExportResponse
 from asyncrl.rollouts.evaluator import EvalResult, Evaluator
 from asyncrl.waits import TimeLimit, waiting
@@ -112,7 +112,7 @@ class Evaluation:
     def __init__(
         self,
         evaluator: Evaluator,
-        target: WeightTarget,
+        target: EngineClient,
         schedule: Schedule,
         hold: FileHold,
         *,

@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 from asyncrl.engines.engine import EngineClient
 from asyncrl.errors import ConnectionShortage, EngineLost, PublishError, RoomError
 from asyncrl.messages.base import BroadcastRequest, BroadcastResponse, Interrupt
-from asyncrl.messages.records import CommitReport
+from asyncrl.messages.engine_calls import CommitResponse
 from asyncrl.messages.trainer_calls import ExportChunkResponse, ExportResponse
 from asyncrl.waits import TimeLimit, waiting
 
@@ -170,14 +170,14 @@ class Push:
         clock = asyncio.get_running_loop().time
         start = clock()
 
-        async def commit(target: EngineClient) -> CommitReport:
+        async def commit(target: EngineClient) -> CommitResponse:
             before = self._serving[target.name]
             self._serving[target.name] = f"{before} or {self.version}, it gave no answer"
             report = await target.commit(self.version, digest, self._interrupt)
             self._serving[target.name] = str(report.version)
             return report
 
-        reports: dict[str, CommitReport] = {}
+        reports: dict[str, CommitResponse] = {}
         for turn in [(target,) for target in self.live] if self._is_rolling else [self.live]:
             targets = [target for target in turn if not self._is_down(target.name)]
             answers = await self._on(targets, "commit", commit)
@@ -246,7 +246,7 @@ class Push:
                 raise outcome
         return answers
 
-    def _check_served(self, target: EngineClient, report: CommitReport, digest: str) -> None:
+    def _check_served(self, target: EngineClient, report: CommitResponse, digest: str) -> None:
         self._check_digest(target, "serves", report.digest, digest)
         if report.version != self.version:
             raise self._error(

@@ -19,7 +19,7 @@ from asyncrl.engines.vllm.vllm_weights import Load
 from asyncrl.errors import EngineError, EngineLost
 from asyncrl.http import CallLost, CallRefused
 from asyncrl.messages.base import Interrupt
-from asyncrl.messages.records import CommitReport
+from asyncrl.messages.engine_calls import CommitResponse
 from asyncrl.waits import uncut
 
 RESUME_LIMIT_S = 10.0
@@ -59,7 +59,7 @@ class Commit:
         self._from, self._is_untrue = process.version, False
         self._pause_s, self._num_interrupted = 0.0, 0
 
-    async def run(self, interrupt: Interrupt) -> CommitReport:
+    async def run(self, interrupt: Interrupt) -> CommitResponse:
         """Returns once the weights serve, or, in an engine that sleeps, once they lie there. Raises
         EngineError.
         """
@@ -77,7 +77,12 @@ class Commit:
                     process.serve_nowait(load.version, self._label, load.digest, load.model)
                     process.confirm_nowait()
                     break
-        return CommitReport(load.version, load.digest, self._pause_s, self._num_interrupted)
+        return CommitResponse(
+            version=load.version,
+            digest=load.digest,
+            pause_s=self._pause_s,
+            num_interrupted=self._num_interrupted,
+        )
 
     async def check(self) -> None:
         """What run() left open, now that the engine is awake. Raises EngineError."""

@@ -28,8 +28,7 @@ from asyncrl.engines.vllm.vllm_weights import (
 from asyncrl.errors import EngineError, EngineLost
 from asyncrl.http import Caller
 from asyncrl.messages.base import EnginePart, Interrupt, Moved
-from asyncrl.messages.engine_calls import EngineHealth, GenerateRequest, GenerateResponse
-from asyncrl.messages.records import CommitReport
+from asyncrl.messages.engine_calls import CommitResponse, EngineHealth, GenerateRequest, GenerateResponse
 from asyncrl.messages.trainer_calls import ExportChunkResponse, ExportResponse
 from asyncrl.waits import TimeLimit
 
@@ -37,8 +36,7 @@ _TAGS: dict[EnginePart, str] = {"weights": "weights", "kv": "kv_cache"}
 
 
 class VllmServer:
-    """One vLLM server, for the pool (segments), for the publisher (a WeightTarget) and for a handover (a
-    SleepingEngine).
+    """One vLLM server, for the pool (segments), for weight sync and for a handover.
 
     Life:       made -> ready() -> given up by cut_nowait(), or broken by a commit that failed ->
     renew_nowait(): a new process stands
@@ -233,7 +231,7 @@ class VllmServer:
         self._staged = load
         return digest
 
-    async def commit(self, version: int, digest: str, interrupt: Interrupt) -> CommitReport:
+    async def commit(self, version: int, digest: str, interrupt: Interrupt) -> CommitResponse:
         """Have the prepared weights swapped in; returns what the server says of the swap, once the canary
         agrees. Raises EngineError.
         """
@@ -242,7 +240,7 @@ class VllmServer:
         is_same = version == process.version and digest == process.digest
         if is_same and process.is_settled and process.has_content:
             self._leave_meeting_nowait()
-            return CommitReport(version, digest, 0.0, 0)
+            return CommitResponse(version=version, digest=digest, pause_s=0.0, num_interrupted=0)
         self._num_chunks = 0  # whatever becomes of this commit, a push ends with it
         is_other = version < process.version or (
             version == process.version and process.digest not in ("", digest)
