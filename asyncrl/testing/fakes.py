@@ -189,7 +189,7 @@ class FakeScorer:
 
 
 class FakeTrainer:
-    """A WeightSource, and the train() of a trainer's client: a step takes `train_s`, an export `export_s`.
+    """What weight sync and the train loop need of a trainer: a step takes `train_s`, an export `export_s`.
 
     Like the worker it does one thing at a time: an export waits for the step that runs. The digest of a
     version is `w{version}`, or always `w0` if `is_frozen` (a publish of the same weights).

@@ -39,7 +39,7 @@ RECOVERED_TIMEOUT_S = 60.0
 
 
 class TrainerClient:
-    """Calls one trainer worker, and knows its policy_version; a types.WeightSource.
+    """Calls one trainer worker, and knows its policy_version.
 
     Life:       open until aclose(). `policy_version` follows the answers to train().
     Waits:      train, export and save wait for the worker, `timeout_s` at most (None: until it answers or its
