@@ -23,7 +23,7 @@ from asyncrl.observe.run_numbers import Steps, evaluation_text
 from asyncrl.observe.status import render_status
 from asyncrl.placement.plan import make_plan, trainer_threads
 from asyncrl.rollouts.evaluator import EvalResult, Sample
-from asyncrl.run.agents import wire_evaluation
+from asyncrl.run.agents import make_evaluation
 from asyncrl.run.report import Reporter
 from asyncrl.tasks.from_config import build_task, look_at_eval_task, read_eval_task
 from asyncrl.tasks.letters import Letters
@@ -102,9 +102,8 @@ def test_calls_of_the_eval_reward_that_do_not_end_are_a_number_of_the_evaluation
     checkpoints: Any = SimpleNamespace(evaluated=lambda *_: None)
 
     async def story() -> None:
-        evaluation = wire_evaluation(
+        evaluation = make_evaluation(
             config,
-            settings,
             EngineServer(FakeEngineServer("engine-eval")),
             prompts,
             scorer,

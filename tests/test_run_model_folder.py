@@ -38,7 +38,7 @@ def begin(run_dir: Path, model: Path, given: str = "base") -> None:
 @pytest.mark.parametrize(
     ("name", "content", "why"),
     [
-        ("model.safetensors", b"MODEL.SAFETENSORS" * 1000, "model.safetensors has other content"),
+        ("model.safetensors", b"MODEL.SAFETENSORS" * 1000, "model.safetensors is changed"),
         ("config.json", None, "config.json is missing"),
         ("chat_template.jinja", b"{{ messages }}", "chat_template.jinja is new"),
     ],
@@ -129,7 +129,7 @@ def test_a_model_that_was_accepted_becomes_the_runs_only_when_the_run_goes_on_wi
     pin.check(model)
     pin.read(model)
     assert (tmp_path / "run" / "model.json").read_bytes() == before, "the start may still be refused"
-    with pytest.raises(ConfigError, match="has other content"):
+    with pytest.raises(ConfigError, match="is changed"):
         ModelPin(tmp_path / "run", "base").check(model)
     pin.write()
     ModelPin(tmp_path / "run", "base").check(model)

@@ -6,20 +6,17 @@ Reads files and blocks; starts nothing, imports no torch.
 
 from __future__ import annotations
 
-import hashlib
 import json
-import mmap
-import struct
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+
+import xxhash
 
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
 from asyncrl.files import write_whole
-from asyncrl.messages.base import joint_digest, tensor_digest
 from asyncrl.messages.records import Prompt, Rollout
 from asyncrl.placement.devices import Placement
 from asyncrl.placement.memory_plan import item_bytes
@@ -31,6 +28,8 @@ from asyncrl.rollouts.recording import (
     read_recording,
     refuse_difference,
 )
+from asyncrl.run.engine_kinds import engine_kind, max_length
+from asyncrl.run.model_folder import TOKENIZER, WEIGHTS, hash_files
 
 RUN_COPY = "replay.jsonl"
 """In the run directory: what the run began with, whatever becomes of the file that it was given."""
@@ -50,26 +49,44 @@ class Replayed:
     rollouts: Mapping[str, tuple[Rollout, ...]]
     left_out: Mapping[str, int]
 
-    @property
-    def num_rollouts(self) -> int:
-        """Of all prompts together."""
-        return sum(map(len, self.rollouts.values()))
+    def refuse_unless(self, sampled: SampledBy) -> None:
+        """Raise ConfigError, with both digests, unless the run starts from what the recording was sampled
+        from.
+        """
+        refuse_difference(self.path, self.sampled_by, sampled)
+
+    def text(self, config: RunConfig) -> str:
+        """How many can be taken at most, and why not all."""
+        buffer, num_groups = config.buffer, config.trainer.num_groups
+        look_ahead = buffer.max_staleness if buffer.look_ahead == "auto" else buffer.look_ahead
+        num_first = min(look_ahead + 1, config.trainer.num_steps) * num_groups
+        if buffer.filter != "none":  # a group that is filtered makes room for another at the same version
+            num_first = len(self.prompts)
+        num_rollouts = sum(map(len, self.rollouts.values()))
+        most = sum(len(self.rollouts[prompt.prompt_id]) for prompt in self.prompts[:num_first])
+        text = f"{num_rollouts} recorded rollouts of {len(self.prompts)} prompts, "
+        text += f"of which at most {most} can be taken"
+        if most < num_rollouts:
+            text += (
+                f": only (look_ahead + 1) * num_groups = {num_first} groups may start while policy_version "
+                f"{RECORDED_VERSION} is served (buffer.max_staleness), later ones are sampled"
+            )
+        return text + (f"; left out: {_reasons(self.left_out)}" if self.left_out else "")
 
 
-def open_replay(config: RunConfig, run_dir: Path) -> Replayed | None:
+def open_replay(config: RunConfig, run_dir: Path | None) -> Replayed | None:
     """The recording that task.replay names, None if it names none. Raises ConfigError.
 
-    It is copied into the run directory, and a run that goes on reads the copy: its prompts keep their places
-    in the order.
+    It is copied into the run directory, if there is one, and a run that goes on reads the copy: its prompts
+    keep their places in the order.
     """
     if config.task.replay is None:
         return None
-    given, copy = Path(config.task.replay), run_dir / RUN_COPY
+    given = Path(config.task.replay)
+    copy = given if run_dir is None else run_dir / RUN_COPY
+    recording = read_recording(copy if copy.exists() else given)
     if not copy.exists():
-        recording = read_recording(given)
         write_whole(copy, given.read_text(encoding="utf-8"))
-    else:
-        recording = read_recording(copy)
     return choose(recording, config, given)
 
 
@@ -84,147 +101,66 @@ def settle_copy(config: RunConfig, run_dir: Path, *, is_new: bool) -> None:
         began = "with recorded rollouts" if copy.exists() else "without any"
         raise ConfigError(
             f"task.replay={config.task.replay}, and the run in {run_dir} began {began}",
-            rule="the prompts of a recording come first, so that the place of every later one depends on "
-            "them",
+            rule="the prompts of a recording come first, so the place of every later one depends on them",
             way_out="put task.replay back as it was, or start a new run.",
         )
-
-
-def check_replay(config: RunConfig) -> str | None:
-    """What task.replay holds, in words, for `asyncrl check`. Raises ConfigError."""
-    if config.task.replay is None:
-        return None
-    path = Path(config.task.replay)
-    replayed = choose(read_recording(path), config, path)
-    return f"{path}: {told(replayed, config)}"
 
 
 def choose(recording: Recording, config: RunConfig, path: Path) -> Replayed:
     """The usable rollouts by prompt, group_size of each at most. Raises ConfigError for another temperature,
     or if none is usable.
     """
-    if recording.sampled_by.temperature != config.rollout.temperature:
-        now = replace(recording.sampled_by, temperature=config.rollout.temperature)
-        refuse_difference(path, recording.sampled_by, now)
+    refuse_difference(
+        path, recording.sampled_by, replace(recording.sampled_by, temperature=config.rollout.temperature)
+    )
     left_out: Counter[str] = Counter()
-    found: dict[str, tuple[Prompt, list[Rollout]]] = {}
+    prompts: dict[str, Prompt] = {}
+    rollouts: dict[str, tuple[Rollout, ...]] = {}
     for record in recording.rollouts:
-        of_prompt = found.get(record.prompt.prompt_id, (record.prompt, []))[1]
-        why = _unusable(record, config) or (
-            "beyond rollout.group_size" if len(of_prompt) == config.rollout.group_size else ""
+        prompt = prompts.get(record.prompt.prompt_id) or replace(
+            record.prompt, prompt_id=f"replay/{len(prompts)}"
         )
-        if why:
+        taken = rollouts.get(prompt.prompt_id, ())
+        is_full = len(taken) == config.rollout.group_size
+        if why := _unusable(record, config) or ("beyond rollout.group_size" if is_full else ""):
             left_out[why] += 1
             continue
-        found.setdefault(record.prompt.prompt_id, (record.prompt, of_prompt))
-        of_prompt.append(tuple(replace(branch, sample_index=len(of_prompt)) for branch in record.rollout))
-    if not found:
+        prompts[record.prompt.prompt_id] = prompt
+        renumbered = tuple(replace(branch, sample_index=len(taken)) for branch in record.rollout)
+        rollouts[prompt.prompt_id] = (*taken, renumbered)
+    if not rollouts:
+        reasons = _reasons(left_out) or "none left out"
         raise ConfigError(
-            f"task.replay={path} has no rollout to train on ({len(recording.rollouts)} rollouts; "
-            f"{_reasons(left_out) or 'none left out'})",
+            f"task.replay={path} has no rollout to train on ({len(recording.rollouts)} rollouts; {reasons})",
             way_out="record rollouts with a reward, or remove task.replay.",
         )
-    prompts = tuple(
-        replace(prompt, prompt_id=f"replay/{number}") for number, (prompt, _) in enumerate(found.values())
-    )
-    rollouts = {
-        prompt.prompt_id: tuple(of_prompt)
-        for prompt, (_, of_prompt) in zip(prompts, found.values(), strict=True)
-    }
-    return Replayed(path, recording.sampled_by, prompts, rollouts, left_out)
+    return Replayed(path, recording.sampled_by, tuple(prompts.values()), rollouts, left_out)
 
 
 def _unusable(record: RecordedRollout, config: RunConfig) -> str:
-    max_length = config.rollout.max_prompt_tokens + config.rollout.max_tokens
     if record.reward is None:
         return "without a reward"
     if {span.version for branch in record.rollout for span in branch.version_spans} != {RECORDED_VERSION}:
         return f"with tokens of another policy_version than {RECORDED_VERSION}"
-    if max(len(branch.token_ids) for branch in record.rollout) > max_length:
-        return f"longer than max_prompt_tokens + max_tokens = {max_length}"
+    if max(len(branch.token_ids) for branch in record.rollout) > max_length(config):
+        return f"longer than max_prompt_tokens + max_tokens = {max_length(config)}"
     return ""
-
-
-def told(replayed: Replayed, config: RunConfig) -> str:
-    """How many can be taken at most, and why not all."""
-    buffer, num_groups = config.buffer, config.trainer.num_groups
-    look_ahead = buffer.max_staleness if buffer.look_ahead == "auto" else buffer.look_ahead
-    num_first = min(look_ahead + 1, config.trainer.num_steps) * num_groups
-    if buffer.filter != "none":  # a group that is filtered makes room for another one at the same version
-        num_first = len(replayed.prompts)
-    most = sum(len(replayed.rollouts[prompt.prompt_id]) for prompt in replayed.prompts[:num_first])
-    text = f"{replayed.num_rollouts} recorded rollouts of {len(replayed.prompts)} prompts, of which at most "
-    text += f"{most} can be taken"
-    if most < replayed.num_rollouts:
-        text += (
-            f": only (look_ahead + 1) * num_groups = {num_first} groups may start while policy_version "
-            f"{RECORDED_VERSION} is served"
-            " (buffer.max_staleness), later ones are sampled"
-        )
-    return text + (f"; left out: {_reasons(replayed.left_out)}" if replayed.left_out else "")
 
 
 def _reasons(left_out: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {why}" for why, count in left_out.items())
 
 
-def refuse_other_policy(
-    replayed: Replayed, config: RunConfig, model_path: Path, placement: Placement
-) -> None:
-    """Raise ConfigError, with both digests, unless the run starts from what the recording was sampled
-    from.
-    """
-    refuse_difference(replayed.path, replayed.sampled_by, sampled_by(config, model_path, placement))
-
-
 def sampled_by(config: RunConfig, model_path: Path, placement: Placement) -> SampledBy:
     """What rollouts at policy_version 0 are sampled from. Reads all weights."""
     dtype = "bfloat16" if item_bytes(config.model.dtype, placement.rollout[0]) == 2 else "float32"
-    try:
-        digest = "simulated" if config.rollout.engine == "simulated" else _folder_digest(model_path)
-        return SampledBy(digest, dtype, _tokenizer_digest(config, model_path), config.rollout.temperature)
-    except (OSError, ValueError, KeyError, struct.error) as error:
-        raise ConfigError(
-            f"cannot read the model in {model_path}: {type(error).__name__}: {error}",
-            way_out="restore its files.",
-        ) from error
+    weights = _digest(model_path, WEIGHTS) if engine_kind(config).has_model else "simulated"
+    template = config.model.chat_template and Path(config.model.chat_template).read_text(encoding="utf-8")
+    tokenizer = _digest(model_path, TOKENIZER, json.dumps(template))
+    return SampledBy(weights, dtype, tokenizer, config.rollout.temperature)
 
 
-def _folder_digest(folder: Path) -> str:
-    paths = sorted(folder.glob("*.safetensors"))
-    if not paths:
-        raise ConfigError(
-            f"{folder} has no safetensors file",
-            rule="rollouts are recorded with the digest of the weights that sampled them",
-            way_out="save the model again with transformers: save_pretrained writes safetensors.",
-        )
-    return joint_digest(digest for path in paths for digest in _tensor_digests(path))
-
-
-def _tensor_digests(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-        (size,) = struct.unpack("<Q", mapped[:8])
-        header: dict[str, Any] = json.loads(mapped[8 : 8 + size])
-        with memoryview(mapped) as content:
-            for name, tensor in header.items():
-                if name != "__metadata__":
-                    start, end = (8 + size + offset for offset in tensor["data_offsets"])
-                    with content[start:end] as data:
-                        yield tensor_digest(name, tensor["dtype"], tuple(tensor["shape"]), data)
-
-
-def _tokenizer_digest(config: RunConfig, folder: Path) -> str:
-    """Of vocabulary and template, as the folder has them; not of what else a tokenizer's files say."""
-    digest = hashlib.sha256()
-    for name in ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja"):
-        if (folder / name).is_file():
-            digest.update(f"{name}|".encode() + hashlib.sha256((folder / name).read_bytes()).digest())
-    settings = folder / "tokenizer_config.json"
-    inline = (
-        json.loads(settings.read_text(encoding="utf-8")).get("chat_template") if settings.is_file() else None
-    )
-    given = (
-        Path(config.model.chat_template).read_text(encoding="utf-8") if config.model.chat_template else inline
-    )
-    digest.update(json.dumps(given).encode())
-    return digest.hexdigest()[:32]
+def _digest(folder: Path, patterns: Sequence[str], more: str = "") -> str:
+    files = hash_files(folder, patterns, {})
+    text = json.dumps([[name, file.xxh3] for name, file in files.items()]) + more
+    return xxhash.xxh3_128_hexdigest(text.encode())

@@ -17,11 +17,13 @@ from rich.table import Table
 from asyncrl.agents.endpoint.gateway import Gateway
 from asyncrl.agents.endpoint.sessions import GatewaySession
 from asyncrl.agents.endpoint.work_routes import RolloutQueue
+from asyncrl.config import RunConfig
 from asyncrl.errors import RolloutFailure, RoomError
 from asyncrl.messages.records import GroupId, Outcome, Prompt, Rollout
 from asyncrl.rollouts.producers import Spawn
 from asyncrl.rollouts.recording import Recorder, spans_of
-from asyncrl.rollouts.rollout import FailedRollout, Generator, RolloutAttempt, RolloutRunner
+from asyncrl.rollouts.rollout import FailedRollout, Generator, RolloutRunner
+from asyncrl.run.agents import num_rollouts
 from asyncrl.run.life import Life
 
 
@@ -41,8 +43,7 @@ class PeoplesKey:
         self._gateway, self._recorder, self._life = gateway, recorder, life
         # Drawn, so that the next time does not draw the same tokens.
         self._name = f"people/{secrets.token_hex(4)}"
-        self._num_rollouts = 0
-        self._session = self._open()
+        self._session = self._open(0)
         queue.on_outcome(self.outcome_key, self._take, sampling_key=self.key)
 
     def close(self) -> None:
@@ -54,8 +55,7 @@ class PeoplesKey:
             return
         self._keep(self._session, None, rollout)
 
-    def _open(self) -> GatewaySession:
-        number = self._num_rollouts
+    def _open(self, number: int) -> GatewaySession:
         return self._gateway.open_for_person_nowait(
             self.key, f"{self._name}/{number}", prompt_id=self._name, sample_index=number
         )
@@ -69,8 +69,7 @@ class PeoplesKey:
         session = self._session
         rollout = session.rollout(0, outcome, reward or 0.0)
         session.end_nowait("an outcome was posted: it ended this rollout, and the key goes on with a new one")
-        self._num_rollouts += 1
-        self._session = self._open()
+        self._session = self._open(session.sample_index + 1)
         try:
             self._keep(session, reward, rollout)
         except RoomError as error:
@@ -108,24 +107,12 @@ def shape_text(rollout: Rollout) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """What came of one rollout; `number` is that of its prompt, from 0."""
+    """What came of one rollout; `failure` if it failed at each attempt."""
 
-    number: int
     prompt: Prompt
     sample_index: int
-    attempt: int
-    outcome: Rollout | FailedRollout
-
-    @property
-    def has_failed(self) -> bool:
-        """At each attempt."""
-        return isinstance(self.outcome, FailedRollout)
-
-    @property
-    def rollout(self) -> Rollout:
-        """Of one that has not failed."""
-        assert not isinstance(self.outcome, FailedRollout)
-        return self.outcome
+    rollout: Rollout
+    failure: FailedRollout | None = None
 
     @property
     def reward(self) -> float:
@@ -135,93 +122,62 @@ class Tried:
     def line(self) -> str:
         """In words."""
         name = f"{self.prompt.prompt_id} sample {self.sample_index}"
-        if isinstance(self.outcome, FailedRollout):
-            return f"{name} {self.outcome.how}: {self.outcome.failure.what}"
-        return f"{name}: reward {self.reward:.4g}, {shape_text(self.outcome)}"
-
-
-class InOrder:
-    """Records what was tried in the order of prompts and samples, whatever is done first: a recording would
-    begin with what is short, else.
-    """
-
-    def __init__(self, group_size: int, recorder: Recorder) -> None:
-        self._group_size, self._recorder = group_size, recorder
-        self._held: dict[int, Tried] = {}
-        self._next = 0
-
-    def take(self, tried: Tried) -> None:
-        """One is done: it is recorded as soon as all before it are done."""
-        self._held[tried.number * self._group_size + tried.sample_index] = tried
-        while (found := self._held.pop(self._next, None)) is not None:
-            self._next += 1
-            self._record(found)
-
-    def close(self) -> None:
-        """Nothing comes any more: record the rest."""
-        for place in sorted(self._held):
-            self._record(self._held.pop(place))
-
-    def _record(self, tried: Tried) -> None:
-        if not tried.has_failed:
-            self._recorder.record(tried.prompt, tried.reward, tried.rollout)
-
-
-class _Counting:
-    """A Generator that remembers which attempt a rollout came from."""
-
-    def __init__(self, generator: Generator) -> None:
-        self._generator = generator
-        self.attempts: dict[tuple[int, int], int] = {}
-
-    async def run_attempt(self, attempt: RolloutAttempt) -> Rollout:
-        self.attempts[attempt.group_id, attempt.sample_index] = attempt.attempt
-        return await self._generator.run_attempt(attempt)
-
-
-class _NoJournal:
-    """Of rollouts that are not gone on with."""
-
-    def admitted_nowait(self, *_: object, **__: object) -> None:
-        pass
-
-    segment_nowait = rollout_finished_nowait = rollout_failed_nowait = group_ended_nowait = admitted_nowait
+        if self.failure is not None:
+            return f"{name} {self.failure.how}: {self.failure.failure.what}"
+        return f"{name}: reward {self.reward:.4g}, {shape_text(self.rollout)}"
 
 
 async def try_rollouts(
+    config: RunConfig,
     generator: Generator,
     prompts: Sequence[Prompt],
+    recorder: Recorder,
     *,
-    group_size: int,
-    capacity: int,
-    timeout_s: float | None,
-    retries: int,
-    on_tried: Callable[[Tried], None],
+    say: Callable[[str], None],
     spawn: Spawn,
 ) -> list[Tried]:
-    """`group_size` rollouts of each prompt, `capacity` at once; `on_tried` is told of each as it ends. A
-    RoomError ends `spawn`'s group.
+    """`rollout.group_size` rollouts of each prompt; `say` is told of each as it ends. A RoomError ends
+    `spawn`'s group.
+
+    They are recorded in the order of prompts and samples, each as soon as all before it are done: in the
+    order of their ends a recording would begin with what is short.
     """
-    counting, free, all_tried = _Counting(generator), asyncio.Semaphore(capacity), list[Tried]()
-    runner, journal = RolloutRunner(counting, timeout_s=timeout_s, retries=retries), _NoJournal()
+    rollout, free = config.rollout, asyncio.Semaphore(num_rollouts(config))
+    runner = RolloutRunner(generator, timeout_s=rollout.timeout_s, retries=rollout.retries)
+    places = [(prompt, index) for prompt in prompts for index in range(rollout.group_size)]
+    held, all_tried, recorded = dict[int, Tried](), list[Tried](), 0
 
     async def no_wait() -> None:
         """`free` is what is waited for, for all attempts together."""
 
-    async def one(number: int, index: int) -> None:
-        async with free:
-            group_id, prompt = GroupId(number), prompts[number]
-            outcome = await runner.run(
-                group_id, prompt, index, wait_slot=no_wait, stopped_sampling=lambda: None, journal=journal
-            )
-        tried = Tried(number, prompt, index, counting.attempts[group_id, index], outcome)
-        all_tried.append(tried)
-        on_tried(tried)
+    def record(*, is_over: bool = False) -> None:
+        nonlocal recorded
+        while recorded < len(places) and (is_over or recorded in held):
+            tried = held.pop(recorded, None)
+            recorded += 1
+            if tried is not None and tried.failure is None:
+                recorder.record(tried.prompt, tried.reward, tried.rollout)
 
-    places = [(number, index) for number in range(len(prompts)) for index in range(group_size)]
-    await asyncio.wait(
-        [spawn(one(number, index), name=f"rollout g{number}/r{index}") for number, index in places]
-    )
+    async def one(place: int) -> None:
+        prompt, index = places[place]
+        async with free:
+            group_id = GroupId(place // rollout.group_size)
+            result = await runner.run(
+                group_id, prompt, index, wait_slot=no_wait, stopped_sampling=lambda: None
+            )
+        if isinstance(result, FailedRollout):
+            tried = Tried(prompt, index, (), result)
+        else:
+            tried = Tried(prompt, index, result)
+        held[place] = tried
+        all_tried.append(tried)
+        say(f"[{len(all_tried)}/{len(places)}] {tried.line()}")
+        record()
+
+    try:
+        await asyncio.wait([spawn(one(place), name=f"rollout {place}") for place in range(len(places))])
+    finally:
+        record(is_over=True)
     return all_tried
 
 
@@ -232,7 +188,7 @@ def result_table(prompts: Sequence[Prompt], all_tried: Sequence[Tried]) -> Table
         table.add_column(title, justify="left" if title == "prompt" else "right", overflow="fold")
     for prompt in prompts:
         tried = [one for one in all_tried if one.prompt is prompt]
-        done = [one for one in tried if not one.has_failed]
+        done = [one for one in tried if one.failure is None]
         rewards = [one.reward for one in done]
         sizes = [[num_turns(one.rollout) for one in done], [num_tokens(one.rollout) for one in done]]
         numbers = [fmean(rewards), min(rewards), max(rewards), *map(fmean, sizes)] if done else []
@@ -243,9 +199,10 @@ def result_table(prompts: Sequence[Prompt], all_tried: Sequence[Tried]) -> Table
 
 def verdict(all_tried: Sequence[Tried]) -> str:
     """All of it in a line, and the last failure."""
-    rewards = [tried.reward for tried in all_tried if not tried.has_failed]
-    failures = [tried.outcome.failure for tried in all_tried if isinstance(tried.outcome, FailedRollout)]
+    rewards = [tried.reward for tried in all_tried if tried.failure is None]
+    failures = [tried.failure for tried in all_tried if tried.failure is not None]
     parts = [f"mean reward {fmean(rewards):.4f} over {len(rewards)} rollouts"] if rewards else []
     if failures:
-        parts.append(f"{len(failures)} of {len(all_tried)} rollouts failed, the last one: {failures[-1]}")
+        last = failures[-1].failure
+        parts.append(f"{len(failures)} of {len(all_tried)} rollouts failed, the last one: {last}")
     return "; ".join(parts)
