@@ -7,7 +7,7 @@ import functools
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 import typer
 
@@ -30,6 +30,9 @@ app.add_typer(serve_app, name="serve")
 Option = functools.partial(typer.Option, show_default=False)
 Argument = functools.partial(typer.Argument, show_default=False)
 
+Text: TypeAlias = str | None
+Texts: TypeAlias = list[str] | None
+File: TypeAlias = Path | None
 ConfigPath = Annotated[Path, Argument(metavar="CONFIG", help="YAML file, e.g. configs/quickstart.yaml.")]
 Overrides = Annotated[
     list[str] | None,
@@ -38,9 +41,7 @@ Overrides = Annotated[
     ),
 ]
 RunDir = Annotated[Path, Argument(metavar="RUN_DIR", help="Directory of a run.")]
-ServeDir = Annotated[
-    Path | None, Option("--run-dir", help="Directory for logs (default: runs/serve-NAME-DATE-TIME).")
-]
+ServeDir = Annotated[File, Option("--run-dir", help="For logs (default: runs/serve-NAME-DATE-TIME).")]
 Json = Annotated[bool, typer.Option("--json", help="For machines.")]
 
 
@@ -65,18 +66,14 @@ def _root(version: Version = False) -> None:
 def run(
     config: ConfigPath,
     overrides: Overrides = None,
-    run_dir: Annotated[
-        Path | None, Option(help="Directory for everything the run writes (default: runs/NAME-DATE-TIME).")
-    ] = None,
+    run_dir: Annotated[File, Option(help="Directory of the run (default: runs/NAME-DATE-TIME).")] = None,
     resume: Annotated[
         str,
         typer.Option(
             help="auto: go on with the run in --run-dir, if any; never, must: refuse one, a new one."
         ),
     ] = "auto",
-    allow_change: Annotated[
-        list[str] | None, Option(help="Key or section that may differ from the run that is gone on with.")
-    ] = None,
+    allow_change: Annotated[Texts, Option(help="Key or section that may differ from the run before.")] = None,
 ) -> None:
     """Train. Three settings matter at first: trainer.num_groups, buffer.max_staleness and placement.
 
@@ -110,7 +107,7 @@ def check(config: ConfigPath, overrides: Overrides = None) -> None:
 
 
 @app.command()
-def keys(section: Annotated[str | None, Argument(help="Only this section, e.g. buffer.")] = None) -> None:
+def keys(section: Annotated[Text, Argument(help="Only this section, e.g. buffer.")] = None) -> None:
     """List every setting with its type, default and meaning."""
     from asyncrl.config.load import describe_keys
 
@@ -147,16 +144,11 @@ def simulate(
     devices: Annotated[int, typer.Option(min=2, help="Devices in all.")] = 8,
     ratio: Annotated[
         float,
-        typer.Option(
-            min=1e-6, max=1e6, help="Seconds to generate a batch over seconds to train on it, on all devices."
-        ),
+        typer.Option(min=1e-6, max=1e6, help="Seconds of generating a batch over those of training on it."),
     ] = 1.0,
-    sigma: Annotated[
-        float,
-        typer.Option(min=0, max=10, help="Spread of the lengths (lognormal): 0 = equal, 1 = a long tail."),
-    ] = 1.0,
+    sigma: Annotated[float, typer.Option(min=0, max=10, help="Spread of the lengths (lognormal).")] = 1.0,
     handover_s: Annotated[
-        float, typer.Option(min=0, max=1e6, help="Cost of a turn, in units of a mean rollout.")
+        float, typer.Option(min=0, max=1e6, help="Cost of a turn, in mean rollouts.")
     ] = 0.2,
 ) -> None:
     """What taking turns on all devices would give against splitting them, at several bounds, in virtual time.
@@ -173,30 +165,24 @@ def simulate(
 def work(
     url: Annotated[str, Argument(metavar="URL", help="Address of the gateway, as the run prints it.")],
     key: Annotated[
-        str | None,
-        Option(
-            help="The run's worker key (default: ASYNCRL_WORKER_KEY; arguments are read by everybody here)."
-        ),
+        Text, Option(help="The worker key (default: ASYNCRL_WORKER_KEY; arguments are public).")
     ] = None,
     key_file: Annotated[
-        Path | None, Option(metavar="FILE", help="A file with the worker key, or the run's gateway.json.")
+        File, Option(metavar="FILE", help="A file with it, or the run's gateway.json.")
     ] = None,
     python: Annotated[
-        str | None, Option(metavar="MODULE:FUNCTION", help="Agent: async (task, session) -> reward.")
+        Text, Option(metavar="MODULE:FUNCTION", help="Agent: async (task, session) -> reward.")
     ] = None,
     command: Annotated[
-        str | None, Option(metavar="'PROGRAM ARG...'", help="Agent: a program, its task on standard input.")
+        Text, Option(metavar="'PROGRAM ARG...'", help="Agent: a program, its task on stdin.")
     ] = None,
-    verifiers: Annotated[str | None, Option(metavar="ID", help="Agent: a verifiers environment.")] = None,
+    verifiers: Annotated[Text, Option(metavar="ID", help="Agent: a verifiers environment.")] = None,
     slots: Annotated[int, typer.Option(help="Rollouts that this worker runs at once.")] = 8,
-    name: Annotated[str | None, Option(help="Its name in the run's messages (default: HOST/PID).")] = None,
-    args: Annotated[str | None, Option(metavar="JSON", help="Settings of the agent, an object.")] = None,
-    env: Annotated[
-        list[str] | None, Option(metavar="NAME=VALUE", help="Environment variable of the command.")
-    ] = None,
+    name: Annotated[Text, Option(help="Its name in the run's messages (default: HOST/PID).")] = None,
+    args: Annotated[Text, Option(metavar="JSON", help="Settings of the agent, an object.")] = None,
+    env: Annotated[Texts, Option(metavar="NAME=VALUE", help="Environment variable of the command.")] = None,
     pass_env: Annotated[
-        list[str] | None,
-        Option(metavar="NAME", help="Variable of this environment that the command gets, too."),
+        Texts, Option(metavar="NAME", help="Variable of ours that the command gets, too.")
     ] = None,
 ) -> None:
     """Run rollouts for a run elsewhere that has generator.remote: true. Any number of workers, on any hosts,
@@ -225,9 +211,7 @@ def work(
 def serve_gateway(
     config: ConfigPath,
     overrides: Overrides = None,
-    record: Annotated[
-        Path | None, Option(metavar="FILE", help="Write each rollout to this file, for task.replay.")
-    ] = None,
+    record: Annotated[File, Option(metavar="FILE", help="Write each rollout here, for task.replay.")] = None,
     rollouts: Annotated[
         int | None,
         Option(

@@ -7,10 +7,7 @@ import errno
 import json
 import os
 import signal
-import sys
-import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +28,7 @@ from asyncrl.run import loop as job
 from asyncrl.run.build import end_server
 from asyncrl.run.colocate import SideBySide
 from asyncrl.run.loop import Job
-from asyncrl.run.model_folder import MODEL_PIN, in_daemon_thread
+from asyncrl.run.model_folder import MODEL_PIN
 from asyncrl.run.report import Reporter
 from asyncrl.run.resume import ResumePoint
 from asyncrl.testing.memory_journal import MemoryJournal
@@ -336,32 +333,6 @@ def test_closing_goes_on_to_its_end_when_the_run_is_cancelled_meanwhile() -> Non
         assert closed == ["engine-0"]
 
     run_virtual(story())
-
-
-def test_blocking_work_of_the_start_is_not_waited_for_when_it_is_cancelled() -> None:
-    released = threading.Event()
-
-    async def story() -> None:
-        loop, started = asyncio.get_running_loop(), asyncio.Event()
-
-        def work() -> None:
-            loop.call_soon_threadsafe(started.set)
-            released.wait()
-
-        waiting = asyncio.create_task(in_daemon_thread(work))
-        await started.wait()
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-
-    asyncio.run(story())  # with a thread of the loop's own pool this would never return
-    released.set()
-
-
-@pytest.mark.parametrize("stop", [lambda: [][1], lambda: sys.exit("enough")])
-def test_what_blocking_work_raises_reaches_the_start(stop: Callable[[], Any]) -> None:
-    with pytest.raises((IndexError, RuntimeError), match="out of range|enough"):
-        asyncio.run(in_daemon_thread(stop))
 
 
 def test_an_abrupt_end_clears_this_processs_staging() -> None:

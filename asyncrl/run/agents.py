@@ -8,10 +8,9 @@ import json
 import math
 import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from asyncrl.agents.endpoint.engine_route import fewest_message_tokens
 from asyncrl.agents.endpoint.gateway import Gateway, collect_less
@@ -27,7 +26,6 @@ from asyncrl.errors import RoomError
 from asyncrl.files import write_whole
 from asyncrl.http import Caller
 from asyncrl.messages.protocols import SamplingEngine
-from asyncrl.messages.records import Prompt
 from asyncrl.messages.work import WORKER_KEY_ENV, WorkerHealth
 from asyncrl.observe.run_files import read_evaluations
 from asyncrl.placement.processes import ChildProcess
@@ -37,8 +35,10 @@ from asyncrl.rollouts.generators import HarnessGenerator, SingleTurn
 from asyncrl.rollouts.rollout import Generator, derive_seed
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.run.engine_kinds import max_length
+from asyncrl.run.life import Life
 from asyncrl.run.start import Server, start_all
-from asyncrl.run.supervise import WorkerSupervisor
+from asyncrl.run.supervise import Tell, WorkerSupervisor
+from asyncrl.tasks.from_config import EvalTask
 from asyncrl.tasks.scorer import TaskScorer
 
 NO_WORKER_S = 30.0
@@ -112,22 +112,15 @@ class Harnessing:
     """
 
     def __init__(
-        self,
-        config: RunConfig,
-        engines: SamplingEngine,
-        tokenizer: HFChatTokenizer,
-        run_dir: Path,
-        *,
-        on_broken: Callable[[RoomError], None],
-        warn: Callable[[str], None],
-        on_event: Callable[[str, Mapping[str, Any]], None],
+        self, job: Life, engines: SamplingEngine, tokenizer: HFChatTokenizer, on_event: Tell
     ) -> None:
+        config, run_dir = job.config, job.run_dir
         is_remote = config.generator.remote
         # The key of our own workers stands nowhere: what a model runs under our user could take it, lease
         # rollouts, and reward them.
         self.worker_key = _kept_worker_key(run_dir) if is_remote else secrets.token_urlsafe(24)
         self.gateway, self.queue = make_gateway(
-            config, engines, tokenizer, worker_key=self.worker_key, on_broken=on_broken
+            config, engines, tokenizer, worker_key=self.worker_key, on_broken=job.on_broken
         )
         self.url = self.gateway.bind()
         where = {"url": self.url} | ({"worker_key": self.worker_key} if is_remote else {})
@@ -140,7 +133,7 @@ class Harnessing:
                 heartbeat_s=config.observe.heartbeat_s,
                 lease_timeout_s=config.gateway.lease_timeout_s,
                 gone=self.queue.worker_gone_nowait,
-                warn=warn,
+                warn=job.warn,
                 on_event=on_event,
             )
             for worker in self.workers
@@ -235,24 +228,24 @@ def make_generator(
 
 
 def make_evaluation(
-    config: RunConfig,
+    job: Life,
     target: EngineClient,
-    prompts: tuple[Prompt, ...],
-    scorer: TaskScorer,
+    held_out: EvalTask,
     tokenizer: HFChatTokenizer,
     staging_dir: Path,
-    run_dir: Path,
     checkpoints: Checkpoints,
     *,
     harnessing: Harnessing | None,
     on_result: Callable[[EvalResult], None],
-    warn: Callable[[str], None],
 ) -> Evaluation:
     """Single completions, or rollouts of the run's own agent. It knows what was evaluated before the run was
     gone on with; `checkpoints` hear of each result, too.
     """
-    settings = config.eval
+    config, settings = job.config, job.config.eval
     assert settings is not None, "made where the config has the section"
+    task, prompts = held_out
+    scorer = TaskScorer(task, settings.task, seed=settings.seed, warn=job.warn)
+    job.closes("eval rewards", scorer.aclose)
     seed, broken = settings.seed, list[RoomError]()
     engine = EnginePool([target], slots=settings.slots)
     if harnessing is None or not config.evaluates_agent:
@@ -275,7 +268,7 @@ def make_evaluation(
         timeout_s=config.rollout.timeout_s,
         broken=broken,
     )
-    before = read_evaluations(run_dir, [])
+    before = read_evaluations(job.run_dir, [])
     for line in before:
         checkpoints.evaluated(line["policy_version"], line.get("eval/reward_mean", -math.inf))
 
@@ -296,5 +289,5 @@ def make_evaluation(
         FileHold(staging_dir),
         timeout_s=settings.timeout_s,
         on_result=evaluated,
-        on_trouble=warn,
+        on_trouble=job.warn,
     )

@@ -13,7 +13,6 @@ from typing import Any
 
 from asyncrl.buffer.buffer import Buffer
 from asyncrl.checkpoints.folder import Checkpoints
-from asyncrl.engines.engine import EngineClient
 from asyncrl.engines.pool import EnginePool
 from asyncrl.engines.vllm.vllm_server import VllmServer
 from asyncrl.errors import EngineLost
@@ -29,20 +28,18 @@ from asyncrl.rollouts.evaluator import EvalResult
 from asyncrl.rollouts.generators import Replay
 from asyncrl.rollouts.producers import Producers
 from asyncrl.rollouts.rollout import RolloutRunner
-from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.run.agents import Harnessing, make_evaluation, make_generator, num_rollouts
 from asyncrl.run.check import Found, look, make_feed, read_task
 from asyncrl.run.colocate import SideBySide, TakingTurns, Turns
 from asyncrl.run.life import Life
-from asyncrl.run.model_folder import ModelPin, in_daemon_thread, make_model_folder
-from asyncrl.run.replay import Replayed, open_replay, sampled_by
+from asyncrl.run.model_folder import ModelPin, make_model_folder
+from asyncrl.run.replay import open_replay, sampled_by
 from asyncrl.run.restore import Checkpointer, recover_trainer
 from asyncrl.run.start import Launcher, Server, bring_up
 from asyncrl.run.supervise import EngineSupervisor
 from asyncrl.run.supervise_trainer import LivingTrainer
 from asyncrl.sync.broadcast import Broadcasts
 from asyncrl.sync.publisher import Publisher
-from asyncrl.tasks.feed import Feed
 from asyncrl.tasks.from_config import EvalTask, read_eval_task
 from asyncrl.tasks.scorer import TaskScorer
 from asyncrl.trainer.trainer_client import TrainerClient
@@ -56,45 +53,23 @@ RENDEZVOUS = "rendezvous"
 
 
 class Parts:
-    """Everything that lives as long as the run, made in the order of these lines. Where an early part has to
-    tell a later one something, it is given a method of this class.
+    """Everything that lives as long as the run, made by the methods in their order. Where an early part has
+    to tell a later one something, it is given a method of this class.
     """
 
     def __init__(self, job: Life, placement: Placement) -> None:
         self._job, self._config, self._placement = job, job.config, placement
+        self.checkpoints = Checkpoints(job.run_dir, job.config.checkpoint)
+        self.eval_server: Server | None = None
+        """Not one of `servers`: the run goes on without it."""
+        self.meeting: Broadcasts | None = None
+        """Where engines and trainer form a group, with weight_sync.transport=nccl."""
+        self.harnessing: Harnessing | None = None
+        """Where rollouts are run by harnesses."""
+        self.evaluation: Evaluation | None = None
 
-    checkpoints: Checkpoints
-    journal: Journal
-    feed: Feed
-    scorer: TaskScorer
-    replayed: Replayed | None = None
-    pin: ModelPin
-    """Of the model, to be written once the run begins or goes on."""
-    staging_dir: Path
-    servers: tuple[Server, ...]
-    """The ranks of the trainer, then the engine servers."""
-    eval_server: Server | None = None
-    """Not one of `servers`: the run goes on without it."""
-    tokenizer: HFChatTokenizer
-    trainer: LivingTrainer
-    meeting: Broadcasts | None = None
-    """Where engines and trainer form a group, with weight_sync.transport=nccl."""
-    targets: list[EngineClient]
-    """The clients that sample for training: all but that of the eval engine."""
-    engines: EnginePool
-    buffer: Buffer
-    harnessing: Harnessing | None = None
-    """Where rollouts are run by harnesses."""
-    producers: Producers
-    evaluation: Evaluation | None = None
-    publisher: Publisher
-    turns: Turns
-    supervisors: tuple[EngineSupervisor, ...] = ()
-    """Of the engine servers, in their order."""
-    checkpointer: Checkpointer
-
-    async def open_journal(self, lock: RunLock) -> Path | None:
-        """Returns where weights are staged on disk, if they are."""
+    async def open_journal(self, lock: RunLock) -> None:
+        """And the folder where weights are staged."""
         disk_dir = await asyncio.to_thread(disk_root, self._config.weight_sync)
         for root in dict.fromkeys((None, disk_dir)):
             for folder in await asyncio.to_thread(clear_stale_staging, root):
@@ -103,7 +78,8 @@ class Parts:
         path = run_dir / "journal.sqlite"
         self.journal = await asyncio.to_thread(Journal.open, path, run_id=run_id(run_dir), lock=lock)
         self._job.closes("journal", self.journal.aclose)
-        return disk_dir
+        self.staging_dir = new_staging_dir(disk_dir)
+        self._job.stack.callback(remove_staging_dir, self.staging_dir)
 
     async def read_tasks(self) -> EvalTask | None:
         """The prompts and what scores them; returns those of the evaluation."""
@@ -113,8 +89,8 @@ class Parts:
         assert task is not None, "it was read"
         if config.eval is not None and held_out is None:
             job.tell("reading the eval task")
-            held_out = await in_daemon_thread(partial(read_eval_task, config.eval))
-        self.replayed = await in_daemon_thread(lambda: open_replay(config, job.run_dir))
+            held_out = await asyncio.to_thread(read_eval_task, config.eval)
+        self.replayed = await asyncio.to_thread(open_replay, config, job.run_dir)
         first = () if self.replayed is None else self.replayed.prompts
         self.feed = make_feed(config, task, shuffle=config.task.shuffle, first=first)
         self.scorer = TaskScorer(task, config.task, seed=config.seed, warn=job.warn)
@@ -125,38 +101,34 @@ class Parts:
         """`may_change`: the model need not be the one that the run began with."""
         config, replayed, job = self._config, self.replayed, self._job
         job.tell("making the model" if config.model.scratch else "finding the model")
-        self.pin = pin = await asyncio.to_thread(ModelPin, job.run_dir, config.model.path, is_free=may_change)
-        model_path = await make_model_folder(config, job.run_dir, revision=pin.revision)
-        await in_daemon_thread(lambda: pin.check(model_path))
+        self.pin = ModelPin(job.run_dir, config.model.path, is_free=may_change)
+        model_path = await make_model_folder(config, job.run_dir, revision=self.pin.revision)
+        await asyncio.to_thread(self.pin.read, model_path)
         if replayed is not None:
-            sampled = await in_daemon_thread(lambda: sampled_by(config, model_path, self._placement))
+            sampled = await asyncio.to_thread(sampled_by, config, model_path, self._placement)
             replayed.refuse_unless(sampled)
             job.say(f"task.replay: {replayed.text(config)}")
         return model_path
 
     async def start_processes(self, model_path: Path) -> None:
-        """Start trainer and engines, and make their clients; returns when they answer. The model is read once
-        more meanwhile, for its pin.
-        """
+        """Start trainer and engines, and make the clients of the engines; returns when all answer."""
         config, job = self._config, self._job
         launcher = Launcher(config, self._placement, model_path, job.run_dir)
+        self.tokenizer = await asyncio.to_thread(lambda: launcher.tokenizer)
         trainers, engines = launcher.trainers(self.staging_dir), launcher.engines()
         self.servers = (*trainers, *engines)
-        beside = [launcher.eval_engine()] if config.eval is not None else []
-        self.eval_server = beside[0] if beside else None
+        """The ranks of the trainer, then the engine servers."""
+        beside = []
+        if config.eval is not None:
+            self.eval_server = launcher.eval_engine()
+            self._eval_target = launcher.client(self.eval_server, job.warn)
+            beside = [self.eval_server]
+        self.targets = [launcher.client(engine, job.warn) for engine in engines]
+        """The clients that sample for training: all but that of the eval engine."""
         for server in (*self.servers, *beside):
             job.closes(server.name, partial(end_server, server, job.warn))
-        self.tokenizer = await in_daemon_thread(
-            lambda: HFChatTokenizer(model_path, chat_template=config.model.chat_template)
-        )
-        servers = (*engines, *beside)
-        clients = [launcher.client(server, self.tokenizer, job.warn) for server in servers]
-        self.targets, self._eval_targets = clients[: len(engines)], clients[len(engines) :]
         job.tell(f"loading the model in {', '.join(server.name for server in (*self.servers, *beside))}")
-        await asyncio.gather(
-            bring_up(trainers, engines, beside, is_shared=self._placement.mode == "colocated"),
-            in_daemon_thread(lambda: self.pin.read(model_path)),
-        )
+        await bring_up(trainers, engines, beside, is_shared=self._placement.mode == "colocated")
 
     def make_trainer_and_engines(self) -> None:
         """Their clients, the trainer's under its supervisor."""
@@ -192,15 +164,7 @@ class Parts:
             on_handed_back=lambda *group: self.producers.handed_back(*group),
         )
         if config.generator.is_harness:
-            self.harnessing = Harnessing(
-                config,
-                self.engines,
-                self.tokenizer,
-                job.run_dir,
-                on_broken=job.on_broken,
-                warn=job.warn,
-                on_event=self.journal.event_nowait,
-            )
+            self.harnessing = Harnessing(job, self.engines, self.tokenizer, self.journal.event_nowait)
         generator = make_generator(config, self.engines, self.tokenizer, self.scorer, self.harnessing)
         if self.replayed is not None:
             generator = replay = Replay(
@@ -227,22 +191,15 @@ class Parts:
 
     def make_evaluation(self, held_out: EvalTask, evaluated: Callable[[EvalResult], None]) -> None:
         """Of a run whose config has the section eval; `evaluated` is told of each result."""
-        assert self._config.eval is not None
-        (task, prompts), settings = held_out, self._config.eval
-        scorer = TaskScorer(task, settings.task, seed=settings.seed, warn=self._job.warn)
-        self._job.closes("eval rewards", scorer.aclose)
         self.evaluation = make_evaluation(
-            self._config,
-            self._eval_targets[0],
-            prompts,
-            scorer,
+            self._job,
+            self._eval_target,
+            held_out,
             self.tokenizer,
             self.staging_dir,
-            self._job.run_dir,
             self.checkpoints,
             harnessing=self.harnessing,
             on_result=evaluated,
-            warn=self._job.warn,
         )
 
     def make_publisher(self) -> None:
@@ -265,7 +222,7 @@ class Parts:
             on_file=self._whole_published,
         )
         if self._placement.mode == "colocated":
-            self.turns = TakingTurns(
+            self.turns: Turns = TakingTurns(
                 self.targets,
                 self.trainer,
                 self.publisher,
@@ -352,12 +309,9 @@ async def open_parts(
     began with. Raises AsyncrlError with nothing left behind once `job` is closed.
     """
     parts = Parts(job, placement)
-    parts.checkpoints = Checkpoints(job.run_dir, job.config.checkpoint)
-    disk_dir = await parts.open_journal(lock)
+    await parts.open_journal(lock)
     held_out = await parts.read_tasks()
     model_path = await parts.find_model(may_change=may_change_model)
-    parts.staging_dir = new_staging_dir(disk_dir)
-    job.stack.callback(remove_staging_dir, parts.staging_dir)
     await parts.start_processes(model_path)
     parts.make_trainer_and_engines()
     parts.make_producers()
@@ -372,12 +326,12 @@ async def open_parts(
 async def find_task(job: Life, *, is_needed: bool = True) -> Found:
     """Look at what the config names; `is_needed`: a task that only the start of the run may read is read."""
     job.tell("looking at what the config names")
-    found = await in_daemon_thread(lambda: look(job.config))
+    found = await asyncio.to_thread(look, job.config)
     for note in found.notes:
         job.say(note)
     if found.task is None and is_needed:
         job.tell("reading the task")
-        found = replace(found, task=await in_daemon_thread(lambda: read_task(job.config)))
+        found = replace(found, task=await asyncio.to_thread(read_task, job.config))
     return found
 
 

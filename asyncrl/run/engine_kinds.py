@@ -10,7 +10,7 @@ import math
 import secrets
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from asyncrl.config import RunConfig
 from asyncrl.engines.engine import EngineClient
@@ -19,11 +19,15 @@ from asyncrl.engines.vllm.facts import VllmFacts
 from asyncrl.engines.vllm.vllm_server import VllmServer
 from asyncrl.http import Caller
 from asyncrl.placement.choices import find_vllm_python, import_folder
-from asyncrl.placement.devices import NO_DEVICE, Placement
+from asyncrl.placement.devices import NO_DEVICE
 from asyncrl.placement.fork_server import KEY_ENV
 from asyncrl.placement.plan import EVAL_ENGINE, engine_threads
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 
+if TYPE_CHECKING:
+    from asyncrl.run.start import Launcher
+
+Body: TypeAlias = dict[str, Any]
 CANARY_LIMITS = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.25}
 """weight_sync.canary_limit=auto, in nats. A vLLM with the right weights is measured at 6e-6 in float32, 0.09
 in bfloat16.
@@ -55,9 +59,7 @@ class Embedded:
         is_eval = name == EVAL_ENGINE and self.config.eval is not None
         return self.config.eval.slots if is_eval and self.config.eval else self.rollout.slots
 
-    def spec(
-        self, model_path: Path, name: str, device: str = "auto", *, takes_turns: bool = False
-    ) -> dict[str, Any]:
+    def spec(self, model_path: Path, name: str, device: str = "auto", *, takes_turns: bool = False) -> Body:
         """What its server is started with. It sees its devices alone, so `device` needs no number."""
         return {
             "name": name,
@@ -71,24 +73,17 @@ class Embedded:
             "has_adapters": self.config.weight_sync.way.sends_adapters,
         }
 
-    def process(self, run_dir: Path) -> dict[str, Any]:
+    def process(self, run_dir: Path) -> Body:
         """Arguments of its ChildProcess beside those of every other. Raises ConfigError if it needs a program
         that is not there.
         """
         return {}
 
-    def client(
-        self,
-        caller: Caller,
-        placement: Placement,
-        model_path: Path,
-        tokenizer: HFChatTokenizer,
-        warn: Callable[[str], None],
-    ) -> EngineClient:
+    def client(self, caller: Caller, launcher: Launcher, warn: Callable[[str], None]) -> EngineClient:
         """The client of a server that is not started yet."""
         return EngineServer(caller)
 
-    def request(self, sampling: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    def request(self, sampling: Body) -> tuple[str, Body]:
         """(path, body) of a call that samples, for a person who tries the server."""
         return "/generate", {"request_id": "r1", "prompt_ids": [1, 2, 3], **sampling}
 
@@ -102,9 +97,7 @@ class Simulated(Embedded):
 
     has_model = False
 
-    def spec(
-        self, model_path: Path, name: str, device: str = "auto", *, takes_turns: bool = False
-    ) -> dict[str, Any]:
+    def spec(self, model_path: Path, name: str, device: str = "auto", *, takes_turns: bool = False) -> Body:
         """The latency model; it has no device."""
         model = json.loads((model_path / "config.json").read_text(encoding="utf-8"))
         vocab_size = model.get("vocab_size") or model["text_config"]["vocab_size"]
@@ -124,9 +117,7 @@ class Vllm(Embedded):
             return 0
         return max(2, min(CANARY_TOKENS, max_length(self.config) - 1))
 
-    def spec(
-        self, model_path: Path, name: str, device: str = "auto", *, takes_turns: bool = False
-    ) -> dict[str, Any]:
+    def spec(self, model_path: Path, name: str, device: str = "auto", *, takes_turns: bool = False) -> Body:
         """With the user's own arguments of `vllm serve`. An eval engine is split over no devices."""
         args, lora = dict(self.rollout.vllm), self.config.trainer.lora
         if takes_turns and not {"enable-sleep-mode", "enable_sleep_mode"} & args.keys():
@@ -138,27 +129,21 @@ class Vllm(Embedded):
             "args": args,
         }
 
-    def process(self, run_dir: Path) -> dict[str, Any]:
+    def process(self, run_dir: Path) -> Body:
         """The Python of vLLM sees our two packages alone."""
         imports = import_folder((run_dir / "specs" / IMPORTS).absolute())
         python = find_vllm_python(self.rollout)
         return {"python": python, "has_warden": True, "env": {"PYTHONPATH": str(imports)}}
 
-    def client(
-        self,
-        caller: Caller,
-        placement: Placement,
-        model_path: Path,
-        tokenizer: HFChatTokenizer,
-        warn: Callable[[str], None],
-    ) -> VllmServer:
+    def client(self, caller: Caller, launcher: Launcher, warn: Callable[[str], None]) -> VllmServer:
         """Holds the server's settings against the run's."""
-        config, is_eval = self.config, caller.name == EVAL_ENGINE
+        config, placement, tokenizer = self.config, launcher.placement, launcher.tokenizer
+        is_eval = caller.name == EVAL_ENGINE
         device = placement.evaluation if is_eval else placement.rollout[0]
         if device is None or device == NO_DEVICE:  # the run does not place a server that it has not started
             device = placement.trainer[0]
         facts = VllmFacts(
-            model_path=str(model_path),
+            model_path=str(launcher.model_path),
             dtype=config.model.dtype,
             slots=self.slots(caller.name),
             max_length=max_length(config),
@@ -184,7 +169,7 @@ class Vllm(Embedded):
             mark=secrets.token_hex(4),
         )
 
-    def request(self, sampling: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    def request(self, sampling: Body) -> tuple[str, Body]:
         """The route for token ids of vLLM."""
         body = {"token_ids": [1, 2, 3], "sampling_params": {**sampling, "logprobs": 0}}
         return "/inference/v1/generate", body

@@ -10,11 +10,10 @@ import difflib
 import json
 import re
 import tempfile
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import xxhash
 from pydantic import BaseModel, ValidationError
@@ -36,47 +35,13 @@ TOKENIZER = (
 PINNED = (*WEIGHTS, "*.index.json", "config.json", "generation_config.json", *TOKENIZER)
 """What weights, architecture and tokenizer are read from."""
 _CHUNK_BYTES = 8 * 2**20
-Result = TypeVar("Result")
-
-
-async def in_daemon_thread(work: Callable[[], Result]) -> Result:
-    """Run blocking work of the start-up off the loop. Raises what it raises; a sys.exit() in it becomes a
-    RuntimeError.
-
-    Not asyncio.to_thread: its threads are joined when the loop closes, and again when the interpreter ends,
-    so that Ctrl-C would take as long as the slowest download or constructor.
-    """
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[Result] = loop.create_future()
-
-    def settle(result: Result | None, error: Exception | None) -> None:
-        if done.done():  # the wait was cancelled
-            return
-        if error is not None:
-            done.set_exception(error)
-        else:
-            done.set_result(result)  # type: ignore[arg-type]
-
-    def body() -> None:
-        result, error = None, None
-        try:
-            result = work()
-        except Exception as raised:  # carried over to the task that waits, not handled
-            error = raised
-        except SystemExit as raised:
-            error = RuntimeError(f"sys.exit({raised.code}) was called")
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the run is over
-            loop.call_soon_threadsafe(settle, result, error)
-
-    threading.Thread(target=body, name="start-up", daemon=True).start()
-    return await done
 
 
 async def make_model_folder(config: RunConfig, run_dir: Path, *, revision: str | None = None) -> Path:
     """The folder of the config's model. `revision`: the hub's commit, none for the newest."""
     if config.model.scratch is None:
         path = str(config.model.path)
-        return await in_daemon_thread(lambda: _find_given(path) or _download(path, revision))
+        return await asyncio.to_thread(lambda: _find_given(path) or _download(path, revision))
     folder, spec = run_dir / "model", run_dir / "specs" / "scratch.json"
     if folder.exists() and spec.exists():  # a run that goes on: it was made by this spec, as a whole
         return folder
@@ -88,12 +53,8 @@ async def make_model_folder(config: RunConfig, run_dir: Path, *, revision: str |
         arguments, files = ["--spec", str(spec)], [output.fileno()] * 3
         process = await start_process("asyncrl.trainer.model.scratch", arguments, files=files)
         try:
-            await asyncio.wait_for(process.wait(), START_TIMEOUT_S)
-        except TimeoutError:
-            raise ConfigError(
-                f"model.scratch was not made within {START_TIMEOUT_S} s",
-                way_out="take a smaller model.scratch.architecture, or a faster machine.",
-            ) from None
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), START_TIMEOUT_S)
         finally:
             if process.returncode is None:
                 process.kill()
@@ -101,8 +62,13 @@ async def make_model_folder(config: RunConfig, run_dir: Path, *, revision: str |
         text = output.read().decode(errors="replace")
     if process.returncode != 0:
         fatal = find_fatal(text)
-        what = fatal.error if fatal else f"exit code {process.returncode}: {text[-500:]}"
-        way_out = (fatal and fatal.way_out) or "correct model.scratch.architecture."
+        how = (
+            "not within {START_TIMEOUT_S} s"
+            if process.returncode is None
+            else f"exit code {process.returncode}"
+        )
+        what = fatal.error if fatal else f"{how}: {text[-500:]}"
+        way_out = (fatal and fatal.way_out) or "correct model.scratch.architecture, or take a smaller one."
         raise ConfigError(f"model.scratch cannot be made: {what}", way_out=way_out)
     return folder
 
@@ -217,8 +183,7 @@ class ModelPin:
     """The model that a run began with, by the content of its files: with trainer.lora a checkpoint holds the
     adapters alone, so nothing else would notice another one. Blocks on the disk: call it in a thread.
 
-    Life: made (reads what the first start has written) -> check() -> read() -> write() once nothing can
-    refuse.
+    Life: made (reads what the first start has written) -> read() -> write() once nothing can refuse.
     """
 
     def __init__(self, run_dir: Path, given: str | None, *, is_free: bool = False) -> None:
@@ -248,14 +213,15 @@ class ModelPin:
         pinned = self._pinned
         return pinned.revision if pinned is not None and pinned.given == self._given else None
 
-    def check(self, folder: Path) -> None:
-        """Raise ConfigError that names the files if `folder` is not what the run began with.
-
-        Reads those alone whose time differs; writes nothing.
+    def read(self, folder: Path) -> None:
+        """Read those of its files whose time is not the pinned one; may take as long as loading them. Raises
+        ConfigError that names the files that are not what the run began with.
         """
-        if self._pinned is None:
-            return
-        before, now = self._pinned.files, hash_files(folder, PINNED, self._pinned.files)
+        before = {} if self._pinned is None else self._pinned.files
+        now = hash_files(folder, PINNED, before)
+        is_of_hub = folder.parent.name == "snapshots"  # as the hub's cache lays it out
+        revision = folder.name if is_of_hub else None
+        self._found = PinnedModel(given=self._given, revision=revision, files=now)
         kinds = {
             "missing": sorted(before.keys() - now.keys()),
             "new": sorted(now.keys() - before.keys()),
@@ -263,7 +229,8 @@ class ModelPin:
                 name for name in before.keys() & now.keys() if before[name].xxh3 != now[name].xxh3
             ),
         }
-        if differing := [f"{name} is {kind}" for kind, names in kinds.items() for name in names]:
+        differing = [f"{name} is {kind}" for kind, names in kinds.items() for name in names]
+        if self._pinned is not None and differing:
             back = "put the model's files back as they were"
             if self._given is None:
                 back = f"remove {folder}: it is made again from the seed"
@@ -272,22 +239,12 @@ class ModelPin:
                 rule="a run goes on from the base weights and the tokenizer that it was started with",
                 way_out=f"{back}, or accept these with --allow-change model.path.",
             )
-        self._found = self._model(folder, now)
-
-    def read(self, folder: Path) -> None:
-        """Read a model that nothing is known of yet, all of it. May take as long as loading it."""
-        if self._found is None:
-            self._found = self._model(folder, hash_files(folder, PINNED, {}))
 
     def write(self) -> None:
         """Remember the model: the run begins, or goes on, with it. Raises OSError."""
         if self._found is not None and self._found != self._pinned:
             self._pinned = self._found
             write_whole(self.path, json.dumps(self._found.model_dump(), indent=1) + "\n")
-
-    def _model(self, folder: Path, files: dict[str, PinnedFile]) -> PinnedModel:
-        is_of_hub = folder.parent.name == "snapshots"  # as the hub's cache lays it out
-        return PinnedModel(given=self._given, revision=folder.name if is_of_hub else None, files=files)
 
 
 def hash_files(

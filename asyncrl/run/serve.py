@@ -39,11 +39,11 @@ from asyncrl.run.build import find_task, open_harnessing
 from asyncrl.run.check import make_feed
 from asyncrl.run.engine_kinds import engine_kind
 from asyncrl.run.life import Life, logging_to, make_run_dir, say
-from asyncrl.run.model_folder import in_daemon_thread, make_model_folder
+from asyncrl.run.model_folder import make_model_folder
 from asyncrl.run.replay import sampled_by
 from asyncrl.run.serve_rollouts import PeoplesKey, result_table, try_rollouts, verdict
 from asyncrl.run.start import Launcher, Server, start_all
-from asyncrl.run.supervise import heartbeat
+from asyncrl.run.supervise import Tell, heartbeat
 from asyncrl.tasks.scorer import TaskScorer
 from asyncrl.tasks.task import Task
 from asyncrl.user_code import end_what_is_left
@@ -105,15 +105,14 @@ def open_folder(run_dir: Path | None, name: str, config: RunConfig) -> Iterator[
 class Serving(Life):
     """The life of one `asyncrl serve`."""
 
-    async def launch(self) -> tuple[Launcher, HFChatTokenizer]:
+    async def launch(self) -> Launcher:
         """With the model found, or made."""
         config = self.config
         self.tell("making the model" if config.model.scratch else "finding the model")
         model_path = await make_model_folder(config, self.run_dir)
-        template = config.model.chat_template
-        tokenizer = await in_daemon_thread(lambda: HFChatTokenizer(model_path, chat_template=template))
-        placement = place(config, len(find_cuda_devices()))
-        return Launcher(config, placement, model_path, self.run_dir), tokenizer
+        launcher = Launcher(config, place(config, len(find_cuda_devices())), model_path, self.run_dir)
+        await asyncio.to_thread(lambda: launcher.tokenizer)
+        return launcher
 
     async def start(self, servers: Sequence[Server]) -> None:
         """Start processes; returns when they answer, and are watched from then on."""
@@ -138,9 +137,9 @@ class ServedEngine(Serving):
 
     async def live(self) -> int:
         """Until Ctrl-C."""
-        launcher, tokenizer = await self.launch()
+        launcher = await self.launch()
         engine = launcher.engines()[0]
-        launcher.client(engine, tokenizer, self.warn)
+        launcher.client(engine, self.warn)
         await self.start([engine])
         kind, key = engine_kind(self.config), '-H "Authorization: Bearer $ENGINE_KEY"'
         path, body = kind.request(
@@ -171,15 +170,14 @@ class ServedGateway(Serving):
         """Until Ctrl-C, or until the rollouts are done."""
         config, path, num_prompts = self.config, self._record, self._num_prompts
         task = (await find_task(self, is_needed=num_prompts is not None)).task
-        launcher, tokenizer = await self.launch()
+        launcher = await self.launch()
+        tokenizer = launcher.tokenizer
         file = None
         if path is not None:
-            sampled = await in_daemon_thread(
-                lambda: sampled_by(config, launcher.model_path, launcher.placement)
-            )
+            sampled = await asyncio.to_thread(sampled_by, config, launcher.model_path, launcher.placement)
             file = RecordFile(path, sampled, must_be_new=num_prompts is not None)
         recorder, servers = Recorder(file, tokenizer, warn=self.warn), launcher.engines()
-        clients = [launcher.client(engine, tokenizer, self.warn) for engine in servers]
+        clients = [launcher.client(engine, self.warn) for engine in servers]
         await self.start(servers)
         self.spawn(self.wait_broken(), name="watch gateway")
         pool = EnginePool(clients, slots=config.rollout.slots)
@@ -247,15 +245,8 @@ class ServedGateway(Serving):
         self.closes("rewards", scorer.aclose)
         harnessing = None
         if config.generator.is_harness:
-            harnessing = Harnessing(
-                config,
-                pool,
-                tokenizer,
-                self.run_dir,
-                on_broken=self.on_broken,
-                warn=self.warn,
-                on_event=lambda _what, _detail: None,  # there is no journal
-            )
+            no_journal: Tell = lambda _what, _detail: None  # noqa: E731
+            harnessing = Harnessing(self, pool, tokenizer, no_journal)
             await open_harnessing(self, harnessing)
             for supervisor in harnessing.supervisors:
                 self.spawn(supervisor.run(), name=f"watch {supervisor.name}")

@@ -12,6 +12,7 @@ import os
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TypeAlias
 
@@ -202,7 +203,7 @@ async def note_deaths(servers: Sequence[Server], *, timeout_s: float) -> None:
         server.child.note_death()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Launcher:
     """Makes the servers of one command, which are not started yet, and the clients of its engines."""
 
@@ -279,10 +280,14 @@ class Launcher:
         assert self.placement.evaluation is not None, "asked for where config.eval is given"
         return self._engine(EVAL_ENGINE, [self.placement.evaluation], None)
 
-    def client(self, server: Server, tokenizer: HFChatTokenizer, warn: Callable[[str], None]) -> EngineClient:
-        """The client of an engine server, made before that is started."""
-        kind = engine_kind(self.config)
-        client = kind.client(server.caller, self.placement, self.model_path, tokenizer, warn)
+    @cached_property
+    def tokenizer(self) -> HFChatTokenizer:
+        """Of the model. Blocks at first."""
+        return HFChatTokenizer(self.model_path, chat_template=self.config.model.chat_template)
+
+    def client(self, server: Server, warn: Callable[[str], None]) -> EngineClient:
+        """The client of an engine server, made before that is started. Blocks at first."""
+        client = engine_kind(self.config).client(server.caller, self, warn)
         if isinstance(client, VllmServer):
             server.vllm = client
         return client
