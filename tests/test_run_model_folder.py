@@ -30,7 +30,6 @@ def model(tmp_path: Path) -> Path:
 def begin(run_dir: Path, model: Path, given: str = "base") -> None:
     run_dir.mkdir(exist_ok=True)
     pin = ModelPin(run_dir, given)
-    pin.check(model)
     pin.read(model)
     pin.write()
 
@@ -53,7 +52,7 @@ def test_a_run_does_not_go_on_from_another_base_model(
     else:
         (model / name).write_bytes(content)
     with pytest.raises(ConfigError, match=f"is not the one that this run began with: {why};") as caught:
-        ModelPin(tmp_path / "run", "base").check(model)
+        ModelPin(tmp_path / "run", "base").read(model)
     assert "--allow-change model.path" in caught.value.way_out
     assert (tmp_path / "run" / "model.json").read_bytes() == before
 
@@ -112,7 +111,6 @@ def test_a_model_of_the_hub_is_fetched_again_at_the_commit_that_the_run_began_wi
     for _ in range(2):
         pin = ModelPin(tmp_path, "some/model")
         folder = asyncio.run(make_model_folder(config, tmp_path, revision=pin.revision))
-        pin.check(folder)
         pin.read(folder)
         pin.write()
     assert asked == [None, "commit1"]
@@ -126,13 +124,12 @@ def test_a_model_that_was_accepted_becomes_the_runs_only_when_the_run_goes_on_wi
     before = (tmp_path / "run" / "model.json").read_bytes()
     (model / "model.safetensors").write_bytes(b"other weights")
     pin = ModelPin(tmp_path / "run", "base", is_free=True)
-    pin.check(model)
     pin.read(model)
     assert (tmp_path / "run" / "model.json").read_bytes() == before, "the start may still be refused"
     with pytest.raises(ConfigError, match="is changed"):
-        ModelPin(tmp_path / "run", "base").check(model)
+        ModelPin(tmp_path / "run", "base").read(model)
     pin.write()
-    ModelPin(tmp_path / "run", "base").check(model)
+    ModelPin(tmp_path / "run", "base").read(model)
 
 
 def test_a_model_that_is_made_from_scratch_is_made_again(tmp_path: Path, model: Path) -> None:
@@ -142,5 +139,5 @@ def test_a_model_that_is_made_from_scratch_is_made_again(tmp_path: Path, model: 
     pin.write()
     (model / "config.json").unlink()
     with pytest.raises(ConfigError) as caught:
-        ModelPin(tmp_path / "run", None).check(model)
+        ModelPin(tmp_path / "run", None).read(model)
     assert caught.value.way_out.startswith(f"remove {model}: it is made again from the seed")
