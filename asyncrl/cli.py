@@ -154,8 +154,8 @@ def simulate(
     """What taking turns on all devices would give against splitting them, at several bounds, in virtual time.
     Starts nothing.
     """
+    from asyncrl.buffer.turns_or_split import simulation_text
     from asyncrl.config import load_config
-    from asyncrl.run.simulate import simulation_text
 
     loaded = load_config(config, overrides or [])
     typer.echo(simulation_text(loaded, num_devices=devices, ratio=ratio, sigma=sigma, handover_s=handover_s))

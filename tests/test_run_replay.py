@@ -27,7 +27,7 @@ from asyncrl.rollouts.generators import Replay
 from asyncrl.rollouts.producers import Producers
 from asyncrl.rollouts.recording import RecordedRollout, RecordFile, Recording
 from asyncrl.rollouts.rollout import RolloutAttempt, RolloutRunner
-from asyncrl.run.replay import RUN_COPY, choose, open_replay, sampled_by, settle_copy
+from asyncrl.run.recorded import RUN_COPY, choose, open_replay, sampled_by, settle_copy
 from asyncrl.tasks import Feed
 from asyncrl.testing.memory_journal import MemoryJournal
 from asyncrl.testing.virtual_time import run_virtual

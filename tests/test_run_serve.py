@@ -27,8 +27,8 @@ from asyncrl.rollouts.evaluator import Evaluator
 from asyncrl.rollouts.recording import RecordedRollout, Recorder, RecordFile, read_recording
 from asyncrl.rollouts.rollout import RolloutAttempt
 from asyncrl.run import agents
+from asyncrl.run.recorded import PeoplesKey, Tried, result_table, try_rollouts, verdict
 from asyncrl.run.serve import open_folder
-from asyncrl.run.serve_rollouts import PeoplesKey, Tried, result_table, try_rollouts, verdict
 from asyncrl.testing.virtual_time import run_virtual
 
 QUICKSTART = Path(__file__).parent.parent / "configs" / "quickstart.yaml"

@@ -33,7 +33,7 @@ from asyncrl.run.check import Found, look, make_feed, read_task
 from asyncrl.run.colocate import SideBySide, TakingTurns, Turns
 from asyncrl.run.life import Life
 from asyncrl.run.model_folder import ModelPin, make_model_folder
-from asyncrl.run.replay import open_replay, sampled_by
+from asyncrl.run.recorded import open_replay, sampled_by
 from asyncrl.run.restore import Checkpointer, recover_trainer
 from asyncrl.run.start import Launcher, Server, bring_up
 from asyncrl.run.supervise import EngineSupervisor

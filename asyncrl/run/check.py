@@ -37,7 +37,7 @@ from asyncrl.placement.plan import make_plan, plan_text
 from asyncrl.rollouts.tokenizer import HFChatTokenizer, read_template
 from asyncrl.run.engine_kinds import engine_kind
 from asyncrl.run.model_folder import check_model_type, find_on_disk, is_hub_id
-from asyncrl.run.replay import open_replay
+from asyncrl.run.recorded import open_replay
 from asyncrl.run.start import START_TIMEOUT_S
 from asyncrl.tasks.feed import Feed
 from asyncrl.tasks.from_config import EvalTask, build_task, look_at_eval_task, look_at_task, task_name
@@ -173,11 +173,9 @@ def _refusing(config: RunConfig, what: str) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise ConfigError(
-            f"{what} cannot be written: {error} ({whose})",
-            rule="each prompt goes through the chat template",
-            way_out="correct the prompts or the template, or set model.chat_template to another one.",
-        ) from error
+        what = f"{what} cannot be written as a chat: {error} ({whose})"
+        way_out = "correct the prompts or the template, or set model.chat_template to another one."
+        raise ConfigError(what, way_out=way_out) from error
 
 
 def _too_long(
@@ -228,10 +226,9 @@ def _ask_child(config: RunConfig) -> None:
                 process.stdin.flush()  # and stays open: its end would tell the child that we are gone
             code = process.wait(START_TIMEOUT_S)
         except subprocess.TimeoutExpired as error:
-            raise ConfigError(
-                f"loading the loss, the advantage or the agent took longer than {START_TIMEOUT_S:g} s",
-                way_out="find what their modules wait for when they are imported.",
-            ) from error
+            what = f"loading the loss, the advantage or the agent took longer than {START_TIMEOUT_S:g} s"
+            way_out = "find what their modules wait for when they are imported."
+            raise ConfigError(what, way_out=way_out) from error
         finally:
             process.kill()
         output.seek(0)
@@ -240,10 +237,8 @@ def _ask_child(config: RunConfig) -> None:
         return
     if (fatal := find_fatal(text)) is not None:
         raise ConfigError(fatal.error, rule=fatal.rule, way_out=fatal.way_out)
-    raise ConfigError(
-        f"loading the loss, the advantage or the agent ended with exit code {code}: {text[-1000:].strip()}",
-        way_out="correct what their modules do when they are imported.",
-    )
+    what = f"loading the loss, the advantage or the agent ended with exit code {code}: {text[-1000:].strip()}"
+    raise ConfigError(what, way_out="correct what their modules do when they are imported.")
 
 
 def check_in_child(config: RunConfig) -> None:
@@ -278,12 +273,9 @@ def _check_targets(model: ModelConfig, lora: LoraConfig) -> None:
             whole = AutoModelForCausalLM.from_config(architecture)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError) as error:
         source = f"model.path={model.path}" if model.scratch is None else "model.scratch"
-        raise ConfigError(
-            f"{source}: a model of this architecture cannot be made: {type(error).__name__}: "
-            f"{str(error)[:500]}",
-            rule="it is a causal language model that transformers knows",
-            way_out="correct the architecture, or choose another model.",
-        ) from error
+        what = f"{source}: transformers cannot make this architecture: {type(error).__name__}: {error!s:.500}"
+        way_out = "correct the architecture, or choose another causal language model."
+        raise ConfigError(what, way_out=way_out) from error
     find_targets(whole, lora)
 
 

@@ -33,7 +33,7 @@ from asyncrl.placement.plan import make_plan
 from asyncrl.run.build import Parts, open_parts, run_id
 from asyncrl.run.life import Life, logging_to, make_run_dir, refused_by_system
 from asyncrl.run.model_folder import MODEL_PIN
-from asyncrl.run.replay import settle_copy
+from asyncrl.run.recorded import settle_copy
 from asyncrl.run.report import Reporter
 from asyncrl.run.restore import restore
 from asyncrl.run.resume import ResumeMode, ResumePoint, begun_dtype, find_resume, settle_saved

@@ -109,10 +109,8 @@ def check_model_type(model_type: Any, source: str) -> None:
         return
     close = difflib.get_close_matches(str(model_type), CONFIG_MAPPING_NAMES, n=1)
     version = metadata.version("transformers")
-    raise ConfigError(
-        f"{source} has model_type={model_type}, and transformers {version} knows no such architecture",
-        way_out=f"did you mean {close[0]}?" if close else "name one that it knows, like qwen3.",
-    )
+    what = f"{source} has model_type={model_type}, and transformers {version} knows no such architecture"
+    raise ConfigError(what, way_out=f"did you mean {close[0]}?" if close else "name one like qwen3.")
 
 
 def _find_given(name: str) -> Path | None:
@@ -156,11 +154,9 @@ def _download(hub_id: str, revision: str | None) -> Path:
         patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
         return Path(snapshot_download(hub_id, revision=revision, allow_patterns=patterns))
     except (OSError, ValueError) as error:  # the hub's own errors are all OSErrors or ValueErrors
-        raise ConfigError(
-            f"model.path={hub_id} is no local folder and cannot be fetched from the hub: "
-            f"{type(error).__name__}: {str(error)[:300]}",
-            way_out="check the spelling and the network, or give the path of a local folder.",
-        ) from error
+        what = f"model.path={hub_id} cannot be fetched from the hub: {type(error).__name__}: {error!s:.300}"
+        way_out = "check the spelling and the network, or give the path of a local folder."
+        raise ConfigError(what, way_out=way_out) from error
 
 
 class PinnedFile(BaseModel, frozen=True, extra="forbid"):
@@ -199,11 +195,12 @@ class ModelPin:
             if not is_free and self.path.exists():
                 self._pinned = PinnedModel.model_validate_json(self.path.read_bytes())
         except (OSError, ValidationError) as error:
-            raise ConfigError(
-                f"{self.path} cannot be read: {str(error).splitlines()[0]}",
-                rule="it says which model the run began with",
-                way_out="put it back as it was, or accept the model as it is with --allow-change model.path.",
-            ) from error
+            what = (
+                f"{self.path}, the model that the run began with, cannot be read: "
+                f"{str(error).splitlines()[0]}"
+            )
+            way_out = "put it back as it was, or accept the model as it is with --allow-change model.path."
+            raise ConfigError(what, way_out=way_out) from error
 
     @property
     def revision(self) -> str | None:

@@ -40,8 +40,7 @@ from asyncrl.run.check import make_feed
 from asyncrl.run.engine_kinds import engine_kind
 from asyncrl.run.life import Life, logging_to, make_run_dir, say
 from asyncrl.run.model_folder import make_model_folder
-from asyncrl.run.replay import sampled_by
-from asyncrl.run.serve_rollouts import PeoplesKey, result_table, try_rollouts, verdict
+from asyncrl.run.recorded import PeoplesKey, result_table, sampled_by, try_rollouts, verdict
 from asyncrl.run.start import Launcher, Server, start_all
 from asyncrl.run.supervise import Tell, heartbeat
 from asyncrl.tasks.scorer import TaskScorer

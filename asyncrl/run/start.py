@@ -10,11 +10,11 @@ import asyncio
 import json
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from asyncrl.config import RunConfig
 from asyncrl.engines.engine import EngineClient
@@ -73,12 +73,12 @@ class Server:
         except (CallLost, CallRefused, EngineError) as error:
             is_ours = isinstance(self.child, ChildProcess)
             where = f"process {self.child.pid}" if is_ours else f"the server at {self.child.url}"
-            raise RoomError(
-                self.name,
-                f"{where} does not answer: {failure_text(error)}",
-                rule=f"observe.heartbeat_s={timeout_s} is the limit",
-                way_out=f"read {self.child.log_path}; raise observe.heartbeat_s if the machine is only slow.",
-            ) from error
+            what = (
+                f"{where} does not answer: {failure_text(error)}; observe.heartbeat_s={timeout_s} is the "
+                f"limit"
+            )
+            way_out = f"read {self.child.log_path}; raise observe.heartbeat_s if the machine is only slow."
+            raise RoomError(self.name, what, way_out=way_out) from error
 
     async def watch(self) -> None:
         """Sleep as long as the process lives; raises RoomError, with why it ended, when it does."""
@@ -122,10 +122,8 @@ class Server:
                 else:
                     await self.caller.post("/sleep", SleepRequest(), Moved, timeout_s=START_TIMEOUT_S)
         except (CallLost, CallRefused, EngineError, TimeoutError) as error:
-            rule, way_out = "trainer and engines share a device", f"read {self.child.log_path}."
-            raise RoomError(
-                self.name, f"cannot sleep: {failure_text(error)}", rule=rule, way_out=way_out
-            ) from error
+            what = f"cannot sleep, and the trainer needs its device: {failure_text(error)}"
+            raise RoomError(self.name, what, way_out=f"read {self.child.log_path}.") from error
 
     async def end(self) -> str:
         """Kill the process, frozen or not, and close the connections; another one can be started in its
@@ -215,23 +213,20 @@ class Launcher:
 
     def trainers(self, staging_dir: Path) -> list[Server]:
         """The ranks of the trainer, of which the first takes requests."""
-        threads = {"OMP_NUM_THREADS": str(trainer_threads(self.config))}
-        env = threads | child_environ(self.placement.trainer, find_cuda_devices())
-        return [
-            self._server(
-                ChildProcess(
-                    f"trainer-{rank}",
-                    "asyncrl.trainer.rank_process",
-                    self.trainer_spec(rank, staging_dir).model_dump_json(),
-                    run_dir=self.run_dir,
-                    secret=self.secret,
-                    port=self.config.trainer.port if rank == 0 else None,
-                    env=env,
-                ),
-                TrainerHealth,
+        config, servers = self.config, []
+        for rank in range(config.trainer.world_size):
+            spec = self.trainer_spec(rank, staging_dir).model_dump_json()
+            port, devices = None if rank else config.trainer.port, self.placement.trainer
+            child = self._child(
+                f"trainer-{rank}",
+                "asyncrl.trainer.rank_process",
+                spec,
+                devices,
+                port,
+                trainer_threads(config),
             )
-            for rank in range(self.config.trainer.world_size)
-        ]
+            servers.append(Server(child, Caller(child.name, "", self.secret), TrainerHealth))
+        return servers
 
     def trainer_spec(self, rank: int, staging_dir: Path) -> TrainerSpec:
         """What a rank is told. It sees the devices of all ranks and no others."""
@@ -266,13 +261,10 @@ class Launcher:
             key = os.environ.get(KEY_ENV, "")
             foreign = [ForeignProcess(f"engine-{number}", url) for number, url in enumerate(rollout.urls)]
             return [Server(child, Caller(child.name, "", key), EngineHealth) for child in foreign]
+        ports: Sequence[int | None] = rollout.ports or [None] * rollout.num_engines
         return [
-            self._engine(
-                f"engine-{number}",
-                self.placement.devices_of(number),
-                rollout.ports[number] if rollout.ports else None,
-            )
-            for number in range(rollout.num_engines)
+            self._engine(f"engine-{number}", self.placement.devices_of(number), port)
+            for number, port in enumerate(ports)
         ]
 
     def eval_engine(self) -> Server:
@@ -295,20 +287,25 @@ class Launcher:
     def _engine(self, name: str, devices: Sequence[str], port: int | None) -> Server:
         kind, takes_turns = engine_kind(self.config), self.placement.mode == "colocated"
         spec = kind.spec(self.model_path, name, devices[0], takes_turns=takes_turns and name != EVAL_ENGINE)
-        more = kind.process(self.run_dir)
-        env = {"OMP_NUM_THREADS": str(engine_threads(self.config))}
-        env |= child_environ(devices, find_cuda_devices()) | more.pop("env", {})
-        child = ChildProcess(
-            name,
-            f"asyncrl_servers.{self.config.rollout.engine}",
-            json.dumps(spec),
-            run_dir=self.run_dir,
-            secret=self.secret,
-            port=port,
-            env=env,
-            **more,
+        module, threads = f"asyncrl_servers.{self.config.rollout.engine}", engine_threads(self.config)
+        child = self._child(
+            name, module, json.dumps(spec), devices, port, threads, **kind.process(self.run_dir)
         )
-        return self._server(child, EngineHealth)
+        return Server(child, Caller(name, "", self.secret), EngineHealth)
 
-    def _server(self, child: ChildProcess, answers: type[TrainerHealth] | type[EngineHealth]) -> Server:
-        return Server(child, Caller(child.name, "", self.secret), answers)
+    def _child(
+        self,
+        name: str,
+        module: str,
+        spec: str,
+        devices: Sequence[str],
+        port: int | None,
+        threads: int,
+        env: Mapping[str, str] | None = None,
+        **more: Any,
+    ) -> ChildProcess:
+        """It sees these devices and no others."""
+        env = {"OMP_NUM_THREADS": str(threads), **child_environ(devices, find_cuda_devices()), **(env or {})}
+        return ChildProcess(
+            name, module, spec, run_dir=self.run_dir, secret=self.secret, port=port, env=env, **more
+        )

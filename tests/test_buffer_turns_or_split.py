@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from asyncrl.buffer.turns_or_split import Case, apart, best_split, break_even, in_turns, simulation_text
 from asyncrl.config import load_config
 from asyncrl.placement.devices import place
-from asyncrl.run.simulate import Case, apart, best_split, break_even, in_turns, simulation_text
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "colocation.md").read_text(encoding="utf-8")
