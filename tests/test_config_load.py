@@ -154,57 +154,6 @@ def test_a_config_is_frozen(good: Path) -> None:
         load_config(good).trainer.num_groups = 5  # type: ignore[misc]
 
 
-AGENT = "generator.python=my:agent"
-COMMAND = "generator.command=[/bin/true]"
-
-
-@pytest.mark.parametrize(
-    ("overrides", "says"),
-    [
-        (
-            ["buffer.max_staleness=2", "buffer.look_ahead=4"],
-            "buffer.look_ahead=4 is above buffer.max_staleness=2",
-        ),
-        (["task.python=a:B"], "exactly one of python, files, dataset, reasoning_gym"),
-        (["task.files=none"], "exactly one of python, files, dataset, reasoning_gym"),
-        (["model.path=none"], "give one of model.path"),
-        (["task.reward=none"], "task.reward is missing"),
-        ([AGENT, COMMAND], "give at most one of python, command"),
-        (["generator.command=[]"], "give at most one of python, command"),
-        (["generator.env={A: b}"], "generator.env is for a generator with command"),
-        (
-            [AGENT, "generator.stop=[x]"],
-            "generator.stop is for a generator with none of them, and it has python",
-        ),
-        (
-            [AGENT, "generator.outcomes=posted"],
-            "generator.outcomes is for a generator with command or remote",
-        ),
-        (["generator.give_answer=true"], "generator.give_answer is for a generator with"),
-        ([COMMAND, "generator.env={A: b}", "generator.pass_env=[A]"], "env and pass_env both give A"),
-        ([AGENT, "generator.outcomes=none", "task.reward=none"], "no harness returns a reward"),
-        (["task.verifiers=true", "task.files=none", "task.reward=none"], "set both, or none"),
-        (["eval.task.files=[x]"], "eval.task.reward is missing"),
-        (["eval.task.python=a:b", "eval.task.replay=x"], "eval.task.replay is not for evaluations"),
-        (["eval.task.python=a:b", "eval.samples=2"], "all the same at eval.temperature=0"),
-        (["trainer.mini_batches=3"], "trainer.mini_batches=3 does not divide trainer.num_groups=4"),
-        (["trainer.world_size=40"], "above the 32 sequences"),
-        (["rollout.group_size=1"], "algorithm.advantage=grpo compares the rollouts of a prompt"),
-        (["checkpoint.keep_best=true"], "must divide eval.every=None"),
-        (["checkpoint.keep_every=7"], "keep_every=7 is not a multiple of every=50"),
-        (["algorithm.overlong_tokens=900"], "above rollout.max_tokens=256"),
-        (["algorithm.kl_coefficient=0.1", "algorithm.kl_in=reward"], "set algorithm.kl_estimator=k1"),
-        (["trainer.cpu_offload=true", "placement.trainer=cpu"], "set it to false"),
-        (["rollout.simulated.sigma=0"], "rollout.simulated is for rollout.engine=simulated"),
-        (["rollout.engine=simulated", "trainer.logprob_gap_limit=0.1"], "logprob_gap_limit=0.1 compares"),
-    ],
-)
-def test_settings_that_exclude_each_other_are_refused_with_what_to_write(
-    good: Path, overrides: list[str], says: str
-) -> None:
-    assert says in refusal(good, *overrides)
-
-
 def test_every_key_has_a_meaning_and_fixed_names_are_there() -> None:
     keys = [key for _, _, keys in sections() for key in keys]
     assert len(keys) >= 60
