@@ -23,11 +23,10 @@ from asyncrl.observe.run_numbers import Steps, evaluation_text
 from asyncrl.observe.status import render_status
 from asyncrl.placement.plan import make_plan, trainer_threads
 from asyncrl.rollouts.evaluator import EvalResult, Sample
-from asyncrl.run.agents import wire_evaluation
+from asyncrl.run.agents import make_evaluation
 from asyncrl.run.report import Reporter
 from asyncrl.tasks.from_config import build_task, look_at_eval_task, read_eval_task
 from asyncrl.tasks.letters import Letters
-from asyncrl.tasks.scorer import TaskScorer
 from asyncrl.testing.fake_engine import FakeEngineServer
 from asyncrl.testing.fakes import FakeTokenizer
 from asyncrl.testing.virtual_time import run_virtual
@@ -95,26 +94,22 @@ def test_calls_of_the_eval_reward_that_do_not_end_are_a_number_of_the_evaluation
     task = LETTERS | {"reward_pool": "inline", "reward_timeout_s": 10.0}
     config = load_config(write_config(tmp_path, eval={"task": task, "num_prompts": 3}))
     assert config.eval is not None
-    settings, told, results = config.eval, list[str](), list[EvalResult]()
+    told, results = list[str](), list[EvalResult]()
     prompts = tuple(Prompt(f"0/{number}", ({"role": "user", "content": "hi"},)) for number in range(3))
-    scorer = TaskScorer(JudgeThatHoldsOn(size=3, seed=0), settings.task, seed=0, warn=told.append)
+    job: Any = SimpleNamespace(config=config, run_dir=tmp_path, warn=told.append, closes=lambda *_: None)
     tokenizer: Any = FakeTokenizer()
     checkpoints: Any = SimpleNamespace(evaluated=lambda *_: None)
 
     async def story() -> None:
-        evaluation = wire_evaluation(
-            config,
-            settings,
+        evaluation = make_evaluation(
+            job,
             EngineServer(FakeEngineServer("engine-eval")),
-            prompts,
-            scorer,
+            (JudgeThatHoldsOn(size=3, seed=0), prompts),
             tokenizer,
-            tmp_path,
             tmp_path,
             checkpoints,
             harnessing=None,
             on_result=results.append,
-            warn=told.append,
         )
         running = asyncio.ensure_future(evaluation.run())
         await asyncio.sleep(100.0)

@@ -7,10 +7,7 @@ import errno
 import json
 import os
 import signal
-import sys
-import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,18 +22,15 @@ from asyncrl.files import RunLock
 from asyncrl.journal.journal import Journal
 from asyncrl.messages.records import Batch, GroupId, Prompt, Ticket
 from asyncrl.messages.trainer_calls import TrainResponse
-from asyncrl.placement.devices import CudaDevice
 from asyncrl.placement.staging import clear_own_staging, new_staging_dir
 from asyncrl.run import life as wiring
 from asyncrl.run import loop as job
-from asyncrl.run import specs
-from asyncrl.run import start as startup
+from asyncrl.run.build import end_server
 from asyncrl.run.colocate import SideBySide
 from asyncrl.run.loop import Job
-from asyncrl.run.model_folder import MODEL_PIN, in_daemon_thread
+from asyncrl.run.model_folder import MODEL_PIN
 from asyncrl.run.report import Reporter
 from asyncrl.run.resume import ResumePoint
-from asyncrl.run.start import end_server
 from asyncrl.testing.memory_journal import MemoryJournal
 from asyncrl.testing.virtual_time import all_blocked, run_virtual
 
@@ -150,10 +144,10 @@ class House:
             pin=SimpleNamespace(write=lambda: None),
         )
 
-        async def open_rooms(*_: Any, **__: Any) -> Any:
+        async def open_parts(*_: Any, **__: Any) -> Any:
             return self.rooms
 
-        monkeypatch.setattr(job, "open_rooms", open_rooms)
+        monkeypatch.setattr(job, "open_parts", open_parts)
         monkeypatch.setattr(
             job, "make_watchdog", lambda *_, **__: SimpleNamespace(run=for_ever, look=lambda: None)
         )
@@ -311,10 +305,10 @@ def test_a_signal_before_training_ends_the_run_at_once(
 def test_a_foreign_error_at_the_start_is_named_and_ends_the_status_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def open_rooms(*_: Any, **__: Any) -> Any:
+    async def open_parts(*_: Any, **__: Any) -> Any:
         raise OverflowError("too large a number")
 
-    monkeypatch.setattr(job, "open_rooms", open_rooms)
+    monkeypatch.setattr(job, "open_parts", open_parts)
     with pytest.raises(
         RoomError, match="controller: internal error OverflowError: too large a number"
     ) as caught:
@@ -339,69 +333,6 @@ def test_closing_goes_on_to_its_end_when_the_run_is_cancelled_meanwhile() -> Non
         assert closed == ["engine-0"]
 
     run_virtual(story())
-
-
-def test_blocking_work_of_the_start_is_not_waited_for_when_it_is_cancelled() -> None:
-    released = threading.Event()
-
-    async def story() -> None:
-        loop, started = asyncio.get_running_loop(), asyncio.Event()
-
-        def work() -> None:
-            loop.call_soon_threadsafe(started.set)
-            released.wait()
-
-        waiting = asyncio.create_task(in_daemon_thread(work))
-        await started.wait()
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-
-    asyncio.run(story())  # with a thread of the loop's own pool this would never return
-    released.set()
-
-
-@pytest.mark.parametrize("stop", [lambda: [][1], lambda: sys.exit("enough")])
-def test_what_blocking_work_raises_reaches_the_start(stop: Callable[[], Any]) -> None:
-    with pytest.raises((IndexError, RuntimeError), match="out of range|enough"):
-        asyncio.run(in_daemon_thread(stop))
-
-
-def test_the_trainer_is_told_the_chat_template(tmp_path: Path) -> None:
-    config = make_config(tmp_path, model={"chat_template": "own.jinja"})
-    spec = json.loads(specs.trainer_spec(config, tmp_path / "model", tmp_path, tmp_path / "staging"))
-    assert spec["chat_template"] == "own.jinja"
-
-
-def test_a_process_is_told_its_kind_of_device_and_sees_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        startup, "find_cuda_devices", lambda: (CudaDevice("4"), CudaDevice("GPU-b"), CudaDevice("GPU-c"))
-    )
-    config = make_config(tmp_path, trainer={"world_size": 2})
-    trainers, (engine,) = startup.make_servers(
-        config, tmp_path / "model", tmp_path, tmp_path / "staging", "s3cret"
-    )
-    for server, names in zip([*trainers, engine], ["4,GPU-b", "4,GPU-b", "GPU-c"], strict=True):
-        assert json.loads(server.child._spec)["device"] == "cuda"
-        assert server.child._env["CUDA_VISIBLE_DEVICES"] == names
-
-
-def test_without_a_cuda_device_every_process_is_told_cpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(startup, "find_cuda_devices", tuple)  # nvidia-smi beside a CPU build of torch, say
-    (trainer,), (engine,) = startup.make_servers(
-        make_config(tmp_path), tmp_path / "model", tmp_path, tmp_path / "staging", "s3cret"
-    )
-    assert (trainer.caller.short_s, engine.caller.short_s) == (60.0, 60.0)
-    in_haste = make_config(tmp_path, rollout={"timeout_s": 50.0}, weight_sync={"timeout_s": 30.0})
-    _, (hasty,) = startup.make_servers(in_haste, tmp_path / "model", tmp_path, tmp_path / "staging", "s3cret")
-    assert hasty.caller.short_s == 15.0, "a call that waits for a descriptor says so before its push is over"
-    for server in (trainer, engine):
-        assert json.loads(server.child._spec)["device"] == "cpu"
-        assert "CUDA_VISIBLE_DEVICES" not in server.child._env
 
 
 def test_an_abrupt_end_clears_this_processs_staging() -> None:
@@ -552,13 +483,13 @@ def test_a_resume_that_ends_before_it_could_go_on_leaves_what_the_run_had_writte
     (tmp_path / "summary.json").write_text('{"state": "done", "num_steps": 9}')
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
 
-    async def open_rooms(*_: Any, **__: Any) -> Any:
+    async def open_parts(*_: Any, **__: Any) -> Any:
         if state == "interrupted":
             os.kill(os.getpid(), signal.SIGINT)
             await for_ever()
         raise RoomError("trainer-0", "cannot start")
 
-    monkeypatch.setattr(job, "open_rooms", open_rooms)
+    monkeypatch.setattr(job, "open_parts", open_parts)
     point = ResumePoint(None, ("checkpoint step_9 is damaged",))
     resuming = Job(make_config(tmp_path), tmp_path, "test", RunLock(tmp_path / "run.lock"), point, None)  # type: ignore[arg-type]
     if state == "failed":

@@ -8,8 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from asyncrl.config.describe import describe_keys
-from asyncrl.config.load import all_keys
+from asyncrl.config.load import all_keys, describe_keys
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -42,24 +42,13 @@ def test_a_node_is_refused_for_now(devices: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("devices", "told"),
-    [
-        ("gpu", "give auto, cpu, cuda, all, a device number"),
-        ("true", "give auto, cpu"),
-        ("none", "give auto, cpu"),
-        ("-1", "start at 0"),
-        ("3-1", "runs backwards; write 1-3"),
-        ("0,1", "write a list: \\[0,1\\]"),
-        ("[]", "list of devices is empty"),
-        ("[0, 0]", "named twice"),
-        ("[0, cpu]", "holds device numbers"),
-        ("rollout", "the other way round: placement.rollout=trainer"),
-        ("trainer", "give auto, cpu"),
-    ],
+    "devices", ["gpu", "true", "none", "-1", "3-1", "0,1", "[]", "[0, 0]", "[0, cpu]", "trainer"]
 )
-def test_anything_else_is_refused_with_what_can_be_written(devices: str, told: str) -> None:
-    with pytest.raises(ConfigError, match=f"placement.trainer.*{told}"):
+def test_anything_else_is_refused_with_what_can_be_written(devices: str) -> None:
+    with pytest.raises(ConfigError, match="placement.trainer.*give auto, cpu, cuda, all, a device number"):
         load(f"placement.trainer={devices}")
+    with pytest.raises(ConfigError, match="the other way round: placement.rollout=trainer"):
+        load("placement.trainer=rollout")
 
 
 @pytest.mark.parametrize("devices", ["all", "cuda", "0-1", "[0, 1]"])

@@ -83,12 +83,12 @@ def test_nccl_needs_two_devices_and_ipc_one() -> None:
         "of trainer and engines the rollout alone is on the CPU"
         in refusal(1, "weight_sync.transport=nccl", "placement.rollout=cpu").what
     )
-    assert "placement.trainer=auto is the CPU here" in refusal(0, "weight_sync.transport=ipc").what
+    assert "work apart on cpu (placement.trainer=auto" in refusal(0, "weight_sync.transport=ipc").what
     assert (
         "NCCL cannot connect two processes on one device"
         in refusal(1, "weight_sync.transport=nccl", *TURNS).rule
     )
-    assert "names memory of one device" in refusal(2, "weight_sync.transport=ipc").rule
+    assert "names memory of one CUDA device" in refusal(2, "weight_sync.transport=ipc").rule
     assert placed(2, "weight_sync.transport=nccl").mode == "apart"
     assert placed(1, "weight_sync.transport=ipc", *TURNS).mode == "colocated"
 

@@ -28,7 +28,7 @@ from asyncrl.observe.run_numbers import OverdueNumbers, duration, evaluation_tex
 from asyncrl.observe.verdict import judge, summary_panel
 from asyncrl.observe.watchdog import Wait
 from asyncrl.rollouts.evaluator import EvalResult
-from asyncrl.run.build import Rooms
+from asyncrl.run.build import Parts
 from asyncrl.run.life import run_again
 from asyncrl.run.watch import gauges
 from asyncrl.trainer.gap import GAP_WARNING
@@ -136,7 +136,7 @@ class Reporter:
         self._console.say(f"ready after {duration(time.monotonic() - self._opened_s)}; training")
         self.tell("training")
 
-    def step(self, rooms: Rooms, batch: Batch, report: TrainResponse, *, step_s: float) -> None:
+    def step(self, rooms: Parts, batch: Batch, report: TrainResponse, *, step_s: float) -> None:
         """One optimizer step is done: its metrics go to metrics.jsonl, TensorBoard and the console."""
         self._totals.starts_from(self._before.get(batch.version, {}))
         metrics = self._step_metrics(rooms, batch, report, step_s) | self._new_evaluation
@@ -222,7 +222,7 @@ class Reporter:
         logger.warning("%s", text)
         self._console.say(f"WARNING: {text}")
 
-    def status(self, rooms: Rooms, waits: Sequence[Wait]) -> None:
+    def status(self, rooms: Parts, waits: Sequence[Wait]) -> None:
         """Replace status.json, for `asyncrl status` from another terminal. `waits`: who waits for whom right
         now.
         """
@@ -308,7 +308,7 @@ class Reporter:
         self._trained_since_s = time.monotonic() - self._last.get("time_s", 0.0)
 
     def _step_metrics(
-        self, rooms: Rooms, batch: Batch, report: TrainResponse, step_s: float
+        self, rooms: Parts, batch: Batch, report: TrainResponse, step_s: float
     ) -> dict[str, float]:
         metrics: dict[str, float] = {
             "step": batch.version,
