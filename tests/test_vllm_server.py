@@ -59,7 +59,7 @@ def test_what_the_run_depends_on_is_always_given_to_vllm(tmp_path: Path) -> None
         "--max-model-len=512",
         "--generation-config=vllm",
         "--worker-extension-cls=asyncrl_servers.vllm.worker_extension.WeightLoader",
-        "--distributed-executor-backend=asyncrl_servers.vllm.mending.CpuExecutor",
+        "--distributed-executor-backend=asyncrl_servers.vllm.monkeypatches.CpuExecutor",
     ):
         assert option in given
     assert not any("secret" in option or "api-key" in option for option in given)
