@@ -207,7 +207,7 @@ def test_version_after_version_the_engine_has_the_trainers_bits_through_one_piec
             assert_has_bits_of(engine, step)
             assert engine.health().policy_version == version
             assert engine.weights.digest == digest_tensors(engine.weights._parameters), "of all, at both ends"
-            opened.add(engine.resting._memory._memory)
+            opened.add(engine.weights._memory._memory)
         engine.submit(make_request("r")).result(timeout=60)
         assert len(opened) == 1, "opened once"
         assert len(list((tmp_path / "staging").glob("chunk*"))) == 1
@@ -218,7 +218,7 @@ def test_version_after_version_the_engine_has_the_trainers_bits_through_one_piec
         for version in (0, 1, 2):
             other.train(*make_batch(version=version))
         push(other, engine)
-        assert engine.resting._memory._memory not in opened, "opened anew"
+        assert engine.weights._memory._memory not in opened, "opened anew"
         assert_has_bits_of(engine, other)
 
 
