@@ -149,7 +149,7 @@ class FakeVllm(Caller):
                 "choices": [self._choice(run)],
                 "usage": {"prompt_tokens_details": {"cached_tokens": run.num_cached}},
             }
-            if sent["sampling_params"]["prompt_logprobs"] is not None:
+            if "prompt_logprobs" in sent["sampling_params"]:
                 told = -(1 + self.weights) / 100  # a prompt that is scored is computed anew
                 answer["prompt_logprobs"] = [
                     None,

@@ -106,7 +106,7 @@ def test_without_a_canary_a_wrong_label_is_caught_with_the_next_answer() -> None
         await server.ready(10.0)
         plant_a_wrong_label(fake)
         await publish(server, 1, has_canary=False)
-        with pytest.raises(EngineError, match="it had confirmed version 1 before the request"):
+        with pytest.raises(EngineError, match="v0 .* from 1 .confirmed before. to 1"):
             await server.generate_segment(request())
 
     run_virtual(story())
@@ -256,7 +256,7 @@ def test_a_request_that_breaks_is_data_while_the_engine_lives_and_a_loss_when_it
         assert not (await lost(server.generate_segment(request()))).is_told
         fake.refused.clear()
         fake.gives_nan = True
-        with pytest.raises(EngineError, match="logprob nan at position 0"):
+        with pytest.raises(EngineError, match="logprob nan"):
             await server.generate_segment(request())
         fake.die()
         assert "the connection broke" in str(await lost(server.generate_segment(request())))

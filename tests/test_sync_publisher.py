@@ -178,7 +178,7 @@ def test_versions_that_came_while_a_push_was_under_way_are_skipped_and_counted()
     house = live(story, 0.5, 1.0, export_s=0.0)
     assert [version for version, _ in house.served] == house.trainer.exported == [1, 4]
     stats = house.publisher.stats()
-    assert (stats.published, stats.skipped, stats.total_publish_s) == (2, 2, 6.0)
+    assert (stats.published, stats.skipped, stats.publish_s) == (2, 2, 3.0)
 
 
 def test_the_train_loop_waits_for_the_export_and_never_for_the_push() -> None:
@@ -234,7 +234,7 @@ def test_weights_that_differ_after_a_swap_stop_the_publish_before_the_next_engin
         house.trainer.step()
 
     house, error = fails(story, 1.0, 1.0, 1.0, is_rolling=True)
-    assert "engine-1 serves policy_version 1 with digest stale, the trainer sent w1" in error
+    assert "engine-1 serves policy_version 1 with digest stale of version 1, the trainer sent w1" in error
     assert "engine-0: 1, engine-1: 1, engine-2: 0" in error
     assert (house.fakes[2].policy_version, house.served) == (0, [])
 
@@ -267,11 +267,15 @@ def test_an_engine_that_dies_is_named_with_the_versions_that_each_one_has(
 @pytest.mark.parametrize(
     ("prepare_s", "swap_s", "says"),
     [
-        (100.0, 0.0, "engine-0, engine-1 did not prepare policy_version 1 within 60 s"),
+        (
+            100.0,
+            0.0,
+            "engine-0 failed in prepare of policy_version 1: did not prepare",
+        ),
         (
             0.0,
             80.0,
-            "engine-1 did not commit policy_version 1 within 60 s (policy_version served: engine-0: 1,",
+            "did not commit policy_version 1 within 60 s (policy_version served: engine-0: 1,",
         ),
     ],
 )

@@ -29,23 +29,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from asyncrl.http import Refused
-from asyncrl.messages.base import (
-    BroadcastRequest,
-    BroadcastResponse,
-    GroupSeat,
-    SentChunk,
-    SentWeights,
-    joint_digest,
-)
+from asyncrl.messages.base import BroadcastRequest, BroadcastResponse, GroupSeat, SentChunk, SentWeights
 from asyncrl.messages.trainer_calls import ExportResponse
 from asyncrl.weights.chunk_export import cut
-from asyncrl.weights.export import (
-    LazyWeights,
-    entries_of,
-    gather_along,
-    sizes_of,
-    whole_tensors,
-)
+from asyncrl.weights.export import LazyWeights, entries_of, gather_along, gathered, manifest_of, sizes_of
 from asyncrl.weights.ipc import copy_placed, lay_out, views
 from asyncrl.weights.transport import Exported, TrainerEnd, Transport, only_gathered
 
@@ -67,7 +54,7 @@ class BroadcastTransport(Transport):
 
     def __init__(self, end: TrainerEnd) -> None:
         super().__init__(end)
-        self.digest = ""
+        self._digest = ""
         self._chunks: list[SentChunk] = []
         self._buffers: list[Tensor] = []
         self._group: WeightGroup | None = None
@@ -77,7 +64,7 @@ class BroadcastTransport(Transport):
         """Hold the weights; where evaluation wants a file, write it too. Raises OSError, or RuntimeError if
         there is no memory for the copy.
         """
-        written = self.write(exported, path).path if self.end.is_file_wanted else ""
+        written = super().export(exported, path).path if self.end.is_file_wanted else ""
         if self.end.is_first:
             return self.hold(exported.merged(), exported.version).model_copy(update={"path": written})
         gather_along(exported.merged(), self.end.dtype)
@@ -85,44 +72,30 @@ class BroadcastTransport(Transport):
 
     def hold(self, weights: LazyWeights, version: int) -> ExportResponse:
         """Copy them over what was held, gathering what is sharded."""
-        with self._in_use:
+        with self._in_use, gathered(weights, self.end.dtype, self.end.device) as tensors:
             self.version = -1
-            tensors = whole_tensors(weights, self.end.dtype, self.end.device)
+            self._make_buffers(weights)
             digests: dict[str, bytes] = {}
-            try:
-                self._make_room(weights)
-                for chunk, buffer in zip(self._chunks, self._buffers, strict=True):
-                    digests |= copy_placed(chunk.tensors, buffer, tensors)
-            finally:
-                for _ in tensors:  # after an error: the other ranks gather on to the end
-                    pass
+            for chunk, buffer in zip(self._chunks, self._buffers, strict=True):
+                digests |= copy_placed(chunk.tensors, buffer, tensors)
             if self.end.device.type == "cuda":
                 torch.cuda.synchronize(self.end.device)  # another thread sends it
-            self.digest, self.version = joint_digest(digests.values()), version
-        return ExportResponse(
-            version=version,
-            path="",
-            digest=self.digest,
-            is_held=True,
-            num_tensors=len(weights),
-            num_bytes=sum(sizes_of(weights, self.end.dtype).values()),
-        )
+            answer = manifest_of(weights, self.end.dtype, version, digests, "")
+            self._digest, self.version = answer.digest, version
+        return answer
 
     def send(self, request: BroadcastRequest) -> BroadcastResponse:
         """To all members of the group; in a thread of its own. Raises Refused."""
+        seat = request.seat
         with self._in_use:
             if self.version != request.version:
-                raise Refused(
-                    409,
-                    f"policy_version {request.version} is to be sent, and what is held is version "
-                    f"{self.version}",
-                    rule="the newest export alone is held",
-                    way_out="export, and send that.",
-                )
+                what = f"policy_version {request.version} is to be sent, and what is held is version "
+                raise Refused(409, f"{what}{self.version}", rule="the newest export alone is held")
             try:
-                self._joined(request.seat).send(
-                    SentWeights(version=self.version, chunks=self._chunks), self._buffers
-                )
+                if self._group is None or self._group.path != seat.path:
+                    self._leave()
+                    self._group = WeightGroup(seat, self.end.device)
+                self._group.send(SentWeights(version=self.version, chunks=self._chunks), self._buffers)
             except GroupBroken as broken:
                 self._leave()
                 raise Refused(
@@ -132,20 +105,14 @@ class BroadcastTransport(Transport):
                     way_out="read the logs of the engines; they are sent anew once those were started again.",
                 ) from broken
             sent = sum(chunk.num_bytes for chunk in self._chunks)
-            return BroadcastResponse(version=self.version, digest=self.digest, num_bytes=sent)
-
-    def _joined(self, seat: GroupSeat) -> WeightGroup:
-        if self._group is None or self._group.path != seat.path:
-            self._leave()
-            self._group = WeightGroup(seat, self.end.device)
-        return self._group
+            return BroadcastResponse(version=self.version, digest=self._digest, num_bytes=sent)
 
     def _leave(self) -> None:
         group, self._group = self._group, None
         if group is not None:
             group.close()
 
-    def _make_room(self, weights: LazyWeights) -> None:
+    def _make_buffers(self, weights: LazyWeights) -> None:
         if self._chunks:
             return
         for names in cut(sizes_of(weights, self.end.dtype), self.end.chunk_bytes):
@@ -174,9 +141,8 @@ class WeightGroup:
         try:
             self._group = _connect(seat, device, self._timeout)
         except (RuntimeError, OSError) as error:
-            raise GroupBroken(
-                f"no group of {seat.size} processes within {seat.timeout_s} s: {error}"
-            ) from error
+            what = f"no group of {seat.size} processes within {seat.timeout_s} s"
+            raise GroupBroken(f"{what}: {error}") from error
 
     def close(self) -> None:
         """Leave. Idempotent; the others notice at their next call."""
@@ -186,13 +152,10 @@ class WeightGroup:
 
     def send(self, weights: SentWeights, buffers: list[Tensor]) -> None:
         """As the sender: what comes, then the buffers. Raises GroupBroken."""
-        head = torch.frombuffer(bytearray(weights.model_dump_json().encode()), dtype=torch.uint8).to(
-            self._device
-        )
-        self._broadcast(torch.tensor([len(head)], device=self._device))
-        self._broadcast(head)
-        for buffer in buffers:
-            self._broadcast(buffer)
+        text = bytearray(weights.model_dump_json().encode())
+        head = torch.frombuffer(text, dtype=torch.uint8).to(self._device)
+        for tensor in (torch.tensor([len(head)], device=self._device), head, *buffers):
+            self._broadcast(tensor)
 
     def receive(self) -> Iterator[tuple[int, dict[str, Tensor]]]:
         """The version, and the tensors of one buffer after the other, each buffer in memory of its own.
@@ -236,10 +199,8 @@ def _connect(seat: GroupSeat, device: torch.device, timeout: timedelta) -> Any:
     store = dist.FileStore(seat.path, seat.size)  # type: ignore[attr-defined]
     store.set_timeout(timeout)
     if device.type == "cuda":
-        if device.index is not None:
-            torch.cuda.set_device(
-                device
-            )  # of this thread; a trainer's rank 0 has no number, and is on the first
+        if device.index is not None:  # of this thread; a trainer's rank 0 has no number, and is on the first
+            torch.cuda.set_device(device)
         nccl = dist.ProcessGroupNCCL.Options()
         nccl._timeout = 2 * timeout  # ours comes first
         with _without_watchdog():
