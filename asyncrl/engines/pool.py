@@ -29,11 +29,9 @@ class PoolStats:
     """
 
     inflight: int
-    interrupted: int
     tokens: int
     requests: int
     load: Mapping[str, int]
-    moved: int
     down: tuple[str, ...]
 
 
@@ -72,7 +70,7 @@ class EnginePool:
         beyond its slots queue.
         """
         self._changed = asyncio.Event()
-        self._interrupted = self._tokens = self._requests = self._moved = 0
+        self._interrupted = self._tokens = self._requests = 0
 
     @property
     def oldest_served_version(self) -> int:
@@ -82,9 +80,7 @@ class EnginePool:
     def stats(self) -> PoolStats:
         load = {server.name: count for server, count in zip(self.servers, self._router.load, strict=True)}
         down = tuple(server.name for index, server in enumerate(self.servers) if index not in self._router.up)
-        return PoolStats(
-            sum(load.values()), self._interrupted, self._tokens, self._requests, load, self._moved, down
-        )
+        return PoolStats(sum(load.values()), self._tokens, self._requests, load, down)
 
     def gauges(self) -> dict[str, float]:
         """Its numbers, by the names of observe/gauges.py."""
@@ -152,7 +148,6 @@ class EnginePool:
                     join.cut()
                     if self._on_lost is None:
                         raise
-                    self._moved += 1
                     self._on_lost(lost)
         self._requests += 1
         self._interrupted += join.num_interruptions

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from asyncrl.engines.engine import EngineClient
@@ -19,22 +19,15 @@ from asyncrl.waits import TimeLimit, waiting
 
 
 @dataclass(frozen=True, slots=True)
-class PublisherStats:
-    """Totals, and the seconds of the last publish: publish_s = export_s + prepare_s + commit_s.
-
-    `skipped`: versions that were newer ones before their turn came; `pause_s`: the longest time in which an
-    engine could not decode (in turns, all of publish_s).
+class PublisherStats(PushReport):
+    """Totals, and the seconds of the last publish. `skipped`: versions that were newer ones before their turn
+    came. In turns the pause is all of publish_s.
     """
 
     version: int = 0
     published: int = 0
     skipped: int = 0
     num_bytes: int = 0
-    publish_s: float = 0.0
-    export_s: float = 0.0
-    prepare_s: float = 0.0
-    commit_s: float = 0.0
-    pause_s: float = 0.0
 
 
 class Publisher:
@@ -184,9 +177,8 @@ class Publisher:
         """
         push = self._push(self._trainer.policy_version, self._live, self._on_lost)
         report, manifest = await push.chunks(self._trainer)
-        seconds = report.export_s + report.prepare_s + report.commit_s
-        self._pushed = manifest, replace(report, pause_s=seconds)
-        return Moved(num_bytes=manifest.num_bytes, seconds=seconds)
+        self._pushed = manifest, replace(report, pause_s=report.publish_s)
+        return Moved(num_bytes=manifest.num_bytes, seconds=report.publish_s)
 
     def announce(self) -> None:
         """In turns: all live engines serve what was pushed last, and can sample."""
@@ -243,15 +235,11 @@ class Publisher:
 
     def _count(self, manifest: ExportResponse, report: PushReport, num_skipped: int = 0) -> None:
         self._stats = PublisherStats(
+            **asdict(report),
             version=manifest.version,
             published=self._stats.published + 1,
             skipped=self._stats.skipped + num_skipped,
             num_bytes=manifest.num_bytes,
-            publish_s=report.export_s + report.prepare_s + report.commit_s,
-            export_s=report.export_s,
-            prepare_s=report.prepare_s,
-            commit_s=report.commit_s,
-            pause_s=report.pause_s,
         )
 
     async def _export(self, newest: int) -> ExportResponse:

@@ -50,11 +50,15 @@ class PushReport:
     (commit_s); `pause_s` of the engine that paused longest; interrupted requests of all engines.
     """
 
-    export_s: float
-    prepare_s: float
-    commit_s: float
-    pause_s: float
-    num_interrupted: int
+    export_s: float = 0.0
+    prepare_s: float = 0.0
+    commit_s: float = 0.0
+    pause_s: float = 0.0
+    num_interrupted: int = 0
+
+    @property
+    def publish_s(self) -> float:
+        return self.export_s + self.prepare_s + self.commit_s
 
 
 class Push:

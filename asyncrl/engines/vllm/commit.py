@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from urllib.parse import urlencode
 
 from asyncrl.engines.vllm.vllm_process import Segment, VllmProcess
@@ -64,7 +64,7 @@ class Commit:
                 for attempt in range(self._num_attempts):
                     if attempt:
                         self._label = process.label_of(load.version, attempt)
-                        await load.stage(process.routes)
+                        await load.stage(process)
                     await self._swap("abort" if attempt else interrupt)
                     is_check_later = bool(process.asleep) and load.canary is not None
                     if is_check_later or await self._is_true(attempt + 1):
@@ -93,15 +93,22 @@ class Commit:
             await self._load_under_label(interrupt)
             return
         num_running, started = len(process.sent), clock()
-        async with self._paused(interrupt):
+        mode, keeps_kv = ("keep", True) if interrupt == "keep_kv" else (interrupt, False)
+        pause = {"mode": mode, "clear_cache": str(not keeps_kv).lower()}
+        try:
+            await process.tell(f"/pause?{urlencode(pause)}")
             if interrupt == "wait":
                 started = clock()
+            elif interrupt == "abort":
+                self._num_interrupted += num_running
             else:
-                self._num_interrupted += (
-                    num_running if interrupt == "abort" else min(num_running, self._slots)
-                )
+                self._num_interrupted += min(num_running, self._slots)
             await process.end(self._not_kept(interrupt))
             await self._load_under_label(interrupt)
+        finally:
+            _, cancelled = await uncut(self._resume())
+            if cancelled is not None:
+                raise cancelled
         self._pause_s += clock() - started
 
     def _not_kept(self, interrupt: Interrupt) -> list[Segment]:
@@ -119,20 +126,8 @@ class Commit:
     async def _load_under_label(self, interrupt: Interrupt) -> None:
         process = self._process
         process.begin_load_nowait(self._load.version, keeps_kv=interrupt == "keep_kv")
-        await self._load.load(process.routes)
-        await process.routes.set_label(self._label)
-
-    @asynccontextmanager
-    async def _paused(self, interrupt: Interrupt) -> AsyncIterator[None]:
-        mode = "keep" if interrupt == "keep_kv" else interrupt
-        clear_cache = str(interrupt != "keep_kv").lower()
-        try:
-            await self._process.routes.tell(f"/pause?{urlencode({'mode': mode, 'clear_cache': clear_cache})}")
-            yield
-        finally:
-            _, cancelled = await uncut(self._resume())
-            if cancelled is not None:
-                raise cancelled
+        await self._load.load(process)
+        await process.set_label(self._label)
 
     async def _resume(self) -> None:
         """Also after a pause of which nobody knows whether it came: a resume too many does nothing."""
@@ -140,7 +135,7 @@ class Commit:
         if process.is_cut:
             return
         try:
-            await process.routes.tell("/resume", timeout_s=RESUME_LIMIT_S)
+            await process.tell("/resume", timeout_s=RESUME_LIMIT_S)
         except (CallLost, CallRefused) as failure:
             what = f"was paused and could not be resumed: {failure}"
             process.break_nowait(what, rule="a pause ends with its commit")
@@ -151,7 +146,7 @@ class Commit:
         if load.canary is None:
             return True
         fault = await canary_fault(
-            process.routes, load.canary, label=self._label, model=load.model, limit=self._limit
+            process, load.canary, label=self._label, model=load.model, limit=self._limit
         )
         if not fault:
             return True

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from asyncrl.engines.vllm.vllm_process import START_LABEL, VllmProcess
-from asyncrl.engines.vllm.vllm_routes import GENERATE, LabelInfo, Routes, Said, ServerInfo, vllm_request
+from asyncrl.engines.vllm.vllm_routes import GENERATE, LabelInfo, Said, ServerInfo, vllm_request
 from asyncrl.errors import ConfigError
 from asyncrl.http import CallGarbled, CallLost, CallRefused
 
@@ -87,46 +87,46 @@ async def make_ready(process: VllmProcess, facts: VllmFacts, *, is_first: bool) 
 
     `is_first`: nobody of this run has pushed weights there, so what it has must be what it was started with.
     """
-    name, routes = process.name, process.routes
-    await _until_up(name, routes)
+    name = process.name
+    await _until_up(process)
     try:
-        info = await routes.get("/server_info?config_format=json", ServerInfo)
+        info = await process.get("/server_info?config_format=json", ServerInfo)
     except CallRefused as refusal:
         rule = "weights are pushed through such routes"
         raise _without_route(refusal, name, rule, "VLLM_SERVER_DEV_MODE=1") from refusal
     check_settings(name, info, facts)
     try:
-        workers = await routes.rpc("asyncrl_facts")
+        workers = await process.rpc("asyncrl_facts")
     except CallRefused as refusal:
-        raise _without_extension(name, refusal.body.error) from refusal
-    if any(worker.get("extension") != 1 for worker in workers):
-        raise _without_extension(name, f"a worker answers {workers}")
+        what = f"has no worker extension of ours ({refusal.body.error})"
+        rule = "it loads the weights and says their digest"
+        raise _lacks(name, what, rule, f"--worker-extension-cls {EXTENSION}") from refusal
     process.vocab_size = min(int(worker["vocab_size"]) for worker in workers)
     ours = process.label_of(process.version)
-    label = (await routes.get("/weight_info", LabelInfo)).weight_version
+    label = (await process.get("/weight_info", LabelInfo)).weight_version
     if is_first and label not in (START_LABEL, ours):
         raise ConfigError(
             f"{name}: the vLLM server there has weights that another run pushed, under the label {label}",
             rule=f"a run begins with the weights of model.path, as policy_version {process.version}",
             way_out="start that server again.",
         )
-    await routes.tell("/resume")  # whoever paused it last may have been killed
-    await routes.set_label(ours)
+    await process.tell("/resume")  # whoever paused it last may have been killed
+    await process.set_label(ours)
     process.label = ours
     try:
-        await _warm_up(routes, ours)
+        await _warm_up(process, ours)
     except CallRefused as refusal:
         rule = "tokens go in and come out as ids"
         raise _without_route(refusal, name, rule, "--enable-scale-out") from refusal
 
 
-async def _until_up(name: str, routes: Routes) -> None:
+async def _until_up(process: VllmProcess) -> None:
     """A server that we started has a socket from the first moment; one of somebody else's may refuse
     connections for a while.
     """
     while True:
         try:
-            await routes.get("/health", Said)
+            await process.get("/health", Said)
         except CallGarbled:
             raise
         except CallLost:
@@ -135,18 +135,12 @@ async def _until_up(name: str, routes: Routes) -> None:
             if refusal.status != 401:
                 raise
             raise ConfigError(
-                f"{name}: the vLLM server there does not take the key ({refusal.body.error})",
+                f"{process.name}: the vLLM server there does not take the key ({refusal.body.error})",
                 rule="a server of somebody else has a key of its own",
                 way_out="put that key into the environment variable ASYNCRL_VLLM_KEY.",
             ) from refusal
         else:
             return
-
-
-def _without_extension(name: str, why: str) -> ConfigError:
-    rule = "our extension loads the weights and says their digest"
-    what = f"has no worker extension of ours ({why})"
-    return _lacks(name, what, rule, f"--worker-extension-cls {EXTENSION}")
 
 
 def _without_route(refusal: CallRefused, name: str, rule: str, flag: str) -> Exception:
@@ -156,11 +150,11 @@ def _without_route(refusal: CallRefused, name: str, rule: str, flag: str) -> Exc
     return _lacks(name, f"has no {refusal.path.partition('?')[0]}", rule, flag)
 
 
-async def _warm_up(routes: Routes, label: str) -> None:
+async def _warm_up(process: VllmProcess, label: str) -> None:
     """Have vLLM do once what it compiles at the first time: sampling with a seed, logprobs, and those of a
     prompt.
     """
     greedy = {"max_tokens": 1, "temperature": 0.0}
     seeded = {"max_tokens": 2, "temperature": 0.7, "top_p": 0.9, "seed": 1}
     for number, sampling in enumerate((greedy, greedy | {"prompt_logprobs": 0}, seeded)):
-        await routes.tell(GENERATE, vllm_request([1, 2, 3], f"warm-up-{number}", label, None, **sampling))
+        await process.tell(GENERATE, vllm_request([1, 2, 3], f"warm-up-{number}", label, None, **sampling))

@@ -9,17 +9,16 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Any
 
 from asyncrl.engines.engine import OnChunk, SegmentCheck
 from asyncrl.engines.vllm.facts import VllmFacts
 from asyncrl.engines.vllm.vllm_process import Segment, VllmProcess
-from asyncrl.engines.vllm.vllm_routes import GENERATE, Generated, LabelSpan, vllm_request
+from asyncrl.engines.vllm.vllm_routes import GENERATE, Finish, Generated, LabelSpan, vllm_request
 from asyncrl.errors import EngineError, EngineLost, RequestRefused
 from asyncrl.http import CallLost, CallRefused
 from asyncrl.messages.engine_calls import GenerateChunk, GenerateRequest, GenerateResponse, Span
 
-Finish = Literal["stop", "length", "abort"]
 Decode = Callable[[Sequence[int]], str]
 _NO_LOGPROB = -9999.0
 """What vLLM writes for a logprob that is NaN or below this."""
@@ -64,7 +63,7 @@ async def sample(
     """The segment's answer; `decode` for stop strings over the joint with the segment before. Raises
     RequestRefused, EngineLost or EngineError.
     """
-    request, routes = segment.request, process.routes
+    request = segment.request
     async with process.calls():
         with process.holding(segment):
             await process.wait_open(segment)
@@ -81,7 +80,7 @@ async def sample(
             try:
                 if on_chunk is None and watch is None:
                     sampled = Sampled()
-                    sampled.add(await routes.post(GENERATE, body, Generated))
+                    sampled.add(await process.post(GENERATE, body, Generated))
                 else:
                     sampled = await _stream(process, segment, body, check, on_chunk, watch)
             except CallRefused as refusal:
@@ -127,7 +126,7 @@ class Sampled:
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    finish: str | None = None
+    finish: Finish | None = None
     labels: list[LabelSpan] | None = None
     num_cached: int = 0
     num_told: int = 0
@@ -159,7 +158,7 @@ async def _stream(
 ) -> Sampled:
     """Read to the end even when a stop string was found: the end says which weights the tokens were of."""
     sampled, num_wanted = Sampled(), None
-    async with contextlib.aclosing(process.routes.stream(body)) as parts:
+    async with contextlib.aclosing(process.stream(body)) as parts:
         async for part in parts:
             num_before = len(sampled.token_ids)
             sampled.add(part)
@@ -167,7 +166,7 @@ async def _stream(
                 taken = watch.take(sampled.token_ids[num_before:])
                 num_wanted = None if taken is None else num_before + taken
                 if num_wanted is not None and sampled.finish is None:
-                    await process.routes.abort([segment.wire_id])
+                    await process.abort([segment.wire_id])
             is_running = sampled.finish is None and num_wanted is None
             if on_chunk is not None and is_running and process.is_certain(segment):
                 new_ids = sampled.token_ids[sampled.num_told :]
@@ -204,10 +203,9 @@ def response_of(process: VllmProcess, segment: Segment, sampled: Sampled) -> Gen
     Raises EngineError for an answer that cannot be.
     """
     num_told, version = sampled.num_told, segment.version
-    if sampled.finish not in ("stop", "length", "abort"):
-        raise _wrong(process, segment, f"finish_reason {sampled.finish}")
-    if sampled.token_ids and sampled.labels is None:
-        raise _wrong(process, segment, f"{len(sampled.token_ids)} tokens without weight_versions")
+    if sampled.finish is None or (sampled.token_ids and sampled.labels is None):
+        what = f"{len(sampled.token_ids)} tokens, finish_reason {sampled.finish}, and no weight_versions"
+        raise _wrong(process, segment, what)
     shown = ", ".join(f"[{span.start}, {span.end}) {span.version}" for span in sampled.labels or [])
     spans = _spans(sampled, process.version_of)
     if any(span.version < 0 for span in spans):
@@ -233,7 +231,7 @@ def response_of(process: VllmProcess, segment: Segment, sampled: Sampled) -> Gen
             for span in spans
             if span.end > num_told
         ],
-        finish_reason=cast(Finish, sampled.finish),
+        finish_reason=sampled.finish,
     )
 
 

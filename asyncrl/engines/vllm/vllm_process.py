@@ -9,7 +9,6 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from asyncrl.engines.engine import Lifeline
 from asyncrl.engines.vllm.vllm_routes import Routes, Said
 from asyncrl.errors import EngineError, EngineLost
 from asyncrl.http import Caller, CallLost, CallRefused
@@ -20,7 +19,6 @@ START_LABEL = "default"
 """What vLLM calls the weights that it started with, until it is told otherwise."""
 _ASK_AGAIN_S = 0.1
 """An abort that overtook its request finds nothing: it is sent again until the request has ended."""
-_MAX_LEFT = 1024
 _HEALTH_LIMIT_S = 5.0
 
 
@@ -28,8 +26,8 @@ _HEALTH_LIMIT_S = 5.0
 class Segment:
     """One segment from its arrival to its answer.
 
-    Life: made -> at the gate -> sent, under a version and its label -> answered, however the call ended; or
-    left by a cancelled caller. `num_loads`: how often weights had been loaded when it was sent.
+    Life: made -> at the gate -> sent, under a version and its label -> answered, however the call ended.
+    `num_loads`: how often weights had been loaded when it was sent.
     """
 
     request: GenerateRequest
@@ -43,7 +41,7 @@ class Segment:
     answered: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-class VllmProcess(Lifeline):
+class VllmProcess(Routes):
     """One vLLM process behind a server's name.
 
     Life:       open, or closed while weights change or parts of it sleep -> cut, as any Lifeline. It is
@@ -59,7 +57,6 @@ class VllmProcess(Lifeline):
         one.
         """
         super().__init__(caller)
-        self.routes = Routes(caller)
         self._mark = f"~{mark}" if mark else ""  # vLLM takes no @ in a salt
         self.version = self.offered_version = self._start_version = version
         self.label, self.digest = START_LABEL, ""
@@ -75,8 +72,6 @@ class VllmProcess(Lifeline):
         """Labels of loads whose canary failed."""
         self._num_loads = self._last_kept_kv = 0
         self._segments: dict[str, Segment] = {}
-        self._left: dict[str, Segment] = {}
-        """Segments whose caller was cancelled, until an abort of them: vLLM may not have seen them yet."""
         self._changed = asyncio.Event()
 
     @property
@@ -157,16 +152,10 @@ class VllmProcess(Lifeline):
 
     @contextlib.contextmanager
     def holding(self, segment: Segment) -> Iterator[None]:
-        """In flight until the block ends."""
+        """In flight until the block ends. If it is cancelled, the broken connection ends it in vLLM."""
         self._segments[segment.wire_id] = segment
         try:
             yield
-        except asyncio.CancelledError:
-            if segment.is_sent and not segment.answered.is_set():
-                self._left[segment.wire_id] = segment
-                if len(self._left) > _MAX_LEFT:  # the broken connection has long ended the oldest
-                    del self._left[next(iter(self._left))]
-            raise
         finally:
             del self._segments[segment.wire_id]
             segment.answered.set()
@@ -175,7 +164,7 @@ class VllmProcess(Lifeline):
         """These segments (None = all), marked as aborted; those at the gate end. end() ends the others."""
         found = [
             segment
-            for segment in (*self._segments.values(), *self._left.values())
+            for segment in self._segments.values()
             if request_ids is None or segment.request.request_id in request_ids
         ]
         for segment in found:
@@ -185,25 +174,18 @@ class VllmProcess(Lifeline):
 
     async def end(self, segments: Sequence[Segment]) -> None:
         """Have these end with what they have; returns once vLLM has answered all of them."""
-
-        def unanswered() -> list[str]:
-            return [segment.wire_id for segment in segments if not segment.answered.is_set()]
-
-        left = [segment.wire_id for segment in segments if self._left.pop(segment.wire_id, None)]
-        wire_ids = left + unanswered()
-        while wire_ids:
-            await self.routes.abort(wire_ids)
+        while wire_ids := [segment.wire_id for segment in segments if not segment.answered.is_set()]:
+            await self.abort(wire_ids)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_ASK_AGAIN_S):
                     for segment in segments:
                         await segment.answered.wait()
-            wire_ids = unanswered()
 
     async def error_of(self, failure: CallLost | CallRefused) -> EngineError:
         """EngineLost too if the engine is dead: its server lives on a moment, and answers 500 or above."""
         if isinstance(failure, CallRefused) and failure.status >= 500:
             try:
-                await self.routes.get("/health", Said, _HEALTH_LIMIT_S)
+                await self.get("/health", Said, _HEALTH_LIMIT_S)
             except (CallLost, CallRefused) as dead:
                 said = f"answered {failure.status} to {failure.path} ({failure.body.error})"
                 return EngineLost(

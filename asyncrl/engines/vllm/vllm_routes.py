@@ -8,13 +8,15 @@ import contextlib
 import json
 import re
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, RootModel, ValidationError
 
-from asyncrl.http import Answer, Caller, CallGarbled, CallRefused
+from asyncrl.engines.engine import Lifeline
+from asyncrl.http import Answer, CallGarbled, CallRefused
 from asyncrl.messages.base import ErrorBody
 
+Finish = Literal["stop", "length", "abort"]
 GENERATE = "/inference/v1/generate"
 _WIRE_ID = "generate-tokens-{}"
 """What vLLM makes of a request_id; /abort_requests knows no other, and answers "aborted" to any."""
@@ -72,7 +74,7 @@ class Choice(Read):
     """
 
     token_ids: list[int] | None = None
-    finish_reason: str | None = None
+    finish_reason: Finish | None = None
     weight_versions: list[LabelSpan] | None = None
     logprobs: Logprobs | None = None
 
@@ -127,13 +129,10 @@ def vllm_request(
     }
 
 
-class Routes:
-    """Calls to one vLLM server. All raise CallRefused, with what vLLM says, or CallLost. `timeout_s` None: as
-    long as it takes.
+class Routes(Lifeline):
+    """Calls to one vLLM process. All raise CallRefused, with what vLLM says, or CallLost. `timeout_s` None:
+    as long as it takes.
     """
-
-    def __init__(self, caller: Caller) -> None:
-        self.caller = caller
 
     async def get(self, path: str, answer: type[Answer], timeout_s: float | None = None) -> Answer:
         with _vllm_errors():
@@ -176,7 +175,7 @@ class Routes:
             if error := result.get("error"):
                 said = {name: str(result.get(name) or "") for name in ("rule", "way_out")}
                 body = ErrorBody(error=str(error), **said)
-                raise CallRefused(self.caller.name, f"/collective_rpc {method}", 409, body)
+                raise CallRefused(self.name, f"/collective_rpc {method}", 409, body)
         return answer.results
 
     async def set_label(self, label: str) -> None:
@@ -195,7 +194,7 @@ class Routes:
             return Generated.model_validate_json(data)
         except ValidationError:
             why = f"a line of the stream is no {Generated.__name__}: {data[:200].decode(errors='replace')}"
-            raise CallGarbled(self.caller.name, GENERATE, why, status=500, text=data) from None
+            raise CallGarbled(self.name, GENERATE, why, status=500, text=data) from None
 
 
 @contextlib.contextmanager

@@ -80,7 +80,6 @@ class VllmServer:
         self._start_version, self._decode, self._mark = policy_version, decode, mark
         self._canary_limit, self._retries, self._warn = canary_limit, retries, warn
         self._chunk_bytes = chunk_bytes
-        self._wire_prefix, self._num_segments = uuid.uuid4().hex[:8], 0
         self._was_ready = False
         self._begin_nowait()
 
@@ -121,8 +120,7 @@ class VllmServer:
         if process.is_here(request.request_id):
             what = f"is sampling request {request.request_id} already"
             raise EngineError(self.name, what, rule="request ids are unique among requests in flight")
-        self._num_segments += 1
-        wire_id = f"{self._wire_prefix}-{self._num_segments}-{request.request_id}"
+        wire_id = f"{uuid.uuid4().hex[:12]}-{request.request_id}"
         segment = Segment(request, wire_id, on_chunk is not None)
         return await sample(process, segment, self.facts, self._decode, on_chunk)
 
@@ -135,11 +133,11 @@ class VllmServer:
         return [segment.request.request_id for segment in found]
 
     async def health(self, *, timeout_s: float | None = 10.0) -> EngineHealth:
-        process, routes = self._process, self._process.routes
+        process = self._process
         async with process.calls():
-            await routes.get("/health", Said, timeout_s)
-            label = (await routes.get("/weight_info", LabelInfo, timeout_s)).weight_version
-            counts = await routes.counts(timeout_s=timeout_s)
+            await process.get("/health", Said, timeout_s)
+            label = (await process.get("/weight_info", LabelInfo, timeout_s)).weight_version
+            counts = await process.counts(timeout_s=timeout_s)
         version = process.version_of(label)
         return EngineHealth(
             name=self.name,
@@ -167,7 +165,7 @@ class VllmServer:
             assert self.facts.has_adapters, "weight_sync.transport=lora has it so"
             load = AdapterLoad(self.name, manifest, self._adapter_folder)
         async with self._process.calls():
-            digest = await load.stage(self._process.routes)
+            digest = await load.stage(self._process)
         self._staged = load
         return digest
 
@@ -226,7 +224,7 @@ class VllmServer:
         if process.asleep != asleep_before:
             async with process.calls():
                 await self._wake(asleep_before)  # vLLM sleeps as a whole or not at all
-                await process.routes.tell("/sleep?level=1&mode=abort")
+                await process.tell("/sleep?level=1&mode=abort")
                 await process.end(process.sent)
                 await self._wake(_TAGS.keys() - process.asleep)
         return Moved(num_bytes=0, seconds=asyncio.get_running_loop().time() - started)
@@ -269,15 +267,16 @@ class VllmServer:
         process.begin_load_nowait(chunk.version)
         asked = LoadChunkRequest.model_validate(chunk, from_attributes=True).model_dump()
         async with process.calls():
-            digest = one_digest(self.name, await process.routes.rpc("asyncrl_load_chunk", asked))
+            digest = one_digest(self.name, await process.rpc("asyncrl_load_chunk", asked))
         if chunk.is_last:
-            self._staged = ChunkLoad(self.name, chunk.version, chunk.whole_digest, chunk.canary)
+            whole = chunk.model_dump(include={"version", "path", "num_tensors", "num_bytes", "canary"})
+            self._staged = ChunkLoad(self.name, ExportResponse(**whole, digest=chunk.whole_digest))
         return digest
 
     async def _wake(self, parts: Iterable[EnginePart]) -> None:
         """Take memory for these parts again; the weights are copied back."""
         if tags := sorted(_TAGS[part] for part in parts):
-            await self._process.routes.tell(f"/wake_up?{urlencode([('tags', tag) for tag in tags])}")
+            await self._process.tell(f"/wake_up?{urlencode([('tags', tag) for tag in tags])}")
 
     @asynccontextmanager
     async def _within(self, timeout_s: float | None, what: str) -> AsyncIterator[None]:

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 from asyncrl.engines.vllm.vllm_routes import Routes
 from asyncrl.errors import EngineError
 from asyncrl.messages.base import GroupSeat, weights_digest
-from asyncrl.messages.trainer_calls import Canary, ExportResponse
-from asyncrl.weights.tensor_files import RESEND, RawTensor, read_tensors, write_raw
+from asyncrl.messages.trainer_calls import ExportResponse
+from asyncrl.weights.tensor_files import RESEND, RawTensor, read_tensors, safetensors_head
 
 ADAPTER = "policy-adapter"
 SCALE = "scale"
@@ -39,8 +39,9 @@ class Load:
     can_repeat = False
     model: str | None = None
 
-    def __init__(self, name: str, version: int, digest: str, canary: Canary | None) -> None:
-        self.name, self.version, self.digest, self.canary = name, version, digest, canary
+    def __init__(self, name: str, manifest: ExportResponse) -> None:
+        self.name, self.manifest = name, manifest
+        self.version, self.digest, self.canary = manifest.version, manifest.digest, manifest.canary
 
     async def stage(self, routes: Routes) -> str:
         raise NotImplementedError
@@ -55,8 +56,8 @@ class FileLoad(Load):
     can_repeat = True
 
     def __init__(self, name: str, manifest: ExportResponse, chunk_bytes: int) -> None:
-        super().__init__(name, manifest.version, manifest.digest, manifest.canary)
-        self._manifest, self._chunk_bytes = manifest, chunk_bytes
+        super().__init__(name, manifest)
+        self._chunk_bytes = chunk_bytes
 
     async def stage(self, routes: Routes) -> str:
         """The workers hash in a thread, and are asked until they are done: an answer that waited would hold
@@ -64,7 +65,7 @@ class FileLoad(Load):
         """
         wait_s = _ASK_AGAIN_S
         names = {"version", "path", "digest", "num_tensors", "num_bytes", "kind"}
-        asked = self._manifest.model_dump(include=names)
+        asked = self.manifest.model_dump(include=names)
         await routes.rpc("asyncrl_drop", {})  # else a file that was staged before is not read again
         while True:
             workers = await routes.rpc("asyncrl_stage", asked)
@@ -103,9 +104,8 @@ class BroadcastLoad(Load):
     """
 
     def __init__(self, name: str, manifest: ExportResponse, meeting: Meeting) -> None:
-        super().__init__(name, manifest.version, manifest.digest, manifest.canary)
+        super().__init__(name, manifest)
         self._meeting = meeting
-        self._expected = manifest.model_dump(include={"version", "digest", "num_tensors", "num_bytes"})
 
     async def stage(self, routes: Routes) -> str:
         """Nothing is brought yet: this engine, with its workers, will take part. They compare the digest as
@@ -117,12 +117,13 @@ class BroadcastLoad(Load):
 
     async def load(self, routes: Routes) -> None:
         """Wait for all others, then receive; a worker that gets something else refuses it."""
+        expected = self.manifest.model_dump(include={"version", "digest", "num_tensors", "num_bytes"})
 
         async def take(seat: GroupSeat) -> None:
             if seat.is_new:
                 await routes.tell("/init_weight_transfer_engine", {"init_info": seat.model_dump()})
             await routes.tell("/start_weight_update")
-            await routes.tell("/update_weights", {"update_info": self._expected})
+            await routes.tell("/update_weights", {"update_info": expected})
             await routes.tell("/finish_weight_update", {})
 
         await self._meeting.receive(self.name, self.version, take)
@@ -147,13 +148,13 @@ class AdapterLoad(Load):
     model = ADAPTER
 
     def __init__(self, name: str, manifest: ExportResponse, before: Path | None) -> None:
-        super().__init__(name, manifest.version, manifest.digest, manifest.canary)
-        self._manifest, self._before = manifest, before
+        super().__init__(name, manifest)
+        self._before = before
         self.folder = Path(manifest.path).with_name(f"{name}-adapter-{manifest.version}")
         """One for each version: vLLM's prefix cache tells adapters apart by it."""
 
     async def stage(self, routes: Routes) -> str:
-        return await asyncio.to_thread(write_adapter_folder, self.name, self._manifest, self.folder)
+        return await asyncio.to_thread(write_adapter_folder, self.name, self.manifest, self.folder)
 
     async def load(self, routes: Routes) -> None:
         """Under the name of the one before, in its place."""
@@ -183,7 +184,10 @@ def write_adapter_folder(name: str, manifest: ExportResponse, folder: Path) -> s
         folder.mkdir()
         (folder / "adapter_config.json").write_text(config, encoding="utf-8")
         weights = {f"base_model.model.{key}": one for key, one in tensors.items() if key != SCALE}
-        write_raw(folder / "adapter_model.safetensors", weights)
+        with (folder / "adapter_model.safetensors").open("wb") as file:
+            file.write(safetensors_head((key, one.dtype, one.shape) for key, one in weights.items()))
+            for one in weights.values():
+                file.write(one.data)
     except (OSError, ValueError, KeyError, struct.error) as error:
         what = f"cannot make an adapter of {manifest.path}: {error}"
         raise EngineError(name, what, rule=_ADAPTER_RULE, way_out=RESEND) from error
