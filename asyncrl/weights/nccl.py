@@ -19,7 +19,6 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -61,28 +60,27 @@ class BroadcastTransport(Transport):
         self._in_use = threading.Lock()
 
     def export(self, exported: Exported, path: Path) -> ExportResponse:
-        """Hold the weights; where evaluation wants a file, write it too. Raises OSError, or RuntimeError if
-        there is no memory for the copy.
+        """Copy the weights over what was held, gathering what is sharded; where evaluation wants a file,
+        write it too. Raises OSError, or RuntimeError if there is no memory for the copy.
         """
-        written = super().export(exported, path).path if self.end.is_file_wanted else ""
-        if self.end.is_first:
-            return self.hold(exported.merged(), exported.version).model_copy(update={"path": written})
-        gather_along(exported.merged(), self.end.dtype)
-        return only_gathered(exported.version)
-
-    def hold(self, weights: LazyWeights, version: int) -> ExportResponse:
-        """Copy them over what was held, gathering what is sharded."""
-        with self._in_use, gathered(weights, self.end.dtype, self.end.device) as tensors:
+        end, version = self.end, exported.version
+        written = super().export(exported, path).path if end.is_file_wanted else ""
+        weights = exported.merged()
+        if not end.is_first:
+            gather_along(weights, end.dtype)
+            return only_gathered(version)
+        with self._in_use, gathered(weights, end.dtype, end.device) as tensors:
             self.version = -1
-            self._make_buffers(weights)
+            if not self._chunks:
+                self._make_buffers(weights)
             digests: dict[str, bytes] = {}
             for chunk, buffer in zip(self._chunks, self._buffers, strict=True):
                 digests |= copy_placed(chunk.tensors, buffer, tensors)
-            if self.end.device.type == "cuda":
-                torch.cuda.synchronize(self.end.device)  # another thread sends it
-            answer = manifest_of(weights, self.end.dtype, version, digests, "")
+            if end.device.type == "cuda":
+                torch.cuda.synchronize(end.device)  # another thread sends it
+            answer = manifest_of(weights, end.dtype, version, digests, "")
             self._digest, self.version = answer.digest, version
-        return answer
+        return answer.model_copy(update={"path": written})
 
     def send(self, request: BroadcastRequest) -> BroadcastResponse:
         """To all members of the group; in a thread of its own. Raises Refused."""
@@ -113,8 +111,6 @@ class BroadcastTransport(Transport):
             group.close()
 
     def _make_buffers(self, weights: LazyWeights) -> None:
-        if self._chunks:
-            return
         for names in cut(sizes_of(weights, self.end.dtype), self.end.chunk_bytes):
             placed, size = lay_out(entries_of(weights.only(names), self.end.dtype))
             self._buffers.append(torch.zeros(size, dtype=torch.uint8, device=self.end.device))
@@ -203,25 +199,16 @@ def _connect(seat: GroupSeat, device: torch.device, timeout: timedelta) -> Any:
             torch.cuda.set_device(device)
         nccl = dist.ProcessGroupNCCL.Options()
         nccl._timeout = 2 * timeout  # ours comes first
-        with _without_watchdog():
+        # A group made here does not end the process when another member dies: training goes on.
+        name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+        before = os.environ.get(name)
+        os.environ[name] = "0"
+        try:
             return dist.ProcessGroupNCCL(store, seat.rank, seat.size, nccl)
+        finally:
+            del os.environ[name]
+            if before is not None:
+                os.environ[name] = before
     gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     gloo._timeout, gloo._devices = timeout, [dist.ProcessGroupGloo.create_device(interface="lo")]
     return dist.ProcessGroupGloo(store, seat.rank, seat.size, gloo)
-
-
-@contextmanager
-def _without_watchdog() -> Iterator[None]:
-    """A group made here does not end the whole process when another member dies: a trainer goes on, with the
-    next group.
-    """
-    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-    before = os.environ.get(name)
-    os.environ[name] = "0"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
