@@ -179,7 +179,7 @@ class Commit:
         except EngineError as error:
             if process.is_settled or self._is_untrue or isinstance(error, EngineLost):
                 raise
-            what = f"{self._what_failed}: {error.what}"
+            what = f"{self._what_failed}: {error.fault}"
             raise EngineLost(process.name, what, rule=_RULE, way_out=error.way_out) from error
         finally:
             if not is_done and not process.is_settled:
