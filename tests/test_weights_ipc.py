@@ -143,9 +143,9 @@ def test_a_mapped_file_that_has_no_room_or_is_cut_off_is_an_error_and_no_signal(
             make_file(tmp_path / "file", 100_000)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    memory = make_file(tmp_path / "short", 5000)
+    handle = make_file(tmp_path / "short", 5000).handle
     with pytest.raises(OSError, match="has 5000 bytes instead of 6000"):
-        open_file(memory.handle.model_copy(update={"num_bytes": 6000}))
+        open_file(handle.model_copy(update={"num_bytes": 6000}))
 
 
 @pytest.fixture(scope="module")
@@ -204,8 +204,8 @@ def assert_has_bits_of(engine: Engine, step: TrainStep) -> None:
 
 @pytest.mark.parametrize(
     "values",
-    [{}, {"dtype": "bfloat16"}, {"trainer": {"lora": {"rank": 4}}}],
-    ids=["float32", "bfloat16", "merged adapters"],
+    [{"dtype": "bfloat16"}, {"trainer": {"lora": {"rank": 4}}}],
+    ids=["bfloat16", "merged adapters"],
 )
 def test_version_after_version_the_engine_has_the_trainers_bits_through_one_piece_of_memory(
     make_step: MakeStep, folder: Path, tmp_path: Path, values: dict[str, Any]
@@ -253,6 +253,8 @@ def test_what_is_written_over_a_chunk_before_it_is_loaded_is_refused_and_the_pus
 def test_a_layout_that_cannot_be_and_memory_that_is_gone_are_refused(
     make_step: MakeStep, folder: Path, tmp_path: Path
 ) -> None:
+    with pytest.raises(ConfigError, match="that trainer and engines could share"):
+        make_step(staging_dir=str(tmp_path / "none"))
     chunk = request_of(export(make_step(), 0))
     assert chunk.memory is not None
     data = torch.zeros(chunk.memory.handle.num_bytes, dtype=torch.uint8)
@@ -274,29 +276,13 @@ def test_a_layout_that_cannot_be_and_memory_that_is_gone_are_refused(
             assert "the same device" in refused.value.body.way_out
 
 
-def test_a_trainer_that_cannot_have_the_memory_says_so_before_it_starts(
-    make_step: MakeStep, tmp_path: Path
-) -> None:
-    with pytest.raises(ConfigError, match="that trainer and engines could share") as error:
-        make_step(staging_dir=str(tmp_path / "none"))
-    assert "weight_sync.chunk_bytes" in (error.value.way_out or "")
-
-
 @pytest.mark.gpu
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_on_a_device_weights_reach_an_engine_process_without_the_host(
-    make_step: MakeStep, folder: Path, tmp_path: Path, dtype: str
+    make_step: MakeStep, folder: Path, tmp_path: Path
 ) -> None:
-    step = make_step(device="cuda", dtype=dtype, chunk_bytes=2**16)
-    spec = {
-        "name": "engine-0",
-        "model_path": str(folder),
-        "slots": 4,
-        "max_length": 128,
-        "device": "cuda",
-        "dtype": dtype,
-    }
+    step = make_step(device="cuda", dtype="bfloat16", chunk_bytes=2**16)
+    spec = {"name": "engine-0", "model_path": str(folder), "slots": 4, "max_length": 128}
 
     async def story(url: str) -> None:
         caller = Caller("engine-0", url, SECRET)
@@ -320,7 +306,8 @@ def test_on_a_device_weights_reach_an_engine_process_without_the_host(
         finally:
             await caller.aclose()
 
-    with engine_process("embedded", spec, tmp_path / "server") as child:
+    device = {"device": "cuda", "dtype": "bfloat16"}
+    with engine_process("embedded", spec | device, tmp_path / "server") as child:
         asyncio.run(story(child.url))
 
 

@@ -48,11 +48,10 @@ def take(seat: GroupSeat) -> tuple[int, dict[str, Tensor]]:
     return version, {name: tensor for _, tensors in parts for name, tensor in tensors.items()}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_receiver_gets_the_bits_that_were_held_whatever_training_does_meanwhile(
-    tmp_path: Path, dtype: torch.dtype
+    tmp_path: Path,
 ) -> None:
-    weights = some_weights()
+    weights, dtype = some_weights(), torch.bfloat16
     expected = {name: tensor.to(dtype, copy=True) for name, tensor in weights.items()}
     held = BroadcastTransport(TrainerEnd(CPU, dtype, 4096))
     answer = hold(held, weights, 3)
@@ -66,9 +65,7 @@ def test_every_receiver_gets_the_bits_that_were_held_whatever_training_does_mean
     for version, tensors in received:
         assert version == 3
         assert tensors.keys() == expected.keys()
-        assert all(
-            torch.equal(tensors[name], expected[name]) and tensors[name].dtype == dtype for name in expected
-        )
+        assert all(torch.equal(tensors[name], one) for name, one in expected.items())
     assert answer.digest == sent.digest == digest_tensors(expected)
     assert (answer.num_tensors, answer.num_bytes) == (4, sum(tensor.nbytes for tensor in expected.values()))
 
@@ -109,7 +106,7 @@ def test_a_member_that_dies_breaks_the_group_for_good(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world_size", "lora"), [(1, None), (2, None), (1, {"rank": 4})])
+@pytest.mark.parametrize(("world_size", "lora"), [(1, {"rank": 4}), (2, None)])
 def test_a_trainer_process_sends_what_it_would_write(
     tiny_model_dir: Path, tmp_path: Path, world_size: int, lora: dict[str, int] | None
 ) -> None:
