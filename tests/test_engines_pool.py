@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
-from random import Random
 from typing import Any
 
 import pytest
@@ -243,29 +242,6 @@ def test_a_refused_request_is_data_and_a_dead_server_an_engine_error() -> None:
     run_virtual(story())
 
 
-@pytest.mark.parametrize("num_engines", [1, 4])
-def test_each_turn_of_a_conversation_reaches_the_engine_of_the_one_before(num_engines: int) -> None:
-    num_agents = 16
-
-    async def story() -> None:
-        pool = make_pool(make_fakes(num_engines, slots=num_agents))
-
-        async def agent(number: int) -> list[VersionSpan]:
-            tools, spans = Random(number), list[VersionSpan]()
-            for turn in range(8):
-                await asyncio.sleep(tools.expovariate(1.0))
-                request = make_request(f"g{number}/t{turn}", seed=turn, route_key=f"g{number}/r0")
-                completion = await pool.generate(replace(request, after=spans[-1] if spans else None))
-                spans.append(completion.version_spans[-1])
-            return spans
-
-        conversations = await asyncio.gather(*(agent(number) for number in range(num_agents)))
-        assert all(len({span.engine for span in spans}) == 1 for spans in conversations)
-        assert {spans[0].engine for spans in conversations} == set(range(num_engines)), "least loaded first"
-
-    run_virtual(story())
-
-
 def test_new_weights_empty_the_cache_that_a_conversation_had_and_the_least_loaded_engine_takes_it() -> None:
     async def story() -> None:
         pool = make_pool(make_fakes(2))
@@ -322,20 +298,19 @@ def test_what_queues_at_a_server_goes_to_one_that_comes_back_and_what_runs_there
 
 
 def test_a_server_that_gives_no_answer_does_not_hold_up_the_balance() -> None:
-    async def story() -> float:
+    async def story() -> None:
         fakes = make_fakes(2, slots=1)
-        pool = make_pool(fakes)
+        pool, clock = make_pool(fakes), asyncio.get_running_loop().time
         pool.down_nowait("engine-1")
         running = [asyncio.ensure_future(pool.generate(make_request(f"r{index}"))) for index in range(2)]
         await all_blocked()
         fakes[0].freeze()
         pool.up_nowait("engine-1")
-        started_s = asyncio.get_running_loop().time()
+        started_s = clock()
         await pool.balance()
-        took_s = asyncio.get_running_loop().time() - started_s
+        assert clock() - started_s == 2.0, "ABORT_TIMEOUT_S"
         for task in running:
             task.cancel()
         await asyncio.wait(running)
-        return took_s
 
-    assert run_virtual(story()) == 2.0, "ABORT_TIMEOUT_S"
+    run_virtual(story())

@@ -44,23 +44,6 @@ def test_a_later_turn_says_itself_where_the_one_before_was() -> None:
         assert requests.enter_context(router.take("d", near=1)) == 0, "it is down"
 
 
-def test_a_request_moves_only_from_a_server_beyond_its_slots_to_one_with_a_free_slot() -> None:
-    router = Router(2, slots=2)
-    router.up.discard(1)
-    with ExitStack() as requests:
-        for _ in range(3):
-            requests.enter_context(router.take(""))
-        assert not router.has_to_move(0), "there is nowhere to go"
-        router.up.add(1)
-        assert router.has_to_move(0)
-        requests.enter_context(router.take(""))
-        requests.enter_context(router.take(""))
-        assert router.load == [3, 2]
-        assert not router.has_to_move(0), "it would queue there as well"
-        router.up.discard(0)
-        assert router.has_to_move(0)
-
-
 @given(
     st.lists(
         st.tuples(st.sampled_from(["take", "take", "leave", "down", "up"]), st.integers(0, 3)), max_size=60

@@ -102,11 +102,18 @@ def test_a_request_that_reaches_vllm_after_the_pause_has_tokens_of_the_new_weigh
 
 
 @pytest.mark.parametrize("interrupt", MODES)
-def test_requests_that_come_during_a_commit_are_sent_after_it(interrupt: Interrupt) -> None:
+def test_a_commit_with_all_slots_taken_and_a_canary_that_fails_once_costs_no_token_and_repeats_the_load(
+    interrupt: Interrupt,
+) -> None:
+    warnings: list[str] = []
+
     async def story(fake: FakeVllm, server: VllmServer) -> None:
+        pool, max_tokens = EnginePool([server], slots=2 * SLOTS), 20 if interrupt == "wait" else 300
+        clock = asyncio.get_running_loop().time
         async with asyncio.TaskGroup() as tasks:
-            running = tasks.create_task(server.generate_segment(request(max_tokens=50)))
+            running = some(tasks, pool, 2 * SLOTS, max_tokens)
             await asyncio.sleep(10 * DECODE_S)
+            fake.wrong_loads, started = [33.0], clock()
             commit = tasks.create_task(publish(server, 1, interrupt))
             await all_blocked()
             queued = tasks.create_task(server.generate_segment(request("q")))
@@ -114,53 +121,19 @@ def test_requests_that_come_during_a_commit_are_sent_after_it(interrupt: Interru
             await all_blocked()
             assert await server.abort(["r"]) == ["r"]
             assert (await server.health()).num_queued >= 1
+            assert (await commit).num_interrupted >= (0 if interrupt == "wait" else SLOTS)
+            assert clock() - started < 1.0, "the canary had a slot"
         again = await server.commit(1, "d1", interrupt)
         assert (again.num_interrupted, again.pause_s) == (0, 0.0), "the same again is no error"
-        assert aborted.result().token_ids == []
-        assert versions(queued.result()) == [1]
-        assert commit.result().num_interrupted == (0 if interrupt == "wait" else 1)
-        assert versions(running.result()) == ([0, 1] if interrupt.startswith("keep") else [0])
-
-    play(story)
-
-
-@pytest.mark.parametrize("interrupt", MODES)
-def test_tokens_of_weights_whose_canary_fails_never_leave_and_the_load_is_repeated(
-    interrupt: Interrupt,
-) -> None:
-    warnings: list[str] = []
-
-    async def story(fake: FakeVllm, server: VllmServer) -> None:
-        pool = EnginePool([server], slots=SLOTS)
-        async with asyncio.TaskGroup() as tasks:
-            running = some(tasks, pool, SLOTS, 60)
-            await asyncio.sleep(10 * DECODE_S)
-            fake.wrong_loads = [33.0]
-            await publish(server, 1, interrupt)
+        assert (aborted.result().token_ids, versions(queued.result())) == ([], [1])
         (warning,) = warnings
         assert "the next token has logprob -0.340000, the trainer says -0.020000" in warning
         assert "loading them again, 1 of 1" in warning
         assert (server.policy_version, fake.label, fake.weights) == (1, "1#1", 1.0)
-        check_all(running, 60)
+        assert fake.max_running == SLOTS
+        check_all(running, max_tokens)
 
     play(story, warnings=warnings)
-
-
-@pytest.mark.parametrize("interrupt", MODES)
-def test_the_canary_has_a_slot_though_all_are_taken_and_more_wait(interrupt: Interrupt) -> None:
-    async def story(fake: FakeVllm, server: VllmServer) -> None:
-        pool = EnginePool([server], slots=2 * SLOTS)
-        async with asyncio.TaskGroup() as tasks:
-            max_tokens = 20 if interrupt == "wait" else 900
-            running = some(tasks, pool, 2 * SLOTS, max_tokens)
-            await asyncio.sleep(10 * DECODE_S)
-            started = asyncio.get_running_loop().time()
-            await publish(server, 1, interrupt)
-            assert asyncio.get_running_loop().time() - started < 1.0
-        assert fake.max_running == SLOTS
-        assert [len(task.result().token_ids) for task in running] == [max_tokens] * (2 * SLOTS)
-
-    play(story)
 
 
 def test_a_push_in_chunks_into_a_sleeping_engine_is_checked_when_it_wakes() -> None:
@@ -211,21 +184,27 @@ def test_a_push_in_chunks_into_a_sleeping_engine_is_checked_when_it_wakes() -> N
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.data())
-def test_whatever_happens_when_every_token_is_of_the_version_that_it_says(data: st.DataObject) -> None:
-    modes: list[Interrupt] = data.draw(
-        st.lists(st.sampled_from(["abort", "keep", "wait"]), min_size=1, max_size=4)
-    )
-    starts = data.draw(
-        st.lists(st.tuples(st.integers(0, 60), st.integers(1, 60), st.booleans()), min_size=1, max_size=10)
-    )
-    waits = data.draw(st.lists(st.integers(0, 30), min_size=len(modes), max_size=len(modes)))
-    wrong = data.draw(st.lists(st.booleans(), min_size=len(modes), max_size=len(modes)))
-    aborts = data.draw(st.lists(st.integers(0, 90), max_size=4))
-
+@given(
+    publishes=st.lists(
+        st.tuples(st.sampled_from(["abort", "keep", "wait"]), st.integers(0, 30), st.booleans()),
+        min_size=1,
+        max_size=4,
+    ),
+    starts=st.lists(
+        st.tuples(st.integers(0, 60), st.integers(1, 60), st.booleans()), min_size=1, max_size=10
+    ),
+    aborts=st.lists(st.integers(0, 90), max_size=4),
+    transit_s=st.sampled_from([0.0, 0.004, 0.03]),
+)
+def test_whatever_happens_when_every_token_is_of_the_version_that_it_says(
+    publishes: list[tuple[Interrupt, int, bool]],
+    starts: list[tuple[int, int, bool]],
+    aborts: list[int],
+    transit_s: float,
+) -> None:
     async def story() -> None:
         fake = FakeVllm(slots=3)
-        fake.transit_s = data.draw(st.sampled_from([0.0, 0.004, 0.03]))
+        fake.transit_s = transit_s
         server = server_over(fake)
         await server.ready(10.0)
         pool = EnginePool([server], slots=6)
@@ -244,7 +223,7 @@ def test_whatever_happens_when_every_token_is_of_the_version_that_it_says(data: 
             running = [tasks.create_task(one(index, *how)) for index, how in enumerate(starts)]
             for step in aborts:
                 tasks.create_task(abort_at(step))
-            for version, (mode, wait, is_wrong) in enumerate(zip(modes, waits, wrong, strict=True), start=1):
+            for version, (mode, wait, is_wrong) in enumerate(publishes, start=1):
                 await asyncio.sleep(wait * DECODE_S)
                 fake.wrong_loads = [77.0] if is_wrong else []
                 await publish(server, version, mode)

@@ -110,9 +110,10 @@ class EnginePool:
 
         The newest ones of each queue: they would wait longest. Nothing that runs is ended.
         """
-        num_free = self._router.num_free
+        router = self._router
+        num_free = sum(max(0, self.slots - router.load[index]) for index in router.up)
         asking = []
-        for index in sorted(self._router.up):
+        for index in sorted(router.up):
             queued = list(self._sent[index])[self.slots :]
             moving = queued[max(0, len(queued) - num_free) :]
             num_free -= len(moving)
@@ -255,11 +256,6 @@ class Router:
                 last, num_taken = self._keys.pop(route_key)
                 if num_taken > 1:
                     self._keys[route_key] = last, num_taken - 1
-
-    @property
-    def num_free(self) -> int:
-        """Free slots of all servers that are up."""
-        return sum(max(0, self.slots - self.load[index]) for index in self.up)
 
     def has_to_move(self, index: int) -> bool:
         """Whether a request of this server, that has lost its cache there, would be better off taken anew."""

@@ -8,6 +8,7 @@ import asyncio
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 from urllib.parse import urlencode
 
 from asyncrl.engines.vllm.vllm_process import Segment, VllmProcess
@@ -24,6 +25,17 @@ RESUME_LIMIT_S = 10.0
 _RULE = "once a load has begun, the weights are those of no version until it is done and checked"
 
 
+class CommitRules(NamedTuple):
+    """`slots` of the engine; `limit` of the canary, in nats; `retries` of a load whose canary fails, of which
+    `warn` is told.
+    """
+
+    slots: int
+    limit: float
+    retries: int
+    warn: Callable[[str], None]
+
+
 class Commit:
     """Makes one Load the serving weights of a process.
 
@@ -36,19 +48,9 @@ class Commit:
                 no, the process is broken: what it holds is no version.
     """
 
-    def __init__(
-        self,
-        process: VllmProcess,
-        load: Load,
-        *,
-        slots: int,
-        limit: float,
-        retries: int,
-        warn: Callable[[str], None],
-    ) -> None:
-        self._process, self._load = process, load
-        self._slots, self._limit, self._warn = slots, limit, warn
-        self._num_attempts = 1 + (retries if load.can_repeat and load.canary is not None else 0)
+    def __init__(self, process: VllmProcess, load: Load, rules: CommitRules) -> None:
+        self._process, self._load, self._rules = process, load, rules
+        self._num_attempts = 1 + (rules.retries if load.can_repeat and load.canary is not None else 0)
         self._what_failed = f"failed in a swap from policy_version {process.version} to {load.version}"
         self._label = process.label_of(load.version)
         self._is_untrue = False
@@ -102,7 +104,7 @@ class Commit:
             elif interrupt == "abort":
                 self._num_interrupted += num_running
             else:
-                self._num_interrupted += min(num_running, self._slots)
+                self._num_interrupted += min(num_running, self._rules.slots)
             await process.end(self._not_kept(interrupt))
             await self._load_under_label(interrupt)
         finally:
@@ -120,7 +122,7 @@ class Commit:
         if interrupt == "abort":
             return sent
         kept = [segment for segment in sent if not segment.is_streamed]
-        num_kept = len(kept) if self._load.canary is None else self._slots - 1
+        num_kept = len(kept) if self._load.canary is None else self._rules.slots - 1
         return [segment for segment in sent if segment.is_streamed] + kept[num_kept:]
 
     async def _load_under_label(self, interrupt: Interrupt) -> None:
@@ -146,7 +148,7 @@ class Commit:
         if load.canary is None:
             return True
         fault = await canary_fault(
-            process, load.canary, label=self._label, model=load.model, limit=self._limit
+            process, load.canary, label=self._label, model=load.model, limit=self._rules.limit
         )
         if not fault:
             return True
@@ -156,13 +158,15 @@ class Commit:
             f"{fault}"
         )
         if attempt < self._num_attempts:
-            self._warn(f"{process.name} {what}; loading them again, {attempt} of {self._num_attempts - 1}")
+            self._rules.warn(
+                f"{process.name} {what}; loading them again, {attempt} of {self._num_attempts - 1}"
+            )
             return False
         self._is_untrue = True
         raise EngineError(
             process.name,
             f"{what} ({attempt} of {self._num_attempts} attempts)",
-            rule=f"the canary must agree to weight_sync.canary_limit={self._limit} nats",
+            rule=f"the canary must agree to weight_sync.canary_limit={self._rules.limit} nats",
             way_out=f"if that is rounding of model.dtype, set weight_sync.canary_limit above it; else start "
             f"{process.name} again, and the run with its --run-dir.",
         )

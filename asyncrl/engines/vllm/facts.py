@@ -5,8 +5,9 @@ nothing.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from asyncrl.engines.vllm.vllm_process import START_LABEL, VllmProcess
@@ -69,16 +70,15 @@ def check_settings(name: str, info: ServerInfo, facts: VllmFacts) -> None:
         (_LORA_UPDATING, is_updating, is_updating is not False or not is_lora, f"{_LORA_UPDATING}=1 set"),
     ):
         if not is_so:
-            raise _lacks(name, f"has {setting}={found}", _RULE, flag)
+            raise ConfigError(
+                f"{name}: the vLLM server there has {setting}={found}",
+                rule=_RULE,
+                way_out=f"start it with {flag}.",
+            )
 
 
 def _at_least(found: object, least: int) -> bool:
     return isinstance(found, int | float) and found >= least
-
-
-def _lacks(name: str, what: str, rule: str, flag: str) -> ConfigError:
-    """A vLLM server that was started without something."""
-    return ConfigError(f"{name}: the vLLM server there {what}", rule=rule, way_out=f"start it with {flag}.")
 
 
 async def make_ready(process: VllmProcess, facts: VllmFacts, *, is_first: bool) -> None:
@@ -87,37 +87,49 @@ async def make_ready(process: VllmProcess, facts: VllmFacts, *, is_first: bool) 
 
     `is_first`: nobody of this run has pushed weights there, so what it has must be what it was started with.
     """
-    name = process.name
-    await _until_up(process)
-    try:
+    there = f"{process.name}: the vLLM server there"
+    with _refusal_means(
+        f"{there} does not take the key",
+        "a server of somebody else has a key of its own",
+        "put that key into the environment variable ASYNCRL_VLLM_KEY.",
+        401,
+    ):
+        await _until_up(process)
+    rule = "weights are pushed through such routes"
+    with _refusal_means(
+        f"{there} has no /server_info", rule, "start it with VLLM_SERVER_DEV_MODE=1.", 403, 404
+    ):
         info = await process.get("/server_info?config_format=json", ServerInfo)
-    except CallRefused as refusal:
-        rule = "weights are pushed through such routes"
-        raise _without_route(refusal, name, rule, "VLLM_SERVER_DEV_MODE=1") from refusal
-    check_settings(name, info, facts)
-    try:
+    check_settings(process.name, info, facts)
+    rule, flag = "it loads the weights and says their digest", f"--worker-extension-cls {EXTENSION}"
+    with _refusal_means(f"{there} has no worker extension of ours", rule, f"start it with {flag}."):
         workers = await process.rpc("asyncrl_facts")
-    except CallRefused as refusal:
-        what = f"has no worker extension of ours ({refusal.body.error})"
-        rule = "it loads the weights and says their digest"
-        raise _lacks(name, what, rule, f"--worker-extension-cls {EXTENSION}") from refusal
     process.vocab_size = min(int(worker["vocab_size"]) for worker in workers)
     ours = process.label_of(process.version)
     label = (await process.get("/weight_info", LabelInfo)).weight_version
     if is_first and label not in (START_LABEL, ours):
         raise ConfigError(
-            f"{name}: the vLLM server there has weights that another run pushed, under the label {label}",
+            f"{there} has weights that another run pushed, under the label {label}",
             rule=f"a run begins with the weights of model.path, as policy_version {process.version}",
             way_out="start that server again.",
         )
     await process.tell("/resume")  # whoever paused it last may have been killed
     await process.set_label(ours)
     process.label = ours
-    try:
+    rule = "tokens go in and come out as ids"
+    with _refusal_means(f"{there} has no {GENERATE}", rule, "start it with --enable-scale-out.", 403, 404):
         await _warm_up(process, ours)
+
+
+@contextlib.contextmanager
+def _refusal_means(what: str, rule: str, way_out: str, *statuses: int) -> Iterator[None]:
+    """A refusal with one of these statuses (none: any) is a ConfigError; a missing route has 403 or 404."""
+    try:
+        yield
     except CallRefused as refusal:
-        rule = "tokens go in and come out as ids"
-        raise _without_route(refusal, name, rule, "--enable-scale-out") from refusal
+        if statuses and refusal.status not in statuses:
+            raise
+        raise ConfigError(f"{what} ({refusal.body.error})", rule=rule, way_out=way_out) from refusal
 
 
 async def _until_up(process: VllmProcess) -> None:
@@ -131,23 +143,8 @@ async def _until_up(process: VllmProcess) -> None:
             raise
         except CallLost:
             await asyncio.sleep(_ASK_AGAIN_S)
-        except CallRefused as refusal:
-            if refusal.status != 401:
-                raise
-            raise ConfigError(
-                f"{process.name}: the vLLM server there does not take the key ({refusal.body.error})",
-                rule="a server of somebody else has a key of its own",
-                way_out="put that key into the environment variable ASYNCRL_VLLM_KEY.",
-            ) from refusal
         else:
             return
-
-
-def _without_route(refusal: CallRefused, name: str, rule: str, flag: str) -> Exception:
-    """403 and 404 are of a route that is not there."""
-    if refusal.status not in (403, 404):
-        return refusal
-    return _lacks(name, f"has no {refusal.path.partition('?')[0]}", rule, flag)
 
 
 async def _warm_up(process: VllmProcess, label: str) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from urllib.parse import urlencode
 
 from asyncrl.engines.engine import OnChunk
-from asyncrl.engines.vllm.commit import Commit
+from asyncrl.engines.vllm.commit import Commit, CommitRules
 from asyncrl.engines.vllm.facts import VllmFacts, make_ready
 from asyncrl.engines.vllm.sampling import Decode, check_request, sample
 from asyncrl.engines.vllm.vllm_process import Segment, VllmProcess
@@ -78,7 +78,7 @@ class VllmServer:
         """Where weights are received, if the trainer sends them; given before the first push."""
         self.num_commits = 0
         self._start_version, self._decode, self._mark = policy_version, decode, mark
-        self._canary_limit, self._retries, self._warn = canary_limit, retries, warn
+        self._rules = CommitRules(facts.slots, canary_limit, retries, warn)
         self._chunk_bytes = chunk_bytes
         self._was_ready = False
         self._begin_nowait()
@@ -189,14 +189,7 @@ class VllmServer:
                 rule="only staged weights can be committed, one commit at a time, and no older version",
                 way_out="prepare this version first.",
             )
-        commit = Commit(
-            process,
-            load,
-            slots=self.facts.slots,
-            limit=self._canary_limit,
-            retries=self._retries,
-            warn=self._warn,
-        )
+        commit = Commit(process, load, self._rules)
         self.num_commits += 1
         process.is_committing, report = True, None
         try:
