@@ -276,7 +276,7 @@ def test_bring_up_and_a_push_take_turns_so_that_no_version_is_missed() -> None:
         assert house.fakes[0].policy_version == 0
         house.trainer.step()  # in the middle of it
         await asyncio.sleep(1.0)
-        assert house.publisher._state == "pushing"
+        assert house.publisher._is_pushing
         await asyncio.sleep(1.5)
         assert house.pool.stats().down == (), (
             "it is back with version 1, and the push of 2 has it among its engines"
