@@ -20,7 +20,7 @@ from asyncrl.observe.watchdog import ChildState, Watchdog
 from asyncrl.rollouts.generators import SingleTurn
 from asyncrl.rollouts.producers import Producers
 from asyncrl.rollouts.rollout import RolloutRunner
-from asyncrl.run.supervise_trainer import LivingTrainer
+from asyncrl.run.supervise_trainer import SupervisedTrainer
 from asyncrl.run.watch import reported
 from asyncrl.sync.publisher import Publisher
 from asyncrl.tasks.scorer import TaskScorer
@@ -96,7 +96,7 @@ class House:
             journal=MemoryJournal(),
         )
         self.trainer_process = FakeTrainerProcess(self.worker)
-        trainer = LivingTrainer(
+        trainer = SupervisedTrainer(
             TrainerClient(self.worker),
             [self.trainer_process],
             SupervisionConfig(max_restarts=1),

@@ -129,9 +129,7 @@ def test_the_run_goes_on_while_one_is_written_and_what_is_due_meanwhile_is_left_
         house.trainer.go.clear()
         for _ in range(5):
             await house.step(is_written=False)
-        assert house.told == [
-            "the checkpoint at version 4 is left out: the one before is still being written"
-        ]
+        assert house.told == ["the checkpoint at version 4 is left out: the one before is being written"]
         assert (house.whole, house.journal.events) == ([], [])
         house.trainer.go.set()
         await asyncio.wait(house.tasks)

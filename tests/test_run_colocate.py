@@ -50,7 +50,7 @@ def now_s() -> float:
 
 def test_a_step_is_two_handovers_and_its_version_is_announced_at_the_end_of_the_second() -> None:
     async def story(house: House) -> None:
-        assert house.turns.stats().state == "generating"
+        assert house.turns.status()["state"] == "generating"
         house.events.clear()
         await house.turns.to_trainer()
         assert house.worker.held == {"weights", "optimizer"}
@@ -68,10 +68,10 @@ def test_a_step_is_two_handovers_and_its_version_is_announced_at_the_end_of_the_
         assert house.announced == [1]
         assert house.published == [(1, "w|p0#0")]
         assert [fake.weights for fake in house.fakes] == ["w|p0#0"] * 2
-        stats = house.turns.stats()
-        assert stats.to_trainer_s == pytest.approx(2 * MOVE_S)
-        assert stats.to_engines_s == pytest.approx((4 + 2 * NUM_CHUNKS) * MOVE_S)
-        assert stats.num_bytes == (4000 + 2) + (1 + 2000 + 10 * NUM_CHUNKS + 1 + 2000)
+        numbers = house.turns.gauges()
+        assert numbers["perf/to_trainer_s"] == pytest.approx(2 * MOVE_S)
+        assert numbers["perf/to_engines_s"] == pytest.approx((4 + 2 * NUM_CHUNKS) * MOVE_S)
+        assert numbers["perf/handover_bytes"] == (4000 + 2) + (1 + 2000 + 10 * NUM_CHUNKS + 1 + 2000)
         publisher = house.publisher.stats()
         assert (publisher.version, publisher.published, publisher.num_bytes) == (1, 1, 10 * NUM_CHUNKS)
         assert (publisher.export_s, publisher.prepare_s) == pytest.approx(
@@ -88,7 +88,7 @@ def test_after_the_last_step_the_trainer_keeps_the_devices_for_what_is_saved() -
         assert house.announced == [1]
         await house.turns.to_trainer()
         assert house.worker.held == {"weights", "optimizer"}
-        assert house.turns.stats().to_engines_s == 0.0
+        assert house.turns.gauges()["perf/to_engines_s"] == 0.0
 
     live(story, num_steps=2)
 
@@ -146,7 +146,7 @@ def test_an_engine_that_dies_while_the_trainer_works_starts_once_that_is_done() 
         house.worker.train_s = 100.0
         stepping = house.tasks.create_task(house.step(), name="train loop")
         await asyncio.sleep(10.0)
-        assert house.turns.stats().state == "training"
+        assert house.turns.status()["state"] == "training"
         house.fakes[0].die()
         await asyncio.sleep(80.0)
         assert house.processes[0].started_at == [], "its memory is the trainer's"
@@ -303,7 +303,7 @@ def test_a_cancelled_empty_turn_is_finished_first() -> None:
         assert not bringing.done()
         await asyncio.wait({bringing})
         assert bringing.cancelled()
-        assert house.turns.stats().state == "generating"
+        assert house.turns.status()["state"] == "generating"
         await all_blocked()
         await house.step()
 

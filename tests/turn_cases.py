@@ -34,7 +34,7 @@ from asyncrl.messages.trainer_calls import (
 )
 from asyncrl.run.colocate import TakingTurns
 from asyncrl.run.supervise import EngineSupervisor
-from asyncrl.run.supervise_trainer import LivingTrainer
+from asyncrl.run.supervise_trainer import SupervisedTrainer
 from asyncrl.sync.publisher import Publisher
 from asyncrl.testing.fake_engine import FakeEngineServer
 from asyncrl.testing.fake_trainer import FakeEngineProcess, FakeTrainerProcess, FakeTrainerServer
@@ -137,7 +137,7 @@ class House:
         self.batches: list[Batch] = []
         config = SupervisionConfig(max_restarts=max_restarts, backoff_s=0.1)
         self.client = TrainerClient(self.worker)
-        self.trainer = LivingTrainer(
+        self.trainer = SupervisedTrainer(
             self.client,
             [self.worker_process],
             config,

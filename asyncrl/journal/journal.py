@@ -5,17 +5,15 @@ no torch, no HTTP, no staleness rule.
 from __future__ import annotations
 
 import asyncio
-import sqlite3
 import time
 from collections.abc import Collection, Mapping
-from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal
 
-from asyncrl.files import RunLock
-from asyncrl.journal import decisions, schema
-from asyncrl.journal.decisions import CompactReport, Taken
+from asyncrl.journal import decisions
+from asyncrl.journal.decisions import Taken
 from asyncrl.journal.read import ResumeState, read_resume
+from asyncrl.journal.schema import open_to_write
 from asyncrl.journal.writer import Writer
 from asyncrl.messages.records import Batch, GroupId, PartialCompletion, Prompt, Rollout, Ticket
 from asyncrl.waits import waiting
@@ -34,31 +32,22 @@ class Journal:
                 until it fails.
     Invariant:  a group is in one state, and in one batch at most; a prompt has one group that runs, is ready
                 or taken. Unique keys of the tables guarantee both, and batch_taken is one transaction. What
-                is queued first is durable first.
+                is queued first is durable first. One process has the run's lock (RunLock), and writes.
     Errors:     the first one ends the writing for good: wait_failed raises it, and so does every later call.
     """
 
     name = "journal"
 
-    def __init__(self, path: Path, writer: Writer, lock: RunLock | None) -> None:
-        """Journal.open makes one. `lock`: to be released with it."""
-        self.path, self._writer, self._lock = path, writer, lock
+    def __init__(self, path: Path, writer: Writer) -> None:
+        """Journal.open makes one."""
+        self.path, self._writer = path, writer
 
     @classmethod
-    def open(cls, path: Path, *, run_id: str, lock: RunLock | None = None) -> Journal:
+    def open(cls, path: Path, *, run_id: str) -> Journal:
         """Open the journal of a run, or make it. Blocks while the file is checked: call it in a thread.
-
-        `lock`: the run's lock if the caller holds it; else it is `run.lock` beside the file, for as long as
-        the journal is open. Raises JournalError for a damaged or foreign file, one of another run, and one
-        that another process writes.
+        Raises JournalError for a damaged or foreign file, and one of another run.
         """
-        own = None if lock is not None else RunLock(path.with_name("run.lock")).acquire()
-        try:
-            return cls(path, Writer(_connect(path, run_id), path), own)
-        except BaseException:
-            if own is not None:
-                own.release()
-            raise
+        return cls(path, Writer(open_to_write(path, run_id), path))
 
     # ---- producers (RolloutJournal)
 
@@ -134,13 +123,19 @@ class Journal:
         `num_drawn` prompts were drawn by then; those in `out` are to come again, with that num_handed_back,
         all others are consumed.
         """
-        self._writer.put(decisions.began_at, version, num_drawn, dict(out), next_group_id)
+        before = {
+            "version": version,
+            "num_drawn": num_drawn,
+            "out": dict(out),
+            "next_group_id": next_group_id,
+        }
+        self._writer.put(decisions.noted, "began_at", before)
 
     def order_nowait(self, what: Mapping[str, Any]) -> None:
-        """What the order of the run's prompts follows from, at its first start: a resumed run
-        must have the same.
+        """What the order of the run's prompts follows from, at its first start: a resumed run must have the
+        same.
         """
-        self._writer.put(decisions.order, dict(what))
+        self._writer.put(decisions.noted, "order", dict(what))
 
     def event_nowait(self, what: str, detail: Mapping[str, Any], *, keep: int | None = None) -> None:
         """Something that `inspect` should tell: a restart, a resume, what the watchdog saw.
@@ -157,9 +152,7 @@ class Journal:
             await asyncio.wrap_future(self._writer.ask(lambda connection: None))
 
     async def wait_failed(self) -> None:
-        """Sleep until the journal cannot be written any more, and raise that JournalError. To be watched by
-        the job.
-        """
+        """Sleep until the journal cannot be written any more, and raise that JournalError."""
         raise await asyncio.shield(asyncio.wrap_future(self._writer.failed))
 
     async def read_resume(self, checkpoint_version: int) -> ResumeState:
@@ -168,48 +161,16 @@ class Journal:
         with waiting("what the journal says of the run", on="the journal's file"):
             return await asyncio.to_thread(read_resume, self.path, checkpoint_version)
 
-    async def compact(self, before_version: int) -> CompactReport:
+    async def compact(self, before_version: int) -> None:
         """Delete the tokens of batches before `before_version`, the oldest kept checkpoint, and of older
-        groups that were never trained on.
+        groups that were never trained on. What a group was, and where it went, stays.
 
-        Goes in small steps, so that other decisions wait for one step at most. What a group was, and
-        where it went, stays.
+        Goes in small steps, so that other decisions wait for one step at most.
         """
-        num_groups = num_pages = 0
         with waiting("old tokens to be deleted from the journal", on="the journal's thread"):
-            while found := await asyncio.wrap_future(
-                self._writer.ask(decisions.compact_some, before_version)
-            ):
-                num_groups += found
-            while found := await asyncio.wrap_future(self._writer.ask(decisions.vacuum_some)):
-                num_pages += found
-        return CompactReport(num_groups, num_pages)
+            while await asyncio.wrap_future(self._writer.ask(decisions.compact_some, before_version)):
+                pass
 
     async def aclose(self) -> None:
         """Write what waits and close; idempotent. Raises JournalError if something was never written."""
-        try:
-            await asyncio.to_thread(self._writer.stop)
-        finally:
-            if self._lock is not None:
-                self._lock.release()
-
-
-def _connect(path: Path, run_id: str) -> sqlite3.Connection:
-    """A connection to a journal that was found whole. Raises JournalError."""
-    if not path.exists():
-        schema.create(path, run_id)
-    schema.check_file(path)
-    commits = schema.commits_in(path.with_name(f"{path.name}-wal"))
-    try:
-        # closed last: a refused journal keeps its log, as it is
-        with closing(schema.connect(path, is_read_only=True)) as beside:
-            schema.check(beside, path, run_id)
-            connection = schema.connect(path, is_read_only=False)
-            try:
-                schema.check_wal(connection, path, commits)
-            except BaseException:
-                connection.close()
-                raise
-    except schema.SQLITE_ERRORS as error:
-        raise schema.cannot_open(path, error) from error
-    return connection
+        await asyncio.to_thread(self._writer.stop)

@@ -18,7 +18,7 @@ from asyncrl.engines.engine import EngineClient
 from asyncrl.engines.pool import EnginePool
 from asyncrl.engines.vllm.vllm_server import VllmServer
 from asyncrl.errors import EngineLost
-from asyncrl.files import RunLock, write_whole
+from asyncrl.files import write_whole
 from asyncrl.journal.journal import Journal
 from asyncrl.messages.records import Group, GroupId, Prompt
 from asyncrl.messages.trainer_calls import ExportResponse
@@ -41,7 +41,7 @@ from asyncrl.run.model_folder import ModelPin, in_daemon_thread, make_model_fold
 from asyncrl.run.replay import Replayed, open_replay, refuse_other_policy, told
 from asyncrl.run.restore import Checkpointer, recover_trainer
 from asyncrl.run.supervise import EngineSupervisor
-from asyncrl.run.supervise_trainer import LivingTrainer
+from asyncrl.run.supervise_trainer import SupervisedTrainer
 from asyncrl.sync.broadcast import Broadcasts
 from asyncrl.sync.publisher import Publisher
 from asyncrl.tasks.feed import Feed
@@ -79,7 +79,7 @@ class Rooms:
     clients: dict[str, EngineClient]
     targets: list[EngineClient]
     """The clients that sample for training: all but that of the eval engine."""
-    trainer: LivingTrainer
+    trainer: SupervisedTrainer
     meeting: Broadcasts | None = None
     """Where engines and trainer form a group, with weight_sync.transport=nccl."""
     engines: EnginePool
@@ -147,19 +147,18 @@ class Rooms:
 async def open_rooms(
     job: Life,
     placement: Placement,
-    lock: RunLock | None,
     *,
     evaluated: Callable[[EvalResult], None],
     may_change_model: bool,
 ) -> Rooms:
-    """Start the processes and make the parts; `job` closes them. `lock` is the run directory's.
+    """Start the processes and make the parts; `job` closes them.
 
     `evaluated` is told of each evaluation. `may_change_model`: the model need not be the one that the run
     began with. Raises AsyncrlError with nothing left behind once `job` is closed.
     """
     rooms, config = Rooms(), job.config
     rooms.checkpoints = Checkpoints(job.run_dir, config.checkpoint)
-    disk_dir = await _open_journal(rooms, job, lock)
+    disk_dir = await _open_journal(rooms, job)
     held_out = await _read_tasks(rooms, job)
     model_path = await _find_model(rooms, job, placement, may_change_model)
     rooms.staging_dir = new_staging_dir(disk_dir)
@@ -200,14 +199,14 @@ async def open_rooms(
     return rooms
 
 
-async def _open_journal(rooms: Rooms, job: Life, lock: RunLock | None) -> Path | None:
+async def _open_journal(rooms: Rooms, job: Life) -> Path | None:
     """Returns where weights are staged on disk, if they are."""
     disk_dir = await asyncio.to_thread(disk_root, job.config.weight_sync)
     for root in dict.fromkeys((None, disk_dir)):
         for folder in await asyncio.to_thread(clear_stale_staging, root):
             logger.info("removed %s, which a run that was killed had left", folder)
     path = job.run_dir / "journal.sqlite"
-    rooms.journal = await asyncio.to_thread(Journal.open, path, run_id=run_id(job.run_dir), lock=lock)
+    rooms.journal = await asyncio.to_thread(Journal.open, path, run_id=run_id(job.run_dir))
     job.closes("journal", rooms.journal.aclose)
     return disk_dir
 
@@ -292,7 +291,7 @@ async def _start_processes(rooms: Rooms, job: Life, placement: Placement, model_
 def _make_trainer_and_engines(rooms: Rooms, job: Life, on_lost: Callable[[EngineLost], None] | None) -> None:
     config, num_ranks = job.config, job.config.trainer.world_size
     client = TrainerClient(rooms.servers[0].caller, timeout_s=config.trainer.timeout_s)
-    rooms.trainer = LivingTrainer(
+    rooms.trainer = SupervisedTrainer(
         client,
         rooms.servers[:num_ranks],
         config.supervision,

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 from asyncrl.buffer.buffer import Buffer
@@ -22,7 +23,7 @@ from asyncrl.journal.read import ResumeState
 from asyncrl.messages.records import Batch, GroupId, Prompt, UnfinishedGroup
 from asyncrl.messages.trainer_calls import TrainResponse
 from asyncrl.run.resume import ResumePoint
-from asyncrl.run.supervise_trainer import LivingTrainer
+from asyncrl.run.supervise_trainer import SupervisedTrainer
 from asyncrl.tasks.feed import Feed
 from asyncrl.trainer.trainer_client import TrainerClient
 from asyncrl.waits import waiting
@@ -42,15 +43,13 @@ async def recover_trainer(
     # Held to the end: one that is finished meanwhile would take this one away, and the batches since.
     async with checkpoints.in_use:
         whole, damaged = await asyncio.to_thread(checkpoints.newest_whole, keep_unfinished=True)
-        for found in damaged:
-            logger.warning("%s", found.why)
         start = 0 if whole is None else whole.version
         state = await journal.read_resume(start)
         journal.restored_nowait(start)
         stop = min(max(version, start), num_batches)
         folder = None if whole is None else whole.trainer_dir
         await client.recover(folder, load_batches(state, start, stop), lambda _batch, _report: None)
-        for text in await asyncio.to_thread(set_aside, damaged):
+        for text in [found.why for found in damaged] + await asyncio.to_thread(set_aside, damaged):
             logger.warning("%s", text)
 
 
@@ -58,7 +57,7 @@ async def restore(
     point: ResumePoint,
     state: ResumeState,
     *,
-    trainer: LivingTrainer,
+    trainer: SupervisedTrainer,
     journal: Journal,
     buffer: Buffer,
     feed: Feed,
@@ -74,14 +73,14 @@ async def restore(
     """
     if state.order is not None:
         feed.check_order(state.order)
-    next_group_id: int | None = None
-    ended: list[tuple[GroupId, Prompt, str]] = []
+    is_journal_new = state.num_drawn == 0 and point.checkpoint is not None
     unfinished: tuple[UnfinishedGroup, ...] = ()
-    if state.num_drawn == 0 and point.checkpoint is not None:
-        next_group_id = _from_checkpoint_alone(point, buffer, feed)
+    ended: dict[GroupId, tuple[Prompt, str]] = {}
+    if is_journal_new:
+        _from_checkpoint_alone(point, buffer, feed)
     else:
         unfinished, ended = _from_journal(state, buffer, feed, returns)
-    num_drawn, back = feed.num_drawn, feed.prompts_back()
+    before = (feed.num_drawn, feed.prompts_back(), buffer.next_group_id)
     is_restored = False
 
     def restored() -> None:
@@ -102,78 +101,61 @@ async def restore(
         folder, lambda: load_batches(state, point.version, state.next_version), trained_again
     )
     restored()
-    if next_group_id is not None:
-        journal.began_at_nowait(point.version, num_drawn, back, next_group_id)
-    for group_id, prompt, why in ended:  # no fault of their own: the same seeds
+    if is_journal_new:
+        journal.began_at_nowait(point.version, *before)
+    for group_id, (prompt, why) in ended.items():  # no fault of their own: the same seeds
         journal.group_ended_nowait(group_id, "handed_back", why, requeued=prompt.num_handed_back)
     return unfinished
 
 
 def _from_journal(
     state: ResumeState, buffer: Buffer, feed: Feed, returns: Callable[[int, Prompt], None]
-) -> tuple[tuple[UnfinishedGroup, ...], list[tuple[GroupId, Prompt, str]]]:
+) -> tuple[tuple[UnfinishedGroup, ...], dict[GroupId, tuple[Prompt, str]]]:
     """(what goes on, what is handed back and why)."""
-    whole = [record for record in state.running if record.prompt_is_whole]
+    first = {name: count for name, count in state.requeued.items() if name not in state.returning}
+    feed.restore_nowait(state.num_drawn, first)
+    prompts = {group.group_id: group.prompt for _, group in state.ready}
+    ended, whole = dict[GroupId, tuple[Prompt, str]](), dict[GroupId, UnfinishedGroup]()
+    for found in state.running:
+        group_id, prompt = found.ticket.group_id, found.prompt
+        made = feed.make_again(prompt.prompt_id, prompt.num_handed_back)  # the task alone has its answer
+        if tuple(map(dict, made.messages)) != prompt.messages:
+            ended[group_id] = (prompt, "the task makes another prompt of it")
+            continue
+        prompts[group_id], whole[group_id] = made, replace(found, prompt=made)
     late = buffer.restore_nowait(
         state.next_version,
         state.next_group_id,
-        [record.ticket for record in whole],
+        [group.ticket for group in whole.values()],
         [group for _, group in state.ready],
     )
     if late:
-        logger.warning(
-            "handed back, because no batch may take them under the settings that have changed: groups %s",
-            list(late),
-        )
-    prompts = {record.ticket.group_id: record.prompt for record in whole}
-    prompts |= {group.group_id: group.prompt for _, group in state.ready}
-    ended = [  # only the task can make the first of these prompts again
-        (record.ticket.group_id, record.prompt, "its prompt cannot be written down")
-        for record in state.running
-        if not record.prompt_is_whole
-    ]
-    ended += [
-        (group_id, prompts[group_id], "too old under the settings that it was resumed with")
-        for group_id in late
-    ]
-    first = {name: count for name, count in state.requeued.items() if name not in state.returning}
-    first |= {prompt.prompt_id: prompt.num_handed_back for _, prompt, _ in ended}
-    feed.restore_nowait(state.num_drawn, first)
+        logger.warning("handed back, as too old for the settings that have changed: groups %s", list(late))
+    for group_id in late:
+        ended[group_id] = (prompts[group_id], "too old under the settings that it was resumed with")
+        whole.pop(group_id, None)
+    for prompt, _ in ended.values():
+        feed.hand_back_nowait(prompt)
     for prompt_id in state.returning:
         returns(state.next_version, Prompt(prompt_id, (), num_handed_back=state.requeued[prompt_id]))
-    unfinished = tuple(
-        UnfinishedGroup(
-            record.ticket,
-            record.prompt,
-            record.rollouts,
-            record.failures,
-            {index: (attempt, partial) for index, (attempt, _turn, partial) in record.partials.items()},
-        )
-        for record in whole
-        if record.ticket.group_id not in late
-    )
-    return unfinished, ended
+    return tuple(whole.values()), ended
 
 
-def _from_checkpoint_alone(point: ResumePoint, buffer: Buffer, feed: Feed) -> int:
-    """The journal is gone: what was in flight when the checkpoint was made is generated again. The new
-    journal is told what was before it. Returns the number of the next group.
-    """
+def _from_checkpoint_alone(point: ResumePoint, buffer: Buffer, feed: Feed) -> None:
+    """The journal is gone: what was in flight when the checkpoint was made is generated again."""
     assert point.checkpoint is not None
     controller = point.checkpoint.controller
     try:
         feed.load_state(controller["feed"])
         for prompt_id, num_handed_back in controller["out"].items():
             feed.hand_back_nowait(Prompt(prompt_id, (), num_handed_back=int(num_handed_back)))
-        next_group_id = int(controller["next_group_id"])
-        buffer.restore_nowait(point.version, next_group_id, [], [])
+        buffer.restore_nowait(point.version, int(controller["next_group_id"]), [], [])
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{point.checkpoint.folder} does not say where the run stood: {type(error).__name__} {error}",
             rule="without its journal a run goes on from what the checkpoint says",
             way_out="put journal.sqlite back, or start a new run.",
         ) from error
-    return next_group_id
 
 
 async def load_batches(state: ResumeState, start: int, stop: int) -> AsyncIterator[Batch]:
@@ -183,9 +165,10 @@ async def load_batches(state: ResumeState, start: int, stop: int) -> AsyncIterat
 
 
 class Checkpointer:
-    """Life: after_step() -> begun (training is held up for the copy alone) -> written, checked, renamed,
-                journaled -> idle.
+    """Makes checkpoints beside the training.
 
+    Life:       after_step() -> begun (training is held up for the copy alone) -> written, checked, renamed,
+                journaled -> idle.
     Waits:      the train loop sleeps in after_step for the copy; the rest is a task of its own, which sleeps
                 until the state is written, then while a trainer that was started again goes back to an older
                 one.
@@ -196,7 +179,7 @@ class Checkpointer:
     def __init__(
         self,
         checkpoints: Checkpoints,
-        trainer: LivingTrainer,
+        trainer: SupervisedTrainer,
         journal: Journal,
         *,
         controller_state: Callable[[], Mapping[str, Any]],
@@ -223,11 +206,8 @@ class Checkpointer:
         if every is None or version % every:
             return
         if self._writing is not None and not self._writing.done():
-            self._warn(
-                f"the checkpoint at version {version} is left out: the one before is still being written"
-            )
-            return
-        if (begun := await self._begin()) is not None:
+            self._warn(f"the checkpoint at version {version} is left out: the one before is being written")
+        elif (begun := await self._begin()) is not None:
             writing = self._finish(*begun, self._controller_state())
             self._writing = self._spawn(writing, name=f"checkpoint {begun[1]}")
 

@@ -67,11 +67,7 @@ class ResumePoint:
 def as_resume_mode(text: str) -> ResumeMode:
     """Of --resume. Raises ConfigError for any other word."""
     if text not in get_args(ResumeMode):
-        raise ConfigError(
-            f"--resume {text} is not known",
-            rule="it is auto, never or must",
-            way_out="leave it out for auto.",
-        )
+        raise ConfigError(f"--resume {text} is not known", rule="it is auto, never or must")
     return cast(ResumeMode, text)
 
 
@@ -79,10 +75,9 @@ def begun_dtype(run_dir: Path | None) -> str | None:
     """model.dtype of the run in this directory; None if there is none that has begun. What is wrong with it
     is for find_resume to say.
     """
-    if run_dir is None or not (run_dir / "config.yaml").exists():
-        return None
     with contextlib.suppress(AsyncrlError):
-        return load_config(run_dir / "config.yaml").model.dtype if _has_begun(run_dir) else None
+        if run_dir is not None and (run_dir / "config.yaml").exists() and _has_begun(run_dir):
+            return load_config(run_dir / "config.yaml").model.dtype
     return None
 
 
@@ -106,48 +101,30 @@ def find_resume(
     Raises CheckpointError if one cannot be read.
     """
     saved = run_dir / "config.yaml"
-    has_begun = _has_begun(run_dir)
-    never_over = "a run never writes over what is not its own"
-    if saved.exists() and not has_begun and not (run_dir / "run.id").exists():
-        raise ConfigError(
-            f"{run_dir} holds a config.yaml that no run has written",
-            rule=never_over,
-            way_out="choose another --run-dir, or move that file away.",
-        )
-    if has_begun and not saved.exists():
-        raise ConfigError(
-            f"{run_dir} holds a run without its config.yaml",
-            rule="a run goes on with the settings that it was started with, and a new one never writes over "
-            "another",
-            way_out="put back the config.yaml that it was started with, or choose another --run-dir for a "
-            "new run.",
-        )
-    if not has_begun and mode == "must":
-        raise ConfigError(
-            f"{run_dir} holds no run",
-            rule="--resume must goes on with one",
-            way_out="give its directory, --run-dir DIR, or leave --resume out.",
-        )
-    if not has_begun:
+    if not _has_begun(run_dir):
+        if mode == "must":
+            raise _refused(f"{run_dir} holds no run", "give the directory of one, or leave --resume out.")
+        if saved.exists() and not (run_dir / "run.id").exists():
+            raise _refused(f"{run_dir} holds a config.yaml that no run has written")
         for there in (run_dir / name for name in SAVED if (run_dir / name).exists()):
-            raise ConfigError(
-                f"{run_dir} holds no run, and {there} is there, which a new run would replace at its end",
-                rule=never_over,
-                way_out="choose another --run-dir, or move that folder away.",
-            )
+            raise _refused(f"{run_dir} holds no run, and {there}, which a new run would replace")
         return None
-    if mode == "never":
-        raise ConfigError(
-            f"{run_dir} holds a run already",
-            rule="--resume never starts a new one, and a run never writes over another",
-            way_out="choose another --run-dir, or leave --resume out to go on with this one.",
+    if not saved.exists():
+        raise _refused(
+            f"{run_dir} holds a run without its config.yaml", "put back the one it was started with."
         )
-    allowed = frozenset(allow_change)
-    accepted = _refuse_changes(load_config(saved), config, allowed, run_dir)
+    if mode == "never":
+        raise _refused(f"{run_dir} holds a run already", "choose another --run-dir, or leave --resume out.")
     _refuse_done(run_dir, config)
+    accepted = _refuse_changes(load_config(saved), config, allow_change, run_dir)
     checkpoint, damaged = Checkpoints(run_dir, config.checkpoint).newest_whole()
     told = (*(found.why for found in damaged), *accepted)
-    return ResumePoint(checkpoint, told, tuple(damaged), may_change_model=_is_named("model.path", allowed))
+    return ResumePoint(checkpoint, told, tuple(damaged), _is_named("model.path", allow_change))
+
+
+def _refused(what: str, way_out: str = "choose another --run-dir, or move that away.") -> ConfigError:
+    rule = "a run goes on in its own directory, and never writes over what is not its own"
+    return ConfigError(what, rule=rule, way_out=way_out)
 
 
 def _has_begun(run_dir: Path) -> bool:
@@ -173,7 +150,7 @@ def changed_keys(before: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]
     return {key: (then.get(key), new.get(key)) for key in changed}
 
 
-def _refuse_changes(before: RunConfig, now: RunConfig, allowed: frozenset[str], run_dir: Path) -> list[str]:
+def _refuse_changes(before: RunConfig, now: RunConfig, allowed: Collection[str], run_dir: Path) -> list[str]:
     """The changes that were allowed, in words."""
     changes = changed_keys(before, now)
     found = {key: values for key, values in changes.items() if not _is_free(key, now, run_dir)}
@@ -198,7 +175,7 @@ def _is_free(key: str, config: RunConfig, run_dir: Path) -> bool:
     return section in FREE_SECTIONS or name in FREE_KEYS.get(section, "").split()
 
 
-def _is_named(key: str, allowed: frozenset[str]) -> bool:
+def _is_named(key: str, allowed: Collection[str]) -> bool:
     """Named itself, or a section around it."""
     return any(key == name or key.startswith(name + ".") for name in allowed)
 
@@ -208,16 +185,14 @@ def _refuse_done(run_dir: Path, config: RunConfig) -> None:
         summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return
-    steps = summary.get("num_steps", summary.get("steps"))
-    if summary.get("state") == "done" and (steps is None or steps >= config.trainer.num_steps):
-        more = [f"trainer.num_steps={2 * config.trainer.num_steps}"]
+    num_steps, steps = config.trainer.num_steps, summary.get("num_steps", summary.get("steps"))
+    if summary.get("state") == "done" and (steps is None or steps >= num_steps):
+        more = [f"trainer.num_steps={2 * num_steps}"]
         if not _is_free("trainer.num_steps", config, run_dir):
             more += ["--allow-change", "trainer.num_steps"]
         raise ConfigError(
-            f"the run in {run_dir} is done",
-            rule=f"there is nothing to go on with after trainer.num_steps={config.trainer.num_steps}",
-            way_out=f"choose another --run-dir for a new run; go on with this one for more steps with "
-            f"`{run_again(run_dir, *more)}`.",
+            f"the run in {run_dir} is done, after trainer.num_steps={num_steps}",
+            way_out=f"go on for more steps with `{run_again(run_dir, *more)}`, or choose another --run-dir.",
         )
 
 

@@ -10,20 +10,19 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from pathlib import Path
 from typing import Any, TypeVar
 
-from asyncrl.config import SupervisionConfig
 from asyncrl.errors import RoomError, TrainerError, TrainerLost
 from asyncrl.messages.base import BroadcastRequest, BroadcastResponse, Moved, TrainerPart
 from asyncrl.messages.records import Batch
 from asyncrl.messages.trainer_calls import ExportChunkResponse, ExportResponse, TrainResponse
 from asyncrl.run.start import Server
-from asyncrl.run.supervise import GRACE_S, Supervisor, Tell, end_all
+from asyncrl.run.supervise import GRACE_S, Supervisor, until_lost
 from asyncrl.trainer.trainer_client import TrainerClient
 from asyncrl.waits import waiting
 
 T = TypeVar("T")
 
 
-class LivingTrainer(Supervisor):
+class SupervisedTrainer(Supervisor):
     """One trainer, of one process a rank, that survives them.
 
     Life:       as a Supervisor's; new ranks load the newest checkpoint, train again on the batches since, and
@@ -36,35 +35,28 @@ class LivingTrainer(Supervisor):
 
     kind = "trainer"
     whom = "the trainer"
+    name = "trainer"
 
     def __init__(
         self,
         client: TrainerClient,
         ranks: Sequence[Server],
-        config: SupervisionConfig,
-        *,
-        heartbeat_s: float,
+        *args: Any,
         before_start: Callable[[], None],
         recover: Callable[[int], Awaitable[None]],
-        warn: Callable[[str], None],
-        on_event: Tell,
         wait_room: Callable[[], Awaitable[None]] | None = None,
+        **options: Any,
     ) -> None:
         """`recover` brings new ranks to a version. `wait_room`: until engines on the same devices have
         gone.
         """
-        super().__init__(ranks, config, heartbeat_s=heartbeat_s, warn=warn, on_event=on_event)
+        super().__init__(ranks, *args, **options)
         self.client, self._before_start, self._recover = client, before_start, recover
         self._wait_room = wait_room
         self._over: RoomError | None = None
         """Why there will be no trainer any more."""
         self._changed = asyncio.Event()
         self._offloaded = frozenset[TrainerPart]()
-
-    @property
-    def name(self) -> str:
-        """Of all ranks together."""
-        return "trainer"
 
     @property
     def policy_version(self) -> int:
@@ -118,6 +110,12 @@ class LivingTrainer(Supervisor):
         """Have the newest weights written into staging."""
         return await self._when_up(self.client.export)
 
+    async def export_chunk(self, version: int, index: int) -> ExportChunkResponse:
+        """Have one chunk of the newest weights written. New processes go on with the chunk that the lost ones
+        were asked for.
+        """
+        return await self._when_up(lambda: self.client.export_chunk(version, index))
+
     async def broadcast(self, request: BroadcastRequest) -> BroadcastResponse:
         """Not tried again: the engines that were to receive have failed too, and new processes hold what is
         asked of them anew.
@@ -136,12 +134,6 @@ class LivingTrainer(Supervisor):
         moved = await self._when_up(lambda: self.client.onload(parts))
         self._offloaded -= frozenset(parts)
         return moved
-
-    async def export_chunk(self, version: int, index: int) -> ExportChunkResponse:
-        """Have one chunk of the newest weights written. New processes go on with the chunk that the lost ones
-        were asked for.
-        """
-        return await self._when_up(lambda: self.client.export_chunk(version, index))
 
     async def save(self, path: Path, *, merged: bool = True) -> None:
         """Have the newest weights written as a folder, which replaces one that is there."""
@@ -163,8 +155,8 @@ class LivingTrainer(Supervisor):
             await super().run()
         except RoomError as error:
             self._over = error
-            # A moment later: a task that ends with this one is cancelled by then, and does not say the same
-            # once more.
+            # After this task has ended: a call that waited for this one is cancelled by then, and does not
+            # say the same once more.
             asyncio.get_running_loop().call_soon(self._wake)
             raise
 
@@ -185,23 +177,16 @@ class LivingTrainer(Supervisor):
         """The first rank refuses what it cannot do without another one that has died: the kernel says so in a
         moment.
         """
-        if len(self._processes) == 1:
+        if len(self._processes) == 1 or not await until_lost(
+            self._processes, self.heartbeat_s, asyncio.sleep(GRACE_S)
+        ):
             return None
-        watching = [asyncio.ensure_future(rank.watch()) for rank in self._processes]
-        try:
-            done, _ = await asyncio.wait(watching, timeout=GRACE_S, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            await end_all(watching)
-        return TrainerLost("trainer", error.fault, rule=error.rule, way_out=error.way_out) if done else None
+        return TrainerLost("trainer", error.fault, rule=error.rule, way_out=error.way_out)
 
     def _check_up(self) -> None:
         """New processes, on their way to where the old ones were, must not be taken for them."""
         if not self.is_up:
-            raise TrainerLost(
-                "trainer",
-                "is being started again",
-                rule="a checkpoint is of the newest step that was answered",
-            )
+            raise TrainerLost("trainer", "is being started again", rule="a checkpoint is of an answered step")
 
     @contextlib.asynccontextmanager
     async def _room(self) -> AsyncIterator[None]:
