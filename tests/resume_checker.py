@@ -112,10 +112,9 @@ def read_evidence(run_dir: Path) -> Evidence:
 
 def _read_groups(connection: sqlite3.Connection) -> tuple[JournalGroup, ...]:
     branches: dict[int, dict[tuple[int, int], tuple[float, int, int, str]]] = {}
-    for group_id, index, branch, reward, count, oldest, blob in connection.execute(
-        "SELECT group_id, sample_index, branch, reward, num_tokens, oldest_version, blob FROM trajectories"
-    ):
-        branches.setdefault(group_id, {})[index, branch] = (reward, count, oldest, _tokens_sha(blob, count))
+    query = "SELECT group_id, sample_index, branch, blob FROM trajectories"
+    for group_id, index, branch, blob in connection.execute(query):
+        branches.setdefault(group_id, {})[index, branch] = _read_branch(blob)
     rows = connection.execute(
         "SELECT groups.group_id, prompt_id, start_version, state, requeued, batch_groups.version, position "
         "FROM groups"
@@ -124,14 +123,17 @@ def _read_groups(connection: sqlite3.Connection) -> tuple[JournalGroup, ...]:
     return tuple(JournalGroup(*row, branches.get(row[0], {})) for row in rows)
 
 
-def _tokens_sha(blob: bytes, count: int) -> str:
-    """Of the int32 token ids, which lie behind the head in four planes of bytes."""
+def _read_branch(blob: bytes) -> tuple[float, int, int, str]:
+    """Reward, number of tokens, oldest version, and a digest of the int32 token ids, which lie behind the
+    head in four planes of bytes.
+    """
     body = zlib.decompress(blob)
     start = 4 + struct.unpack_from("<I", body)[0]
-    planes = [body[start + plane * count : start + (plane + 1) * count] for plane in range(4)]
-    return hashlib.sha256(bytes(byte for token in zip(*planes, strict=True) for byte in token)).hexdigest()[
-        :16
-    ]
+    head = json.loads(body[4:start])
+    count = head["num_tokens"]
+    tokens = np.frombuffer(body, np.uint8, 4 * count, start).reshape(4, count).T.tobytes()
+    oldest = min(version for _, _, version, *_ in head["spans"])
+    return head["reward"], count, oldest, hashlib.sha256(tokens).hexdigest()[:16]
 
 
 def _read_record(path: Path) -> tuple[dict[str, Any], ...]:

@@ -6,6 +6,8 @@ import asyncio
 import hashlib
 import json
 import sqlite3
+import struct
+import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -164,11 +166,11 @@ PLANTED_SQL = {
         "batch 3 has min_version 1",
     ),
     "a batch holds too old tokens": (
-        "UPDATE trajectories SET oldest_version = 0 WHERE group_id = 6",
+        "UPDATE trajectories SET blob = with_head(blob, 'spans', '[[2, 12, 0]]') WHERE group_id = 6",
         "g6/r0 has tokens of version 0",
     ),
     "a reward has changed": (
-        "UPDATE trajectories SET reward = 9.5 WHERE group_id = 4",
+        "UPDATE trajectories SET blob = with_head(blob, 'reward', '9.5') WHERE group_id = 4",
         "group 4 was trained on other tokens or rewards",
     ),
     "tokens have changed": (
@@ -180,11 +182,19 @@ PLANTED_SQL = {
 }
 
 
+def with_head(blob: bytes, key: str, value: str) -> bytes:
+    """A trajectory with one value of its head replaced."""
+    body = zlib.decompress(blob)
+    start = 4 + struct.unpack_from("<I", body)[0]
+    head = json.dumps(json.loads(body[4:start]) | {key: json.loads(value)}).encode()
+    return zlib.compress(struct.pack("<I", len(head)) + head + body[start:])
+
+
 @pytest.mark.parametrize("fault", PLANTED_SQL)
 def test_a_fault_in_the_journal_is_found(run_dir: Path, fault: str) -> None:
     statement, words = PLANTED_SQL[fault]
     with sqlite3.connect(run_dir / "journal.sqlite") as connection:
-        connection.execute("PRAGMA foreign_keys = OFF")
+        connection.create_function("with_head", 3, with_head)
         assert connection.execute(statement).rowcount > 0
     connection.close()
     assert any(words in violation for violation in found_in(run_dir)), found_in(run_dir)
