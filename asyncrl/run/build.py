@@ -182,15 +182,7 @@ async def open_rooms(
             warn=job.warn,
         )
     _make_publisher(rooms, job, placement, on_lost)
-    rooms.checkpointer = Checkpointer(
-        rooms.checkpoints,
-        rooms.trainer,
-        rooms.journal,
-        controller_state=rooms.controller_state,
-        spawn=job.spawn,
-        warn=job.warn,
-        keep=config.journal.keep,
-    )
+    rooms.checkpointer = Checkpointer(rooms, job)
     if rooms.harnessing is not None:
         job.tell("starting the gateway and its workers")
         job.closes("gateway", rooms.harnessing.aclose)

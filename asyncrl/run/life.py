@@ -14,6 +14,7 @@ import signal
 import stat
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -85,8 +86,7 @@ class Life(ABC):
         self._signal: int | None = None
         self._group: asyncio.TaskGroup | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._broken: RoomError | None = None
-        self._is_broken = asyncio.Event()
+        self._broken: Future[None] = Future()
 
     @abstractmethod
     async def live(self) -> int:
@@ -157,14 +157,12 @@ class Life(ABC):
         """A part is broken that answers clients, who cannot end the run (the gateway): wait_broken raises
         it.
         """
-        self._broken = self._broken or error
-        self._is_broken.set()
+        if not self._broken.done():
+            self._broken.set_exception(error)
 
     async def wait_broken(self) -> None:
         """Raise what on_broken is told."""
-        await self._is_broken.wait()
-        assert self._broken is not None
-        raise self._broken
+        await asyncio.wrap_future(self._broken)
 
     def _fail(self, error: BaseException) -> AsyncrlError:
         """The error to show."""

@@ -166,19 +166,7 @@ class Job(Life):
             return ()
         state = await rooms.journal.read_resume(point.version)
         self.tell(f"training again on {state.next_version - point.version} journaled batches")
-        unfinished = await restore(
-            point,
-            state,
-            trainer=rooms.trainer,
-            journal=rooms.journal,
-            buffer=rooms.buffer,
-            feed=rooms.feed,
-            returns=rooms.producers.returns_nowait,
-            on_restored=lambda: self.reporter.resumes(point.version, state.counted),
-            on_step=lambda batch, report: self.reporter.step(
-                rooms, batch, report, step_s=report.metrics.get("perf/train_s", 0.0)
-            ),
-        )
+        unfinished = await restore(rooms, self.reporter, point, state)
         # Only now: a resume that was refused has changed nothing.
         write_whole(self.run_dir / "config.yaml", run_config_yaml(self.config))
         rooms.pin.write()

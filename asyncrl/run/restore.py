@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from asyncrl.buffer.buffer import Buffer
 from asyncrl.checkpoints.folder import Checkpoints, Pending, set_aside
 from asyncrl.errors import CheckpointError, TrainerLost
 from asyncrl.journal.journal import Journal
@@ -23,10 +22,13 @@ from asyncrl.journal.read import ResumeState
 from asyncrl.messages.records import Batch, GroupId, Prompt, UnfinishedGroup
 from asyncrl.messages.trainer_calls import TrainResponse
 from asyncrl.run.resume import ResumePoint
-from asyncrl.run.supervise_trainer import SupervisedTrainer
-from asyncrl.tasks.feed import Feed
 from asyncrl.trainer.trainer_client import TrainerClient
 from asyncrl.waits import waiting
+
+if TYPE_CHECKING:
+    from asyncrl.run.build import Rooms  # which makes the Checkpointer
+    from asyncrl.run.life import Life
+    from asyncrl.run.report import Reporter
 
 logger = logging.getLogger("asyncrl.run.restore")
 
@@ -54,33 +56,24 @@ async def recover_trainer(
 
 
 async def restore(
-    point: ResumePoint,
-    state: ResumeState,
-    *,
-    trainer: SupervisedTrainer,
-    journal: Journal,
-    buffer: Buffer,
-    feed: Feed,
-    returns: Callable[[int, Prompt], None],
-    on_restored: Callable[[], None],
-    on_step: Callable[[Batch, TrainResponse], None],
+    rooms: Rooms, reporter: Reporter, point: ResumePoint, state: ResumeState
 ) -> tuple[UnfinishedGroup, ...]:
     """Everything but the engines; returns what goes on once they have the current weights.
 
-    What can refuse goes first: data, buffer, and the trainer that loads the state. Then `on_restored` is
-    called and the journal is told, and nothing but a broken part can end it: `on_step` hears of each batch
-    that is trained on again. `returns` is Producers.returns_nowait. Raises what the parts raise.
+    What can refuse goes first: data, buffer, and the trainer that loads the state. Then reporter and journal
+    are told, and nothing but a broken part can end it. Raises what the parts raise.
     """
+    feed, journal = rooms.feed, rooms.journal
     if state.order is not None:
         feed.check_order(state.order)
     is_journal_new = state.num_drawn == 0 and point.checkpoint is not None
     unfinished: tuple[UnfinishedGroup, ...] = ()
     ended: dict[GroupId, tuple[Prompt, str]] = {}
     if is_journal_new:
-        _from_checkpoint_alone(point, buffer, feed)
+        _from_checkpoint_alone(rooms, point)
     else:
-        unfinished, ended = _from_journal(state, buffer, feed, returns)
-    before = (feed.num_drawn, feed.prompts_back(), buffer.next_group_id)
+        unfinished, ended = _from_journal(rooms, state)
+    before = (feed.num_drawn, feed.prompts_back(), rooms.buffer.next_group_id)
     is_restored = False
 
     def restored() -> None:
@@ -89,15 +82,15 @@ async def restore(
             is_restored = True
             journal.order_nowait(feed.order)
             journal.restored_nowait(point.version)
-            on_restored()
+            reporter.resumes(point.version, state.counted)
 
     def trained_again(batch: Batch, report: TrainResponse) -> None:
         restored()
         journal.trained_nowait(batch.version, report.metrics)
-        on_step(batch, report)
+        reporter.step(rooms, batch, report, step_s=report.metrics.get("perf/train_s", 0.0))
 
     folder = None if point.checkpoint is None else point.checkpoint.trainer_dir
-    await trainer.recover(
+    await rooms.trainer.recover(
         folder, lambda: load_batches(state, point.version, state.next_version), trained_again
     )
     restored()
@@ -109,12 +102,13 @@ async def restore(
 
 
 def _from_journal(
-    state: ResumeState, buffer: Buffer, feed: Feed, returns: Callable[[int, Prompt], None]
+    rooms: Rooms, state: ResumeState
 ) -> tuple[tuple[UnfinishedGroup, ...], dict[GroupId, tuple[Prompt, str]]]:
     """(what goes on, what is handed back and why)."""
+    feed, ready = rooms.feed, [group for _, group in state.ready]
     first = {name: count for name, count in state.requeued.items() if name not in state.returning}
     feed.restore_nowait(state.num_drawn, first)
-    prompts = {group.group_id: group.prompt for _, group in state.ready}
+    prompts = {group.group_id: group.prompt for group in ready}
     ended, whole = dict[GroupId, tuple[Prompt, str]](), dict[GroupId, UnfinishedGroup]()
     for found in state.running:
         group_id, prompt = found.ticket.group_id, found.prompt
@@ -123,12 +117,8 @@ def _from_journal(
             ended[group_id] = (prompt, "the task makes another prompt of it")
             continue
         prompts[group_id], whole[group_id] = made, replace(found, prompt=made)
-    late = buffer.restore_nowait(
-        state.next_version,
-        state.next_group_id,
-        [group.ticket for group in whole.values()],
-        [group for _, group in state.ready],
-    )
+    tickets = [group.ticket for group in whole.values()]
+    late = rooms.buffer.restore_nowait(state.next_version, state.next_group_id, tickets, ready)
     if late:
         logger.warning("handed back, as too old for the settings that have changed: groups %s", list(late))
     for group_id in late:
@@ -137,19 +127,20 @@ def _from_journal(
     for prompt, _ in ended.values():
         feed.hand_back_nowait(prompt)
     for prompt_id in state.returning:
-        returns(state.next_version, Prompt(prompt_id, (), num_handed_back=state.requeued[prompt_id]))
+        prompt = Prompt(prompt_id, (), num_handed_back=state.requeued[prompt_id])
+        rooms.producers.returns_nowait(state.next_version, prompt)
     return tuple(whole.values()), ended
 
 
-def _from_checkpoint_alone(point: ResumePoint, buffer: Buffer, feed: Feed) -> None:
+def _from_checkpoint_alone(rooms: Rooms, point: ResumePoint) -> None:
     """The journal is gone: what was in flight when the checkpoint was made is generated again."""
     assert point.checkpoint is not None
     controller = point.checkpoint.controller
     try:
-        feed.load_state(controller["feed"])
+        rooms.feed.load_state(controller["feed"])
         for prompt_id, num_handed_back in controller["out"].items():
-            feed.hand_back_nowait(Prompt(prompt_id, (), num_handed_back=int(num_handed_back)))
-        buffer.restore_nowait(point.version, int(controller["next_group_id"]), [], [])
+            rooms.feed.hand_back_nowait(Prompt(prompt_id, (), num_handed_back=int(num_handed_back)))
+        rooms.buffer.restore_nowait(point.version, int(controller["next_group_id"]), [], [])
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{point.checkpoint.folder} does not say where the run stood: {type(error).__name__} {error}",
@@ -176,23 +167,9 @@ class Checkpointer:
                 written is told, each time, and neither touches older checkpoints nor the run.
     """
 
-    def __init__(
-        self,
-        checkpoints: Checkpoints,
-        trainer: SupervisedTrainer,
-        journal: Journal,
-        *,
-        controller_state: Callable[[], Mapping[str, Any]],
-        spawn: Callable[..., asyncio.Task[None]],
-        warn: Callable[[str], None],
-        keep: Literal["checkpoint", "all"] = "checkpoint",
-    ) -> None:
-        """`keep`: whether the journal forgets the tokens of batches before the oldest checkpoint that counts
-        (journal.keep).
-        """
-        self._checkpoints, self._trainer, self._journal = checkpoints, trainer, journal
-        self._controller_state, self._spawn, self._warn = controller_state, spawn, warn
-        self._keep = keep
+    def __init__(self, rooms: Rooms, job: Life) -> None:
+        self._rooms, self._job = rooms, job
+        self._checkpoints, self._trainer = rooms.checkpoints, rooms.trainer
         self._writing: asyncio.Task[None] | None = None
         self.num_made = self.num_failed = 0
 
@@ -206,10 +183,12 @@ class Checkpointer:
         if every is None or version % every:
             return
         if self._writing is not None and not self._writing.done():
-            self._warn(f"the checkpoint at version {version} is left out: the one before is being written")
+            self._job.warn(
+                f"the checkpoint at version {version} is left out: the one before is being written"
+            )
         elif (begun := await self._begin()) is not None:
-            writing = self._finish(*begun, self._controller_state())
-            self._writing = self._spawn(writing, name=f"checkpoint {begun[1]}")
+            writing = self._finish(*begun, self._rooms.controller_state())
+            self._writing = self._job.spawn(writing, name=f"checkpoint {begun[1]}")
 
     async def make_last(self, version: int) -> None:
         """A checkpoint right now, after the one that is being written; returns when it is whole. For the end
@@ -221,7 +200,7 @@ class Checkpointer:
             with waiting("the checkpoint before", on="checkpoint"):
                 await asyncio.wait({self._writing})
         if version not in self._checkpoints.versions() and (begun := await self._begin()) is not None:
-            await self._finish(*begun, self._controller_state())
+            await self._finish(*begun, self._rooms.controller_state())
 
     async def _begin(self) -> tuple[Pending, int] | None:
         """(what the trainer is writing into, the version that it is of); None if it cannot, which is told."""
@@ -241,9 +220,9 @@ class Checkpointer:
                 with waiting("the files of a checkpoint to be whole", on="disk"):
                     folder = await asyncio.to_thread(self._checkpoints.finish, pending, version, controller)
                 self.num_made += 1
-                self._journal.checkpointed_nowait(version, folder, self._checkpoints.versions())
-                if self._keep == "checkpoint":
-                    await self._journal.compact(self._checkpoints.oldest_version())
+                self._rooms.journal.checkpointed_nowait(version, folder, self._checkpoints.versions())
+                if self._job.config.journal.keep == "checkpoint":
+                    await self._rooms.journal.compact(self._checkpoints.oldest_version())
         except (CheckpointError, TrainerLost) as error:
             await self._failed(pending, error)
 
@@ -252,4 +231,4 @@ class Checkpointer:
             await asyncio.to_thread(self._checkpoints.abandon, pending)
         self.num_failed += 1
         logger.warning("no checkpoint: %s", error)
-        self._warn(f"no checkpoint: {error.what}")
+        self._job.warn(f"no checkpoint: {error.what}")

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
@@ -141,13 +141,21 @@ def _has_begun(run_dir: Path) -> bool:
 
 
 def changed_keys(before: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """Dotted key -> (value then, value now), for every key that differs as it is written: 1, 1.0 and '1' do,
+    """section.key -> (value then, value now), for every key that differs as it is written: 1, 1.0 and '1' do,
     .nan and .nan do not.
     """
-    then, new = _flat(before.model_dump()), _flat(now.model_dump())
+    then, new = _keys(before), _keys(now)
     keys = sorted(then.keys() | new.keys())
     changed = [key for key in keys if yaml.safe_dump(then.get(key)) != yaml.safe_dump(new.get(key))]
     return {key: (then.get(key), new.get(key)) for key in changed}
+
+
+def _keys(config: RunConfig) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in config.model_dump().items():
+        keys = value.items() if isinstance(value, dict) else ()
+        found |= {f"{name}.{key}": inner for key, inner in keys} or {name: value}
+    return found
 
 
 def _refuse_changes(before: RunConfig, now: RunConfig, allowed: Collection[str], run_dir: Path) -> list[str]:
@@ -194,14 +202,3 @@ def _refuse_done(run_dir: Path, config: RunConfig) -> None:
             f"the run in {run_dir} is done, after trainer.num_steps={num_steps}",
             way_out=f"go on for more steps with `{run_again(run_dir, *more)}`, or choose another --run-dir.",
         )
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Section by section; what has keys that no dotted name can tell apart (1 and '1', a.b) stays whole."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if value and isinstance(value, dict) and all(type(name) is str and "." not in name for name in value):
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value
-    return flat
