@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from turn_cases import DECODE_S, HEARTBEAT_S, START_S, EngineRooms, make_request
 
 from asyncrl.config import SupervisionConfig
 from asyncrl.engines.own_server import EngineServer
@@ -19,28 +20,21 @@ from asyncrl.engines.pool import EnginePool
 from asyncrl.errors import ConnectionShortage, EngineLost, PublishError, RoomError
 from asyncrl.messages.records import Completion, SamplingRequest, VersionSpan
 from asyncrl.run.colocate import SideBySide
-from asyncrl.run.supervise import EngineSupervisor, until_lost
-from asyncrl.sync.publisher import Publisher
+from asyncrl.run.supervise import until_lost
 from asyncrl.testing.fake_engine import FakeEngineServer
 from asyncrl.testing.fake_trainer import FakeEngineProcess
 from asyncrl.testing.fakes import FakeTrainer
 from asyncrl.testing.virtual_time import all_blocked, run_virtual, stand_still
-
-DECODE_S = 0.01
-START_S = 5.0
-HEARTBEAT_S = 3.0
-
-
-def make_request(name: str = "r0", *, max_tokens: int = 20, seed: int = 1) -> SamplingRequest:
-    return SamplingRequest(name, (ord("p"), ord("q")), max_tokens, temperature=1.0, seed=seed)
 
 
 async def undisturbed(request: SamplingRequest) -> Completion:
     return await EnginePool([EngineServer(FakeEngineServer(decode_s=DECODE_S))], slots=4).generate(request)
 
 
-class House:
-    """Everything that a run has around its engine servers, wired as wiring.py does it."""
+class House(EngineRooms):
+    """Engines beside a trainer of their own devices."""
+
+    fakes: list[FakeEngineServer]
 
     def __init__(
         self,
@@ -48,75 +42,28 @@ class House:
         num_engines: int = 2,
         *,
         trainer: FakeTrainer | None = None,
-        max_restarts: int = 3,
-        restart_window_s: float = 3600.0,
-        backoff_s: float = 1.0,
         prepare_s: float = 0.0,
         swap_s: float = 0.0,
         timeout_s: float = 60.0,
+        **supervision: Any,
     ) -> None:
-        self.tasks, self.trainer = tasks, trainer or FakeTrainer(is_frozen=True)
-        self.fakes = [
-            FakeEngineServer(
-                f"engine-{index}", slots=4, decode_s=DECODE_S, prepare_s=prepare_s, swap_s=swap_s
-            )
-            for index in range(num_engines)
-        ]
-        self.processes = [FakeEngineProcess(fake, start_s=START_S) for fake in self.fakes]
-        self.announced, self.announced_at = [0], [0.0]
-        self.told: list[str] = []
-        self.events: list[tuple[str, Mapping[str, Any]]] = []
-        self.targets = [EngineServer(fake) for fake in self.fakes]
-        on_lost = self._on_lost if max_restarts else None
-        self.pool = EnginePool(self.targets, slots=4, on_lost=on_lost)
-        self.publisher = Publisher(
-            self.trainer,
-            self.targets,
-            interrupt="abort",
+        super().__init__(
+            tasks,
+            [
+                FakeEngineServer(f"engine-{index}", decode_s=DECODE_S, prepare_s=prepare_s, swap_s=swap_s)
+                for index in range(num_engines)
+            ],
+            trainer or FakeTrainer(is_frozen=True),
+            SupervisionConfig(**{"max_restarts": 3, "backoff_s": 1.0, **supervision}),
+            lambda: SideBySide(self.publisher, num_steps=0, spawn=tasks.create_task),
             timeout_s=timeout_s,
-            on_served=self._on_served,
-            on_lost=on_lost,
         )
-        config = SupervisionConfig(
-            max_restarts=max_restarts, backoff_s=backoff_s, restart_window_s=restart_window_s
-        )
-        turns = SideBySide(self.publisher, num_steps=0, spawn=tasks.create_task)
-        self.supervisors = {
-            process.name: EngineSupervisor(
-                process,
-                target,
-                self.pool,
-                turns,
-                config,
-                heartbeat_s=HEARTBEAT_S,
-                warn=self.told.append,
-                on_event=lambda what, detail: self.events.append((what, detail)),
-            )
-            for process, target in zip(self.processes, self.targets, strict=True)
-        }
-        self.running = [tasks.create_task(self.publisher.run(), name="publisher")]
-        self.running += [
-            tasks.create_task(supervisor.run(), name=f"watch {name}")
-            for name, supervisor in self.supervisors.items()
-        ]
+        self.announced, self.announced_at = [0], [0.0]
+        self.running.append(tasks.create_task(self.publisher.run(), name="publisher"))
 
-    def _on_lost(self, error: EngineLost) -> None:
-        self.supervisors[error.room].lost_nowait(error)
-        assert error.room in self.pool.stats().down, "down when the call returns"
-
-    def _on_served(self, version: int) -> None:
-        for fake, target in zip(self.fakes, self.targets, strict=True):
-            if fake.name not in self.pool.stats().down:
-                assert target.policy_version == version, "announced only when every live engine serves it"
-        self.announced.append(version)
-        self.announced_at.append(asyncio.get_running_loop().time())
-
-    def ask(self, request: SamplingRequest) -> asyncio.Task[Completion]:
-        return self.tasks.create_task(self.pool.generate(request), name=f"request {request.request_id}")
-
-    def close(self) -> None:
-        for task in self.running:
-            task.cancel()
+    def on_served(self, version: int) -> None:
+        super().on_served(version)
+        self.announced_at.append(now_s())
 
 
 def live(story: Callable[[House], Any], **knobs: Any) -> House:
@@ -246,15 +193,14 @@ def test_a_server_that_is_back_serves_the_announced_version_before_it_has_work()
     live(story, trainer=FakeTrainer())
 
 
-@pytest.mark.parametrize("freezes", [False, True])
-@pytest.mark.parametrize(("at_s", "phase"), [(1.0, "prepare"), (2.5, "commit")])
+@pytest.mark.parametrize(("at_s", "freezes"), [(1.0, True), (2.5, False), (2.5, True)])
 def test_an_engine_lost_in_a_push_stops_neither_the_others_nor_the_announcement(
-    at_s: float, phase: str, freezes: bool
+    at_s: float, freezes: bool
 ) -> None:
     async def story(house: House) -> None:
         house.trainer.step()
         await asyncio.sleep(at_s)
-        assert house.announced == [0], phase
+        assert house.announced == [0], "in prepare, or in commit"
         house.fakes[0].freeze() if freezes else house.fakes[0].die()
         await asyncio.sleep(8.0)
         assert house.announced == [0, 1]
