@@ -6,15 +6,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+import pytest
 from pydantic import BaseModel
 
 from asyncrl.config import SupervisionConfig
 from asyncrl.engines.own_server import EngineServer
 from asyncrl.engines.pool import EnginePool
-from asyncrl.errors import EngineLost
+from asyncrl.errors import EngineLost, RoomError
 from asyncrl.http import CallRefused
 from asyncrl.messages.base import ErrorBody, Moved
 from asyncrl.messages.records import (
@@ -39,6 +40,7 @@ from asyncrl.run.supervise_trainer import SupervisedTrainer
 from asyncrl.sync.publisher import Publisher
 from asyncrl.testing.fake_engine import FakeEngineServer
 from asyncrl.testing.fake_trainer import FakeEngineProcess, FakeTrainerProcess, FakeTrainerServer
+from asyncrl.testing.virtual_time import run_virtual
 from asyncrl.trainer.trainer_client import TrainerClient
 
 DECODE_S, START_S, TIMEOUT_S, MOVE_S, HEARTBEAT_S = 0.01, 5.0, 60.0, 0.5, 3.0
@@ -176,10 +178,11 @@ class EngineRooms:
     def tell(self, what: str, detail: Mapping[str, Any]) -> None:
         self.events.append((what, detail))
 
-    def close(self) -> None:
-        """End what watches."""
-        for task in self.running:
-            task.cancel()
+    async def begin(self) -> None:
+        """As a run starts."""
+
+    def check(self) -> None:
+        """What holds between two steps."""
 
     def on_served(self, version: int) -> None:
         down = self.pool.stats().down
@@ -199,8 +202,15 @@ class House(EngineRooms):
     turns: TakingTurns
 
     def __init__(
-        self, tasks: asyncio.TaskGroup, *, num_engines: int = 2, max_restarts: int = 20, num_steps: int = 1000
+        self,
+        tasks: asyncio.TaskGroup,
+        *,
+        num_engines: int = 2,
+        max_restarts: int = 20,
+        num_steps: int = 1000,
+        is_begun: bool = True,
     ) -> None:
+        self.is_begun = is_begun
         self.worker = TurnTrainer()
         self.worker_process = FakeTrainerProcess(self.worker, start_s=START_S)
         self.published: list[tuple[int, str]] = []
@@ -244,7 +254,8 @@ class House(EngineRooms):
         """As a run starts: the engines are asleep until their first turn."""
         for fake in self.fakes:
             fake.parts.asleep, fake.parts.has_content = {"weights", "kv"}, False
-        await self.turns.start(0)
+        if self.is_begun:
+            await self.turns.start(0)
 
     async def step(self) -> TrainResponse:
         """What the train loop does with a batch."""
@@ -279,6 +290,32 @@ class House(EngineRooms):
                 yield batch
 
         await self.client.recover(None, batches(), lambda *_: None)
+
+
+Rooms = TypeVar("Rooms", bound=EngineRooms)
+
+
+def play(make: Callable[..., Rooms], story: Callable[[Rooms], Any], **knobs: Any) -> Rooms:
+    """Play a story in virtual time, and return what is left of its rooms."""
+
+    async def story_of_a_run() -> Rooms:
+        async with asyncio.TaskGroup() as tasks:
+            rooms = make(tasks, **knobs)
+            await rooms.begin()
+            await story(rooms)
+            rooms.check()
+            for task in rooms.running:
+                task.cancel()
+        return rooms
+
+    return run_virtual(story_of_a_run())
+
+
+def play_to_its_error(make: Callable[..., Rooms], story: Callable[[Rooms], Any], **knobs: Any) -> RoomError:
+    """Play a story that ends the run, and return with what."""
+    with pytest.raises(ExceptionGroup) as caught:
+        play(make, story, **knobs)
+    return next(error for error in caught.value.exceptions if isinstance(error, RoomError))
 
 
 def make_batch(version: int) -> Batch:
