@@ -21,7 +21,6 @@ from job_runs import interrupt, start, wait_until, write_config
 from asyncrl.config import RunConfig, load_config, run_config_yaml
 from asyncrl.errors import ConfigError, EngineError, RoomError
 from asyncrl.journal.journal import Journal
-from asyncrl.journal.read import Counted
 from asyncrl.messages.records import Batch, GroupId, Prompt, Ticket
 from asyncrl.messages.trainer_calls import TrainResponse
 from asyncrl.placement.devices import CudaDevice
@@ -456,7 +455,7 @@ def test_a_status_that_cannot_be_written_for_want_of_a_descriptor_is_left_to_the
 
 def test_a_resumed_run_keeps_the_steps_before_and_goes_on_with_their_time(tmp_path: Path) -> None:
     reporter = make_reporter(tmp_path, num_steps=5000)
-    reporter.resumes(4000, Counted())
+    reporter.resumes(4000, {})
     assert reporter._last == {"step": 3999, "time_s": 400_000.0, "reward/mean": 0.5}, "and keeps no other"
     reporter.training_starts()
     assert time.monotonic() - reporter._trained_since_s >= 400_000.0
@@ -467,7 +466,7 @@ def test_a_resumed_run_keeps_the_steps_before_and_goes_on_with_their_time(tmp_pa
 
 def test_steps_that_metrics_have_lost_are_told_at_a_resume(tmp_path: Path) -> None:
     reporter = make_reporter(tmp_path, num_steps=1)
-    reporter.resumes(3, Counted())
+    reporter.resumes(3, {})
     assert ["steps 1..2 are missing in metrics.jsonl" in text for text in reporter._warnings] == [True]
     reporter.finish("interrupted")
 

@@ -22,7 +22,7 @@ from asyncrl.checkpoints.folder import Checkpoints
 from asyncrl.config import CheckpointConfig
 from asyncrl.errors import CheckpointError, TrainerLost
 from asyncrl.messages.records import Batch
-from asyncrl.run.restore import Checkpointer, recover_trainer
+from asyncrl.run.supervise_trainer import Checkpointer, recover_trainer
 from asyncrl.testing.memory_journal import MemoryJournal
 
 LOST = TrainerLost("trainer", "no answer")

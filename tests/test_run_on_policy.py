@@ -22,8 +22,7 @@ from asyncrl.messages.trainer_calls import TrainResponse
 from asyncrl.rollouts.generators import SingleTurn
 from asyncrl.rollouts.producers import Producers
 from asyncrl.rollouts.rollout import RolloutRunner
-from asyncrl.run.restore import restore
-from asyncrl.run.resume import ResumePoint
+from asyncrl.run.resume import ResumePoint, restore
 from asyncrl.tasks import Feed
 from asyncrl.testing.fakes import FakeEngine, FakeScorer, FakeTokenizer
 from asyncrl.testing.memory_journal import MemoryJournal

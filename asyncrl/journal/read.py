@@ -9,7 +9,7 @@ import json
 import sqlite3
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,24 +27,17 @@ from asyncrl.messages.records import (
     UnfinishedGroup,
 )
 
-
-@dataclass(frozen=True, slots=True)
-class Counted:
-    """What a run has generated and given up; counters of a run that goes on begin with it.
-
-    `generated`: tokens in the journal; `failed`: rollouts; `filtered`, with their tokens, and the rest:
-    groups. `dropped`: handed back by the staleness rule while the run went on, for one of its two reasons;
-    what a resume hands back has others. `given_up`: those of `dropped` and `failed_groups` whose prompt does
-    not come again.
-    """
-
-    generated: int = 0
-    failed: int = 0
-    filtered: int = 0
-    filtered_tokens: int = 0
-    dropped: int = 0
-    failed_groups: int = 0
-    given_up: int = 0
+_COUNTED = {
+    "tokens/generated": "total(num_sampled + lost_tokens) + (SELECT total(num_tokens) FROM segments)",
+    "rollout/failed": "total(num_failed)",
+    "rollout/failed_groups": "total(state = 'failed')",
+    "rollout/filtered": "total(state = 'filtered')",
+    "rollout/filtered_tokens": "total(iif(state = 'filtered', num_sampled, 0))",
+    "rollout/dropped": "total(state = 'handed_back' AND reason IN ('dropped', 'all_masked'))",
+    "rollout/given_up": "total(state IN ('handed_back', 'failed') AND requeued IS NULL)",
+}
+"""Counters of the whole run, by the names of observe/gauges.py. Dropped are those that the staleness rule
+handed back while the run went on, for one of its two reasons: what a resume hands back has others."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,7 +62,8 @@ class ResumeState:
     next_group_id: GroupId
     order: Mapping[str, Any] | None
     """What the order of the prompts followed from; None if it was never written."""
-    counted: Counted = Counted()
+    counted: Mapping[str, int] = field(default_factory=dict)
+    """What a run that goes on begins its counters with: _COUNTED, of all groups up to now."""
 
     def load_batch(self, version: int) -> Batch:
         """One of the batches. Blocks. Raises JournalError if it is not there, or its tokens were deleted."""
@@ -100,6 +94,7 @@ def read_resume(path: Path, checkpoint_version: int) -> ResumeState:
         next_version = _next_version(connection, path, checkpoint_version, began_at["version"])
         prompt_ids = {row[0] for row in connection.execute("SELECT DISTINCT prompt_id FROM groups")}
         (num_issued,) = connection.execute("SELECT coalesce(max(group_id) + 1, 0) FROM groups").fetchone()
+        counted = connection.execute(f"SELECT {', '.join(_COUNTED.values())} FROM groups").fetchone()
         requeued = _requeued(connection)
         ready, running = _alive(connection, path)
         return ResumeState(
@@ -114,19 +109,8 @@ def read_resume(path: Path, checkpoint_version: int) -> ResumeState:
             num_drawn=began_at["num_drawn"] + len(prompt_ids.difference(began_at["out"])),
             next_group_id=GroupId(max(began_at["next_group_id"], num_issued)),
             order=json.loads(notes["order"]) if "order" in notes else None,
-            counted=read_counted(connection),
+            counted=dict(zip(_COUNTED, map(int, counted), strict=True)),
         )
-
-
-def read_counted(connection: sqlite3.Connection) -> Counted:
-    """Of all groups up to now. Raises sqlite3.Error."""
-    row = connection.execute(
-        "SELECT total(num_sampled + lost_tokens) + (SELECT total(num_tokens) FROM segments),"
-        " total(num_failed), total(state = 'filtered'), total(iif(state = 'filtered', num_sampled, 0)),"
-        " total(state = 'handed_back' AND reason IN ('dropped', 'all_masked')), total(state = 'failed'),"
-        " total(state IN ('handed_back', 'failed') AND requeued IS NULL) FROM groups"
-    ).fetchone()
-    return Counted(*map(int, row))
 
 
 def read_batch(connection: sqlite3.Connection, path: Path, version: int) -> Batch:

@@ -39,9 +39,8 @@ from asyncrl.run.colocate import SideBySide, TakingTurns, Turns
 from asyncrl.run.life import Life
 from asyncrl.run.model_folder import ModelPin, in_daemon_thread, make_model_folder
 from asyncrl.run.replay import Replayed, open_replay, refuse_other_policy, told
-from asyncrl.run.restore import Checkpointer, recover_trainer
 from asyncrl.run.supervise import EngineSupervisor
-from asyncrl.run.supervise_trainer import SupervisedTrainer
+from asyncrl.run.supervise_trainer import Checkpointer, SupervisedTrainer, recover_trainer
 from asyncrl.sync.broadcast import Broadcasts
 from asyncrl.sync.publisher import Publisher
 from asyncrl.tasks.feed import Feed

@@ -34,8 +34,7 @@ from asyncrl.run.life import Life, logging_to, make_run_dir
 from asyncrl.run.model_folder import MODEL_PIN
 from asyncrl.run.replay import settle_copy
 from asyncrl.run.report import Reporter
-from asyncrl.run.restore import restore
-from asyncrl.run.resume import ResumeMode, ResumePoint, begun_dtype, find_resume, settle_saved
+from asyncrl.run.resume import ResumeMode, ResumePoint, begun_dtype, find_resume, restore, settle_saved
 from asyncrl.run.supervise import heartbeat
 from asyncrl.run.watch import make_watchdog
 from asyncrl.user_code import end_what_is_left

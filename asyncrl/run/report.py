@@ -16,7 +16,6 @@ from typing import Any
 from asyncrl.checkpoints.folder import sync_records
 from asyncrl.config import RunConfig
 from asyncrl.files import LOST, write_whole
-from asyncrl.journal.read import Counted
 from asyncrl.messages.records import Batch
 from asyncrl.messages.trainer_calls import TrainResponse
 from asyncrl.observe.console import Console
@@ -69,7 +68,6 @@ class Reporter(Voice):
         self._warnings: list[str] = []
         self._told = set[str]()
         """What is said once a run."""
-        self._is_without_workers = False
         self._is_to_resume = goes_on
         self._num_skipped = 0
 
@@ -107,7 +105,7 @@ class Reporter(Voice):
             self._told.add(what)
             self.warn(text)
 
-    def resumes(self, version: int, counted: Counted) -> None:
+    def resumes(self, version: int, counted: Mapping[str, float]) -> None:
         """The run goes on from the weights of `version`: the steps before stay, those after are about to be
         reported again. `counted`: what the journal says that was counted by now.
         """
@@ -126,11 +124,9 @@ class Reporter(Voice):
         self._evaluations = [*read_evaluations(self.run_dir, [])]
         for before in (self._last, *self._evaluations[-1:]):
             self._totals.starts_from(totals_in(before))
-        numbers = asdict(counted)
-        generated = numbers.pop("generated")
-        self._journaled = {f"rollout/{name}": number for name, number in numbers.items()}
-        if self.config.task.replay is None:  # else no engine has generated what is in the journal
-            self._journaled["tokens/generated"] = generated
+        self._journaled = dict(counted)
+        if self.config.task.replay is not None:  # no engine has generated what is in the journal
+            del self._journaled["tokens/generated"]
         self._count_on()
         self._console.say(f"goes on from policy_version {version}")
 
@@ -211,9 +207,8 @@ class Reporter(Voice):
         found, producers = gauges(rooms), rooms.producers.stats()
         now = {**found, **self._totals.add(totals_of(found))}
         missing = rooms.harnessing.missing_workers() if rooms.harnessing is not None else None
-        if missing is not None and not self._is_without_workers:  # once for each time that there is none
-            self.warn(missing)
-        self._is_without_workers = missing is not None
+        if missing is not None:
+            self.warn_once("workers", missing)
         down = rooms.engines.stats().down
         optional = {
             "skipped_steps": self._num_skipped,

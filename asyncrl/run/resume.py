@@ -1,25 +1,40 @@
-"""Whether a run directory holds a run to go on with, from where, and whether the config still means the same.
-Starts nothing.
+"""Whether a run directory holds a run to go on with, from where, and whether the config still means the same;
+and how the parts of the run are brought there. Generates nothing.
+
+The checkpoint says what the weights were, the journal everything since: its batches are trained on again as
+they are, its ready groups are ready again, what ran goes on from its partial turns, what had been handed back
+comes first (what failed at the version that goes on comes after it, as it would have). So does, if settings
+were changed (--allow-change), what is too old for them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import yaml
 
 from asyncrl.checkpoints.folder import Checkpoints, Damaged, Whole
 from asyncrl.config import RunConfig, load_config
-from asyncrl.errors import AsyncrlError, ConfigError
+from asyncrl.errors import AsyncrlError, CheckpointError, ConfigError
 from asyncrl.files import settle_folder
-from asyncrl.journal.read import reading
+from asyncrl.journal.read import ResumeState, reading
+from asyncrl.messages.records import Batch, GroupId, Prompt, UnfinishedGroup
+from asyncrl.messages.trainer_calls import TrainResponse
 from asyncrl.run.life import run_again
 from asyncrl.run.model_folder import MODEL_PIN
+from asyncrl.run.supervise_trainer import load_batches
+
+if TYPE_CHECKING:
+    from asyncrl.run.build import Rooms
+    from asyncrl.run.report import Reporter
+
+logger = logging.getLogger("asyncrl.run.resume")
 
 ResumeMode = Literal["auto", "never", "must"]
 
@@ -202,3 +217,97 @@ def _refuse_done(run_dir: Path, config: RunConfig) -> None:
             f"the run in {run_dir} is done, after trainer.num_steps={num_steps}",
             way_out=f"go on for more steps with `{run_again(run_dir, *more)}`, or choose another --run-dir.",
         )
+
+
+async def restore(
+    rooms: Rooms, reporter: Reporter, point: ResumePoint, state: ResumeState
+) -> tuple[UnfinishedGroup, ...]:
+    """Everything but the engines; returns what goes on once they have the current weights.
+
+    What can refuse goes first: data, buffer, and the trainer that loads the state. Then reporter and journal
+    are told, and nothing but a broken part can end it. Raises what the parts raise.
+    """
+    feed, journal = rooms.feed, rooms.journal
+    if state.order is not None:
+        feed.check_order(state.order)
+    is_journal_new = state.num_drawn == 0 and point.checkpoint is not None
+    unfinished: tuple[UnfinishedGroup, ...] = ()
+    ended: dict[GroupId, tuple[Prompt, str]] = {}
+    if is_journal_new:
+        _from_checkpoint_alone(rooms, point)
+    else:
+        unfinished, ended = _from_journal(rooms, state)
+    before = (feed.num_drawn, feed.prompts_back(), rooms.buffer.next_group_id)
+    is_restored = False
+
+    def restored() -> None:
+        nonlocal is_restored
+        if not is_restored:
+            is_restored = True
+            journal.order_nowait(feed.order)
+            journal.restored_nowait(point.version)
+            reporter.resumes(point.version, state.counted)
+
+    def trained_again(batch: Batch, report: TrainResponse) -> None:
+        restored()
+        journal.trained_nowait(batch.version, report.metrics)
+        reporter.step(rooms, batch, report, step_s=report.metrics.get("perf/train_s", 0.0))
+
+    folder = None if point.checkpoint is None else point.checkpoint.trainer_dir
+    await rooms.trainer.recover(
+        folder, lambda: load_batches(state, point.version, state.next_version), trained_again
+    )
+    restored()
+    if is_journal_new:
+        journal.began_at_nowait(point.version, *before)
+    for group_id, (prompt, why) in ended.items():  # no fault of their own: the same seeds
+        journal.group_ended_nowait(group_id, "handed_back", why, requeued=prompt.num_handed_back)
+    return unfinished
+
+
+def _from_journal(
+    rooms: Rooms, state: ResumeState
+) -> tuple[tuple[UnfinishedGroup, ...], dict[GroupId, tuple[Prompt, str]]]:
+    """(what goes on, what is handed back and why)."""
+    feed, ready = rooms.feed, [group for _, group in state.ready]
+    first = {name: count for name, count in state.requeued.items() if name not in state.returning}
+    feed.restore_nowait(state.num_drawn, first)
+    prompts = {group.group_id: group.prompt for group in ready}
+    ended, whole = dict[GroupId, tuple[Prompt, str]](), dict[GroupId, UnfinishedGroup]()
+    for found in state.running:
+        group_id, prompt = found.ticket.group_id, found.prompt
+        made = feed.make_again(prompt.prompt_id, prompt.num_handed_back)  # the task alone has its answer
+        if tuple(map(dict, made.messages)) != prompt.messages:
+            ended[group_id] = (prompt, "the task makes another prompt of it")
+            continue
+        prompts[group_id], whole[group_id] = made, replace(found, prompt=made)
+    tickets = [group.ticket for group in whole.values()]
+    late = rooms.buffer.restore_nowait(state.next_version, state.next_group_id, tickets, ready)
+    if late:
+        logger.warning("handed back, as too old for the settings that have changed: groups %s", list(late))
+    for group_id in late:
+        ended[group_id] = (prompts[group_id], "too old under the settings that it was resumed with")
+        whole.pop(group_id, None)
+    for prompt, _ in ended.values():
+        feed.hand_back_nowait(prompt)
+    for prompt_id in state.returning:
+        prompt = Prompt(prompt_id, (), num_handed_back=state.requeued[prompt_id])
+        rooms.producers.returns_nowait(state.next_version, prompt)
+    return tuple(whole.values()), ended
+
+
+def _from_checkpoint_alone(rooms: Rooms, point: ResumePoint) -> None:
+    """The journal is gone: what was in flight when the checkpoint was made is generated again."""
+    assert point.checkpoint is not None
+    controller = point.checkpoint.controller
+    try:
+        rooms.feed.load_state(controller["feed"])
+        for prompt_id, num_handed_back in controller["out"].items():
+            rooms.feed.hand_back_nowait(Prompt(prompt_id, (), num_handed_back=int(num_handed_back)))
+        rooms.buffer.restore_nowait(point.version, int(controller["next_group_id"]), [], [])
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{point.checkpoint.folder} does not say where the run stood: {type(error).__name__} {error}",
+            rule="without its journal a run goes on from what the checkpoint says",
+            way_out="put journal.sqlite back, or start a new run.",
+        ) from error

@@ -310,21 +310,20 @@ class WorkerSupervisor(Supervisor):
         """/health is answered from another thread. Two answers must say that the loop stands still: when the
         machine stood still, the first one may come before the worker's loop has gone on.
         """
-        before: WorkerHealth | None = None
+        health, was_stuck = None, False
         while True:
             await asyncio.sleep(HEARTBEAT_PERIOD_S)
-            health = self._processes[0].health
-            if not isinstance(health, WorkerHealth) or health.loop_lag_s <= self._lease_timeout_s:
-                before = None
-            elif before is None or health is before:
-                before = health
-            else:
+            before, health = health, self._processes[0].health
+            lag_s = health.loop_lag_s if isinstance(health, WorkerHealth) else 0.0
+            is_stuck = lag_s > self._lease_timeout_s
+            if is_stuck and was_stuck and health is not before:
                 raise RoomError(
                     self.name,
-                    f"a harness has blocked its event loop for {health.loop_lag_s:.0f} s",
+                    f"a harness has blocked its event loop for {lag_s:.0f} s",
                     rule=f"gateway.lease_timeout_s={self._lease_timeout_s} is the limit",
                     way_out="use `await asyncio.to_thread(...)` for what blocks, or a plain `def`.",
                 )
+            was_stuck = is_stuck
 
 
 async def until_lost(
