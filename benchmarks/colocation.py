@@ -52,6 +52,7 @@ from asyncrl.messages.records import Batch, Completion, Group, GroupId, Prompt, 
 from asyncrl.placement.staging import clear_stale_staging, new_staging_dir, remove_staging_dir
 from asyncrl.run import start as startup
 from asyncrl.run.colocate import SideBySide, TakingTurns, Turns
+from asyncrl.run.supervise import Supervision
 from asyncrl.run.supervise_trainer import SupervisedTrainer
 from asyncrl.sync.publisher import Publisher, PublisherStats
 from asyncrl.trainer.trainer_client import TrainerClient
@@ -208,12 +209,9 @@ async def house(config: RunConfig, model: Path, folder: Path, device: str) -> As
             trainer = SupervisedTrainer(
                 client,
                 trainers,
-                SupervisionConfig(max_restarts=0),
-                heartbeat_s=600.0,
+                Supervision(SupervisionConfig(max_restarts=0), 600.0, print, lambda *_: None),
                 before_start=lambda: None,
                 recover=_never,
-                warn=print,
-                on_event=lambda *_: None,
             )
             targets = [EngineServer(server.caller) for server in engines]
             common: dict[str, Any] = {"timeout_s": 600.0, "on_served": lambda _: None}

@@ -20,6 +20,7 @@ from asyncrl.journal.story import events
 from asyncrl.messages.records import Batch, GroupId, Prompt, Ticket, UnfinishedGroup
 from asyncrl.messages.trainer_calls import TrainResponse
 from asyncrl.run.resume import ResumePoint, restore
+from asyncrl.run.supervise import Supervision
 from asyncrl.run.supervise_trainer import SupervisedTrainer, recover_trainer
 from asyncrl.tasks import Feed, Item
 from asyncrl.testing.fake_trainer import FakeTrainerServer
@@ -66,12 +67,9 @@ class Life:
         self.trainer = SupervisedTrainer(
             self.client,
             [],
-            SupervisionConfig(),
-            heartbeat_s=1.0,
+            Supervision(SupervisionConfig(), 1.0, print, print),
             before_start=lambda: None,
             recover=self._never,
-            warn=print,
-            on_event=lambda *_: None,
         )
         self.buffer = Buffer(
             BufferConfig(max_staleness=1, look_ahead=1),

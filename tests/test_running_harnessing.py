@@ -15,6 +15,7 @@ import pytest
 from asyncrl.config import RunConfig
 from asyncrl.messages.work import WORKER_KEY_ENV
 from asyncrl.run.agents import Harnessing, make_harnessing
+from asyncrl.run.supervise import Supervision
 
 TOKENIZER: Any = SimpleNamespace(template="", vocab_size=8, max_token_bytes=4)
 
@@ -31,9 +32,8 @@ def made(run_dir: Path, monkeypatch: pytest.MonkeyPatch, **generator: Any) -> Ha
 
     async def make() -> Harnessing:
         engines: Any = None
-        return make_harnessing(
-            config, engines, TOKENIZER, run_dir, on_broken=print, warn=print, on_event=print
-        )
+        supervision = Supervision(config.supervision, 1.0, print, print)
+        return make_harnessing(config, engines, TOKENIZER, run_dir, on_broken=print, supervision=supervision)
 
     return asyncio.run(make())
 

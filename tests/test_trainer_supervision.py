@@ -17,6 +17,7 @@ from journal_cases import make_batch
 from asyncrl.config import SupervisionConfig
 from asyncrl.errors import JournalError, RoomError, TrainerError, TrainerLost
 from asyncrl.messages.records import Batch
+from asyncrl.run.supervise import Supervision
 from asyncrl.run.supervise_trainer import SupervisedTrainer
 from asyncrl.testing.fake_trainer import FakeTrainerProcess, FakeTrainerServer
 from asyncrl.testing.virtual_time import all_blocked, run_virtual
@@ -51,14 +52,16 @@ class House:
         self.trainer = SupervisedTrainer(
             self.client,
             self.ranks,
-            SupervisionConfig(
-                max_restarts=max_restarts, backoff_s=backoff_s, restart_window_s=restart_window_s
+            Supervision(
+                SupervisionConfig(
+                    max_restarts=max_restarts, backoff_s=backoff_s, restart_window_s=restart_window_s
+                ),
+                HEARTBEAT_S,
+                self.told.append,
+                lambda what, detail: self.events.append((what, detail)),
             ),
-            heartbeat_s=HEARTBEAT_S,
             before_start=lambda: self.cleared_at.append(now_s()),
             recover=self.recover,
-            warn=self.told.append,
-            on_event=lambda what, detail: self.events.append((what, detail)),
         )
         self.running = tasks.create_task(self.trainer.run(), name="watch trainer")
 

@@ -35,7 +35,7 @@ from asyncrl.messages.trainer_calls import (
     TrainResponse,
 )
 from asyncrl.run.colocate import TakingTurns
-from asyncrl.run.supervise import EngineSupervisor
+from asyncrl.run.supervise import EngineSupervisor, Supervision
 from asyncrl.run.supervise_trainer import SupervisedTrainer
 from asyncrl.sync.publisher import Publisher
 from asyncrl.testing.fake_engine import FakeEngineServer
@@ -152,17 +152,14 @@ class EngineRooms:
             on_lost=self.on_lost,
             **publishing,
         )
-        self.turns = make_turns()
+        self.turns, supervision = make_turns(), Supervision(config, HEARTBEAT_S, self.told.append, self.tell)
         self.supervisors = {
             process.name: EngineSupervisor(
                 process,
                 target,
                 self.pool,
                 self.turns,
-                config,
-                heartbeat_s=HEARTBEAT_S,
-                warn=self.told.append,
-                on_event=self.tell,
+                supervision,
             )
             for process, target in zip(self.processes, self.targets, strict=True)
         }
@@ -221,12 +218,9 @@ class House(EngineRooms):
         trainer = SupervisedTrainer(
             self.client,
             [self.worker_process],
-            config,
-            heartbeat_s=HEARTBEAT_S,
+            Supervision(config, HEARTBEAT_S, print, self.tell),
             before_start=lambda: None,
             recover=self._recover,
-            warn=lambda _: None,
-            on_event=self.tell,
             wait_room=lambda: self.turns.wait_room_for_trainer(),
         )
         super().__init__(

@@ -8,10 +8,9 @@ import json
 import math
 import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from asyncrl.agents.endpoint.engine_route import fewest_message_tokens
 from asyncrl.agents.endpoint.gateway import Gateway, collect_less
@@ -37,7 +36,7 @@ from asyncrl.rollouts.generators import HarnessGenerator, SingleTurn
 from asyncrl.rollouts.rollout import Generator, derive_seed
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.run import start as startup
-from asyncrl.run.supervise import WorkerSupervisor
+from asyncrl.run.supervise import Supervision, WorkerSupervisor
 from asyncrl.tasks.scorer import TaskScorer
 
 NO_WORKER_S = 30.0
@@ -162,8 +161,7 @@ def make_harnessing(
     run_dir: Path,
     *,
     on_broken: Callable[[RoomError], None],
-    warn: Callable[[str], None],
-    on_event: Callable[[str, Mapping[str, Any]], None],
+    supervision: Supervision,
 ) -> Harnessing:
     """Everything, with the port taken and nothing started. RUN_DIR/gateway.json says where it is, and to
     workers elsewhere their key.
@@ -181,12 +179,9 @@ def make_harnessing(
     supervisors = [
         WorkerSupervisor(
             worker,
-            config.supervision,
-            heartbeat_s=config.observe.heartbeat_s,
+            supervision,
             lease_timeout_s=config.gateway.lease_timeout_s,
             gone=queue.worker_gone_nowait,
-            warn=warn,
-            on_event=on_event,
         )
         for worker in workers
     ]

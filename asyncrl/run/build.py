@@ -39,7 +39,7 @@ from asyncrl.run.colocate import SideBySide, TakingTurns, Turns
 from asyncrl.run.life import Life
 from asyncrl.run.model_folder import ModelPin, in_daemon_thread, make_model_folder
 from asyncrl.run.replay import Replayed, open_replay, refuse_other_policy, told
-from asyncrl.run.supervise import EngineSupervisor
+from asyncrl.run.supervise import EngineSupervisor, Supervision
 from asyncrl.run.supervise_trainer import Checkpointer, SupervisedTrainer, recover_trainer
 from asyncrl.sync.broadcast import Broadcasts
 from asyncrl.sync.publisher import Publisher
@@ -91,6 +91,7 @@ class Rooms:
     evaluation: Evaluation | None = None
     publisher: Publisher
     turns: Turns
+    supervision: Supervision
     supervisors: tuple[EngineSupervisor, ...] = ()
     """Of the engine servers, in their order."""
     checkpointer: Checkpointer
@@ -281,19 +282,19 @@ async def _start_processes(rooms: Rooms, job: Life, placement: Placement, model_
 
 def _make_trainer_and_engines(rooms: Rooms, job: Life, on_lost: Callable[[EngineLost], None] | None) -> None:
     config, num_ranks = job.config, job.config.trainer.world_size
+    rooms.supervision = Supervision(
+        config.supervision, config.observe.heartbeat_s, job.warn, rooms.journal.event_nowait
+    )
     client = TrainerClient(rooms.servers[0].caller, timeout_s=config.trainer.timeout_s)
     rooms.trainer = SupervisedTrainer(
         client,
         rooms.servers[:num_ranks],
-        config.supervision,
-        heartbeat_s=config.observe.heartbeat_s,
+        rooms.supervision,
         before_start=rooms.before_trainer_starts,
         wait_room=rooms.wait_room_for_trainer,
         recover=partial(
             recover_trainer, client, rooms.journal, rooms.checkpoints, num_batches=config.trainer.num_steps
         ),
-        warn=job.warn,
-        on_event=rooms.journal.event_nowait,
     )
     rooms.targets = [rooms.clients[server.name] for server in rooms.servers[num_ranks:]]
     if config.weight_sync.way.is_one_kept:
@@ -320,8 +321,7 @@ def _make_producers(rooms: Rooms, job: Life) -> None:
             rooms.tokenizer,
             job.run_dir,
             on_broken=job.on_broken,
-            warn=job.warn,
-            on_event=rooms.journal.event_nowait,
+            supervision=rooms.supervision,
         )
     generator = make_generator(config, rooms.engines, rooms.tokenizer, rooms.scorer, rooms.harnessing)
     if rooms.replayed is not None:
@@ -378,16 +378,7 @@ def _make_publisher(
             publisher, num_steps=num_steps, spawn=job.spawn, are_engines_ours=config.rollout.urls is None
         )
     rooms.supervisors = tuple(
-        EngineSupervisor(
-            server,
-            target,
-            rooms.engines,
-            rooms.turns,
-            config.supervision,
-            heartbeat_s=config.observe.heartbeat_s,
-            warn=job.warn,
-            on_event=rooms.journal.event_nowait,
-        )
+        EngineSupervisor(server, target, rooms.engines, rooms.turns, rooms.supervision)
         for server, target in zip(rooms.servers[config.trainer.world_size :], targets, strict=True)
     )
 

@@ -44,7 +44,7 @@ from asyncrl.run.life import Life, logging_to, make_run_dir, say
 from asyncrl.run.model_folder import in_daemon_thread, make_model_folder
 from asyncrl.run.replay import sampled_by
 from asyncrl.run.serve_rollouts import InOrder, PeoplesKey, Tried, result_table, try_rollouts, verdict
-from asyncrl.run.supervise import heartbeat
+from asyncrl.run.supervise import Supervision, heartbeat
 from asyncrl.tasks.scorer import TaskScorer
 from asyncrl.tasks.task import Task
 from asyncrl.user_code import end_what_is_left
@@ -296,8 +296,9 @@ class ServedGateway(Serving):
                 tokenizer,
                 self.run_dir,
                 on_broken=self.on_broken,
-                warn=self.warn,
-                on_event=lambda _what, _detail: None,  # there is no journal
+                supervision=Supervision(
+                    config.supervision, config.observe.heartbeat_s, self.warn, lambda *_: None
+                ),
             )
             self.closes("gateway", harnessing.aclose)
             self.tell("starting the gateway and its workers")

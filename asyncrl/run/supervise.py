@@ -12,6 +12,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.config import SupervisionConfig
@@ -41,6 +42,16 @@ the cause to name."""
 MAX_BACKOFF_S = 30.0
 NO_LOSS = (PublishError, ConnectionShortage, JournalError, TrainerError)
 """Errors on the way back to work that a new process would not cure. TrainerLost, a TrainerError, would."""
+
+
+@dataclass(frozen=True, slots=True)
+class Supervision:
+    """What all supervisors of a run have: their limits, and who hears of losses."""
+
+    config: SupervisionConfig
+    heartbeat_s: float
+    warn: Callable[[str], None]
+    on_event: Tell
 
 
 class Restarts:
@@ -103,18 +114,10 @@ class Supervisor:
     kind = ""
     whom = "it"
 
-    def __init__(
-        self,
-        processes: Sequence[Server],
-        config: SupervisionConfig,
-        *,
-        heartbeat_s: float,
-        warn: Callable[[str], None],
-        on_event: Tell,
-    ) -> None:
-        self._processes, self.config, self.heartbeat_s = tuple(processes), config, heartbeat_s
-        self._warn, self._on_event = warn, on_event
-        self._restarts = Restarts(config)
+    def __init__(self, processes: Sequence[Server], supervision: Supervision) -> None:
+        self._processes, self.config = tuple(processes), supervision.config
+        self.heartbeat_s, self._warn = supervision.heartbeat_s, supervision.warn
+        self._on_event, self._restarts = supervision.on_event, Restarts(supervision.config)
         self.is_up = True
         self.is_starting = False
         """The old processes are ended, or new ones on their way, which has limits of its own. Not while they
@@ -248,10 +251,9 @@ class EngineSupervisor(Supervisor):
         client: EngineClient,
         pool: EnginePool,
         turns: Turns,
-        *args: Any,
-        **options: Any,
+        supervision: Supervision,
     ) -> None:
-        super().__init__([process], *args, **options)
+        super().__init__([process], supervision)
         self._client, self._pool, self._turns = client, pool, turns
 
     def lost_nowait(self, error: EngineLost) -> None:
@@ -293,13 +295,13 @@ class WorkerSupervisor(Supervisor):
     def __init__(
         self,
         process: Server,
-        *args: Any,
+        supervision: Supervision,
+        *,
         lease_timeout_s: float,
         gone: Callable[[str, str], None],
-        **options: Any,
     ) -> None:
         """`gone`: told (name, why), so that its rollouts fail now."""
-        super().__init__([process], *args, **options)
+        super().__init__([process], supervision)
         self._gone, self._lease_timeout_s = gone, lease_timeout_s
 
     def _down(self, lost: RoomError) -> None:

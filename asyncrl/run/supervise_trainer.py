@@ -19,7 +19,7 @@ from asyncrl.messages.base import BroadcastRequest, BroadcastResponse, Moved, Tr
 from asyncrl.messages.records import Batch
 from asyncrl.messages.trainer_calls import ExportChunkResponse, ExportResponse, TrainResponse
 from asyncrl.run.start import Server
-from asyncrl.run.supervise import GRACE_S, Supervisor, until_lost
+from asyncrl.run.supervise import GRACE_S, Supervision, Supervisor, until_lost
 from asyncrl.trainer.trainer_client import TrainerClient
 from asyncrl.waits import waiting
 
@@ -50,16 +50,16 @@ class SupervisedTrainer(Supervisor):
         self,
         client: TrainerClient,
         ranks: Sequence[Server],
-        *args: Any,
+        supervision: Supervision,
+        *,
         before_start: Callable[[], None],
         recover: Callable[[int], Awaitable[None]],
         wait_room: Callable[[], Awaitable[None]] | None = None,
-        **options: Any,
     ) -> None:
         """`recover` brings new ranks to a version. `wait_room`: until engines on the same devices have
         gone.
         """
-        super().__init__(ranks, *args, **options)
+        super().__init__(ranks, supervision)
         self.client, self._before_start, self._recover = client, before_start, recover
         self._wait_room = wait_room
         self._over: RoomError | None = None
