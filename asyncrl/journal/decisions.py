@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import json
 import sqlite3
+import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from asyncrl.errors import JournalError
 from asyncrl.journal.tokens import encode_partial, encode_trajectory
 from asyncrl.messages.records import Batch, GroupId, PartialCompletion, Prompt, Rollout, Ticket
 
-Taken = Literal["taken", "replayed"]
-"""Of a batch: it is new, or it was taken before and is the same."""
+Ended = Literal["ready", "failed", "filtered", "handed_back"]
 _GROUPS_A_STEP = 200
 
 
@@ -25,7 +26,7 @@ def text(given: object) -> str:
     return str(given).encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-def admitted(connection: sqlite3.Connection, ticket: Ticket, prompt: Prompt, now_s: float) -> None:
+def admitted(connection: sqlite3.Connection, ticket: Ticket, prompt: Prompt) -> None:
     """The group runs. A resumed run may repeat it for a group that runs already."""
     key = (ticket.group_id, text(prompt.prompt_id), ticket.start_version)
     rows = connection.execute(
@@ -44,13 +45,25 @@ def admitted(connection: sqlite3.Connection, ticket: Ticket, prompt: Prompt, now
         "INSERT INTO groups"
         " (group_id, prompt_id, start_version, state, num_handed_back, messages, admitted_s)"
         " VALUES (?, ?, ?, 'running', ?, ?, ?)",
-        (*key, prompt.num_handed_back, json.dumps([*map(dict, prompt.messages)]), now_s),
+        (*key, prompt.num_handed_back, json.dumps([*map(dict, prompt.messages)]), time.time()),
     )
 
 
-def noted(connection: sqlite3.Connection, key: str, what: Mapping[str, Any]) -> None:
-    """Something that is known of the run once: what its order of prompts follows from, what was before it."""
-    connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, json.dumps(dict(what))))
+def began_at(
+    connection: sqlite3.Connection, version: int, num_drawn: int, out: Mapping[str, int], next_group_id: int
+) -> None:
+    """A new journal of an old run, which goes on from a checkpoint alone; no group is admitted yet.
+
+    `num_drawn` prompts were drawn by then; those in `out` are to come again, with that num_handed_back, all
+    others are consumed.
+    """
+    before = {"version": version, "num_drawn": num_drawn, "out": out, "next_group_id": next_group_id}
+    connection.execute("INSERT OR REPLACE INTO meta VALUES ('began_at', ?)", (json.dumps(before),))
+
+
+def order(connection: sqlite3.Connection, what: Mapping[str, Any]) -> None:
+    """What the order of the run's prompts follows from: a resumed run must have the same."""
+    connection.execute("INSERT OR REPLACE INTO meta VALUES ('order', ?)", (json.dumps(what),))
 
 
 def segment(
@@ -114,23 +127,25 @@ def rollout_failed(
 def group_ended(
     connection: sqlite3.Connection,
     group_id: GroupId,
-    state: str,
+    state: Ended,
     reason: str,
-    requeued: int | None,
-    now_s: float,
+    *,
+    requeued: int | None = None,
 ) -> None:
-    """From running to any end, or from ready to handed_back."""
+    """From running to any end, or from ready to handed_back. `requeued`: its prompt comes again, with that
+    num_handed_back.
+    """
     found = _state(connection, group_id)
     if found != "running" and (found, state) != ("ready", "handed_back"):
         raise JournalError(f"group {group_id} cannot become {state}: it is {found}")
     connection.execute(
         "UPDATE groups SET state = ?, reason = ?, requeued = ?, ended_s = ? WHERE group_id = ?",
-        (state, text(reason), requeued, now_s, group_id),
+        (state, text(reason), requeued, time.time(), group_id),
     )
     _lose(connection, "group_id = ?", group_id)
 
 
-def batch_taken(connection: sqlite3.Connection, batch: Batch, now_s: float) -> Taken:
+def batch_taken(connection: sqlite3.Connection, batch: Batch) -> Literal["taken", "replayed"]:
     """The batch, its groups in order, and the groups' new state: together or not at all."""
     version, min_version, mask_older = batch.version, batch.min_version, int(batch.mask_older)
     group_ids = [group.group_id for group in batch.groups]
@@ -155,7 +170,7 @@ def batch_taken(connection: sqlite3.Connection, batch: Batch, now_s: float) -> T
             raise _not_this_batch(version, f"group {group_id} is {state}")
     connection.execute(
         "INSERT INTO batches (version, min_version, mask_older, num_groups, taken_s) VALUES (?, ?, ?, ?, ?)",
-        (version, min_version, mask_older, len(group_ids), now_s),
+        (version, min_version, mask_older, len(group_ids), time.time()),
     )
     connection.executemany(
         "INSERT INTO batch_groups VALUES (?, ?, ?)",
@@ -167,27 +182,27 @@ def batch_taken(connection: sqlite3.Connection, batch: Batch, now_s: float) -> T
     return "taken"
 
 
-def trained(connection: sqlite3.Connection, version: int, metrics: Mapping[str, Any], now_s: float) -> None:
-    """The batch has become a step; a resumed run that trains it again replaces what was said."""
+def trained(connection: sqlite3.Connection, version: int, metrics: Mapping[str, float]) -> None:
+    """The batch has become a step (policy_version is version + 1 now). Said again after a resume."""
     loss = metrics.get("policy/loss")
     changed = connection.execute(
         "UPDATE batches SET trained_s = ?, loss = ? WHERE version = ?",
-        (now_s, None if loss is None else float(loss), version),
+        (time.time(), None if loss is None else float(loss), version),
     ).rowcount
     assert changed, f"a step of batch {version}, which was never taken"
 
 
-def published(connection: sqlite3.Connection, version: int, digest: str, now_s: float) -> None:
+def published(connection: sqlite3.Connection, version: int, digest: str) -> None:
     """Every engine serves it; said again after a resume."""
-    connection.execute("INSERT OR REPLACE INTO publishes VALUES (?, ?, ?)", (version, digest, now_s))
+    connection.execute("INSERT OR REPLACE INTO publishes VALUES (?, ?, ?)", (version, digest, time.time()))
 
 
 def checkpointed(
-    connection: sqlite3.Connection, version: int, path: str, beside: Sequence[int], now_s: float
+    connection: sqlite3.Connection, version: int, path: Path | str, beside: Sequence[int] = ()
 ) -> None:
     """It is whole on disk, and of the others those in `beside` are still there."""
     connection.execute(
-        "INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?, 'whole')", (version, text(path), now_s)
+        "INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?, 'whole')", (version, text(path), time.time())
     )
     connection.execute(
         "UPDATE checkpoints SET state = 'removed' WHERE version NOT IN (SELECT value FROM json_each(?))",
@@ -195,13 +210,20 @@ def checkpointed(
     )
 
 
+def restored(connection: sqlite3.Connection, version: int) -> None:
+    """The run goes on from weights `version`; the batches from there on are trained again."""
+    event(connection, "restored", {"version": version})
+
+
 def event(
-    connection: sqlite3.Connection, what: str, detail: Mapping[str, Any], keep: int | None, now_s: float
+    connection: sqlite3.Connection, what: str, detail: Mapping[str, Any], *, keep: int | None = None
 ) -> None:
-    """Something that `inspect` should show. `keep`: the newest so many of that name stay."""
+    """Something that `inspect` should show: a restart, a resume, what the watchdog saw. `keep`: of what
+    happens in every step, only the newest so many of that name stay.
+    """
     connection.execute(
         "INSERT INTO events (s, what, detail) VALUES (?, ?, ?)",
-        (now_s, text(what), json.dumps(detail, default=str)),
+        (time.time(), text(what), json.dumps(detail, default=str)),
     )
     if keep is not None:
         older = "SELECT id FROM events WHERE what = ? ORDER BY id DESC LIMIT -1 OFFSET ?"

@@ -16,8 +16,8 @@ from typing import Any
 from asyncrl.errors import JournalError
 from asyncrl.journal.schema import DISK_ERRORS, cannot_use
 
-Decision = Callable[..., Any]
-"""(connection, *args): one thing that is done as a whole or refused as a whole."""
+Decision = Callable[[sqlite3.Connection], Any]
+"""One thing that is done as a whole or refused as a whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,6 @@ class _Job:
     """A decision that waits. `answer` None: no caller waits for it, so its refusal ends the writer."""
 
     decide: Decision
-    args: tuple[Any, ...]
     answer: Future[Any] | None
 
 
@@ -53,16 +52,16 @@ class Writer:
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
         self._thread.start()
 
-    def put(self, decide: Decision, *args: object) -> None:
+    def put(self, decide: Decision) -> None:
         """Have it written. Raises JournalError if the writer has failed or was stopped."""
         self._check()
-        self._queue.put(_Job(decide, args, None))
+        self._queue.put(_Job(decide, None))
 
-    def ask(self, decide: Decision, *args: object) -> Future[Any]:
+    def ask(self, decide: Decision) -> Future[Any]:
         """Have it written; the future has what it returns once it is durable, or JournalError."""
         self._check()
         answer: Future[Any] = Future()
-        self._queue.put(_Job(decide, args, answer))
+        self._queue.put(_Job(decide, answer))
         return answer
 
     def stop(self) -> None:
@@ -132,10 +131,10 @@ class Writer:
     def _apply(self, job: _Job) -> Any:
         """What the decision returns; one that is asked for and refused has changed nothing."""
         if job.answer is None:
-            return job.decide(self._connection, *job.args)
+            return job.decide(self._connection)
         self._connection.execute("SAVEPOINT decision")
         try:
-            return job.decide(self._connection, *job.args)
+            return job.decide(self._connection)
         except (JournalError, sqlite3.IntegrityError) as error:
             self._connection.execute("ROLLBACK TO decision")
             return _as_journal_error(self.path, error)

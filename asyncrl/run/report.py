@@ -176,26 +176,20 @@ class Reporter(Voice):
         """What a step shows that goes wrong: told once a run; each skipped step is in the log."""
         gap, logs = metrics.get("policy/logprob_gap_mean", 0.0), self.run_dir / "logs" / "trainer-0.log"
         if gap > GAP_WARNING:
-            self.warn_once(
-                "gap",
-                f"engines and trainer disagree by {gap:.3g} nats on average on fresh tokens of step "
-                f"{batch.version} (policy/logprob_gap_mean, {GAP_WARNING} is much): {logs} says why",
-            )
+            text = f"engines and trainer disagree by {gap:.3g} nats on average on fresh tokens of step "
+            text += f"{batch.version} (policy/logprob_gap_mean, {GAP_WARNING} is much): {logs} says why"
+            self.warn_once("gap", text)
         if metrics.get("rollout/given_up"):
             tries = several(self.config.rollout.max_hand_backs + 1, "time")
-            self.warn_once(
-                "given up",
-                f"a prompt failed or became too old {tries} (rollout.max_hand_backs), or can never be "
-                "sampled, and is given up; logs/controller.log says why, rollout/given_up counts them",
-            )
+            text = f"a prompt failed or became too old {tries} (rollout.max_hand_backs), or can never be "
+            text += "sampled, and is given up; logs/controller.log says why, rollout/given_up counts them"
+            self.warn_once("given up", text)
         if skipped := skipped_text(metrics):
             groups = ", ".join(str(group.group_id) for group in batch.groups)
             saved = self.run_dir / "failed_batches" / f"step_{batch.version}.safetensors"
-            text = (
-                f"{skipped}, group{'s' * (len(batch.groups) > 1)} {groups}: loss or gradient was NaN or "
-                f"infinite, so the weights stay as they were; {logs} has the values, {saved} the batch; "
-                f"trainer.max_skipped_steps={self.config.trainer.max_skipped_steps} in a row end the run"
-            )
+            text = f"{skipped}, group{'s' * (len(batch.groups) > 1)} {groups}: loss or gradient was NaN or "
+            text += f"infinite, so the weights stay as they were; {logs} has the values, {saved} the batch; "
+            text += f"trainer.max_skipped_steps={self.config.trainer.max_skipped_steps} in a row end the run"
             if "skipped" in self._told:
                 logger.warning("%s", text)
             self.warn_once("skipped", text)
