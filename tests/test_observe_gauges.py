@@ -17,7 +17,6 @@ from journal_cases import make_batch
 from stuck_runs import play
 
 from asyncrl.config import load_config
-from asyncrl.journal.read import Counted
 from asyncrl.messages.records import Batch, Group, GroupId, Prompt, Trajectory, VersionSpan
 from asyncrl.messages.trainer_calls import TrainResponse
 from asyncrl.observe.gauges import GAUGES, Totals, batch_metrics, gauge_of
@@ -172,7 +171,6 @@ class CountingReporter(Reporter):
 def reporting_to(folder: Path) -> Iterator[Reporter]:
     config = load_config(write_config(folder, observe={"console": "plain"}))
     reporter = CountingReporter(config, folder, "test")
-    reporter._is_resumed = True  # else it asks the buffer
     yield reporter
     reporter._recorder.close()
 
@@ -185,11 +183,9 @@ def test_a_resumed_run_counts_on_from_its_lines_and_from_its_journal_where_a_lin
         for step in range(5)
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    counted = [Counted(generated=tokens, filtered=tokens // 100) for tokens in (399, 499, 610, 650)]
     with reporting_to(tmp_path) as reporter:
-        reporter.resumes(
-            3, counted
-        )  # batches 3, 4 and 5 were taken; the run was killed before the line of step 5
+        # batches 3, 4 and 5 were taken; the run was killed before the line of step 5
+        reporter.resumes(3, {"tokens/generated": 650, "rollout/filtered": 6})
         for step in (3, 4, 5):
             report(reporter, step, rooms={"tokens/generated": 0, "rollout/retried": 0})
         reporter.training_starts()
@@ -198,7 +194,7 @@ def test_a_resumed_run_counts_on_from_its_lines_and_from_its_journal_where_a_lin
         line["step"]: (line["tokens/generated"], line["rollout/retried"])
         for line in read_lines(tmp_path / "metrics.jsonl")[3:]
     }
-    assert written == {3: (400, 3), 4: (500, 4), 5: (610, 4), 6: (700, 6)}
+    assert written == {3: (400, 3), 4: (500, 4), 5: (650, 4), 6: (700, 6)}
 
 
 def test_evaluations_that_were_skipped_are_counted_over_a_resume(tmp_path: Path) -> None:
@@ -212,7 +208,7 @@ def test_evaluations_that_were_skipped_are_counted_over_a_resume(tmp_path: Path)
     }
     (tmp_path / "eval.jsonl").write_text(json.dumps(first) + "\n")
     with reporting_to(tmp_path) as reporter:
-        reporter.resumes(2, [])
+        reporter.resumes(2, {})
         reporter.evaluated(
             EvalResult(4, [], num_failed=3, last_failure="no", num_skipped=2, num_abandoned_calls=1)
         )

@@ -84,7 +84,7 @@ def test_a_restarted_trainer_that_hangs_in_the_batches_of_before_is_named(log_pa
     assert "TrainerClient.recover for the journaled batches to be trained on again" in line
     assert line.endswith("woken by trainer-0")
     (line,) = lines_about(text, "train loop waits")
-    assert "LivingTrainer.wait_up for the trainer to be back" in line
+    assert "SupervisedTrainer.wait_up for the trainer to be back" in line
 
 
 def test_a_hung_commit_is_named_with_its_engine_and_closed_admission_with_the_publishing(

@@ -17,7 +17,8 @@ from journal_cases import make_batch
 from asyncrl.config import SupervisionConfig
 from asyncrl.errors import JournalError, RoomError, TrainerError, TrainerLost
 from asyncrl.messages.records import Batch
-from asyncrl.run.supervise_trainer import LivingTrainer
+from asyncrl.run.supervise import Supervision
+from asyncrl.run.supervise_trainer import SupervisedTrainer
 from asyncrl.testing.fake_trainer import FakeTrainerProcess, FakeTrainerServer
 from asyncrl.testing.virtual_time import all_blocked, run_virtual
 from asyncrl.trainer.trainer_client import TrainerClient
@@ -26,7 +27,7 @@ START_S, TRAIN_S, HEARTBEAT_S = 5.0, 1.0, 3.0
 
 
 class House:
-    """A LivingTrainer over fake ranks, a journal that is a list, and at most one saved state."""
+    """A SupervisedTrainer over fake ranks, a journal that is a list, and at most one saved state."""
 
     def __init__(
         self,
@@ -48,17 +49,19 @@ class House:
         self.told: list[str] = []
         self.events: list[tuple[str, Mapping[str, Any]]] = []
         self.cleared_at: list[float] = []
-        self.trainer = LivingTrainer(
+        self.trainer = SupervisedTrainer(
             self.client,
             self.ranks,
-            SupervisionConfig(
-                max_restarts=max_restarts, backoff_s=backoff_s, restart_window_s=restart_window_s
+            Supervision(
+                SupervisionConfig(
+                    max_restarts=max_restarts, backoff_s=backoff_s, restart_window_s=restart_window_s
+                ),
+                HEARTBEAT_S,
+                self.told.append,
+                lambda what, detail: self.events.append((what, detail)),
             ),
-            heartbeat_s=HEARTBEAT_S,
             before_start=lambda: self.cleared_at.append(now_s()),
             recover=self.recover,
-            warn=self.told.append,
-            on_event=lambda what, detail: self.events.append((what, detail)),
         )
         self.running = tasks.create_task(self.trainer.run(), name="watch trainer")
 

@@ -254,8 +254,8 @@ class TestAServer:
     def test_seeded_requests_with_split_prefills_live_and_answer_bit_for_bit_as_alone(
         self, server: VllmProcess
     ) -> None:
-        """Sixteen prompts of 300 tokens in steps of 256: each prefill is split. Without the patched seeds this
-        ends the engine.
+        """Sixteen prompts of 300 tokens in steps of 256: each prefill is split. Without the patched seeds
+        this ends the engine.
         """
         drawn = random.Random(3)
         prompts = [[drawn.randrange(40) for _ in range(300)] for _ in range(16)]
@@ -280,8 +280,8 @@ def started(model: Path, folder: Path, **fields: Any) -> Any:
 
 
 class TestItsEnd:
-    """The servers of other tests end otherwise: the shared one by SIGTERM (conftest.py), that with adapters by
-    the loss of its worker, those of a broadcast by the loss of the API process and of the parent.
+    """The servers of other tests end otherwise: the shared one by SIGTERM (conftest.py), that with adapters
+    by the loss of its worker, those of a broadcast by the loss of the API process and of the parent.
     """
 
     pytestmark = slow_vllm

@@ -37,7 +37,7 @@ from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.run.engine_kinds import max_length
 from asyncrl.run.life import Life
 from asyncrl.run.start import Server, start_all
-from asyncrl.run.supervise import Tell, WorkerSupervisor
+from asyncrl.run.supervise import Supervision, WorkerSupervisor
 from asyncrl.tasks.from_config import EvalTask
 from asyncrl.tasks.scorer import TaskScorer
 
@@ -112,7 +112,7 @@ class Harnessing:
     """
 
     def __init__(
-        self, job: Life, engines: SamplingEngine, tokenizer: HFChatTokenizer, on_event: Tell
+        self, job: Life, engines: SamplingEngine, tokenizer: HFChatTokenizer, supervision: Supervision
     ) -> None:
         config, run_dir = job.config, job.run_dir
         is_remote = config.generator.remote
@@ -129,12 +129,9 @@ class Harnessing:
         self.supervisors = tuple(
             WorkerSupervisor(
                 worker,
-                config.supervision,
-                heartbeat_s=config.observe.heartbeat_s,
+                supervision,
                 lease_timeout_s=config.gateway.lease_timeout_s,
                 gone=self.queue.worker_gone_nowait,
-                warn=job.warn,
-                on_event=on_event,
             )
             for worker in self.workers
         )

@@ -42,7 +42,7 @@ from asyncrl.run.life import Life, logging_to, make_run_dir, say
 from asyncrl.run.model_folder import make_model_folder
 from asyncrl.run.recorded import PeoplesKey, result_table, sampled_by, try_rollouts, verdict
 from asyncrl.run.start import Launcher, Server, start_all
-from asyncrl.run.supervise import Tell, heartbeat
+from asyncrl.run.supervise import Supervision, heartbeat
 from asyncrl.tasks.scorer import TaskScorer
 from asyncrl.tasks.task import Task
 from asyncrl.user_code import end_what_is_left
@@ -244,8 +244,10 @@ class ServedGateway(Serving):
         self.closes("rewards", scorer.aclose)
         harnessing = None
         if config.generator.is_harness:
-            no_journal: Tell = lambda _what, _detail: None  # noqa: E731
-            harnessing = Harnessing(self, pool, tokenizer, no_journal)
+            supervision = Supervision(
+                config.supervision, config.observe.heartbeat_s, self.warn, lambda *_: None
+            )
+            harnessing = Harnessing(self, pool, tokenizer, supervision)
             await open_harnessing(self, harnessing)
             for supervisor in harnessing.supervisors:
                 self.spawn(supervisor.run(), name=f"watch {supervisor.name}")
