@@ -384,8 +384,8 @@ def test_a_process_is_told_its_kind_of_device_and_sees_no_other(
         config, tmp_path / "model", tmp_path, tmp_path / "staging", "s3cret"
     )
     for server, names in zip([*trainers, engine], ["4,GPU-b", "4,GPU-b", "GPU-c"], strict=True):
-        assert json.loads(server.child._spec)["device"] == "cuda"
-        assert server.child._env["CUDA_VISIBLE_DEVICES"] == names
+        assert json.loads(server.child.spec)["device"] == "cuda"
+        assert server.child.env["CUDA_VISIBLE_DEVICES"] == names
 
 
 def test_without_a_cuda_device_every_process_is_told_cpu(
@@ -400,8 +400,8 @@ def test_without_a_cuda_device_every_process_is_told_cpu(
     _, (hasty,) = startup.make_servers(in_haste, tmp_path / "model", tmp_path, tmp_path / "staging", "s3cret")
     assert hasty.caller.short_s == 15.0, "a call that waits for a descriptor says so before its push is over"
     for server in (trainer, engine):
-        assert json.loads(server.child._spec)["device"] == "cpu"
-        assert "CUDA_VISIBLE_DEVICES" not in server.child._env
+        assert json.loads(server.child.spec)["device"] == "cpu"
+        assert "CUDA_VISIBLE_DEVICES" not in server.child.env
 
 
 def test_an_abrupt_end_clears_this_processs_staging() -> None:

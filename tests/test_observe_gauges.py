@@ -172,7 +172,6 @@ class CountingReporter(Reporter):
 def reporting_to(folder: Path) -> Iterator[Reporter]:
     config = load_config(write_config(folder, observe={"console": "plain"}))
     reporter = CountingReporter(config, folder, "test")
-    reporter._is_resumed = True  # else it asks the buffer
     yield reporter
     reporter._recorder.close()
 
@@ -233,15 +232,15 @@ def test_a_skipped_step_has_no_loss_and_is_told_with_its_groups(
     assert (first["policy/loss"], "not_finite" in first) == (0.5, False)
     assert ("policy/loss" in second, second["not_finite"]) == (False, ["policy/loss", "policy/grad_norm"])
     said = capsys.readouterr().out
-    assert "step  2/12  reward 0.500  step skipped: not finite (batch 1, counted from 0)" in said
+    assert "step  2/12  reward 0.500  1 step skipped: not finite (batch 1, counted from 0)" in said
     assert (
-        said.count("WARNING: step skipped: not finite (batch 1, counted from 0), groups 2, 3")
+        said.count("WARNING: 1 step skipped: not finite (batch 1, counted from 0), groups 2, 3")
         == said.count("WARNING")
         == 1
     )
-    assert "step skipped: not finite (batch 2, counted from 0), groups 4, 5" in caplog.text, (
+    assert "1 step skipped: not finite (batch 2, counted from 0), groups 4, 5" in caplog.text, (
         "each is in the controller's log"
     )
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert (summary["num_skipped_steps"], len(summary["warnings"])) == (2, 1)
-    assert "in 2 optimizer steps (of batches 1, 2, counted from 0)" in " ".join(summary["sentences"])
+    assert "in 2 optimizer steps (batches 1, 2, counted from 0)" in " ".join(summary["sentences"])

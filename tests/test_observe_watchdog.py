@@ -199,9 +199,8 @@ def test_fail_ends_the_run_with_the_child_that_gives_no_answer(log_path: Path) -
     assert isinstance(error, RoomError)
     assert str(error) == (
         "watchdog: nothing has moved for 60 s: trainer-0: process 7 is stopped; trainer-0 gave no answer to "
-        "/health: too late; "
-        "supervision.watchdog_s=60 without any progress end a run with supervision.on_stuck=fail.\n  Way "
-        "out: look at it."
+        "/health: too late; supervision.watchdog_s=60 and on_stuck=fail end such a run.\n"
+        "  Way out: look at it."
     )
 
 

@@ -128,14 +128,14 @@ def test_its_process_runs_under_vllms_python_and_sees_our_two_packages_alone(tmp
     for engine in engines:
         child = engine.child
         assert isinstance(child, startup.ChildProcess)
-        assert (child.module, child._python, child.renewed()._python) == (
+        assert (child.module, child.python, child.renewed().python) == (
             "asyncrl_servers.vllm",
             python,
             python,
         )
-        folder = Path(child._env["PYTHONPATH"])
+        folder = Path(child.env["PYTHONPATH"])
         assert sorted(path.name for path in folder.iterdir()) == ["asyncrl", "asyncrl_servers"]
-        assert json.loads(child._spec)["name"] == child.name
+        assert json.loads(child.spec)["name"] == child.name
 
 
 # ---- whether it is ready

@@ -269,7 +269,7 @@ def test_a_rank_that_cannot_start_ends_the_start_of_the_others_that_wait_for_it(
 
     async def story() -> None:
         trainers, _ = startup.make_servers(config, tiny_model_dir, tmp_path, tmp_path / "staging", "s3cret")
-        trainers[1].child._spec = trainers[1].child._spec.replace(
+        trainers[1].child.spec = trainers[1].child.spec.replace(
             str(tiny_model_dir), str(tmp_path / "empty")
         )
         try:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import gc
 import importlib
 import io
@@ -32,7 +33,6 @@ from typing import NoReturn
 
 from asyncrl.messages.base import SECRET_ENV
 from asyncrl.messages.work import WORKER_KEY_ENV
-from asyncrl.placement.devices import child_environ
 from asyncrl.waits import TimeLimit
 
 logger = logging.getLogger("asyncrl.placement.fork_server")
@@ -55,7 +55,7 @@ TIMEOUT_S = 120.0
 """Longest wait for a child: the imports come first, from a slow disk perhaps."""
 _TITLE_ROOM = " " * 1000
 """An argument of the server that is as long as the command lines of its children may be."""
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 1, 36, 37
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 class ForkedProcess:
@@ -105,13 +105,13 @@ class ForkServer:
         self.is_alive = True
         self.modules = frozenset(modules)
         with theirs:
-            if all(name in sys.modules for name in modules):
-                self.pid = os.fork()
-                if self.pid == 0:
-                    self._socket.close()
-                    _serve_or_exit(theirs, modules, os.getppid())
-            else:
+            if not all(name in sys.modules for name in modules):
                 self.pid = _start_by_exec(theirs, modules, os.environ if env is None else env)
+            elif (pid := os.fork()) == 0:
+                self._socket.close()
+                _serve_or_exit(theirs, modules, os.getppid())
+            else:
+                self.pid = pid
 
     def has(self, module: str) -> bool:
         """Whether `python -m module` can be forked here."""
@@ -124,18 +124,20 @@ class ForkServer:
 
         The first three of `files` become its standard streams; it has the others under their numbers here.
         """
+        loop, ready = asyncio.get_running_loop(), asyncio.Event()
         async with self._turn:
             try:
-                async with TimeLimit(TIMEOUT_S):
-                    with adopting(), os.fdopen(self.send(module, arguments, env, files), "rb", 0) as reply:
-                        await _readable(reply.fileno())
-                        return ForkedProcess(int(reply.read(32)))
+                with adopting(), os.fdopen(self.send(module, arguments, env, files), "rb", 0) as reply:
+                    loop.add_reader(reply.fileno(), ready.set)
+                    try:
+                        async with TimeLimit(TIMEOUT_S):
+                            await ready.wait()
+                    finally:
+                        loop.remove_reader(reply.fileno())
+                    return ForkedProcess(int(reply.read(32)))
             except (ValueError, OSError) as error:
-                logger.warning(
-                    "the fork server (process %s) is of no use any more, children start without it: %r",
-                    self.pid,
-                    error,
-                )
+                told = "the fork server (process %s) is of no use any more, children start without it: %r"
+                logger.warning(told, self.pid, error)
                 self.close()
                 return None
 
@@ -190,36 +192,24 @@ def serving() -> Iterator[None]:
 @contextlib.contextmanager
 def adopting() -> Iterator[None]:
     """Become the parent of each descendant whose own parent ends meanwhile."""
-    import ctypes
-
-    libc, before = ctypes.CDLL(None, use_errno=True), ctypes.c_int()
-    libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
-    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     try:
         yield
     finally:
-        libc.prctl(_PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
+        _prctl(_PR_SET_CHILD_SUBREAPER, 0)
 
 
-async def _readable(fd: int) -> None:
-    loop, ready = asyncio.get_running_loop(), asyncio.Event()
-    loop.add_reader(fd, ready.set)
-    try:
-        await ready.wait()
-    finally:
-        loop.remove_reader(fd)
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def _start_by_exec(requests: socket.socket, modules: Sequence[str], env: Mapping[str, str]) -> int:
     """`python -m` of this module, in an environment where loading a library starts no thread."""
     inherited = {name: value for name, value in env.items() if name not in NEVER_INHERITED}
-    kept = {"OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"} | child_environ(["cpu"], (), env)
-    return os.posix_spawn(
-        sys.executable,
-        [sys.executable, "-m", "asyncrl.placement.fork_server", str(os.getpid()), *modules, _TITLE_ROOM],
-        inherited | kept,
-        file_actions=[(os.POSIX_SPAWN_DUP2, requests.fileno(), 3)],
-    )
+    inherited |= {"OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    command = [sys.executable, "-m", "asyncrl.placement.fork_server", str(os.getpid()), *modules, _TITLE_ROOM]
+    actions = [(os.POSIX_SPAWN_DUP2, requests.fileno(), 3)]
+    return os.posix_spawn(sys.executable, command, inherited, file_actions=actions)
 
 
 # The server's own side, in its own process.
@@ -253,9 +243,7 @@ def _serve_or_exit(requests: socket.socket, modules: Sequence[str], parent: int)
 
 def _be_a_server(requests_fd: int, parent: int) -> None:
     """No terminal, no output, no descriptor but that of the requests, and no life without the parent."""
-    import ctypes
-
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
     os.setsid()
@@ -299,8 +287,8 @@ def _run_child(middle: int, request_fd: int, reply_fd: int, *files: int) -> NoRe
         resource.setrlimit(resource.RLIMIT_NOFILE, request["open_files"])
         os.environ.clear()
         os.environ.update(request["env"])
-        paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-        sys.path[:0] = [path for path in paths if path not in sys.path]
+        paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        sys.path[:0] = [path for path in paths if path and path not in sys.path]
         module, sys.argv = request["module"], [request["module"], *request["arguments"]]
         _set_title([sys.executable, "-m", *sys.argv])
         if isinstance(sys.stdout, io.TextIOWrapper):
@@ -326,8 +314,6 @@ def _run_child(middle: int, request_fd: int, reply_fd: int, *files: int) -> NoRe
 
 def _set_title(command: Sequence[str]) -> None:
     """What `ps` and /proc/PID/cmdline say of this process: written over the arguments it was started with."""
-    import ctypes
-
     stat = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     start, end = int(stat[45]), int(stat[46])
     title = b"\0".join(map(os.fsencode, command))[: end - start - 1]

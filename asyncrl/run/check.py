@@ -26,7 +26,6 @@ from asyncrl.config import ModelConfig, RunConfig, run_config_yaml
 from asyncrl.errors import ConfigError, TaskError
 from asyncrl.messages.base import SECRET_ENV, find_fatal
 from asyncrl.messages.records import Prompt
-from asyncrl.placement.fit import scarce_connections
 from asyncrl.rollouts.tokenizer import HFChatTokenizer, read_template
 from asyncrl.run.check_user_code import CONFIG, FINE
 from asyncrl.run.model_folder import check_model_type, find_on_disk, is_hub_id
@@ -64,7 +63,6 @@ def look(config: RunConfig) -> Found:
     resolve(config.algorithm)
     task, words = look_at_task(config.task, config.seed, load_taskset=taskset_loader(config.generator))
     lines, notes = [f"task: {words}"], [SIMULATED] if config.rollout.engine == "simulated" else []
-    notes += scarce_connections(config)
     eval_task = None
     if config.eval is not None:
         eval_task, words = look_at_eval_task(config.eval)

@@ -22,7 +22,7 @@ from asyncrl.files import write_whole
 from asyncrl.messages.base import joint_digest, tensor_digest
 from asyncrl.messages.records import Prompt, Rollout
 from asyncrl.placement.devices import Placement
-from asyncrl.placement.memory_plan import item_bytes
+from asyncrl.placement.plan import item_bytes
 from asyncrl.rollouts.generators import RECORDED_VERSION
 from asyncrl.rollouts.recording import (
     RecordedRollout,

@@ -25,7 +25,7 @@ def trainer_spec(
     """JSON that a trainer worker is started with. It sees the devices of all ranks and no others, so `device`
     has no number.
 
-    `chunks`: what placement.chunk_way says.
+    `chunks`: what placement.chunk_device says.
     """
     return json.dumps(
         {

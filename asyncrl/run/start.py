@@ -26,7 +26,7 @@ from asyncrl.messages.base import EnginePart, Moved
 from asyncrl.messages.engine_calls import EngineHealth, SleepRequest
 from asyncrl.messages.trainer_calls import TrainerHealth
 from asyncrl.messages.work import WorkerHealth
-from asyncrl.placement.choices import chunk_way, find_vllm_python, import_folder
+from asyncrl.placement.choices import chunk_device, find_vllm_python, import_folder
 from asyncrl.placement.devices import (
     NO_DEVICE,
     CudaDevice,
@@ -158,7 +158,7 @@ def make_servers(
     """
     cuda = find_cuda_devices()
     placement = place(config, len(cuda))
-    chunks = chunk_way(config, placement).place
+    chunks = "file" if chunk_device(config, placement) is None else "memory"
     trainers = [
         ChildProcess(
             f"trainer-{rank}",
@@ -247,7 +247,6 @@ def _engine_process(
         port=port,
         env=env,
         python=python,
-        has_warden=is_vllm,
     )
 
 
@@ -387,7 +386,8 @@ async def note_deaths(servers: Sequence[Server], *, timeout_s: float) -> None:
     for wait in waits:
         wait.cancel()
     for server in servers:
-        server.child.note_death()
+        if server.child.returncode is not None and server.child.died is None:
+            server.child.died = server.child.death()
 
 
 async def end_server(server: Server, warn: Callable[[str], None]) -> None:
