@@ -63,18 +63,18 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class ProcessPlan:
-    """One process of the run, or memory that several share. `memory`: None where the model is not on disk."""
+    """One process of the run, or memory that several share."""
 
     name: str
     side: Side
     device: str
     threads: int
-    memory: Memory | None
+    memory: Memory
     note: str
 
     def held_bytes(self, phase: Phase, mode: Mode) -> int:
         """What it holds in this phase. Apart, everything at any time; in turns, what the turn leaves it."""
-        memory = self.memory or Memory()
+        memory = self.memory
         if mode == "apart":
             return memory.total
         match self.side, phase:
@@ -102,7 +102,7 @@ class Plan:
 
     placement: Placement
     processes: tuple[ProcessPlan, ...]
-    shape: ModelShape | None
+    shape: ModelShape
     free_bytes: Mapping[str, int | None]
     num_cuda: int
     vllm_python: Path | None = None
@@ -144,68 +144,50 @@ def make_plan(config: RunConfig, cuda: Sequence[CudaDevice] | None = None) -> Pl
     return Plan(placement, lay_out(config, shape, placement), shape, free, len(devices), python)
 
 
-def lay_out(config: RunConfig, shape: ModelShape | None, placement: Placement) -> tuple[ProcessPlan, ...]:
+def lay_out(config: RunConfig, shape: ModelShape, placement: Placement) -> tuple[ProcessPlan, ...]:
     """Every process with its bytes."""
-    controller = ProcessPlan("controller", "controller", "cpu", 1, Memory(), "rollouts, buffer, publisher")
-    what, ranks = (
-        "AdamW state of adapters" if config.trainer.lora else "AdamW state",
-        config.trainer.world_size,
+    plans = [ProcessPlan("controller", "controller", "cpu", 1, Memory(), "rollouts, buffer, publisher")]
+    threads, ranks = trainer_threads(config), config.trainer.world_size
+    what = (
+        "weights and AdamW state" if config.trainer.lora is None else "weights, and AdamW state of adapters"
     )
-    note = f"weights and {what}" if ranks == 1 else f"1 / {ranks} of weights and {what}"
-    trainers = [
-        ProcessPlan(
-            f"trainer-{rank}",
-            "trainer",
-            device,
-            trainer_threads(config),
-            None if shape is None else trainer_memory(config, shape, device),
-            note,
-        )
-        for rank, device in enumerate(placement.trainer)
-    ]
-    engines: list[ProcessPlan] = []
-    for index, url in enumerate(config.rollout.urls or ()):
-        note = f"not started by the run, at {url}"
-        engines.append(ProcessPlan(f"engine-{index}", "engine", NO_DEVICE, 0, Memory(), note))
-    for index in range(0 if engines else len(placement.rollout)):
-        slots = config.rollout.slots
-        engines += _engine(config, shape, placement, f"engine-{index}", placement.devices_of(index), slots)
+    for rank, device in enumerate(placement.trainer):
+        memory = trainer_memory(config, shape, device)
+        plans.append(ProcessPlan(f"trainer-{rank}", "trainer", device, threads, memory, _part(what, ranks)))
+    for index in range(len(placement.rollout)):
+        devices, slots = placement.devices_of(index), config.rollout.slots
+        plans += _engine(config, shape, placement.mode, f"engine-{index}", devices, slots)
     if config.eval is not None and placement.evaluation is not None:
-        devices = (placement.evaluation,)
-        engines += _engine(config, shape, placement, EVAL_ENGINE, devices, config.eval.slots)
-    shared = [] if shape is None else _shared(config, shape, placement, trainers)
-    return (controller, *trainers, *engines, *shared)
+        plans += _engine(config, shape, "apart", EVAL_ENGINE, (placement.evaluation,), config.eval.slots)
+    return (*plans, *_shared(config, shape, placement, plans))
 
 
 def _engine(
-    config: RunConfig,
-    shape: ModelShape | None,
-    placement: Placement,
-    name: str,
-    devices: Sequence[str],
-    slots: int,
+    config: RunConfig, shape: ModelShape, mode: Mode, name: str, devices: Sequence[str], slots: int
 ) -> list[ProcessPlan]:
     """One engine, a line for each device that it is split over."""
     side: Side = "eval" if name == EVAL_ENGINE else "engine"
     if devices[0] == NO_DEVICE:
-        return [ProcessPlan(name, side, NO_DEVICE, 1, Memory(), f"simulated, {slots} sequences at once")]
-    is_vllm = config.rollout.engine == "vllm"
+        what = "simulated" if config.rollout.urls is None else "not started by the run"
+        return [ProcessPlan(name, side, NO_DEVICE, 0, Memory(), f"{what}, {slots} sequences at once")]
     # vLLM leaves the next weights in staging until they serve
-    is_staging = not is_vllm and (placement.mode == "apart" or side == "eval")
-    whole = None if shape is None else engine_memory(config, shape, devices[0], slots, is_staging=is_staging)
-    length = config.rollout.max_prompt_tokens + config.rollout.max_tokens
-    note = f"{'weights twice, ' if is_staging else ''}KV cache of {slots} x {length} tokens"
-    note = f"vLLM, {note}{'' if devices[0] == 'cpu' else ' at least'}" if is_vllm else note
-    note = note if len(devices) == 1 else f"1 / {len(devices)} of {note}"
+    is_staging, is_vllm = mode == "apart", config.rollout.engine == "vllm"
+    memory = engine_memory(config, shape, devices[0], slots, is_staging=is_staging and not is_vllm)
+    cache = f"KV cache of {slots} x {config.rollout.max_prompt_tokens + config.rollout.max_tokens} tokens"
+    note = _part(f"{'vLLM, ' if is_vllm else ''}weights, {cache}", len(devices))
+    part, threads = memory.split(len(devices)), engine_threads(config)
     names = [name, *(f"{name}/{rank}" for rank in range(1, len(devices)))]
-    part, threads = None if whole is None else whole.split(len(devices)), engine_threads(config)
     return [
         ProcessPlan(of, side, device, threads, part, note) for of, device in zip(names, devices, strict=True)
     ]
 
 
+def _part(what: str, num: int) -> str:
+    return what if num == 1 else f"1 / {num} of {what}"
+
+
 def _shared(
-    config: RunConfig, shape: ModelShape, placement: Placement, trainers: Sequence[ProcessPlan]
+    config: RunConfig, shape: ModelShape, placement: Placement, plans: Sequence[ProcessPlan]
 ) -> list[ProcessPlan]:
     """Memory that no process holds alone: weights on their way, and what turns move off a CUDA device."""
     way, lora, exported = config.weight_sync.way, config.trainer.lora, shape.num_parameters
@@ -217,12 +199,9 @@ def _shared(
         )
         shared = [ProcessPlan("staging", "staging", device, 0, Memory(weights=chunk), "a chunk of weights")]
         if placement.is_on_cuda:
-            held = [trainer.memory or Memory() for trainer in trainers]
-            moved = Memory(
-                weights=sum(memory.weights for memory in held),
-                copies=sum(memory.copies for memory in held),
-                optimizer=sum(memory.optimizer for memory in held),
-            )
+            held = [plan.memory for plan in plans if plan.side == "trainer"]
+            weights, optimizer = sum(each.weights for each in held), sum(each.optimizer for each in held)
+            moved = Memory(weights, copies=sum(each.copies for each in held), optimizer=optimizer)
             note = "the trainer's state while the engines have the device"
             shared.append(ProcessPlan("offloaded", "host", "cpu", 0, moved, note))
         return shared
@@ -285,14 +264,14 @@ def item_bytes(dtype: str, device: str) -> int:
 @dataclass(frozen=True, slots=True)
 class ModelShape:
     """A Llama-like decoder: attention and gated MLP. `kv_per_token`: K plus V entries of one token in all
-    layers.
+    layers. All 0: the model is not on disk (a hub id that is not fetched), and its memory is not known.
     """
 
-    num_parameters: int
-    hidden: int
-    intermediate: int
-    layers: int
-    kv_per_token: int
+    num_parameters: int = 0
+    hidden: int = 0
+    intermediate: int = 0
+    layers: int = 0
+    kv_per_token: int = 0
 
     def num_adapter_parameters(self, rank: int) -> int:
         """Of adapters on every linear layer of the decoder, at most: seven a layer, as wide as the MLP."""
@@ -306,8 +285,8 @@ class ModelShape:
         return num_tokens * self.layers * a_layer * item_bytes
 
 
-def model_shape(model: ModelConfig) -> ModelShape | None:
-    """From config.json and file headers; None if the model is not on disk (a hub id that is not fetched)."""
+def model_shape(model: ModelConfig) -> ModelShape:
+    """From config.json and file headers."""
     if model.scratch is not None:
         return _shape({"vocab_size": len(model.scratch.characters) + 8, **model.scratch.architecture}, 0)
     folder = Path(model.path or "")
@@ -318,7 +297,7 @@ def model_shape(model: ModelConfig) -> ModelShape | None:
             with safe_open(path, framework="numpy") as file:
                 num_stored += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
     except (OSError, ValueError, SafetensorError):
-        return None
+        return ModelShape()
     return _shape(architecture, num_stored)
 
 
@@ -346,13 +325,12 @@ def size_text(size: int) -> str:
 def plan_text(plan: Plan, config: RunConfig) -> str:
     """Processes with their bytes, how weights travel, and what each device needs of what it has free."""
     columns = [field.name for field in fields(Memory)]
-    size = "not on disk yet" if plan.shape is None else f"{plan.shape.num_parameters:,} parameters"
+    num = plan.shape.num_parameters
+    size = f"{num:,} parameters" if num else "not on disk yet, so its memory is not known"
     rows = [("process", "device", "threads", columns, "what")]
     for process in plan.processes:
-        sizes = (
-            ["?"] * len(columns) if process.memory is None else list(map(size_text, astuple(process.memory)))
-        )
-        rows.append((process.name, process.device, str(process.threads), sizes, process.note))
+        sizes = [size_text(size) if size else "-" for size in astuple(process.memory)]
+        rows.append((process.name, process.device, str(process.threads or "-"), sizes, process.note))
     lines = [f"model: {size}", ""]
     lines += [
         f"{name:<12} {device:<7} {threads:>7} {''.join(f'{size:>12}' for size in sizes)}  {what}"
@@ -361,8 +339,6 @@ def plan_text(plan: Plan, config: RunConfig) -> str:
     lines += ["", f"mode: {transport_text(config, plan.placement)}"]
     if plan.vllm_python is not None:
         lines.append(f"python: ours is {sys.executable}, vLLM's is {plan.vllm_python}")
-    if plan.shape is None:
-        return "\n".join([*lines, "memory: cannot be added up before the model is there"])
     for device, free in plan.free_bytes.items():
         needs = plan.peak_bytes(device)
         if device != "cpu" and not any(needs.values()):
