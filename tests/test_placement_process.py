@@ -140,23 +140,6 @@ def gone(pid: int) -> bool:
         return bool(select.select([ends], [], [], 60.0)[0])
 
 
-def test_a_child_inherits_none_of_the_keys_that_a_run_may_be_given(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given: dict[str, str] = {}
-
-    async def note(*_: object, env: dict[str, str], **__: object) -> None:
-        given.update(env)
-        raise OSError("enough")
-
-    monkeypatch.setattr("asyncio.create_subprocess_exec", note)
-    for name in ("ASYNCRL_WORKER_KEY", "ASYNCRL_VLLM_KEY", "JUST_A_VARIABLE"):
-        monkeypatch.setenv(name, "x")
-    with pytest.raises(OSError, match="enough"):
-        asyncio.run(make_child("m", tmp_path).start())
-    assert {name for name in given if given[name] == "x"} == {"JUST_A_VARIABLE"}
-
-
 def test_a_child_that_is_killed_is_named_with_the_signal_and_closing_can_be_repeated(
     module: str, tmp_path: Path
 ) -> None:
