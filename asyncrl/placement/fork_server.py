@@ -4,10 +4,10 @@ It starts before the controller has imported its own parts, so both import at th
 device, starts no thread and runs no torch operator: a child that it forks is as good as one of `python -m`,
 and costs some 4 CPU seconds less.
 
-The controller sends a request over a socket pair: a byte, and as descriptors (SCM_RIGHTS) a file with the
-JSON, a pipe for the answer, and those that the child gets. The server forks twice, so that the child becomes
-the controller's own: a subreaper adopts it, sees its exit status and ends it like any other. Secrets go
-through the child's standard input, and neither the server nor a child has them in its environment.
+The controller sends a request over a socket pair: JSON, and the descriptors that the child gets (SCM_RIGHTS);
+the child answers with its pid. The server forks twice, so that the child becomes the controller's own: a
+subreaper adopts it, sees its exit status and ends it like any other. Secrets go through the child's standard
+input, and neither the server nor a child has them in its environment.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from asyncrl.messages.base import SECRET_ENV
 from asyncrl.messages.work import WORKER_KEY_ENV
@@ -53,6 +53,8 @@ PRELOADED = (
 )
 TIMEOUT_S = 120.0
 """Longest wait for a child: the imports come first, from a slow disk perhaps."""
+MAX_REQUEST_BYTES = 2**20
+"""More than a socket takes at once: an environment that is larger is refused there."""
 _TITLE_ROOM = " " * 1000
 """An argument of the server that is as long as the command lines of its children may be."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -101,6 +103,7 @@ class ForkServer:
         A process that has imported all of `modules` forks it from itself.
         """
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.setblocking(False)
         self._turn = asyncio.Lock()
         self.is_alive = True
         self.modules = frozenset(modules)
@@ -124,27 +127,26 @@ class ForkServer:
 
         The first three of `files` become its standard streams; it has the others under their numbers here.
         """
-        loop, ready = asyncio.get_running_loop(), asyncio.Event()
         async with self._turn:
             try:
-                with adopting(), os.fdopen(self.send(module, arguments, env, files), "rb", 0) as reply:
-                    loop.add_reader(reply.fileno(), ready.set)
-                    try:
-                        async with TimeLimit(TIMEOUT_S):
-                            await ready.wait()
-                    finally:
-                        loop.remove_reader(reply.fileno())
-                    return ForkedProcess(int(reply.read(32)))
+                with adopting():
+                    self.send(module, arguments, env, files)
+                    async with TimeLimit(TIMEOUT_S):
+                        pid = await asyncio.get_running_loop().sock_recv(self._socket, 32)
+                    return ForkedProcess(int(pid))
             except (ValueError, OSError) as error:
                 told = "the fork server (process %s) is of no use any more, children start without it: %r"
                 logger.warning(told, self.pid, error)
                 self.close()
                 return None
+            except asyncio.CancelledError:  # the next answer would be that of this child
+                self.close()
+                raise
 
     def send(
         self, module: str, arguments: Sequence[str], env: Mapping[str, str], files: Sequence[int]
-    ) -> int:
-        """Ask for a child, while adopting(). From the pipe's end returned comes its pid, or nothing."""
+    ) -> None:
+        """Ask for a child, while adopting(). Its pid comes over the socket. Raises OSError."""
         request = {
             "module": module,
             "arguments": [*arguments],
@@ -153,16 +155,7 @@ class ForkServer:
             "parent": os.getpid(),
             "open_files": resource.getrlimit(resource.RLIMIT_NOFILE),
         }
-        reply, theirs = os.pipe()
-        with os.fdopen(theirs, "wb"), os.fdopen(os.memfd_create("fork-request"), "wb") as file:
-            file.write(json.dumps(request).encode())
-            file.flush()
-            try:
-                socket.send_fds(self._socket, [b"!"], [file.fileno(), theirs, *files])
-            except OSError:
-                os.close(reply)
-                raise
-        return reply
+        socket.send_fds(self._socket, [json.dumps(request).encode()], files)
 
     def close(self) -> None:
         """End the server; its children live on. Idempotent."""
@@ -225,14 +218,13 @@ def _serve_or_exit(requests: socket.socket, modules: Sequence[str], parent: int)
         gc.collect()
         gc.freeze()  # what the children share is not written to by their collectors
         while True:
-            _, files, _, _ = socket.recv_fds(requests, 1, 8)
-            if not files:
+            request, files, _, _ = socket.recv_fds(requests, MAX_REQUEST_BYTES, 8)
+            if not request:
                 break
             if (middle := os.fork()) == 0:
                 middle = os.getpid()
                 if os.fork() == 0:
-                    requests.close()
-                    _run_child(middle, *files)
+                    _run_child(middle, requests, json.loads(request), files)
                 os._exit(0)
             os.waitpid(middle, 0)
             for fd in files:
@@ -266,20 +258,17 @@ def is_fork_safe() -> bool:
     return "/dev/nvidia-uvm" not in opened and len(list(Path("/proc/self/task").iterdir())) == 1
 
 
-def _run_child(middle: int, request_fd: int, reply_fd: int, *files: int) -> NoReturn:
+def _run_child(middle: int, requests: socket.socket, request: dict[str, Any], files: list[int]) -> NoReturn:
     """Become what `python -m` would have started: session, streams, environment, arguments, randomness."""
     code = 1
     try:
-        with os.fdopen(request_fd, "rb") as file:
-            file.seek(0)
-            request = json.load(file)
         os.setsid()
         while os.getppid() == middle:
             time.sleep(0.0005)
         if os.getppid() != request["parent"]:
             os._exit(1)
-        with os.fdopen(reply_fd, "wb", buffering=0) as reply:
-            reply.write(str(os.getpid()).encode())
+        requests.send(str(os.getpid()).encode())
+        requests.close()
         for fd, number in zip(files, request["numbers"], strict=True):
             os.dup2(fd, number)
         for fd in set(files) - set(request["numbers"]):
