@@ -111,7 +111,7 @@ def test_the_panel_fits_its_width_and_shows_everything_by_name(
     for words in (
         "12/300 1 min 05 s, 1 min 58 s to go",
         "1.2 on average, 3 at most of 4 allowed",
-        "train 71%, wait gen 17%, wait stragglers 5%",
+        "training 71%, waiting for generation 17%",
         "61 inflight, 1 failed",
         "2 optimizer steps: not finite",
     ):

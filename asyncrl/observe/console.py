@@ -21,23 +21,14 @@ from rich.console import Console as RichConsole
 from rich.console import RenderableType
 from rich.live import Live
 from rich.markup import escape
-from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from asyncrl.observe.run_numbers import Steps, TimeShares, duration, skipped_text, sparkline
+from asyncrl.observe.run_numbers import SHARES, Steps, TimeShares, boxed, duration, skipped_text, sparkline
 
 Kind = Literal["auto", "live", "plain", "none"]
 _RECENT = slice(-20, None)
-_TIME_WORDS = {
-    "training": ("train", "green"),
-    "generation": ("wait gen", "yellow"),
-    "stragglers": ("wait stragglers", "red"),
-    "publishing": ("wait publish", "magenta"),
-    "turns": ("turns", "cyan"),
-    "other": ("other", "bright_black"),
-}
 
 
 class Console:
@@ -104,26 +95,24 @@ class Console:
 
     def panel(self) -> RenderableType:
         """The whole panel; fits 80 columns."""
-        rows = Table.grid(padding=(0, 2))
-        rows.add_column(style="bold", width=9, no_wrap=True)
-        rows.add_column(ratio=1, overflow="fold")
-        rows.add_row("progress", self._progress())
-        rows.add_row("now", Text(self._activity, overflow="ellipsis", no_wrap=True))
+        activity = Text(self._activity, overflow="ellipsis", no_wrap=True)
+        rows: list[tuple[str, RenderableType]] = [("progress", self._progress()), ("now", activity)]
         steps, last = self._steps, self._steps.last
         if last:
-            rows.add_row("reward", reward_text(steps))
-            rows.add_row("staleness", staleness_text(last, self._max_staleness))
-            rows.add_row("speed", self._speed())
-            rows.add_row("time", self._time())
             names = ("inflight", "interrupted", "retried", "failed", "dropped", "filtered")
             rollouts = [
                 f"{last[f'rollout/{name}']:.0f} {name}" for name in names if f"rollout/{name}" in last
             ]
-            rows.add_row("rollouts", ", ".join(rollouts))
+            rows += [
+                ("reward", reward_text(steps)),
+                ("staleness", staleness_text(last, self._max_staleness)),
+                ("speed", self._speed()),
+                ("time", self._time()),
+                ("rollouts", ", ".join(rollouts)),
+            ]
         if skipped := steps.total("trainer/skipped_steps"):
-            rows.add_row("skipped", Text(f"{skipped:.0f} optimizer steps: not finite", style="red"))
-        title = Text.assemble(("asyncrl ", "bold"), self._run_name)
-        return Panel(rows, title=title, title_align="left", border_style="blue")
+            rows.append(("skipped", Text(f"{skipped:.0f} optimizer steps: not finite", style="red")))
+        return boxed(rows, Text(f"asyncrl {self._run_name}"))
 
     def _progress(self) -> RenderableType:
         done = int(self._steps.last.get("step", -1)) + 1
@@ -147,7 +136,7 @@ class Console:
     def _time(self) -> RenderableType:
         shares = TimeShares.of(lambda metric: self._steps.total(metric, _RECENT))
         words = Text()
-        for name, (word, colour) in _TIME_WORDS.items():
+        for name, (word, colour) in SHARES.items():
             if (share := getattr(shares, name)) >= 0.005:
                 words.append(", " if words else "").append(f"{word} {share:.0%}", colour)
         return words

@@ -8,8 +8,8 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from asyncrl.observe.run_numbers import plain
-from asyncrl.observe.status import field_table, fields
+from asyncrl.observe.run_numbers import grid, plain
+from asyncrl.observe.status import field_table
 from asyncrl.observe.verdict import Verdict, summary_panel
 
 _MAX_ROWS, _MAX_EVENTS, _MAX_VIOLATIONS = 100, 30, 20
@@ -50,9 +50,9 @@ def inspect_tables(summary: Mapping[str, Any]) -> Iterator[RenderableType]:
     """
     if "journal" in summary:
         run = summary["journal"]
-        yield fields(run | {"events": run["events"][-_MAX_EVENTS:]})
+        yield _grid(run | {"events": run["events"][-_MAX_EVENTS:]})
     if "batch" in summary:
-        yield fields({name: value for name, value in summary["batch"].items() if name != "groups"})
+        yield _grid(summary["batch"], "groups")
         yield field_table(_GROUP, summary["batch"]["groups"])
     if "story" in summary:
         yield from _story(summary["story"])
@@ -72,6 +72,11 @@ def inspect_tables(summary: Mapping[str, Any]) -> Iterator[RenderableType]:
     yield from (Text(f"problem: {problem}", style="red") for problem in summary["problems"])
     if summary["verdict"]:
         yield summary_panel(Verdict.from_dict(summary["verdict"]), title=summary["run_dir"])
+
+
+def _grid(values: Mapping[str, Any], *drawn: str) -> RenderableType:
+    """A row a field, but for those that are drawn in another form."""
+    return grid((name, Text(plain(value))) for name, value in values.items() if name not in drawn)
 
 
 def _bound(summary: Mapping[str, Any]) -> Text:
@@ -98,7 +103,7 @@ def _trajectory(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _story(story: Mapping[str, Any]) -> Iterator[RenderableType]:
-    yield fields({name: value for name, value in story.items() if name not in ("messages", "rollouts")})
+    yield _grid(story, "messages", "rollouts")
     for message in story["messages"]:
         yield Text.assemble((f"{message['role']}: ", "cyan"), message["content"])
     for rollout in story["rollouts"]:

@@ -10,6 +10,11 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
+from rich.console import RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
 COLUMNS = (
     "step",
     "time_s",
@@ -77,6 +82,15 @@ class Steps:
         return ([0.0] + self.values(name))[-1]
 
 
+SHARES = {
+    "training": ("training", "green"),
+    "generation": ("waiting for generation", "yellow"),
+    "stragglers": ("waiting for stragglers", "red"),
+    "publishing": ("waiting for publishing", "magenta"),
+    "turns": ("taking turns", "cyan"),
+    "other": ("other", "bright_black"),
+}
+"""Field of TimeShares -> its words and its colour."""
 TIME_METRICS = {
     "training": "perf/train_s",
     "generation": "perf/wait_generation_s",
@@ -152,6 +166,21 @@ def duration(seconds: float) -> str:
 def several(num: float, noun: str) -> str:
     """`1 group`, `3 groups`."""
     return f"{num:.0f} {noun if num == 1 else f'{noun}s'}"
+
+
+def grid(rows: Iterable[tuple[str, RenderableType]]) -> Table:
+    """A row a field: its name, and what it is."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(ratio=1, overflow="fold")
+    for name, shown in rows:
+        table.add_row(Text(name), shown)
+    return table
+
+
+def boxed(rows: Iterable[tuple[str, RenderableType]], title: str | Text) -> Panel:
+    """The same in a frame."""
+    return Panel(grid(rows), title=Text.assemble(title), title_align="left", border_style="blue")
 
 
 def plain(value: Any) -> str:

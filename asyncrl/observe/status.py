@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
-from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
 from asyncrl.observe.console import reward_text, staleness_text
 from asyncrl.observe.run_files import RunFiles, read_run
-from asyncrl.observe.run_numbers import evaluation_text, plain, sparkline, thinned
+from asyncrl.observe.run_numbers import boxed, evaluation_text, plain, sparkline, thinned
 from asyncrl.observe.verdict import judge, summary_panel
 from asyncrl.observe.watchdog import Wait
 
@@ -66,22 +65,23 @@ def to_text(*drawn: RenderableType) -> str:
 
 def _table(files: RunFiles) -> RenderableType:
     """State, progress, staleness, what status.json says, verdict so far."""
-    rows, config, steps = fields({}), files.config, files.steps
+    config, steps = files.config, files.steps
     state = (files.state, _COLOURS.get(files.state, "red"))
-    rows.add_row("state", Text.assemble(state, "  ", files.explanation))
-    rows.add_row("steps", f"{len(steps)} of {config.trainer.num_steps}")
+    rows: list[tuple[str, RenderableType]] = [
+        ("state", Text.assemble(state, "  ", files.explanation)),
+        ("steps", f"{len(steps)} of {config.trainer.num_steps}"),
+    ]
     if steps:
-        rows.add_row("reward", reward_text(steps))
-        rows.add_row("staleness", f"{staleness_text(steps.last, config.buffer.max_staleness)} (last step)")
+        ages = f"{staleness_text(steps.last, config.buffer.max_staleness)} (last step)"
+        rows += [("reward", reward_text(steps)), ("staleness", ages)]
     if files.evaluations:
         rewards = [line["eval/reward_mean"] for line in files.evaluations if "eval/reward_mean" in line]
-        rows.add_row("eval", Text(f"{evaluation_text(files.evaluations[-1])}\n{sparkline(rewards)}"))
+        rows.append(("eval", Text(f"{evaluation_text(files.evaluations[-1])}\n{sparkline(rewards)}")))
     for name, value in files.status.items():
         if name not in _LEFT_OUT and value is not None:
-            rows.add_row(name, Text(_waits(value) if name == "waits" else plain(value)))
-    for problem in files.problems:
-        rows.add_row("problem", Text(problem, style="red"))
-    panel = Panel(rows, title=Text(str(files.run_dir)), title_align="left", border_style="blue")
+            rows.append((name, Text(_waits(value) if name == "waits" else plain(value))))
+    rows += [("problem", Text(problem, style="red")) for problem in files.problems]
+    panel = boxed(rows, str(files.run_dir))
     return Group(panel, summary_panel(judge(steps, config), title="so far")) if steps else panel
 
 
@@ -91,16 +91,6 @@ def _waits(value: Any) -> str:
         return "\n".join(str(Wait(**entry)) for entry in value) or "none"
     except (TypeError, ValueError):
         return plain(value)
-
-
-def fields(values: Mapping[str, Any]) -> Table:
-    """A row a field: its name, and what it is."""
-    rows = Table.grid(padding=(0, 2))
-    rows.add_column(style="bold", no_wrap=True)
-    rows.add_column(ratio=1, overflow="fold")
-    for name, value in values.items():
-        rows.add_row(name, Text(plain(value)))
-    return rows
 
 
 def field_table(columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> Table:

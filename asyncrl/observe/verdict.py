@@ -7,12 +7,11 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from rich.console import RenderableType
-from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
 from asyncrl.config import RunConfig
-from asyncrl.observe.run_numbers import Steps, TimeShares, duration, several
+from asyncrl.observe.run_numbers import SHARES, Steps, TimeShares, boxed, duration, several
 
 Bottleneck = Literal["training", "generation", "stragglers", "publishing", "turns", "other", "balanced"]
 
@@ -24,14 +23,6 @@ the prompts."""
 BUSY_WAIT_SHARE, BALANCED_WAIT_SHARE = 0.10, 0.25
 """Below the first share of waiting training set the pace, below the second neither side waited much."""
 _BAR = 30
-_SHARES = {
-    "training": ("training", "green"),
-    "generation": ("waiting for generation", "yellow"),
-    "stragglers": ("waiting for stragglers", "red"),
-    "publishing": ("waiting for publishing", "magenta"),
-    "turns": ("taking turns", "cyan"),
-    "other": ("other", "bright_black"),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +94,7 @@ def _what_held_it_back(bottleneck: Bottleneck, shares: TimeShares) -> str:
         "turns": f"Taking turns held the run back: {shares.turns:.0%} of the time went into handovers",
         "other": f"Neither training nor generation: {shares.other:.0%} of the time went into neither",
     }.get(bottleneck, f"{bottleneck.capitalize()} held the run back: {waited}")
-    parts = {words: getattr(shares, name) for name, (words, _) in _SHARES.items()}
+    parts = {words: getattr(shares, name) for name, (words, _) in SHARES.items()}
     return f"{said} ({', '.join(f'{words} {share:.0%}' for words, share in parts.items() if share)})."
 
 
@@ -186,17 +177,15 @@ def masked_fraction(steps: Steps) -> float:
 def summary_panel(verdict: Verdict, *, title: str) -> RenderableType:
     """Steps, time, reward, a bar a part of the time, and the verdict in words. Fits 80 columns."""
     bars = Table.grid(padding=(0, 1))
-    for name, (words, colour) in _SHARES.items():
+    for name, (words, colour) in SHARES.items():
         share = getattr(verdict.shares, name)
         if share or name != "turns":
             bars.add_row(words, Text(f"{share:4.0%}"), Text("█" * round(share * _BAR), colour))
-    rows = Table.grid(padding=(0, 2))
-    rows.add_column(style="bold", width=7, no_wrap=True)
-    rows.add_column(ratio=1, overflow="fold")
     per_step = f"{verdict.wall_s / verdict.num_steps:.2f} s each"
-    rows.add_row("steps", f"{verdict.num_steps} in {duration(verdict.wall_s)}, {per_step}")
+    rows: list[tuple[str, RenderableType]] = [
+        ("steps", f"{verdict.num_steps} in {duration(verdict.wall_s)}, {per_step}")
+    ]
     if verdict.reward_first is not None and verdict.reward_last is not None:
-        rows.add_row("reward", f"{verdict.reward_first:.3f} at first, {verdict.reward_last:.3f} at last")
-    rows.add_row("time", bars)
-    rows.add_row("verdict", Text("\n".join(verdict.sentences)))
-    return Panel(rows, title=Text(title), title_align="left", border_style="blue")
+        rewards = f"{verdict.reward_first:.3f} at first, {verdict.reward_last:.3f} at last"
+        rows.append(("reward", rewards))
+    return boxed([*rows, ("time", bars), ("verdict", Text("\n".join(verdict.sentences)))], title)
