@@ -7,7 +7,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -255,25 +254,6 @@ def test_steps_that_a_power_cut_took_are_told_as_missing_and_the_bound_stands(tm
     assert inspected(tmp_path)["violations"] == ["steps 0..1 are missing in the record"], "without a reason"
 
 
-def test_the_record_of_a_long_run_is_read_at_its_end_alone_when_the_trainer_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "trained.jsonl"
-    line = json.dumps({"version": 8, "padding": "x" * 200_000}) + "\n"
-    path.write_text(line * 50 + '{"version": 9')
-    taken: list[int] = []
-
-    def counting(path: Path) -> Iterator[tuple[int, bytes]]:
-        for start, found in lines_from_end(path):
-            taken.append(start)
-            yield start, found
-
-    monkeypatch.setattr("asyncrl.trainer.record.lines_from_end", counting)
-    note_restored(path, 7)
-    assert taken == [50 * len(line), 49 * len(line)]
-    assert path.read_text() == line * 50 + '{"restored": 7}\n'
-
-
 @given(
     st.lists(st.sampled_from([b"", b"a", b"\0" * 70_000, b"b" * 140_000, b"c" * 65_535]), max_size=6),
     st.booleans(),
@@ -286,27 +266,6 @@ def test_lines_come_from_the_end_as_they_lie_in_the_file(lines: list[bytes], is_
         found = list(lines_from_end(Path(file.name)))
     assert b"".join(line for _, line in reversed(found)) == content
     assert all(content[start : start + len(line)] == line and b"\n" not in line[:-1] for start, line in found)
-
-
-def test_no_line_of_a_long_run_is_read_twice_but_those_that_are_shown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    num_steps, shown, parsed = 400, 150, list[bytes]()
-    monkeypatch.setattr("asyncrl.observe.inspect.SHOWN_STEPS", shown)
-
-    def counting(line: bytes) -> Any:
-        parsed.append(line)
-        return json.loads(line)
-
-    make_run(tmp_path, num_steps=num_steps)
-    for module in ("run_files", "trained"):
-        monkeypatch.setattr(f"asyncrl.observe.{module}.parse_line", counting)
-    assert (status_of(tmp_path)["steps_done"], len(parsed)) == (num_steps, num_steps)
-    parsed.clear()
-    plain = inspected(tmp_path)
-    assert len(parsed) == 2 * num_steps + shown
-    assert [step["step"] for step in plain["steps"]] == list(range(num_steps - shown, num_steps))
-    assert f"the last 100 of {num_steps} steps" in render_inspect(tmp_path)
 
 
 def test_the_run_that_the_benchmark_makes_up_is_one_that_kept_its_bound(tmp_path: Path) -> None:

@@ -120,25 +120,6 @@ def test_steps_whose_lines_a_power_cut_took_are_marked_and_stay_marked(tmp_path:
     assert "before a sync" in str(lines(tmp_path)[2]["why"])
 
 
-def test_a_long_file_is_read_at_its_end_alone_when_a_run_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    line = '{{"step": {}, "reward/mean": 0.5' + " " * 1000 + "}}\n"
-    (tmp_path / "metrics.jsonl").write_text("".join(line.format(step) for step in range(3000)))
-    parsed: list[bytes] = []
-
-    def loads(text: bytes) -> object:
-        parsed.append(text)
-        return json.JSONDecoder().decode(text.decode())
-
-    monkeypatch.setattr("asyncrl.observe.recorder.json.loads", loads)
-    recorder = Recorder(tmp_path, tensorboard=False)
-    assert recorder.keep_steps_below(2990)["step"] == 2989
-    recorder.close()
-    assert len(parsed) == 11
-    assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 2990
-
-
 def test_one_step_can_be_drawn_and_the_running_mean_starts_with_what_there_is(tmp_path: Path) -> None:
     write_reward_plot(tmp_path, Steps([{"step": 1, "time_s": 1.0, "reward/mean": 0.5}]), title="one")
     assert running_mean([1.0, 2.0, 3.0, 5.0], window=2) == [1.0, 1.5, 2.5, 4.0]

@@ -168,26 +168,6 @@ def test_fail_ends_the_run_with_the_child_that_gives_no_answer_else_with_who_wai
     assert "supervision.watchdog_s=60 and on_stuck=fail end such a run" in str(error)
 
 
-def test_a_run_that_moves_slower_than_most_but_moves_is_left_alone(log_path: Path) -> None:
-    def prepare(house: House) -> None:
-        house.worker.train_s = 0.95 * WATCHDOG_S
-        house.reward = lambda: 0.9 * WATCHDOG_S
-
-    house = play(log_path, 1800, prepare)
-    assert house.told == []
-    assert house.rooms.trainer.policy_version > 10
-
-
-def test_progress_after_a_report_starts_the_count_again(log_path: Path) -> None:
-    def prepare(house: House) -> None:
-        house.worker.train_s = 3.2 * WATCHDOG_S
-
-    house = play(log_path, 20 * WATCHDOG_S, prepare)
-    seconds = [float(text.split("for ")[1].split(" s")[0]) for _, text in house.told]
-    assert set(seconds) <= {60.0, 61.0, 120.0, 121.0}  # never four times as long: each step is progress
-    assert len(seconds) >= 8
-
-
 def test_a_loop_that_is_blocked_has_its_threads_written_down_all_the_same(log_path: Path) -> None:
     written = threading.Event()
 

@@ -221,6 +221,9 @@ def test_a_forked_child_is_what_python_m_would_have_started_but_for_the_imports(
     for number in range(2):
         assert asyncio.run(probed(tmp_path / f"forked-{number}", env={"MORE": "of it"})) == 0
     one, other = (json.loads((tmp_path / f"forked-{number}").read_text()) for number in range(2))
+    for end, code, says in (("3", 3, ""), ("no luck", 1, "no luck\n")):
+        assert asyncio.run(probed(tmp_path / "log", end)) == code
+        assert (tmp_path / "log").read_text() == says
     assert probe.is_alive
     probe.close()
     assert asyncio.run(probed(tmp_path / "started", env={"MORE": "of it"})) == 0
@@ -234,14 +237,6 @@ def test_a_forked_child_is_what_python_m_would_have_started_but_for_the_imports(
     assert one["random"] != other["random"]
     assert one["numpy"] != other["numpy"]
     assert "s3cret" not in str(one)
-
-
-@pytest.mark.parametrize(("end", "code", "says"), [("3", 3, ""), ("no luck", 1, "no luck\n")])
-def test_a_forked_child_ends_with_its_exit_code(
-    probe: ForkServer, tmp_path: Path, end: str, code: int, says: str
-) -> None:
-    assert asyncio.run(probed(tmp_path / "log", end)) == code
-    assert (tmp_path / "log").read_text() == says
 
 
 def test_a_killed_fork_server_leaves_its_children_alone_and_the_next_one_is_started_without_it(
