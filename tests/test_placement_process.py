@@ -140,27 +140,7 @@ def gone(pid: int) -> bool:
         return bool(select.select([ends], [], [], 60.0)[0])
 
 
-def test_a_child_that_is_killed_is_named_with_the_signal_and_closing_can_be_repeated(
-    module: str, tmp_path: Path
-) -> None:
-    async def story() -> None:
-        child = make_child(module, tmp_path)
-        await child.start()
-        assert child.pid is not None
-        os.kill(child.pid, signal.SIGKILL)
-        with pytest.raises(RoomError, match="was killed by SIGKILL"):
-            await child.watch()
-        await child.aclose()
-        again = child.renewed()
-        await again.start()
-        await again.aclose()
-        assert again.returncode is not None
-        await again.aclose()
-
-    asyncio.run(story())
-
-
-def test_a_child_is_quoted_and_its_successor_is_not_blamed_for_what_the_one_before_wrote(
+def test_a_child_that_ends_is_quoted_and_its_successor_is_not_blamed_for_what_it_wrote(
     module: str, tmp_path: Path
 ) -> None:
     async def story() -> None:
@@ -180,7 +160,17 @@ def test_a_child_is_quoted_and_its_successor_is_not_blamed_for_what_the_one_befo
         assert "no such model" not in str(caught.value)
         assert "no such model" in second.log_path.read_text()
         assert "no such model" in str(first.death())
-        await second.aclose()
+        third = second.renewed()
+        third.spec = "{}"
+        await third.start()
+        third.kill_nowait()
+        with pytest.raises(RoomError, match="was killed by SIGKILL"):
+            await third.watch()
+        fourth = third.renewed()
+        await fourth.start()
+        for child in (second, third, fourth, fourth):
+            await child.aclose()
+            assert child.returncode is not None
 
     asyncio.run(story())
 
@@ -276,23 +266,16 @@ def test_all_that_is_imported_beforehand_is_there() -> None:
 @pytest.mark.slow
 def test_the_command_forks_trainer_engine_and_scratch_model(tmp_path: Path) -> None:
     """The installed command, as users start it."""
-    asyncrl = Path(sys.executable).with_name("asyncrl")
-    command = [str(asyncrl), "run", str(write_config(tmp_path)), "trainer.num_steps=400"]
-    with subprocess.Popen(
-        [*command, "--run-dir", str(tmp_path / "run")],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
+    asyncrl = str(Path(sys.executable).with_name("asyncrl"))
+    command = [asyncrl, "run", str(write_config(tmp_path)), "--run-dir", str(tmp_path / "run")]
+    with subprocess.Popen([*command, "trainer.num_steps=400"], stdout=subprocess.PIPE, text=True) as process:
         wait_for_steps(tmp_path / "run", 1, process)
-        (server,) = [
-            child for child in psutil.Process(process.pid).children() if "fork_server" in child.cmdline()[2]
-        ]
+        started = psutil.Process(process.pid).children()
+        (server,) = [child for child in started if "fork_server" in child.cmdline()[2]]
         children = children_of(process)
         mapped = [{area.path for area in child.memory_maps()} for child in (server, *children)]
         interrupt(process)
-    assert process.returncode == 130
-    assert len(children) == 2
+    assert (process.returncode, len(children)) == (130, 2)
     assert "fork server" not in (tmp_path / "run" / "logs" / "controller.log").read_text()
     assert all(any("libtorch_cpu" in path for path in paths) for paths in mapped)
     assert all_gone([server, *children])
