@@ -212,7 +212,7 @@ class ChildProcess:
                 _signal_group(process.pid, signal.SIGTERM)
                 await self._ends_within(timeout_s)
             self.kill_nowait()
-            await asyncio.to_thread(psutil.wait_procs, group_members(process.pid), timeout=GROUP_TIMEOUT_S)
+            await asyncio.to_thread(wait_group, process.pid)
             _signal_group(process.pid, signal.SIGKILL)
             if not await self._ends_within(KILL_TIMEOUT_S):
                 self.left = (
@@ -306,6 +306,11 @@ def group_members(leader: int) -> list[psutil.Process]:
             if is_other and member.status() != psutil.STATUS_ZOMBIE:
                 found.append(member)
     return found
+
+
+def wait_group(leader: int) -> None:
+    """Return once the other members have ended, or after GROUP_TIMEOUT_S. Blocks."""
+    psutil.wait_procs(group_members(leader), timeout=GROUP_TIMEOUT_S)
 
 
 def _signal_group(pid: int, number: signal.Signals) -> None:
