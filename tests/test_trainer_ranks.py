@@ -273,9 +273,7 @@ def test_a_rank_that_cannot_start_ends_the_start_of_the_others_that_wait_for_it(
         trainers = startup.Launcher(config, placement, tiny_model_dir, tmp_path).trainers(
             tmp_path / "staging"
         )
-        trainers[1].child._spec = trainers[1].child._spec.replace(
-            str(tiny_model_dir), str(tmp_path / "empty")
-        )
+        trainers[1].child.spec = trainers[1].child.spec.replace(str(tiny_model_dir), str(tmp_path / "empty"))
         try:
             with pytest.raises(RoomError, match=r"trainer-1: cannot load the model .*/empty"):
                 await startup.start_all(trainers)

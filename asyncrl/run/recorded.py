@@ -25,7 +25,7 @@ from asyncrl.errors import ConfigError, RolloutFailure, RoomError
 from asyncrl.files import write_whole
 from asyncrl.messages.records import GroupId, Outcome, Prompt, Rollout
 from asyncrl.placement.devices import Placement
-from asyncrl.placement.memory_plan import item_bytes
+from asyncrl.placement.plan import item_bytes
 from asyncrl.rollouts.generators import RECORDED_VERSION
 from asyncrl.rollouts.producers import Spawn
 from asyncrl.rollouts.recording import (
