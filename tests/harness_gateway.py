@@ -12,6 +12,7 @@ from typing import Any
 
 from aiohttp import web
 
+from asyncrl.agents.endpoint.openai_form import ApiError
 from asyncrl.agents.endpoint.work_routes import RolloutQueue
 from asyncrl.config import Outcomes
 from asyncrl.http import Caller
@@ -67,7 +68,10 @@ async def open_gateway(
         if request.path == "/work/result" and gateway.results_refused is not None:
             gateway.results_refused += 1
             return web.Response(status=413, text="Request Entity Too Large")
-        return await handler(request)
+        try:
+            return await handler(request)
+        except ApiError as error:  # as the gateway's own middleware
+            return error.response()
 
     app = web.Application(middlewares=[proxy])
     gateway = TestGateway(queue, "", app)

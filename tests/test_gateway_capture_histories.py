@@ -47,7 +47,7 @@ CHOICE = st.builds(
     Choice,
     raw=ANSWER,
     is_delivered=st.integers(0, 4).map(bool),
-    sent_back_as=st.sampled_from(["same", "parts", "nones", "spaced"]),
+    sent_back_as=st.sampled_from(["same", "nones", "spaced"]),
 )
 CALL = st.builds(
     Call,
@@ -148,7 +148,6 @@ class History:
         self.engine.sampled[completion_id] = (planned.prompt_ids, completion)
         sent_back = {
             "same": assistant(content),
-            "parts": assistant([{"type": "text", "text": content}]),
             "nones": {"tool_calls": None, "content": content, "role": "assistant", "refusal": None},
             "spaced": assistant(f" {content.strip()}\n"),
         }

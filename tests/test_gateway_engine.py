@@ -14,7 +14,7 @@ import openai
 import pytest
 from engine_in_process import staging_request, weights_of
 from engine_processes import SECRET, EngineProcess, engine_process
-from gateway_cases import World, gateway_world, in_loop, until
+from gateway_cases import World, gateway_world, in_loop
 
 from asyncrl.engines.own_server import EngineServer
 from asyncrl.engines.pool import EnginePool
@@ -91,16 +91,11 @@ def test_a_publish_in_the_middle_of_a_stream_is_invisible(
                         committed = True
                         await server.commit(first + 1, digest, "abort")
                 branches = session.rollout(0, Outcome(), 1.0)
-                sampled = [
-                    tokenizer.decode(branch.token_ids[branch.loss_mask].tolist()) for branch in branches
-                ]
+                sampled = [tokenizer.decode(each.token_ids[each.loss_mask].tolist()) for each in branches]
                 assert sorted(texts) == sorted(sampled), "branches are in the order of their content"
                 session.end_nowait("done")
-                interrupted = [branch for branch in branches if branch.num_interruptions]
-                if any(
-                    [span.version for span in branch.version_spans] == [first, first + 1]
-                    for branch in interrupted
-                ):
+                spans = [[span.version for span in branch.version_spans] for branch in branches]
+                if [first, first + 1] in spans:
                     return
         raise AssertionError("20 times 4 answers were all over before the swap")
 
@@ -129,16 +124,3 @@ async def test_turns_choices_and_a_stop_string_over_a_real_engine(
             *(client.chat.completions.create(model="m", messages=HI, seed=7, max_tokens=30) for _ in range(2))
         )
         assert again[0].choices[0].message.content == again[1].choices[0].message.content
-
-
-@in_loop
-async def test_a_client_that_leaves_frees_the_slot_when_its_session_ends(
-    engine: EngineProcess, tiny_model_dir: Path
-) -> None:
-    async with world_over(engine, tiny_model_dir) as (world, server, client):
-        stream = await client.chat.completions.create(model="m", messages=HI, stream=True)
-        await stream.close()
-        world.session.end_nowait("done")
-        await until(lambda: world.gateway.stats().in_flight == 0)
-        health = await server.health()
-        assert (health.num_running, health.num_queued) == (0, 0)

@@ -5,9 +5,11 @@ clock.
 from __future__ import annotations
 
 import asyncio
+import functools
 from typing import Any, TypeVar
 
 import pytest
+from aiohttp import web
 from aiohttp.base_protocol import BaseProtocol
 from aiohttp.streams import StreamReader
 from aiohttp.test_utils import make_mocked_request
@@ -17,22 +19,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from asyncrl.agents.endpoint.refusals import ApiError
-from asyncrl.agents.endpoint.work_queue import MAX_BYTES, NotHeld, QueuedItem, WorkerId, WorkItems
+from asyncrl.agents.endpoint.openai_form import ApiError
+from asyncrl.agents.endpoint.work_queue import MAX_BYTES, QueuedItem, WorkerId, WorkItems
 from asyncrl.agents.endpoint.work_routes import RolloutQueue
 from asyncrl.config import Outcomes
 from asyncrl.errors import RolloutFailure
 from asyncrl.messages.base import Message
 from asyncrl.messages.records import Outcome
-from asyncrl.messages.work import (
-    Accepted,
-    AliveAnswer,
-    AliveRequest,
-    OutcomeMessage,
-    ResultRequest,
-    TakeAnswer,
-    TakeRequest,
-)
+from asyncrl.messages.work import Accepted, AliveAnswer, AliveRequest, ResultRequest, TakeAnswer, TakeRequest
 from asyncrl.testing.virtual_time import all_blocked, stand_still
 
 Answer = TypeVar("Answer", bound=Message)
@@ -65,16 +59,8 @@ class QueueHistory(RuleBasedStateMachine):
             item_id = f"l{len(self.ends)}"
             work = make_work(len(self.ends))
             self.ends[item_id], self.starts[item_id] = [], 0
-            self.book.add(
-                QueuedItem(
-                    item_id,
-                    work,
-                    b"",
-                    lambda name=item_id: self.started(name),
-                    self.ends[item_id].append,
-                    f"outcome-{item_id}",
-                )  # type: ignore[misc]
-            )
+            start, end = functools.partial(self.started, item_id), self.ends[item_id].append
+            self.book.add(QueuedItem(item_id, work, b"", start, end, f"outcome-{item_id}"))
             self.queued.append(item_id)
 
     @rule(worker=WORKERS, data=st.data(), max_items=st.integers(1, 3))
@@ -101,10 +87,9 @@ class QueueHistory(RuleBasedStateMachine):
         self.book.seen(worker, self.now_s)
         result = RolloutFailure("no") if fails else Outcome(metrics={"turns": 2.0})
         if self.held.get(item_id) != worker:
-            with pytest.raises(NotHeld):
-                self.book.result(worker, item_id, result)
+            assert self.book.result(worker, item_id, result), "it is told why"
             return
-        self.book.result(worker, item_id, result)
+        assert self.book.result(worker, item_id, result) is None
         del self.held[item_id]
         self.over.add(item_id)
         if isinstance(result, RolloutFailure):
@@ -178,11 +163,8 @@ TestQueueHistory.settings = settings(max_examples=60, stateful_step_count=40, de
 def ended_with(outcomes: Outcomes, said: Outcome, posted: Outcome | None = None) -> Outcome | RolloutFailure:
     """What a work comes to whose harness has posted and said this."""
     book, ends = WorkItems(outcomes), list[Outcome | RolloutFailure]()
-    book.add(
-        QueuedItem(
-            "l0", make_work(0), b"", lambda: None, ends.append, "outcome-0" if outcomes == "posted" else None
-        )
-    )
+    key = "outcome-0" if outcomes == "posted" else None
+    book.add(QueuedItem("l0", make_work(0), b"", lambda: None, ends.append, key))
     book.seen(("w", "1"), 0.0)
     book.take(("w", "1"), 1)
     if posted is not None:
@@ -201,9 +183,7 @@ def test_rewards_come_from_where_the_config_says_and_from_nowhere_else() -> None
     assert ended_with("posted", Outcome(), parts) == parts
     assert ended_with("posted", Outcome()) == Outcome(), "nothing was posted: the task's own reward scores it"
     failure = ended_with("posted", said, posted)
-    assert "the harness returned a reward; generator.outcomes=posted takes rewards that are posted" in str(
-        failure
-    )
+    assert "the harness returned a reward; generator.outcomes=posted takes" in str(failure)
 
 
 class Line:
@@ -227,9 +207,8 @@ async def ask(
     body = StreamReader(BaseProtocol(loop), 2**16, loop=loop)
     body.feed_data(message.model_dump_json().encode())
     body.feed_eof()
-    request = make_mocked_request(
-        "POST", path, headers={"Authorization": "Bearer k"}, transport=line or Line(), payload=body
-    )
+    settings = {"headers": {"Authorization": "Bearer k"}, "payload": body, "app": web.Application()}
+    request = make_mocked_request("POST", path, transport=line or Line(), **settings)
     (handler,) = (route.handler for route in queue.routes() if route.path == path)
     response: Any = await handler(request)
     assert response.status == 200, response.body
@@ -237,10 +216,8 @@ async def ask(
 
 
 def take_request(worker: str, number: int, **more: Any) -> TakeRequest:
-    return TakeRequest(
-        **{"worker": worker, "instance": "1", "max_items": 1, "slots": 1, "number": number, "holding": []}
-        | more
-    )
+    fields = {"worker": worker, "instance": "1", "max_items": 1, "slots": 1, "number": number, "holding": []}
+    return TakeRequest(**fields | more)
 
 
 def make_queue(lease_timeout_s: float = 60.0) -> RolloutQueue:
@@ -265,20 +242,11 @@ async def test_a_silent_worker_loses_its_items_after_its_time_and_a_lively_one_n
         assert (await ask(queue, "/work/alive", sign, AliveAnswer)).cancel == {}
         assert silent.done() == (loop.time() - begun_s >= 60.0)
     with pytest.raises(
-        RolloutFailure,
-        match=r"worker silent gave no sign of life for 60\.0 s; gateway\.lease_timeout_s=60\.0",
+        RolloutFailure, match=r"silent gave no sign of life for 60\.0 s; gateway\.lease_timeout_s"
     ):
         await silent
-    assert (
-        queue.gauges()["harness/workers"],
-        queue.gauges()["harness/lost"],
-        queue.gauges()["harness/unseen_s"],
-    ) == (
-        1,
-        1,
-        0.0,
-    )
-    result = ResultRequest(worker="lively", instance="1", item_id=item_id, outcome=OutcomeMessage(reward=1.0))
+    assert [queue.gauges()[f"harness/{name}"] for name in ("workers", "lost", "unseen_s")] == [1, 1, 0.0]
+    result = ResultRequest(worker="lively", instance="1", item_id=item_id, outcome=Outcome(reward=1.0))
     await ask(queue, "/work/result", result, Accepted)
     assert await lively == Outcome(1.0)
     await queue.aclose()
@@ -335,11 +303,8 @@ async def test_a_poll_of_a_client_that_is_gone_or_of_a_dropped_worker_takes_no_w
 
 def test_large_works_are_not_given_out_all_at_once() -> None:
     book = WorkItems("returned")
+    large = b" " * (MAX_BYTES // 2)
     for number in range(5):
-        book.add(
-            QueuedItem(
-                f"l{number}", make_work(number), b" " * (MAX_BYTES // 2), lambda: None, lambda result: None
-            )
-        )
+        book.add(QueuedItem(f"l{number}", make_work(number), large, lambda: None, lambda result: None))
     book.seen(("w", "1"), 0.0)
     assert [len(book.take(("w", "1"), 5)) for _ in range(3)] == [2, 2, 1]

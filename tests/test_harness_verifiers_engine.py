@@ -53,9 +53,8 @@ class ToldEngine(EngineServer):
 
     async def generate_segment(self, request: GenerateRequest, **kwargs: Any) -> GenerateResponse:
         if len(self.answers) == 2:
-            staged = staging_request(
-                {name: weight * 1.1 for name, weight in weights_of(self._model_dir).items()}, 1, self._folder
-            )
+            weights = {name: weight * 1.1 for name, weight in weights_of(self._model_dir).items()}
+            staged = staging_request(weights, 1, self._folder)
             await self.commit(1, await self.prepare(ExportResponse(**staged.model_dump())), "abort")
         answer = await super().generate_segment(request, **kwargs)
         self.answers.append((request, answer))
@@ -93,15 +92,9 @@ async def told_engine(url: str, model_dir: Path, folder: Path) -> AsyncIterator[
 
 async def play(engine: ToldEngine, tokenizer: HFChatTokenizer) -> tuple[Outcome, Trajectory]:
     """The environment's task 3, and the one branch of it."""
-    rules = {
-        "vocab_size": tokenizer.vocab_size,
-        "max_tokens": TURN_TOKENS,
-        "max_prompt_tokens": 400,
-        "max_length": 500,
-    }
-    async with gateway_world(
-        EnginePool([engine], slots=4), tokenizer=tokenizer, tool_format="none", **rules
-    ) as world:
+    rules = {"vocab_size": tokenizer.vocab_size, "max_tokens": TURN_TOKENS, "max_prompt_tokens": 400}
+    pool = EnginePool([engine], slots=4)
+    async with gateway_world(pool, tokenizer=tokenizer, tool_format="none", max_length=500, **rules) as world:
         harness = build_harness(HarnessSpec(verifiers=ENVIRONMENT, args=ARGS))
         item = VerifiersTask(load_taskset(ENVIRONMENT, ARGS), size=10).prompt(3)
         session = Session(f"{world.url}/v1", world.session.key, "policy")
@@ -125,20 +118,13 @@ def test_the_branch_of_an_environment_of_many_turns_holds_what_the_engine_sample
     with engine_process("embedded", spec, tmp_path / "engine") as process:
         outcome, branch, answers = asyncio.run(story(process.url))
 
-    assert outcome == Outcome(0.0, {"reward/found": 0.0, "guesses": 5.0}), (
-        "a guess of two digits is never the secret of one"
-    )
+    assert outcome == Outcome(0.0, {"reward/found": 0.0, "guesses": 5.0}), "no guess of two digits is right"
     assert len(answers) == NUM_TURNS
-    spans, loss_mask, logprobs = (
-        [],
-        np.zeros(len(branch.token_ids), dtype=np.bool_),
-        np.zeros(len(branch.token_ids), dtype=np.float32),
-    )
+    loss_mask, logprobs = np.zeros_like(branch.loss_mask), np.zeros_like(branch.behaviour_logprobs)
+    spans = []
     for request, answer in answers:
         start, end = len(request.prompt_ids), len(request.prompt_ids) + TURN_TOKENS
-        assert branch.token_ids[:end].tolist() == [*request.prompt_ids, *answer.token_ids], (
-            "each answer stands behind its very prompt"
-        )
+        assert branch.token_ids[:end].tolist() == [*request.prompt_ids, *answer.token_ids]
         loss_mask[start:end], logprobs[start:end] = True, answer.logprobs
         spans += [
             VersionSpan(start + span.start, start + span.end, span.version, engine=0)

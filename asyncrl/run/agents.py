@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from asyncrl.agents.endpoint.engine_route import fewest_message_tokens
 from asyncrl.agents.endpoint.gateway import Gateway, collect_less
 from asyncrl.agents.endpoint.requests import CallRules
 from asyncrl.agents.endpoint.tool_calls import find_tool_format
@@ -106,7 +105,6 @@ def call_rules(config: RunConfig, tokenizer: HFChatTokenizer) -> CallRules:
         max_prompt_tokens=rollout.max_prompt_tokens,
         max_length=rollout.max_prompt_tokens + rollout.max_tokens,
         vocab_size=tokenizer.vocab_size,
-        message_tokens=fewest_message_tokens(tokenizer),
         on_sampling_override=config.gateway.on_sampling_override,
     )
 

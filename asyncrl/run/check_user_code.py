@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from asyncrl.agents.python import PythonHarness
+from asyncrl.agents.harness import PythonHarness
 from asyncrl.config import LoraConfig, ModelConfig, RunConfig
 from asyncrl.errors import ConfigError
 from asyncrl.http import die_with_parent, fail, secret_of

@@ -1,21 +1,94 @@
-"""Answers as OpenAI writes them: whole bodies, and the events of a stream."""
+"""OpenAI's form of answers and errors: whole bodies, and the events of a stream."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from aiohttp import web
 from pydantic_core import to_json
 
-from asyncrl.agents.endpoint.answer_text import Choice
-from asyncrl.agents.endpoint.calls import Call
+if TYPE_CHECKING:
+    from asyncrl.agents.endpoint.answer_text import Choice
+    from asyncrl.agents.endpoint.sessions import Call
+
+NO_RETRY = {"x-should-retry": "false"}
+"""Tells an OpenAI client that asking again is of no use."""
 
 END_OF_STREAM = b"data: [DONE]\n\n"
+_LONGEST_SHOWN = 80
+_CODES = {404: "unknown_url", 405: "method_not_allowed", 408: "request_timeout", 413: "request_too_large"}
+
+
+class ApiError(Exception):
+    """One call is answered with an error; the session and the run go on."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str = "invalid_request_error",
+        code: str | None = None,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        self.status, self.headers = status, dict(headers or {})
+        code = code or _CODES.get(status)
+        self.error = {"message": message, "type": type, "param": param, "code": code}
+        super().__init__(message)
+
+    def body(self) -> bytes:
+        return to_json({"error": self.error}, inf_nan_mode="null")
+
+    def response(self) -> web.Response:
+        return web.Response(
+            body=self.body(), status=self.status, headers=self.headers, content_type="application/json"
+        )
+
+
+def invalid(message: str, param: str | None = None, *, code: str | None = None) -> ApiError:
+    """400: the call cannot be answered."""
+    return ApiError(400, message, code=code, param=param)
+
+
+def too_long(message: str, param: str) -> ApiError:
+    """400 as OpenAI says it of a prompt that does not fit."""
+    return invalid(message, param, code="context_length_exceeded")
+
+
+def unknown_key() -> ApiError:
+    """401. The key itself is never shown: answers end up in logs."""
+    why = "Unknown or missing session key. Send `Authorization: Bearer KEY`, or call /s/KEY/v1/...."
+    return ApiError(401, why, code="invalid_api_key")
+
+
+def session_ended(reason: str) -> ApiError:
+    """410: the rollout is over, and so is its key."""
+    return ApiError(410, f"This session has ended: {reason}", code="session_ended", headers=NO_RETRY)
+
+
+def rate_limited(message: str, *, retry_after_s: int | None) -> ApiError:
+    """429; `retry_after_s` None says that waiting does not help."""
+    headers = NO_RETRY if retry_after_s is None else {"Retry-After": str(retry_after_s)}
+    return ApiError(429, message, type="requests", code="rate_limit_exceeded", headers=headers)
+
+
+def shown(value: object) -> str:
+    """A value of a call, short enough for a message."""
+    if isinstance(value, int) and abs(value) >= 10**18:
+        return f"an integer of {value.bit_length()} bits"
+    if isinstance(value, (dict, list)):
+        return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)} entries"
+    text = repr(value[: _LONGEST_SHOWN + 1] if isinstance(value, str) else value)
+    return text if len(text) <= _LONGEST_SHOWN else text[:_LONGEST_SHOWN] + "..."
+
+
+# ---- answers
 
 
 def whole_body(call: Call, model: str) -> bytes:
-    """The whole answer."""
     if call.kind == "chat":
         choices = [_of_choice(each, message=each.message, logprobs=_logprobs(each)) for each in call.choices]
     else:
@@ -49,36 +122,34 @@ class Events:
         """After the last text: tool calls, logprobs, why it ended, usage."""
         events = b"".join(self._end_of(choice) for choice in self._call.choices)
         if self._include_usage:
-            events += event(self._head | {"choices": [], "usage": _usage(self._call)})
+            events += _event(self._head | {"choices": [], "usage": _usage(self._call)})
         return events + END_OF_STREAM
 
     def _end_of(self, choice: Choice) -> bytes:
         if not self._is_chat:
-            return self._event(_of_choice(choice, text="", logprobs=_text_logprobs(choice)))
+            return self._event_of(_of_choice(choice, text="", logprobs=_text_logprobs(choice)))
         events = b""
         if choice.tool_calls:
             calls = [{"index": index, **call} for index, call in enumerate(choice.tool_calls)]
             events = self._delta(choice, {"tool_calls": calls})
         if choice.logprobs is not None:  # the engines report them with the last token
             events += self._delta(choice, {}, logprobs=_logprobs(choice))
-        return events + self._event(_of_choice(choice, delta={}, logprobs=None))
+        return events + self._event_of(_of_choice(choice, delta={}, logprobs=None))
 
     def _text(self, choice: Choice, text: str) -> bytes:
         if self._is_chat:
             return self._delta(choice, {"content": text})
-        return self._event({"index": choice.index, "text": text, "logprobs": None, "finish_reason": None})
+        return self._event_of({"index": choice.index, "text": text, "logprobs": None, "finish_reason": None})
 
     def _delta(self, choice: Choice, delta: Mapping[str, Any], *, logprobs: Any = None) -> bytes:
-        return self._event(
-            {"index": choice.index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
-        )
+        of_choice = {"index": choice.index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
+        return self._event_of(of_choice)
 
-    def _event(self, choice: Mapping[str, Any]) -> bytes:
-        return event(self._head | {"choices": [choice]})
+    def _event_of(self, choice: Mapping[str, Any]) -> bytes:
+        return _event(self._head | {"choices": [choice]})
 
 
-def event(payload: Mapping[str, Any]) -> bytes:
-    """One event of a stream."""
+def _event(payload: Mapping[str, Any]) -> bytes:
     return b"data: " + to_json(payload, inf_nan_mode="null") + b"\n\n"
 
 
