@@ -50,7 +50,6 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "an unknown role": (with_messages({"role": "wizard", "content": "x"}), "wizard"),
     "no content": (with_messages({"role": "user"}), "content"),
     "no tool_call_id": (with_messages(*HI, {"role": "tool", "content": "x"}), "tool_call_id"),
-    "an empty answer": (with_messages(*HI, {"role": "assistant"}), "neither content nor tool_calls"),
     "an image": (with_messages(IMAGE), "text parts"),
     "an unknown key": (with_messages({"role": "user", "content": "x", "cache": 1}), "cache"),
     "arguments that are no JSON": (with_messages(*HI, tool_call("{")), "arguments"),

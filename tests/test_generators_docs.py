@@ -142,7 +142,7 @@ def test_the_page_names_every_parameter_and_says_what_becomes_of_it() -> None:
 
 def test_the_page_names_every_error_code() -> None:
     source = "".join(path.read_text() for path in (ROOT / "asyncrl" / "agents" / "endpoint").glob("*.py"))
-    codes = set(re.findall(r'code="(\w+)"', source)) | set(re.findall(r'\d: "(\w+)"', source))
+    codes = set(re.findall(r'code ?= ?"(\w+)"', source)) | set(re.findall(r'\d: "(\w+)"', source))
     assert codes == set().union(*(names(row[1]) for row in table("status")))
 
 

@@ -65,7 +65,7 @@ class Worker:
                 ever: it may be started again.
     Invariant:  an item is in `holding` from the answer that gave it until its result has been answered, or it
                 was cancelled. Signs of life come from the event loop that the harnesses run on: a harness
-                that blocks it for lease_timeout_s loses its worker all items, and the log says so.
+                that blocks it for lease_timeout_s loses its worker all items.
     """
 
     def __init__(self, harness: Harness, caller: Caller, *, name: str, slots: int) -> None:
@@ -217,15 +217,6 @@ class Worker:
         while True:
             self._ticked_s = loop.time()
             await asyncio.sleep(TICK_S)
-            lag_s = loop.time() - self._ticked_s - TICK_S
-            if lag_s > self._lease_timeout_s / 2:
-                log.warning(
-                    "the event loop of worker %s stood still for %.1f s; after gateway.lease_timeout_s=%s "
-                    "its rollouts fail. Way out: `await asyncio.to_thread(...)` for what blocks.",
-                    self.name,
-                    lag_s,
-                    self._lease_timeout_s,
-                )
 
     async def _ask(
         self, path: str, make: Callable[[], BaseModel], answer: type[Answer], timeout_s: float

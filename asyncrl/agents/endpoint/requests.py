@@ -9,16 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NotRequired, TypeVar
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    FailFast,
-    Field,
-    ValidationError,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError
 from pydantic_core import PydanticCustomError, from_json
 from typing_extensions import TypedDict
 
@@ -132,12 +123,6 @@ def _parsed(arguments: Any) -> Any:
         raise _wrong(f"arguments must be the text of a JSON object: {error}") from None
 
 
-def _as_given(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
-    """Checked, and left as it is: the order of keys is part of the prompt."""
-    check(value)
-    return value
-
-
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}\z")]
 Content = Annotated[str, BeforeValidator(_joined)]
 STRICT = ConfigDict(strict=True, extra="forbid")
@@ -178,8 +163,8 @@ class _ToolResult(_Message):
     tool_call_id: Annotated[str, Field(min_length=1)]
 
 
-_SENT_BACK = ("refusal", "audio", "annotations", "function_call", "parsed")
-"""Keys that OpenAI's own client writes into an answer that it got and sends back."""
+_EMPTY = ("refusal", "audio", "annotations", "function_call", "parsed", "tool_calls")
+"""Keys that OpenAI's own client writes into an answer that it sends back, where they say nothing."""
 
 
 def _tidy(message: Any) -> Any:
@@ -188,18 +173,10 @@ def _tidy(message: Any) -> Any:
     """
     if not isinstance(message, dict):
         return message
-    role = message.get("role")
-    if role not in ROLES:
-        raise _wrong(f"role is {shown(role)}; it must be one of {', '.join(ROLES)}")
-    said = {name: value for name, value in message.items() if value is not None}
-    if role == "assistant":
-        said = {name: value for name, value in said.items() if value or name not in _SENT_BACK}
-        if not said.get("tool_calls", True):
-            del said["tool_calls"]
-        if "content" not in said and "tool_calls" not in said:
-            raise _wrong("neither content nor tool_calls; an assistant message needs one of them")
-        said.setdefault("content", "")
-    return said
+    said = {
+        name: value for name, value in message.items() if value is not None and (value or name not in _EMPTY)
+    }
+    return {"content": "", **said} if said.get("role") == "assistant" else said
 
 
 ChatMessage = Annotated[
@@ -242,11 +219,6 @@ def _prompt(value: Any) -> Any:
 # ---- bodies
 
 
-class _StreamOptions(BaseModel):
-    model_config = OPEN
-    include_usage: bool = False
-
-
 class _Body(BaseModel):
     model_config = STRICT
 
@@ -262,12 +234,12 @@ class _Body(BaseModel):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     stream: bool = False
-    stream_options: _StreamOptions = _StreamOptions()
+    stream_options: dict[str, Any] = {}
 
 
 class _ChatBody(_Body):
     messages: Annotated[list[ChatMessage], Field(min_length=1), FailFast()]
-    tools: Annotated[list[_GivenTool], Field(max_length=MAX_TOOLS), WrapValidator(_as_given)] = []
+    tools: Annotated[list[_GivenTool], Field(max_length=MAX_TOOLS)] = []
     tool_choice: Annotated[str, BeforeValidator(_tool_choice)] = "auto"
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False
@@ -301,16 +273,14 @@ class RequestReader:
             )
         asked = self._checked(given, _ChatBody)
         choice = asked.tool_choice if asked.tools or asked.tool_choice != "auto" else "none"
-        if choice != "none" and not asked.tools:
-            raise invalid("tool_choice is only allowed when tools are given.", "tool_choice")
         names = [f"function:{tool['function']['name']}" for tool in asked.tools]
-        if choice not in ("none", "auto", "required", *names):
+        if choice not in (("none", "auto", "required", *names) if names else ("none",)):
             raise invalid(f"tool_choice {shown(choice)} is not among the tools.", "tool_choice")
         limits = [each for each in (asked.max_completion_tokens, asked.max_tokens) if each is not None]
         return self._request(
             asked,
             messages=asked.messages,
-            tools=None if choice == "none" else asked.tools,
+            tools=None if choice == "none" else given["tools"],  # as they are: the order of keys counts
             tool_choice=choice,
             max_tokens=min(limits, default=None),
             logprobs=asked.logprobs,
@@ -354,7 +324,7 @@ class RequestReader:
             stop=tuple(asked.stop),
             seed=asked.seed,
             stream=asked.stream,
-            include_usage=asked.stream_options.include_usage,
+            include_usage=asked.stream_options.get("include_usage") is True,
             **more,
         )
 
@@ -389,9 +359,6 @@ def _refused(error: ValidationError) -> ApiError:
     first = error.errors(include_url=False)[0]
     loc = [part for part in first["loc"] if part not in ROLES]  # pydantic names the kind of a message, too
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).lstrip(".")[:200]
-    if first["type"] == "extra_forbidden" and len(loc) == 1:
-        return invalid(f"Unknown parameter: {shown(loc[0])}.", param[:64], code="unknown_parameter")
-    if first["type"] == "extra_forbidden":
-        return invalid(f"{param} is not known: no message of this role has such a key.", param)
     given = "" if first["type"] in ("missing", "wrong") else f", not {shown(first['input'])}"
-    return invalid(f"{param}: {first['msg']}{given}.", param)
+    code = "unknown_parameter" if first["type"] == "extra_forbidden" else None
+    return invalid(f"{param}: {first['msg']}{given}.", param, code=code)

@@ -158,10 +158,6 @@ class GatewaySession:
         self._failure: RolloutFailure | None = None
         sessions.add(self)
 
-    def __repr__(self) -> str:
-        state = "open" if self.ended is None else f"ended: {self.ended}"
-        return f"<GatewaySession {self.rollout_id}/a{self.attempt} {self.num_calls} calls, {state}>"
-
     def end_nowait(self, reason: str) -> None:
         """No call is answered any more (410 with `reason`), those in hand included. Idempotent: the first
         reason stays.
