@@ -15,7 +15,7 @@ from gateway_capture_cases import END, START, CharRenderer, Message, Play, assis
 from asyncrl.agents.endpoint.capture import Capture, GatewayStats
 from asyncrl.agents.harness import OUTCOME
 from asyncrl.errors import RolloutFailure
-from asyncrl.messages.records import Completion, Outcome, Trajectory, VersionSpan
+from asyncrl.messages.records import Outcome, Trajectory
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 
@@ -23,17 +23,6 @@ TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "
 def called(arguments: object, *, id: str = "call_1", **fields: object) -> Message:
     function = {"name": "add", "arguments": arguments}
     return assistant(None, tool_calls=[{"id": id, "type": "function", "function": function, **fields}])
-
-
-def test_a_call_that_goes_on_reuses_what_was_sent_and_sampled() -> None:
-    play = Play()
-    first = play.ask([user("hi")], f"yo{END}")
-    second = plan(play.capture, [user("hi"), assistant("yo"), user("more")])
-    assert second.how == "extended"
-    new = play.renderer.encode(f"yo{END}\n{START}user\nmore{END}\n{START}assistant\n")
-    assert second.prompt_ids == (*first.prompt_ids, *new)
-    assert second.num_reused == len(first.prompt_ids) + 3
-    assert play.counts == GatewayStats(calls=2, extended=1)
 
 
 CALLED = called('{"a":1,"b":2}')
@@ -87,16 +76,6 @@ def test_other_tools_are_another_chat() -> None:
     assert plan(play.capture, chat, None).how == plan(play.capture, chat, [TOOL, TOOL]).how == "forked"
 
 
-def test_the_longest_recorded_history_wins_and_what_follows_it_may_hold_answers_of_others() -> None:
-    play = Play()
-    play.ask([user("a")], f"1{END}")
-    second = play.ask([user("a"), assistant("1"), user("b")], f"2{END}")
-    chat = [user("a"), assistant("1"), user("b"), assistant("2"), user("c"), assistant("made up"), user("d")]
-    planned = plan(play.capture, chat)
-    assert (planned.how, planned.num_reused) == ("extended", len(second.prompt_ids) + 2)
-    assert planned.prompt_ids == play.renderer.encode(play.renderer.render(chat))
-
-
 def test_several_choices_of_one_call_are_several_children() -> None:
     play = Play()
     planned = plan(play.capture, [user("a")])
@@ -119,16 +98,6 @@ def test_a_plan_renders_once_and_twice_only_where_the_template_begins_to_write_o
         chat += [assistant(text), user("more")]
     assert renders == [1, 1, 1, 2, 1]
     assert play.counts == GatewayStats(calls=5, extended=2, realigned=2)
-
-
-@pytest.mark.parametrize("habit", ["shouts", "refuses"])
-def test_a_template_that_swallows_or_refuses_the_sentinel_forks(habit: str) -> None:
-    play = Play(CharRenderer(habit))  # type: ignore[arg-type]
-    play.ask([user("a")], f" yo{END}")
-    chat = [user("a"), assistant("yo"), user("b")]
-    planned = plan(play.capture, chat)
-    assert (planned.how, planned.parent) == ("forked", None)
-    assert planned.prompt_ids == play.renderer.encode(play.renderer.render(chat))
 
 
 def test_the_templates_end_of_a_turn_follows_another_end_and_is_not_said_twice_after_its_own() -> None:
@@ -226,23 +195,6 @@ def test_branches_run_from_root_to_leaf_and_each_token_is_trained_in_the_first_t
         assert (branch.sample_index, branch.reward, branch.metrics) == (7, 0.5, {"turns": 4.0})
         assert (branch.behaviour_logprobs[~branch.loss_mask] == 0).all()
         assert branch.credits == ()
-
-
-def test_spans_and_interruptions_are_those_of_the_completions() -> None:
-    play = Play()
-    planned = plan(play.capture, [user("a")])
-    spans = (VersionSpan(0, 1, 8), VersionSpan(1, 3, 9))
-    sampled = Completion((1, 2, 3), (-1.0, -2.0, -3.0), spans, "length", num_interruptions=2)
-    play.capture.record(planned, sampled, assistant("x"), "chatcmpl-0")
-    more = plan(play.capture, [user("a"), assistant("x"), user("b")])
-    for choice in range(2):
-        again = Completion((4,), (-4.0,), (VersionSpan(0, 1, 9),), "stop", num_interruptions=1)
-        play.capture.record(more, again, assistant("y"), f"chatcmpl-1/{choice}", choice=choice)
-    first, second = play.capture.rollout(0, Outcome(), 0.0)
-    start = len(planned.prompt_ids)
-    assert first.version_spans[:2] == (VersionSpan(start, start + 1, 8), VersionSpan(start + 1, start + 3, 9))
-    assert first.behaviour_logprobs[start : start + 3].tolist() == [-1.0, -2.0, -3.0]
-    assert (first.num_interruptions, second.num_interruptions) == (3, 1), "it counts where it is trained"
 
 
 def test_rewards_by_turn_make_each_completion_a_unit_and_rewards_by_branch_each_branch() -> None:

@@ -191,6 +191,7 @@ class History:
             assert branch.version_spans == tuple(spans)
             assert [(credit.start, credit.end, credit.reward) for credit in branch.credits] == credits
             assert not branch.behaviour_logprobs[~branch.loss_mask].any()
+        assert sum(branch.num_interruptions for branch in rollout) == interruptions
         assert sorted(seen) == sorted(by_logprob.values()), "each sampled token is trained once"
         units = [credit.unit for branch in rollout for credit in branch.credits]
         assert len(set(units)) == len(units), "each completion is a unit"

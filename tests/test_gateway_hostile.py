@@ -346,21 +346,14 @@ async def test_a_long_chat_is_rendered_and_tokenised_beside_the_loop_and_its_ret
 
 
 @in_loop
-async def test_a_client_that_does_not_read_its_answer_is_closed_and_the_answer_is_still_to_be_had() -> None:
-    engine = ScriptedEngine(lambda _: "word " * 8000)
-    async with gateway_world(engine, read_timeout_s=0.3, max_tokens=50_000, max_length=90_000) as world:
-        listening: Any = world.gateway._socket
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        body = with_fields(stream=True)
-        _, writer = await raw(world, head(world, len(body)) + body, receive_bytes=2048)
-        await until(lambda: bool(engine.requests) and not world.gateway.stats().connections)
-        writer.close()
-        assert world.session.capture.num_completions == 0
-        async with world.http.post(
-            world.url + "/v1/chat/completions", data=body, headers=world.headers
-        ) as response:
-            assert (await response.text()).count("word ") == 8000
-        assert len(engine.requests) == 1
+async def test_a_flood_that_does_not_stop_at_its_refusals_fails_the_rollout_at_once() -> None:
+    async with gateway_world(max_calls=2) as world:
+        refused = [await world.post(b"no JSON") for _ in range(21)]
+        assert {status for status, _ in refused} == {400}
+        assert (await world.ask())[0] == 410
+        with pytest.raises(RolloutFailure, match=r"21 of its calls.*10 times gateway.max_calls=2"):
+            async with world.session.while_open():
+                pass
 
 
 @in_loop

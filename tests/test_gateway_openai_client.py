@@ -27,21 +27,6 @@ def client_of(world: World, **more: Any) -> openai.AsyncOpenAI:
 
 
 @in_loop
-async def test_the_sync_client_gets_an_answer_and_its_usage() -> None:
-    def ask(world: World) -> Any:
-        with openai.OpenAI(base_url=world.url + "/v1", api_key=world.session.key) as client:
-            return client.models.list().data[0].id, client.chat.completions.create(model="any", messages=HI)
-
-    async with gateway_world() as world:
-        model, answer = await asyncio.to_thread(ask, world)
-        assert model == answer.model == "policy"
-        choice, usage = answer.choices[0], answer.usage
-        assert (choice.message.content, choice.finish_reason) == ("Hello there.", "stop")
-        assert usage.prompt_tokens == len(world.engine.requests[0].prompt_ids)
-        assert usage.completion_tokens == 13
-
-
-@in_loop
 async def test_a_conversation_is_one_branch_whose_every_answer_is_trained_once() -> None:
     async with gateway_world() as world, client_of(world) as client:
         messages = list(HI)
@@ -166,17 +151,6 @@ def test_seeds_are_of_what_is_asked_and_not_of_when() -> None:
     )
     assert len(set(first["a {}"])) == 2
     assert len(set(first["a {'seed': 5}"])) == 1
-
-
-@in_loop
-async def test_logprobs_are_those_of_the_sampled_tokens() -> None:
-    async with gateway_world() as world, client_of(world) as client:
-        answer = await client.chat.completions.create(model="m", messages=HI, logprobs=True, max_tokens=3)
-        choice = answer.choices[0]
-        assert choice.logprobs
-        told = [(each.token, each.logprob) for each in choice.logprobs.content or []]
-        assert told == [("H", -0.5), ("e", -0.5 - 1 / 1024), ("l", -0.5 - 2 / 1024)]
-        assert choice.finish_reason == "length"
 
 
 @in_loop

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from aiohttp import web
 from gateway_cases import (
     HI,
     RULES,
@@ -222,17 +221,6 @@ async def test_the_port_is_taken_before_the_start_and_a_taken_one_is_a_config_er
         assert public.bind() == "http://here:8700"
         await unstarted.aclose()
         await public.aclose()
-
-
-@in_loop
-async def test_routes_of_others_are_answered_on_the_same_port_with_the_same_limits() -> None:
-    async def echo(request: web.Request) -> web.Response:
-        return web.Response(body=await request.read())
-
-    async with gateway_world(extra_routes=[web.post("/work/echo", echo)], max_body_bytes=2000) as world:
-        for size, status in ((5, 200), (3000, 413)):
-            async with world.http.post(world.url + "/work/echo", data=b"x" * size) as response:
-                assert response.status == status
 
 
 @in_loop

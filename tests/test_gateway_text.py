@@ -4,9 +4,7 @@ later.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -123,17 +121,6 @@ def test_in_any_cuts_the_pieces_are_the_whole_text_up_to_the_first_stop_string(
         assert expected.startswith(so_far), "what was handed out stays"
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_plain_text_comes_out_with_its_token(name: str) -> None:
-    tokenizer = _saved[name]
-    answer = AnswerText(tokenizer)
-    shown = ""
-    ids = tokenizer.encode("the quick fox waits. 12")
-    for index, token in enumerate(ids, 1):
-        shown += answer.feed([token])
-        assert shown == tokenizer.decode(ids[:index]), "nothing is held back without need"
-
-
 @pytest.mark.parametrize("name", MAKERS)
 def test_special_and_end_tokens_are_never_shown_but_those_that_are_asked_for(name: str) -> None:
     tokenizer = _saved[name]
@@ -148,16 +135,6 @@ def test_special_and_end_tokens_are_never_shown_but_those_that_are_asked_for(nam
     cut = AnswerText(tokenizer, ["fox" + PYTHON], keep_special=[PYTHON])
     assert PYTHON not in "".join(pieces(cut, ids, [1] * len(ids)))
     assert cut.is_stopped
-
-
-def test_a_token_of_plain_text_that_ends_turns_is_not_shown_either(tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    fox = save(byte_level(), folder).encode(" fox")
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": list(fox)}))
-    tokenizer = HFChatTokenizer(folder)
-    ids = tokenizer.encode("the fox")
-    assert set(fox) <= tokenizer.text_ids & tokenizer.end_ids
-    assert "".join(pieces(AnswerText(tokenizer), ids, [])) == "the"
 
 
 @pytest.mark.parametrize("name", KINDS)

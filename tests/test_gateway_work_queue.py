@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from asyncrl.agents.endpoint.openai_form import ApiError
-from asyncrl.agents.endpoint.work_queue import MAX_BYTES, QueuedItem, WorkerId, WorkItems
+from asyncrl.agents.endpoint.work_queue import QueuedItem, WorkerId, WorkItems
 from asyncrl.agents.endpoint.work_routes import RolloutQueue
 from asyncrl.config import Outcomes
 from asyncrl.errors import RolloutFailure
@@ -299,12 +299,3 @@ async def test_a_poll_of_a_client_that_is_gone_or_of_a_dropped_worker_takes_no_w
     assert queue.gauges()["harness/queued"] == 1
     running.cancel()
     await queue.aclose()
-
-
-def test_large_works_are_not_given_out_all_at_once() -> None:
-    book = WorkItems("returned")
-    large = b" " * (MAX_BYTES // 2)
-    for number in range(5):
-        book.add(QueuedItem(f"l{number}", make_work(number), large, lambda: None, lambda result: None))
-    book.seen(("w", "1"), 0.0)
-    assert [len(book.take(("w", "1"), 5)) for _ in range(3)] == [2, 2, 1]

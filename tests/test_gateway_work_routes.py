@@ -160,19 +160,6 @@ async def test_without_the_worker_key_nothing_is_given_and_a_session_key_is_not_
 
 
 @over_queue()
-async def test_a_message_of_another_shape_is_refused_with_the_field(
-    gateway: TestGateway, tasks: asyncio.TaskGroup, worker: Asking
-) -> None:
-    for body, said in (
-        (b"{", "JSON"),
-        (b'{"worker": "w", "instance": "1", "holding": [], "more": 1}', "more"),
-    ):
-        with pytest.raises(CallRefused, match=said) as refused:
-            await worker.caller.post("/work/alive", body, AliveAnswer, timeout_s=None)
-        assert refused.value.status == 422
-
-
-@over_queue()
 async def test_a_run_that_is_cancelled_is_told_to_its_worker_whose_result_is_refused(
     gateway: TestGateway, tasks: asyncio.TaskGroup, worker: Asking
 ) -> None:
@@ -185,16 +172,6 @@ async def test_a_run_that_is_cancelled_is_told_to_its_worker_whose_result_is_ref
     with pytest.raises(CallRefused, match="taken back"):
         await worker.result(item_id)
     assert "this run has not given it out" in (await worker.alive("of-another-run-3"))["of-another-run-3"]
-
-
-@over_queue()
-async def test_a_failure_is_raised_with_its_rule_and_its_way_out(
-    gateway: TestGateway, tasks: asyncio.TaskGroup, worker: Asking
-) -> None:
-    running = tasks.create_task(failure_of(gateway.run(0)))
-    item_id = (await worker.lease()).items[0].item_id
-    await worker.result(item_id, failure=FailureMessage(error="it broke", rule="it must not", way_out="so."))
-    assert str(await running) == "it broke; it must not.\n  Way out: so."
 
 
 @over_queue()
@@ -262,22 +239,6 @@ def test_where_no_outcome_is_posted_there_is_no_key_for_it_and_a_session_key_is_
         assert await running == Outcome()
 
     play(story, outcomes=outcomes)
-
-
-def test_an_answer_is_given_on_demand_alone() -> None:
-    for gives in (False, True):
-
-        async def story(
-            gateway: TestGateway, tasks: asyncio.TaskGroup, worker: Asking, gives: bool = gives
-        ) -> None:
-            running = tasks.create_task(gateway.run(3, answer="SECRET-ANSWER"))
-            async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {WORKER_KEY}"}) as client:
-                body = TakeRequest(**worker.who, max_items=1, slots=1, number=1, holding=[]).model_dump_json()
-                async with client.post(f"{gateway.url}/work/take", data=body) as response:
-                    assert ("SECRET-ANSWER" in await response.text()) is gives
-            running.cancel()
-
-        play(story, give_answer=gives)
 
 
 @over_queue()

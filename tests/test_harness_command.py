@@ -74,25 +74,6 @@ def test_a_last_line_that_is_no_outcome_is_a_failure(text: str) -> None:
         last_line_outcome(text)
 
 
-@pytest.mark.slow
-@in_loop
-async def test_a_shell_script_with_curl_finds_its_task_calls_the_model_and_prints_its_outcome() -> None:
-    script = """
-        set -e
-        task=$(cat)
-        messages=$(jq -c .messages <<<"$task")
-        answer=$(curl -sf "$OPENAI_BASE_URL/chat/completions" -H "Authorization: Bearer $OPENAI_API_KEY" \\
-            -d "{\\"model\\": \\"$OPENAI_MODEL\\", \\"messages\\": $messages}" \\
-            | jq -r .choices[0].message.content)
-        test "$answer" = "answer 1"
-        jq -c '{reward: .answer, metrics: {seed, sample_index, attempt}}' <<<"$task"
-    """
-    async with open_gateway() as gateway:
-        outcome = await shell(script).run(TASK, Session(f"{gateway.url}/v1", "key-0", "policy"))
-        assert outcome == Outcome(42.0, {"seed": 5.0, "sample_index": 1.0, "attempt": 2.0})
-        assert gateway.calls == [("key-0", {"model": "policy", "messages": list(TASK.messages)})]
-
-
 TOOL = """
     {
         env
@@ -238,24 +219,6 @@ async def test_cancelling_ends_the_whole_family_also_one_that_ignores_sigterm(ow
     with pytest.raises(asyncio.CancelledError):
         await running
     assert find_group(harness.token) == []
-
-
-@pytest.mark.slow
-@in_loop
-async def test_a_command_gets_sigterm_and_may_tidy_up(
-    own_temp: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("asyncrl.agents.command.GRACE_S", 60.0)
-    began, tidied = own_temp.parent / "began", own_temp.parent / "tidied"
-    harness = shell(
-        f"trap ': >{tidied}; exit 0' TERM; touch {began}; while :; do sleep 0.05; done"
-    )  # a child would get SIGTERM, too
-    running = asyncio.ensure_future(harness.run(TASK, SESSION))
-    await settled(began.exists)
-    running.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await running
-    assert tidied.exists()
 
 
 @pytest.mark.slow

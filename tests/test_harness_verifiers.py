@@ -244,12 +244,6 @@ def test_an_episode_that_is_no_rollout_of_one_trained_agent_ends_the_worker(
         play("guessing_env_for_test", 2, guess_upwards, args)
 
 
-def test_a_task_of_another_source_ends_the_worker() -> None:
-    harness = harness_of("calculator_env", LOCAL)
-    with pytest.raises(ConfigError, match="set task.verifiers=true"):
-        asyncio.run(harness.run(Task("0/0", ()), Session("http://127.0.0.1:9/v1", "key", "policy")))
-
-
 @pytest.mark.parametrize(
     ("name", "args", "said"),
     [

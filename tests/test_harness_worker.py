@@ -158,28 +158,6 @@ async def test_what_was_taken_back_is_cancelled_at_the_next_sign_of_life_and_its
         assert await second == Outcome(1.0)
 
 
-@in_loop
-async def test_a_result_that_is_refused_holds_its_slot_no_longer_than_its_lease(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("asyncrl.agents.work_client.MAX_SIGN_PERIOD_S", 0.5)
-    steps = Steps()
-    async with open_gateway() as gateway, working(gateway, steps, slots=1) as worker:
-        gateway.results_refused = 0
-        first = asyncio.ensure_future(gateway.run(0))
-        await settled(lambda: "p0" in steps.ends)
-        steps.ends["p0"].set_result(Outcome(1.0))
-        await settled(lambda: gateway.results_refused == 2)
-        (item_id,) = worker.holding
-        first.cancel()
-        await settled(lambda: item_id not in worker.holding)
-        gateway.results_refused = None
-        second = asyncio.ensure_future(gateway.run(1))
-        await settled(lambda: "p1" in steps.ends)
-        steps.ends["p1"].set_result(Outcome(0.5))
-        assert await second == Outcome(0.5)
-
-
 def test_a_worker_finds_a_gateway_that_was_started_again_and_gives_up_what_the_old_one_gave_it(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -277,45 +255,6 @@ async def test_the_worker_process_answers_health_runs_rollouts_and_ends_on_sigte
             fatal = find_fatal(process.log_tail().replace("    asyncrl-error", "asyncrl-error"))
             assert fatal is not None
             assert fatal.way_out == "did you mean two_turns?"
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="no /proc to look into")
-@in_loop
-async def test_a_command_finds_no_key_in_the_environment_or_the_files_of_its_worker(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(WORKER_KEY_ENV, WORKER_KEY)  # as it may be given to the run itself
-    places = f"/proc/$PPID/environ /proc/$PPID/cmdline {tmp_path}/specs/*"
-    # it is in the spec itself
-    look = f"cat {places} | grep -a -c -e '[w]orker-key' -e '[o]wn-secret' -e '[A]SYNCRL_SECRET'; true"
-    async with open_gateway() as gateway:
-        async with started(child(gateway, tmp_path, HarnessSpec(command=("sh", "-c", look)))) as caller:
-            await caller.get("/health", WorkerHealth, timeout_s=60.0)
-            assert await gateway.run(0) == Outcome(0.0)
-
-
-@pytest.mark.slow
-@in_loop
-async def test_a_harness_that_blocks_the_loop_loses_its_items_and_health_is_answered(
-    tmp_path: Path,
-) -> None:
-    mark = tmp_path / "begun"
-    async with open_gateway(lease_timeout_s=1.0) as gateway:
-        process = child(
-            gateway, tmp_path, HarnessSpec(python="harnesses_for_test:blocks", args={"mark": str(mark)})
-        )
-        async with started(process) as caller:
-            running = asyncio.ensure_future(gateway.run(0))
-            await settled(mark.exists)
-            health = await caller.get("/health", WorkerHealth, timeout_s=60.0)
-            assert health.num_running == 1
-            with pytest.raises(RolloutFailure, match="gave no sign of life"):
-                await running
-            while (await caller.get("/health", WorkerHealth, timeout_s=60.0)).loop_lag_s <= 0.5:
-                pass  # half of the lease's time is what the worker tells of
-            mark.unlink()
-            await settled(lambda: gateway.queue.gauges()["harness/workers"] == 1)
 
 
 @pytest.mark.slow

@@ -106,6 +106,8 @@ class Routes:
                         events = Events(call, self._model, include_usage=asked.include_usage)
                     return await self._answer(session, call, events, stream, is_new=is_new)
         except ApiError as error:
+            if 400 <= error.status < 500 and error.status != 410:
+                session.refused_nowait()
             if not stream.has_begun:
                 raise
             self.refused[error.status] += 1

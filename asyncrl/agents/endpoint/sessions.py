@@ -26,6 +26,8 @@ USER_SHARE = 16
 """A user's key may make so many times the calls of a rollout, and hold so many times its tokens, until an
 outcome is posted.
 """
+REFUSALS_PER_CALL = 10
+"""Calls of one rollout that may be refused, for each that it may make."""
 
 Kind = Literal["chat", "text"]
 """/v1/chat/completions, or /v1/completions."""
@@ -143,7 +145,7 @@ class GatewaySession:
         """The end of the newest completion: its engine has the conversation in its cache."""
         self.ended: str | None = None
         """Why it has ended; None while it is open."""
-        self.num_calls = self.num_sampling = 0
+        self.num_calls = self.num_refused = self.num_sampling = 0
         """Sampling: choices, each of which is a request to the engine."""
         self.reading = asyncio.Semaphore(self.limits.max_concurrent_calls)
         """Held while a call is being sent: so many bodies are in memory."""
@@ -176,6 +178,14 @@ class GatewaySession:
         if self.ended is None:
             self._failure = failure
             self.end_nowait(f"the rollout failed: {failure.what}")
+
+    def refused_nowait(self) -> None:
+        """One of its calls was refused. That costs time too, so a harness that goes on is stopped."""
+        self.num_refused += 1
+        if self.num_refused > REFUSALS_PER_CALL * self.limits.max_calls and not self.is_users:
+            what = f"{self.rollout_id}: {self.num_refused} of its calls were refused"
+            rule = f"{REFUSALS_PER_CALL} times gateway.max_calls={self.limits.max_calls} is the limit"
+            self.fail_nowait(RolloutFailure(what, rule=rule, way_out="have the harness read the errors."))
 
     def find_call(self, digest: bytes, *, is_retry: bool) -> Call | None:
         """The call that this one repeats: by its client's word, or because it is the same and no client got
