@@ -110,7 +110,11 @@ class CommandHarness:
         try:
             (folder / "work").mkdir()
             (folder / "tmp").mkdir()
-            with OutputPipe(self.max_output_bytes) as output, OutputPipe(self.max_output_bytes) as errors:
+            most = self.max_output_bytes
+            with (
+                contextlib.closing(OutputPipe(most)) as output,
+                contextlib.closing(OutputPipe(most)) as errors,
+            ):
                 code = await self._run(task, session, mark, folder, output, errors)
                 text = self._output(code, output, errors)
             return last_line_outcome(text) if session.outcome_key is None else Outcome()
@@ -257,21 +261,17 @@ class OutputPipe:
     """A pipe whose reading end is ours, read without waiting for its end: another holder of the pipe cannot
     hold us.
 
-    Life:       with block entered: both ends open -> given to a process, close_writing_end() -> read() ->
-                drain() once the process has exited: the rest of what it wrote -> block left: closed.
+    Life:       both ends open -> given to a process, close_writing_end() -> read() -> drain() once the
+                process has exited: the rest of what it wrote -> close().
     Invariant:  holds max_bytes and one chunk at most.
     """
 
     def __init__(self, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
-        self._data = bytearray()
-
-    def __enter__(self) -> OutputPipe:
+        self.max_bytes, self._data = max_bytes, bytearray()
         self._reading_end, self.writing_end = os.pipe()
         os.set_blocking(self._reading_end, False)
-        return self
 
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self.close_writing_end()
         self._stop()
         os.close(self._reading_end)

@@ -54,15 +54,13 @@ class AnswerText:
             for token in texts.encode(name)
             if token not in texts.text_ids and texts.decode([token], skip_special_tokens=False) == name
         }
-        self._stops = _StopStrings(stop)
+        self._stop = [text for text in stop if text]
+        self._held = ""  # the end of the text so far, which may be the beginning of a stop string
         self._context: list[int] = []
         self._run: list[int] = []  # byte tokens whose run may go on
         self._has_unsure = False  # the context's text ends in a replacement character that was not handed out
-
-    @property
-    def is_stopped(self) -> bool:
+        self.is_stopped = False
         """A stop string was found: nothing is shown any more."""
-        return self._stops.is_found
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """Take more tokens; returns the text that got final with them."""
@@ -70,16 +68,24 @@ class AnswerText:
             return ""
         text = self._decode(self._whole_runs([token for token in token_ids if self._is_shown(token)]))
         self._has_unsure = text.endswith(REPLACEMENT)
-        return self._stops.feed(text[:-1] if self._has_unsure else text)
+        return self._until_stop(text[:-1] if self._has_unsure else text)
 
     def finish(self) -> str:
         """No token comes any more: the rest of the text."""
         if self.is_stopped:
             return ""
-        run, self._run = self._run, []
-        text = self._stops.feed(self._decode(run))
-        self._has_unsure = False
-        return text + self._stops.finish()
+        text = self._until_stop(self._decode(self._run))
+        return text if self.is_stopped else text + self._held
+
+    def _until_stop(self, text: str) -> str:
+        """Text that can be handed out: no stop string begins in it."""
+        held = self._held + text
+        found = [(at + len(stop), at) for stop in self._stop if (at := held.find(stop)) >= 0]
+        self.is_stopped = bool(found)
+        keep = len(held) - max((overlap(held, stop) for stop in self._stop), default=0)
+        end = min(found)[1] if found else keep
+        self._held = held[end:]
+        return held[:end]
 
     def _is_shown(self, token: int) -> bool:
         return (token in self._texts.text_ids and token not in self._texts.end_ids) or token in self._kept
@@ -105,32 +111,6 @@ class AnswerText:
         together = self._context + tokens
         self._context = together[-CONTEXT_TOKENS:]
         return self._texts.decode(together, skip_special_tokens=False)[known:]
-
-
-class _StopStrings:
-    """Cuts a text before its first stop string. Life: feed() until is_found, or finish() at the end."""
-
-    def __init__(self, stop: Sequence[str]) -> None:
-        self._stop = [text for text in stop if text]
-        self._held = ""  # the end of the text so far, which may be the beginning of a stop string
-        self.is_found = False
-
-    def feed(self, text: str) -> str:
-        """Text that can be handed out: no stop string begins in it."""
-        if not self._stop:
-            return text
-        held = self._held + text
-        found = [(at + len(stop), at) for stop in self._stop if (at := held.find(stop)) >= 0]
-        if found:
-            self.is_found = True
-            return held[: min(found)[1]]
-        keep = len(held) - max(overlap(held, stop) for stop in self._stop)
-        self._held = held[keep:]
-        return held[:keep]
-
-    def finish(self) -> str:
-        """The text that was held and turned out to be none."""
-        return "" if self.is_found else self._held
 
 
 class Choice:

@@ -16,13 +16,15 @@ from aiohttp import web
 from asyncrl.agents.endpoint.openai_form import (
     NO_RETRY,
     ApiError,
+    ChatForm,
     Events,
+    TextForm,
     invalid,
     session_ended,
     unknown_key,
     whole_body,
 )
-from asyncrl.agents.endpoint.sessions import Call, GatewaySession, Kind, Sessions
+from asyncrl.agents.endpoint.sessions import Call, GatewaySession, Sessions
 
 log = logging.getLogger(__name__)
 
@@ -58,8 +60,8 @@ class Routes:
         for prefix in ("/v1", "/s/{key}/v1"):
             app.add_routes(
                 [
-                    web.post(f"{prefix}/chat/completions", partial(self._complete, "chat")),
-                    web.post(f"{prefix}/completions", partial(self._complete, "text")),
+                    web.post(f"{prefix}/chat/completions", partial(self._complete, ChatForm())),
+                    web.post(f"{prefix}/completions", partial(self._complete, TextForm())),
                     web.get(f"{prefix}/models", self._models),
                     web.get(f"{prefix}/models/{{model:.+}}", self._models),
                 ]
@@ -90,15 +92,15 @@ class Routes:
             response.force_close()
         return response
 
-    async def _complete(self, kind: Kind, request: web.Request) -> web.StreamResponse:
+    async def _complete(self, form: ChatForm, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
         stream = _Stream(request)
         try:
             async with session.in_hand():
                 async with session.reading:
                     body = await read_body(request)
-                    digest, is_retry = _asked_as(kind, body, request)
-                    begun = session.route.begin(session, kind, body, digest, is_retry=is_retry)
+                    digest, is_retry = _asked_as(form, body, request)
+                    begun = session.route.begin(session, form, body, digest, is_retry=is_retry)
                     call, asked, is_new = await begun
                 with call.attended(stream.is_there):
                     events = None
@@ -201,10 +203,12 @@ def shown_key(request: web.Request) -> str:
     return key.strip()
 
 
-def _asked_as(kind: Kind, body: bytes, request: web.Request) -> tuple[bytes, bool]:
+def _asked_as(form: ChatForm, body: bytes, request: web.Request) -> tuple[bytes, bool]:
     """What tells one call from another, and whether its client says that it asks again."""
     key = request.headers.get("Idempotency-Key", "")
-    digest = blake2b(body, digest_size=16, person=kind.encode(), key=blake2b(key.encode()).digest()).digest()
+    digest = blake2b(
+        body, digest_size=16, person=form.name.encode(), key=blake2b(key.encode()).digest()
+    ).digest()
     retries = request.headers.get("x-stainless-retry-count", "")  # what OpenAI's clients count retries in
     return digest, bool(key or retries.strip("0 "))
 

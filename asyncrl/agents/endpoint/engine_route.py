@@ -13,9 +13,9 @@ import numpy as np
 
 from asyncrl.agents.endpoint.answer_text import Choice, GatewayTokenizer
 from asyncrl.agents.endpoint.capture import GatewayStats, Planned
-from asyncrl.agents.endpoint.openai_form import NO_RETRY, ApiError, invalid, session_ended, too_long
+from asyncrl.agents.endpoint.openai_form import NO_RETRY, ApiError, ChatForm, invalid, session_ended, too_long
 from asyncrl.agents.endpoint.requests import CallRequest, CallRules, RequestReader
-from asyncrl.agents.endpoint.sessions import Call, GatewaySession, Kind, Sessions
+from asyncrl.agents.endpoint.sessions import Call, GatewaySession, Sessions
 from asyncrl.agents.endpoint.tool_calls import ToolFormat
 from asyncrl.errors import RequestRefused, RolloutFailure, RoomError
 from asyncrl.messages.protocols import SamplingEngine
@@ -70,7 +70,7 @@ class EngineRoute:
         self.open_nowait = partial(GatewaySession, sessions, self)
 
     async def begin(
-        self, session: GatewaySession, kind: Kind, body: bytes, digest: bytes, *, is_retry: bool
+        self, session: GatewaySession, form: ChatForm, body: bytes, digest: bytes, *, is_retry: bool
     ) -> tuple[Call, CallRequest, bool]:
         """The call that this body asks for, what it asks for, and whether it is new: else it is one that was
         asked before. Raises ApiError. Sleeps while a long body is read, rendered and tokenised.
@@ -78,14 +78,14 @@ class EngineRoute:
         From its return on the choices of a new call count as sampling, until sample() has ended.
         """
         is_long = len(body) >= LONG_BODY
-        read = self._reader.chat if kind == "chat" else self._reader.text
-        asked = await self._threads.run(partial(read, body)) if is_long else read(body)
+        read = partial(form.read, self._reader, body)
+        asked = await self._threads.run(read) if is_long else read()
         async with session.beginning:
             call = session.find_call(digest, is_retry=is_retry)
             if call is not None:
                 return call, asked, False
             try:
-                call = await self._new_call(session, kind, asked, digest, is_long=is_long)
+                call = await self._new_call(session, form, asked, digest, is_long=is_long)
             except ApiError as error:
                 if "Retry-After" in error.headers:
                     session.calls.setdefault(digest, []).append(None)
@@ -95,7 +95,7 @@ class EngineRoute:
         return call, asked, True
 
     async def _new_call(
-        self, session: GatewaySession, kind: Kind, asked: CallRequest, digest: bytes, *, is_long: bool
+        self, session: GatewaySession, form: ChatForm, asked: CallRequest, digest: bytes, *, is_long: bool
     ) -> Call:
         session.check_limits(asked.n)
         session.num_calls += 1  # what is refused from here on was work, too
@@ -126,7 +126,7 @@ class EngineRoute:
                 after=session.last_span,
             )
             requests.append(request)
-        return Call(kind, digest, planned, choices, requests)
+        return Call(form, digest, planned, choices, requests)
 
     async def sample(self, session: GatewaySession, call: Call, *, is_streamed: bool) -> None:
         """Have it sampled; the call's choices, or its error, say what came of it. Only cancellation, and a

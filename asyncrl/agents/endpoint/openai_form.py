@@ -1,9 +1,9 @@
-"""OpenAI's form of answers and errors: whole bodies, and the events of a stream."""
+"""OpenAI's form of errors and answers: whole bodies, and the events of a stream. An endpoint is a form."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
@@ -11,6 +11,7 @@ from pydantic_core import to_json
 
 if TYPE_CHECKING:
     from asyncrl.agents.endpoint.answer_text import Choice
+    from asyncrl.agents.endpoint.requests import CallRequest, RequestReader
     from asyncrl.agents.endpoint.sessions import Call
 
 NO_RETRY = {"x-should-retry": "false"}
@@ -88,73 +89,115 @@ def shown(value: object) -> str:
 # ---- answers
 
 
+class ChatForm:
+    """/v1/chat/completions: how a body is read, and what a choice is in its answers."""
+
+    name, whole_object, event_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    first: Mapping[str, Any] | None = {"delta": {"role": "assistant", "content": "", "refusal": None}}
+    """The first event of a choice: who speaks."""
+
+    def read(self, reader: RequestReader, body: bytes) -> CallRequest:
+        return reader.chat(body)
+
+    def whole(self, choice: Choice) -> dict[str, Any]:
+        return {"message": choice.message, "logprobs": self._logprobs(choice)}
+
+    def piece(self, text: str) -> dict[str, Any]:
+        return {"delta": {"content": text}}
+
+    def end(self, choice: Choice) -> list[dict[str, Any]]:
+        """After the last text: tool calls, logprobs (the engines report them with the last token)."""
+        calls = [{"index": index, **call} for index, call in enumerate(choice.tool_calls)]
+        parts: list[dict[str, Any]] = [{"delta": {"tool_calls": calls}}] if calls else []
+        if choice.logprobs is not None:
+            parts.append({"delta": {}, "logprobs": self._logprobs(choice)})
+        return [*parts, {"delta": {}}]
+
+    def _logprobs(self, choice: Choice) -> dict[str, Any] | None:
+        return None if choice.logprobs is None else {"content": choice.logprobs, "refusal": None}
+
+
+class TextForm(ChatForm):
+    """/v1/completions."""
+
+    name, whole_object, event_object = "cmpl", "text_completion", "text_completion"
+    first = None
+
+    def read(self, reader: RequestReader, body: bytes) -> CallRequest:
+        return reader.text(body)
+
+    def whole(self, choice: Choice) -> dict[str, Any]:
+        return {"text": choice.content or "", "logprobs": self._logprobs(choice)}
+
+    def piece(self, text: str) -> dict[str, Any]:
+        return {"text": text}
+
+    def end(self, choice: Choice) -> list[dict[str, Any]]:
+        return [{"text": "", "logprobs": self._logprobs(choice)}]
+
+    def _logprobs(self, choice: Choice) -> dict[str, Any] | None:
+        """Lists beside each other."""
+        if choice.logprobs is None:
+            return None
+        tokens = [each["token"] for each in choice.logprobs]
+        offsets = [0, *itertools.accumulate(len(token) for token in tokens)][: len(tokens)]
+        values = [each["logprob"] for each in choice.logprobs]
+        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": None, "text_offset": offsets}
+
+
 def whole_body(call: Call, model: str) -> bytes:
-    if call.kind == "chat":
-        choices = [_of_choice(each, message=each.message, logprobs=_logprobs(each)) for each in call.choices]
-    else:
-        choices = [
-            _of_choice(each, text=each.content or "", logprobs=_text_logprobs(each)) for each in call.choices
-        ]
-    return to_json(_head(call, model, "chat.completion") | {"choices": choices, "usage": _usage(call)})
+    choices = [
+        {"index": choice.index, **call.form.whole(choice), "finish_reason": choice.finish_reason}
+        for choice in call.choices
+    ]
+    return to_json(_head(call, model, call.form.whole_object) | {"choices": choices, "usage": _usage(call)})
 
 
 class Events:
     """The events of one streamed answer."""
 
     def __init__(self, call: Call, model: str, *, include_usage: bool) -> None:
-        self._call, self._include_usage, self._is_chat = call, include_usage, call.kind == "chat"
-        self._head = _head(call, model, "chat.completion.chunk") | ({"usage": None} if include_usage else {})
+        self._call, self._include_usage = call, include_usage
+        self._head = _head(call, model, call.form.event_object) | ({"usage": None} if include_usage else {})
 
     def start(self) -> bytes:
-        """Before any text: who speaks."""
-        first = {"role": "assistant", "content": "", "refusal": None}
-        return b"".join(self._delta(choice, first) for choice in self._call.choices if self._is_chat)
+        """Before any text."""
+        first = self._call.form.first
+        return b"".join(self._event(choice, first) for choice in self._call.choices if first)
 
     def news(self) -> bytes:
         """Text that may be shown by now and was not yet; maybe nothing."""
-        return b"".join(self._text(choice, text) for choice in self._call.choices if (text := choice.take()))
+        return self._texts([choice.take() for choice in self._call.choices])
 
     def again(self) -> bytes:
         """All text at once, for a client that asks a second time."""
-        return b"".join(self._text(choice, choice.content) for choice in self._call.choices if choice.content)
+        return self._texts([choice.content or "" for choice in self._call.choices])
 
     def end(self) -> bytes:
-        """After the last text: tool calls, logprobs, why it ended, usage."""
-        events = b"".join(self._end_of(choice) for choice in self._call.choices)
+        """After the last text."""
+        events = b""
+        for choice in self._call.choices:
+            *parts, last = self._call.form.end(choice)
+            events += b"".join(self._event(choice, part) for part in parts)
+            events += self._event(choice, last, choice.finish_reason)
         if self._include_usage:
             events += _event(self._head | {"choices": [], "usage": _usage(self._call)})
         return events + END_OF_STREAM
 
-    def _end_of(self, choice: Choice) -> bytes:
-        if not self._is_chat:
-            return self._event_of(_of_choice(choice, text="", logprobs=_text_logprobs(choice)))
-        events = b""
-        if choice.tool_calls:
-            calls = [{"index": index, **call} for index, call in enumerate(choice.tool_calls)]
-            events = self._delta(choice, {"tool_calls": calls})
-        if choice.logprobs is not None:  # the engines report them with the last token
-            events += self._delta(choice, {}, logprobs=_logprobs(choice))
-        return events + self._event_of(_of_choice(choice, delta={}, logprobs=None))
+    def _texts(self, texts: Sequence[str]) -> bytes:
+        form, pairs = self._call.form, zip(self._call.choices, texts, strict=True)
+        return b"".join(self._event(choice, form.piece(text)) for choice, text in pairs if text)
 
-    def _text(self, choice: Choice, text: str) -> bytes:
-        if self._is_chat:
-            return self._delta(choice, {"content": text})
-        return self._event_of({"index": choice.index, "text": text, "logprobs": None, "finish_reason": None})
-
-    def _delta(self, choice: Choice, delta: Mapping[str, Any], *, logprobs: Any = None) -> bytes:
-        of_choice = {"index": choice.index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
-        return self._event_of(of_choice)
-
-    def _event_of(self, choice: Mapping[str, Any]) -> bytes:
-        return _event(self._head | {"choices": [choice]})
+    def _event(self, choice: Choice, part: Mapping[str, Any], finish_reason: str | None = None) -> bytes:
+        of_choice = {"index": choice.index, "logprobs": None, **part, "finish_reason": finish_reason}
+        return _event(self._head | {"choices": [of_choice]})
 
 
 def _event(payload: Mapping[str, Any]) -> bytes:
     return b"data: " + to_json(payload, inf_nan_mode="null") + b"\n\n"
 
 
-def _head(call: Call, model: str, chat_object: str) -> dict[str, Any]:
-    kind = chat_object if call.kind == "chat" else "text_completion"
+def _head(call: Call, model: str, kind: str) -> dict[str, Any]:
     return {"id": call.name, "object": kind, "created": call.created_s, "model": model}
 
 
@@ -162,21 +205,3 @@ def _usage(call: Call) -> dict[str, int]:
     """Tokens; those of the prompt once, as OpenAI counts them."""
     prompt, completion = call.num_prompt_tokens, call.num_completion_tokens
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
-
-
-def _of_choice(choice: Choice, **content: Any) -> dict[str, Any]:
-    return {"index": choice.index, **content, "finish_reason": choice.finish_reason}
-
-
-def _logprobs(choice: Choice) -> dict[str, Any] | None:
-    return None if choice.logprobs is None else {"content": choice.logprobs, "refusal": None}
-
-
-def _text_logprobs(choice: Choice) -> dict[str, Any] | None:
-    """The older form: lists beside each other."""
-    if choice.logprobs is None:
-        return None
-    tokens = [each["token"] for each in choice.logprobs]
-    offsets = [0, *itertools.accumulate(len(token) for token in tokens)][: len(tokens)]
-    values = [each["logprob"] for each in choice.logprobs]
-    return {"tokens": tokens, "token_logprobs": values, "top_logprobs": None, "text_offset": offsets}

@@ -8,11 +8,18 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from asyncrl.agents.endpoint.answer_text import Choice
 from asyncrl.agents.endpoint.capture import Capture, Messages, Planned
-from asyncrl.agents.endpoint.openai_form import ApiError, invalid, rate_limited, session_ended, unknown_key
+from asyncrl.agents.endpoint.openai_form import (
+    ApiError,
+    ChatForm,
+    invalid,
+    rate_limited,
+    session_ended,
+    unknown_key,
+)
 from asyncrl.config import GatewayConfig
 from asyncrl.errors import RolloutFailure
 from asyncrl.messages.records import Outcome, Rollout, SamplingRequest, VersionSpan
@@ -29,9 +36,6 @@ outcome is posted.
 REFUSALS_PER_CALL = 10
 """Calls of one rollout that may be refused, for each that it may make."""
 
-Kind = Literal["chat", "text"]
-"""/v1/chat/completions, or /v1/completions."""
-
 
 class Call:
     """One sampling, and all clients that want its answer.
@@ -46,17 +50,17 @@ class Call:
 
     def __init__(
         self,
-        kind: Kind,
+        form: ChatForm,
         digest: bytes,
         planned: Planned,
         choices: Sequence[Choice],
         requests: Sequence[SamplingRequest],
     ) -> None:
         """`digest`: of what was asked, by which it is known when it is asked again."""
-        self.kind, self.digest, self.created_s = kind, digest, int(time.time())
+        self.form, self.digest, self.created_s = form, digest, int(time.time())
         self.choices, self.requests = tuple(choices), tuple(requests)
         self.num_prompt_tokens = len(planned.prompt_ids)
-        self.name = f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{planned.number}"
+        self.name = f"{form.name}-{planned.number}"
         self.error: ApiError | None = None
         self.undelivered: Planned | None = planned
         self._clients: list[Callable[[], bool]] = []
