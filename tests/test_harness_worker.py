@@ -357,7 +357,7 @@ def test_wrong_arguments_of_a_worker_are_refused_in_words(monkeypatch: pytest.Mo
     url = "http://127.0.0.1:9"
     for said, arguments in (
         ("no worker key", {"key": None}),
-        ("--slots 0", {"slots": 0}),
+        ("greater than or equal to 1", {"slots": 0, "command": "c"}),
         ("one harness", {"python": "a:b", "command": "c"}),
         ("--args as a JSON object", {"python": "a:b", "args": "{"}),
         ("--args as a JSON object", {"python": "a:b", "args": "[]"}),

@@ -44,13 +44,11 @@ class WorkerSpec(Message):
 
 def work(
     harness: Harness,
-    *,
-    url: str,
+    spec: WorkerSpec,
     key: str,
-    name: str,
-    slots: int,
-    begun: Callable[[Worker], None] = lambda _: None,
+    *,
     say: Callable[[ConfigError], int],
+    begun: Callable[[Worker], None] = lambda worker: None,
     code_of: Callable[[int], int] = lambda number: 128 + number,
 ) -> NoReturn:
     """Work until SIGTERM or SIGINT comes, and end the process with code_of its number; the second one ends it
@@ -58,7 +56,7 @@ def work(
     """
 
     async def live() -> int:
-        caller, caught = Caller("gateway", url, key), list[int]()
+        caller, caught = Caller("gateway", spec.url, key), list[int]()
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
 
@@ -71,7 +69,7 @@ def work(
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, end, number)
         try:
-            worker = Worker(harness, caller, name=name, slots=slots)
+            worker = Worker(harness, caller, name=spec.name, slots=spec.slots)
             begun(worker)
             await worker.run()
         except asyncio.CancelledError:
@@ -127,16 +125,7 @@ def main() -> None:
         print(fatal_line(body), file=sys.stderr)
         return 1
 
-    work(
-        harnesses[0],
-        url=spec.url,
-        key=key,
-        name=spec.name,
-        slots=spec.slots,
-        begun=serve_health,
-        say=say,
-        code_of=lambda number: 0,
-    )
+    work(harnesses[0], spec, key, say=say, begun=serve_health, code_of=lambda number: 0)
 
 
 def log_to_stderr() -> None:
@@ -187,11 +176,8 @@ def run_worker(
             way_out=f"set {WORKER_KEY_ENV} or give --key-file FILE; a run with generator.remote prints it, "
             f"and its gateway.json has it.",
         )
-    if slots < 1:
-        raise ConfigError(f"--slots {slots} is less than 1", way_out="give the rollouts to run at once.")
-    address = gateway_url(url)
     try:
-        spec = HarnessSpec(
+        harness = HarnessSpec(
             python=python,
             command=shlex.split(command) if command else None,
             verifiers=verifiers,
@@ -200,6 +186,8 @@ def run_worker(
             pass_env=list(pass_env),
             max_output_bytes=max_output_bytes,
         )
+        name = name or f"{socket.gethostname()}/{os.getpid()}"
+        spec = WorkerSpec(name=name, url=gateway_url(url), slots=slots, harness=harness)
     except ValueError as error:
         raise ConfigError(
             f"`asyncrl work` got python={python}, command={command}, verifiers={verifiers}, {args=}: {error}",
@@ -208,15 +196,13 @@ def run_worker(
         ) from error
     log_to_stderr()
     hide_memory()
-    harness = build_harness(spec)
-    name = name or f"{socket.gethostname()}/{os.getpid()}"
-    logging.getLogger("asyncrl.worker").info("worker %s: %d slots, gateway %s", name, slots, address)
+    logging.getLogger("asyncrl.worker").info("worker %s: %d slots, gateway %s", name, slots, spec.url)
 
     def say(error: ConfigError) -> int:
         print(f"ConfigError: {error}", file=sys.stderr)
         return ConfigError.exit_code
 
-    work(harness, url=address, key=worker_key, name=name, slots=slots, say=say)
+    work(build_harness(spec.harness), spec, worker_key, say=say)
 
 
 def gateway_url(url: str) -> str:
