@@ -6,7 +6,7 @@ import asyncio
 import functools
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import aiohttp
@@ -21,6 +21,7 @@ from asyncrl.errors import RoomError
 from asyncrl.messages.records import Completion, PartialCompletion, SamplingRequest, VersionSpan
 from asyncrl.testing.virtual_time import run_virtual
 
+HI: list[Any] = [{"role": "user", "content": "Hi"}]
 START, END, NAMES = 256, 257, {256: "<|start|>", 257: "<|end|>"}
 
 
@@ -178,6 +179,10 @@ class World:
     async def ask(self, text: str = "Hi", **more: Any) -> tuple[int, Any]:
         return await self.post({"model": "m", "messages": [{"role": "user", "content": text}], **more})
 
+    async def ask_other(self) -> tuple[int, Any]:
+        """A call of another session."""
+        return await self.post({"messages": HI}, headers={"Authorization": f"Bearer {self.open().key}"})
+
 
 async def until(condition: Callable[[], bool]) -> None:
     """Return once it holds. Sockets give no other sign that the gateway has seen what a client did."""
@@ -213,7 +218,7 @@ async def gateway_world(
         engine,
         tokenizer or engine.tokenizer,
         find_tool_format(tool_format, ""),
-        CallRules(**{**{name: getattr(RULES, name) for name in CallRules.__dataclass_fields__}, **rules}),
+        replace(RULES, **rules),
         GatewayConfig(**config),
         seed_of=seed_of,
         on_broken=broken.append,

@@ -100,7 +100,7 @@ def test_which_engine_answered_puts_no_branch_before_another() -> None:
             completion = Completion(
                 (ord("a"), ord(END)), (-1.0, -2.0), spans, "stop", num_interruptions=number
             )
-            capture.record(plan(capture, [user("x")], None), completion, None, f"chatcmpl-{number}")
+            capture.record(plan(capture, [user("x")], None), completion, assistant(""), f"chatcmpl-{number}")
         return [
             (branch.num_interruptions, branch.version_spans[0].engine)
             for branch in capture.rollout(0, Outcome(), 0.0)

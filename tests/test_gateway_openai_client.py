@@ -10,45 +10,20 @@ from typing import Any
 
 import openai
 import pytest
-from gateway_cases import ScriptedEngine, World, gateway_world, in_loop, is_deserted, until
+from gateway_cases import HI, ScriptedEngine, World, gateway_world, in_loop, is_deserted, until
 
 from asyncrl.errors import EngineError, RequestRefused, RolloutFailure
 from asyncrl.messages.records import Outcome
 
-ADD = {
-    "name": "add",
-    "strict": True,
-    "description": "a + b",
-    "parameters": {"type": "object", "properties": {"a": {}}},
-}
+ADD = {"name": "add", "strict": True, "parameters": {"type": "object", "properties": {"a": {}}}}
 TOOLS: list[Any] = [{"type": "function", "function": ADD}]
 CALL = 'Let me see.\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2, "ü"]}}\n</tool_call>'
-HI: list[Any] = [{"role": "user", "content": "Hi"}]
 
 
 def client_of(world: World, **more: Any) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(
         **{"base_url": world.url + "/v1", "api_key": world.session.key, "max_retries": 0, **more}
     )
-
-
-@in_loop
-async def test_the_sync_client_gets_an_answer_and_its_usage() -> None:
-    def ask(world: World) -> Any:
-        with openai.OpenAI(base_url=world.url + "/v1", api_key=world.session.key) as client:
-            return client.models.list().data[0].id, client.chat.completions.create(model="any", messages=HI)
-
-    async with gateway_world() as world:
-        model, answer = await asyncio.to_thread(ask, world)
-        assert model == answer.model == "policy"
-        assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (
-            "Hello there.",
-            "stop",
-        )
-        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (
-            len(world.engine.requests[0].prompt_ids),
-            13,
-        )
 
 
 @in_loop
@@ -117,20 +92,6 @@ async def test_a_tool_call_comes_back_parsed_and_its_result_goes_on_from_the_rec
 
 
 @in_loop
-async def test_no_text_of_a_tool_call_is_streamed_and_what_only_begins_like_one_is() -> None:
-    for text, content in (
-        (CALL, "Let me see."),
-        *((text, text) for text in ("a <tool and <tool_cal b", "<tool_call>no")),
-    ):
-        async with (
-            gateway_world(ScriptedEngine(lambda _, text=text: text)) as world,
-            client_of(world) as client,
-        ):
-            stream = await client.chat.completions.create(model="m", messages=HI, tools=TOOLS, stream=True)
-            assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == content
-
-
-@in_loop
 async def test_a_forced_tool_is_begun_for_the_model_and_none_leaves_the_tools_out() -> None:
     rest = ' {"a": 1}}\n</tool_call>'
     async with gateway_world(ScriptedEngine(lambda _: rest)) as world, client_of(world) as client:
@@ -144,9 +105,6 @@ async def test_a_forced_tool_is_begun_for_the_model_and_none_leaves_the_tools_ou
         assert sent[0].endswith('"arguments":')
         assert "add" in sent[0]
         assert "add" not in sent[1]
-    async with gateway_world(tool_format="llama") as world, client_of(world) as client:
-        answer = await client.chat.completions.create(model="m", messages=HI, tools=TOOLS)
-        assert answer.choices[0].message.content == "Hello there."
     async with gateway_world(tool_format="none") as world, client_of(world) as client:
         with pytest.raises(openai.BadRequestError, match="tool_format"):
             await client.chat.completions.create(model="m", messages=HI, tools=TOOLS)
@@ -166,40 +124,27 @@ async def test_n_choices_are_sampled_with_seeds_of_their_own_and_are_branches(st
             answer = await client.chat.completions.create(model="m", messages=HI, n=3)
             texts = [choice.message.content or "" for choice in answer.choices]
         assert texts == [f"answer {request.seed % 1000}" for request in engine.requests]
-        assert [request.request_id for request in engine.requests] == [
-            "g0/r0/a0/c0",
-            "g0/r0/a0/c0/1",
-            "g0/r0/a0/c0/2",
-        ]
+        names = [request.request_id for request in engine.requests]
+        assert names == ["g0/r0/a0/c0", "g0/r0/a0/c0/1", "g0/r0/a0/c0/2"]
         rewards = {"chatcmpl-0": 1.0, "chatcmpl-0/1": 0.0, "chatcmpl-0/2": 0.5}
         branches = world.session.rollout(0, Outcome(turn_rewards=rewards), 0.5)
-        got = {
-            engine.tokenizer.decode(branch.token_ids[branch.loss_mask].tolist()): branch.credits[0].reward
-            for branch in branches
-        }
+        decode = engine.tokenizer.decode
+        got = {decode(each.token_ids[each.loss_mask].tolist()): each.credits[0].reward for each in branches}
         assert got == dict(zip(texts, [1.0, 0.0, 0.5], strict=True))
-        assert len({request.seed for request in engine.requests}) == 3
 
 
 def test_seeds_are_of_what_is_asked_and_not_of_when() -> None:
     async def seeds(order: list[tuple[str, dict[str, Any]]]) -> dict[str, list[int]]:
         async with gateway_world() as world, client_of(world) as client:
             for text, more in order:
-                await client.chat.completions.create(
-                    model="m", messages=[{"role": "user", "content": text}], **more
-                )
+                messages: list[Any] = [{"role": "user", "content": text}]
+                await client.chat.completions.create(model="m", messages=messages, **more)
             found: dict[str, list[int]] = {}
             for (text, more), request in zip(order, world.engine.requests, strict=True):
                 found.setdefault(f"{text} {more}", []).append(request.seed)
             return found
 
-    calls: list[tuple[str, dict[str, Any]]] = [
-        ("a", {}),
-        ("b", {}),
-        ("a", {}),
-        ("a", {"seed": 5}),
-        ("a", {"seed": 5}),
-    ]
+    calls: list[tuple[str, dict[str, Any]]] = [("a", {}), ("b", {}), ("a", {})] + [("a", {"seed": 5})] * 2
     first = asyncio.run(seeds(calls))
     assert first == asyncio.run(seeds(calls[::-1])), (
         "the two equal calls without a seed come in order either way"
@@ -209,62 +154,16 @@ def test_seeds_are_of_what_is_asked_and_not_of_when() -> None:
 
 
 @in_loop
-async def test_logprobs_are_those_of_the_sampled_tokens() -> None:
-    async with gateway_world() as world, client_of(world) as client:
-        answer = await client.chat.completions.create(model="m", messages=HI, logprobs=True, max_tokens=3)
-        assert answer.choices[0].logprobs
-        assert answer.choices[0].logprobs.content
-        assert [(each.token, each.logprob) for each in answer.choices[0].logprobs.content] == [
-            ("H", -0.5),
-            ("e", -0.5 - 1 / 1024),
-            ("l", -0.5 - 2 / 1024),
-        ]
-        assert answer.choices[0].finish_reason == "length"
-        stream = await client.chat.completions.create(
-            model="m", messages=HI, logprobs=True, stream=True, max_tokens=3
-        )
-        told = [chunk.choices[0].logprobs async for chunk in stream if chunk.choices[0].logprobs]
-        assert [len(each.content or []) for each in told] == [3]
-
-
-@in_loop
 async def test_completions_take_text_or_ids_and_go_on_from_what_they_recorded() -> None:
     async with gateway_world() as world, client_of(world) as client:
         answer = await client.completions.create(model="m", prompt="Once", logprobs=0)
         assert answer.choices[0].text == "Hello there."
-        ids = [
-            *world.engine.tokenizer.encode("Once"),
-            *world.engine.tokenizer.encode("Hello there."),
-            257,
-            65,
-        ]
+        ids = [*world.engine.tokenizer.encode("OnceHello there."), 257, 65]
         await client.completions.create(model="m", prompt=ids)
         assert world.engine.requests[1].prompt_ids == tuple(ids)
-        texts = [
-            chunk.choices[0].text
-            async for chunk in await client.completions.create(model="m", prompt="x", stream=True)
-        ]
-        assert "".join(texts) == "Hello there."
+        stream = await client.completions.create(model="m", prompt="x", stream=True)
+        assert "".join([chunk.choices[0].text async for chunk in stream]) == "Hello there."
         assert world.gateway.stats().extended == 1
-
-
-@in_loop
-async def test_a_retry_after_a_timeout_gets_the_same_answer_and_it_is_sampled_once() -> None:
-    gate = asyncio.Event()
-    async with (
-        gateway_world(ScriptedEngine(gate=gate)) as world,
-        client_of(world, max_retries=10, timeout=0.3) as client,
-    ):
-        asking = asyncio.ensure_future(client.chat.completions.create(model="m", messages=HI))
-        await until(
-            lambda: world.gateway.stats().connections >= 2
-        )  # that of the first try lasts until its call is sampled
-        gate.set()
-        answer = await asking
-        assert answer.choices[0].message.content == "Hello there."
-        assert len(world.engine.requests) == 1
-        (trajectory,) = world.session.rollout(0, Outcome(), 1.0)
-        assert trajectory.num_sampled == 13
 
 
 @in_loop
@@ -303,9 +202,8 @@ async def test_errors_are_the_clients_own_exceptions() -> None:
         with pytest.raises(openai.BadRequestError, match="engine-0 refused it"):
             await client.chat.completions.create(model="m", messages=HI)
         world.engine.error = EngineError("engine-0", "answered nonsense")
-        with pytest.raises(openai.InternalServerError) as broken:
+        with pytest.raises(openai.InternalServerError, match="The run is ending"):
             await client.chat.completions.create(model="m", messages=HI)
-        assert broken.value.status_code == 503
         assert [error.room for error in world.broken] == ["engine-0"]
         world.session.end_nowait("rollout.timeout_s=600 is over")
         with pytest.raises(openai.APIStatusError, match="timeout_s=600") as gone:

@@ -95,10 +95,10 @@ async def test_a_worker_runs_as_many_rollouts_as_it_has_slots_and_posts_what_cam
     [
         ("raises", "g0/r0 (prompt p0): its harness raised ZeroDivisionError: by ? zero"),
         ("raises_in_thread", "its harness raised RuntimeError: StopIteration: no more"),
-        ("exits", "its harness raised RuntimeError: sys.exit(3)"),
+        ("exits", "its harness raised SystemExit: 3"),
         ("cancels_itself", "generator.python=harnesses_for_test:cancels_itself raised CancelledError"),
-        ("cancels_itself_in_thread", "its harness raised RuntimeError: CancelledError"),
-        ("says_text", "reward is 'good' (str)"),
+        ("cancels_itself_in_thread", "harnesses_for_test:cancels_itself_in_thread raised CancelledError"),
+        ("says_text", "returned no outcome: 'good' (str)"),
     ],
 )
 def test_whatever_a_harness_raises_is_data_and_its_worker_goes_on(
@@ -118,35 +118,13 @@ def test_whatever_a_harness_raises_is_data_and_its_worker_goes_on(
 
 
 @in_loop
-async def test_a_harness_that_reads_an_answer_that_it_is_not_given_is_told_so_and_gets_no_none() -> None:
-    async with open_gateway(give_answer=False) as gateway:
-        caller = gateway.worker()
-        running = asyncio.ensure_future(gateway.run(0))
-        with pytest.raises(
-            ConfigError,
-            match=r"task\.answer, which it is not given(.|\n)*set generator\.give_answer=true",
-        ):
-            await Worker(python("plain"), caller, name="w", slots=1).run()
-        running.cancel()
-        await caller.aclose()
-
-
-@in_loop
 async def test_an_outcome_that_cannot_be_sent_is_a_failure() -> None:
     steps = Steps()
     async with open_gateway() as gateway, working(gateway, steps):
         for wrong, said in (
             (Outcome(1.0, {"x": float("inf")}), "metrics.x Input should be a finite number"),
-            (
-                Outcome(turn_rewards={"a": 1.0}, branch_rewards={"a": 1.0}),
-                "turn_rewards or branch_rewards, not both",
-            ),
-            (
-                Outcome(1.0, {f"metric {number}": 1.0 for number in range(20_000)}),
-                "bytes; 262144 is the limit",
-            ),
-            (Outcome(1.0, {"é" * 200_000: 1.0}), "the outcome has 400"),
-            ("no outcome", "AttributeError"),
+            (Outcome(turn_rewards={"é" * 200_000: 1.0}), "the outcome has 400"),
+            ("no outcome", "the outcome is wrong"),
         ):
             running = asyncio.ensure_future(gateway.run(0))
             await settled(lambda: "p0" in steps.ends)
@@ -180,28 +158,6 @@ async def test_what_was_taken_back_is_cancelled_at_the_next_sign_of_life_and_its
         assert await second == Outcome(1.0)
 
 
-@in_loop
-async def test_a_result_that_is_refused_holds_its_slot_no_longer_than_its_lease(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("asyncrl.agents.work_client.MAX_SIGN_PERIOD_S", 0.5)
-    steps = Steps()
-    async with open_gateway() as gateway, working(gateway, steps, slots=1) as worker:
-        gateway.results_refused = 0
-        first = asyncio.ensure_future(gateway.run(0))
-        await settled(lambda: "p0" in steps.ends)
-        steps.ends["p0"].set_result(Outcome(1.0))
-        await settled(lambda: gateway.results_refused == 2)
-        (item_id,) = worker.holding
-        first.cancel()
-        await settled(lambda: item_id not in worker.holding)
-        gateway.results_refused = None
-        second = asyncio.ensure_future(gateway.run(1))
-        await settled(lambda: "p1" in steps.ends)
-        steps.ends["p1"].set_result(Outcome(0.5))
-        assert await second == Outcome(0.5)
-
-
 def test_a_worker_finds_a_gateway_that_was_started_again_and_gives_up_what_the_old_one_gave_it(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,7 +183,7 @@ def test_a_worker_finds_a_gateway_that_was_started_again_and_gives_up_what_the_o
 
     with caplog.at_level(logging.WARNING, logger="asyncrl.worker"):
         asyncio.run(story())
-    assert "It asks again until it is answered, for ever" in caplog.text
+    assert "It asks again, for ever" in caplog.text
     assert "the gateway answers again" in caplog.text
 
 
@@ -290,52 +246,15 @@ async def test_the_worker_process_answers_health_runs_rollouts_and_ends_on_sigte
             health = await caller.get("/health", WorkerHealth, timeout_s=60.0)
             assert (health.name, health.slots) == ("worker-0", 2)
             said = await gateway.run(0)
-            assert said == Outcome(1.0, {"has_worker_key": 0.0, "is_hidden": 1.0}), (
-                "harnesses do not find the worker key"
-            )
+            assert said == Outcome(1.0, {"has_worker_key": 0.0, "is_hidden": 1.0}), "a harness finds no key"
         assert process.returncode == 0
         assert gateway.queue.gauges()["harness/workers"] == 0, "it said goodbye"
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="no /proc to look into")
-@in_loop
-async def test_a_command_finds_no_key_in_the_environment_or_the_files_of_its_worker(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(WORKER_KEY_ENV, WORKER_KEY)  # as it may be given to the run itself
-    places = f"/proc/$PPID/environ /proc/$PPID/cmdline {tmp_path}/specs/*"
-    # it is in the spec itself
-    look = f"cat {places} | grep -a -c -e '[w]orker-key' -e '[o]wn-secret' -e '[A]SYNCRL_SECRET'; true"
-    async with open_gateway() as gateway:
-        process = child(gateway, tmp_path, HarnessSpec(command=("sh", "-c", look)))
-        async with started(process) as caller:
-            await caller.get("/health", WorkerHealth, timeout_s=60.0)
-            assert await gateway.run(0) == Outcome(0.0)
-
-
-@pytest.mark.slow
-@in_loop
-async def test_a_harness_that_blocks_the_loop_loses_its_items_and_health_is_answered(
-    tmp_path: Path,
-) -> None:
-    mark = tmp_path / "begun"
-    async with open_gateway(lease_timeout_s=1.0) as gateway:
-        process = child(
-            gateway, tmp_path, HarnessSpec(python="harnesses_for_test:blocks", args={"mark": str(mark)})
-        )
-        async with started(process) as caller:
-            running = asyncio.ensure_future(gateway.run(0))
-            await settled(mark.exists)
-            health = await caller.get("/health", WorkerHealth, timeout_s=60.0)
-            assert health.num_running == 1
-            with pytest.raises(RolloutFailure, match="a worker whose event loop is blocked gives none"):
-                await running
-            while (await caller.get("/health", WorkerHealth, timeout_s=60.0)).loop_lag_s <= 0.5:
-                pass  # half of the lease's time is what the worker tells of
-            mark.unlink()
-            await settled(lambda: gateway.queue.gauges()["harness/workers"] == 1)
-            await settled(lambda: "stood still for" in process.log_tail())
+        process = child(gateway, tmp_path, HarnessSpec(python="harnesses_for_test:two_turn"))
+        async with started(process):
+            await process.wait()
+            fatal = find_fatal(process.log_tail().replace("    asyncrl-error", "asyncrl-error"))
+            assert fatal is not None
+            assert fatal.way_out == "did you mean two_turns?"
 
 
 @pytest.mark.slow
@@ -376,18 +295,6 @@ def token(environment: Path) -> str:
     return marks[0].partition(".")[0] if marks else "nothing"
 
 
-@pytest.mark.slow
-@in_loop
-async def test_a_worker_whose_harness_cannot_be_found_says_so_in_its_last_words(tmp_path: Path) -> None:
-    async with open_gateway() as gateway:
-        process = child(gateway, tmp_path, HarnessSpec(python="harnesses_for_test:two_turn"))
-        async with started(process):
-            await process.wait()
-            fatal = find_fatal(process.log_tail().replace("    asyncrl-error", "asyncrl-error"))
-            assert fatal is not None
-            assert fatal.way_out == "did you mean two_turns?"
-
-
 @contextlib.asynccontextmanager
 async def elsewhere(
     gateway: TestGateway, *, key: str = WORKER_KEY, **arguments: Any
@@ -409,39 +316,28 @@ async def elsewhere(
 
 @pytest.mark.slow
 @in_loop
-async def test_a_worker_elsewhere_works_and_ends_with_the_code_of_its_signal() -> None:
-    async with open_gateway() as gateway, elsewhere(gateway, command="echo 0.5") as process:
-        assert await gateway.run(0) == Outcome(0.5)
-        assert gateway.queue.gauges()["harness/slots"] == 3
-        process.send_signal(signal.SIGTERM)
-        assert await process.wait() == 143
-        assert gateway.queue.gauges()["harness/workers"] == 0
-
-
-@pytest.mark.slow
-@in_loop
-async def test_ctrl_c_ends_a_worker_whose_harness_hangs_in_a_thread(tmp_path: Path) -> None:
-    arguments = {
-        "python": "harnesses_for_test:hangs_in_thread",
-        "args": json.dumps({"mark": str(tmp_path / "begun")}),
-    }
-    async with open_gateway() as gateway, elsewhere(gateway, **arguments) as process:
-        running = asyncio.ensure_future(gateway.run(0))
-        await settled((tmp_path / "begun").exists)
-        process.send_signal(signal.SIGINT)
-        assert await process.wait() == 130
-        with pytest.raises(RolloutFailure, match="was ended"):
-            await running
-
-
-@pytest.mark.slow
-@in_loop
-async def test_a_worker_elsewhere_with_a_wrong_key_says_so_and_ends_as_a_wrong_configuration() -> None:
-    async with open_gateway() as gateway, elsewhere(gateway, key="wrong", command="echo 0.5") as process:
-        _, errors = await process.communicate()
-        assert process.returncode == 2
-        assert "wrong or missing worker key" in errors.decode()
-        assert "Traceback" not in errors.decode()
+async def test_a_worker_elsewhere_works_and_ends_with_the_code_of_its_signal(tmp_path: Path) -> None:
+    mark = {"mark": str(tmp_path / "begun")}
+    async with open_gateway() as gateway:
+        async with elsewhere(gateway, command="echo 0.5") as process:
+            assert await gateway.run(0) == Outcome(0.5)
+            assert gateway.queue.gauges()["harness/slots"] == 3
+            process.send_signal(signal.SIGTERM)
+            assert await process.wait() == 143
+            assert gateway.queue.gauges()["harness/workers"] == 0
+        hangs = {"python": "harnesses_for_test:hangs_in_thread", "args": json.dumps(mark)}
+        async with elsewhere(gateway, **hangs) as process:
+            running = asyncio.ensure_future(gateway.run(0))
+            await settled((tmp_path / "begun").exists)
+            process.send_signal(signal.SIGINT)
+            assert await process.wait() == 130
+            with pytest.raises(RolloutFailure, match="was ended"):
+                await running
+        async with elsewhere(gateway, key="wrong", command="echo 0.5") as process:
+            _, errors = await process.communicate()
+            assert process.returncode == 2
+            assert "wrong or missing worker key" in errors.decode()
+            assert "Traceback" not in errors.decode()
 
 
 def test_a_worker_reads_its_key_from_a_file_or_from_a_runs_gateway_json(tmp_path: Path) -> None:
@@ -461,11 +357,10 @@ def test_wrong_arguments_of_a_worker_are_refused_in_words(monkeypatch: pytest.Mo
     url = "http://127.0.0.1:9"
     for said, arguments in (
         ("no worker key", {"key": None}),
-        ("--slots 0", {"slots": 0}),
-        ("one harness", {}),
+        ("greater than or equal to 1", {"slots": 0, "command": "c"}),
         ("one harness", {"python": "a:b", "command": "c"}),
-        ("is no JSON object: Expecting", {"python": "a:b", "args": "{"}),
-        ("is no JSON object", {"python": "a:b", "args": "[]"}),
+        ("--args as a JSON object", {"python": "a:b", "args": "{"}),
+        ("--args as a JSON object", {"python": "a:b", "args": "[]"}),
         ("NAME=VALUE", {"command": "true", "env": ["X"]}),
     ):
         with pytest.raises(ConfigError, match=said):

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from asyncrl.agents.endpoint.engine_route import fewest_message_tokens
 from asyncrl.agents.endpoint.gateway import Gateway, collect_less
 from asyncrl.agents.endpoint.requests import CallRules
 from asyncrl.agents.endpoint.tool_calls import find_tool_format
@@ -88,7 +87,6 @@ def make_gateway(
         max_prompt_tokens=rollout.max_prompt_tokens,
         max_length=max_length(config),
         vocab_size=tokenizer.vocab_size,
-        message_tokens=fewest_message_tokens(tokenizer),
         on_sampling_override=config.gateway.on_sampling_override,
     )
     gateway = Gateway(

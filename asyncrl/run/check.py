@@ -23,7 +23,7 @@ import yaml
 
 from asyncrl.agents.command import CommandHarness
 from asyncrl.agents.endpoint.tool_calls import find_tool_format
-from asyncrl.agents.python import PythonHarness
+from asyncrl.agents.harness import PythonHarness
 from asyncrl.agents.verifiers import taskset_loader
 from asyncrl.algorithms.registry import resolve
 from asyncrl.config import LoraConfig, ModelConfig, RunConfig, run_config_yaml
