@@ -13,7 +13,7 @@ from packing_cases import Rows, batch_of, random_groups, trees
 from torch import Tensor
 
 from asyncrl.trainer.model import attention as attention_kernels
-from asyncrl.trainer.model.attention import CudaKernel, _Merged, packed_attention
+from asyncrl.trainer.model.attention import packed_attention
 from asyncrl.trainer.model.packing import Layout, pack
 
 SHARED = random_groups([[30, 70, 1, 9], [40], [5, 60]], prompt=25)
@@ -154,17 +154,15 @@ def test_the_layout_of_the_cuda_kernel_is_right(monkeypatch: pytest.MonkeyPatch)
     tested.
     """
     monkeypatch.setattr(attention_kernels, "_varlen", varlen)
+    monkeypatch.setattr(attention_kernels, "_forward_cpu", attention_kernels._forward_cuda)
+    monkeypatch.setattr(attention_kernels, "_backward_cpu", attention_kernels._backward_cuda)
     monkeypatch.setattr(attention_kernels, "_varlen_backward", varlen_backward)
     layout = layout_of(SHARED)
     assert layout is not None
     made = tensors(layout, torch.float64)
 
-    def on_cuda(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> Tensor:
-        output: Tensor = _Merged.apply(query, key, value, layout, scale, CudaKernel)
-        return output
-
     for found, expected in zip(
-        results(on_cuda, made, layout), results(packed_attention, made, layout), strict=True
+        results(packed_attention, made, layout), results(row_by_row, made, layout), strict=True
     ):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 

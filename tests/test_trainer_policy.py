@@ -16,10 +16,9 @@ from packing_cases import Rows, batch_of, naive, random_groups, trees
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from asyncrl.trainer.model import plan_check
+from asyncrl.trainer.model import policy as plan_check
 from asyncrl.trainer.model.packing import MicroBatch, pack
-from asyncrl.trainer.model.plan_check import Plan, find_plan
-from asyncrl.trainer.model.policy import Policy
+from asyncrl.trainer.model.policy import Plan, Policy, find_plan
 
 GROUPS = random_groups([[5, 60, 1, 9], [40], [3, 3, 30]])
 COMMON = {
@@ -88,7 +87,7 @@ def run(
     places = np.cumsum(arrays.loss_mask)
     found = []
     for micro in pack(header, arrays, arrays.loss_mask, max_tokens, torch.device("cpu")):
-        logprob_M, _ = policy(micro, temperature)
+        logprob_M, *_ = policy(micro, temperature)
         (logprob_M * torch.from_numpy(places[micro.source_M])).sum().backward()
         found.append(logprob_M.detach())
     return torch.cat(found), gradients(policy.model)
@@ -190,11 +189,11 @@ def test_a_group_whose_sequences_are_all_the_same_has_no_own_tokens_and_still_tr
     header, arrays = batch_of([[row] * 4])
     policy = Policy(make_model().to(dtype))
     (micro,) = pack(header, arrays, arrays.loss_mask, 1000, torch.device("cpu"))
-    assert (micro.layout.num_family_tokens, len(micro.target_M)) == (0, 24)
-    logprob_M, _ = policy(micro)
+    assert (len(micro.layout.passes), len(micro.target_M)) == (1, 24)
+    logprob_M, *_ = policy(micro)
     logprob_M.sum().backward()
     one_header, one_arrays = batch_of([[row]])
-    alone, _ = policy(pack(one_header, one_arrays, one_arrays.loss_mask, 1000, torch.device("cpu"))[0])
+    alone, *_ = policy(pack(one_header, one_arrays, one_arrays.loss_mask, 1000, torch.device("cpu"))[0])
     assert torch.equal(logprob_M, alone.repeat(4))
 
 

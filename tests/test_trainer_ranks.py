@@ -33,8 +33,8 @@ from asyncrl.messages.trainer_calls import (
     TrainResponse,
 )
 from asyncrl.run import start as startup
+from asyncrl.trainer.model.packing import split_tokens
 from asyncrl.trainer.ranks import join_ranks
-from asyncrl.trainer.shares import split_tokens
 from asyncrl.trainer.step import TrainStep
 from asyncrl.weights.export import digest_of
 
