@@ -184,7 +184,7 @@ def test_every_sampled_token_is_in_one_unit_one_step_one_rank_and_one_micro_batc
     assert units.count(sampled).sum() == sampled.sum()
     steps = mini_batches(header, sampled, count)
     assert np.array_equal(np.sum(steps, axis=0), sampled)
-    assert np.array_equal(np.sum(split_tokens(header, arrays, sampled, count), axis=0), sampled)
+    assert np.array_equal(np.sum(split_tokens(header, sampled, count), axis=0), sampled)
     for chosen in steps:
         micros = pack(header, arrays, chosen, max_tokens, torch.device("cpu"))
         sources = np.concatenate([micro.source_M for micro in micros])

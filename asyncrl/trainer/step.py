@@ -168,7 +168,8 @@ class TrainStep(Learner):
         if version != self.policy_version:
             raise Refused(
                 409,
-                f"version {version} was asked for while the trainer is at policy_version {self.policy_version}",
+                f"version {version} was asked for while the trainer is at policy_version "
+                f"{self.policy_version}",
                 rule="the newest weights are exported, and a set of chunks is of one version",
                 way_out="begin again with chunk 0 of the newest version.",
             )

@@ -144,18 +144,13 @@ def mini_batches(header: BatchHeader, has_loss: BoolN, count: int) -> list[BoolN
     return [chosen for step in range(count) if (chosen := has_loss & (step_of_N == step)).any()]
 
 
-def split_tokens(header: BatchHeader, arrays: BatchArrays, has_loss: BoolN, num_ranks: int) -> list[BoolN]:
+def split_tokens(header: BatchHeader, has_loss: BoolN, num_ranks: int) -> list[BoolN]:
     """The loss tokens of each rank: whole sequences in the header's order, cut where each rank has its share
-    of the tokens.
-
-    What counts are the tokens to compute, those once that all of a group begin with before any carries loss.
-    Neighbours stay together, so that at most num_ranks - 1 groups are cut in two. No rank is further from its
-    share than one sequence is long.
+    of the tokens to read. Neighbours stay together, so that at most num_ranks - 1 groups are cut in two. No
+    rank is further from its share than one sequence is long.
     """
-    sequences, costs = token_ranges(header, has_loss), list[int]()
-    for group in by_group(sequences):
-        prompt = min(common_length(group, arrays.token_ids), *(sequence.first for sequence in group))
-        costs += [sequence.length + 1 - (prompt if index else 0) for index, sequence in enumerate(group)]
+    sequences = token_ranges(header, has_loss)
+    costs = [sequence.length + 1 for sequence in sequences]
     middles = np.cumsum(costs) - np.array(costs) / 2
     owners = np.minimum((middles * num_ranks / sum(costs)).astype(np.int64), num_ranks - 1)
     shares = [np.zeros_like(has_loss) for _ in range(num_ranks)]
@@ -179,7 +174,7 @@ def rank_micro_batches(
     """
     if ranks.size == 1:
         return [(micro, True) for micro in pack(header, arrays, has_loss, max_tokens, device)]
-    mine = split_tokens(header, arrays, has_loss, ranks.size)[ranks.rank]
+    mine = split_tokens(header, has_loss, ranks.size)[ranks.rank]
     micros = pack(header, arrays, mine, max_tokens, device)
     num_missing = max(ranks.gather(len(micros))) - len(micros)
     shortest = min(token_ranges(header, has_loss), key=lambda sequence: sequence.first)
