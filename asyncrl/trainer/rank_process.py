@@ -59,6 +59,10 @@ from asyncrl.trainer.step import TrainStep
 T = TypeVar("T")
 log = logging.getLogger("asyncrl.trainer")
 
+ENDPOINTS = (
+    *("train", "export", "export_chunk", "broadcast", "save"),
+    *("begin_save_state", "wait_save_state", "load_state", "offload", "onload"),
+)
 KEPT_EXPORTS = 2
 """Engines may still read the export before the newest."""
 MEMORY = "free or enlarge shared memory (df -h /dev/shm), or lower weight_sync.chunk_bytes."
@@ -90,15 +94,6 @@ class TrainerService:
         finally:
             self.num_waiting -= 1
 
-    def health(self) -> TrainerHealth:
-        """Answered at any time."""
-        return TrainerHealth(
-            policy_version=self.step.policy_version,
-            device=self.step.device.type,
-            is_busy=self.num_waiting > 0,
-            offloaded=self.step.offloaded,
-        )
-
     def together(self, name: str, body: bytes = b"", **arguments: Any) -> Any:
         """On the torch thread of rank 0: call this method of the step on all ranks. Raises what it raises."""
         if self._broken:
@@ -120,54 +115,94 @@ class TrainerService:
         """together(), after all requests that came before it."""
         return await self.run(lambda: self.together(name, **arguments))
 
-    def train(self, body: bytes) -> TrainResponse:
-        """On the torch thread: one optimizer step. Raises Refused."""
-        metrics = self.together("train", body)
-        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        return TrainResponse(
+    # Endpoints. What reads the version runs on the torch thread.
+
+    async def health(self) -> TrainerHealth:
+        """Answered at any time."""
+        return TrainerHealth(
             policy_version=self.step.policy_version,
-            metrics=finite,
-            not_finite=[name for name in metrics if name not in finite],
+            device=self.step.device.type,
+            is_busy=self.num_waiting > 0,
+            offloaded=self.step.offloaded,
         )
 
-    def export(self) -> ExportResponse:
-        """On the torch thread: write the newest weights, then delete exports that no engine can be asked to
-        read any more.
-        """
-        folder = self._spec.staging_dir
-        path = folder / f"v{self.step.policy_version}.safetensors"
-        with _written(path, MEMORY):
-            answer: ExportResponse = self.together("export", path=str(path))
-        exports = sorted(folder.glob("v*.safetensors"), key=lambda file: int(file.stem[1:]))
-        for old in exports[:-KEPT_EXPORTS]:
-            old.unlink()
-        return answer
+    async def train(self, request: Request) -> TrainResponse:
+        """One optimizer step."""
+        body = await request.body()
 
-    def export_chunk(self, version: int, index: int) -> ExportChunkResponse:
-        """On the torch thread: write one chunk of the weights over the one before. Raises Refused."""
-        names = self.step.chunk_names(version, index)
-        with _written(f"chunk {index} into {self._spec.staging_dir}", MEMORY):
-            answer: ExportChunkResponse = self.together("export_chunk", index=index, names=names)
-        return answer
+        def work() -> TrainResponse:
+            metrics = self.together("train", body)
+            finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+            lost = [name for name in metrics if name not in finite]
+            return TrainResponse(policy_version=self.step.policy_version, metrics=finite, not_finite=lost)
 
-    def save(self, path: str, *, merged: bool) -> TrainerHealth:
-        """On the torch thread: write a Hugging Face folder, or the adapters alone. Raises Refused if it
-        cannot be written.
-        """
-        with _written(path, "see to the room and the rights on its disk, and start the run again."):
-            self.together("save", path=path, merged=merged)
-        return self.health()
+        return await self.run(work)
+
+    async def export(self) -> ExportResponse:
+        """Write the newest weights, then delete exports that no engine can be asked to read any more."""
+
+        def work() -> ExportResponse:
+            folder = self._spec.staging_dir
+            path = folder / f"v{self.step.policy_version}.safetensors"
+            with _written(path, MEMORY):
+                answer: ExportResponse = self.together("export", path=str(path))
+            exports = sorted(folder.glob("v*.safetensors"), key=lambda file: int(file.stem[1:]))
+            for old in exports[:-KEPT_EXPORTS]:
+                old.unlink()
+            return answer
+
+        return await self.run(work)
+
+    async def export_chunk(self, message: ExportChunkRequest) -> ExportChunkResponse:
+        """Write one chunk of the weights over the one before."""
+
+        def work() -> ExportChunkResponse:
+            names = self.step.chunk_names(message.version, message.index)
+            with _written(f"chunk {message.index} into {self._spec.staging_dir}", MEMORY):
+                answer: ExportChunkResponse = self.together("export_chunk", index=message.index, names=names)
+            return answer
+
+        return await self.run(work)
 
     async def broadcast(self, request: BroadcastRequest) -> BroadcastResponse:
-        """Send what is held, beside the torch thread: training goes on. Raises Refused.
-
-        A trainer that was started again holds nothing: it copies the version that is asked for if it is the
-        newest.
+        """Send what is held, beside the torch thread: training goes on. A trainer that was started again
+        holds nothing: it copies the version that is asked for if it is the newest.
         """
         transport = self.step.transport
         if transport.version != request.version == self.step.policy_version:
-            await self.run(self.export)
+            await self.export()
         return await asyncio.get_running_loop().run_in_executor(self._sending_thread, transport.send, request)
+
+    async def save(self, message: SaveRequest) -> TrainerHealth:
+        """Write a Hugging Face folder, or the adapters alone."""
+        with _written(message.path, "see to the room and the rights on its disk, and start the run again."):
+            await self.call("save", path=message.path, merged=message.merged)
+        return await self.health()
+
+    async def begin_save_state(self, message: StateRequest) -> TrainerHealth:
+        """Returns once the copy is made."""
+        await self.call("begin_save_state", path=message.path)
+        return await self.health()
+
+    async def wait_save_state(self) -> TrainerHealth:
+        """Returns once it is written; the torch thread goes on meanwhile."""
+        await asyncio.to_thread(self.step.wait_save_state)
+        return await self.health()
+
+    async def load_state(self, message: StateRequest) -> TrainerHealth:
+        """Go on from a saved folder."""
+        await self.call("load_state", path=message.path)
+        return await self.health()
+
+    async def offload(self, message: OffloadRequest) -> Moved:
+        """Move these parts off the device."""
+        moved: Moved = await self.call("offload", parts=message.parts)
+        return moved
+
+    async def onload(self, message: OffloadRequest) -> Moved:
+        """Move these parts back."""
+        moved: Moved = await self.call("onload", parts=message.parts)
+        return moved
 
     def _follow(self) -> NoReturn:
         """The torch thread of another rank: wait for a command, as long as it takes; do it; and again."""
@@ -232,59 +267,9 @@ def make_service(service: TrainerService) -> FastAPI:
         """Answered, not fatal; Starlette raises it again for the log."""
         return JSONResponse(_words(error).model_dump(), status_code=500)
 
-    @app.get("/health")
-    async def health() -> TrainerHealth:
-        return service.health()
-
-    if not service.step.ranks.is_first:
-        return app
-
-    @app.post("/train")
-    async def train(request: Request) -> TrainResponse:
-        body = await request.body()
-        return await service.run(lambda: service.train(body))
-
-    @app.post("/export")
-    async def export() -> ExportResponse:
-        return await service.run(service.export)
-
-    @app.post("/save")
-    async def save(message: SaveRequest) -> TrainerHealth:
-        return await service.run(lambda: service.save(message.path, merged=message.merged))
-
-    @app.post("/begin_save_state")
-    async def begin_save_state(message: StateRequest) -> TrainerHealth:
-        await service.call("begin_save_state", path=message.path)
-        return service.health()
-
-    @app.post("/wait_save_state")
-    async def wait_save_state() -> TrainerHealth:
-        await asyncio.to_thread(service.step.wait_save_state)  # the torch thread goes on meanwhile
-        return service.health()
-
-    @app.post("/load_state")
-    async def load_state(message: StateRequest) -> TrainerHealth:
-        await service.call("load_state", path=message.path)
-        return service.health()
-
-    @app.post("/offload")
-    async def offload(message: OffloadRequest) -> Moved:
-        moved: Moved = await service.call("offload", parts=message.parts)
-        return moved
-
-    @app.post("/onload")
-    async def onload(message: OffloadRequest) -> Moved:
-        moved: Moved = await service.call("onload", parts=message.parts)
-        return moved
-
-    @app.post("/export_chunk")
-    async def export_chunk(message: ExportChunkRequest) -> ExportChunkResponse:
-        return await service.run(lambda: service.export_chunk(message.version, message.index))
-
-    @app.post("/broadcast")
-    async def broadcast(message: BroadcastRequest) -> BroadcastResponse:
-        return await service.broadcast(message)
-
+    app.get("/health")(service.health)
+    for name in ENDPOINTS if service.step.ranks.is_first else ():
+        app.post(f"/{name}")(getattr(service, name))
     return app
 
 
