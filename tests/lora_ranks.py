@@ -45,7 +45,7 @@ def _train_and_write(spec: TrainerSpec, ranks: Ranks, folder: Path) -> None:
     assert all(isinstance(parameter, DTensor) and parameter.dtype == step.dtype for parameter in base)
     header, arrays = make_batch(version=3)
     logprobs = step._forward(step.policy, header, arrays, arrays.loss_mask)
-    reference = step._reference_logprobs(header, arrays, arrays.loss_mask)
+    reference = step._numbers(header, arrays, arrays.loss_mask).reference_N
     if ranks.is_first:
         np.savez(folder / "logprobs", logprobs=logprobs, reference=reference)
     step.save(folder / "final")

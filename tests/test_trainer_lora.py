@@ -14,7 +14,6 @@ import pytest
 import torch
 from lora_ranks import rank_main
 from safetensors.torch import load_file
-from tiny_model import make_tiny_model
 from torch import multiprocessing, nn
 from trainer_cases import make_batch, make_spec, naive_logprobs
 from transformers import AutoModelForCausalLM
@@ -32,15 +31,10 @@ def make_step(
     model_dir: Path,
     folder: Path,
     *,
-    lora: dict[str, Any] | None = None,
-    trainer: dict[str, Any] | None = None,
+    lora: dict[str, Any] = LORA,
     **values: Any,
-):
-    return TrainStep(
-        make_spec(
-            model_dir, folder, trainer={"lora": LORA if lora is None else lora, **(trainer or {})}, **values
-        )
-    )
+) -> TrainStep:
+    return TrainStep(make_spec(model_dir, folder, trainer={"lora": lora}, **values))
 
 
 def trained(step: TrainStep, num_batches: int = 3) -> TrainStep:
@@ -175,20 +169,8 @@ def test_saved_merged_and_saved_alone_both_open_elsewhere_with_the_logprobs_of_t
     assert np.abs(plain_logprobs(with_adapters) - logprobs(step)).max() < 1e-5
     written = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert written["base_model_name_or_path"] == str(tiny_model_dir)
-    assert written["target_modules"] == [
-        "down_proj",
-        "gate_proj",
-        "k_proj",
-        "o_proj",
-        "q_proj",
-        "up_proj",
-        "v_proj",
-    ]
-
-
-def test_adapters_cannot_be_saved_where_all_weights_are_trained(tiny_model_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(Refused, match="trainer.lora is none"):
-        TrainStep(make_spec(tiny_model_dir, tmp_path)).save(tmp_path / "adapter", merged=False)
+        TrainStep(make_spec(tiny_model_dir, tmp_path)).save(tmp_path / "none", merged=False)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -200,7 +182,7 @@ def test_the_reference_is_the_same_model_without_its_adapters_bit_for_bit(
     before = logprobs(step)
     trained(step)
     assert step._reference is None, "no copy is held"
-    assert np.array_equal(step._reference_logprobs(header, arrays, arrays.loss_mask), before)
+    assert np.array_equal(step._numbers(header, arrays, arrays.loss_mask).reference_N, before)
     assert not np.array_equal(logprobs(step), before), "and the adapters are on again afterwards"
     assert step.train(header, arrays)["policy/kl_reference"] > 0
 
@@ -209,41 +191,27 @@ def test_the_reference_is_the_same_model_without_its_adapters_bit_for_bit(
     ("targets", "message"),
     [
         (["q_projection"], r"no such layer.*q_proj.*down_proj"),
-        (["lm_head"], r"output head"),
-        (["q_proj", "embed_tokens"], r"model.embed_tokens is a Embedding"),
-        (["self_attn"], r"self_attn is a Qwen3Attention"),
+        (["lm_head"], r"lm_head is the output head"),
+        (["q_proj", "embed_tokens"], r"model.embed_tokens is Embedding"),
         ([], r"names no layer.*q_proj"),
     ],
 )
-@pytest.mark.parametrize("tied", [True, False])
 def test_targets_that_can_carry_no_adapter_are_refused_with_what_the_model_has(
-    tmp_path: Path, targets: list[str], message: str, tied: bool
+    tiny_model_dir: Path, targets: list[str], message: str
 ) -> None:
-    folder = make_tiny_model(tmp_path / "model", tie_word_embeddings=tied)
-    with pytest.raises(ConfigError, match="(?s)" + message) as refusal:
-        make_step(folder, tmp_path, lora={**LORA, "targets": targets})
-    assert "trainer.lora" in str(refusal.value)
-
-
-def test_a_weight_that_two_layers_share_is_refused() -> None:
-    class Shared(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
-            self.second.weight = self.first.weight
-
-        def get_output_embeddings(self) -> None:
-            return None
-
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    with pytest.raises(ConfigError, match=f"(?s)trainer.lora.*{message}"):
+        find_targets(model, LoraConfig(targets=targets))
+    model.model.layers[0].mlp.up_proj.weight = model.model.layers[0].mlp.gate_proj.weight
     with pytest.raises(ConfigError, match="shared with another layer"):
-        find_targets(Shared(), LoraConfig())
+        find_targets(model, LoraConfig())
 
 
 @pytest.mark.slow
 def test_two_ranks_train_export_and_save_the_adapters_that_one_does(
     tiny_model_dir: Path, tmp_path: Path
 ) -> None:
-    tolerances, algorithm = {"float32": 1e-4, "bfloat16": 0.1}, {"kl_coefficient": 0.1}
+    tolerances, algorithm = {"float32": 1e-4, "bfloat16": 0.03}, {"kl_coefficient": 0.1}
     spec = make_spec(tiny_model_dir, tmp_path, trainer={"lora": LORA, "world_size": 2}, algorithm=algorithm)
     spec.staging_dir.mkdir()
     multiprocessing.spawn(rank_main, (spec.model_dump_json(), list(tolerances), tmp_path), nprocs=2)
@@ -251,28 +219,22 @@ def test_two_ranks_train_export_and_save_the_adapters_that_one_does(
         alone = trained(make_step(tiny_model_dir, tmp_path, dtype=dtype, algorithm=algorithm))
         header, arrays = make_batch(version=3)
         two = np.load(tmp_path / dtype / "logprobs.npz")
-        assert np.abs(two["logprobs"] - logprobs(alone)).max() < tolerance
-        assert (
-            np.abs(two["reference"] - alone._reference_logprobs(header, arrays, arrays.loss_mask)).max()
-            < tolerance
-        )
+        assert np.abs(two["logprobs"] - logprobs(alone)).mean() < tolerance
+        reference = alone._numbers(header, arrays, arrays.loss_mask).reference_N
+        assert np.abs(two["reference"] - reference).mean() < tolerance
         exported, adapters = (
             load_file(tmp_path / dtype / f"{name}.safetensors") for name in ("weights", "lora")
         )
         saved = load_file(tmp_path / dtype / "adapter" / "adapter_model.safetensors")
         for found, expected in (
-            (exported, alone._adapters.merged()),
+            (exported, alone._lazy_weights()),
             (adapters, alone._adapters.export_tensors()),
         ):
             assert found.keys() == expected.keys()
             for name, tensor in expected.items():
-                assert float((found[name].float() - tensor.float()).abs().mean()) < tolerance / 10, name
-        assert {f"base_model.model.{name}" for name in adapters} - {"base_model.model.scale"} == set(saved)
-        assert all(
-            torch.equal(tensor, adapters[name.removeprefix("base_model.model.")])
-            for name, tensor in saved.items()
-        )
-        for name, weight in AutoModelForCausalLM.from_pretrained(
-            tmp_path / dtype / "final"
-        ).named_parameters():
-            assert torch.equal(weight, exported[name]), name
+                assert float((found[name].float() - tensor.float()).abs().mean()) < tolerance / 3, name
+        del adapters["scale"]
+        assert saved.keys() == {f"base_model.model.{name}" for name in adapters}
+        assert all(torch.equal(saved[f"base_model.model.{name}"], one) for name, one in adapters.items())
+        final = AutoModelForCausalLM.from_pretrained(tmp_path / dtype / "final")
+        assert all(torch.equal(weight, exported[name]) for name, weight in final.named_parameters())

@@ -23,6 +23,18 @@ def packed(groups: Rows, max_tokens: int = 10**6) -> tuple[BatchHeader, BatchArr
     return header, arrays, pack(header, arrays, arrays.loss_mask, max_tokens, CPU)
 
 
+def families(micros: list[MicroBatch]) -> list[list[tuple[int, int]]]:
+    """Tokens of each prefix, and the own tokens that attend to it."""
+    return [
+        [
+            pair
+            for part in micro.layout.passes[1:]
+            for pair in zip(part.key_lengths, part.query_lengths, strict=True)
+        ]
+        for micro in micros
+    ]
+
+
 @settings(max_examples=60, deadline=None)
 @given(trees(), st.integers(1, 120))
 def test_every_loss_token_is_there_once_with_its_own_context(groups: Rows, max_tokens: int) -> None:
@@ -52,12 +64,11 @@ def test_every_loss_token_is_there_once_with_its_own_context(groups: Rows, max_t
 def test_a_layout_covers_the_packed_tokens_without_gaps(groups: Rows, max_tokens: int) -> None:
     for micro in packed(groups, max_tokens)[2]:
         layout = micro.layout
-        ends = [end for _, end in layout.segments]
-        assert [start for start, _ in layout.segments] == [0, *ends[:-1]]
-        assert ends[-1] == layout.num_tokens == len(micro.token_ids_N) == len(micro.position_N)
-        assert all(end > start for start, end in layout.segments)
-        assert layout.num_prefix_tokens == sum(prefix for prefix, _ in layout.families)
-        assert layout.num_family_tokens == sum(own for _, own in layout.families)
+        assert layout.num_tokens == len(micro.token_ids_N) == len(micro.position_N)
+        for part in layout.passes:
+            for place, lengths in ((part.queries, part.query_lengths), (part.keys, part.key_lengths)):
+                assert place.stop - place.start == sum(lengths)
+                assert min(lengths) > 0, "a kernel may break on a sequence of none"
         assert layout.longest == max(prefix + own for _, prefix, _, own in layout.rows)
         assert layout.num_tokens <= max_tokens or len(micro.trajectory_S) == 1
 
@@ -65,13 +76,13 @@ def test_a_layout_covers_the_packed_tokens_without_gaps(groups: Rows, max_tokens
 def test_a_prompt_that_a_group_shares_is_there_once() -> None:
     _, _, micros = packed(random_groups([[5, 9, 3, 7]], prompt=30))
     assert [micro.layout.num_tokens for micro in micros] == [30 + 4 + 8 + 2 + 6]
-    assert micros[0].layout.families == ((30, 20),)
+    assert families(micros) == [[(30, 20)]]
 
 
 def test_a_group_cut_in_two_has_its_prefix_in_both_and_a_lone_sequence_has_none() -> None:
     _, _, micros = packed(random_groups([[11, 11, 11, 11, 11]], prompt=20), max_tokens=40)
     assert [micro.layout.num_tokens for micro in micros] == [40, 40, 30]
-    assert [micro.layout.families for micro in micros] == [((20, 20),), ((20, 20),), ()]
+    assert families(micros) == [[(20, 20)], [(20, 20)], []]
 
 
 def test_a_sequence_longer_than_the_limit_is_alone_and_whole() -> None:

@@ -46,7 +46,6 @@ PRELOADED = (
     "asyncrl.trainer.rank_process",
     "asyncrl_servers.embedded.__main__",
     "asyncrl_servers.simulated.__main__",
-    "asyncrl.trainer.service",
     "asyncrl_servers.embedded.build_engine",
     "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto",

@@ -18,7 +18,6 @@ from asyncrl.messages.trainer_calls import (
     ExportResponse,
     SaveRequest,
     StateRequest,
-    StateSaved,
     TrainerHealth,
     TrainResponse,
     unpack_batch,
@@ -259,7 +258,7 @@ class FakeTrainerServer(Caller):
             return self._health()
         assert path == "/begin_save_state", path
         self._pending = (body.path, list(self.weights))
-        return StateSaved(policy_version=self.policy_version, held_s=0.0)
+        return self._health()
 
     async def _wait_save_state(self) -> BaseModel:
         pending, self._pending = self._pending, None
