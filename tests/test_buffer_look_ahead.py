@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from asyncrl.buffer.look_ahead import LookAhead
-from asyncrl.buffer.simulation import Outcome, Simulation, Workload
+from asyncrl.buffer.simulation import Simulation, SimulationResult, Workload
 from asyncrl.buffer.staleness import StalenessRule
 from asyncrl.messages.records import WaitReport
 
@@ -27,7 +27,7 @@ def simulate(
     look_ahead: int | None,
     *,
     num_batches: int,
-) -> Outcome:
+) -> SimulationResult:
     auto = LookAhead(max_staleness) if look_ahead is None else None
     rule = StalenessRule(
         num_groups=16,

@@ -7,18 +7,17 @@ from __future__ import annotations
 import asyncio
 import random
 from dataclasses import dataclass, replace
+from itertools import product
 
 import pytest
 from rollout_cases import make_producers, single_turn
 
 from asyncrl.buffer.buffer import Buffer
-from asyncrl.buffer.overdue import OnOverdue
-from asyncrl.buffer.simulation import Outcome, Simulation, Workload
-from asyncrl.buffer.staleness import StalenessRule
+from asyncrl.buffer.simulation import Simulation, SimulationResult, Workload
+from asyncrl.buffer.staleness import OnOverdue, StalenessRule
 from asyncrl.config import BufferConfig
 from asyncrl.errors import RewardFailure
 from asyncrl.messages.records import Group, Prompt, SamplingRequest
-from asyncrl.rollouts.producers import ProducersStats
 from asyncrl.tasks import Feed
 from asyncrl.testing.fakes import FakeEngine
 from asyncrl.testing.memory_journal import MemoryJournal
@@ -67,7 +66,7 @@ class Played:
     batches: list[list[tuple[int, int]]]
     at_s: list[float]
     started: list[tuple[int, int]]
-    stats: ProducersStats
+    counts: dict[str, float]
 
 
 def play_product(case: Case) -> Played:
@@ -84,7 +83,7 @@ def play_product(case: Case) -> Played:
         prompt, num_handed_back = started()[int(group[1:])]
         return case.workload.length_s(prompt, num_handed_back, int(rollout[1:]))
 
-    async def story() -> ProducersStats:
+    async def story() -> dict[str, float]:
         engine, scorer = FakeEngine(latency_s=latency_s), Fails(case.workload)
         config = BufferConfig(
             max_staleness=case.max_staleness, look_ahead=case.look_ahead, on_overdue=case.on_overdue
@@ -119,13 +118,13 @@ def play_product(case: Case) -> Played:
                 buffer.set_served_nowait(version + 1)
             running.cancel()
             await producers.aclose()
-        return producers.stats()
+        return producers.gauges()
 
-    stats = run_virtual(story())
-    return Played(batches, at_s, started(), stats)
+    counts = run_virtual(story())
+    return Played(batches, at_s, started(), counts)
 
 
-def play_simulation(case: Case) -> tuple[Simulation, Outcome]:
+def play_simulation(case: Case) -> tuple[Simulation, SimulationResult]:
     rule = StalenessRule(
         num_groups=case.num_groups,
         num_batches=NUM_BATCHES,
@@ -138,47 +137,32 @@ def play_simulation(case: Case) -> tuple[Simulation, Outcome]:
 
 
 FREE = Workload(num_slots=10**6, sigma=1.0, group_size=2, train_s=0.6, seed=3)
+# Groups of one rollout where some fail, for a draw decides whether a rollout of the product fails, and
+# whether a group of the simulation does.
+FAILING = replace(FREE, group_size=1, failure_probability=0.3, prompt_share=0.5)
 CASES = {
     "few slots": Case(replace(FREE, num_slots=7, group_size=3), 4, 2, 2, "drop"),
     "prompts that are always long": Case(replace(FREE, prompt_share=0.7, max_hand_backs=1), 4, 1, 1, "drop"),
     "nothing is dropped": Case(replace(FREE, num_slots=7, group_size=3), 4, 2, 2, "wait"),
+    **{
+        f"failures, {slots} slots, {tries} tries, bound {bound}": Case(
+            replace(FAILING, num_slots=slots, max_hand_backs=tries), 4, bound, min(1, bound), "drop"
+        )
+        for slots, tries, bound in product((10**6, 5), (0, 2), (0, 2))
+    },
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_simulation_plays_the_run_that_the_product_plays(name: str) -> None:
     case = CASES[name]
-    product, (simulation, outcome) = play_product(case), play_simulation(case)
-    assert [list(groups) for _, groups in simulation.batches] == product.batches
-    assert outcome.num_dropped == product.stats.dropped
-    assert outcome.num_given_up == product.stats.given_up
-    assert outcome.num_failed == product.stats.failed_groups
-    assert outcome.batches_per_s == pytest.approx(NUM_BATCHES / (product.at_s[-1] + case.workload.train_s))
-    assert (outcome.num_dropped > 10) == (case.on_overdue == "drop"), "it was to be about that"
-
-
-@pytest.mark.parametrize("max_staleness", [0, 2])
-@pytest.mark.parametrize("max_hand_backs", [0, 2])
-@pytest.mark.parametrize("num_slots", [10**6, 5])
-def test_the_simulation_plays_failures_as_the_product_does(
-    num_slots: int, max_hand_backs: int, max_staleness: int
-) -> None:
-    # Groups of one rollout, for a draw decides whether a rollout of the product fails, and whether a group of
-    # the simulation does.
-    workload = replace(
-        FREE,
-        num_slots=num_slots,
-        group_size=1,
-        failure_probability=0.3,
-        prompt_share=0.5,
-        max_hand_backs=max_hand_backs,
-    )
-    case = Case(workload, 4, max_staleness, min(1, max_staleness), "drop")
-    product, (simulation, outcome) = play_product(case), play_simulation(case)
-    assert [list(groups) for _, groups in simulation.batches] == product.batches
-    assert (outcome.num_failed, outcome.num_given_up) == (product.stats.failed_groups, product.stats.given_up)
-    assert outcome.num_dropped == product.stats.dropped
-    assert outcome.num_failed > 10
-    assert (max(count for _, count in product.started) == 2) == (max_hand_backs == 2), (
-        "it was to be about prompts that come again"
-    )
+    played, (simulation, outcome) = play_product(case), play_simulation(case)
+    assert [list(groups) for _, groups in simulation.batches] == played.batches
+    counts = [played.counts[f"rollout/{name}"] for name in ("dropped", "given_up", "failed_groups")]
+    assert [outcome.num_handed_back, outcome.num_given_up, outcome.num_failed] == counts
+    assert outcome.batches_per_s == pytest.approx(NUM_BATCHES / (played.at_s[-1] + case.workload.train_s))
+    if case.workload.failure_probability:
+        assert outcome.num_failed > 10
+        assert max(count for _, count in played.started) == case.workload.max_hand_backs
+    else:
+        assert (outcome.num_handed_back > 10) == (case.on_overdue == "drop"), "it was to be about that"

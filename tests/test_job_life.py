@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 from job_runs import interrupt, start, wait_until, write_config
 
-from asyncrl.buffer.buffer import BufferStats
 from asyncrl.config import RunConfig, load_config, run_config_yaml
 from asyncrl.errors import ConfigError, EngineError, RoomError
 from asyncrl.files import RunLock
@@ -589,9 +588,8 @@ def test_the_verdict_of_a_resumed_run_is_of_all_its_steps_and_not_of_what_was_co
     )
     reporter.resumes(9)
     monkeypatch.setattr(reporter, "_step_metrics", lambda *_: {"step": 9, **line})
-    since = BufferStats(straggler_s=0.5, num_straggler_waits=1, consumed=4)
     reporter.step(
-        SimpleNamespace(buffer=SimpleNamespace(stats=lambda: since)),
+        SimpleNamespace(),
         Batch(9, (), 0),
         TrainResponse(policy_version=10, metrics={}),
         step_s=1.0,

@@ -65,11 +65,11 @@ def prompts_of_batches(max_staleness: int, latency_seed: int) -> list[list[str]]
                 buffer.set_served_nowait(version + 1)
             running.cancel()
             await producers.aclose()
-        stats = buffer.stats()
-        assert stats.filtered >= 2 * 3 * BATCHES - 2
-        assert producers.stats().failed_groups == 0
-        assert producers.stats().dropped == 0, "its prompt is not sampled again"
-        assert stats.running == stats.ready == 0
+        counts = buffer.gauges() | producers.gauges()
+        assert counts["rollout/filtered"] >= 2 * 3 * BATCHES - 2
+        assert counts["rollout/failed_groups"] == 0
+        assert counts["rollout/dropped"] == 0, "its prompt is not sampled again"
+        assert counts["buffer/running"] == counts["buffer/ready"] == 0
 
     run_virtual(story())
     return batches

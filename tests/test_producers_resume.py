@@ -62,7 +62,7 @@ def go_on(unfinished: UnfinishedGroup, check: Callable[[House], Awaitable[None]]
 def test_finished_rollouts_are_not_sampled_again_and_the_others_get_the_seeds_that_they_had() -> None:
     async def check(house: House) -> None:
         await all_blocked()
-        assert house.producers.stats().inflight == 2
+        assert house.count("inflight") == 2
         await asyncio.sleep(1.0)
         await all_blocked()
         assert isinstance(house.engine, FakeEngine)
@@ -157,7 +157,7 @@ def test_rollouts_beyond_a_group_size_that_was_lowered_stay_and_no_more_are_samp
 
 def test_a_prompt_that_can_never_be_sampled_is_given_up_after_a_kill_too() -> None:
     async def check(house: House) -> None:
-        assert house.producers.stats().given_up == 1
+        assert house.count("given_up") == 1
         assert house.producers.prompts_out() == []
         assert [event[4] for event in house.journal.named("group_ended")] == [None]
 
@@ -171,7 +171,7 @@ def test_rollouts_of_resumed_groups_have_slots_before_any_new_group_starts() -> 
         house.journal.admitted_nowait(TICKET, PROMPT)
         house.producers.resume_nowait(UnfinishedGroup(TICKET, PROMPT, {0: done(0)}))
         await all_blocked()
-        assert (house.admitted, house.producers.stats().sampling) == ([], 2)
+        assert (house.admitted, house.producers.num_sampling) == ([], 2)
         await asyncio.sleep(1.0)
         await all_blocked()
         assert house.admitted == [0]

@@ -23,7 +23,7 @@ from asyncrl.agents.endpoint.work_routes import RolloutQueue
 from asyncrl.errors import ConfigError, EngineError, RolloutFailure, RoomError
 from asyncrl.messages.records import Rollout
 from asyncrl.rollouts.evaluator import Evaluator
-from asyncrl.rollouts.recording import RecordedRollout, Recorder, RecordFile, read_recording
+from asyncrl.rollouts.recording import RecordedRollout, RecordFile, RolloutRecorder, read_recording
 from asyncrl.rollouts.rollout import RolloutAttempt
 from asyncrl.run.life import say
 from asyncrl.run.serve import open_folder
@@ -38,7 +38,7 @@ class Desk:
 
     def __init__(self, world: World, queue: RolloutQueue, file: RecordFile | None) -> None:
         self.world, self.said, self.broken = world, list[str](), list[RoomError]()
-        self.recorder = Recorder(file, world.engine.tokenizer, warn=self.said.append)
+        self.recorder = RolloutRecorder(file, world.engine.tokenizer, warn=self.said.append)
         self.people = PeoplesKey(
             world.gateway,
             queue,

@@ -58,14 +58,9 @@ def test_the_reward_gets_the_answer_of_its_row(tmp_path: Path) -> None:
 
 def test_a_missing_column_names_the_columns_that_exist(tmp_path: Path) -> None:
     file = write_jsonl(tmp_path / "a.jsonl", [{"question": "2+2?", "answer": "4"}])
-    with pytest.raises(
-        ConfigError,
-        match="line 1 has no column prompt .task.prompt_column.; its columns are question, answer",
-    ):
+    with pytest.raises(ConfigError, match=r"line 1 has no column prompt; its columns are question, answer"):
         task_of(file)
-    with pytest.raises(
-        ConfigError, match=r"no column gold(.|\n)*Way out: set task.answer_column to one of them, or to none"
-    ):
+    with pytest.raises(ConfigError, match=r"no column gold(.|\n)*Way out: set task.prompt_column"):
         task_of(file, prompt_column="question", answer_column="gold")
 
 
@@ -120,7 +115,7 @@ def test_a_folder_of_data_files_is_a_dataset(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "data" / "train.jsonl", ROWS)
     task = dataset_task(tmp_path / "data", tmp_path / "cache")
     assert [task.prompt(i).answer for i in range(len(task))] == ["4", "6"]
-    with pytest.raises(ConfigError, match=r"row 0 has no column q (.|\n)*prompt, answer, level"):
+    with pytest.raises(ConfigError, match=r"row 0 has no column q(.|\n)*prompt, answer, level"):
         dataset_task(tmp_path / "data", tmp_path / "cache", prompt_column="q")
     with pytest.raises(ConfigError, match=r"split test cannot be loaded(.|\n)*task.split"):
         dataset_task(tmp_path / "data", tmp_path / "cache", split="test")
@@ -134,5 +129,5 @@ def test_a_saved_dataset_is_read_with_and_without_splits(tmp_path: Path) -> None
     datasets.DatasetDict({"easy": rows}).save_to_disk(tmp_path / "splits")
     assert len(dataset_task(tmp_path / "plain", tmp_path)) == 2
     assert len(dataset_task(tmp_path / "splits", tmp_path, split="easy")) == 2
-    with pytest.raises(ConfigError, match="there is no such split; it has easy"):
+    with pytest.raises(ConfigError, match="its splits are easy"):
         dataset_task(tmp_path / "splits", tmp_path)

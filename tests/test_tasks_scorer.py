@@ -24,7 +24,7 @@ from asyncrl.config import TaskConfig
 from asyncrl.errors import RewardFailure, TaskError
 from asyncrl.messages.records import Prompt
 from asyncrl.tasks import TaskScorer, build_task
-from asyncrl.tasks.task import as_outcome
+from asyncrl.tasks.task import as_scored
 from asyncrl.testing.virtual_time import run_virtual
 
 PROMPT = Prompt("0/7", ({"role": "user", "content": "say x"},), answer="x")
@@ -112,7 +112,7 @@ def test_what_the_reward_function_raises_is_a_failure(pool: str, function: Any, 
     [1, 0, True, False, 0.25, np.float32(0.25), np.int64(3), np.bool_(True), np.array([0.5]), np.array(2)],
 )
 def test_numbers_of_all_kinds_are_rewards(value: Any) -> None:
-    assert as_outcome(value).reward == float(np.asarray(value).item())
+    assert as_scored(value).reward == float(np.asarray(value).item())
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_numbers_of_all_kinds_are_rewards(value: Any) -> None:
     ],
 )
 def test_what_is_no_finite_number_is_a_failure(value: Any) -> None:
-    assert as_outcome(value).failure.startswith("returned ")
+    assert as_scored(value).failure.startswith("returned ")
     with pytest.raises(RewardFailure, match="a reward is one finite number"):
         asyncio.run(score_once(lambda prompt, completion: value, "inline"))
 

@@ -13,7 +13,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from asyncrl.buffer.buffer import Buffer
 from asyncrl.checkpoints.folder import sync_records
 from asyncrl.config import RunConfig
 from asyncrl.files import LOST, write_whole
@@ -24,7 +23,7 @@ from asyncrl.observe.console import Console
 from asyncrl.observe.gauges import TOTALS, Totals, batch_metrics, gauge_of
 from asyncrl.observe.recorder import METRICS_FILE, Recorder, write_reward_plot
 from asyncrl.observe.run_files import lines_of, read_evaluations, read_steps, steps_are_missing
-from asyncrl.observe.run_numbers import OverdueNumbers, duration, evaluation_text, several, skipped_text
+from asyncrl.observe.run_numbers import duration, evaluation_text, several, skipped_text
 from asyncrl.observe.verdict import judge, summary_panel
 from asyncrl.observe.watchdog import Wait
 from asyncrl.rollouts.evaluator import EvalResult
@@ -57,7 +56,6 @@ class Reporter:
         )
         self._last: Mapping[str, Any] = {}
         """Metrics of the last step; those of all steps are in metrics.jsonl alone."""
-        self._overdue: OverdueNumbers | None = None
         self._opened_s = self._trained_since_s = time.monotonic()
         self._activity = ""
         self._evaluations: list[Mapping[str, Any]] = []
@@ -72,8 +70,6 @@ class Reporter:
         """What is said once a run."""
         self._is_to_resume = goes_on
         self._num_skipped = 0
-        self._is_resumed = False
-        """The buffer has counted since then alone: the verdict of all steps takes what their metrics say."""
 
     def start(self) -> None:
         """Begin to show."""
@@ -104,7 +100,7 @@ class Reporter:
         `counted`: what the journal says that was counted by the end of each step from `version` on, and last
         of all now.
         """
-        self._is_to_resume, self._is_resumed = False, True
+        self._is_to_resume = False
         replayed = range(version, version + len(counted) - 1)
         lines = (
             line for _, line in lines_of(self.run_dir / METRICS_FILE, []) if line.get("step") in replayed
@@ -141,8 +137,6 @@ class Reporter:
         self._totals.starts_from(self._before.get(batch.version, {}))
         metrics = self._step_metrics(rooms, batch, report, step_s) | self._new_evaluation
         self._new_evaluation = {}
-        if not self._is_resumed:
-            self._overdue = _overdue_numbers(rooms.buffer)
         self._last = metrics
         self._num_skipped += int(metrics.get("trainer/skipped_steps", 0))
         self._recorder.record_step(metrics | dict.fromkeys(report.not_finite, math.nan))
@@ -226,7 +220,7 @@ class Reporter:
         """Replace status.json, for `asyncrl status` from another terminal. `waits`: who waits for whom right
         now.
         """
-        found, producers, turns = gauges(rooms), rooms.producers.stats(), rooms.turns.stats()
+        found, producers, turns = gauges(rooms), rooms.producers, rooms.turns.stats()
         now = {**found, **self._totals.add(totals_of(found))}
         missing = rooms.harnessing.missing_workers() if rooms.harnessing is not None else None
         if missing is not None and not self._is_without_workers:  # once for each time that there is none
@@ -262,7 +256,7 @@ class Reporter:
                 },
                 **{name: value for name, value in optional.items() if value},
                 "waits": [wait.as_dict() for wait in waits],
-                "oldest_rollouts": [list(entry) for entry in producers.oldest],
+                "oldest_rollouts": [list(entry) for entry in producers.oldest()],
                 "last_failure": producers.last_failure,
             }
         )
@@ -281,7 +275,7 @@ class Reporter:
         if self._evaluations:
             summary["evaluation"] = self._evaluations[-1]
         if not self._is_to_resume and (steps := read_steps(self.run_dir, [])[0]).values("reward/mean"):
-            verdict = judge(steps, self.config, self._overdue)
+            verdict = judge(steps, self.config)
             summary |= verdict.as_dict()
             plot = write_reward_plot(self.run_dir, steps, title=self.name, evaluations=self._evaluations)
             self._console.show(summary_panel(verdict, title=f"{self.name}: {state}"))
@@ -328,22 +322,6 @@ class Reporter:
             and gauge.kind in ("step", "now")
         }
         return metrics | self._totals.add(totals_of(found))
-
-
-def _overdue_numbers(buffer: Buffer) -> OverdueNumbers:
-    """What the buffer counted of overdue groups, for the verdict."""
-    stats = buffer.stats()
-    tokens = max(1, stats.consumed_tokens)
-    return OverdueNumbers(
-        straggler_s=stats.straggler_s,
-        num_straggler_waits=stats.num_straggler_waits,
-        num_waited_groups=stats.waited_groups,
-        waited_fraction=stats.waited_tokens / tokens,
-        num_masked_groups=stats.masked_groups,
-        masked_fraction=stats.masked_tokens / tokens,
-        num_handed_back=stats.dropped + stats.all_masked,
-        num_groups=stats.consumed,
-    )
 
 
 EVAL_TOTALS = ("eval/skipped", "eval/abandoned", "eval/abandoned_calls")

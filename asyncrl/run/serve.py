@@ -34,7 +34,7 @@ from asyncrl.observe.console import outliving
 from asyncrl.placement.choices import settle_dtype
 from asyncrl.placement.devices import find_cuda_devices, place
 from asyncrl.placement.fork_server import KEY_ENV
-from asyncrl.rollouts.recording import Recorder, RecordFile
+from asyncrl.rollouts.recording import RecordFile, RolloutRecorder
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.run import start as startup
 from asyncrl.run.agents import make_gateway, make_harnessing, model_name, num_rollouts
@@ -220,7 +220,7 @@ class ServedGateway(Serving):
                 lambda: RecordFile(record, sampled_by(config, model_path, placement), must_be_new=must_be_new)
             )
         tokenizer = await self.read_tokenizer(model_path)
-        recorder = Recorder(file, tokenizer, warn=self.warn)
+        recorder = RolloutRecorder(file, tokenizer, warn=self.warn)
         clients = [
             startup.connect(config, engine, model_path, tokenizer, warn=self.warn) for engine in servers
         ]
@@ -236,7 +236,9 @@ class ServedGateway(Serving):
             if record is not None:
                 self.say(f"{recorder.num_recorded} rollouts recorded in {record}")
 
-    async def _serve_people(self, pool: EnginePool, tokenizer: HFChatTokenizer, recorder: Recorder) -> int:
+    async def _serve_people(
+        self, pool: EnginePool, tokenizer: HFChatTokenizer, recorder: RolloutRecorder
+    ) -> int:
         config, worker_key = self.config, secrets.token_urlsafe(24)
         gateway, queue = make_gateway(
             config, pool, tokenizer, worker_key=worker_key, on_broken=self.on_broken
@@ -279,7 +281,7 @@ class ServedGateway(Serving):
         ]
 
     async def _try(
-        self, pool: EnginePool, tokenizer: HFChatTokenizer, recorder: Recorder, num_prompts: int
+        self, pool: EnginePool, tokenizer: HFChatTokenizer, recorder: RolloutRecorder, num_prompts: int
     ) -> int:
         """The config's own generator, on the prompts that a run would begin with."""
         config, rollout = self.config, self.config.rollout

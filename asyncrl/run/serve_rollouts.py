@@ -20,8 +20,8 @@ from asyncrl.agents.endpoint.work_routes import RolloutQueue
 from asyncrl.errors import RolloutFailure, RoomError
 from asyncrl.messages.records import GroupId, Outcome, Prompt, Rollout
 from asyncrl.rollouts.producers import Spawn
-from asyncrl.rollouts.recording import Recorder, spans_of
-from asyncrl.rollouts.rollout import FailedRollout, Generator, RolloutAttempt, RolloutRunner
+from asyncrl.rollouts.recording import RolloutRecorder, spans_of
+from asyncrl.rollouts.rollout import FailedRollout, Generator, RolloutAttempt, RolloutRunner, Slots
 from asyncrl.run.life import Life
 
 
@@ -36,7 +36,7 @@ class PeoplesKey:
                 410 and are in none.
     """
 
-    def __init__(self, gateway: Gateway, queue: RolloutQueue, recorder: Recorder, life: Life) -> None:
+    def __init__(self, gateway: Gateway, queue: RolloutQueue, recorder: RolloutRecorder, life: Life) -> None:
         self.key, self.outcome_key = secrets.token_urlsafe(24), secrets.token_urlsafe(24)
         self._gateway, self._recorder, self._life = gateway, recorder, life
         # Drawn, so that the next time does not draw the same tokens.
@@ -145,7 +145,7 @@ class InOrder:
     begin with what is short, else.
     """
 
-    def __init__(self, group_size: int, recorder: Recorder) -> None:
+    def __init__(self, group_size: int, recorder: RolloutRecorder) -> None:
         self._group_size, self._recorder = group_size, recorder
         self._held: dict[int, Tried] = {}
         self._next = 0
@@ -179,15 +179,6 @@ class _Counting:
         return await self._generator.run_attempt(attempt)
 
 
-class _NoJournal:
-    """Of rollouts that are not gone on with."""
-
-    def admitted_nowait(self, *_: object, **__: object) -> None:
-        pass
-
-    segment_nowait = rollout_finished_nowait = rollout_failed_nowait = group_ended_nowait = admitted_nowait
-
-
 async def try_rollouts(
     generator: Generator,
     prompts: Sequence[Prompt],
@@ -202,18 +193,12 @@ async def try_rollouts(
     """`group_size` rollouts of each prompt, `capacity` at once; `on_tried` is told of each as it ends. A
     RoomError ends `spawn`'s group.
     """
-    counting, free, all_tried = _Counting(generator), asyncio.Semaphore(capacity), list[Tried]()
-    runner, journal = RolloutRunner(counting, timeout_s=timeout_s, retries=retries), _NoJournal()
-
-    async def no_wait() -> None:
-        """`free` is what is waited for, for all attempts together."""
+    counting, slots, all_tried = _Counting(generator), Slots(capacity), list[Tried]()
+    runner = RolloutRunner(counting, timeout_s=timeout_s, retries=retries)
 
     async def one(number: int, index: int) -> None:
-        async with free:
-            group_id, prompt = GroupId(number), prompts[number]
-            outcome = await runner.run(
-                group_id, prompt, index, wait_slot=no_wait, stopped_sampling=lambda: None, journal=journal
-            )
+        group_id, prompt = GroupId(number), prompts[number]
+        outcome = await runner.run(group_id, prompt, index, slots=slots, order=(number, index))
         tried = Tried(number, prompt, index, counting.attempts[group_id, index], outcome)
         all_tried.append(tried)
         on_tried(tried)

@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from asyncrl.buffer.overdue import OnOverdue
-from asyncrl.buffer.simulation import Outcome, Simulation, Workload
-from asyncrl.buffer.staleness import StalenessRule
+from asyncrl.buffer.simulation import Simulation, SimulationResult, Workload
+from asyncrl.buffer.staleness import OnOverdue, StalenessRule
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
 
@@ -60,12 +59,12 @@ class Split:
 
     max_staleness: int
     num_trainer: int
-    outcome: Outcome
+    outcome: SimulationResult
     gain: float
     break_even_s: float
 
 
-def play(case: Case, *, max_staleness: int, slots: int, train_s: float, publish_s: float) -> Outcome:
+def play(case: Case, *, max_staleness: int, slots: int, train_s: float, publish_s: float) -> SimulationResult:
     """A whole run; look_ahead is as large as the bound lets it be."""
     rule = StalenessRule(
         num_groups=case.num_groups,
@@ -80,7 +79,7 @@ def play(case: Case, *, max_staleness: int, slots: int, train_s: float, publish_
     return Simulation(rule, workload).run()
 
 
-def in_turns(case: Case) -> Outcome:
+def in_turns(case: Case) -> SimulationResult:
     """Every device generates, then every device trains; nothing overlaps, and each turn pays its
     handovers.
     """
@@ -88,13 +87,13 @@ def in_turns(case: Case) -> Outcome:
     return play(case, max_staleness=0, slots=slots, train_s=train_s, publish_s=case.handover_s)
 
 
-def apart(case: Case, max_staleness: int, num_trainer: int) -> Outcome:
+def apart(case: Case, max_staleness: int, num_trainer: int) -> SimulationResult:
     """So many devices train, the others generate, at the same time as far as the bound lets them."""
     slots, train_s = case.slots * (case.num_devices - num_trainer), case.train_device_s / num_trainer
     return play(case, max_staleness=max_staleness, slots=slots, train_s=train_s, publish_s=case.publish_s)
 
 
-def best_split(case: Case, max_staleness: int, turns: Outcome) -> Split:
+def best_split(case: Case, max_staleness: int, turns: SimulationResult) -> Split:
     """The split with most batches a second."""
     outcomes = {num: apart(case, max_staleness, num) for num in range(1, case.num_devices)}
     num_trainer = max(outcomes, key=lambda num: outcomes[num].batches_per_s)
@@ -109,7 +108,7 @@ def best_split(case: Case, max_staleness: int, turns: Outcome) -> Split:
     )
 
 
-def break_even(case: Case, bounds: Sequence[int] = BOUNDS) -> tuple[Outcome, list[Split]]:
+def break_even(case: Case, bounds: Sequence[int] = BOUNDS) -> tuple[SimulationResult, list[Split]]:
     """Turns, and the best split at each bound."""
     turns = in_turns(case)
     return turns, [best_split(case, bound, turns) for bound in bounds]
@@ -185,7 +184,7 @@ def break_even_text(split: Split) -> str:
     return f"{split.break_even_s:.2f} s" if split.break_even_s > 0 else "none: wins anyway"
 
 
-def _line(name: str, outcome: Outcome, gain: float, even: str) -> str:
+def _line(name: str, outcome: SimulationResult, gain: float, even: str) -> str:
     speed, idle, age = (
         f"{outcome.batches_per_s:.3f}",
         f"{outcome.idle_fraction:.0%}",

@@ -70,7 +70,7 @@ def reported(rooms: Rooms) -> Reported:
         if name in GAUGES and GAUGES[name].is_progress and not isinstance(value, Mapping)
     }
     is_starting = rooms.trainer.is_starting or any(supervisor.is_starting for supervisor in rooms.supervisors)
-    return Reported(marks, rooms.producers.stats().oldest, is_starting)
+    return Reported(marks, tuple(rooms.producers.oldest()), is_starting)
 
 
 def make_watchdog(config: RunConfig, run_dir: Path, rooms: Rooms, *, tell: Callable[[str], None]) -> Watchdog:

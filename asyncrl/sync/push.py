@@ -232,7 +232,7 @@ class Push:
         way_out = "raise weight_sync.timeout_s if the machine is slow, else read its log."
         outcomes = await asyncio.gather(*(one(target) for target in targets), return_exceptions=True)
         if silent and self._on_lost is None:
-            raise self._error(f"{', '.join(silent)} {too_slow}", rule, way_out)
+            raise self._error(f"{', '.join(sorted(silent))} {too_slow}", rule, way_out)
         for target, outcome in zip(targets, outcomes, strict=True):
             if isinstance(outcome, ConnectionShortage):  # of ours: nothing is known of the engine
                 raise outcome

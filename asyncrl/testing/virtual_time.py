@@ -32,7 +32,7 @@ class DeadlockError(Exception):
 
     def __init__(self, now_s: float, blocked: list[tuple[str, str]]) -> None:
         self.now_s, self.blocked = now_s, blocked
-        super().__init__(f"nothing can happen at t={now_s} s: {_sentence(blocked, 'waits')}")
+        super().__init__(f"nothing can happen at t={now_s} s: {_sentence(blocked)}")
 
 
 class BusyLoopError(Exception):
@@ -40,10 +40,8 @@ class BusyLoopError(Exception):
 
     def __init__(self, now_s: float, num_rounds: int, running: list[tuple[str, str]]) -> None:
         self.now_s, self.num_rounds, self.running = now_s, num_rounds, running
-        super().__init__(
-            f"time stands still at t={now_s} s after {num_rounds} rounds of the loop: "
-            f"{_sentence(running, 'is')}"
-        )
+        what = f"time stands still at t={now_s} s after {num_rounds} rounds of the loop"
+        super().__init__(f"{what}: {_sentence(running)}")
 
 
 def run_virtual(
@@ -90,9 +88,7 @@ def stand_still(seconds: float) -> None:
 def _virtual_loop(asked: str) -> VirtualTimeLoop:
     loop = asyncio.get_running_loop()
     if not isinstance(loop, VirtualTimeLoop):
-        raise RuntimeError(
-            f"{asked}() works on the virtual clock alone; run the test's coroutine with run_virtual(...)"
-        )
+        raise RuntimeError(f"{asked}() works on the virtual clock alone; run the test with run_virtual(...)")
     return loop
 
 
@@ -116,9 +112,6 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         self.lost_errors: list[BaseException] = []
         self.set_exception_handler(lambda _, context: self._keep_error(context))
         self._set_clock(start_s)
-
-    def __repr__(self) -> str:
-        return f"<VirtualTimeLoop t={self._now_s} s>"
 
     def time(self) -> float:
         """Virtual seconds."""
@@ -153,10 +146,8 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
 
     def run_in_executor(self, executor: Any, func: Any, *args: Any) -> NoReturn:  # type: ignore[override]
         """Refused: a thread knows nothing of the virtual clock."""
-        raise RuntimeError(
-            f"{getattr(func, '__qualname__', func)} would run in a thread; the virtual clock knows no "
-            f"threads, give the test a fake"
-        )
+        name = getattr(func, "__qualname__", func)
+        raise RuntimeError(f"{name} would run in a thread, which knows no virtual clock; use a fake")
 
     def _wake_all_blocked(self) -> bool:
         waiting, self._in_all_blocked = [future for future in self._in_all_blocked if not future.done()], []
@@ -166,9 +157,8 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
 
     def _set_clock(self, now_s: float) -> None:
         self._now_s, self._rounds = now_s, 0
-        self._clock_resolution = max(
-            1e-9, math.ulp(now_s)
-        )  # below one ulp, a timer due now would never be due
+        # below one ulp, a timer due now would never be due
+        self._clock_resolution = max(1e-9, math.ulp(now_s))
 
     def _keep_error(self, context: dict[str, Any]) -> None:
         error = context.get("exception")
@@ -201,12 +191,14 @@ def _innermost_own_function(task: asyncio.Task[Any]) -> str:
     A task made of a library function alone (`create_task(queue.get())`) is named by that function.
     """
     codes = [frame.f_code for frame in await_chain(task.get_coro()) if frame.f_code is not _named.__code__]
-    own = [
-        code for code in codes if not code.co_filename.startswith(_STDLIB) or "-packages" in code.co_filename
-    ]
+    own = [code for code in codes if not _is_stdlib(code.co_filename)]
     if not codes:
         return "its start"
     return (own[-1] if own else codes[0]).co_qualname.rpartition("<locals>.")[2]
+
+
+def _is_stdlib(path: str) -> bool:
+    return path.startswith(_STDLIB) and "-packages" not in path
 
 
 def _natural(name: str) -> tuple[str, int]:
@@ -215,8 +207,8 @@ def _natural(name: str) -> tuple[str, int]:
     return stem, int(name[len(stem) :] or 0)
 
 
-def _sentence(places: list[tuple[str, str]], verb: str) -> str:
-    named = [f"{name} {verb} in {function}" for name, function in places[:_MAX_NAMED]]
+def _sentence(places: list[tuple[str, str]]) -> str:
+    named = [f"{name} waits in {function}" for name, function in places[:_MAX_NAMED]]
     if len(places) > _MAX_NAMED:
         named.append(f"and {len(places) - _MAX_NAMED} tasks more")
     return ", ".join(named) or "no task is left"
