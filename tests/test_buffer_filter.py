@@ -14,9 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.buffer.filter import GroupFilter
-from asyncrl.buffer.look_ahead import LookAhead
-from asyncrl.buffer.simulation import Simulation, Workload
-from asyncrl.buffer.staleness import OnOverdue, StalenessRule
 from asyncrl.errors import TaskError
 from asyncrl.messages.records import Group
 from asyncrl.messages.trainer_calls import Credit
@@ -104,27 +101,3 @@ def test_too_many_filtered_groups_in_a_row_end_the_run_with_their_reward_and_the
         assert found.takes_nowait(make_group(0, [0], [0], rewards=rewards)) == (rewards is same)
     with pytest.raises(TaskError, match=r"3 groups in a row .*group 5, prompt p5: 0.25(.|\n)*Way out"):
         found.takes_nowait(make_group(5, [0], [0], rewards=same))
-
-
-@pytest.mark.parametrize("max_staleness", [0, 8])
-@pytest.mark.parametrize("on_overdue", ["wait", "mask", "drop"])
-def test_a_run_that_filters_four_of_five_groups_generates_five_times_as_many(
-    max_staleness: int, on_overdue: OnOverdue
-) -> None:
-    rule = StalenessRule(
-        num_groups=16,
-        num_batches=200,
-        max_staleness=max_staleness,
-        on_overdue=on_overdue,
-        look_ahead=min(2, max_staleness),
-    )
-    workload = Workload(num_slots=64, sigma=0.5, train_s=0.5, filter_probability=0.8, seed=1)
-    simulation = Simulation(rule, workload, auto=LookAhead(max_staleness))
-    outcome = simulation.run()  # RuntimeError if nothing can happen any more
-    taken = [group_id for _, groups in simulation.batches for group_id, _ in groups]
-    assert len(taken) == len(set(taken)) == 200 * 16
-    assert (rule.num_running, rule.num_ready) == (0, 0), "nothing is sampled beyond what the run needs"
-    assert outcome.late_fraction == 0
-    assert max_staleness > 0 or taken == sorted(taken)
-    assert outcome.num_filtered == pytest.approx(4 * 200 * 16, rel=0.05)
-    assert outcome.age_max <= max_staleness

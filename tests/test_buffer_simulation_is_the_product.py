@@ -5,9 +5,7 @@ virtual time.
 from __future__ import annotations
 
 import asyncio
-import random
 from dataclasses import dataclass, replace
-from itertools import product
 
 import pytest
 from rollout_cases import make_producers, single_turn
@@ -16,8 +14,7 @@ from asyncrl.buffer.buffer import Buffer
 from asyncrl.buffer.simulation import Simulation, SimulationResult, Workload
 from asyncrl.buffer.staleness import OnOverdue, StalenessRule
 from asyncrl.config import BufferConfig
-from asyncrl.errors import RewardFailure
-from asyncrl.messages.records import Group, Prompt, SamplingRequest
+from asyncrl.messages.records import Group, SamplingRequest
 from asyncrl.tasks import Feed
 from asyncrl.testing.fakes import FakeEngine
 from asyncrl.testing.memory_journal import MemoryJournal
@@ -34,18 +31,6 @@ class Endless:
 
     def prompt(self, index: int) -> str:
         return str(index)
-
-
-class Fails:
-    """A Scorer that fails when the simulation draws a failure, in the instant in which the sampling ends."""
-
-    def __init__(self, workload: Workload) -> None:
-        self._draws, self._probability = random.Random(~workload.seed), workload.failure_probability
-
-    async def score(self, prompt: Prompt, completion: str) -> float:
-        if self._draws.random() < self._probability:
-            raise RewardFailure(f"no reward for {prompt.prompt_id}")
-        return 1.0
 
 
 @dataclass(frozen=True)
@@ -84,7 +69,7 @@ def play_product(case: Case) -> Played:
         return case.workload.length_s(prompt, num_handed_back, int(rollout[1:]))
 
     async def story() -> dict[str, float]:
-        engine, scorer = FakeEngine(latency_s=latency_s), Fails(case.workload)
+        engine = FakeEngine(latency_s=latency_s)
         config = BufferConfig(
             max_staleness=case.max_staleness, look_ahead=case.look_ahead, on_overdue=case.on_overdue
         )
@@ -99,7 +84,7 @@ def play_product(case: Case) -> Played:
             producers = make_producers(
                 buffer,
                 tasks.create_task,
-                single_turn(engine, scorer),
+                single_turn(engine),
                 source=Feed(Endless(), seed=0, shuffle=False),
                 journal=journal,
                 timeout_s=None,
@@ -137,19 +122,10 @@ def play_simulation(case: Case) -> tuple[Simulation, SimulationResult]:
 
 
 FREE = Workload(num_slots=10**6, sigma=1.0, group_size=2, train_s=0.6, seed=3)
-# Groups of one rollout where some fail, for a draw decides whether a rollout of the product fails, and
-# whether a group of the simulation does.
-FAILING = replace(FREE, group_size=1, failure_probability=0.3, prompt_share=0.5)
 CASES = {
     "few slots": Case(replace(FREE, num_slots=7, group_size=3), 4, 2, 2, "drop"),
     "prompts that are always long": Case(replace(FREE, prompt_share=0.7, max_hand_backs=1), 4, 1, 1, "drop"),
     "nothing is dropped": Case(replace(FREE, num_slots=7, group_size=3), 4, 2, 2, "wait"),
-    **{
-        f"failures, {slots} slots, {tries} tries, bound {bound}": Case(
-            replace(FAILING, num_slots=slots, max_hand_backs=tries), 4, bound, min(1, bound), "drop"
-        )
-        for slots, tries, bound in product((10**6, 5), (0, 2), (0, 2))
-    },
 }
 
 
@@ -158,11 +134,7 @@ def test_the_simulation_plays_the_run_that_the_product_plays(name: str) -> None:
     case = CASES[name]
     played, (simulation, outcome) = play_product(case), play_simulation(case)
     assert [list(groups) for _, groups in simulation.batches] == played.batches
-    counts = [played.counts[f"rollout/{name}"] for name in ("dropped", "given_up", "failed_groups")]
-    assert [outcome.num_handed_back, outcome.num_given_up, outcome.num_failed] == counts
+    counts = [played.counts[f"rollout/{name}"] for name in ("dropped", "given_up")]
+    assert [outcome.num_handed_back, outcome.num_given_up] == counts
     assert outcome.batches_per_s == pytest.approx(NUM_BATCHES / (played.at_s[-1] + case.workload.train_s))
-    if case.workload.failure_probability:
-        assert outcome.num_failed > 10
-        assert max(count for _, count in played.started) == case.workload.max_hand_backs
-    else:
-        assert (outcome.num_handed_back > 10) == (case.on_overdue == "drop"), "it was to be about that"
+    assert (outcome.num_handed_back > 10) == (case.on_overdue == "drop"), "it was to be about that"

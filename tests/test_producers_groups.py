@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rollout_cases import make_producers, single_turn
+from rollout_cases import FakeSink, make_producers, single_turn
 
 from asyncrl.engines.own_server import EngineServer
 from asyncrl.engines.pool import EnginePool
@@ -22,7 +22,7 @@ from asyncrl.messages.records import Completion, GroupId, Prompt, Rollout, Sampl
 from asyncrl.rollouts.generators import make_trajectory
 from asyncrl.rollouts.rollout import Generator, RolloutAttempt
 from asyncrl.testing.fake_engine import FakeEngineServer
-from asyncrl.testing.fakes import FakeEngine, FakeScorer, FakeSink, FakeSource
+from asyncrl.testing.fakes import FakeEngine, FakeScorer, FakeSource
 from asyncrl.testing.memory_journal import MemoryJournal
 from asyncrl.testing.virtual_time import all_blocked, run_virtual
 

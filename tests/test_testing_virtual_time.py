@@ -179,7 +179,7 @@ def test_a_task_that_never_lets_the_clock_go_on_is_an_error() -> None:
 
     with pytest.raises(
         BusyLoopError,
-        match=r"time stands still at t=0\.0 s after 500 rounds of the loop: spinner waits in .*spin",
+        match=r"time stands still after 500 rounds of the loop at t=0\.0 s: spinner waits in .*spin",
     ):
         run_virtual(story(), max_rounds=500)
 

@@ -13,14 +13,14 @@ import heapq
 import math
 import random
 from collections import Counter, deque
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import count
 from statistics import fmean
 
 from asyncrl.buffer.buffer import WaitMeter
 from asyncrl.buffer.look_ahead import LookAhead
 from asyncrl.buffer.staleness import HandedBack, StalenessRule
-from asyncrl.messages.records import GroupId, WaitReport
+from asyncrl.messages.records import GroupId
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +32,8 @@ class Workload:
     long when it comes again. `num_slots` rollouts run at once, others wait in order of admission, and a group
     is admitted when a slot is free and no rollout waits. A group is done when its `group_size` rollouts are.
     A batch trains for `train_s`; its version is served `publish_s` later, and while a publish is under way
-    newer versions wait and are skipped over. A finished group fails with `failure_probability`, and one that
-    has not failed is filtered with `filter_probability`: both hand their admission back. The prompt of a
-    dropped or failed group comes again before any new one (of a failed one, once another has not failed and a
-    later version is served), drawn anew, `max_hand_backs` times at most.
+    newer versions wait and are skipped over. The prompt of a dropped group comes again before any new one,
+    drawn anew, `max_hand_backs` times at most.
     """
 
     num_slots: int
@@ -45,8 +43,6 @@ class Workload:
     group_size: int = 1
     train_s: float = 1.0
     publish_s: float = 0.0
-    failure_probability: float = 0.0
-    filter_probability: float = 0.0
     max_hand_backs: int = 3
     seed: int = 0
 
@@ -70,18 +66,7 @@ class SimulationResult:
     masked_fraction: float
     num_handed_back: int
     num_given_up: int
-    num_failed: int
-    num_filtered: int
     look_ahead_mean: float
-    wait: WaitReport
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class _Try:
-    """A prompt and how often it was handed back."""
-
-    prompt: int
-    num_handed_back: int
 
 
 @dataclass(slots=True)
@@ -93,8 +78,8 @@ class _Rollout:
 
 @dataclass(slots=True)
 class _Group:
-    tried: _Try
-    start_version: int
+    prompt: int
+    num_handed_back: int
     rollouts: list[_Rollout]
     num_unfinished: int
 
@@ -107,12 +92,8 @@ class Simulation:
     def __init__(self, rule: StalenessRule, workload: Workload, *, auto: LookAhead | None = None) -> None:
         self.rule, self.workload, self.auto = rule, workload, auto
         self.now_s = 0.0
-        self._failures = random.Random(~workload.seed)
-        self._filters = random.Random(f"filter/{workload.seed}")
         self._num_drawn = 0
-        self._back: list[_Try] = []  # heap of what is sampled again
-        self._failed_in_a_row: list[tuple[int, _Try]] = []  # (start version, what will be in _back)
-        self._returning: list[tuple[int, _Try]] = []  # of earlier rows: until a later version is served
+        self._back: list[tuple[int, int]] = []  # heap: (prompt, its num_handed_back)
         self._events: list[tuple[float, int, str, int, int]] = []  # heap; the number keeps the order of calls
         self._numbers = count()
         self._groups: dict[GroupId, _Group] = {}
@@ -125,7 +106,6 @@ class Simulation:
         self._last_take_s = 0.0
         self._num_spare = 0
         self._counts = Counter[str]()
-        self._seconds = Counter[str]()  # waited, by cause
         self._tokens = self._masked = 0.0
         self._ages: list[int] = []
         self._look_aheads: list[int] = []
@@ -175,27 +155,12 @@ class Simulation:
 
     def _admit(self) -> None:
         ticket = self.rule.admit_nowait()
-        for start_version, tried in self._returning:
-            if start_version < ticket.start_version:
-                heapq.heappush(self._back, tried)
-        self._returning = [entry for entry in self._returning if entry[0] >= ticket.start_version]
-        if self._back:
-            tried = heapq.heappop(self._back)
-        else:
-            tried = _Try(self._num_drawn, 0)
-            self._num_drawn += 1
+        prompt, num_handed_back = heapq.heappop(self._back) if self._back else (self._num_drawn, 0)
+        self._num_drawn += num_handed_back == 0
         size = self.workload.group_size
-        lengths = (self.workload.length_s(tried.prompt, tried.num_handed_back, i) for i in range(size))
-        rollouts = [_Rollout(length_s) for length_s in lengths]
-        self._groups[ticket.group_id] = _Group(tried, ticket.start_version, rollouts, size)
+        rollouts = [_Rollout(self.workload.length_s(prompt, num_handed_back, i)) for i in range(size)]
+        self._groups[ticket.group_id] = _Group(prompt, num_handed_back, rollouts, size)
         self._queue.extend((ticket.group_id, index) for index in range(size))
-
-    def _again(self, tried: _Try) -> list[_Try]:
-        """The prompt as it comes again; nothing if that was often enough."""
-        if tried.num_handed_back < self.workload.max_hand_backs:
-            return [_Try(tried.prompt, tried.num_handed_back + 1)]
-        self._counts["given_up"] += 1
-        return []
 
     def _rollout_done(self, group_id: GroupId, index: int) -> None:
         group = self._groups.get(group_id)
@@ -205,27 +170,18 @@ class Simulation:
         group.num_unfinished -= 1
         if group.num_unfinished:
             return
-        if self._failures.random() < self.workload.failure_probability:
-            self._counts["failed"] += 1
-            self._failed_in_a_row += [(group.start_version, again) for again in self._again(group.tried)]
-        else:
-            self._returning += self._failed_in_a_row
-            self._failed_in_a_row.clear()
-            if self._filters.random() >= self.workload.filter_probability:
-                oldest = min(rollout.oldest for rollout in group.rollouts)
-                back = self.rule.finish_nowait(group_id, oldest=oldest, newest=self.rule.served)
-                if back is not None:
-                    self._hand_back(back)
-                return
-            self._counts["filtered"] += 1
-        self.rule.fail_nowait(group_id)
-        del self._groups[group_id]
+        oldest = min(rollout.oldest for rollout in group.rollouts)
+        back = self.rule.finish_nowait(group_id, oldest=oldest, newest=self.rule.served)
+        if back is not None:
+            self._hand_back(back)
 
     def _hand_back(self, handed_back: HandedBack) -> None:
         group = self._groups.pop(handed_back.group_id)
         self._counts["handed_back"] += 1
-        for tried in self._again(group.tried):
-            heapq.heappush(self._back, tried)
+        if group.num_handed_back < self.workload.max_hand_backs:
+            heapq.heappush(self._back, (group.prompt, group.num_handed_back + 1))
+        else:
+            self._counts["given_up"] += 1
         ends = (rollout.started_s + rollout.length_s for rollout in group.rollouts)
         self._free_slots += sum(self.now_s < end_s < math.inf for end_s in ends)
 
@@ -237,7 +193,6 @@ class Simulation:
         if rule.waits_for is not None:
             return
         wait = self._meter.report()
-        self._seconds.update(asdict(wait))
         self._look_aheads.append(rule.look_ahead)
         choice = rule.take_nowait()
         taken = [(group_id, self._groups.pop(group_id)) for group_id in choice.group_ids]
@@ -297,8 +252,5 @@ class Simulation:
             masked_fraction=self._masked / self._tokens,
             num_handed_back=counts["handed_back"],
             num_given_up=counts["given_up"],
-            num_failed=counts["failed"],
-            num_filtered=counts["filtered"],
             look_ahead_mean=fmean(self._look_aheads),
-            wait=WaitReport(**self._seconds),
         )

@@ -42,7 +42,8 @@ class SingleTurn:
         seed = derive_seed(self.run_seed, attempt.prompt.seed_id, attempt.sample_index, 0, attempt.attempt)
         completion = await self._engine.generate(
             SamplingRequest(
-                request_id=attempt.request_id(turn=0),
+                # a retry may be sent before the server has seen that the first try is gone
+                request_id=f"{attempt.rollout_id}/t0/a{attempt.attempt}",
                 prompt_ids=prompt_ids,
                 max_tokens=self.max_tokens,
                 temperature=self.temperature,

@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 NUM_OLDEST = 8
 """So many of the oldest rollouts are named by oldest()."""
 
+UnusedState = Literal["failed", "handed_back"]
 Spawn = Callable[..., asyncio.Task[None]]
 """Starts a coroutine as a task with a `name` in the run's one TaskGroup."""
 
@@ -67,18 +68,16 @@ class RunningGroup:
         branches = tuple(branch for _, rollout in by_index for branch in rollout)
         return Group(self.ticket.group_id, self.prompt, branches)
 
-    @property
-    def can_be_tried_again(self) -> bool:
-        """False once a rollout found that the prompt can never be sampled."""
-        return all(failed.num_attempts for failed in self._failures.values())
-
-    def why_failed(self) -> str:
-        """Why group() is None, with the last failure."""
+    def why_failed(self) -> tuple[str, bool]:
+        """Why group() is None, with the last failure, and whether other tries of its prompt may end
+        otherwise.
+        """
         last = list(self._failures.values())[-1]
-        return (
+        why = (
             f"g{self.ticket.group_id} (prompt {self.prompt.prompt_id}) has {len(self._rollouts)} usable "
             f"rollouts of {self.group_size}; r{last.sample_index} {last.how}: {last.failure}"
         )
+        return why, all(failed.num_attempts for failed in self._failures.values())
 
     def cancel(self) -> None:
         """End the rollouts that still run; without waiting for them."""
@@ -219,7 +218,7 @@ class Producers:
         else:
             prompt = group.prompt
         self._counts["dropped"] += 1
-        again = self._end_unused(group_id, "handed_back", prompt, reason, can_be_tried_again=True)
+        again = self._end_unused(group_id, "handed_back", prompt, reason, may_succeed=True)
         if again is not None:
             self._source.hand_back_nowait(again)
 
@@ -278,17 +277,19 @@ class Producers:
         del self._groups[group_id]  # first: the buffer may hand the group back while it is being finished
         group = running.group()
         if group is not None:
-            self._end_row_of_failures(prompt.prompt_id)
+            self._failed_in_a_row = 0
+            self._known_to_fail.discard(prompt.prompt_id)
+            self._known_to_fail.update(waiting.prompt_id for _, waiting in self._set_aside)
+            self._returning += self._set_aside
+            self._set_aside.clear()
             found = self._sink.finish_nowait(group)
             if found in ("ready", "filtered"):  # what was handed back is journaled by handed_back()
                 self._journal.group_ended_nowait(group_id, found, "")
             return
         self._counts["failed_groups"] += 1
         self._failed_in_a_row += prompt.prompt_id not in self._known_to_fail
-        reason = running.why_failed()
-        again = self._end_unused(
-            group_id, "failed", prompt, reason, can_be_tried_again=running.can_be_tried_again
-        )
+        reason, may_succeed = running.why_failed()
+        again = self._end_unused(group_id, "failed", prompt, reason, may_succeed=may_succeed)
         if again is not None:
             self._set_aside.append((running.ticket.start_version, again))
         if self._failed_in_a_row >= self.max_failed_groups:
@@ -300,27 +301,14 @@ class Producers:
             )
         self._sink.fail_nowait(group_id)
 
-    def _end_row_of_failures(self, prompt_id: str) -> None:
-        self._failed_in_a_row = 0
-        self._known_to_fail.discard(prompt_id)
-        self._known_to_fail.update(prompt.prompt_id for _, prompt in self._set_aside)
-        self._returning += self._set_aside
-        self._set_aside.clear()
-
     def _end_unused(
-        self,
-        group_id: GroupId,
-        state: Literal["failed", "handed_back"],
-        prompt: Prompt,
-        reason: str,
-        *,
-        can_be_tried_again: bool,
+        self, group_id: GroupId, state: UnusedState, prompt: Prompt, reason: str, *, may_succeed: bool
     ) -> Prompt | None:
         """Journal the end of a group that no batch uses. Returns its prompt with one hand-back more; None if
         it has had them all, or can never be sampled, and is given up.
         """
         again: Prompt | None = None
-        if can_be_tried_again and prompt.num_handed_back < self.max_hand_backs:
+        if may_succeed and prompt.num_handed_back < self.max_hand_backs:
             again = replace(prompt, num_handed_back=prompt.num_handed_back + 1)
         else:
             self._counts["given_up"] += 1

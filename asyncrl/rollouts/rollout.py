@@ -157,12 +157,6 @@ class RolloutAttempt:
     on_segment: Callable[[int, PartialCompletion], None] = lambda turn, partial: None
     clock: RolloutClock = field(default_factory=lambda: RolloutClock(None))
 
-    def request_id(self, turn: int) -> str:
-        """Unique within the run: a retry may be sent before the server has seen that the first try is
-        gone.
-        """
-        return f"{self.rollout_id}/t{turn}/a{self.attempt}"
-
 
 class Generator(Protocol):
     """A way to run a rollout: single_turn and its like."""

@@ -14,31 +14,15 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 from asyncrl.http import Answer, Part
+from asyncrl.messages import engine_calls as calls
 from asyncrl.messages.base import EnginePart, Moved
-from asyncrl.messages.engine_calls import (
-    AbortRequest,
-    AbortResponse,
-    CommitRequest,
-    CommitResponse,
-    EngineHealth,
-    GenerateChunk,
-    GenerateRequest,
-    GenerateResponse,
-    LoadChunkRequest,
-    LoadChunkResponse,
-    PrepareRequest,
-    PrepareResponse,
-    SleepRequest,
-    Span,
-    WakeRequest,
-)
 from asyncrl.testing.fake_server import FakeServer
 
 END_TOKEN = 0
 FIRST_TOKEN, NUM_TOKENS = 97, 26
 """Sampled tokens are the letters a..z, one id a character, and END_TOKEN."""
 
-Steps = AsyncGenerator[tuple["FakeRun", GenerateResponse | None], None]
+Steps = AsyncGenerator[tuple["FakeRun", calls.GenerateResponse | None], None]
 
 
 def fake_token(weights: str, seed: int, ids: Sequence[int], end_fraction: float) -> tuple[int, float]:
@@ -52,7 +36,7 @@ def fake_token(weights: str, seed: int, ids: Sequence[int], end_fraction: float)
 class FakeRun:
     """One request at the fake server: what it has drawn, and how much of it the client has in chunks."""
 
-    def __init__(self, request: GenerateRequest) -> None:
+    def __init__(self, request: calls.GenerateRequest) -> None:
         self.request = request
         self.is_granted = self.is_aborted = False
         self.changed = asyncio.Event()
@@ -72,21 +56,21 @@ class FakeRun:
     def take(self) -> dict[str, Any]:
         """What was not sent yet; it counts as sent."""
         new, self.num_sent = self.drawn[self.num_sent :], len(self.drawn)
-        spans: list[Span] = []
+        spans: list[calls.Span] = []
         for version, tokens in groupby(new, key=itemgetter(2)):
             start = spans[-1].end if spans else 0
-            spans.append(Span(start=start, end=start + len(list(tokens)), version=version))
+            spans.append(calls.Span(start=start, end=start + len(list(tokens)), version=version))
         return {
             "token_ids": [token for token, _, _ in new],
             "logprobs": [logprob for _, logprob, _ in new],
             "version_spans": spans,
         }
 
-    def chunks(self) -> list[GenerateChunk]:
+    def chunks(self) -> list[calls.GenerateChunk]:
         """What was not sent yet, a chunk a version."""
         new = self.take()
         return [
-            GenerateChunk(
+            calls.GenerateChunk(
                 token_ids=new["token_ids"][span.start : span.end],
                 logprobs=new["logprobs"][span.start : span.end],
                 version=span.version,
@@ -106,7 +90,7 @@ class FakeParts:
         self._refused = server.refused
         self.asleep: set[EnginePart] = set()
         self.has_content, self.can_restore = True, True
-        self.pushed: list[LoadChunkRequest] = []
+        self.pushed: list[calls.LoadChunkRequest] = []
         """The chunks of the push in hand."""
 
     @property
@@ -114,14 +98,14 @@ class FakeParts:
         """Both parts are awake, and the weights are some version's."""
         return self.has_content and not self.asleep
 
-    def sleep(self, request: SleepRequest) -> Moved:
+    def sleep(self, request: calls.SleepRequest) -> Moved:
         freed = set(request.parts) - self.asleep
         self.asleep |= freed
         if "weights" in freed:
             self.has_content, self.pushed = False, []
         return Moved(num_bytes=len(freed) * 1000, seconds=0.0)
 
-    def wake(self, request: WakeRequest) -> Moved:
+    def wake(self, request: calls.WakeRequest) -> Moved:
         if "weights" in request.parts and request.restore and not self.has_content:
             if not self.can_restore:
                 raise self._refused("/wake", "what served came in chunks, and is nowhere whole")
@@ -130,7 +114,7 @@ class FakeParts:
         self.asleep -= taken
         return Moved(num_bytes=len(taken) * 1000, seconds=0.0)
 
-    def load(self, request: LoadChunkRequest) -> None:
+    def load(self, request: calls.LoadChunkRequest) -> None:
         """One more chunk of the push."""
         self.check_weights_awake("/load_chunk")
         if self.has_content:
@@ -179,11 +163,11 @@ class FakeEngineServer(FakeServer):
         super().__init__(name)
         self.slots, self.decode_s, self.prepare_s, self.swap_s = slots, decode_s, prepare_s, swap_s
         self.end_fraction, self.max_length, self._first_weights = end_fraction, max_length, weights
-        self.refuse: Callable[[GenerateRequest], str] = lambda _: ""
-        self.mangle: Callable[[GenerateResponse], GenerateResponse] = lambda answer: answer
-        self.mangle_chunk: Callable[[GenerateChunk], GenerateChunk] = lambda chunk: chunk
+        self.refuse: Callable[[calls.GenerateRequest], str] = lambda _: ""
+        self.mangle: Callable[[calls.GenerateResponse], calls.GenerateResponse] = lambda answer: answer
+        self.mangle_chunk: Callable[[calls.GenerateChunk], calls.GenerateChunk] = lambda chunk: chunk
         self.chunk_tokens, self.corrupt_digest = 1, False
-        self.requests: list[GenerateRequest] = []
+        self.requests: list[calls.GenerateRequest] = []
         """Every /generate so far."""
         self.tokens_generated = 0
         self._start()
@@ -206,8 +190,8 @@ class FakeEngineServer(FakeServer):
         super().restart()
         self._start()
 
-    def health(self) -> EngineHealth:
-        return EngineHealth(
+    def health(self) -> calls.EngineHealth:
+        return calls.EngineHealth(
             name=self.name,
             kind="fake",
             policy_version=self.policy_version,
@@ -235,12 +219,12 @@ class FakeEngineServer(FakeServer):
                 self.parts.check_weights_awake(path)
                 await asyncio.sleep(self.prepare_s)
                 self._staged = (body.version, self._digest(body))
-                return PrepareResponse(version=body.version, digest=self._digest(body))
+                return calls.PrepareResponse(version=body.version, digest=self._digest(body))
             case "/commit":
                 return await self._commit(body)
             case "/sleep":  # what runs is aborted, what is queued stays
                 running = [name for name, run in self._runs.items() if run.is_granted]
-                self._abort(AbortRequest(request_ids=running))
+                self._abort(calls.AbortRequest(request_ids=running))
                 return self.parts.sleep(body)
             case "/wake":
                 moved = self.parts.wake(body)
@@ -249,16 +233,16 @@ class FakeEngineServer(FakeServer):
         assert path == "/load_chunk", path
         await asyncio.sleep(self.prepare_s)
         self.parts.load(body)
-        return LoadChunkResponse(version=body.version, index=body.index, digest=self._digest(body))
+        return calls.LoadChunkResponse(version=body.version, index=body.index, digest=self._digest(body))
 
-    def _digest(self, body: PrepareRequest | LoadChunkRequest) -> str:
+    def _digest(self, body: calls.PrepareRequest | calls.LoadChunkRequest) -> str:
         return "corrupt" if self.corrupt_digest else body.digest
 
     async def stream(
         self, path: str, body: BaseModel, part: type[Part], last: type[Answer]
     ) -> AsyncGenerator[Part | Answer, None]:
         """POST /generate with `stream`."""
-        assert isinstance(body, GenerateRequest)
+        assert isinstance(body, calls.GenerateRequest)
         async with contextlib.aclosing(self._steps(body)) as steps:
             while True:
                 run, answer = await self.unless_dead(path, steps.__anext__)
@@ -269,7 +253,7 @@ class FakeEngineServer(FakeServer):
                     for chunk in run.chunks():
                         yield part.model_validate(self.mangle_chunk(chunk).model_dump())
 
-    async def _steps(self, request: GenerateRequest) -> Steps:
+    async def _steps(self, request: calls.GenerateRequest) -> Steps:
         """The run after each token, and with the last step its answer."""
         self.requests.append(request)
         name, needed = request.request_id, len(request.prompt_ids) + request.max_tokens
@@ -287,7 +271,7 @@ class FakeEngineServer(FakeServer):
         try:
             while (ended := await self._step(run)) is None:
                 yield run, None
-            yield run, self.mangle(GenerateResponse(request_id=name, finish_reason=ended, **run.take()))
+            yield run, self.mangle(calls.GenerateResponse(request_id=name, finish_reason=ended, **run.take()))
         finally:  # cancelled too: a broken connection frees the slot
             del runs[name]
             if run in queue:
@@ -317,14 +301,14 @@ class FakeEngineServer(FakeServer):
             return "stop"
         return "length" if len(run.drawn) == request.max_tokens else None
 
-    def _abort(self, request: AbortRequest) -> AbortResponse:
+    def _abort(self, request: calls.AbortRequest) -> calls.AbortResponse:
         wanted = list(self._runs) if request.request_ids is None else request.request_ids
         aborted = [name for name in wanted if name in self._runs]
         for name in aborted:
             self._runs[name].abort()
-        return AbortResponse(aborted=aborted)
+        return calls.AbortResponse(aborted=aborted)
 
-    async def _commit(self, request: CommitRequest) -> CommitResponse:
+    async def _commit(self, request: calls.CommitRequest) -> calls.CommitResponse:
         self.parts.check_weights_awake("/commit")
         wanted, num_interrupted, pause_s = (request.version, request.digest), 0, 0.0
         if self.parts.pushed:
@@ -335,11 +319,11 @@ class FakeEngineServer(FakeServer):
             if self._staged != wanted:
                 raise self.refused("/commit", f"staged is {self._staged}, not {request.version}")
             num_interrupted, pause_s = await self._swap(request), self.swap_s
-        return CommitResponse(
+        return calls.CommitResponse(
             version=request.version, digest=request.digest, pause_s=pause_s, num_interrupted=num_interrupted
         )
 
-    async def _swap(self, request: CommitRequest) -> int:
+    async def _swap(self, request: calls.CommitRequest) -> int:
         """Returns how many requests it interrupted."""
         process = self.has_ended
         if request.interrupt == "wait":

@@ -10,17 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from typing import Literal
 
-from asyncrl.errors import RewardFailure, WouldWait
+from asyncrl.errors import RewardFailure
 from asyncrl.messages.records import (
     Batch,
     Completion,
-    Finished,
-    Group,
-    GroupId,
     PartialCompletion,
     Prompt,
     SamplingRequest,
-    Ticket,
     VersionSpan,
 )
 from asyncrl.messages.trainer_calls import ExportResponse, TrainResponse
@@ -112,46 +108,6 @@ class FakeSource:
         """To the front."""
         self.handed_back.append(prompt)
         self.front.appendleft(prompt)
-
-
-class FakeSink:
-    """A GroupSink that gives `allow(n)` tickets and keeps what it is told."""
-
-    def __init__(self, num_tickets: int = 0, *, start_version: int = 0) -> None:
-        self.start_version = start_version
-        self.admitted: list[Ticket] = []
-        self.finished: list[Group] = []
-        self.failed: list[GroupId] = []
-        self._num_tickets = num_tickets
-        self._changed = asyncio.Event()
-
-    def allow(self, num_tickets: int) -> None:
-        """Give leave for so many groups more."""
-        self._num_tickets += num_tickets
-        self._changed.set()
-
-    async def wait_open(self) -> None:
-        """Return once there is a ticket."""
-        while not self._num_tickets:
-            self._changed.clear()
-            await self._changed.wait()
-
-    def admit_nowait(self) -> Ticket:
-        """The next ticket, or WouldWait."""
-        if not self._num_tickets:
-            raise WouldWait("no ticket is left")
-        self._num_tickets -= 1
-        self.admitted.append(Ticket(GroupId(len(self.admitted)), self.start_version))
-        return self.admitted[-1]
-
-    def finish_nowait(self, group: Group) -> Finished:
-        """Kept in `finished`."""
-        self.finished.append(group)
-        return "ready"
-
-    def fail_nowait(self, group_id: GroupId) -> None:
-        """Kept in `failed`."""
-        self.failed.append(group_id)
 
 
 class FakeScorer:

@@ -25,23 +25,25 @@ _STDLIB = str(Path(sysconfig.get_path("stdlib")).resolve())
 _MAX_NAMED = 20
 
 
-class DeadlockError(Exception):
-    """Nothing can happen any more. `blocked` holds (task name, function it waits in), `now_s` the virtual
-    time.
+class StuckError(Exception):
+    """`blocked` holds (task name, function it waits in) of every task, the main task last; `now_s` is the
+    virtual time.
     """
 
-    def __init__(self, now_s: float, blocked: list[tuple[str, str]]) -> None:
-        self.now_s, self.blocked = now_s, blocked
-        super().__init__(f"nothing can happen at t={now_s} s: {_sentence(blocked)}")
+    def __init__(self, what: str, loop: VirtualTimeLoop) -> None:
+        self.now_s, self.blocked = loop.time(), _where_tasks_are(loop)
+        named = [f"{name} waits in {function}" for name, function in self.blocked[:_MAX_NAMED]]
+        if len(self.blocked) > _MAX_NAMED:
+            named.append(f"and {len(self.blocked) - _MAX_NAMED} tasks more")
+        super().__init__(f"{what} at t={self.now_s} s: {', '.join(named) or 'no task is left'}")
 
 
-class BusyLoopError(Exception):
-    """The clock stands still: `running` holds (task name, function) of all tasks that are not done."""
+class DeadlockError(StuckError):
+    """Nothing can happen any more."""
 
-    def __init__(self, now_s: float, num_rounds: int, running: list[tuple[str, str]]) -> None:
-        self.now_s, self.num_rounds, self.running = now_s, num_rounds, running
-        what = f"time stands still at t={now_s} s after {num_rounds} rounds of the loop"
-        super().__init__(f"{what}: {_sentence(running)}")
+
+class BusyLoopError(StuckError):
+    """The clock stands still while the tasks run on."""
 
 
 def run_virtual(
@@ -61,7 +63,7 @@ def run_virtual(
     except BaseException as error:
         try:
             runner.close()
-        except (DeadlockError, BusyLoopError) as stubborn:
+        except StuckError as stubborn:
             error.add_note(f"And the tasks that were cancelled then did not end: {stubborn}")
         raise
     runner.close()
@@ -134,13 +136,13 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         self._rounds += 1
         if self._rounds > self._max_rounds:
             self._rounds = 0
-            raise BusyLoopError(self._now_s, self._max_rounds, _where_tasks_are(self))
+            raise BusyLoopError(f"time stands still after {self._max_rounds} rounds of the loop", self)
         if timeout is not None and timeout <= 0:
             return []
         if self._wake_all_blocked():
             return []
         if timeout is None:
-            raise DeadlockError(self._now_s, _where_tasks_are(self))
+            raise DeadlockError("nothing can happen", self)
         self._set_clock(self._scheduled[0].when())  # type: ignore[attr-defined]
         return []
 
@@ -182,7 +184,7 @@ async def _named(coro: Coroutine[Any, Any, Result]) -> Result:
 def _where_tasks_are(loop: asyncio.AbstractEventLoop) -> list[tuple[str, str]]:
     """(name, function) of every task that is not done, by name, the main task last."""
     places = [(task.get_name(), _innermost_own_function(task)) for task in asyncio.all_tasks(loop)]
-    return sorted(places, key=lambda place: (place[0] == "main", _natural(place[0])))
+    return sorted(places, key=lambda place: (place[0] == "main", len(place[0]), place[0]))
 
 
 def _innermost_own_function(task: asyncio.Task[Any]) -> str:
@@ -199,16 +201,3 @@ def _innermost_own_function(task: asyncio.Task[Any]) -> str:
 
 def _is_stdlib(path: str) -> bool:
     return path.startswith(_STDLIB) and "-packages" not in path
-
-
-def _natural(name: str) -> tuple[str, int]:
-    """Sort key under which producer-2 stands before producer-10."""
-    stem = name.rstrip("0123456789")
-    return stem, int(name[len(stem) :] or 0)
-
-
-def _sentence(places: list[tuple[str, str]]) -> str:
-    named = [f"{name} waits in {function}" for name, function in places[:_MAX_NAMED]]
-    if len(places) > _MAX_NAMED:
-        named.append(f"and {len(places) - _MAX_NAMED} tasks more")
-    return ", ".join(named) or "no task is left"
