@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from typing import Any
 
+from asyncrl.buffer.buffer import Buffer
+from asyncrl.config import BufferConfig
 from asyncrl.errors import WouldWait
-from asyncrl.messages.records import Finished, Group, GroupId, Ticket
+from asyncrl.messages.records import Batch, Finished, Group, GroupId, Ticket
 from asyncrl.rollouts.generators import SingleTurn
 from asyncrl.rollouts.producers import Producers
 from asyncrl.rollouts.rollout import Generator, RolloutRunner
-from asyncrl.testing.fakes import FakeScorer, FakeSource, FakeTokenizer
+from asyncrl.testing.fakes import FakeEngine, FakeScorer, FakeSource, FakeTokenizer
 from asyncrl.testing.memory_journal import MemoryJournal
+from asyncrl.testing.virtual_time import run_virtual
 
 
 class FakeSink:
@@ -79,3 +83,49 @@ def make_producers(
         journal=journal or MemoryJournal(),
         **values,
     )
+
+
+@dataclass(frozen=True)
+class PlayedRun:
+    """`at_s`: when each batch was taken. `counts`: gauges of buffer and producers at the end."""
+
+    batches: list[Batch]
+    at_s: list[float]
+    counts: dict[str, float]
+
+
+def play_run(
+    engine: FakeEngine,
+    config: dict[str, Any],
+    *,
+    num_groups: int,
+    num_batches: int,
+    train_s: float,
+    scorer: Any = None,
+    **settings: Any,
+) -> PlayedRun:
+    """A whole run of the real buffer and producers, in virtual time."""
+    batches, at_s = list[Batch](), list[float]()
+
+    async def story() -> dict[str, float]:
+        buffer = Buffer(
+            BufferConfig.model_validate(config),
+            num_groups=num_groups,
+            num_batches=num_batches,
+            on_handed_back=lambda *handed_back: producers.handed_back(*handed_back),
+        )
+        async with asyncio.TaskGroup() as tasks:
+            producers = make_producers(buffer, tasks.create_task, single_turn(engine, scorer), **settings)
+            running = tasks.create_task(producers.run(), name="producers")
+            for version in range(1, num_batches + 1):
+                batches.append(await buffer.wait_batch())
+                at_s.append(asyncio.get_running_loop().time())
+                await asyncio.sleep(train_s)
+                engine.policy_version = version
+                buffer.set_served_nowait(version)
+            running.cancel()
+            await producers.aclose()
+        return buffer.gauges() | producers.gauges()
+
+    counts = run_virtual(story())
+    return PlayedRun(batches, at_s, counts)

@@ -4,21 +4,17 @@ virtual time.
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass, replace
 
 import pytest
-from rollout_cases import make_producers, single_turn
+from rollout_cases import PlayedRun, play_run
 
-from asyncrl.buffer.buffer import Buffer
 from asyncrl.buffer.simulation import Simulation, SimulationResult, Workload
 from asyncrl.buffer.staleness import OnOverdue, StalenessRule
-from asyncrl.config import BufferConfig
-from asyncrl.messages.records import Group, SamplingRequest
+from asyncrl.messages.records import SamplingRequest
 from asyncrl.tasks import Feed
 from asyncrl.testing.fakes import FakeEngine
 from asyncrl.testing.memory_journal import MemoryJournal
-from asyncrl.testing.virtual_time import run_virtual
 
 NUM_BATCHES = 40
 
@@ -42,71 +38,34 @@ class Case:
     on_overdue: OnOverdue
 
 
-@dataclass(frozen=True)
-class Played:
-    """`batches`: (group id, oldest version) of each group, `at_s`: when taken; `started`: (prompt,
-    hand-backs) of each admission.
-    """
-
-    batches: list[list[tuple[int, int]]]
-    at_s: list[float]
-    started: list[tuple[int, int]]
-    counts: dict[str, float]
-
-
-def play_product(case: Case) -> Played:
-    journal, batches, at_s = MemoryJournal(), list[list[tuple[int, int]]](), list[float]()
-
-    def started() -> list[tuple[int, int]]:
-        return [
-            (int(prompt.prompt_id.removeprefix("0/")), prompt.num_handed_back)
-            for _, _, prompt in journal.named("admitted")
-        ]
+def play_product(case: Case) -> PlayedRun:
+    journal = MemoryJournal()
 
     def latency_s(request: SamplingRequest) -> float:
         group, rollout, *_ = request.request_id.split("/")
-        prompt, num_handed_back = started()[int(group[1:])]
-        return case.workload.length_s(prompt, num_handed_back, int(rollout[1:]))
-
-    async def story() -> dict[str, float]:
-        engine = FakeEngine(latency_s=latency_s)
-        config = BufferConfig(
-            max_staleness=case.max_staleness, look_ahead=case.look_ahead, on_overdue=case.on_overdue
+        (prompt,) = (
+            prompt for _, ticket, prompt in journal.named("admitted") if ticket.group_id == int(group[1:])
         )
+        number = int(prompt.prompt_id.removeprefix("0/"))
+        return case.workload.length_s(number, prompt.num_handed_back, int(rollout[1:]))
 
-        def handed_back(group_id: int, group: Group | None, reason: str) -> None:
-            producers.handed_back(group_id, group, reason)  # type: ignore[arg-type]
-
-        buffer = Buffer(
-            config, num_groups=case.num_groups, num_batches=NUM_BATCHES, on_handed_back=handed_back
-        )
-        async with asyncio.TaskGroup() as tasks:
-            producers = make_producers(
-                buffer,
-                tasks.create_task,
-                single_turn(engine),
-                source=Feed(Endless(), seed=0, shuffle=False),
-                journal=journal,
-                timeout_s=None,
-                group_size=case.workload.group_size,
-                capacity=case.workload.num_slots,
-                max_failed_groups=10**6,
-                max_hand_backs=case.workload.max_hand_backs,
-            )
-            running = tasks.create_task(producers.run(), name="producers")
-            for version in range(NUM_BATCHES):
-                batch = await buffer.wait_batch()
-                batches.append([(group.group_id, group.oldest_version) for group in batch.groups])
-                at_s.append(asyncio.get_running_loop().time())
-                await asyncio.sleep(case.workload.train_s)
-                engine.policy_version = version + 1
-                buffer.set_served_nowait(version + 1)
-            running.cancel()
-            await producers.aclose()
-        return producers.gauges()
-
-    counts = run_virtual(story())
-    return Played(batches, at_s, started(), counts)
+    return play_run(
+        FakeEngine(latency_s=latency_s),
+        {
+            "max_staleness": case.max_staleness,
+            "look_ahead": case.look_ahead,
+            "on_overdue": case.on_overdue,
+        },
+        num_groups=case.num_groups,
+        num_batches=NUM_BATCHES,
+        train_s=case.workload.train_s,
+        source=Feed(Endless(), seed=0, shuffle=False),
+        journal=journal,
+        timeout_s=None,
+        group_size=case.workload.group_size,
+        capacity=case.workload.num_slots,
+        max_hand_backs=case.workload.max_hand_backs,
+    )
 
 
 def play_simulation(case: Case) -> tuple[Simulation, SimulationResult]:
@@ -133,7 +92,8 @@ CASES = {
 def test_the_simulation_plays_the_run_that_the_product_plays(name: str) -> None:
     case = CASES[name]
     played, (simulation, outcome) = play_product(case), play_simulation(case)
-    assert [list(groups) for _, groups in simulation.batches] == played.batches
+    batches = [[(group.group_id, group.oldest_version) for group in one.groups] for one in played.batches]
+    assert [list(groups) for _, groups in simulation.batches] == batches
     counts = [played.counts[f"rollout/{name}"] for name in ("dropped", "given_up")]
     assert [outcome.num_handed_back, outcome.num_given_up] == counts
     assert outcome.batches_per_s == pytest.approx(NUM_BATCHES / (played.at_s[-1] + case.workload.train_s))

@@ -12,7 +12,6 @@ import pytest
 
 from asyncrl.config import TaskConfig
 from asyncrl.errors import ConfigError
-from asyncrl.messages.records import Prompt
 from asyncrl.tasks import Item, build_task
 
 ROWS = [{"prompt": "2+2?", "answer": "4", "level": 1}, {"prompt": "3+3?", "answer": "6", "level": 2}]
@@ -48,12 +47,6 @@ def test_chat_messages_are_a_prompt_too_and_parquets_empty_fields_are_left_out(t
         pyarrow.Table.from_pylist([{"prompt": messages, "answer": "1"}]), tmp_path / "a.parquet"
     )
     assert len(task_of(str(tmp_path / "a.parquet")).prompt(0).content) == 2
-
-
-def test_the_reward_gets_the_answer_of_its_row(tmp_path: Path) -> None:
-    task = task_of(write_jsonl(tmp_path / "a.jsonl", ROWS))
-    prompt = Prompt("0/0", ({"role": "user", "content": "2+2?"},), "4")
-    assert (task.score(prompt, "It is 4."), task.score(prompt, "It is 5.")) == (1.0, 0.0)
 
 
 def test_a_missing_column_names_the_columns_that_exist(tmp_path: Path) -> None:
@@ -98,11 +91,6 @@ def test_a_file_that_is_not_there_or_of_another_kind_is_refused(tmp_path: Path) 
     (tmp_path / "a.parquet").write_text("not at all")
     with pytest.raises(ConfigError, match="a.parquet is not a parquet file"):
         task_of(str(tmp_path / "a.parquet"))
-
-
-def test_settings_for_files_are_refused_since_files_have_none(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="files have no settings"):
-        task_of(write_jsonl(tmp_path / "a.jsonl", ROWS), args={"x": 1})
 
 
 def dataset_task(folder: Path, cache: Path, **settings: Any) -> Any:

