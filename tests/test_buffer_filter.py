@@ -4,12 +4,11 @@ ends.
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 from typing import Literal
 
 import pytest
-from buffer_groups import HandedBackLog, make_buffer, make_group, wait_admit
+from buffer_groups import HandedBackLog, make_buffer, make_group
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,7 +16,6 @@ from asyncrl.buffer.filter import GroupFilter
 from asyncrl.errors import TaskError
 from asyncrl.messages.records import Group
 from asyncrl.messages.trainer_calls import Credit
-from asyncrl.testing.virtual_time import all_blocked, run_virtual
 
 FilterKind = Literal["none", "equal_rewards"]
 
@@ -68,30 +66,6 @@ def test_a_filtered_group_gives_its_place_to_another_prompt_with_a_deadline_of_i
     assert buffer.admit_nowait().start_version == 1, "the group that it replaces had started at version 0"
     assert (buffer.gauges()["rollout/filtered"], buffer.gauges()["rollout/filtered_tokens"]) == (1, 3)
     assert log == [], "its prompt is not sampled again"
-
-
-def test_a_trainer_that_waited_for_a_filtered_straggler_goes_on_and_a_producer_starts_the_next_group() -> (
-    None
-):
-    async def story() -> None:
-        buffer = make_buffer(num_groups=1, max_staleness=1, filter_kind="equal_rewards")
-        for _ in range(2):
-            buffer.admit_nowait()
-        buffer.finish_nowait(make_group(0, [0], [0], rewards=[0.0, 1.0]))
-        buffer.take_nowait()
-        buffer.set_served_nowait(1)
-        newer = buffer.admit_nowait().group_id
-        buffer.finish_nowait(make_group(newer, [1], [1], rewards=[0.0, 1.0]))
-        async with asyncio.TaskGroup() as tasks:
-            training = tasks.create_task(buffer.wait_batch(), name="trainer")
-            producing = tasks.create_task(wait_admit(buffer), name="producer")
-            await all_blocked()
-            assert not training.done(), "group 1 would be too old for the batch after this one"
-            assert buffer.finish_nowait(make_group(1, [0], [0], rewards=[1.0, 1.0])) == "filtered"
-        assert [group.group_id for group in training.result().groups] == [newer]
-        assert producing.result().group_id == newer + 1
-
-    run_virtual(story())
 
 
 def test_too_many_filtered_groups_in_a_row_end_the_run_with_their_reward_and_the_way_out() -> None:

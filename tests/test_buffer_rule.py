@@ -72,20 +72,6 @@ def test_a_group_whose_tokens_are_younger_than_its_ticket_gets_a_later_deadline(
     assert rule.take_nowait().group_ids == (2, 3), "same deadline: lower id first"
 
 
-def test_drop_hands_back_ready_groups_for_which_their_last_batch_had_no_room() -> None:
-    rule = make_rule(num_groups=1, max_staleness=2, on_overdue="drop")
-    admit_all(rule)  # 0, 1, 2 at version 0, last use in batch 2
-    finish(rule, 0)
-    rule.take_nowait()
-    rule.set_served_nowait(1)
-    finish(rule, *admit_all(rule), oldest=1)
-    assert rule.take_nowait().group_ids == (3,)
-    finish(rule, 2, 1)
-    choice = rule.take_nowait()
-    assert choice.group_ids == (1,)
-    assert [(back.group_id, back.was_ready) for back in choice.handed_back] == [(2, True)]
-
-
 def test_mask_waits_for_no_straggler_and_hands_back_what_the_last_batch_with_a_use_for_it_leaves_behind() -> (
     None
 ):

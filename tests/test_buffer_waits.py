@@ -21,21 +21,6 @@ def finish(buffer: Buffer, *group_ids: int, version: int = 0) -> None:
         buffer.finish_nowait(make_group(group_id, [version]))
 
 
-def test_a_producer_waits_until_a_newer_version_is_served() -> None:
-    async def story() -> None:
-        buffer = make_buffer(max_staleness=0)
-        finish(buffer, *admit(buffer, 2))
-        async with asyncio.TaskGroup() as tasks:
-            waiting = tasks.create_task(wait_admit(buffer), name="producer")
-            await buffer.wait_batch()
-            await all_blocked()
-            assert not waiting.done()
-            buffer.set_served_nowait(1)
-        assert waiting.result().start_version == 1
-
-    run_virtual(story())
-
-
 def test_a_cancelled_trainer_takes_no_batch_with_it() -> None:
     async def story() -> None:
         buffer = make_buffer(max_staleness=0)
@@ -90,32 +75,5 @@ def test_a_wait_is_split_by_what_was_waited_for() -> None:
         assert [group.group_id for group in batch.groups] == [2, 3]
         wait = buffer.last_wait
         assert (wait.generation_s, wait.stragglers_s, wait.publishing_s) == (3, 5, 0)
-
-    run_virtual(story())
-
-
-def test_look_ahead_auto_grows_when_the_trainer_lacks_groups() -> None:
-    async def story() -> None:
-        buffer = make_buffer(num_groups=1, num_batches=40, max_staleness=8, look_ahead="auto")
-
-        async def group(group_id: int, version: int) -> None:
-            await asyncio.sleep(8)
-            finish(buffer, group_id, version=version)
-
-        async def producer(tasks: asyncio.TaskGroup) -> None:
-            while True:
-                ticket = await wait_admit(buffer)
-                tasks.create_task(
-                    group(ticket.group_id, ticket.start_version), name=f"group {ticket.group_id}"
-                )
-
-        async with asyncio.TaskGroup() as tasks:
-            producing = tasks.create_task(producer(tasks), name="producer")
-            for version in range(40):
-                await buffer.wait_batch()
-                await asyncio.sleep(1)
-                buffer.set_served_nowait(version + 1)
-            producing.cancel()
-        assert buffer.rule.look_ahead == 8, "a group takes as long as eight steps"
 
     run_virtual(story())

@@ -55,14 +55,6 @@ def test_every_prompt_is_sampled_as_often_as_asked_and_no_more_at_once_than_ther
     run_virtual(story())
 
 
-def test_a_slow_reward_holds_no_slot() -> None:
-    async def story() -> None:
-        await make_evaluator(FakeEngine(), FakeScorer(latency_s=100.0)).evaluate(0)
-        assert asyncio.get_running_loop().time() == 103.0
-
-    run_virtual(story())
-
-
 def test_samples_that_fail_are_counted_and_cost_nothing_else() -> None:
     def reward(item: Prompt, _: str) -> float | str:
         if item.prompt_id == "0/3":
