@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +18,16 @@ from asyncrl.rollouts.rollout import Generator, RolloutRunner
 from asyncrl.testing.fakes import FakeEngine, FakeScorer, FakeSource, FakeTokenizer
 from asyncrl.testing.memory_journal import MemoryJournal
 from asyncrl.testing.virtual_time import run_virtual
+
+
+def virtual(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run the coroutine of a test on the virtual clock."""
+
+    @functools.wraps(test)
+    def run(*arguments: Any, **keywords: Any) -> None:
+        run_virtual(test(*arguments, **keywords))
+
+    return run
 
 
 class FakeSink:

@@ -7,9 +7,10 @@ from __future__ import annotations
 import asyncio
 
 from buffer_groups import make_buffer, make_group, wait_admit
+from rollout_cases import virtual
 
 from asyncrl.buffer.buffer import Buffer
-from asyncrl.testing.virtual_time import all_blocked, run_virtual
+from asyncrl.testing.virtual_time import all_blocked
 
 
 def admit(buffer: Buffer, count: int) -> list[int]:
@@ -21,59 +22,53 @@ def finish(buffer: Buffer, *group_ids: int, version: int = 0) -> None:
         buffer.finish_nowait(make_group(group_id, [version]))
 
 
-def test_a_cancelled_trainer_takes_no_batch_with_it() -> None:
-    async def story() -> None:
-        buffer = make_buffer(max_staleness=0)
+@virtual
+async def test_a_cancelled_trainer_takes_no_batch_with_it() -> None:
+    buffer = make_buffer(max_staleness=0)
+    admit(buffer, 2)
+    waiting = asyncio.create_task(buffer.wait_batch(), name="trainer")
+    await all_blocked()
+    finish(buffer, 0, 1)
+    waiting.cancel()  # awake already, not run yet
+    await all_blocked()
+    assert waiting.cancelled()
+    assert (await buffer.wait_batch()).version == 0
+
+
+@virtual
+async def test_a_cancelled_producer_takes_no_ticket_with_it() -> None:
+    buffer = make_buffer(max_staleness=0)
+    admit(buffer, 2)
+    first, second = (asyncio.create_task(wait_admit(buffer), name=name) for name in ("first", "second"))
+    await all_blocked()
+    buffer.fail_nowait(0)
+    first.cancel()
+    await all_blocked()
+    assert first.cancelled()
+    assert second.result().group_id == 2
+    assert buffer.rule.num_open == 0
+
+
+@virtual
+async def test_a_wait_is_split_by_what_was_waited_for() -> None:
+    buffer = make_buffer(max_staleness=1)
+    admit(buffer, 4)
+    finish(buffer, 0, 1)
+    await buffer.wait_batch()
+    assert buffer.last_wait.total_s == 0
+    finish(buffer, 2)
+
+    async def others() -> None:
+        await asyncio.sleep(3)  # batch 1 waits for group 3: generation
+        buffer.set_served_nowait(1)
         admit(buffer, 2)
-        waiting = asyncio.create_task(buffer.wait_batch(), name="trainer")
-        await all_blocked()
-        finish(buffer, 0, 1)
-        waiting.cancel()  # awake already, not run yet
-        await all_blocked()
-        assert waiting.cancelled()
-        assert (await buffer.wait_batch()).version == 0
+        finish(buffer, 4, version=1)  # now two are ready, but group 3 would be late in batch 2
+        await asyncio.sleep(5)
+        finish(buffer, 3)
 
-    run_virtual(story())
-
-
-def test_a_cancelled_producer_takes_no_ticket_with_it() -> None:
-    async def story() -> None:
-        buffer = make_buffer(max_staleness=0)
-        admit(buffer, 2)
-        first, second = (asyncio.create_task(wait_admit(buffer), name=name) for name in ("first", "second"))
-        await all_blocked()
-        buffer.fail_nowait(0)
-        first.cancel()
-        await all_blocked()
-        assert first.cancelled()
-        assert second.result().group_id == 2
-        assert buffer.rule.num_open == 0
-
-    run_virtual(story())
-
-
-def test_a_wait_is_split_by_what_was_waited_for() -> None:
-    async def story() -> None:
-        buffer = make_buffer(max_staleness=1)
-        admit(buffer, 4)
-        finish(buffer, 0, 1)
-        await buffer.wait_batch()
-        assert buffer.last_wait.total_s == 0
-        finish(buffer, 2)
-
-        async def others() -> None:
-            await asyncio.sleep(3)  # batch 1 waits for group 3: generation
-            buffer.set_served_nowait(1)
-            admit(buffer, 2)
-            finish(buffer, 4, version=1)  # now two are ready, but group 3 would be late in batch 2
-            await asyncio.sleep(5)
-            finish(buffer, 3)
-
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(others(), name="others")
-            batch = await buffer.wait_batch()
-        assert [group.group_id for group in batch.groups] == [2, 3]
-        wait = buffer.last_wait
-        assert (wait.generation_s, wait.stragglers_s, wait.publishing_s) == (3, 5, 0)
-
-    run_virtual(story())
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(others(), name="others")
+        batch = await buffer.wait_batch()
+    assert [group.group_id for group in batch.groups] == [2, 3]
+    wait = buffer.last_wait
+    assert (wait.generation_s, wait.stragglers_s, wait.publishing_s) == (3, 5, 0)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from rollout_cases import single_turn
+from rollout_cases import single_turn, virtual
 
 from asyncrl.engines.own_server import EngineServer
 from asyncrl.engines.pool import EnginePool
@@ -130,81 +130,73 @@ def undisturbed(house: House) -> bool:
     )
 
 
-def test_the_initial_weights_each_multiple_and_the_last_version_are_evaluated_at_one_version_each() -> None:
-    async def story() -> None:
-        house = House()
-        await house.live()
-        assert house.versions == [0, 3, 6, 9, 10]
-        assert undisturbed(house)
-        assert [request.request_id.split("/")[0] for request in house.eval_engine.requests[::12]] == [
-            f"eval-v{version}" for version in house.versions
-        ]
-        assert all(len(result.samples) == 12 for result in house.results)
-        assert house.evaluation.stats().finished == 5
-        assert (house.kept, house.troubles) == ([], [])
-
-    run_virtual(story())
-
-
-def test_an_evaluation_that_takes_long_skips_what_is_due_meanwhile_and_never_the_last() -> None:
-    async def story() -> None:
-        house = House(decode_s=0.15)  # three turns of ten tokens: 4.5 s
-        await house.live()
-        assert house.versions == [0, 6, 10]
-        assert [result.num_skipped for result in house.results] == [1, 2, 2], "3 beside 0, 9 beside 6"
-        assert undisturbed(house)
-        assert house.kept == []
-
-    run_virtual(story())
+@virtual
+async def test_the_initial_weights_each_multiple_and_the_last_version_are_evaluated_at_one_version_each() -> (
+    None
+):
+    house = House()
+    await house.live()
+    assert house.versions == [0, 3, 6, 9, 10]
+    assert undisturbed(house)
+    assert [request.request_id.split("/")[0] for request in house.eval_engine.requests[::12]] == [
+        f"eval-v{version}" for version in house.versions
+    ]
+    assert all(len(result.samples) == 12 for result in house.results)
+    assert house.evaluation.stats().finished == 5
+    assert (house.kept, house.troubles) == ([], [])
 
 
-def test_weights_that_load_slowly_delay_nobody_and_their_file_is_kept_until_they_are_loaded() -> None:
-    async def story() -> None:
-        house = House(at_start=False, prepare_s=5.0)
-        kept_at_step: list[list[int]] = []
-        await house.live(before_step=lambda _: kept_at_step.append(house.kept))
-        assert undisturbed(house)
-        assert (house.versions[0], house.versions[-1]) == (3, 10)
-        assert kept_at_step[7] == [3], "the trainer has exported 4, 5, 6 and 7 since"
-        assert house.kept == []
+@virtual
+async def test_an_evaluation_that_takes_long_skips_what_is_due_meanwhile_and_never_the_last() -> None:
+    house = House(decode_s=0.15)  # three turns of ten tokens: 4.5 s
+    await house.live()
+    assert house.versions == [0, 6, 10]
+    assert [result.num_skipped for result in house.results] == [1, 2, 2], "3 beside 0, 9 beside 6"
+    assert undisturbed(house)
+    assert house.kept == []
 
-    run_virtual(story())
+
+@virtual
+async def test_weights_that_load_slowly_delay_nobody_and_their_file_is_kept_until_they_are_loaded() -> None:
+    house = House(at_start=False, prepare_s=5.0)
+    kept_at_step: list[list[int]] = []
+    await house.live(before_step=lambda _: kept_at_step.append(house.kept))
+    assert undisturbed(house)
+    assert (house.versions[0], house.versions[-1]) == (3, 10)
+    assert kept_at_step[7] == [3], "the trainer has exported 4, 5, 6 and 7 since"
+    assert house.kept == []
 
 
 @pytest.mark.parametrize("busy", [False, True])
-def test_an_eval_engine_that_dies_is_told_once_and_the_run_goes_on_without(busy: bool) -> None:
-    async def story() -> None:
-        house = House(decode_s=0.15 if busy else 0.01)
-        await house.live(before_step=lambda version: house.eval_engine.die() if version == 3 else None)
-        assert house.versions == ([] if busy else [0])
-        (trouble,) = house.troubles
-        assert "the run goes on without evaluation: engine-eval" in trouble
-        assert undisturbed(house)
-        stats = house.evaluation.stats()
-        assert (stats.state, stats.abandoned) == ("off", 1)
-        assert house.kept == []
-
-    run_virtual(story())
+@virtual
+async def test_an_eval_engine_that_dies_is_told_once_and_the_run_goes_on_without(busy: bool) -> None:
+    house = House(decode_s=0.15 if busy else 0.01)
+    await house.live(before_step=lambda version: house.eval_engine.die() if version == 3 else None)
+    assert house.versions == ([] if busy else [0])
+    (trouble,) = house.troubles
+    assert "the run goes on without evaluation: engine-eval" in trouble
+    assert undisturbed(house)
+    stats = house.evaluation.stats()
+    assert (stats.state, stats.abandoned) == ("off", 1)
+    assert house.kept == []
 
 
-def test_an_evaluation_past_its_limit_is_abandoned_told_and_the_next_one_is_tried() -> None:
-    async def story() -> None:
-        house = House(timeout_s=2.0, decode_s=0.15)
+@virtual
+async def test_an_evaluation_past_its_limit_is_abandoned_told_and_the_next_one_is_tried() -> None:
+    house = House(timeout_s=2.0, decode_s=0.15)
 
-        def before_step(version: int) -> None:
-            if version == 6:
-                house.eval_engine.decode_s = 0.01
+    def before_step(version: int) -> None:
+        if version == 6:
+            house.eval_engine.decode_s = 0.01
 
-        await house.live(before_step=before_step)
-        assert house.versions == [6, 9, 10]
-        assert [result.num_abandoned for result in house.results] == [2, 2, 2]
-        assert [trouble.partition(";")[0] for trouble in house.troubles] == [
-            f"the evaluation of policy_version {version} is given up: did not end within eval.timeout_s=2.0"
-            for version in (0, 3)
-        ]
-        assert undisturbed(house)
-
-    run_virtual(story())
+    await house.live(before_step=before_step)
+    assert house.versions == [6, 9, 10]
+    assert [result.num_abandoned for result in house.results] == [2, 2, 2]
+    assert [trouble.partition(";")[0] for trouble in house.troubles] == [
+        f"the evaluation of policy_version {version} is given up: did not end within eval.timeout_s=2.0"
+        for version in (0, 3)
+    ]
+    assert undisturbed(house)
 
 
 def test_an_evaluation_that_this_machine_has_no_connection_for_is_abandoned_and_the_next_one_is_tried() -> (
@@ -226,17 +218,15 @@ def test_an_evaluation_that_this_machine_has_no_connection_for_is_abandoned_and_
     assert "no descriptor is left" in told
 
 
-def test_weights_that_arrive_changed_are_not_evaluated() -> None:
-    async def story() -> None:
-        house = House(at_start=False)
-        house.eval_engine.corrupt_digest = True
-        await house.live()
-        (trouble,) = house.troubles
-        assert "has (policy_version, digest) (3, 'corrupt'); the trainer sent (3, 'w3')" in trouble
-        assert (house.versions, house.eval_engine.policy_version) == ([], 0)
-        assert undisturbed(house)
-
-    run_virtual(story())
+@virtual
+async def test_weights_that_arrive_changed_are_not_evaluated() -> None:
+    house = House(at_start=False)
+    house.eval_engine.corrupt_digest = True
+    await house.live()
+    (trouble,) = house.troubles
+    assert "has (policy_version, digest) (3, 'corrupt'); the trainer sent (3, 'w3')" in trouble
+    assert (house.versions, house.eval_engine.policy_version) == ([], 0)
+    assert undisturbed(house)
 
 
 @given(published=st.lists(st.integers(1, 12), min_size=1, max_size=20), every=st.integers(1, 7))
@@ -282,19 +272,17 @@ def test_a_resumed_schedule_evaluates_what_the_killed_one_had_not(
     timeout_s=st.floats(0.5, 30.0),
     death=st.integers(1, 40),
 )
-def test_whatever_the_eval_engine_does_training_keeps_its_pace_and_no_file_stays_behind(
+@virtual
+async def test_whatever_the_eval_engine_does_training_keeps_its_pace_and_no_file_stays_behind(
     decode_s: float, prepare_s: float, every: int, timeout_s: float, death: int
 ) -> None:
-    async def story() -> None:
-        house = House(every=every, last=12, decode_s=decode_s, prepare_s=prepare_s, timeout_s=timeout_s)
-        await house.live(before_step=lambda version: house.eval_engine.die() if version == death else None)
-        assert undisturbed(house)
-        assert house.kept == []
-        assert house.versions == sorted(set(house.versions))
-        stats = house.evaluation.stats()
-        assert stats.finished == len(house.results)
-        if stats.state != "off":
-            due = {0, 12, *range(every, 13, every)}
-            assert stats.finished + stats.skipped + stats.abandoned == len(due)
-
-    run_virtual(story())
+    house = House(every=every, last=12, decode_s=decode_s, prepare_s=prepare_s, timeout_s=timeout_s)
+    await house.live(before_step=lambda version: house.eval_engine.die() if version == death else None)
+    assert undisturbed(house)
+    assert house.kept == []
+    assert house.versions == sorted(set(house.versions))
+    stats = house.evaluation.stats()
+    assert stats.finished == len(house.results)
+    if stats.state != "off":
+        due = {0, 12, *range(every, 13, every)}
+        assert stats.finished + stats.skipped + stats.abandoned == len(due)

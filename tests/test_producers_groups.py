@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rollout_cases import FakeSink, make_producers, single_turn
+from rollout_cases import FakeSink, make_producers, single_turn, virtual
 
 from asyncrl.errors import EngineError, RequestRefused, TaskError
 from asyncrl.messages.protocols import SamplingEngine, Scorer
@@ -251,17 +251,15 @@ def test_a_prompt_that_can_never_be_sampled_is_given_up_at_once_and_no_try_is_ma
     play(story)
 
 
-def test_too_many_failed_groups_in_a_row_end_the_run_with_the_last_failure() -> None:
-    async def story() -> None:
-        scorer = FakeScorer(lambda prompt, _: f"division by zero at {prompt.prompt_id}")
-        with pytest.raises(ExceptionGroup) as caught:
-            async with asyncio.TaskGroup() as tasks:
-                house = House(tasks, scorer=scorer, capacity=2, max_failed_groups=3)
-        said = r"producers: 3 groups in a row (.|\n)*zero at p2(.|\n)*rollout.max_failed_groups=3"
-        assert caught.group_contains(TaskError, match=said)
-        assert house.requeued == [1, 1, 1], "an outage costs no prompt: a resume has all three"
-
-    run_virtual(story())
+@virtual
+async def test_too_many_failed_groups_in_a_row_end_the_run_with_the_last_failure() -> None:
+    scorer = FakeScorer(lambda prompt, _: f"division by zero at {prompt.prompt_id}")
+    with pytest.raises(ExceptionGroup) as caught:
+        async with asyncio.TaskGroup() as tasks:
+            house = House(tasks, scorer=scorer, capacity=2, max_failed_groups=3)
+    said = r"producers: 3 groups in a row (.|\n)*zero at p2(.|\n)*rollout.max_failed_groups=3"
+    assert caught.group_contains(TaskError, match=said)
+    assert house.requeued == [1, 1, 1], "an outage costs no prompt: a resume has all three"
 
 
 def test_a_running_group_that_is_handed_back_is_cancelled_and_its_prompt_comes_first() -> None:
@@ -297,14 +295,12 @@ def test_a_group_may_be_handed_back_before_its_first_step() -> None:
     play(story)
 
 
-def test_tokens_older_than_the_ticket_end_the_run() -> None:
-    async def story() -> None:
-        with pytest.raises(ExceptionGroup) as caught:
-            async with asyncio.TaskGroup() as tasks:
-                House(tasks).sink.start_version = 3
-        assert caught.group_contains(EngineError, match="g0/r0 has tokens of version 0; every engine served")
-
-    run_virtual(story())
+@virtual
+async def test_tokens_older_than_the_ticket_end_the_run() -> None:
+    with pytest.raises(ExceptionGroup) as caught:
+        async with asyncio.TaskGroup() as tasks:
+            House(tasks).sink.start_version = 3
+    assert caught.group_contains(EngineError, match="g0/r0 has tokens of version 0; every engine served")
 
 
 @given(

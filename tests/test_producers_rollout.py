@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 import pytest
-from rollout_cases import single_turn
+from rollout_cases import single_turn, virtual
 
 from asyncrl.errors import EngineError, RequestRefused, RewardFailure, RolloutFailure, RolloutTimeout
 from asyncrl.messages.records import GroupId, Prompt, Rollout, VersionSpan
@@ -50,39 +50,35 @@ async def run(runner: RolloutRunner) -> Rollout | FailedRollout:
     return await runner.run(GroupId(4), PROMPT, 1, slots=Slots(1), order=())
 
 
-def test_single_turn_records_every_token_of_prompt_and_completion() -> None:
-    async def story() -> None:
-        engine = FakeEngine(tokens=lambda _: 3)
-        scorer = FakeScorer(lambda _, text: 0.5 if text == "zzz" else 0.0, latency_s=5.0)
-        engine.policy_version = 9
-        stopped: list[float] = []
-        now_s = asyncio.get_running_loop().time
-        attempt = RolloutAttempt("g4/r1", GroupId(4), PROMPT, 1, 0, lambda: stopped.append(now_s()))
-        (trajectory,) = await single_turn(engine, scorer, run_seed=3, temperature=0.7).run_attempt(attempt)
-        assert trajectory.token_ids.tolist() == [*map(ord, "hello"), *map(ord, "zzz")]
-        assert trajectory.loss_mask.tolist() == [False] * 5 + [True] * 3
-        assert trajectory.behaviour_logprobs.tolist() == [0.0] * 5 + [-1.0] * 3
-        assert trajectory.version_spans == (VersionSpan(5, 8, 9),)
-        assert (trajectory.reward, trajectory.sample_index, trajectory.is_truncated) == (0.5, 1, False)
-        assert stopped == [1.0], "a slow reward holds no slot"
-        (request,) = engine.requests
-        assert (request.request_id, request.route_key, request.temperature) == ("g4/r1/t0/a0", "g4", 0.7)
-        assert request.seed == derive_seed(3, "p7", 1, 0)
-
-    run_virtual(story())
+@virtual
+async def test_single_turn_records_every_token_of_prompt_and_completion() -> None:
+    engine = FakeEngine(tokens=lambda _: 3)
+    scorer = FakeScorer(lambda _, text: 0.5 if text == "zzz" else 0.0, latency_s=5.0)
+    engine.policy_version = 9
+    stopped: list[float] = []
+    now_s = asyncio.get_running_loop().time
+    attempt = RolloutAttempt("g4/r1", GroupId(4), PROMPT, 1, 0, lambda: stopped.append(now_s()))
+    (trajectory,) = await single_turn(engine, scorer, run_seed=3, temperature=0.7).run_attempt(attempt)
+    assert trajectory.token_ids.tolist() == [*map(ord, "hello"), *map(ord, "zzz")]
+    assert trajectory.loss_mask.tolist() == [False] * 5 + [True] * 3
+    assert trajectory.behaviour_logprobs.tolist() == [0.0] * 5 + [-1.0] * 3
+    assert trajectory.version_spans == (VersionSpan(5, 8, 9),)
+    assert (trajectory.reward, trajectory.sample_index, trajectory.is_truncated) == (0.5, 1, False)
+    assert stopped == [1.0], "a slow reward holds no slot"
+    (request,) = engine.requests
+    assert (request.request_id, request.route_key, request.temperature) == ("g4/r1/t0/a0", "g4", 0.7)
+    assert request.seed == derive_seed(3, "p7", 1, 0)
 
 
-def test_a_prompt_that_is_too_long_fails_with_the_numbers_and_is_never_cut() -> None:
-    async def story() -> None:
-        engine = FakeEngine()
-        runner = RolloutRunner(single_turn(engine, max_prompt_tokens=4), timeout_s=1.0, retries=2)
-        outcome = await run(runner)
-        assert isinstance(outcome, FailedRollout)
-        assert (outcome.num_attempts, runner.num_retried) == (0, 0), "no other try would end otherwise"
-        assert "p7 has 5 tokens; a prompt has 1 to rollout.max_prompt_tokens=4" in str(outcome.failure)
-        assert not engine.requests
-
-    run_virtual(story())
+@virtual
+async def test_a_prompt_that_is_too_long_fails_with_the_numbers_and_is_never_cut() -> None:
+    engine = FakeEngine()
+    runner = RolloutRunner(single_turn(engine, max_prompt_tokens=4), timeout_s=1.0, retries=2)
+    outcome = await run(runner)
+    assert isinstance(outcome, FailedRollout)
+    assert (outcome.num_attempts, runner.num_retried) == (0, 0), "no other try would end otherwise"
+    assert "p7 has 5 tokens; a prompt has 1 to rollout.max_prompt_tokens=4" in str(outcome.failure)
+    assert not engine.requests
 
 
 def test_a_retry_has_what_the_attempts_before_have_left_of_the_one_budget() -> None:
@@ -131,31 +127,27 @@ def test_a_retry_waits_for_a_worker_off_the_clock_too() -> None:
     "error",
     [RewardFailure("no number"), RequestRefused("too long"), KeyError("turn"), TimeoutError("a tool's own")],
 )
-def test_whatever_goes_wrong_in_a_rollout_is_data_after_the_last_retry(error: Exception) -> None:
-    async def story() -> None:
-        runner = RolloutRunner(Scripted(*[failing(error)] * 3), timeout_s=10.0, retries=2)
-        outcome = await run(runner)
-        assert isinstance(outcome, FailedRollout)
-        assert (outcome.sample_index, outcome.num_attempts, runner.num_retried) == (1, 3, 2)
-        assert str(error) in str(outcome.failure)
-
-    run_virtual(story())
+@virtual
+async def test_whatever_goes_wrong_in_a_rollout_is_data_after_the_last_retry(error: Exception) -> None:
+    runner = RolloutRunner(Scripted(*[failing(error)] * 3), timeout_s=10.0, retries=2)
+    outcome = await run(runner)
+    assert isinstance(outcome, FailedRollout)
+    assert (outcome.sample_index, outcome.num_attempts, runner.num_retried) == (1, 3, 2)
+    assert str(error) in str(outcome.failure)
 
 
-def test_a_broken_part_and_cancellation_pass_the_boundary() -> None:
-    async def story() -> None:
-        broken = Scripted(failing(EngineError("engine-0", "died")))
-        with pytest.raises(EngineError, match="engine-0: died"):
-            await run(RolloutRunner(broken, timeout_s=2.5, retries=2))
-        runner = RolloutRunner(Scripted(hanging, good), timeout_s=100.0, retries=2)
-        task = asyncio.create_task(run(runner))
-        await asyncio.sleep(1)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert (runner.num_retried, runner.started_s) == (0, {})
-
-    run_virtual(story())
+@virtual
+async def test_a_broken_part_and_cancellation_pass_the_boundary() -> None:
+    broken = Scripted(failing(EngineError("engine-0", "died")))
+    with pytest.raises(EngineError, match="engine-0: died"):
+        await run(RolloutRunner(broken, timeout_s=2.5, retries=2))
+    runner = RolloutRunner(Scripted(hanging, good), timeout_s=100.0, retries=2)
+    task = asyncio.create_task(run(runner))
+    await asyncio.sleep(1)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert (runner.num_retried, runner.started_s) == (0, {})
 
 
 def test_a_seed_depends_on_who_asks_and_on_nothing_else() -> None:
@@ -188,39 +180,35 @@ def test_a_controller_that_stood_still_takes_that_time_from_no_rollout() -> None
     run_virtual(story())
 
 
-def test_the_next_place_goes_to_the_smallest_order_and_never_to_one_too_many() -> None:
-    async def story() -> None:
-        slots = Slots(2)
-        for name, order in (("a", 5), ("b", 5), ("late", 4), ("early", 1), ("gone", 0)):
-            slots.ask_nowait(name, (order,))
-        slots.give_back_nowait("gone")
-        slots.give_back_nowait("a")
-        await slots.wait("early")
-        waiting = asyncio.create_task(slots.wait("late"), name="late")
-        await all_blocked()
-        assert (slots.num_held, waiting.done()) == (2, False)
-        slots.give_back_nowait("early")
-        await waiting
-        spare = asyncio.create_task(slots.wait_spare(), name="spare")
-        await all_blocked()
-        assert not spare.done()
-        slots.give_back_nowait("b")
-        await spare
-
-    run_virtual(story())
+@virtual
+async def test_the_next_place_goes_to_the_smallest_order_and_never_to_one_too_many() -> None:
+    slots = Slots(2)
+    for name, order in (("a", 5), ("b", 5), ("late", 4), ("early", 1), ("gone", 0)):
+        slots.ask_nowait(name, (order,))
+    slots.give_back_nowait("gone")
+    slots.give_back_nowait("a")
+    await slots.wait("early")
+    waiting = asyncio.create_task(slots.wait("late"), name="late")
+    await all_blocked()
+    assert (slots.num_held, waiting.done()) == (2, False)
+    slots.give_back_nowait("early")
+    await waiting
+    spare = asyncio.create_task(slots.wait_spare(), name="spare")
+    await all_blocked()
+    assert not spare.done()
+    slots.give_back_nowait("b")
+    await spare
 
 
-def test_a_rollout_that_is_cancelled_while_it_waits_keeps_no_place() -> None:
-    async def story() -> None:
-        slots = Slots(1)
-        slots.ask_nowait("a", (0,))
-        slots.ask_nowait("b", (1,))
-        waiting = asyncio.create_task(slots.wait("b"), name="b")
-        await all_blocked()
-        waiting.cancel()
-        slots.give_back_nowait("a")  # before the cancelled one has ended, which gives back what it was given
-        assert slots.num_held == 1
-        slots.give_back_nowait("b")
-        assert slots.num_held == 0
-
-    run_virtual(story())
+@virtual
+async def test_a_rollout_that_is_cancelled_while_it_waits_keeps_no_place() -> None:
+    slots = Slots(1)
+    slots.ask_nowait("a", (0,))
+    slots.ask_nowait("b", (1,))
+    waiting = asyncio.create_task(slots.wait("b"), name="b")
+    await all_blocked()
+    waiting.cancel()
+    slots.give_back_nowait("a")  # before the cancelled one has ended, which gives back what it was given
+    assert slots.num_held == 1
+    slots.give_back_nowait("b")
+    assert slots.num_held == 0

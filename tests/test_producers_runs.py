@@ -87,3 +87,9 @@ def test_a_hung_rollout_costs_a_run_one_timeout_at_most_and_its_siblings_are_tra
     # masked whole, its prompt is sampled again
     is_too_late = max_staleness > 0 and on_overdue == "mask" and group_id == 2
     assert sizes.count(GROUP_SIZE - 1) == (0 if is_too_late else 1)
+
+
+def test_look_ahead_auto_grows_when_the_trainer_lacks_groups() -> None:
+    engine = FakeEngine(latency_s=lambda _: 8.0)
+    played = play_run(engine, {"max_staleness": 8}, num_groups=1, num_batches=40, train_s=1.0, capacity=100)
+    assert played.counts["buffer/look_ahead"] == 8, "a group takes as long as eight steps"

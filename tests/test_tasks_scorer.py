@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from rollout_cases import virtual
 
 from asyncrl.config import TaskConfig
 from asyncrl.errors import RewardFailure, TaskError
 from asyncrl.messages.records import Prompt
 from asyncrl.tasks import TaskScorer, build_task
 from asyncrl.tasks.task import as_scored
-from asyncrl.testing.virtual_time import run_virtual
 
 PROMPT = Prompt("0/7", ({"role": "user", "content": "say x"},), answer="x")
 
@@ -123,13 +123,11 @@ def test_an_async_reward_that_takes_too_long_is_a_failure(pool: str) -> None:
         asyncio.run(score_once(waits, pool, reward_timeout_s=0.05))
 
 
-def test_async_rewards_are_awaited_beside_each_other() -> None:
-    async def story() -> None:
-        async with scorer_of(waits, "inline", reward_workers=1) as scorer:
-            async with asyncio.timeout(6.0):  # virtual: one after the other would take 500 s
-                assert await asyncio.gather(*(scorer.score(PROMPT, "") for _ in range(100))) == [0.5] * 100
-
-    run_virtual(story())
+@virtual
+async def test_async_rewards_are_awaited_beside_each_other() -> None:
+    async with scorer_of(waits, "inline", reward_workers=1) as scorer:
+        async with asyncio.timeout(6.0):  # virtual: one after the other would take 500 s
+            assert await asyncio.gather(*(scorer.score(PROMPT, "") for _ in range(100))) == [0.5] * 100
 
 
 def test_threads_run_at_most_reward_workers_at_once_and_the_loop_goes_on() -> None:
