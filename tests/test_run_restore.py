@@ -197,8 +197,8 @@ def test_batches_are_trained_again_as_they_are_and_everything_else_is_where_it_w
             {0: (3, "it timed out")},
         )
         assert dict(nine.partials) == {2: (1, make_partial(5))}
-        stats = life.buffer.stats()
-        assert (stats.next_batch, stats.ready, stats.running, stats.served) == (4, 1, 1, 4)
+        rule = life.buffer.rule
+        assert (rule.next_batch, rule.num_ready, rule.num_running, rule.served) == (4, 1, 1, 4)
         assert life.buffer.next_group_id == 13
         prompts = [life.feed.next_nowait() for _ in range(3)]
         assert [(prompt.prompt_id, prompt.num_handed_back) for prompt in prompts] == [
@@ -220,7 +220,9 @@ def test_restoring_twice_in_a_row_comes_to_the_same(tmp_path: Path) -> None:
     async def resumed(life: Life) -> None:
         unfinished = await life.restore()
         feed = [life.feed.next_nowait().prompt_id for _ in range(4)]
-        found.append((life.worker.weights, life.buffer.stats(), feed, [group.ticket for group in unfinished]))
+        found.append(
+            (life.worker.weights, life.buffer.gauges(), feed, [group.ticket for group in unfinished])
+        )
 
     lives(tmp_path / "journal.sqlite", leave_something_of_everything, resumed, resumed, resumed)
     assert found[0] == found[1] == found[2]
@@ -236,7 +238,7 @@ def test_a_prompt_that_the_task_makes_otherwise_now_starts_anew_and_comes_first(
     async def second(life: Life) -> None:
         unfinished = await life.restore()
         assert [group.ticket.group_id for group in unfinished] == [1]
-        assert life.buffer.stats().running == 1
+        assert life.buffer.rule.num_running == 1
         assert life.admit() == Ticket(GroupId(2), 0), "no number is used twice"
 
     async def third(life: Life) -> None:
@@ -271,8 +273,8 @@ def test_groups_that_are_too_old_for_changed_settings_are_given_up_and_their_pro
     async def second(life: Life) -> None:
         life.buffer = make_buffer(0)
         assert await life.restore() == ()
-        stats = life.buffer.stats()
-        assert (stats.next_batch, stats.ready, stats.running) == (2, 1, 0)
+        rule = life.buffer.rule
+        assert (rule.next_batch, rule.num_ready, rule.num_running) == (2, 1, 0)
         assert [life.admit().group_id] == [7]
         assert [life.feed.next_nowait().prompt_id, life.feed.next_nowait().prompt_id] == ["0/5", "0/7"], (
             "g7 has the prompt of g4"
@@ -352,8 +354,8 @@ def test_from_a_checkpoint_alone_what_was_out_comes_first_and_nothing_comes_twic
         assert await life.restore(make_whole(tmp_path / "step_3", 3, **controller)) == ()
         assert life.worker.weights == weights_of(3)
         assert (life.client.policy_version, life.buffer.next_group_id) == (3, 8)
-        stats = life.buffer.stats()
-        assert (stats.next_batch, stats.ready, stats.running) == (3, 0, 0)
+        rule = life.buffer.rule
+        assert (rule.next_batch, rule.num_ready, rule.num_running) == (3, 0, 0)
         tickets = [life.admit() for _ in range(4)]
         assert [ticket.group_id for ticket in tickets] == [8, 9, 10, 11]
 

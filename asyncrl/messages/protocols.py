@@ -96,7 +96,7 @@ class GroupSink(Protocol):
         """The group has all its rollouts; returns what became of it."""
         ...
 
-    def fail_nowait(self, group_id: GroupId, reason: str) -> None:
+    def fail_nowait(self, group_id: GroupId) -> None:
         """The group failed: its admission is handed back."""
         ...
 

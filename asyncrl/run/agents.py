@@ -28,7 +28,7 @@ from asyncrl.messages.protocols import SamplingEngine
 from asyncrl.messages.work import WORKER_KEY_ENV, WorkerHealth
 from asyncrl.observe.run_files import read_evaluations
 from asyncrl.placement.processes import ChildProcess
-from asyncrl.rollouts.evaluation import Evaluation, FileHold, Schedule
+from asyncrl.rollouts.evaluation import Evaluation, Schedule
 from asyncrl.rollouts.evaluator import EvalResult, Evaluator
 from asyncrl.rollouts.generators import HarnessGenerator, SingleTurn
 from asyncrl.rollouts.rollout import Generator, derive_seed
@@ -281,7 +281,7 @@ def make_evaluation(
         evaluator,
         target,
         schedule,
-        FileHold(staging_dir),
+        staging_dir,
         timeout_s=settings.timeout_s,
         on_result=evaluated,
         on_trouble=job.warn,

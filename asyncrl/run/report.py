@@ -198,7 +198,7 @@ class Reporter(Voice):
         """Replace status.json, for `asyncrl status` from another terminal. `waits`: who waits for whom right
         now.
         """
-        found, producers = gauges(rooms), rooms.producers.stats()
+        found, producers = gauges(rooms), rooms.producers
         now = {**found, **self._totals.add(totals_of(found))}
         missing = rooms.harnessing.missing_workers() if rooms.harnessing is not None else None
         if missing is not None:
@@ -233,7 +233,7 @@ class Reporter(Voice):
                 },
                 **{name: value for name, value in optional.items() if value},
                 "waits": [wait.as_dict() for wait in waits],
-                "oldest_rollouts": [list(entry) for entry in producers.oldest],
+                "oldest_rollouts": [list(entry) for entry in producers.oldest()],
                 "last_failure": producers.last_failure,
             }
         )

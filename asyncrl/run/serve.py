@@ -32,7 +32,7 @@ from asyncrl.files import RunLock, write_whole
 from asyncrl.observe.console import outliving
 from asyncrl.placement.choices import settle_dtype
 from asyncrl.placement.devices import find_cuda_devices, place
-from asyncrl.rollouts.recording import Recorder, RecordFile
+from asyncrl.rollouts.recording import RecordFile, RolloutRecorder
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.run.agents import Harnessing, make_gateway, make_generator, model_name
 from asyncrl.run.build import find_task, open_harnessing
@@ -175,7 +175,7 @@ class ServedGateway(Serving):
         if path is not None:
             sampled = await asyncio.to_thread(sampled_by, config, launcher.model_path, launcher.placement)
             file = RecordFile(path, sampled, must_be_new=num_prompts is not None)
-        recorder, servers = Recorder(file, tokenizer, warn=self.warn), launcher.engines()
+        recorder, servers = RolloutRecorder(file, tokenizer, warn=self.warn), launcher.engines()
         clients = [launcher.client(engine, self.warn) for engine in servers]
         await self.start(servers)
         self.spawn(self.wait_broken(), name="watch gateway")
@@ -191,7 +191,7 @@ class ServedGateway(Serving):
                 self.say(f"{recorder.num_recorded} rollouts recorded in {path}")
 
     async def _serve_people(
-        self, pool: EnginePool, tokenizer: HFChatTokenizer, recorder: Recorder, task: Task | None
+        self, pool: EnginePool, tokenizer: HFChatTokenizer, recorder: RolloutRecorder, task: Task | None
     ) -> int:
         config, worker_key = self.config, secrets.token_urlsafe(24)
         gateway, queue = make_gateway(
@@ -232,7 +232,7 @@ class ServedGateway(Serving):
         self,
         pool: EnginePool,
         tokenizer: HFChatTokenizer,
-        recorder: Recorder,
+        recorder: RolloutRecorder,
         task: Task,
         num_prompts: int,
     ) -> int:

@@ -69,7 +69,7 @@ def reported(rooms: Parts) -> Reported:
         if name in GAUGES and GAUGES[name].is_progress and not isinstance(value, Mapping)
     }
     is_starting = any(one.is_starting for one in (rooms.trainer, *rooms.supervisors))
-    return Reported(marks, rooms.producers.stats().oldest, is_starting)
+    return Reported(marks, tuple(rooms.producers.oldest()), is_starting)
 
 
 def make_watchdog(config: RunConfig, run_dir: Path, rooms: Parts, *, tell: Callable[[str], None]) -> Watchdog:
