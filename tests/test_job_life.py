@@ -21,18 +21,15 @@ from asyncrl.errors import ConfigError, EngineError, RoomError
 from asyncrl.journal.journal import Journal
 from asyncrl.messages.records import Batch, GroupId, Prompt, Ticket
 from asyncrl.messages.trainer_calls import TrainResponse
-from asyncrl.placement.devices import CudaDevice
 from asyncrl.placement.staging import clear_own_staging, new_staging_dir
 from asyncrl.run import loop as job
-from asyncrl.run import specs
-from asyncrl.run import start as startup
+from asyncrl.run.build import end_server
 from asyncrl.run.colocate import SideBySide
 from asyncrl.run.life import close_within
 from asyncrl.run.loop import Job
 from asyncrl.run.model_folder import MODEL_PIN
 from asyncrl.run.report import Reporter
 from asyncrl.run.resume import ResumePoint
-from asyncrl.run.start import end_server
 from asyncrl.testing.memory_journal import MemoryJournal
 from asyncrl.testing.virtual_time import all_blocked, run_virtual
 
@@ -353,31 +350,6 @@ def test_a_process_that_does_not_die_at_the_end_of_the_run_is_shown() -> None:
         server: Any = SimpleNamespace(aclose=nothing, child=SimpleNamespace(left=left))
         asyncio.run(end_server(server, told.append))
     assert told == ["process 7 of engine-0 is still there"]
-
-
-# ---- what processes are told
-
-
-@pytest.mark.parametrize("has_cuda", [True, False])
-def test_a_process_is_told_its_kind_of_device_and_sees_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_cuda: bool
-) -> None:
-    devices = (CudaDevice("4"), CudaDevice("GPU-b"), CudaDevice("GPU-c")) if has_cuda else ()
-    monkeypatch.setattr(startup, "find_cuda_devices", lambda: devices)
-    config = make_config(tmp_path, trainer={"world_size": 1 + has_cuda}, rollout={"timeout_s": 30.0})
-    folders = (tmp_path / "model", tmp_path, tmp_path / "staging")
-    trainers, (engine,) = startup.make_servers(config, *folders, "s3cret")
-    visible = ["4,GPU-b", "4,GPU-b", "GPU-c"] if has_cuda else [None, None]
-    for server, names in zip([*trainers, engine], visible, strict=True):
-        assert json.loads(server.child._spec)["device"] == ("cuda" if has_cuda else "cpu")
-        assert server.child._env.get("CUDA_VISIBLE_DEVICES") == names
-        assert server.caller.short_s == 15.0, "a call without a descriptor says so before the rollout is over"
-
-
-def test_the_trainer_is_told_the_chat_template(tmp_path: Path) -> None:
-    config = make_config(tmp_path, model={"chat_template": "own.jinja"})
-    spec = json.loads(specs.trainer_spec(config, tmp_path / "model", tmp_path, tmp_path / "staging"))
-    assert spec["chat_template"] == "own.jinja"
 
 
 # ---- what is said and written

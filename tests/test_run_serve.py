@@ -298,7 +298,8 @@ def test_the_worker_key_of_a_local_run_stands_in_no_file_and_that_of_a_remote_on
         )
         monkeypatch.setattr(agents, "make_gateway", lambda *_, **__: made)
         nothing: Any = None
-        return agents.Harnessing(job, nothing, nothing, print).worker_key
+        supervision = agents.Supervision(config.supervision, 1.0, print, print)
+        return agents.Harnessing(job, nothing, nothing, supervision).worker_key
 
     monkeypatch.setenv(WORKER_KEY_ENV, "known-to-others")
     keys = [key(python="my_agent:run") for _ in range(2)]
