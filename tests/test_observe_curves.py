@@ -42,16 +42,6 @@ def test_a_picture_and_a_table_of_mean_and_extent_are_written(tmp_path: Path) ->
     assert list(rows[4].values()) == ["max_staleness_4", "2", "2", "3", "0.4", "0.2", "0.6"]
 
 
-def test_over_time_the_line_ends_with_the_first_seed_that_ends(tmp_path: Path) -> None:
-    write_steps(tmp_path / "a-seed0", [0.0, 0.5, 1.0], step_s=1.0)
-    write_steps(tmp_path / "a-seed1", [0.0, 0.5, 1.0], step_s=2.0)
-    curves = list(learning_curves.read_runs(tmp_path)["a"].values())
-    band = learning_curves.band_over_time(curves, window=1, num_points=3)
-    assert band.places.tolist() == [2.0, 2.5, 3.0]
-    assert band.high.tolist() == pytest.approx([0.5, 0.75, 1.0])
-    assert band.low.tolist() == pytest.approx([0.0, 0.125, 0.25])
-
-
 def test_half_a_last_line_is_left_out_and_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="name run directories like"):
         learning_curves.read_runs(tmp_path)

@@ -62,7 +62,7 @@ def hang_restarted_trainer(house: House) -> None:
             hang_restarted_trainer,
             [
                 r"catching up waits in TrainerClient.recover for the journaled batches .* woken by trainer-0",
-                r"train loop waits in LivingTrainer.wait_up for the trainer to be back",
+                r"train loop waits in \w+Trainer.wait_up for the trainer to be back",
             ],
         ),
         (

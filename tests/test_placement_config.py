@@ -57,9 +57,3 @@ def test_turns_need_max_staleness_0_and_that_is_known_when_the_config_is_read(
     load(*devices, "buffer.max_staleness=0")
     with pytest.raises(ConfigError, match=r"buffer.max_staleness=1 .*; set buffer.max_staleness=0, or"):
         load(*devices, "buffer.max_staleness=1")
-
-
-def test_devices_of_which_only_some_are_shared_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"share \[1\]"):
-        load("placement.trainer=0-1", "placement.rollout=1-2", "buffer.max_staleness=0")
-    load("placement.trainer=0-1", "placement.rollout=2-3", "buffer.max_staleness=4")

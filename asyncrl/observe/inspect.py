@@ -115,19 +115,17 @@ def _journal(path: Path, files: RunFiles, step: int | None, group: int | None) -
 
 def _run(path: Path, files: RunFiles) -> dict[str, Any]:
     run = totals(path)
-    tokens = run.sampled_tokens
+    plain, tokens = asdict(run), run.sampled_tokens
+    wasted = {name: tokens.get(name, 0) for name in ("failed", "filtered", "handed_back")}
+    wasted = {"retried": plain.pop("lost_tokens"), **wasted, "masked": masked_tokens(files.steps)}
+    plain["tokens_deleted_before"] = plain.pop("compacted_before")
     return {
-        **asdict(run),
+        **plain,
         "sampled_tokens": sum(tokens.values()) + run.lost_tokens,
-        "wasted_tokens": {
-            "retried": run.lost_tokens,
-            **{name: tokens.get(name, 0) for name in ("failed", "filtered", "handed_back")},
-            "masked": masked_tokens(files.steps),
-        },
+        "wasted_tokens": wasted,
         "checkpoints": [
             {"version": version, "path": where, "state": state} for version, where, state in run.checkpoints
         ],
-        "tokens_deleted_before": run.compacted_before,
         "events": [
             {"at": _time(event.at_s), "what": event.what, "detail": dict(event.detail)}
             for event in events(path)
@@ -151,7 +149,8 @@ def _batch(batch: BatchStory) -> dict[str, Any]:
 
 def _numbers(line: GroupLine) -> dict[str, Any]:
     numbers = asdict(line)
-    return numbers | {"retried_tokens": numbers.pop("lost_tokens")}
+    numbers["retried_tokens"] = numbers.pop("lost_tokens")
+    return numbers
 
 
 def _story(story: GroupStory, files: RunFiles) -> dict[str, Any]:

@@ -61,8 +61,7 @@ def inspect_tables(summary: Mapping[str, Any]) -> Iterator[RenderableType]:
     if shown:
         if "trajectories" not in shown[0] and len(shown) < summary["num_steps"]:
             yield Text(f"the last {len(shown)} of {summary['num_steps']} steps; --step N shows any of them:")
-        rows = [{**step, "num_groups": len(step["group_ids"])} for step in shown]
-        yield field_table(_BATCH, rows)
+        yield field_table(_BATCH, list(map(_batch, shown)))
     for step in shown:
         if "trajectories" in step:
             yield Text(f"step {step['step']}")
@@ -94,6 +93,11 @@ def _bound(summary: Mapping[str, Any]) -> Text:
     if lost := "; ".join(summary["lost"]):
         return Text(f"bound kept in all that is recorded: {counted}; {lost}.", style="yellow")
     return Text(f"bound kept: {counted}.", style="green")
+
+
+def _batch(step: Mapping[str, Any]) -> dict[str, Any]:
+    versions = {f"v{version}": num for version, num in step["tokens_by_version"].items()}
+    return {**step, "num_groups": len(step["group_ids"]), "tokens_by_version": versions}
 
 
 def _trajectory(entry: Mapping[str, Any]) -> dict[str, Any]:
