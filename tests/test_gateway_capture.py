@@ -76,30 +76,6 @@ def test_other_tools_are_another_chat() -> None:
     assert plan(play.capture, chat, None).how == plan(play.capture, chat, [TOOL, TOOL]).how == "forked"
 
 
-def test_several_choices_of_one_call_are_several_children() -> None:
-    play = Play()
-    planned = plan(play.capture, [user("a")])
-    for choice, text in enumerate(("x", "y", "x")):
-        sampled = completion(play.renderer.encode(text + END), -1.0 - choice)
-        play.capture.record(planned, sampled, assistant(text), f"chatcmpl-0/{choice}", choice=choice)
-    next_call = plan(play.capture, [user("a"), assistant("x"), user("b")])
-    assert next_call.parent is not None
-    assert next_call.parent.completion_id == "chatcmpl-0/0", "of two equal answers the first"
-    assert len(play.capture.rollout(0, Outcome(), 1.0)) == 3
-
-
-def test_a_plan_renders_once_and_twice_only_where_the_template_begins_to_write_otherwise() -> None:
-    renderer = CharRenderer("strips")
-    play, chat, renders = Play(renderer), [user("a")], []
-    for text in ("1", "2", "think|3", "4", "5"):
-        renderer.num_renders = 0
-        play.ask(chat, text + END)
-        renders.append(renderer.num_renders)
-        chat += [assistant(text), user("more")]
-    assert renders == [1, 1, 1, 2, 1]
-    assert play.counts == GatewayStats(calls=5, extended=2, realigned=2)
-
-
 def test_the_templates_end_of_a_turn_follows_another_end_and_is_not_said_twice_after_its_own() -> None:
     class TwoEnds(CharRenderer):
         end_ids = frozenset({ord(END), ord("\ue002")})

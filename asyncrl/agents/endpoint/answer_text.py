@@ -113,7 +113,7 @@ class AnswerText:
         return self._texts.decode(together, skip_special_tokens=False)[known:]
 
 
-class Choice:
+class Answer:
     """One completion of a call.
 
     Life:       feed(), a few tokens at a time, and take() of what may be shown by then -> finish() -> the

@@ -11,11 +11,11 @@ from typing import TypeVar
 
 import numpy as np
 
-from asyncrl.agents.endpoint.answer_text import Choice, GatewayTokenizer
+from asyncrl.agents.endpoint.answer_text import Answer, GatewayTokenizer
 from asyncrl.agents.endpoint.capture import GatewayStats, Planned
 from asyncrl.agents.endpoint.openai_form import NO_RETRY, ApiError, ChatForm, invalid, session_ended, too_long
 from asyncrl.agents.endpoint.requests import CallRequest, CallRules, RequestReader
-from asyncrl.agents.endpoint.sessions import Call, GatewaySession, Sessions
+from asyncrl.agents.endpoint.sessions import GatewayCall, GatewaySession, Sessions
 from asyncrl.agents.endpoint.tool_calls import ToolFormat
 from asyncrl.errors import RequestRefused, RolloutFailure, RoomError
 from asyncrl.messages.protocols import SamplingEngine
@@ -71,7 +71,7 @@ class EngineRoute:
 
     async def begin(
         self, session: GatewaySession, form: ChatForm, body: bytes, digest: bytes, *, is_retry: bool
-    ) -> tuple[Call, CallRequest, bool]:
+    ) -> tuple[GatewayCall, CallRequest, bool]:
         """The call that this body asks for, what it asks for, and whether it is new: else it is one that was
         asked before. Raises ApiError. Sleeps while a long body is read, rendered and tokenised.
 
@@ -96,7 +96,7 @@ class EngineRoute:
 
     async def _new_call(
         self, session: GatewaySession, form: ChatForm, asked: CallRequest, digest: bytes, *, is_long: bool
-    ) -> Call:
+    ) -> GatewayCall:
         session.check_limits(asked.n)
         session.num_calls += 1  # what is refused from here on was work, too
         if asked.tools and self._tool_format.name == "none":
@@ -113,7 +113,7 @@ class EngineRoute:
         for index, key in enumerate(keys):
             # the name may become a part of the next prompt, so it is not made of the call's number
             name = f"call_{key:016x}"
-            choices.append(Choice(index, self.tokenizer, tool_format, asked, prefill=prefill, name=name))
+            choices.append(Answer(index, self.tokenizer, tool_format, asked, prefill=prefill, name=name))
             request = SamplingRequest(
                 request_id=request_id if index == 0 else f"{request_id}/{index}",
                 prompt_ids=planned.prompt_ids,
@@ -126,9 +126,9 @@ class EngineRoute:
                 after=session.last_span,
             )
             requests.append(request)
-        return Call(form, digest, planned, choices, requests)
+        return GatewayCall(form, digest, planned, choices, requests)
 
-    async def sample(self, session: GatewaySession, call: Call, *, is_streamed: bool) -> None:
+    async def sample(self, session: GatewaySession, call: GatewayCall, *, is_streamed: bool) -> None:
         """Have it sampled; the call's choices, or its error, say what came of it. Only cancellation, and a
         mistake of our own, are raised.
         """
@@ -170,8 +170,8 @@ class EngineRoute:
     async def _sample_choice(
         self,
         session: GatewaySession,
-        call: Call,
-        choice: Choice,
+        call: GatewayCall,
+        choice: Answer,
         request: SamplingRequest,
         *,
         is_streamed: bool,

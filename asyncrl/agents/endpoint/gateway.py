@@ -14,7 +14,7 @@ from aiohttp import web
 
 from asyncrl.agents.endpoint.answer_text import GatewayTokenizer
 from asyncrl.agents.endpoint.capture import GatewayStats
-from asyncrl.agents.endpoint.endpoint_routes import Connection, Routes
+from asyncrl.agents.endpoint.endpoint_routes import Connection, EndpointRoutes
 from asyncrl.agents.endpoint.engine_route import EngineRoute, SeedOf, Threads
 from asyncrl.agents.endpoint.requests import CallRules
 from asyncrl.agents.endpoint.sessions import GatewaySession, Sessions
@@ -60,7 +60,7 @@ class Gateway:
         )
         self._route = self._make_route(engine, rules=rules, seed_of=seed_of, on_broken=on_broken)
         self.open_nowait = self._route.open_nowait
-        self._routes = Routes(self._sessions, model=rules.model_name)
+        self._routes = EndpointRoutes(self._sessions, model=rules.model_name)
         self._socket: socket.socket | None = None
         self._listener: asyncio.Server | None = None
         self._runner: web.AppRunner | None = None
