@@ -153,11 +153,11 @@ async def test_a_cancelled_rollout_leaves_nothing_behind() -> None:
         task = task_of("guessing_env_for_test", {}, 3)
         running = asyncio.create_task(harness.run(task, session_of(world, world.session)))
         await engine.started.wait()
-        assert harness._shared.num_users == 1
+        assert harness.num_users == 1
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
-        assert harness._shared.num_users == 0
+        assert harness.num_users == 0
         assert guessing_env_for_test.started == ["start", "stop"]
         assert all(runtime.stopped for runtime in _LIVE)
         left = asyncio.all_tasks() - {asyncio.current_task()}

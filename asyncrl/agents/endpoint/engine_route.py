@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from hashlib import blake2b
@@ -134,8 +134,8 @@ class EngineRoute:
         """
         self.counts.in_flight += 1
         try:
-            pairs = zip(call.choices, call.requests, strict=True)
-            asked = [self._sample_choice(session, call, *pair, is_streamed=is_streamed) for pair in pairs]
+            indices = range(len(call.requests))
+            asked = [self._sample_answer(session, call, each, is_streamed=is_streamed) for each in indices]
             if len(asked) == 1:
                 await asked[0]
             else:
@@ -167,22 +167,15 @@ class EngineRoute:
             session.num_sampling -= len(call.requests)
             self.counts.in_flight -= 1
 
-    async def _sample_choice(
-        self,
-        session: GatewaySession,
-        call: GatewayCall,
-        choice: Answer,
-        request: SamplingRequest,
-        *,
-        is_streamed: bool,
+    async def _sample_answer(
+        self, session: GatewaySession, call: GatewayCall, index: int, *, is_streamed: bool
     ) -> None:
-        def on_tokens(token_ids: Sequence[int]) -> None:
-            choice.feed(token_ids)
-            call.news_nowait()
-
-        completion = await self._engine.generate(request, on_tokens=on_tokens if is_streamed else None)
+        answer, feed = call.choices[index], partial(call.feed, index)
+        completion = await self._engine.generate(
+            call.requests[index], on_tokens=feed if is_streamed else None
+        )
         session.last_span = completion.version_spans[-1] if completion.version_spans else None
-        choice.finish(completion)
+        answer.finish(completion)
 
     def _prefill(self, asked: CallRequest) -> str:
         """Beginning of the answer that makes it a tool call, where the call wants one. Raises ApiError."""

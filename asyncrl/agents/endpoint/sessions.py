@@ -96,8 +96,9 @@ class GatewayCall:
             self._done.set()
             self._news.set()
 
-    def news_nowait(self) -> None:
-        """There is more text."""
+    def feed(self, index: int, token_ids: Sequence[int]) -> None:
+        """Some more tokens of a choice were sampled."""
+        self.choices[index].feed(token_ids)
         self._news.set()
 
     async def wait_news(self) -> None:
