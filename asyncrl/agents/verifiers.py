@@ -75,8 +75,8 @@ class VerifiersHarness:
 
     @asynccontextmanager
     async def _served(self) -> AsyncIterator[None]:
-        """With what rollouts share: the tool servers of the taskset, and what its start() builds. It is opened
-        by the first rollout and closed by the last one to leave; others sleep meanwhile.
+        """With what rollouts share: the tool servers of the taskset, and what its start() builds. The first
+        rollout opens it and the last one to leave closes it; others sleep meanwhile.
         """
         async with self._changing:
             if not self._is_open:
