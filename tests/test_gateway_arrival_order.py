@@ -45,7 +45,7 @@ def digest(ids: tuple[int, ...]) -> bytes:
 
 
 def sample(prompt_ids: tuple[int, ...], engine: int) -> Completion:
-    """A model that always says the same to the same prompt, under the same version, whichever engine is free."""
+    """A model that says the same to the same prompt under the same version, whichever engine is free."""
     said = digest(prompt_ids)
     ids = (*map(ord, "ab|c"[said[0] % 4] * (said[1] % 3)), ord(END))
     logprobs = tuple(-1.0 - said[2] - index for index in range(len(ids)))
