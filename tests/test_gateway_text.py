@@ -179,10 +179,10 @@ def test_a_stream_shows_exactly_the_content_of_the_whole_answer(
     for cut in cuts:
         streamed.feed(ids[at : at + cut])
         at += cut
-        shown += streamed.take()
+        shown += streamed.take(len(shown))
     streamed.finish(completion)
-    shown += streamed.take()
-    assert streamed.take() == ""
+    shown += streamed.take(len(shown))
+    assert streamed.take(len(shown)) == ""
     assert shown == (whole.content or "")
     assert (streamed.message, streamed.finish_reason) == (whole.message, whole.finish_reason)
     assert streamed.num_tokens == whole.num_tokens == len(ids)

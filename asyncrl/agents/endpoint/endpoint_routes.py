@@ -138,8 +138,9 @@ class EndpointRoutes:
             session.deliver_nowait(call)
         if events is None:
             return web.Response(body=whole_body(call, self._model), content_type="application/json")
-        text = events.news() if is_new else events.again()
-        return await stream.write((b"" if stream.has_begun else events.start()) + text + events.end())
+        return await stream.write(
+            (b"" if stream.has_begun else events.start()) + events.news() + events.end()
+        )
 
     async def _write_news(self, call: GatewayCall, events: Events, stream: _Stream) -> None:
         """Text as it comes, until the end or until the client is gone."""

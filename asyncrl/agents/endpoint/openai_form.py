@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
@@ -157,7 +157,7 @@ class Events:
     """The events of one streamed answer."""
 
     def __init__(self, call: GatewayCall, model: str, *, include_usage: bool) -> None:
-        self._call, self._include_usage = call, include_usage
+        self._call, self._include_usage, self._num_shown = call, include_usage, [0] * len(call.choices)
         self._head = _head(call, model, call.form.event_object) | ({"usage": None} if include_usage else {})
 
     def start(self) -> bytes:
@@ -167,11 +167,12 @@ class Events:
 
     def news(self) -> bytes:
         """Text that may be shown by now and was not yet; maybe nothing."""
-        return self._texts([choice.take() for choice in self._call.choices])
-
-    def again(self) -> bytes:
-        """All text at once, for a client that asks a second time."""
-        return self._texts([choice.content or "" for choice in self._call.choices])
+        events = b""
+        for index, choice in enumerate(self._call.choices):
+            if text := choice.take(self._num_shown[index]):
+                self._num_shown[index] += len(text)
+                events += self._event(choice, self._call.form.piece(text))
+        return events
 
     def end(self) -> bytes:
         """After the last text."""
@@ -183,10 +184,6 @@ class Events:
         if self._include_usage:
             events += _event(self._head | {"choices": [], "usage": _usage(self._call)})
         return events + END_OF_STREAM
-
-    def _texts(self, texts: Sequence[str]) -> bytes:
-        form, pairs = self._call.form, zip(self._call.choices, texts, strict=True)
-        return b"".join(self._event(choice, form.piece(text)) for choice, text in pairs if text)
 
     def _event(self, choice: Answer, part: Mapping[str, Any], finish_reason: str | None = None) -> bytes:
         of_choice = {"index": choice.index, "logprobs": None, **part, "finish_reason": finish_reason}
