@@ -138,16 +138,14 @@ class EndpointRoutes:
             session.deliver_nowait(call)
         if events is None:
             return web.Response(body=whole_body(call, self._model), content_type="application/json")
-        return await stream.write(
-            (b"" if stream.has_begun else events.start()) + events.news() + events.end()
-        )
+        return await stream.write(events.end())
 
     async def _write_news(self, call: GatewayCall, events: Events, stream: _Stream) -> None:
         """Text as it comes, until the end or until the client is gone."""
         while not call.is_done and stream.is_there():
             await call.wait_news()
             if not call.is_done and (text := events.news()):
-                await stream.write(text if stream.has_begun else events.start() + text)
+                await stream.write(text)
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         self._session(request)

@@ -157,13 +157,9 @@ class Events:
     """The events of one streamed answer."""
 
     def __init__(self, call: GatewayCall, model: str, *, include_usage: bool) -> None:
-        self._call, self._include_usage, self._num_shown = call, include_usage, [0] * len(call.choices)
+        self._call, self._include_usage, self._first = call, include_usage, call.form.first
+        self._num_shown = [0] * len(call.choices)
         self._head = _head(call, model, call.form.event_object) | ({"usage": None} if include_usage else {})
-
-    def start(self) -> bytes:
-        """Before any text."""
-        first = self._call.form.first
-        return b"".join(self._event(choice, first) for choice in self._call.choices if first)
 
     def news(self) -> bytes:
         """Text that may be shown by now and was not yet; maybe nothing."""
@@ -172,11 +168,11 @@ class Events:
             if text := choice.take(self._num_shown[index]):
                 self._num_shown[index] += len(text)
                 events += self._event(choice, self._call.form.piece(text))
-        return events
+        return self._begin() + events if events else b""
 
     def end(self) -> bytes:
-        """After the last text."""
-        events = b""
+        """The last text, and what comes after it."""
+        events = self.news() or self._begin()
         for choice in self._call.choices:
             *parts, last = self._call.form.end(choice)
             events += b"".join(self._event(choice, part) for part in parts)
@@ -184,6 +180,10 @@ class Events:
         if self._include_usage:
             events += _event(self._head | {"choices": [], "usage": _usage(self._call)})
         return events + END_OF_STREAM
+
+    def _begin(self) -> bytes:
+        first, self._first = self._first, None
+        return b"".join(self._event(choice, first) for choice in self._call.choices if first)
 
     def _event(self, choice: Answer, part: Mapping[str, Any], finish_reason: str | None = None) -> bytes:
         of_choice = {"index": choice.index, "logprobs": None, **part, "finish_reason": finish_reason}
