@@ -24,12 +24,25 @@ from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.trainer.model.scratch import make_character_tokenizer
 
 MARKER = "<tool_call>"
-MAKERS: dict[str, Callable[[], Tokenizer]] = {
-    "byte_level": byte_level,
-    "byte_fallback": byte_fallback,
-    "metaspace": metaspace,
-}
+MAKERS: dict[str, Callable[[], Tokenizer]]
+MAKERS = {"byte_level": byte_level, "byte_fallback": byte_fallback, "metaspace": metaspace}
 KINDS = [*MAKERS, "characters"]
+TEXTS = [
+    "\U0001f600",
+    "\u20ac",
+    "\ufffd",
+    "the",
+    " fox",
+    "\n",
+    " ",
+    "  ",
+    "e",
+    "ab",
+    MARKER,
+    END,
+    START,
+    PYTHON,
+]
 _saved: dict[str, HFChatTokenizer] = {}
 
 
@@ -71,24 +84,7 @@ def ids_of(name: str) -> st.SearchStrategy[list[int]]:
     """
     tokenizer = _saved[name]
     top = max(tokenizer.text_ids) + 5
-    texts = st.sampled_from(
-        [
-            "\U0001f600",
-            "\u20ac",
-            "the",
-            " fox",
-            "\n",
-            " ",
-            "  ",
-            MARKER,
-            END,
-            START,
-            PYTHON,
-            "\ufffd",
-            "e",
-            "ab",
-        ]
-    )
+    texts = st.sampled_from(TEXTS)
     cut = st.integers(0, 3).map(lambda length: length or None)
     encoded = st.builds(lambda text, length: list(tokenizer.encode(text))[:length], texts, cut)
     parts = st.lists(encoded | st.lists(st.integers(0, top), max_size=3), max_size=25)
