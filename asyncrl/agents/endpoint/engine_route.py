@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from hashlib import blake2b
 from typing import TypeVar
@@ -58,13 +58,13 @@ class EngineRoute:
         tokenizer: GatewayTokenizer,
         tool_format: ToolFormat,
         rules: CallRules,
-        threads: Threads,
         *,
         seed_of: SeedOf,
         on_broken: Callable[[RoomError], None],
     ) -> None:
         self._engine, self.tokenizer, self._tool_format = engine, tokenizer, tool_format
-        self._rules, self._reader, self._threads = rules, RequestReader(rules), threads
+        self._rules, self._reader = rules, RequestReader(rules)
+        self._rendering, self._encoding = asyncio.Lock(), asyncio.Semaphore(NUM_ENCODING)
         self._seed_of, self._on_broken = seed_of, on_broken
         self.counts = GatewayStats()
         self.open_nowait = partial(GatewaySession, sessions, self)
@@ -79,7 +79,7 @@ class EngineRoute:
         """
         is_long = len(body) >= LONG_BODY
         read = partial(form.read, self._reader, body)
-        asked = await self._threads.run(read) if is_long else read()
+        asked = await _beside(self._rendering, read) if is_long else read()
         async with session.beginning:
             call = session.find_call(digest, is_retry=is_retry)
             if call is not None:
@@ -195,7 +195,7 @@ class EngineRoute:
         try:
             if asked.messages is not None:
                 draft_now = partial(capture.draft, asked.messages, asked.tools, prefill=prefill)
-                draft = await self._threads.run(draft_now) if is_long else draft_now()
+                draft = await _beside(self._rendering, draft_now) if is_long else draft_now()
                 return capture.plan(draft, await self._encode(draft.text, asked))
             ids = asked.prompt_ids or await self._encode(asked.prompt_text or "", asked)
             if not ids:
@@ -213,7 +213,7 @@ class EngineRoute:
             )
         if len(text) < LONG_TEXT:
             return self.tokenizer.encode(text)
-        return await self._threads.encode(partial(self.tokenizer.encode, text))
+        return await _beside(self._encoding, partial(self.tokenizer.encode, text))
 
     def _budget(self, planned: Planned, asked: CallRequest) -> int:
         """Most tokens to sample. Raises ApiError if the prompt leaves no room."""
@@ -244,24 +244,9 @@ class EngineRoute:
         return [int.from_bytes(key, "big") >> 1 for key in keys]
 
 
-class Threads:
-    """Long calls cost threads, not the event loop: tokenising a megabyte takes about a second."""
-
-    def __init__(self) -> None:
-        self._python = ThreadPoolExecutor(1, thread_name_prefix="long calls")
-        self._encoding = ThreadPoolExecutor(NUM_ENCODING, thread_name_prefix="long texts")
-
-    async def run(self, function: Callable[[], Value]) -> Value:
-        """One function at a time, so that the loop keeps half of the interpreter's time. Cancelled, it goes
-        on to its end, and the next one waits for that.
-        """
-        return await asyncio.get_running_loop().run_in_executor(self._python, function)
-
-    async def encode(self, function: Callable[[], Value]) -> Value:
-        """Tokenising releases the interpreter: NUM_ENCODING of it run at once."""
-        return await asyncio.get_running_loop().run_in_executor(self._encoding, function)
-
-    def close_nowait(self) -> None:
-        """What has not begun never will. Idempotent."""
-        for executor in (self._python, self._encoding):
-            executor.shutdown(wait=False, cancel_futures=True)
+async def _beside(limit: AbstractAsyncContextManager[None], function: Callable[[], Value]) -> Value:
+    """What a long function returns, in a thread. Reading and rendering go on one at a time, so that the
+    loop keeps half of the interpreter's time; tokenising releases the interpreter.
+    """
+    async with limit:
+        return await asyncio.to_thread(function)
