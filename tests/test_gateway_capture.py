@@ -49,25 +49,6 @@ def test_what_does_not_count_when_histories_are_compared(
     assert plan(play.capture, [user("1+2"), sent_back, RESULT]).how == how
 
 
-@pytest.mark.parametrize(
-    "messages",
-    [
-        [user("Hi"), assistant("yo"), user("more")],
-        [{"role": "system", "content": "s"}, user("hi"), assistant("yo"), user("more")],
-        [assistant("yo"), user("more")],
-        [user("hi"), assistant("yo")],
-        [user("hi")],
-    ],
-    ids=["edited", "a system message", "cut in front", "nothing new", "the same call"],
-)
-def test_an_edited_history_is_written_anew(messages: list[Message]) -> None:
-    play = Play()
-    play.ask([user("hi")], f"yo{END}")
-    planned = plan(play.capture, messages)
-    assert (planned.how, planned.parent) == ("forked", None)
-    assert planned.prompt_ids == play.renderer.encode(play.renderer.render(messages))
-
-
 def test_other_tools_are_another_chat() -> None:
     play = Play()
     play.answer(plan(play.capture, [user("hi")], [TOOL]), f"yo{END}")
