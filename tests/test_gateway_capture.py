@@ -49,55 +49,12 @@ def test_what_does_not_count_when_histories_are_compared(
     assert plan(play.capture, [user("1+2"), sent_back, RESULT]).how == how
 
 
-@pytest.mark.parametrize(
-    "messages",
-    [
-        [user("Hi"), assistant("yo"), user("more")],
-        [{"role": "system", "content": "s"}, user("hi"), assistant("yo"), user("more")],
-        [assistant("yo"), user("more")],
-        [user("hi"), assistant("yo")],
-        [user("hi")],
-    ],
-    ids=["edited", "a system message", "cut in front", "nothing new", "the same call"],
-)
-def test_an_edited_history_is_written_anew(messages: list[Message]) -> None:
-    play = Play()
-    play.ask([user("hi")], f"yo{END}")
-    planned = plan(play.capture, messages)
-    assert (planned.how, planned.parent) == ("forked", None)
-    assert planned.prompt_ids == play.renderer.encode(play.renderer.render(messages))
-
-
 def test_other_tools_are_another_chat() -> None:
     play = Play()
     play.answer(plan(play.capture, [user("hi")], [TOOL]), f"yo{END}")
     chat = [user("hi"), assistant("yo"), user("more")]
     assert plan(play.capture, chat, [json.loads(json.dumps(TOOL, sort_keys=True))]).how == "extended"
     assert plan(play.capture, chat, None).how == plan(play.capture, chat, [TOOL, TOOL]).how == "forked"
-
-
-def test_several_choices_of_one_call_are_several_children() -> None:
-    play = Play()
-    planned = plan(play.capture, [user("a")])
-    for choice, text in enumerate(("x", "y", "x")):
-        sampled = completion(play.renderer.encode(text + END), -1.0 - choice)
-        play.capture.record(planned, sampled, assistant(text), f"chatcmpl-0/{choice}", choice=choice)
-    next_call = plan(play.capture, [user("a"), assistant("x"), user("b")])
-    assert next_call.parent is not None
-    assert next_call.parent.completion_id == "chatcmpl-0/0", "of two equal answers the first"
-    assert len(play.capture.rollout(0, Outcome(), 1.0)) == 3
-
-
-def test_a_plan_renders_once_and_twice_only_where_the_template_begins_to_write_otherwise() -> None:
-    renderer = CharRenderer("strips")
-    play, chat, renders = Play(renderer), [user("a")], []
-    for text in ("1", "2", "think|3", "4", "5"):
-        renderer.num_renders = 0
-        play.ask(chat, text + END)
-        renders.append(renderer.num_renders)
-        chat += [assistant(text), user("more")]
-    assert renders == [1, 1, 1, 2, 1]
-    assert play.counts == GatewayStats(calls=5, extended=2, realigned=2)
 
 
 def test_the_templates_end_of_a_turn_follows_another_end_and_is_not_said_twice_after_its_own() -> None:

@@ -208,17 +208,3 @@ def test_what_comes_behind_a_realigned_answer_is_what_the_template_writes_there(
     assert (
         text == f"{asked}{REASONED[0].raw}{IM_END}\n<|im_start|>user\nSure?{IM_END}\n<|im_start|>assistant\n"
     )
-
-
-def test_a_system_message_that_moves_with_the_last_question_is_a_realignment(renderer_for: Renderers) -> None:
-    play = Play(renderer_for("inst"))
-    system = {"role": "system", "content": "Be brief."}
-    first = play.ask([system, user("a")], "b</s>")
-    assert (
-        play.renderer.decode(first.prompt_ids, skip_special_tokens=False) == "<s>[INST]Be brief.\n\na[/INST]"
-    )
-    second = plan(play.capture, [system, user("a"), assistant("b"), user("c")], None)
-    assert second.how == "realigned"
-    assert play.renderer.decode(second.prompt_ids, skip_special_tokens=False).endswith(
-        "[/INST]b</s>[INST]Be brief.\n\nc[/INST]"
-    )

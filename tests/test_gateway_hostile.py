@@ -228,16 +228,6 @@ async def test_a_client_that_is_slow_with_its_request_is_closed() -> None:
 
 
 @in_loop
-async def test_what_is_no_http_is_a_400() -> None:
-    async with gateway_world() as world:
-        chunked = head(world, 0).replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
-        long_head = head(world, 1)[:-2] + b"X: " + b"y" * 20_000 + b"\r\n\r\n"
-        for data in (b"\x16\x03\x01 hello\r\n\r\n", long_head, chunked + b"zzz\r\n{}\r\n"):
-            answer = await all_of(*await raw(world, data))
-            assert answer.split(b" ")[1] == b"400", answer
-
-
-@in_loop
 async def test_one_connection_too_many_takes_the_place_of_an_idle_one_or_is_refused_if_all_are_busy() -> None:
     gate = asyncio.Event()
     async with gateway_world(ScriptedEngine(gate=gate), max_connections=2) as world:

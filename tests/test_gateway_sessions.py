@@ -18,7 +18,6 @@ from gateway_cases import (
     World,
     gateway_world,
     in_loop,
-    in_virtual_time,
     is_deserted,
     seed_of,
     until,
@@ -32,7 +31,6 @@ from asyncrl.agents.endpoint.tool_calls import find_tool_format
 from asyncrl.config import GatewayConfig
 from asyncrl.errors import ConfigError, RolloutFailure
 from asyncrl.messages.records import Completion, Outcome, SamplingRequest, VersionSpan
-from asyncrl.testing.virtual_time import all_blocked
 
 ROUTE: Any = SimpleNamespace(tokenizer=ByteTokenizer(), counts=GatewayStats())
 
@@ -94,30 +92,6 @@ async def test_a_call_says_which_engine_has_the_conversation_so_far_in_its_cache
         first, second, others_first = world.engine.requests
         assert (first.after, others_first.after) == (None, None)
         assert (second.after.version, second.after.engine) == (5, 3), "the end of the answer before"
-
-
-@in_virtual_time
-async def test_the_end_of_a_session_leaves_what_waits_in_it_and_nothing_else() -> None:
-    sessions = Sessions(GatewayConfig())
-    one, other = open_session(sessions, 1), open_session(sessions, 2)
-    statuses: list[int] = []
-
-    async def wait_in(session: GatewaySession) -> None:
-        try:
-            async with session.in_hand():
-                await asyncio.sleep(1000)
-            statuses.append(200)
-        except ApiError as error:
-            statuses.append(error.status)
-
-    async with asyncio.TaskGroup() as tasks:
-        for session in (one, one, other):
-            tasks.create_task(wait_in(session))
-        await all_blocked()
-        one.end_nowait("done")
-        await all_blocked()
-        assert statuses == [410, 410]
-    assert statuses == [410, 410, 200]
 
 
 @in_loop

@@ -120,9 +120,8 @@ def test_a_shell_that_the_policy_drives_finds_no_answer_and_no_outcome_key_and_c
             await caller.aclose()
             return outcome
 
-    assert asyncio.run(story()) == (Outcome(0.25) if outcomes == "posted" else Outcome()), (
-        "what the tool has posted counts nowhere"
-    )
+    posted = Outcome(0.25) if outcomes == "posted" else Outcome()
+    assert asyncio.run(story()) == posted, "what the tool has posted counts nowhere"
     assert "outcome_refused" in (tmp_path / "answered").read_text()
     given, loot = json.loads((tmp_path / "task").read_text()), (tmp_path / "loot").read_text()
     assert "OPENAI_API_KEY=key-0" in loot, "it has looked"
@@ -137,10 +136,8 @@ def test_a_shell_that_the_policy_drives_finds_no_answer_and_no_outcome_key_and_c
 def test_a_task_of_a_megabyte_is_fed_as_it_is_read_and_one_that_nobody_reads_holds_nothing_up() -> None:
     large = replace(TASK, info={"text": "x" * 2**20})
     assert asyncio.run(shell("wc -c").run(large, SESSION)).reward == pytest.approx(2**20, rel=0.01)
-    assert asyncio.run(shell("head -c 100 > /dev/null; exec <&-; echo 0.5").run(large, SESSION)) == Outcome(
-        0.5
-    )
-    assert asyncio.run(shell("echo 0.5").run(large, SESSION)) == Outcome(0.5)
+    for script in ("head -c 100 > /dev/null; exec <&-; echo 0.5", "echo 0.5"):
+        assert asyncio.run(shell(script).run(large, SESSION)) == Outcome(0.5)
 
 
 @pytest.mark.slow
@@ -169,10 +166,7 @@ def test_the_environment_is_scrubbed_and_the_folder_is_its_own(
 @pytest.mark.slow
 def test_an_exit_code_or_a_signal_is_a_failure_with_the_end_of_standard_error() -> None:
     for script, said in (
-        (
-            "echo last words >&2; echo 1.0; exit 3",
-            "exited with code 3; the end of its standard error: last words",
-        ),
+        ("echo last words >&2; exit 3", "exited with code 3; the end of its standard error: last words"),
         ("kill -SEGV $$", r"was killed by SIGSEGV; the end of its standard error: \(empty\)"),
     ):
         with pytest.raises(RolloutFailure, match=said):

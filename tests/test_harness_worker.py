@@ -194,44 +194,34 @@ async def test_a_wrong_key_and_a_harness_that_cannot_be_run_at_all_end_the_worke
             raise ConfigError("no such package")
 
     async with open_gateway() as gateway:
-        caller = gateway.worker(key="wrong")
-        with pytest.raises(ConfigError, match="refused worker w: wrong or missing worker key"):
-            await Worker(Steps(), caller, name="w", slots=1).run()
-        await caller.aclose()
-        caller = gateway.worker()
         running = asyncio.ensure_future(gateway.run(0))
-        with pytest.raises(ConfigError, match="no such package"):
-            await Worker(Needs(), caller, name="w", slots=1).run()
+        for key, harness, said in (
+            ("wrong", Steps(), "refused worker w: wrong or missing worker key"),
+            (WORKER_KEY, Needs(), "no such package"),
+        ):
+            caller = gateway.worker(key=key)
+            with pytest.raises(ConfigError, match=said):
+                await Worker(harness, caller, name="w", slots=1).run()
+            await caller.aclose()
         with pytest.raises(RolloutFailure, match="worker w was ended"):
             await running
-        await caller.aclose()
 
 
 # ---- processes
 
 
-def child(
-    gateway: TestGateway, run_dir: Path, harness: HarnessSpec, *, slots: int = 2, **more: str
-) -> ChildProcess:
-    spec = WorkerSpec(name="worker-0", url=gateway.url, slots=slots, harness=harness)
-    env = {"PYTHONPATH": str(Path(__file__).parent)} | more
-    return ChildProcess(
-        "worker-0",
-        "asyncrl.agents.worker",
-        spec.model_dump_json(),
-        run_dir=run_dir,
-        secret="own-secret",
-        env=env,
-        secrets={WORKER_KEY_ENV: WORKER_KEY},
-    )
-
-
 @contextlib.asynccontextmanager
-async def started(process: ChildProcess) -> AsyncIterator[Caller]:
+async def started(
+    gateway: TestGateway, run_dir: Path, harness: HarnessSpec, **more: str
+) -> AsyncIterator[tuple[ChildProcess, Caller]]:
+    spec = WorkerSpec(name="worker-0", url=gateway.url, slots=2, harness=harness).model_dump_json()
+    env, keys = {"PYTHONPATH": str(Path(__file__).parent)} | more, {WORKER_KEY_ENV: WORKER_KEY}
+    settings = {"run_dir": run_dir, "secret": "own-secret", "env": env, "secrets": keys}
+    process = ChildProcess("worker-0", "asyncrl.agents.worker", spec, **settings)  # type: ignore[arg-type]
     await process.start()
     caller = Caller("worker-0", process.url, "own-secret")
     try:
-        yield caller
+        yield process, caller
     finally:
         await caller.aclose()
         await process.aclose()
@@ -241,16 +231,18 @@ async def started(process: ChildProcess) -> AsyncIterator[Caller]:
 @in_loop
 async def test_the_worker_process_answers_health_runs_rollouts_and_ends_on_sigterm(tmp_path: Path) -> None:
     async with open_gateway() as gateway:
-        process = child(gateway, tmp_path, HarnessSpec(python="harnesses_for_test:environment"))
-        async with started(process) as caller:
+        harness = HarnessSpec(python="harnesses_for_test:environment")
+        async with started(gateway, tmp_path, harness) as (process, caller):
             health = await caller.get("/health", WorkerHealth, timeout_s=60.0)
             assert (health.name, health.slots) == ("worker-0", 2)
             said = await gateway.run(0)
             assert said == Outcome(1.0, {"has_worker_key": 0.0, "is_hidden": 1.0}), "a harness finds no key"
         assert process.returncode == 0
         assert gateway.queue.gauges()["harness/workers"] == 0, "it said goodbye"
-        process = child(gateway, tmp_path, HarnessSpec(python="harnesses_for_test:two_turn"))
-        async with started(process):
+        async with started(gateway, tmp_path, HarnessSpec(python="harnesses_for_test:two_turn")) as (
+            process,
+            _,
+        ):
             await process.wait()
             fatal = find_fatal(process.log_tail().replace("    asyncrl-error", "asyncrl-error"))
             assert fatal is not None
@@ -261,28 +253,23 @@ async def test_the_worker_process_answers_health_runs_rollouts_and_ends_on_sigte
 @pytest.mark.parametrize("how", ["SIGTERM", "orphaned", "SIGKILL"])
 @in_loop
 async def test_the_commands_of_a_worker_end_with_it(tmp_path: Path, how: str) -> None:
-    (tmp_path / "tmp").mkdir()
+    temp, written = tmp_path / "tmp", tmp_path / "env"
+    temp.mkdir()
     async with open_gateway() as gateway:
-        script = f"env > {tmp_path}/env; trap '' TERM; sleep 3600 & while :; do sleep 1; done"
-        process = child(
-            gateway,
-            tmp_path,
-            HarnessSpec(command=["/bin/bash", "-c", script]),
-            TMPDIR=str(tmp_path / "tmp"),
-        )
-        async with started(process) as caller:
+        script = f"env > {written}; trap '' TERM; sleep 3600 & while :; do sleep 1; done"
+        harness = HarnessSpec(command=["/bin/bash", "-c", script])
+        async with started(gateway, tmp_path, harness, TMPDIR=str(temp)) as (process, _):
             running = asyncio.ensure_future(gateway.run(0))
-            await settled(lambda: len(find_group(token(tmp_path / "env"))) >= 3)
+            await settled(lambda: len(find_group(token(written))) >= 3)
             if how == "orphaned":
                 process._close_stdin()
                 await process.wait()
             if how == "SIGKILL":
                 process.kill_nowait()
                 await process.wait()
-                await settled(lambda: not find_group(token(tmp_path / "env")))
-            await caller.aclose()
-        assert find_group(token(tmp_path / "env")) == []
-        await settled(lambda: list((tmp_path / "tmp").iterdir()) == [])
+                await settled(lambda: not find_group(token(written)))
+        assert find_group(token(written)) == []
+        await settled(lambda: list(temp.iterdir()) == [])
         gateway.queue.worker_gone_nowait("worker-0", "ended")
         with pytest.raises(RolloutFailure, match="worker worker-0 (was ended|is gone: ended)"):
             await running
@@ -341,15 +328,14 @@ async def test_a_worker_elsewhere_works_and_ends_with_the_code_of_its_signal(tmp
 
 
 def test_a_worker_reads_its_key_from_a_file_or_from_a_runs_gateway_json(tmp_path: Path) -> None:
+    path = tmp_path / "key"
     for text in ("secret-key\n", json.dumps({"url": "http://x", "worker_key": "secret-key"})):
-        (tmp_path / "key").write_text(text)
-        assert _key_in(tmp_path / "key") == "secret-key"
-    for text in ("{", "{}"):
-        (tmp_path / "key").write_text(text)
+        path.write_text(text)
+        assert _key_in(path) == "secret-key"
+    path.write_text("{}")
+    for wrong in (path, tmp_path / "none"):
         with pytest.raises(ConfigError, match="--key-file .*cannot be read"):
-            _key_in(tmp_path / "key")
-    with pytest.raises(ConfigError, match="FileNotFoundError"):
-        _key_in(tmp_path / "none")
+            _key_in(wrong)
 
 
 def test_wrong_arguments_of_a_worker_are_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -225,7 +225,7 @@ def _refuse_own(setting: str, names: Iterable[str]) -> None:
     if taken := sorted(name for name in names if name in ROLLOUT_ENV or name.startswith(OWN_PREFIX)):
         raise ConfigError(
             f"{setting} has {', '.join(taken)}",
-            rule=f"each rollout has its own {', '.join(ROLLOUT_ENV)}; {OWN_PREFIX}... no command gets",
+            rule=f"{', '.join(ROLLOUT_ENV)} differ by rollout; {OWN_PREFIX}... are asyncrl's own",
             way_out="leave them out, or give the command that value under another name.",
         )
 

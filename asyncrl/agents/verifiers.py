@@ -49,7 +49,8 @@ class VerifiersHarness:
         """Raises ConfigError if there is no such environment, or it cannot be trained here."""
         self._env = load_environment(identifier, args)
         self._name, self._seat = identifier, _trained_seat(identifier, self._env.config)
-        self._shared = _SharedServers(self._env)
+        self._servers, self._changing, self._is_open = AsyncExitStack(), asyncio.Lock(), False
+        self.num_users = 0
         self._vf = _library(identifier)
         self._calls = UserCalls(f"generator.verifiers={identifier}", error=ConfigError, grace_s=GRACE_S)
         for name in _CHATTY:
@@ -65,12 +66,31 @@ class VerifiersHarness:
         client = self._vf.EvalClientConfig(
             base_url=f"{root}/s/{session.api_key}/v1", api_key_var=_NO_KEY_VARIABLE
         )
-        async with self._shared:
+        async with self._served():
             self._calls.check()
             episode = await self._calls.run(
                 self._env.run_episode(played, self._vf.ModelContext(model=session.model, client=client))
             )
         return self._outcome(episode, session)
+
+    @asynccontextmanager
+    async def _served(self) -> AsyncIterator[None]:
+        """With what rollouts share: the tool servers of the taskset, and what its start() builds. The first
+        rollout opens it and the last one to leave closes it; others sleep meanwhile.
+        """
+        async with self._changing:
+            if not self._is_open:
+                await self._servers.enter_async_context(_serving(self._env))
+                self._is_open = True
+            self.num_users += 1
+        try:
+            yield
+        finally:
+            self.num_users -= 1  # before the wait: one that is cancelled in it has left all the same
+            async with self._changing:
+                if self._is_open and self.num_users == 0:
+                    self._is_open = False
+                    await self._servers.aclose()
 
     @property
     def num_abandoned(self) -> int:
@@ -132,37 +152,6 @@ class VerifiersHarness:
             f"verifiers environment {self._name} failed: {said.replace(session.api_key, 'KEY')}",
             way_out=way_out,
         )
-
-
-class _SharedServers:
-    """What an environment's rollouts share: the tool servers of its taskset, and what its start() builds.
-
-    Life:       closed -> opened by the first rollout -> closed by the last one to leave; then opened again,
-                ...
-    Waits:      a rollout sleeps while another one opens or closes.
-    Invariant:  open while a rollout runs, and nothing is left when none does.
-    """
-
-    def __init__(self, env: Any) -> None:
-        self._env = env
-        self._stack = AsyncExitStack()
-        self._changing = asyncio.Lock()
-        self._is_open = False
-        self.num_users = 0
-
-    async def __aenter__(self) -> None:
-        async with self._changing:
-            if not self._is_open:
-                await self._stack.enter_async_context(_serving(self._env))
-                self._is_open = True
-            self.num_users += 1
-
-    async def __aexit__(self, *_: object) -> None:
-        self.num_users -= 1  # before the wait: one that is cancelled in it has left all the same
-        async with self._changing:
-            if self._is_open and self.num_users == 0:
-                self._is_open = False
-                await self._stack.aclose()
 
 
 @asynccontextmanager

@@ -113,7 +113,7 @@ class AnswerText:
         return self._texts.decode(together, skip_special_tokens=False)[known:]
 
 
-class Choice:
+class Answer:
     """One completion of a call.
 
     Life:       feed(), a few tokens at a time, and take() of what may be shown by then -> finish() -> the
@@ -141,7 +141,7 @@ class Choice:
         self._has_logprobs = asked.logprobs
         self._answer = AnswerText(tokenizer, asked.stop, keep_special=tool_format.opens)
         self._text = ""
-        self._num_taken = 0
+        self._held_from = 0
         self._completion: Completion | None = None
 
     @property
@@ -157,15 +157,13 @@ class Choice:
         self.num_tokens += len(token_ids)
         self._text += self._answer.feed(token_ids)
 
-    def take(self) -> str:
-        """Text that may be shown and was not yet."""
+    def take(self, start: int) -> str:
+        """Text that may be shown, from `start` on."""
         if self.finish_reason:
-            text, end = self.content or "", len(self.content or "")
-        else:
-            text = self._text
-            end = 0 if self._prefill else self._format.hold_from(text, self._num_taken)
-        start, self._num_taken = self._num_taken, max(self._num_taken, end)
-        return text[start:end]
+            return (self.content or "")[start:]
+        if not self._prefill:
+            self._held_from = self._format.hold_from(self._text, self._held_from)
+        return self._text[start : self._held_from]
 
     def finish(self, completion: Completion) -> None:
         """Everything is sampled: parse it."""

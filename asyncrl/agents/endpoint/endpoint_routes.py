@@ -24,7 +24,7 @@ from asyncrl.agents.endpoint.openai_form import (
     unknown_key,
     whole_body,
 )
-from asyncrl.agents.endpoint.sessions import Call, GatewaySession, Sessions
+from asyncrl.agents.endpoint.sessions import GatewayCall, GatewaySession, Sessions
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ _EVENT_STREAM = {
 _FULL = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
 
-class Routes:
+class EndpointRoutes:
     """The endpoint of all sessions as an aiohttp app.
 
     Life:       a request is refused, or finds its session -> its call is sampled, or is one that was sampled
@@ -116,7 +116,13 @@ class Routes:
             return await stream.write(b"data: " + error.body() + b"\n\n")
 
     async def _answer(
-        self, session: GatewaySession, call: Call, events: Events | None, stream: _Stream, *, is_new: bool
+        self,
+        session: GatewaySession,
+        call: GatewayCall,
+        events: Events | None,
+        stream: _Stream,
+        *,
+        is_new: bool,
     ) -> web.StreamResponse:
         """Sample the call, unless it is one that was sampled before, and write what came of it."""
         if is_new:
@@ -132,15 +138,14 @@ class Routes:
             session.deliver_nowait(call)
         if events is None:
             return web.Response(body=whole_body(call, self._model), content_type="application/json")
-        text = events.news() if is_new else events.again()
-        return await stream.write((b"" if stream.has_begun else events.start()) + text + events.end())
+        return await stream.write(events.end())
 
-    async def _write_news(self, call: Call, events: Events, stream: _Stream) -> None:
+    async def _write_news(self, call: GatewayCall, events: Events, stream: _Stream) -> None:
         """Text as it comes, until the end or until the client is gone."""
         while not call.is_done and stream.is_there():
             await call.wait_news()
             if not call.is_done and (text := events.news()):
-                await stream.write(text if stream.has_begun else events.start() + text)
+                await stream.write(text)
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         self._session(request)

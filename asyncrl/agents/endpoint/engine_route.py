@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from hashlib import blake2b
 from typing import TypeVar
 
 import numpy as np
 
-from asyncrl.agents.endpoint.answer_text import Choice, GatewayTokenizer
+from asyncrl.agents.endpoint.answer_text import Answer, GatewayTokenizer
 from asyncrl.agents.endpoint.capture import GatewayStats, Planned
 from asyncrl.agents.endpoint.openai_form import NO_RETRY, ApiError, ChatForm, invalid, session_ended, too_long
 from asyncrl.agents.endpoint.requests import CallRequest, CallRules, RequestReader
-from asyncrl.agents.endpoint.sessions import Call, GatewaySession, Sessions
+from asyncrl.agents.endpoint.sessions import GatewayCall, GatewaySession, Sessions
 from asyncrl.agents.endpoint.tool_calls import ToolFormat
 from asyncrl.errors import RequestRefused, RolloutFailure, RoomError
 from asyncrl.messages.protocols import SamplingEngine
@@ -58,20 +58,20 @@ class EngineRoute:
         tokenizer: GatewayTokenizer,
         tool_format: ToolFormat,
         rules: CallRules,
-        threads: Threads,
         *,
         seed_of: SeedOf,
         on_broken: Callable[[RoomError], None],
     ) -> None:
         self._engine, self.tokenizer, self._tool_format = engine, tokenizer, tool_format
-        self._rules, self._reader, self._threads = rules, RequestReader(rules), threads
+        self._rules, self._reader = rules, RequestReader(rules)
+        self._rendering, self._encoding = asyncio.Lock(), asyncio.Semaphore(NUM_ENCODING)
         self._seed_of, self._on_broken = seed_of, on_broken
         self.counts = GatewayStats()
         self.open_nowait = partial(GatewaySession, sessions, self)
 
     async def begin(
         self, session: GatewaySession, form: ChatForm, body: bytes, digest: bytes, *, is_retry: bool
-    ) -> tuple[Call, CallRequest, bool]:
+    ) -> tuple[GatewayCall, CallRequest, bool]:
         """The call that this body asks for, what it asks for, and whether it is new: else it is one that was
         asked before. Raises ApiError. Sleeps while a long body is read, rendered and tokenised.
 
@@ -79,7 +79,7 @@ class EngineRoute:
         """
         is_long = len(body) >= LONG_BODY
         read = partial(form.read, self._reader, body)
-        asked = await self._threads.run(read) if is_long else read()
+        asked = await _beside(self._rendering, read) if is_long else read()
         async with session.beginning:
             call = session.find_call(digest, is_retry=is_retry)
             if call is not None:
@@ -96,7 +96,7 @@ class EngineRoute:
 
     async def _new_call(
         self, session: GatewaySession, form: ChatForm, asked: CallRequest, digest: bytes, *, is_long: bool
-    ) -> Call:
+    ) -> GatewayCall:
         session.check_limits(asked.n)
         session.num_calls += 1  # what is refused from here on was work, too
         if asked.tools and self._tool_format.name == "none":
@@ -113,7 +113,7 @@ class EngineRoute:
         for index, key in enumerate(keys):
             # the name may become a part of the next prompt, so it is not made of the call's number
             name = f"call_{key:016x}"
-            choices.append(Choice(index, self.tokenizer, tool_format, asked, prefill=prefill, name=name))
+            choices.append(Answer(index, self.tokenizer, tool_format, asked, prefill=prefill, name=name))
             request = SamplingRequest(
                 request_id=request_id if index == 0 else f"{request_id}/{index}",
                 prompt_ids=planned.prompt_ids,
@@ -126,16 +126,16 @@ class EngineRoute:
                 after=session.last_span,
             )
             requests.append(request)
-        return Call(form, digest, planned, choices, requests)
+        return GatewayCall(form, digest, planned, choices, requests)
 
-    async def sample(self, session: GatewaySession, call: Call, *, is_streamed: bool) -> None:
+    async def sample(self, session: GatewaySession, call: GatewayCall, *, is_streamed: bool) -> None:
         """Have it sampled; the call's choices, or its error, say what came of it. Only cancellation, and a
         mistake of our own, are raised.
         """
         self.counts.in_flight += 1
         try:
-            pairs = zip(call.choices, call.requests, strict=True)
-            asked = [self._sample_choice(session, call, *pair, is_streamed=is_streamed) for pair in pairs]
+            indices = range(len(call.requests))
+            asked = [self._sample_answer(session, call, each, is_streamed=is_streamed) for each in indices]
             if len(asked) == 1:
                 await asked[0]
             else:
@@ -167,22 +167,15 @@ class EngineRoute:
             session.num_sampling -= len(call.requests)
             self.counts.in_flight -= 1
 
-    async def _sample_choice(
-        self,
-        session: GatewaySession,
-        call: Call,
-        choice: Choice,
-        request: SamplingRequest,
-        *,
-        is_streamed: bool,
+    async def _sample_answer(
+        self, session: GatewaySession, call: GatewayCall, index: int, *, is_streamed: bool
     ) -> None:
-        def on_tokens(token_ids: Sequence[int]) -> None:
-            choice.feed(token_ids)
-            call.news_nowait()
-
-        completion = await self._engine.generate(request, on_tokens=on_tokens if is_streamed else None)
+        answer, feed = call.choices[index], partial(call.feed, index)
+        completion = await self._engine.generate(
+            call.requests[index], on_tokens=feed if is_streamed else None
+        )
         session.last_span = completion.version_spans[-1] if completion.version_spans else None
-        choice.finish(completion)
+        answer.finish(completion)
 
     def _prefill(self, asked: CallRequest) -> str:
         """Beginning of the answer that makes it a tool call, where the call wants one. Raises ApiError."""
@@ -202,7 +195,7 @@ class EngineRoute:
         try:
             if asked.messages is not None:
                 draft_now = partial(capture.draft, asked.messages, asked.tools, prefill=prefill)
-                draft = await self._threads.run(draft_now) if is_long else draft_now()
+                draft = await _beside(self._rendering, draft_now) if is_long else draft_now()
                 return capture.plan(draft, await self._encode(draft.text, asked))
             ids = asked.prompt_ids or await self._encode(asked.prompt_text or "", asked)
             if not ids:
@@ -220,7 +213,7 @@ class EngineRoute:
             )
         if len(text) < LONG_TEXT:
             return self.tokenizer.encode(text)
-        return await self._threads.encode(partial(self.tokenizer.encode, text))
+        return await _beside(self._encoding, partial(self.tokenizer.encode, text))
 
     def _budget(self, planned: Planned, asked: CallRequest) -> int:
         """Most tokens to sample. Raises ApiError if the prompt leaves no room."""
@@ -251,24 +244,9 @@ class EngineRoute:
         return [int.from_bytes(key, "big") >> 1 for key in keys]
 
 
-class Threads:
-    """Long calls cost threads, not the event loop: tokenising a megabyte takes about a second."""
-
-    def __init__(self) -> None:
-        self._python = ThreadPoolExecutor(1, thread_name_prefix="long calls")
-        self._encoding = ThreadPoolExecutor(NUM_ENCODING, thread_name_prefix="long texts")
-
-    async def run(self, function: Callable[[], Value]) -> Value:
-        """One function at a time, so that the loop keeps half of the interpreter's time. Cancelled, it goes
-        on to its end, and the next one waits for that.
-        """
-        return await asyncio.get_running_loop().run_in_executor(self._python, function)
-
-    async def encode(self, function: Callable[[], Value]) -> Value:
-        """Tokenising releases the interpreter: NUM_ENCODING of it run at once."""
-        return await asyncio.get_running_loop().run_in_executor(self._encoding, function)
-
-    def close_nowait(self) -> None:
-        """What has not begun never will. Idempotent."""
-        for executor in (self._python, self._encoding):
-            executor.shutdown(wait=False, cancel_futures=True)
+async def _beside(limit: AbstractAsyncContextManager[None], function: Callable[[], Value]) -> Value:
+    """What a long function returns, in a thread. Reading and rendering go on one at a time, so that the
+    loop keeps half of the interpreter's time; tokenising releases the interpreter.
+    """
+    async with limit:
+        return await asyncio.to_thread(function)

@@ -14,8 +14,8 @@ from aiohttp import web
 
 from asyncrl.agents.endpoint.answer_text import GatewayTokenizer
 from asyncrl.agents.endpoint.capture import GatewayStats
-from asyncrl.agents.endpoint.endpoint_routes import Connection, Routes
-from asyncrl.agents.endpoint.engine_route import EngineRoute, SeedOf, Threads
+from asyncrl.agents.endpoint.endpoint_routes import Connection, EndpointRoutes
+from asyncrl.agents.endpoint.engine_route import EngineRoute, SeedOf
 from asyncrl.agents.endpoint.requests import CallRules
 from asyncrl.agents.endpoint.sessions import GatewaySession, Sessions
 from asyncrl.agents.endpoint.tool_calls import ToolFormat
@@ -54,13 +54,11 @@ class Gateway:
     ) -> None:
         """`on_broken` ends the run."""
         self._config, self._rules, self._extra_routes = config, rules, extra_routes
-        self._sessions, self._threads = Sessions(config), Threads()
-        self._make_route = partial(
-            EngineRoute, self._sessions, tokenizer=tokenizer, tool_format=tool_format, threads=self._threads
-        )
+        self._sessions = Sessions(config)
+        self._make_route = partial(EngineRoute, self._sessions, tokenizer=tokenizer, tool_format=tool_format)
         self._route = self._make_route(engine, rules=rules, seed_of=seed_of, on_broken=on_broken)
         self.open_nowait = self._route.open_nowait
-        self._routes = Routes(self._sessions, model=rules.model_name)
+        self._routes = EndpointRoutes(self._sessions, model=rules.model_name)
         self._socket: socket.socket | None = None
         self._listener: asyncio.Server | None = None
         self._runner: web.AppRunner | None = None
@@ -145,7 +143,6 @@ class Gateway:
         if self._runner is not None:
             await self._runner.cleanup()
         self._socket = self._listener = self._runner = None
-        self._threads.close_nowait()
 
     def stats(self) -> GatewayStats:
         """Counts so far."""

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 from pydantic_core import to_json
 
 if TYPE_CHECKING:
-    from asyncrl.agents.endpoint.answer_text import Choice
+    from asyncrl.agents.endpoint.answer_text import Answer
     from asyncrl.agents.endpoint.requests import CallRequest, RequestReader
-    from asyncrl.agents.endpoint.sessions import Call
+    from asyncrl.agents.endpoint.sessions import GatewayCall
 
 NO_RETRY = {"x-should-retry": "false"}
 """Tells an OpenAI client that asking again is of no use."""
@@ -99,13 +99,13 @@ class ChatForm:
     def read(self, reader: RequestReader, body: bytes) -> CallRequest:
         return reader.chat(body)
 
-    def whole(self, choice: Choice) -> dict[str, Any]:
+    def whole(self, choice: Answer) -> dict[str, Any]:
         return {"message": choice.message, "logprobs": self._logprobs(choice)}
 
     def piece(self, text: str) -> dict[str, Any]:
         return {"delta": {"content": text}}
 
-    def end(self, choice: Choice) -> list[dict[str, Any]]:
+    def end(self, choice: Answer) -> list[dict[str, Any]]:
         """After the last text: tool calls, logprobs (the engines report them with the last token)."""
         calls = [{"index": index, **call} for index, call in enumerate(choice.tool_calls)]
         parts: list[dict[str, Any]] = [{"delta": {"tool_calls": calls}}] if calls else []
@@ -113,7 +113,7 @@ class ChatForm:
             parts.append({"delta": {}, "logprobs": self._logprobs(choice)})
         return [*parts, {"delta": {}}]
 
-    def _logprobs(self, choice: Choice) -> dict[str, Any] | None:
+    def _logprobs(self, choice: Answer) -> dict[str, Any] | None:
         return None if choice.logprobs is None else {"content": choice.logprobs, "refusal": None}
 
 
@@ -126,16 +126,16 @@ class TextForm(ChatForm):
     def read(self, reader: RequestReader, body: bytes) -> CallRequest:
         return reader.text(body)
 
-    def whole(self, choice: Choice) -> dict[str, Any]:
+    def whole(self, choice: Answer) -> dict[str, Any]:
         return {"text": choice.content or "", "logprobs": self._logprobs(choice)}
 
     def piece(self, text: str) -> dict[str, Any]:
         return {"text": text}
 
-    def end(self, choice: Choice) -> list[dict[str, Any]]:
+    def end(self, choice: Answer) -> list[dict[str, Any]]:
         return [{"text": "", "logprobs": self._logprobs(choice)}]
 
-    def _logprobs(self, choice: Choice) -> dict[str, Any] | None:
+    def _logprobs(self, choice: Answer) -> dict[str, Any] | None:
         """Lists beside each other."""
         if choice.logprobs is None:
             return None
@@ -145,7 +145,7 @@ class TextForm(ChatForm):
         return {"tokens": tokens, "token_logprobs": values, "top_logprobs": None, "text_offset": offsets}
 
 
-def whole_body(call: Call, model: str) -> bytes:
+def whole_body(call: GatewayCall, model: str) -> bytes:
     choices = [
         {"index": choice.index, **call.form.whole(choice), "finish_reason": choice.finish_reason}
         for choice in call.choices
@@ -156,26 +156,23 @@ def whole_body(call: Call, model: str) -> bytes:
 class Events:
     """The events of one streamed answer."""
 
-    def __init__(self, call: Call, model: str, *, include_usage: bool) -> None:
-        self._call, self._include_usage = call, include_usage
+    def __init__(self, call: GatewayCall, model: str, *, include_usage: bool) -> None:
+        self._call, self._include_usage, self._first = call, include_usage, call.form.first
+        self._num_shown = [0] * len(call.choices)
         self._head = _head(call, model, call.form.event_object) | ({"usage": None} if include_usage else {})
-
-    def start(self) -> bytes:
-        """Before any text."""
-        first = self._call.form.first
-        return b"".join(self._event(choice, first) for choice in self._call.choices if first)
 
     def news(self) -> bytes:
         """Text that may be shown by now and was not yet; maybe nothing."""
-        return self._texts([choice.take() for choice in self._call.choices])
-
-    def again(self) -> bytes:
-        """All text at once, for a client that asks a second time."""
-        return self._texts([choice.content or "" for choice in self._call.choices])
+        events = b""
+        for index, choice in enumerate(self._call.choices):
+            if text := choice.take(self._num_shown[index]):
+                self._num_shown[index] += len(text)
+                events += self._event(choice, self._call.form.piece(text))
+        return self._begin() + events if events else b""
 
     def end(self) -> bytes:
-        """After the last text."""
-        events = b""
+        """The last text, and what comes after it."""
+        events = self.news() or self._begin()
         for choice in self._call.choices:
             *parts, last = self._call.form.end(choice)
             events += b"".join(self._event(choice, part) for part in parts)
@@ -184,11 +181,11 @@ class Events:
             events += _event(self._head | {"choices": [], "usage": _usage(self._call)})
         return events + END_OF_STREAM
 
-    def _texts(self, texts: Sequence[str]) -> bytes:
-        form, pairs = self._call.form, zip(self._call.choices, texts, strict=True)
-        return b"".join(self._event(choice, form.piece(text)) for choice, text in pairs if text)
+    def _begin(self) -> bytes:
+        first, self._first = self._first, None
+        return b"".join(self._event(choice, first) for choice in self._call.choices if first)
 
-    def _event(self, choice: Choice, part: Mapping[str, Any], finish_reason: str | None = None) -> bytes:
+    def _event(self, choice: Answer, part: Mapping[str, Any], finish_reason: str | None = None) -> bytes:
         of_choice = {"index": choice.index, "logprobs": None, **part, "finish_reason": finish_reason}
         return _event(self._head | {"choices": [of_choice]})
 
@@ -197,11 +194,11 @@ def _event(payload: Mapping[str, Any]) -> bytes:
     return b"data: " + to_json(payload, inf_nan_mode="null") + b"\n\n"
 
 
-def _head(call: Call, model: str, kind: str) -> dict[str, Any]:
+def _head(call: GatewayCall, model: str, kind: str) -> dict[str, Any]:
     return {"id": call.name, "object": kind, "created": call.created_s, "model": model}
 
 
-def _usage(call: Call) -> dict[str, int]:
+def _usage(call: GatewayCall) -> dict[str, int]:
     """Tokens; those of the prompt once, as OpenAI counts them."""
     prompt, completion = call.num_prompt_tokens, call.num_completion_tokens
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING
 
-from asyncrl.agents.endpoint.answer_text import Choice
+from asyncrl.agents.endpoint.answer_text import Answer
 from asyncrl.agents.endpoint.capture import Capture, Messages, Planned
 from asyncrl.agents.endpoint.openai_form import (
     ApiError,
@@ -37,7 +37,7 @@ REFUSALS_PER_CALL = 10
 """Calls of one rollout that may be refused, for each that it may make."""
 
 
-class Call:
+class GatewayCall:
     """One sampling, and all clients that want its answer.
 
     Life:       sampled by the request that made it -> done, with answers or an error -> delivered, to the
@@ -53,7 +53,7 @@ class Call:
         form: ChatForm,
         digest: bytes,
         planned: Planned,
-        choices: Sequence[Choice],
+        choices: Sequence[Answer],
         requests: Sequence[SamplingRequest],
     ) -> None:
         """`digest`: of what was asked, by which it is known when it is asked again."""
@@ -96,8 +96,9 @@ class Call:
             self._done.set()
             self._news.set()
 
-    def news_nowait(self) -> None:
-        """There is more text."""
+    def feed(self, index: int, token_ids: Sequence[int]) -> None:
+        """Some more tokens of a choice were sampled."""
+        self.choices[index].feed(token_ids)
         self._news.set()
 
     async def wait_news(self) -> None:
@@ -155,7 +156,7 @@ class GatewaySession:
         """Held while a call is being sent: so many bodies are in memory."""
         self.beginning = asyncio.Lock()
         """Held from the look for a call that is asked again until a new one is in `calls`."""
-        self.calls: dict[bytes, list[Call | None]] = {}
+        self.calls: dict[bytes, list[GatewayCall | None]] = {}
         """By what was asked. None: a call that was refused for now, and will be asked again."""
         self.times_asked: dict[bytes, int] = {}
         """How many calls had the same prompt, by its hash."""
@@ -191,7 +192,7 @@ class GatewaySession:
             rule = f"{REFUSALS_PER_CALL} times gateway.max_calls={self.limits.max_calls} is the limit"
             self.fail_nowait(RolloutFailure(what, rule=rule, way_out="have the harness read the errors."))
 
-    def find_call(self, digest: bytes, *, is_retry: bool) -> Call | None:
+    def find_call(self, digest: bytes, *, is_retry: bool) -> GatewayCall | None:
         """The call that this one repeats: by its client's word, or because it is the same and no client got
         the answer.
         """
@@ -204,7 +205,7 @@ class GatewaySession:
             return None
         return same[-1]
 
-    def deliver_nowait(self, call: Call) -> None:
+    def deliver_nowait(self, call: GatewayCall) -> None:
         """The answer goes out to a client that is there: from here on it is part of the rollout."""
         planned, call.undelivered = call.undelivered, None
         if planned is None:
