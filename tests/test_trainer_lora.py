@@ -12,9 +12,8 @@ import numpy as np
 import peft
 import pytest
 import torch
-from lora_ranks import rank_main
 from safetensors.torch import load_file
-from torch import multiprocessing, nn
+from torch import nn
 from trainer_cases import make_batch, make_spec, naive_logprobs
 from transformers import AutoModelForCausalLM
 
@@ -205,36 +204,3 @@ def test_targets_that_can_carry_no_adapter_are_refused_with_what_the_model_has(
     model.model.layers[0].mlp.up_proj.weight = model.model.layers[0].mlp.gate_proj.weight
     with pytest.raises(ConfigError, match="shared with another layer"):
         find_targets(model, LoraConfig())
-
-
-@pytest.mark.slow
-def test_two_ranks_train_export_and_save_the_adapters_that_one_does(
-    tiny_model_dir: Path, tmp_path: Path
-) -> None:
-    tolerances, algorithm = {"float32": 1e-4, "bfloat16": 0.03}, {"kl_coefficient": 0.1}
-    spec = make_spec(tiny_model_dir, tmp_path, trainer={"lora": LORA, "world_size": 2}, algorithm=algorithm)
-    spec.staging_dir.mkdir()
-    multiprocessing.spawn(rank_main, (spec.model_dump_json(), list(tolerances), tmp_path), nprocs=2)
-    for dtype, tolerance in tolerances.items():
-        alone = trained(make_step(tiny_model_dir, tmp_path, dtype=dtype, algorithm=algorithm))
-        header, arrays = make_batch(version=3)
-        two = np.load(tmp_path / dtype / "logprobs.npz")
-        assert np.abs(two["logprobs"] - logprobs(alone)).mean() < tolerance
-        reference = alone._numbers(header, arrays, arrays.loss_mask).reference_N
-        assert np.abs(two["reference"] - reference).mean() < tolerance
-        exported, adapters = (
-            load_file(tmp_path / dtype / f"{name}.safetensors") for name in ("weights", "lora")
-        )
-        saved = load_file(tmp_path / dtype / "adapter" / "adapter_model.safetensors")
-        for found, expected in (
-            (exported, alone._lazy_weights()),
-            (adapters, alone._adapters.export_tensors()),
-        ):
-            assert found.keys() == expected.keys()
-            for name, tensor in expected.items():
-                assert float((found[name].float() - tensor.float()).abs().mean()) < tolerance / 3, name
-        del adapters["scale"]
-        assert saved.keys() == {f"base_model.model.{name}" for name in adapters}
-        assert all(torch.equal(saved[f"base_model.model.{name}"], one) for name, one in adapters.items())
-        final = AutoModelForCausalLM.from_pretrained(tmp_path / dtype / "final")
-        assert all(torch.equal(weight, exported[name]) for name, weight in final.named_parameters())

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from rank_processes import TIMEOUT_S, Group, running
+from rank_processes import TIMEOUT_S, Group, running, save_state
 from tiny_model import make_tiny_model
 from torch import Tensor
 from trainer_cases import make_batch, make_spec
@@ -198,6 +198,12 @@ def test_on_a_device_parts_go_to_pinned_memory_and_come_back_to_the_bit(
 
 # ---- real processes
 
+NOISY = """
+import torch
+def loss(current, *rest):
+    return current * torch.rand_like(current), {}
+"""
+
 
 def move(group: Group, what: str, *parts: TrainerPart) -> Moved:
     moved: Moved = group.ask(lambda caller: getattr(TrainerClient(caller, timeout_s=TIMEOUT_S), what)(parts))
@@ -208,10 +214,13 @@ def move(group: Group, what: str, *parts: TrainerPart) -> Moved:
 def test_two_ranks_that_were_offloaded_give_the_bits_of_two_that_never_were(
     paged_model_dir: Path, tmp_path: Path
 ) -> None:
-    state = StateRequest(path=str(tmp_path / "state"))
+    for name in ("plain", "moved"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "noisy_loss.py").write_text(NOISY)  # each rank draws noise of its own
+    noisy = {"algorithm": {"loss": "noisy_loss:loss"}}
     with (
-        running(paged_model_dir, tmp_path / "plain") as plain,
-        running(paged_model_dir, tmp_path / "moved") as moved,
+        running(paged_model_dir, tmp_path / "plain", **noisy) as plain,
+        running(paged_model_dir, tmp_path / "moved", **noisy) as moved,
     ):
         for version in range(3):
             assert (move(moved, "offload", "optimizer").num_bytes > 0) == (version > 0)
@@ -226,13 +235,12 @@ def test_two_ranks_that_were_offloaded_give_the_bits_of_two_that_never_were(
             if version == 2:
                 with pytest.raises(CallRefused, match="cannot export: weights offloaded"):
                     moved.export()
-                moved.post("/begin_save_state", state, TrainerHealth)
-                moved.post("/wait_save_state", b"", TrainerHealth)
+                save_state(moved, tmp_path / "state")
             move(moved, "onload", *ALL)
             batch = make_batch(version=version, seed=version)
             expected, actual = plain.train(*batch).metrics, moved.train(*batch).metrics
             assert {**actual, "perf/train_s": 0} == {**expected, "perf/train_s": 0}
         assert moved.export().digest == plain.export().digest
-        plain.post("/load_state", state, TrainerHealth)
+        plain.post("/load_state", StateRequest(path=str(tmp_path / "state")), TrainerHealth)
         plain.train(*make_batch(version=2, seed=2))
-        assert moved.export().digest == plain.export().digest, "the state was saved while it was away"
+        assert moved.export().digest == plain.export().digest, "saved while it was away, generators included"
