@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings
-from packing_cases import Rows, batch_of, random_groups, trees
 from torch import Tensor
+from trainer_cases import Rows, batch_of, random_groups, trees
 
 from asyncrl.trainer.model import attention as attention_kernels
 from asyncrl.trainer.model.attention import packed_attention, plain_attention

@@ -12,7 +12,6 @@ import numpy as np
 import peft
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 from trainer_cases import make_batch, make_spec, naive_logprobs
 from transformers import AutoModelForCausalLM
@@ -116,33 +115,6 @@ def test_a_change_too_small_for_bfloat16_changes_neither_trainer_nor_engine_and_
         layer(x).sum().backward()
         assert layer.lora_A[ADAPTER].weight.grad.all()
         layer.zero_grad()
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_export_for_engines_that_know_no_adapters_is_the_base_plus_scale_times_b_a(
-    tiny_model_dir: Path, tmp_path: Path, dtype: str
-) -> None:
-    step = trained(
-        make_step(
-            tiny_model_dir, tmp_path, lora={**LORA, "targets": ["q_proj", "mlp.down_proj"]}, dtype=dtype
-        )
-    )
-    answer = step.export(tmp_path / "v3.safetensors")
-    assert answer.kind == "weights"
-    exported, base, model = load_file(answer.path), base_of(tiny_model_dir), step.policy.model
-    assert exported.keys() == base.keys()
-    num_changed = 0
-    for name, weight in exported.items():
-        expected = base[name].to(getattr(torch, dtype)).float()
-        if name.endswith(("q_proj.weight", "down_proj.weight")):
-            layer = model.get_submodule(name.removesuffix(".weight"))
-            expected = (
-                expected
-                + 2.0 * layer.lora_B["default"].weight.float() @ layer.lora_A["default"].weight.float()
-            )
-            num_changed += not torch.equal(weight, base[name].to(weight.dtype))
-        assert torch.equal(weight, expected.to(weight.dtype)), name
-    assert num_changed == 4
 
 
 def test_saved_merged_and_saved_alone_both_open_elsewhere_with_the_logprobs_of_the_policy(

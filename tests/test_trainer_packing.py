@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from packing_cases import Rows, batch_of, random_groups, trees
+from trainer_cases import Rows, batch_of, random_groups, trees
 
 from asyncrl.messages.trainer_calls import BatchArrays, BatchHeader
 from asyncrl.trainer.model import packing
