@@ -135,37 +135,6 @@ def now_s() -> float:
     return asyncio.get_running_loop().time()
 
 
-# ---- when it dies
-
-
-@pytest.mark.parametrize("moment", ["before", "during", "after"])
-@pytest.mark.parametrize("state_at", [0, 2])
-def test_a_batch_is_in_the_weights_once_whenever_the_trainer_dies(moment: str, state_at: int) -> None:
-    async def story(house: House) -> None:
-        await house.steps(3)
-        if moment == "before":
-            house.server.die()
-            await asyncio.sleep(2.0)
-        elif moment == "after":
-            house.server.dies_after = "/train"
-        running = house.go(2)
-        if moment == "during":
-            await asyncio.sleep(0.5)
-            house.server.die()
-        await running
-        house.check()
-        assert house.trainer.policy_version == 5
-        assert house.trainer.num_restarts == 1
-        assert house.server.calls.count("/load_state") == (1 if state_at else 0)
-        died_s = 3.0 + {"before": 0.0, "during": 0.5, "after": 1.0}[moment]
-        load_s, replay_s = (house.server.load_s, 1.0) if state_at else (0.0, 3.0)
-        assert now_s() == died_s + 1.0 + START_S + load_s + replay_s + 2.0, (
-            "backoff, start, load, replay, and two steps"
-        )
-
-    live(story, state_at=state_at)
-
-
 # ---- a run that goes on
 
 
@@ -227,10 +196,7 @@ def test_a_start_that_fails_counts_and_the_other_ranks_do_not_wait_for_it() -> N
     assert house.cleared_at == [2.0, 4.0], "where the ranks find each other is cleared before new ones start"
 
 
-@pytest.mark.parametrize(
-    "error",
-    [TrainerError("trainer", "/train was refused"), KeyError("x")],
-)
+@pytest.mark.parametrize("error", [TrainerError("trainer", "/train was refused"), KeyError("x")])
 def test_what_recovering_breaks_on_that_is_no_loss_ends_the_run(error: Exception) -> None:
     async def story(house: House) -> None:
         async def recover(_: int) -> None:
@@ -392,7 +358,9 @@ def test_no_state_is_asked_of_a_trainer_that_is_on_its_way() -> None:
 
 Move = tuple[float, str, int]
 MOVES = st.lists(
-    st.tuples(st.floats(0.0, 12.0), st.sampled_from(["die", "freeze", "export"]), st.integers(0, 1)),
+    st.tuples(
+        st.floats(0.0, 12.0), st.sampled_from(["die", "freeze", "die after", "export"]), st.integers(0, 1)
+    ),
     max_size=12,
 )
 
@@ -414,6 +382,8 @@ def test_whatever_dies_each_batch_is_in_the_weights_once(
                 exports.append(
                     (house.trainer.policy_version, house.tasks.create_task(house.trainer.export()))
                 )
+            elif what == "die after":
+                house.server.dies_after = "/train"
             else:
                 getattr(house.ranks[where % num_ranks].server, what)()
         await running
