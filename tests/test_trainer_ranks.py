@@ -57,7 +57,7 @@ def compare(
     model_dir: Path,
     folder: Path,
     *,
-    atol: float,
+    atol: float = 1e-5,
     world_size: int = 2,
     trainer: dict[str, Any] | None = None,
     only_ranks: dict[str, Any] | None = None,
@@ -149,50 +149,37 @@ def test_offloading_is_refused_on_the_cpu_and_more_ranks_than_devices_on_cuda(
         join_ranks(make_spec(tiny_model_dir, tmp_path, trainer={"world_size": 3}), torch.device("cuda"))
 
 
-@pytest.mark.slow
-def test_two_ranks_give_the_losses_and_weights_of_one_with_branches_and_credits_that_cannot_be_packed(
-    tmp_path: Path,
-) -> None:
-    model_dir = make_tiny_model(
-        tmp_path / "model", use_sliding_window=True, sliding_window=12, max_window_layers=0
-    )
-    compare(
-        model_dir,
-        tmp_path,
-        atol=1e-5,
-        trainer={"mini_batches": 2, "learning_rate": 1e-3},
-        only_ranks={"micro_batch_tokens": 60},
-        algorithm={"loss": "decoupled_ppo", "kl_coefficient": 0.1, "kl_in": "reward", "kl_estimator": "k1"},
-        make=lambda version: make_branch_batch(version, version=version, num_groups=4),
-    )
-
-
-@pytest.mark.slow
-def test_so_do_three_with_more_steps_a_batch_extra_passes_checkpointing_and_uneven_micro_batches(
-    tiny_model_dir: Path, tmp_path: Path
-) -> None:
-    compare(
-        tiny_model_dir,
-        tmp_path,
-        atol=1e-5,
-        world_size=3,
-        trainer={"mini_batches": 2, "epochs": 2, "learning_rate": 1e-3},
-        only_ranks={"gradient_checkpointing": True, "micro_batch_tokens": 30},
-        algorithm={"loss": "decoupled_ppo", "kl_coefficient": 0.1},
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("dtype", "atol", "trainer"),
+LIKE_ONE: dict[str, dict[str, Any]] = {
+    "branches and credits, sequences alone": {
+        "architecture": {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 0},
+        "trainer": {"mini_batches": 2, "learning_rate": 1e-3},
+        "only_ranks": {"micro_batch_tokens": 60},
+        "algorithm": {
+            "loss": "decoupled_ppo",
+            "kl_coefficient": 0.1,
+            "kl_in": "reward",
+            "kl_estimator": "k1",
+        },
+        "make": lambda version: make_branch_batch(version, version=version, num_groups=4),
+    },
+    "three ranks, many steps, checkpointing, uneven micro-batches": {
+        "world_size": 3,
+        "trainer": {"mini_batches": 2, "epochs": 2, "learning_rate": 1e-3},
+        "only_ranks": {"gradient_checkpointing": True, "micro_batch_tokens": 30},
+        "algorithm": {"loss": "decoupled_ppo", "kl_coefficient": 0.1},
+    },
+    "bfloat16": {"atol": 2e-2, "dtype": "bfloat16", "trainer": {"learning_rate": 1e-3}},
     # of rank 1, so that one of the processes has no share of an A
-    [("bfloat16", 2e-2, {"learning_rate": 1e-3}), ("float32", 1e-5, {"lora": {"rank": 1}})],
-)
-def test_so_do_two_in_bfloat16_and_with_adapters(
-    tiny_model_dir: Path, tmp_path: Path, dtype: str, atol: float, trainer: dict[str, Any]
-) -> None:
-    algorithm = {"kl_coefficient": 0.1}
-    compare(tiny_model_dir, tmp_path, atol=atol, dtype=dtype, trainer=trainer, algorithm=algorithm)
+    "adapters": {"trainer": {"lora": {"rank": 1}}, "algorithm": {"kl_coefficient": 0.1}},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LIKE_ONE)
+def test_several_ranks_train_export_and_save_what_one_does(tmp_path: Path, name: str) -> None:
+    values = dict(LIKE_ONE[name])
+    model_dir = make_tiny_model(tmp_path / "model", **values.pop("architecture", {}))
+    compare(model_dir, tmp_path, **values)
 
 
 @pytest.mark.slow
