@@ -24,6 +24,7 @@ from asyncrl.messages.trainer_calls import (
     BatchHeader,
     ExportResponse,
     SaveRequest,
+    StateRequest,
     TrainerHealth,
     TrainResponse,
     pack_batch,
@@ -72,6 +73,12 @@ class Group:
 
     def log(self, rank: int = 0) -> str:
         return (self.folder / f"log-{rank}").read_text()
+
+
+def save_state(group: Group, path: Path) -> None:
+    """Begin, and wait until it is written."""
+    group.post("/begin_save_state", StateRequest(path=str(path)), TrainerHealth)
+    group.post("/wait_save_state", b"", TrainerHealth)
 
 
 @contextlib.contextmanager

@@ -106,9 +106,8 @@ def test_one_that_cannot_be_read_may_be_whole_so_it_is_refused_and_keeps_its_nam
 
 def test_one_of_a_newer_asyncrl_is_refused_and_not_set_aside(tmp_path: Path) -> None:
     checkpoints = make(tmp_path, 10, 20)
-    (checkpoints.root / "step_20" / "manifest.json").write_text(
-        json.dumps({"format": 2, "steps": [], "sums": "elsewhere"})
-    )
+    newer = json.dumps({"format": 2, "steps": [], "sums": "elsewhere"})
+    (checkpoints.root / "step_20" / "manifest.json").write_text(newer)
     with pytest.raises(CheckpointError, match="step_20 has format 2, this version .* reads 1") as caught:
         checkpoints.newest_whole()
     assert not isinstance(caught.value, CheckpointDamaged)

@@ -12,9 +12,7 @@ import numpy as np
 import peft
 import pytest
 import torch
-from lora_ranks import rank_main
-from safetensors.torch import load_file
-from torch import multiprocessing, nn
+from torch import nn
 from trainer_cases import make_batch, make_spec, naive_logprobs
 from transformers import AutoModelForCausalLM
 
@@ -119,33 +117,6 @@ def test_a_change_too_small_for_bfloat16_changes_neither_trainer_nor_engine_and_
         layer.zero_grad()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_export_for_engines_that_know_no_adapters_is_the_base_plus_scale_times_b_a(
-    tiny_model_dir: Path, tmp_path: Path, dtype: str
-) -> None:
-    step = trained(
-        make_step(
-            tiny_model_dir, tmp_path, lora={**LORA, "targets": ["q_proj", "mlp.down_proj"]}, dtype=dtype
-        )
-    )
-    answer = step.export(tmp_path / "v3.safetensors")
-    assert answer.kind == "weights"
-    exported, base, model = load_file(answer.path), base_of(tiny_model_dir), step.policy.model
-    assert exported.keys() == base.keys()
-    num_changed = 0
-    for name, weight in exported.items():
-        expected = base[name].to(getattr(torch, dtype)).float()
-        if name.endswith(("q_proj.weight", "down_proj.weight")):
-            layer = model.get_submodule(name.removesuffix(".weight"))
-            expected = (
-                expected
-                + 2.0 * layer.lora_B["default"].weight.float() @ layer.lora_A["default"].weight.float()
-            )
-            num_changed += not torch.equal(weight, base[name].to(weight.dtype))
-        assert torch.equal(weight, expected.to(weight.dtype)), name
-    assert num_changed == 4
-
-
 def test_saved_merged_and_saved_alone_both_open_elsewhere_with_the_logprobs_of_the_policy(
     tiny_model_dir: Path, tmp_path: Path
 ) -> None:
@@ -205,36 +176,3 @@ def test_targets_that_can_carry_no_adapter_are_refused_with_what_the_model_has(
     model.model.layers[0].mlp.up_proj.weight = model.model.layers[0].mlp.gate_proj.weight
     with pytest.raises(ConfigError, match="shared with another layer"):
         find_targets(model, LoraConfig())
-
-
-@pytest.mark.slow
-def test_two_ranks_train_export_and_save_the_adapters_that_one_does(
-    tiny_model_dir: Path, tmp_path: Path
-) -> None:
-    tolerances, algorithm = {"float32": 1e-4, "bfloat16": 0.03}, {"kl_coefficient": 0.1}
-    spec = make_spec(tiny_model_dir, tmp_path, trainer={"lora": LORA, "world_size": 2}, algorithm=algorithm)
-    spec.staging_dir.mkdir()
-    multiprocessing.spawn(rank_main, (spec.model_dump_json(), list(tolerances), tmp_path), nprocs=2)
-    for dtype, tolerance in tolerances.items():
-        alone = trained(make_step(tiny_model_dir, tmp_path, dtype=dtype, algorithm=algorithm))
-        header, arrays = make_batch(version=3)
-        two = np.load(tmp_path / dtype / "logprobs.npz")
-        assert np.abs(two["logprobs"] - logprobs(alone)).mean() < tolerance
-        reference = alone._numbers(header, arrays, arrays.loss_mask).reference_N
-        assert np.abs(two["reference"] - reference).mean() < tolerance
-        exported, adapters = (
-            load_file(tmp_path / dtype / f"{name}.safetensors") for name in ("weights", "lora")
-        )
-        saved = load_file(tmp_path / dtype / "adapter" / "adapter_model.safetensors")
-        for found, expected in (
-            (exported, alone._lazy_weights()),
-            (adapters, alone._adapters.export_tensors()),
-        ):
-            assert found.keys() == expected.keys()
-            for name, tensor in expected.items():
-                assert float((found[name].float() - tensor.float()).abs().mean()) < tolerance / 3, name
-        del adapters["scale"]
-        assert saved.keys() == {f"base_model.model.{name}" for name in adapters}
-        assert all(torch.equal(saved[f"base_model.model.{name}"], one) for name, one in adapters.items())
-        final = AutoModelForCausalLM.from_pretrained(tmp_path / dtype / "final")
-        assert all(torch.equal(weight, exported[name]) for name, weight in final.named_parameters())

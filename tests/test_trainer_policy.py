@@ -12,8 +12,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from packing_cases import Rows, batch_of, naive, random_groups, trees
 from torch import Tensor
+from trainer_cases import Rows, batch_of, naive, random_groups, trees
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.trainer.model import policy as policy_module
@@ -144,11 +144,10 @@ def test_usual_architectures_run_packed_and_give_plain_gradients(kind: str) -> N
         ("recurrent_gemma", {"logits_soft_cap": 30.0, "lru_width": 64, "num_hidden_layers": 3}),
     ],
 )
-@pytest.mark.parametrize("initializer_range", [0.02, 0.0])
 def test_a_soft_cap_that_small_logits_do_not_feel_is_found_and_computed_once_they_have_grown(
-    kind: str, cap: dict[str, Any], initializer_range: float
+    kind: str, cap: dict[str, Any]
 ) -> None:
-    model = make_model(kind, hidden_size=64, initializer_range=initializer_range, **cap)
+    model = make_model(kind, hidden_size=64, initializer_range=0.0, **cap)
     policy = Policy(model)
     assert not policy.plan.has_plain_head
     with torch.no_grad():
@@ -192,16 +191,6 @@ def test_a_group_whose_sequences_are_all_the_same_has_no_own_tokens_and_still_tr
     logprob_M = policy(micro).logprob_M
     logprob_M.sum().backward()
     assert torch.equal(logprob_M[:24], logprob_M[24:].repeat(4))
-
-
-def test_in_bfloat16_packed_and_alone_give_the_same_but_for_rounding() -> None:
-    packed = Policy(make_model(dtype=torch.bfloat16))
-    alone = Policy(make_model(dtype=torch.bfloat16), Plan(False, True, reason="asked for"))
-    assert packed.plan.is_packed
-    one, other = run(packed, GROUPS), run(alone, GROUPS)
-    assert float((one[0] - other[0]).abs().mean()) < 0.02
-    for name, gradient in other[1].items():
-        assert float((one[1][name] - gradient).norm() / gradient.norm()) < 0.05, name
 
 
 def test_a_window_shorter_than_a_sequence_makes_its_micro_batch_run_alone() -> None:

@@ -15,7 +15,7 @@ import torch
 from branch_cases import make_branch_batch
 from hypothesis import given
 from hypothesis import strategies as st
-from rank_processes import TIMEOUT_S, running
+from rank_processes import TIMEOUT_S, running, save_state
 from safetensors.torch import load_file
 from tiny_model import make_tiny_model
 from trainer_cases import changed, make_batch, make_spec
@@ -28,7 +28,10 @@ from asyncrl.messages.base import find_fatal
 from asyncrl.messages.trainer_calls import (
     BatchArrays,
     BatchHeader,
+    ExportChunkRequest,
+    ExportChunkResponse,
     ExportResponse,
+    StateRequest,
     TrainerHealth,
 )
 from asyncrl.placement.devices import place
@@ -55,7 +58,7 @@ def compare(
     model_dir: Path,
     folder: Path,
     *,
-    atol: float,
+    atol: float = 1e-5,
     world_size: int = 2,
     trainer: dict[str, Any] | None = None,
     only_ranks: dict[str, Any] | None = None,
@@ -66,6 +69,7 @@ def compare(
 ) -> None:
     """Train one process and several on the same batches: metrics and exported weights agree within `atol`."""
     (folder / "alone").mkdir()
+    values |= {"canary_tokens": 20, "chunk_bytes": 10_000}
     alone = TrainStep(make_spec(model_dir, folder / "alone", trainer=trainer, **values))
     of_ranks = {**(trainer or {}), **(only_ranks or {})}
     with running(model_dir, folder / "ranks", world_size, trainer=of_ranks, **values) as group:
@@ -75,17 +79,45 @@ def compare(
             for metrics in (expected, actual):
                 del metrics["perf/train_s"]
             assert actual == pytest.approx(expected, rel=10 * atol, abs=10 * atol)
-        export = group.export()
-        expected_weights = load_file(alone.export(folder / "alone.safetensors").path)
-        actual_weights = load_file(export.path)
-        assert export.digest == digest_of(actual_weights)
-        assert actual_weights.keys() == expected_weights.keys()
-        for name, tensor in expected_weights.items():
-            torch.testing.assert_close(actual_weights[name], tensor, rtol=0, atol=atol)
+        export, expected_export = group.export(), alone.export(folder / "alone.safetensors")
+        assert export.digest == digest_of(load_file(export.path))
+        assert_close(export.path, expected_export.path, atol)
+        assert export.canary is not None
+        assert export.canary.logprobs == pytest.approx(expected_export.canary.logprobs, abs=10 * atol)
+        chunks: list[ExportChunkResponse] = []
+        while not chunks or not chunks[-1].is_last:
+            message = ExportChunkRequest(version=3, index=len(chunks))
+            chunks.append(group.post("/export_chunk", message, ExportChunkResponse))
+        assert (chunks[-1].whole_digest, chunks[-1].canary) == (export.digest, export.canary)
         group.save(folder / "saved")
         saved = dict(AutoModelForCausalLM.from_pretrained(folder / "saved").named_parameters())
         assert digest_of({name: weight.detach() for name, weight in saved.items()}) == export.digest
+        if "lora" in of_ranks:
+            group.save(folder / "adapter", merged=False)
+            alone.save(folder / "alone-adapter", merged=False)
+            adapters = [folder / name / "adapter_model.safetensors" for name in ("adapter", "alone-adapter")]
+            assert_close(*adapters, atol)
         assert len(job_runs.read_lines(group.folder / "trained.jsonl")) == 3, "one line a batch, not a rank"
+        # What several processes have saved, one has then, and the other way round.
+        save_state(group, folder / "several")
+        alone.load_state(folder / "several")
+        assert_close(
+            alone.export(folder / "loaded.safetensors").path, export.path, 1e-7 if atol < 1e-3 else 0
+        )
+        alone.train(*make(3))
+        alone.begin_save_state(folder / "one").result()
+        group.post("/load_state", StateRequest(path=str(folder / "one")), TrainerHealth)
+        expected_path = alone.export(folder / "alone.safetensors").path
+        assert_close(group.export().path, expected_path, 1e-7 if atol < 1e-3 else 0)
+
+
+def assert_close(actual: Path | str, expected: Path | str, atol: float) -> None:
+    """Of all tensors in two files."""
+    found, wanted = load_file(actual), load_file(expected)
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert found[name].dtype == tensor.dtype
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=atol)
 
 
 @given(st.integers(0, 1000), st.integers(1, 12), st.data(), st.integers(1, 5))
@@ -118,43 +150,37 @@ def test_offloading_is_refused_on_the_cpu_and_more_ranks_than_devices_on_cuda(
         join_ranks(make_spec(tiny_model_dir, tmp_path, trainer={"world_size": 3}), torch.device("cuda"))
 
 
-@pytest.mark.slow
-def test_two_ranks_give_the_losses_and_weights_of_one_with_branches_and_credits_that_cannot_be_packed(
-    tmp_path: Path,
-) -> None:
-    model_dir = make_tiny_model(
-        tmp_path / "model", use_sliding_window=True, sliding_window=12, max_window_layers=0
-    )
-    compare(
-        model_dir,
-        tmp_path,
-        atol=1e-5,
-        trainer={"mini_batches": 2, "learning_rate": 1e-3},
-        only_ranks={"micro_batch_tokens": 60},
-        algorithm={"loss": "decoupled_ppo", "kl_coefficient": 0.1, "kl_in": "reward", "kl_estimator": "k1"},
-        make=lambda version: make_branch_batch(version, version=version, num_groups=4),
-    )
+LIKE_ONE: dict[str, dict[str, Any]] = {
+    "branches and credits, sequences alone": {
+        "architecture": {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 0},
+        "trainer": {"mini_batches": 2, "learning_rate": 1e-3},
+        "only_ranks": {"micro_batch_tokens": 60},
+        "algorithm": {
+            "loss": "decoupled_ppo",
+            "kl_coefficient": 0.1,
+            "kl_in": "reward",
+            "kl_estimator": "k1",
+        },
+        "make": lambda version: make_branch_batch(version, version=version, num_groups=4),
+    },
+    "three ranks, many steps, checkpointing, uneven micro-batches": {
+        "world_size": 3,
+        "trainer": {"mini_batches": 2, "epochs": 2, "learning_rate": 1e-3},
+        "only_ranks": {"gradient_checkpointing": True, "micro_batch_tokens": 30},
+        "algorithm": {"loss": "decoupled_ppo", "kl_coefficient": 0.1},
+    },
+    "bfloat16": {"atol": 2e-2, "dtype": "bfloat16", "trainer": {"learning_rate": 1e-3}},
+    # of rank 1, so that one of the processes has no share of an A
+    "adapters": {"trainer": {"lora": {"rank": 1}}, "algorithm": {"kl_coefficient": 0.1}},
+}
 
 
 @pytest.mark.slow
-def test_so_do_three_with_more_steps_a_batch_extra_passes_checkpointing_and_uneven_micro_batches(
-    tiny_model_dir: Path, tmp_path: Path
-) -> None:
-    compare(
-        tiny_model_dir,
-        tmp_path,
-        atol=1e-5,
-        world_size=3,
-        trainer={"mini_batches": 2, "epochs": 2, "learning_rate": 1e-3},
-        only_ranks={"gradient_checkpointing": True, "micro_batch_tokens": 30},
-        algorithm={"loss": "decoupled_ppo", "kl_coefficient": 0.1},
-    )
-
-
-@pytest.mark.slow
-def test_so_do_two_in_bfloat16(tiny_model_dir: Path, tmp_path: Path) -> None:
-    trainer, algorithm = {"learning_rate": 1e-3}, {"kl_coefficient": 0.1}
-    compare(tiny_model_dir, tmp_path, atol=2e-2, dtype="bfloat16", trainer=trainer, algorithm=algorithm)
+@pytest.mark.parametrize("name", LIKE_ONE)
+def test_several_ranks_train_export_and_save_what_one_does(tmp_path: Path, name: str) -> None:
+    values = dict(LIKE_ONE[name])
+    model_dir = make_tiny_model(tmp_path / "model", **values.pop("architecture", {}))
+    compare(model_dir, tmp_path, **values)
 
 
 @pytest.mark.slow

@@ -14,10 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from state_ranks import rank_main, train
 from tiny_model import make_tiny_model
-from torch import multiprocessing
-from trainer_cases import make_spec
+from trainer_cases import make_batch, make_spec
 
 from asyncrl.http import Refused
 from asyncrl.trainer.step import TrainStep
@@ -32,6 +30,11 @@ def make_step(tiny_model_dir: Path, tmp_path: Path) -> MakeStep:
         return TrainStep(make_spec(model_dir, tmp_path, **values))
 
     return make
+
+
+def train(step: TrainStep, first: int, last: int) -> None:
+    for version in range(first, last):
+        step.train(*make_batch(version=version, seed=version))
 
 
 @pytest.mark.parametrize(
@@ -160,31 +163,3 @@ def test_the_state_of_another_model_is_refused_with_the_reason(make_step: MakeSt
     ):
         with pytest.raises(Refused, match=words):
             loading.load_state(tmp_path / name)
-
-
-@pytest.mark.slow
-def test_two_ranks_save_shards_that_one_and_two_load_and_two_load_what_one_saved(
-    make_step: MakeStep, tiny_model_dir: Path, tmp_path: Path
-) -> None:
-    runs: dict[str, dict[str, Any]] = {
-        "all": {"trainer": {}},
-        # of rank 1, so that one of the processes has no share of an A
-        "lora": {"trainer": {"lora": {"rank": 1}}, "dtype": "bfloat16"},
-    }
-    steps = {name: make_step(**values) for name, values in runs.items()}
-    for name, step in steps.items():
-        train(step, 0, 1)
-        step.begin_save_state(tmp_path / name / "one").result()
-        (tmp_path / name / "one.digest").write_text(step.weights_digest())
-    (tmp_path / "staging").mkdir()
-    for values in runs.values():
-        values["trainer"]["world_size"] = 2
-    specs = {
-        name: make_spec(tiny_model_dir, tmp_path, **values).model_dump_json() for name, values in runs.items()
-    }
-    multiprocessing.spawn(rank_main, (specs, tmp_path), nprocs=2)
-    for name, step in steps.items():
-        step.load_state(tmp_path / name / "two")
-        digest = (tmp_path / name / "two.digest").read_text()
-        assert (step.policy_version, step.weights_digest()) == (2, digest)
-        train(step, 2, 3)

@@ -48,30 +48,24 @@ class Offload:
         folder: Path,
         tensors_of: Callable[[TrainerPart], Iterable[Tensor]],
     ) -> None:
-        """`tensors_of` a part: DTensors or not, each storage in one part only; of the gradients, the tensors
-        that may have one.
-        """
+        """`tensors_of` a part: DTensors or not, each storage in one part only."""
         self._ranks, self._device, self._folder, self._tensors_of = ranks, device, folder, tensors_of
         self._pinned: dict[TrainerPart, Tensor] = {}
         self._copies: dict[TrainerPart, Copies] = {}
         self.away: frozenset[TrainerPart] = frozenset()
 
     def offload(self, parts: Iterable[TrainerPart]) -> Moved:
-        """Move what is here of `parts`; gradients are dropped, the next backward pass makes new ones. Raises
-        Refused.
-        """
+        """Move what is here of `parts`. Raises Refused, with all where it was."""
         started, moving = time.perf_counter(), [part for part in PARTS if part in set(parts) - self.away]
         is_cpu = self._device.type == "cpu"
         way_out = f"free space on the disk of {self._folder}." if is_cpu else "free host memory."
 
         def copy() -> dict[TrainerPart, Copies]:
             with self._moving(f"offload {', '.join(moving)}", way_out):
-                return {part: self._copied(part) for part in moving if part != "gradients"}
+                return {part: self._copied(part) for part in moving}
 
         copies = self._ranks.agree(copy)
-        num_bytes = self._drop_gradients() if "gradients" in moving else 0
-        for copied in copies.values():
-            num_bytes += _free(copied)
+        num_bytes = sum(_free(copied) for copied in copies.values())
         self._copies |= copies
         self.away |= set(moving)
         if not is_cpu:
@@ -81,7 +75,7 @@ class Offload:
     def onload(self, parts: Iterable[TrainerPart]) -> Moved:
         """Move what is away of `parts` back, to the bit. Raises Refused, and then all is as before."""
         started, moving = time.perf_counter(), [part for part in PARTS if part in self.away & set(parts)]
-        copied = [entry for part in moving for entry in self._copies.get(part, [])]
+        copied = [entry for part in moving for entry in self._copies[part]]
 
         def bring_back() -> None:
             way_out = "free memory of the device (lower the engine's rollout.slots, say) and try again."
@@ -96,13 +90,9 @@ class Offload:
             _free(copied)
             raise
         for part in moving:
-            self._copies.pop(part, None)
+            del self._copies[part]
         self.away -= set(moving)
         return self._moved(sum(len(data) for _, data in copied), started)
-
-    def gradients_made(self) -> None:
-        """A step has made gradients anew."""
-        self.away -= {"gradients"}
 
     def need(self, what: str, *parts: TrainerPart) -> None:
         """Raises Refused if one of `parts` is away, on all ranks alike."""
@@ -164,14 +154,6 @@ class Offload:
             return torch.from_file(str(path), shared=True, size=num_bytes, dtype=torch.uint8)
         finally:
             path.unlink(missing_ok=True)
-
-    def _drop_gradients(self) -> int:
-        num_bytes = 0
-        for tensor in self._tensors_of("gradients"):
-            if tensor.grad is not None:
-                num_bytes += local_of(tensor.grad).nbytes
-                tensor.grad = None
-        return num_bytes
 
     @contextmanager
     def _moving(self, what: str, way_out: str) -> Iterator[None]:

@@ -88,7 +88,6 @@ class TrainStep(Learner):
     def train(self, header: BatchHeader, arrays: BatchArrays) -> dict[str, float]:
         """As Learner's. Raises Refused."""
         self._offload.need("train", "weights", "optimizer")
-        self._offload.gradients_made()
         return super().train(header, arrays)
 
     def export(self, path: Path) -> ExportResponse:
@@ -229,19 +228,16 @@ class TrainStep(Learner):
         """Weights: all that the model computes with, the policy's and the reference's, buffers and adapters
         included. Optimizer: AdamW's moments, and float32 master weights that are not the model's own.
         """
-        masters = list(self._masters.named.values())
         if part == "gradients":
-            return [*self.policy.parameters(), *masters]
+            return []  # none outlives its step
         models = [self.policy] if self._reference is None else [self.policy, self._reference]
         weights = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
         if part == "weights":
             return weights
         of_model = {id(tensor) for tensor in weights}
         states = [value for state in self._optimizer.state.values() for value in state.values()]
-        return [
-            *(master for master in masters if id(master) not in of_model),
-            *(value for value in states if isinstance(value, Tensor)),
-        ]
+        masters = [master for master in self._masters.named.values() if id(master) not in of_model]
+        return [*masters, *(value for value in states if isinstance(value, Tensor))]
 
 
 def _checked(canary: Canary | None) -> Canary | None:
