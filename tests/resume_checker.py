@@ -1,5 +1,5 @@
 """Proves from journal.sqlite and trained.jsonl alone that a run lost nothing, did nothing twice, and kept its
-bound.
+bound. On-policy, the order of prompts is judged by comparing with a run that was never killed.
 
 Independent of what it judges: its own SQL, its own parser, its own order of prompts; it imports nothing of
 asyncrl.
@@ -155,7 +155,6 @@ def violations(evidence: Evidence, promise: Promise, *, num_steps: int | None = 
     found = [*evidence.faults, *record.faults]
     found += _lost_prompts(evidence, promise)
     found += _batches(evidence, promise)
-    found += _order(evidence, promise)
     found += _replays(record)
     found += _trained_once(record)
     found += _staleness(record, promise)
@@ -244,6 +243,8 @@ def _batches(evidence: Evidence, promise: Promise) -> Iterator[str]:
                 f"batch {version} has {len(groups)} groups, was made of {count}, and {promise.num_groups} "
                 f"are asked for"
             )
+        if (ids := [group.group_id for group in groups]) != sorted(ids):
+            yield f"batch {version} has its groups in the order {ids}"
         if oldest != max(0, version - promise.max_staleness):
             yield f"batch {version} has min_version {oldest}"
         for group in groups:
@@ -256,65 +257,6 @@ def _batches(evidence: Evidence, promise: Promise) -> Iterator[str]:
             num_rollouts = len({index for index, _ in group.branches})
             if group.branches and not 2 <= num_rollouts <= promise.group_size:
                 yield f"batch {version}: group {group.group_id} has {num_rollouts} rollouts"
-
-
-def _order(evidence: Evidence, promise: Promise) -> Iterator[str]:
-    """In a batch by admission; on-policy, batches are the prompts one after the other as they were drawn, but
-    for those that came again.
-    """
-    for version, groups in evidence.taken.items():
-        if (ids := [group.group_id for group in groups]) != sorted(ids):
-            yield f"batch {version} has its groups in the order {ids}"
-    if promise.max_staleness == 0:
-        again = {
-            group.prompt_id
-            for group in evidence.groups
-            if group.state == "failed" and group.requeued is not None
-        }
-        taken = [group.prompt_id for version in sorted(evidence.taken) for group in evidence.taken[version]]
-        yield from _returned(evidence)
-        draws = [draw_of(prompt_id, promise) for prompt_id in taken if prompt_id not in again]
-        gone = {
-            draw_of(group.prompt_id, promise)
-            for group in evidence.groups
-            if group.state in ("failed", "filtered")
-        }
-        expected = [draw for draw in range(len(draws) + len(gone)) if draw not in gone][: len(draws)]
-        if draws != expected:
-            first = next(
-                number for number, (is_, due) in enumerate(zip(draws, expected, strict=True)) if is_ != due
-            )
-            yield f"consumed out of order: number {first} is draw {draws[first]} instead of {expected[first]}"
-
-
-def _returned(evidence: Evidence) -> Iterator[str]:
-    """On-policy, the prompt of a failed group comes again before any new one of the next version, never at
-    its own.
-    """
-    for failed in (
-        group for group in evidence.groups if group.state == "failed" and group.requeued is not None
-    ):
-        later = [group for group in evidence.groups if group.group_id > failed.group_id]
-        again = next((group for group in later if group.prompt_id == failed.prompt_id), None)
-        seen = {group.prompt_id for group in evidence.groups if group.group_id <= failed.group_id}
-        newer = next(
-            (
-                group
-                for group in later
-                if group.start_version > failed.start_version and group.prompt_id not in seen
-            ),
-            None,
-        )
-        if again is not None and again.start_version <= failed.start_version:
-            yield (
-                f"prompt {failed.prompt_id} of failed group {failed.group_id} came again at its version, as "
-                f"group {again.group_id}"
-            )
-        if newer is not None and (again is None or again.group_id > newer.group_id):
-            yield (
-                f"prompt {failed.prompt_id} of failed group {failed.group_id} came again after the new one "
-                f"of group {newer.group_id}"
-            )
 
 
 def _replays(record: Record) -> Iterator[str]:

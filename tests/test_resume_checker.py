@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from journal_cases import make_group, open_journal, rollouts_of
-from resume_checker import Evidence, JournalGroup, Promise, changes, read_evidence, violations
+from resume_checker import Promise, changes, read_evidence, violations
 
 from asyncrl.journal.journal import Journal
 from asyncrl.messages.records import Batch, Group, GroupId, Prompt, Ticket, Trajectory
@@ -193,21 +193,6 @@ def test_a_fault_in_the_record_is_found(run_dir: Path, plant: Callable[[Lines], 
     assert any(words in violation for violation in found_in(run_dir)), found_in(run_dir)
 
 
-def test_on_policy_prompts_out_of_their_order_are_found(tmp_path: Path) -> None:
-    async def story() -> None:
-        journal = open_journal(tmp_path / "journal.sqlite")
-        zero, one, two, three = (make_ready(journal, draw, draw, draw // 2) for draw in range(4))
-        batches = [Batch(0, (zero, two), 0), Batch(1, (one, three), 1)]
-        for batch in batches:
-            await journal.batch_taken(batch)
-        await journal.aclose()
-        write_lines(tmp_path, [line_of(batch) for batch in batches])
-
-    asyncio.run(story())
-    found = violations(read_evidence(tmp_path), replace(PROMISE, max_staleness=0))
-    assert "consumed out of order: number 1 is draw 2 instead of 1" in found
-
-
 def test_what_a_resume_has_lost_or_altered_is_found(run_dir: Path) -> None:
     before = read_evidence(run_dir)
     first, *others = before.groups
@@ -227,20 +212,3 @@ def test_what_a_resume_has_lost_or_altered_is_found(run_dir: Path) -> None:
     assert found(groups=(other, *others)) == ["rollouts of group 0 have changed"]
     assert found(batches={}) == ["a batch has changed"]
     assert found(record=before.record[1:]) == ["lines of the trained record have changed"]
-
-
-def test_on_policy_failed_prompts_that_come_again_too_early_or_too_late_are_found() -> None:
-    def found(*places: tuple[int, int]) -> list[str]:
-        """Draw 0 fails at version 0; then groups of (draw, version)."""
-        failed, *others = [
-            JournalGroup(group_id, prompt_of(draw).prompt_id, version, "running", None, None, None, {})
-            for group_id, (draw, version) in enumerate([(0, 0), *places])
-        ]
-        evidence = Evidence((replace(failed, state="failed", requeued=1), *others), {}, ())
-        texts = violations(evidence, replace(PROMISE, max_staleness=0))
-        return [text for text in texts if "came again" in text]
-
-    assert found((1, 0), (0, 1), (2, 1)) == found((1, 0)) == []
-    assert "came again at its version, as group 1" in found((0, 0))[0]
-    assert "came again after the new one of group 2" in found((1, 0), (2, 1), (0, 1))[0]
-    assert "came again after the new one of group 2" in found((1, 0), (2, 1))[0]
