@@ -122,9 +122,9 @@ PLANTED_SQL = [
         "group 11 was made though group 10 is failed",
     ),
     ("UPDATE groups SET requeued = NULL WHERE group_id = 9", "is lost: group 9 is failed"),
-    ("UPDATE groups SET requeued = 1 WHERE group_id = 8", "came back 1 times with group 8"),
+    ("UPDATE groups SET requeued = 1 WHERE group_id = 8", "came back 1 times with group 8, ready"),
     ("UPDATE groups SET state = 'taken' WHERE group_id = 8", "group 8 is taken, and in batch None"),
-    ("DELETE FROM batch_groups WHERE group_id = 3", "batch 1 has 1 groups"),
+    ("DELETE FROM batch_groups WHERE group_id = 3", "batch 1 has 1 groups, 2 and 2"),
     ("DELETE FROM batches WHERE version = 2", "the journal's batches are [0, 1, 3]"),
     ("UPDATE batch_groups SET position = 5 - position WHERE version = 3", "groups in the order [7, 6]"),
     ("UPDATE batches SET min_version = 1 WHERE version = 3", "batch 3 has min_version 1"),
@@ -175,9 +175,9 @@ PLANTED_LINES: list[tuple[Callable[[Lines], Any], str]] = [
     ),
     (
         lambda lines: lines[5]["trajectories"][0].update(num_loss_tokens=9),
-        "g6/r0 has 9 loss tokens, and spans of another number",
+        "g6/r0 has 9 loss tokens, its spans 10",
     ),
-    (other_group, "batch 3: the journal has groups [6, 7], trained were [8, 7]"),
+    (other_group, "trained were [(8,"),
     (
         lambda lines: lines[5]["trajectories"][0].update(prompt_id=prompt_of(0).prompt_id),
         "was trained on in two groups",
