@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from journal_cases import (
     open_journal,
     same_group,
     tell_ready,
+    with_journal,
 )
 
 from asyncrl.errors import JournalError
@@ -27,18 +28,6 @@ from asyncrl.journal.journal import Journal
 from asyncrl.journal.read import read_resume
 from asyncrl.messages.records import GroupId, Prompt, Ticket
 from asyncrl.testing.memory_journal import MemoryJournal
-
-
-def with_journal(tmp_path: Path, story: Callable[[Journal], Awaitable[None]]) -> Path:
-    async def play() -> None:
-        journal = open_journal(tmp_path / "journal.sqlite")
-        try:
-            await story(journal)
-        finally:
-            await journal.aclose()
-
-    asyncio.run(play())
-    return tmp_path / "journal.sqlite"
 
 
 def test_a_run_finds_its_batches_ready_groups_running_groups_and_prompts_again(tmp_path: Path) -> None:
@@ -57,7 +46,7 @@ def test_a_run_finds_its_batches_ready_groups_running_groups_and_prompts_again(t
         journal.rollout_finished_nowait(GroupId(7), (make_trajectory(7, 1),))  # late as well
         journal.group_ended_nowait(GroupId(8), "failed", "too few usable rollouts")
 
-    state = read_resume(with_journal(tmp_path, first_life), 1)
+    state = read_resume(with_journal(tmp_path / "journal.sqlite", first_life), 1)
     assert (state.next_version, state.num_drawn, state.next_group_id, state.requeued) == (2, 9, 9, {"0/7": 1})
     (batch,), expected = load_batches(state), make_batch(1, 1, 3)
     assert (batch.version, batch.min_version, batch.mask_older) == (1, expected.min_version, False)
@@ -92,7 +81,7 @@ def test_a_prompt_comes_again_with_the_newest_count_and_in_the_order_in_which_it
         state = await journal.read_resume(1)
         assert (state.requeued, state.returning) == ({"0/0": 2, "0/2": 1}, set())
 
-    with_journal(tmp_path, story)
+    with_journal(tmp_path / "journal.sqlite", story)
 
 
 def test_a_checkpoint_that_is_newer_than_the_journal_means_that_the_journal_lost_something(
@@ -105,7 +94,7 @@ def test_a_checkpoint_that_is_newer_than_the_journal_means_that_the_journal_lost
         with pytest.raises(JournalError, match="its newest batch is 0, and a checkpoint is of version 2"):
             await journal.read_resume(2)
 
-    with_journal(tmp_path, story)
+    with_journal(tmp_path / "journal.sqlite", story)
 
 
 def test_a_journal_that_is_begun_anew_knows_what_was_before_it(tmp_path: Path) -> None:
@@ -114,7 +103,7 @@ def test_a_journal_that_is_begun_anew_knows_what_was_before_it(tmp_path: Path) -
         for group_id, prompt in ((15, 9), (16, 11)):
             journal.admitted_nowait(Ticket(GroupId(group_id), 4), Prompt(f"0/{prompt}", ()))
 
-    path = with_journal(tmp_path, second_life)
+    path = with_journal(tmp_path / "journal.sqlite", second_life)
     state = read_resume(path, 4)
     assert (state.next_version, state.num_drawn, state.next_group_id) == (4, 12, 17)
     assert state.requeued == {"0/10": 2}
@@ -129,9 +118,8 @@ def test_a_journal_that_is_begun_anew_knows_what_was_before_it(tmp_path: Path) -
 def test_the_same_batch_again_is_a_replay_and_what_is_refused_leaves_everything_as_it_was(
     tmp_path: Path, kind: str
 ) -> None:
-    async def story() -> None:
-        journal = open_journal(tmp_path / "journal.sqlite") if kind == "sqlite" else MemoryJournal()
-        tell_ready(journal, 0, 1, 2, 3)  # type: ignore[arg-type]
+    async def story(journal: Journal) -> None:
+        tell_ready(journal, 0, 1, 2, 3)
         assert await journal.batch_taken(make_batch(0, 0, 1)) == "taken"
         assert await journal.batch_taken(make_batch(0, 0, 1)) == "replayed"
         for version, *groups in ((0, 2, 3), (0, 0), (0, 1, 0), (1, 1, 2), (1, 4), (1, 0)):
@@ -139,9 +127,11 @@ def test_the_same_batch_again_is_a_replay_and_what_is_refused_leaves_everything_
                 await journal.batch_taken(make_batch(version, *groups))
         journal.trained_nowait(0, {"policy/loss": 1.0})
         assert await journal.batch_taken(make_batch(1, 2, 3)) == "taken"
-        await journal.aclose()
 
-    asyncio.run(story())
+    if kind == "sqlite":
+        with_journal(tmp_path / "journal.sqlite", story)
+    else:
+        asyncio.run(story(MemoryJournal()))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +16,9 @@ from journal_cases import (
     make_prompt,
     make_rollout,
     make_trajectory,
-    open_journal,
     same_trajectory,
     tell_ready,
+    with_journal,
 )
 
 from asyncrl.errors import JournalError
@@ -31,8 +30,7 @@ from asyncrl.messages.records import Batch, GroupId, Ticket
 def with_a_run(path: Path, story: Callable[[Journal], Awaitable[None]]) -> None:
     """Groups 0 and 1 make batch 0, 2 and 3 batch 1; 4 failed, 5 was dropped and its prompt runs as 6."""
 
-    async def play() -> None:
-        journal = open_journal(path)
+    async def play(journal: Journal) -> None:
         tell_ready(journal, 0, 1, 2, 3)
         admit(journal, 4)
         journal.segment_nowait(GroupId(4), 0, 0, 0, make_partial(7))
@@ -54,9 +52,8 @@ def with_a_run(path: Path, story: Callable[[Journal], Awaitable[None]]) -> None:
         journal.event_nowait("engine_restarted", {"name": "engine-0", "after_s": 1.5})
         await journal.flush()
         await story(journal)
-        await journal.aclose()
 
-    asyncio.run(play())
+    with_journal(path, play)
 
 
 def test_the_story_of_a_group_a_batch_and_the_run(tmp_path: Path) -> None:
@@ -137,17 +134,15 @@ def test_compaction_leaves_all_that_a_resume_can_need_and_all_that_was_counted(t
 def test_a_rollout_is_counted_once_however_many_branches_it_has(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
 
-    async def story() -> None:
-        journal = open_journal(path)
+    async def story(journal: Journal) -> None:
         admit(journal, 0)
         for index, num_branches in ((0, 3), (1, 1), (3, 2)):
             rollout = make_rollout(0, index, num_branches=num_branches, has_credits=num_branches == 3)
             journal.rollout_finished_nowait(GroupId(0), rollout)
         journal.group_ended_nowait(GroupId(0), "ready", "")
         await journal.batch_taken(Batch(0, (make_group(0),), 0))
-        await journal.aclose()
 
-    asyncio.run(story())
+    with_journal(path, story)
     found, batch = group_story(path, 0), batch_story(path, 0)
     assert found and batch  # noqa: PT018
     assert {index: len(rollout) for index, rollout in found.rollouts.items()} == {0: 3, 1: 1, 3: 2}
@@ -160,8 +155,7 @@ def test_a_long_run_that_is_compacted_stops_growing_but_for_a_line_a_group(tmp_p
     batch_size, num_batches, kept = 8, 240, 5
     path, sizes = tmp_path / "journal.sqlite", list[int]()
 
-    async def story() -> None:
-        journal = open_journal(path)
+    async def story(journal: Journal) -> None:
         for version in range(num_batches):
             group_ids = range(batch_size * version, batch_size * (version + 1))
             tell_ready(journal, *group_ids, num_tokens=300)
@@ -171,9 +165,8 @@ def test_a_long_run_that_is_compacted_stops_growing_but_for_a_line_a_group(tmp_p
                 sizes.append(path.stat().st_size)
         state = await journal.read_resume(num_batches - kept)
         assert (len(load_batches(state)), state.num_drawn) == (kept, batch_size * num_batches)
-        await journal.aclose()
 
-    asyncio.run(story())
+    with_journal(path, story)
     growth = (sizes[-1] - sizes[5]) / (batch_size * 20 * (len(sizes) - 6))
     assert growth < 300, f"{growth:.0f} bytes a group, its tokens are about 3,000; {sizes}"
     assert path.stat().st_size < 2 * 2**20
@@ -183,15 +176,13 @@ def test_checkpoints_are_removed_when_they_are_and_not_when_the_journal_forgets(
     """keep_every and keep_best hold on to some that are older than all that the journal has tokens of."""
     path = tmp_path / "journal.sqlite"
 
-    async def story() -> None:
-        journal = open_journal(path)
+    async def story(journal: Journal) -> None:
         journal.checkpointed_nowait(10, "step_10")
         journal.checkpointed_nowait(20, "step_20", [10])
         journal.checkpointed_nowait(30, "step_30", [10, 30])
         await journal.compact(30)
-        await journal.aclose()
 
-    asyncio.run(story())
+    with_journal(path, story)
     states = [(version, state) for version, _, state in totals(path).checkpoints]
     assert states == [(10, "whole"), (20, "removed"), (30, "whole")]
 
@@ -199,15 +190,13 @@ def test_checkpoints_are_removed_when_they_are_and_not_when_the_journal_forgets(
 def test_of_events_that_come_with_every_step_the_newest_stay_and_all_others(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
 
-    async def story() -> None:
-        journal = open_journal(path)
+    async def story(journal: Journal) -> None:
         journal.event_nowait("engine lost", {})
         for step in range(50):
             journal.event_nowait("handover", {"step": step}, keep=2)
         journal.event_nowait("stuck", {})
-        await journal.aclose()
 
-    asyncio.run(story())
+    with_journal(path, story)
     found = [(event.what, event.detail.get("step")) for event in events(path)]
     assert found == [("engine lost", None), ("handover", 48), ("handover", 49), ("stuck", None)]
     assert [event.what for event in events(path, newest=2)] == ["handover", "stuck"]

@@ -22,6 +22,7 @@ from journal_cases import (
     open_journal,
     same_group,
     tell_ready,
+    with_journal,
 )
 
 from asyncrl.errors import JournalError
@@ -73,16 +74,14 @@ def test_a_decision_that_is_refused_halfway_has_changed_nothing_and_commits_are_
         connection.execute("INSERT INTO publishes VALUES (9, 'd', 0.0)")
         raise JournalError("enough")
 
-    async def story() -> None:
-        journal = open_journal(tmp_path / "journal.sqlite")
+    async def story(journal: Journal) -> None:
         with pytest.raises(JournalError, match="enough"):
             await asyncio.wrap_future(journal._writer.ask(half))
         journal.published_nowait(1, "d")
         pragma = journal._writer.ask(lambda connection: connection.execute("PRAGMA synchronous").fetchone())
         assert await asyncio.wrap_future(pragma) == (2,), "FULL: a commit is on the disk when it returns"
-        await journal.aclose()
 
-    asyncio.run(story())
+    with_journal(tmp_path / "journal.sqlite", story)
     assert totals(tmp_path / "journal.sqlite").newest_published == 1
 
 
