@@ -28,7 +28,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import secrets
 import tempfile
 import threading
 import time
@@ -49,6 +48,7 @@ from asyncrl.config import RunConfig, SupervisionConfig
 from asyncrl.engines.own_server import EngineServer
 from asyncrl.engines.pool import EnginePool
 from asyncrl.messages.records import Batch, Completion, Group, GroupId, Prompt, SamplingRequest, Trajectory
+from asyncrl.placement.devices import find_cuda_devices, place
 from asyncrl.placement.staging import clear_stale_staging, new_staging_dir, remove_staging_dir
 from asyncrl.run import start as startup
 from asyncrl.run.colocate import SideBySide, TakingTurns, Turns
@@ -193,8 +193,11 @@ class House:
 @contextlib.asynccontextmanager
 async def house(config: RunConfig, model: Path, folder: Path, device: str) -> AsyncIterator[House]:
     """Started as a run starts them, wired as a run wires them; ended at the end."""
-    staging, secret, tasks = new_staging_dir(), secrets.token_hex(16), list[asyncio.Task[None]]()
-    trainers, engines = startup.make_servers(config, model, folder, staging, secret)
+    staging, tasks = new_staging_dir(), list[asyncio.Task[None]]()
+    placement = place(config, len(find_cuda_devices()))
+    is_shared = placement.mode == "colocated"
+    launcher = startup.Launcher(config, placement, model, folder)
+    trainers, engines = launcher.trainers(staging), launcher.engines()
     memory, phases = Memory((*trainers, *engines), device), dict[str, Mapping[str, Any]]()
 
     def on_event(what: str, detail: Mapping[str, Any]) -> None:
@@ -204,7 +207,7 @@ async def house(config: RunConfig, model: Path, folder: Path, device: str) -> As
 
     try:
         with memory.sampled():
-            await startup.bring_up(trainers, engines, (), is_shared=startup.is_shared(config))
+            await startup.bring_up(trainers, engines, (), is_shared=is_shared)
             client = TrainerClient(trainers[0].caller)
             trainer = SupervisedTrainer(
                 client,
@@ -217,7 +220,7 @@ async def house(config: RunConfig, model: Path, folder: Path, device: str) -> As
             common: dict[str, Any] = {"timeout_s": 600.0, "on_served": lambda _: None}
             publisher: Publisher
             turns: Turns
-            if startup.is_shared(config):
+            if is_shared:
                 publisher = Publisher(trainer, targets, **common)
                 turns = TakingTurns(
                     targets,

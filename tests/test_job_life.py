@@ -7,8 +7,6 @@ import errno
 import json
 import os
 import signal
-import sys
-import threading
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -23,18 +21,15 @@ from asyncrl.errors import ConfigError, EngineError, RoomError
 from asyncrl.journal.journal import Journal
 from asyncrl.messages.records import Batch, GroupId, Prompt, Ticket
 from asyncrl.messages.trainer_calls import TrainResponse
-from asyncrl.placement.devices import CudaDevice
 from asyncrl.placement.staging import clear_own_staging, new_staging_dir
 from asyncrl.run import loop as job
-from asyncrl.run import specs
-from asyncrl.run import start as startup
+from asyncrl.run.build import end_server
 from asyncrl.run.colocate import SideBySide
 from asyncrl.run.life import close_within
 from asyncrl.run.loop import Job
-from asyncrl.run.model_folder import MODEL_PIN, in_daemon_thread
+from asyncrl.run.model_folder import MODEL_PIN
 from asyncrl.run.report import Reporter
 from asyncrl.run.resume import ResumePoint
-from asyncrl.run.start import end_server
 from asyncrl.testing.memory_journal import MemoryJournal
 from asyncrl.testing.virtual_time import all_blocked, run_virtual
 
@@ -130,11 +125,11 @@ class House:
             pin=SimpleNamespace(write=lambda: None),
         )
 
-        async def open_rooms(*_: Any, **__: Any) -> Any:
+        async def open_parts(*_: Any, **__: Any) -> Any:
             return rooms
 
         watchdog = SimpleNamespace(run=for_ever, look=lambda: None)
-        monkeypatch.setattr(job, "open_rooms", open_rooms)
+        monkeypatch.setattr(job, "open_parts", open_parts)
         monkeypatch.setattr(job, "make_watchdog", lambda *_, **__: watchdog)
         monkeypatch.setattr(job, "heartbeat", lambda *_: None)
 
@@ -272,10 +267,10 @@ def test_a_signal_before_training_ends_the_run_at_once(live: Live) -> None:
 def test_a_foreign_error_at_the_start_is_named_and_ends_the_status_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def open_rooms(*_: Any, **__: Any) -> Any:
+    async def open_parts(*_: Any, **__: Any) -> Any:
         raise OverflowError("too large a number")
 
-    monkeypatch.setattr(job, "open_rooms", open_rooms)
+    monkeypatch.setattr(job, "open_parts", open_parts)
     with pytest.raises(RoomError, match="internal error OverflowError: too large a number") as caught:
         asyncio.run(make_job(tmp_path).run())
     assert "controller.log" in caught.value.way_out
@@ -290,13 +285,13 @@ def test_a_resume_that_ends_before_it_could_go_on_leaves_what_the_run_had_writte
     (tmp_path / "summary.json").write_text('{"state": "done", "num_steps": 9}')
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
 
-    async def open_rooms(*_: Any, **__: Any) -> Any:
+    async def open_parts(*_: Any, **__: Any) -> Any:
         if state == "interrupted":
             os.kill(os.getpid(), signal.SIGINT)
             await for_ever()
         raise RoomError("trainer-0", "cannot start")
 
-    monkeypatch.setattr(job, "open_rooms", open_rooms)
+    monkeypatch.setattr(job, "open_parts", open_parts)
     resuming = make_job(tmp_path, point=ResumePoint(None, ("checkpoint step_9 is damaged",)))
     if state == "failed":
         with pytest.raises(RoomError, match="cannot start"):
@@ -329,32 +324,6 @@ def test_closing_goes_on_to_its_end_when_the_run_is_cancelled_meanwhile() -> Non
     run_virtual(story())
 
 
-def test_blocking_work_of_the_start_is_not_waited_for_when_it_is_cancelled() -> None:
-    released = threading.Event()
-
-    async def story() -> None:
-        loop, started = asyncio.get_running_loop(), asyncio.Event()
-
-        def work() -> None:
-            loop.call_soon_threadsafe(started.set)
-            released.wait()
-
-        waiting = asyncio.create_task(in_daemon_thread(work))
-        await started.wait()
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-
-    asyncio.run(story())  # with a thread of the loop's own pool this would never return
-    released.set()
-
-
-@pytest.mark.parametrize("stop", [lambda: [][1], lambda: sys.exit("enough")])
-def test_what_blocking_work_raises_reaches_the_start(stop: Callable[[], Any]) -> None:
-    with pytest.raises((IndexError, RuntimeError), match="out of range|enough"):
-        asyncio.run(in_daemon_thread(stop))
-
-
 def test_an_abrupt_end_clears_this_processs_staging() -> None:
     folder = new_staging_dir()
     (folder / "v1.safetensors").touch()
@@ -368,31 +337,6 @@ def test_a_process_that_does_not_die_at_the_end_of_the_run_is_shown() -> None:
         server: Any = SimpleNamespace(aclose=nothing, child=SimpleNamespace(left=left))
         asyncio.run(end_server(server, told.append))
     assert told == ["process 7 of engine-0 is still there"]
-
-
-# ---- what processes are told
-
-
-@pytest.mark.parametrize("has_cuda", [True, False])
-def test_a_process_is_told_its_kind_of_device_and_sees_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_cuda: bool
-) -> None:
-    devices = (CudaDevice("4"), CudaDevice("GPU-b"), CudaDevice("GPU-c")) if has_cuda else ()
-    monkeypatch.setattr(startup, "find_cuda_devices", lambda: devices)
-    config = make_config(tmp_path, trainer={"world_size": 1 + has_cuda}, rollout={"timeout_s": 30.0})
-    folders = (tmp_path / "model", tmp_path, tmp_path / "staging")
-    trainers, (engine,) = startup.make_servers(config, *folders, "s3cret")
-    visible = ["4,GPU-b", "4,GPU-b", "GPU-c"] if has_cuda else [None, None]
-    for server, names in zip([*trainers, engine], visible, strict=True):
-        assert json.loads(server.child._spec)["device"] == ("cuda" if has_cuda else "cpu")
-        assert server.child._env.get("CUDA_VISIBLE_DEVICES") == names
-        assert server.caller.short_s == 15.0, "a call without a descriptor says so before the rollout is over"
-
-
-def test_the_trainer_is_told_the_chat_template(tmp_path: Path) -> None:
-    config = make_config(tmp_path, model={"chat_template": "own.jinja"})
-    spec = json.loads(specs.trainer_spec(config, tmp_path / "model", tmp_path, tmp_path / "staging"))
-    assert spec["chat_template"] == "own.jinja"
 
 
 # ---- what is said and written

@@ -177,8 +177,8 @@ def test_batches_are_trained_again_as_they_are_and_everything_else_is_where_it_w
         assert (nine.ticket.group_id, nine.prompt.prompt_id) == (9, "0/9")
         assert {index: len(rollout) for index, rollout in nine.rollouts.items()} == {1: 2}
         assert (nine.failures, nine.partials) == ({0: (3, "it timed out")}, {2: (1, make_partial(5))})
-        stats = life.buffer.stats()
-        assert (stats.next_batch, stats.ready, stats.running, stats.served) == (4, 1, 1, 4)
+        rule = life.buffer.rule
+        assert (rule.next_batch, rule.num_ready, rule.num_running, rule.served) == (4, 1, 1, 4)
         assert life.buffer.next_group_id == 13
         assert life.next_prompts(3) == [("0/10", 1), ("0/11", 2), ("0/13", 0)]
         assert life.returned == [(4, "0/12", 2)], "it failed at version 4, which goes on"
@@ -227,8 +227,8 @@ def test_groups_that_are_too_old_for_changed_settings_are_given_up_and_their_pro
     async def second(life: Life) -> None:
         life.buffer = make_buffer(0)
         assert await life.restore() == ()
-        stats = life.buffer.stats()
-        assert (stats.next_batch, stats.ready, stats.running) == (2, 1, 0)
+        rule = life.buffer.rule
+        assert (rule.next_batch, rule.num_ready, rule.num_running) == (2, 1, 0)
         assert life.admit().group_id == 7
         assert life.next_prompts(2) == [("0/5", 0), ("0/7", 0)], "g7 has the prompt of g4"
         life.finish(Ticket(GroupId(7), 2))
@@ -306,8 +306,8 @@ def test_from_a_checkpoint_alone_what_was_out_comes_first_and_nothing_comes_twic
     async def second(life: Life) -> None:
         assert await life.restore(whole) == ()
         assert (life.worker.weights, life.client.policy_version) == (weights_of(3), 3)
-        stats = life.buffer.stats()
-        assert (stats.next_batch, stats.ready, stats.running) == (3, 0, 0)
+        rule = life.buffer.rule
+        assert (rule.next_batch, rule.num_ready, rule.num_running) == (3, 0, 0)
         assert [life.admit().group_id for _ in range(4)] == [8, 9, 10, 11]
 
     async def third(life: Life) -> None:

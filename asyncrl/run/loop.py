@@ -29,10 +29,10 @@ from asyncrl.placement.choices import settle_dtype
 from asyncrl.placement.devices import Placement
 from asyncrl.placement.fit import refuse_what_cannot_fit
 from asyncrl.placement.plan import make_plan
-from asyncrl.run.build import Rooms, open_rooms, run_id
+from asyncrl.run.build import Parts, open_parts, run_id
 from asyncrl.run.life import Life, logging_to, make_run_dir
 from asyncrl.run.model_folder import MODEL_PIN
-from asyncrl.run.replay import settle_copy
+from asyncrl.run.recorded import settle_copy
 from asyncrl.run.report import Reporter
 from asyncrl.run.resume import ResumeMode, ResumePoint, begun_dtype, find_resume, restore, settle_saved
 from asyncrl.run.supervise import heartbeat
@@ -122,7 +122,7 @@ class Job(Life):
             self.warn(text)
         if self._note:
             self.say(self._note)
-        rooms = await open_rooms(
+        rooms = await open_parts(
             self,
             self._placement,
             evaluated=self.reporter.evaluated,
@@ -139,7 +139,7 @@ class Job(Life):
         await self._end(rooms)
         return 0 if self._signal is None else 128 + self._signal
 
-    def _start_guards(self, rooms: Rooms) -> None:
+    def _start_guards(self, rooms: Parts) -> None:
         """The tasks that see to it that the run lives: from before the first batch until the weights are
         saved.
         """
@@ -154,7 +154,7 @@ class Job(Life):
         if rooms.harnessing is not None:
             self.spawn(self.wait_broken(), name="watch gateway")
 
-    async def _catch_up(self, rooms: Rooms) -> Sequence[UnfinishedGroup]:
+    async def _catch_up(self, rooms: Parts) -> Sequence[UnfinishedGroup]:
         """A run that was killed goes to where it stood; what is returned runs again once the engines have the
         weights.
         """
@@ -173,7 +173,7 @@ class Job(Life):
             self.say(text)
         return unfinished
 
-    async def _start_services(self, rooms: Rooms, unfinished: Sequence[UnfinishedGroup]) -> None:
+    async def _start_services(self, rooms: Parts, unfinished: Sequence[UnfinishedGroup]) -> None:
         version = rooms.trainer.policy_version
         if rooms.evaluation is not None and rooms.eval_server is not None:
             server, guard = rooms.eval_server, rooms.evaluation.guard
@@ -189,7 +189,7 @@ class Job(Life):
             rooms.producers.resume_nowait(group)
         self.spawn(rooms.producers.run(), name="producers")
 
-    async def _train_loop(self, rooms: Rooms) -> None:
+    async def _train_loop(self, rooms: Parts) -> None:
         """The loop: a batch that keeps the bound, one optimizer step, and what its weights need before the
         next one.
         """
@@ -208,7 +208,7 @@ class Job(Life):
             self.reporter.step(rooms, batch, report, step_s=clock() - started_s)
             await rooms.checkpointer.after_step(report.policy_version)
 
-    async def _next_batch(self, rooms: Rooms) -> Batch | None:
+    async def _next_batch(self, rooms: Parts) -> Batch | None:
         """The next batch, or None once the run is to stop."""
         if self.stop.is_set():
             return None
@@ -221,7 +221,7 @@ class Job(Life):
             waiting.cancel()
             stopping.cancel()
 
-    async def _end(self, rooms: Rooms) -> None:
+    async def _end(self, rooms: Parts) -> None:
         """All steps are taken, or the run was told to stop: save what is to be saved. Guarded, as at any
         other time.
         """
@@ -242,7 +242,7 @@ class Job(Life):
             self.tell("evaluating the last weights")
             await rooms.evaluation.wait_last()
 
-    async def _report_status(self, rooms: Rooms, watchdog: Watchdog) -> None:
+    async def _report_status(self, rooms: Parts, watchdog: Watchdog) -> None:
         while True:
             try:
                 self.reporter.status(rooms, watchdog.look())

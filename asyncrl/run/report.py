@@ -26,7 +26,7 @@ from asyncrl.observe.run_numbers import Steps, duration, evaluation_text, severa
 from asyncrl.observe.verdict import judge, summary_panel
 from asyncrl.observe.watchdog import Wait
 from asyncrl.rollouts.evaluator import EvalResult
-from asyncrl.run.build import Rooms
+from asyncrl.run.build import Parts
 from asyncrl.run.life import Voice, refused_by_system, run_again
 from asyncrl.run.watch import gauges
 from asyncrl.trainer.gap import GAP_WARNING
@@ -138,7 +138,7 @@ class Reporter(Voice):
         self._console.say(f"ready after {duration(time.monotonic() - self._opened_s)}; training")
         self.tell("training")
 
-    def step(self, rooms: Rooms, batch: Batch, report: TrainResponse, *, step_s: float) -> None:
+    def step(self, rooms: Parts, batch: Batch, report: TrainResponse, *, step_s: float) -> None:
         """One optimizer step is done: its metrics go to metrics.jsonl, TensorBoard and the console."""
         self._totals.starts_from(self._before.get(batch.version, self._journaled))
         metrics = self._step_metrics(rooms, batch, report, step_s) | self._new_evaluation
@@ -194,11 +194,11 @@ class Reporter(Voice):
                 logger.warning("%s", text)
             self.warn_once("skipped", text)
 
-    def status(self, rooms: Rooms, waits: Sequence[Wait]) -> None:
+    def status(self, rooms: Parts, waits: Sequence[Wait]) -> None:
         """Replace status.json, for `asyncrl status` from another terminal. `waits`: who waits for whom right
         now.
         """
-        found, producers = gauges(rooms), rooms.producers.stats()
+        found, producers = gauges(rooms), rooms.producers
         now = {**found, **self._totals.add(totals_of(found))}
         missing = rooms.harnessing.missing_workers() if rooms.harnessing is not None else None
         if missing is not None:
@@ -233,7 +233,7 @@ class Reporter(Voice):
                 },
                 **{name: value for name, value in optional.items() if value},
                 "waits": [wait.as_dict() for wait in waits],
-                "oldest_rollouts": [list(entry) for entry in producers.oldest],
+                "oldest_rollouts": [list(entry) for entry in producers.oldest()],
                 "last_failure": producers.last_failure,
             }
         )
@@ -285,7 +285,7 @@ class Reporter(Voice):
         self._trained_since_s = time.monotonic() - self._last.get("time_s", 0.0)
 
     def _step_metrics(
-        self, rooms: Rooms, batch: Batch, report: TrainResponse, step_s: float
+        self, rooms: Parts, batch: Batch, report: TrainResponse, step_s: float
     ) -> dict[str, float]:
         metrics: dict[str, float] = {
             "step": batch.version,

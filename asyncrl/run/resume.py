@@ -31,7 +31,7 @@ from asyncrl.run.model_folder import MODEL_PIN
 from asyncrl.run.supervise_trainer import load_batches
 
 if TYPE_CHECKING:
-    from asyncrl.run.build import Rooms
+    from asyncrl.run.build import Parts
     from asyncrl.run.report import Reporter
 
 logger = logging.getLogger("asyncrl.run.resume")
@@ -220,7 +220,7 @@ def _refuse_done(run_dir: Path, config: RunConfig) -> None:
 
 
 async def restore(
-    rooms: Rooms, reporter: Reporter, point: ResumePoint, state: ResumeState
+    rooms: Parts, reporter: Reporter, point: ResumePoint, state: ResumeState
 ) -> tuple[UnfinishedGroup, ...]:
     """Everything but the engines; returns what goes on once they have the current weights.
 
@@ -266,7 +266,7 @@ async def restore(
 
 
 def _from_journal(
-    rooms: Rooms, state: ResumeState
+    rooms: Parts, state: ResumeState
 ) -> tuple[tuple[UnfinishedGroup, ...], dict[GroupId, tuple[Prompt, str]]]:
     """(what goes on, what is handed back and why)."""
     feed, ready = rooms.feed, [group for _, group in state.ready]
@@ -296,7 +296,7 @@ def _from_journal(
     return tuple(whole.values()), ended
 
 
-def _from_checkpoint_alone(rooms: Rooms, point: ResumePoint) -> None:
+def _from_checkpoint_alone(rooms: Parts, point: ResumePoint) -> None:
     """The journal is gone: what was in flight when the checkpoint was made is generated again."""
     assert point.checkpoint is not None
     controller = point.checkpoint.controller

@@ -24,7 +24,7 @@ from asyncrl.trainer.trainer_client import TrainerClient
 from asyncrl.waits import waiting
 
 if TYPE_CHECKING:
-    from asyncrl.run.build import Rooms  # which makes both
+    from asyncrl.run.build import Parts  # which makes both
     from asyncrl.run.life import Life
 
 T = TypeVar("T")
@@ -264,7 +264,7 @@ class Checkpointer:
                 written is told, each time, and neither touches older checkpoints nor the run.
     """
 
-    def __init__(self, rooms: Rooms, job: Life) -> None:
+    def __init__(self, rooms: Parts, job: Life) -> None:
         self._rooms, self._job = rooms, job
         self._checkpoints, self._trainer = rooms.checkpoints, rooms.trainer
         self._writing: asyncio.Task[None] | None = None

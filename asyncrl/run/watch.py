@@ -19,14 +19,14 @@ from asyncrl.messages.trainer_calls import TrainerHealth
 from asyncrl.messages.work import WorkerHealth
 from asyncrl.observe.gauges import GAUGES
 from asyncrl.observe.watchdog import ChildState, Reported, Watchdog
-from asyncrl.run.build import Rooms
+from asyncrl.run.build import Parts
 from asyncrl.run.life import run_again
 from asyncrl.run.start import Server, failure_text
 
 HEALTH_TIMEOUT_S = 5.0
 
 
-def gauges(rooms: Rooms) -> dict[str, float | Mapping[str, float]]:
+def gauges(rooms: Parts) -> dict[str, float | Mapping[str, float]]:
     """All numbers of the run by name; several by source, where a source may begin anew (a new process)."""
     parts: list[Any] = [rooms.buffer, rooms.producers, rooms.engines, rooms.publisher, rooms.scorer]
     parts += [rooms.trainer, rooms.turns, rooms.checkpointer]
@@ -55,13 +55,13 @@ def gauges(rooms: Rooms) -> dict[str, float | Mapping[str, float]]:
     return found
 
 
-def servers(rooms: Rooms) -> tuple[Server, ...]:
+def servers(rooms: Parts) -> tuple[Server, ...]:
     """All child processes; that of the evaluation is one of them, and is not in rooms.servers."""
     others = () if rooms.eval_server is None else (rooms.eval_server,)
     return (*rooms.servers, *others, *(() if rooms.harnessing is None else rooms.harnessing.workers))
 
 
-def reported(rooms: Rooms) -> Reported:
+def reported(rooms: Parts) -> Reported:
     """What the watchdog wants to know at this moment."""
     marks = {
         name: value
@@ -69,10 +69,10 @@ def reported(rooms: Rooms) -> Reported:
         if name in GAUGES and GAUGES[name].is_progress and not isinstance(value, Mapping)
     }
     is_starting = any(one.is_starting for one in (rooms.trainer, *rooms.supervisors))
-    return Reported(marks, rooms.producers.stats().oldest, is_starting)
+    return Reported(marks, tuple(rooms.producers.oldest()), is_starting)
 
 
-def make_watchdog(config: RunConfig, run_dir: Path, rooms: Rooms, *, tell: Callable[[str], None]) -> Watchdog:
+def make_watchdog(config: RunConfig, run_dir: Path, rooms: Parts, *, tell: Callable[[str], None]) -> Watchdog:
     """The watchdog of a run. `tell` is for people; what it sees goes into the journal too."""
     log_path = run_dir / "logs" / "controller.log"
 
@@ -94,7 +94,7 @@ def make_watchdog(config: RunConfig, run_dir: Path, rooms: Rooms, *, tell: Calla
     )
 
 
-async def _ask_children(rooms: Rooms) -> tuple[ChildState, ...]:
+async def _ask_children(rooms: Parts) -> tuple[ChildState, ...]:
     """Have every child dump its stacks into its log, then ask each for its health, all at once."""
     for child in (server.child for server in servers(rooms)):
         if child.pid is not None and child.returncode is None and catches(child.pid, signal.SIGUSR1):
