@@ -142,19 +142,6 @@ def test_what_sleeps_leaves_the_process(tmp_path: Path) -> None:
     assert left > 0.8 * freed
 
 
-def test_chunks_are_loaded_in_place(folder: Path, tmp_path: Path) -> None:
-    with running_engine(folder) as engine:
-        sleep(engine)
-        wake(engine, restore=False)
-        places = {name: parameter.data_ptr() for name, parameter in engine.weights._parameters.items()}
-        for chunk in chunk_requests(weights_of(folder), 1, tmp_path):
-            engine.load_chunk(chunk)
-        assert places == {
-            name: parameter.data_ptr() for name, parameter in engine.weights._parameters.items()
-        }
-        assert digest_tensors(engine.weights._parameters) == digest_tensors(weights_of(folder))
-
-
 def test_the_start_can_be_restored_only_while_its_folder_is_what_it_was(tmp_path: Path) -> None:
     folder = make_qwen3(tmp_path / "model", num_hidden_layers=1)
     with running_engine(folder) as engine:

@@ -55,19 +55,15 @@ def arguments_of(folder: Path, *, is_cpu: bool = True, **fields: Any) -> list[st
 
 def test_what_the_run_depends_on_is_always_given_to_vllm(tmp_path: Path) -> None:
     given = arguments_of(tmp_path)
-    for option in (
+    assert {
         "--enable-scale-out",
-        "--enable-prompt-tokens-details",
         "--enforce-eager",
         "--logprobs-mode=processed_logprobs",
-        "--served-model-name=policy",
         "--max-num-seqs=16",
         "--max-model-len=512",
-        "--generation-config=vllm",
         "--worker-extension-cls=asyncrl_servers.vllm.worker_extension.WeightLoader",
         "--distributed-executor-backend=asyncrl_servers.vllm.monkeypatches.CpuExecutor",
-    ):
-        assert option in given
+    } <= set(given)
     assert not any("secret" in option or "api-key" in option for option in given)
 
 
@@ -82,14 +78,17 @@ def test_users_arguments_are_switches_lists_json_and_values(tmp_path: Path) -> N
         "max_num_batched_tokens": None,
     }
     given = arguments_of(tmp_path, args=args)
-    assert "--block-size=32" in given
-    assert "--no-enable-prefix-caching" in given
-    assert "--no-enforce-eager" in given
-    assert "--enforce-eager" not in given
-    assert given[given.index("--cudagraph-capture-sizes") :][:3] == ["--cudagraph-capture-sizes", "1", "2"]
-    assert given[given.index("--compilation-config") + 1] == '{"mode": 3}'
-    assert "--compilation-config.backend=eager" in given
-    assert not any("batched" in option for option in given)
+    words = " ".join(given)
+    for expected in (
+        "--block-size=32",
+        "--no-enable-prefix-caching",
+        "--no-enforce-eager",
+        "--cudagraph-capture-sizes 1 2 --",
+        '--compilation-config {"mode": 3}',
+        "--compilation-config.backend=eager",
+    ):
+        assert expected in words
+    assert "batched" not in words
 
 
 def test_an_unknown_argument_is_refused_with_the_nearest_known_ones(tmp_path: Path) -> None:
@@ -184,30 +183,19 @@ def test_kernels_that_do_not_depend_on_the_batch_are_asked_for_on_cuda_alone(
     assert os.environ["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"] == "3600"
 
 
-def test_the_last_words_are_the_cause_and_not_what_points_to_it() -> None:
-    log = (
-        "(EngineCore pid=7) ERROR core.py:99] Traceback (most recent call last):\n"
-        "(Worker pid=8) ERROR worker.py:12] ValueError: Available memory on node 0 (1/2 GiB) on startup is "
-        "less than desired\n"
-        "(EngineCore pid=7) ERROR core.py:99] RuntimeError: WorkerProc initialization failed due to an "
-        "exception\n"
-        "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}\n"
-    )
-    assert last_error(log).startswith("ValueError: Available memory on node 0")
-    ended = (
-        "(EngineCore pid=7) ERROR multiproc_executor.py:315] Worker proc VllmWorker-0 died unexpectedly "
-        "(exit code: 0).\n"
-    )
-    assert last_error(log + ended) == last_error(log), "a worker that was ended after the error is no cause"
-    killed = (
-        "(MainProcess pid=1) WARNING base.py:380] ValueError: Tokenizer not available\n"
-        "(EngineCore pid=7) ERROR multiproc_executor.py:315] Worker proc VllmWorker-0 died unexpectedly "
-        "(exit code: -9), shutting down.\n"
-        "(EngineCore pid=7) ERROR core.py:1512] RuntimeError: Executor failed.\n"
-        "(EngineCore pid=7) ERROR core.py:1512] RuntimeError: cancelled\n"
-    )
-    assert last_error(killed).startswith("Worker proc VllmWorker-0 died unexpectedly (exit code: -9)")
-    assert last_error("all is well\n") == ""
+POINTS = (
+    "(EngineCore pid=7) ERROR core.py:99] RuntimeError: WorkerProc initialization failed\n"
+    "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}\n"
+    "(EngineCore pid=7) ERROR core.py:1512] RuntimeError: cancelled\n"
+    "(MainProcess pid=1) WARNING base.py:380] ValueError: Tokenizer not available\n"
+)
+DIED = "Worker proc VllmWorker-0 died unexpectedly (exit code: {})"
+
+
+@pytest.mark.parametrize("cause", ["ValueError: Available memory is less than desired", DIED.format(-9), ""])
+def test_the_last_words_are_the_cause_and_not_what_points_to_it(cause: str) -> None:
+    log = f"(Worker pid=8) ERROR worker.py:12] {cause}\n{POINTS}(EngineCore pid=7) ERROR {DIED.format(0)}.\n"
+    assert last_error(log) == cause
 
 
 slow_vllm = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(600)]
@@ -254,9 +242,7 @@ class TestAServer:
     def test_seeded_requests_with_split_prefills_live_and_answer_bit_for_bit_as_alone(
         self, server: VllmProcess
     ) -> None:
-        """Sixteen prompts of 300 tokens in steps of 256: each prefill is split. Without the patched seeds this
-        ends the engine.
-        """
+        """Prompts of 300 tokens in steps of 256: without the patched seeds this ends the engine."""
         drawn = random.Random(3)
         prompts = [[drawn.randrange(40) for _ in range(300)] for _ in range(16)]
 
@@ -280,8 +266,8 @@ def started(model: Path, folder: Path, **fields: Any) -> Any:
 
 
 class TestItsEnd:
-    """The servers of other tests end otherwise: the shared one by SIGTERM (conftest.py), that with adapters by
-    the loss of its worker, those of a broadcast by the loss of the API process and of the parent.
+    """The servers of other tests end otherwise: the shared one by SIGTERM (conftest.py), that with adapters
+    by the loss of its worker, those of a broadcast by the loss of the API process and of the parent.
     """
 
     pytestmark = slow_vllm
@@ -290,7 +276,7 @@ class TestItsEnd:
         self, model: Path, tmp_path: Path
     ) -> None:
         with started(model, tmp_path) as server:
-            server.wait_group_of(4)  # server, reaper, resource tracker, engine
+            server.wait_group(lambda num: num >= 4)  # server, reaper, resource tracker, engine
             assert server.process.stdin is not None
             server.process.stdin.close()
             assert server.process.wait(60) == 3
