@@ -82,46 +82,6 @@ def sampled(engine: Engine, max_tokens: int = 60) -> list[GenerateResponse]:
     return [future.result(timeout=60) for future in futures]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_engine_that_slept_answers_bit_for_bit_as_one_that_never_did(
-    folder: Path, tmp_path: Path, dtype: str
-) -> None:
-    weights = {name: tensor.detach().to(getattr(torch, dtype)) for name, tensor in weights_of(folder).items()}
-    with running_engine(folder, dtype=dtype) as fresh, running_engine(folder, dtype=dtype) as engine:
-        expected = sampled(fresh)
-        assert sampled(engine) == expected
-        for _ in range(2):
-            sleep(engine)
-            wake(engine)
-            assert sampled(engine) == expected
-        sleep(engine)
-        wake(engine, ["weights"], restore=False)
-        for chunk in chunk_requests(weights, 1, tmp_path):
-            assert engine.load_chunk(chunk).digest == chunk.digest
-        digest = digest_tensors(weights)
-        assert engine.commit(CommitRequest(version=1, digest=digest)).result(timeout=60).digest == digest
-        wake(engine, ["kv"])
-        for old, new in zip(expected, sampled(engine), strict=True):
-            assert (new.token_ids, new.logprobs) == (old.token_ids, old.logprobs)
-
-
-def test_what_is_freed_is_weights_staged_weights_and_cache(folder: Path, tmp_path: Path) -> None:
-    weights = weights_of(folder)
-    num_weights = sum(tensor.nbytes for tensor in weights.values())
-    with running_engine(folder) as engine:
-        num_kv = engine.runner.cache.num_bytes
-        assert sleep(engine).num_bytes == num_weights + num_kv
-        assert all(parameter.nbytes == 0 for parameter in engine.runner.loaded.model.parameters())
-        assert engine.runner.cache.num_bytes == 0
-        assert wake(engine).num_bytes == num_weights + num_kv
-        twice = {name: tensor * 2 for name, tensor in weights.items()}
-        staged = engine.prepare(staging_request(twice, 1, tmp_path))
-        assert sleep(engine).num_bytes == 2 * num_weights + num_kv
-        wake(engine)
-        with pytest.raises(Refused, match="staged is nothing"):
-            engine.commit(CommitRequest(version=1, digest=staged.digest)).result(timeout=60)
-
-
 @pytest.mark.slow
 def test_what_sleeps_leaves_the_process(tmp_path: Path) -> None:
     sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4, "vocab_size": 10_000}

@@ -6,13 +6,11 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-import pytest
 from fake_vllm import FakeVllm
 from test_sync_broadcast import FakeSender
 
 from asyncrl.engines.vllm.facts import VllmFacts
 from asyncrl.engines.vllm.vllm_server import VllmServer
-from asyncrl.errors import EngineLost
 from asyncrl.messages.trainer_calls import ExportResponse
 from asyncrl.sync.broadcast import Broadcasts
 from asyncrl.testing.virtual_time import run_virtual
@@ -86,22 +84,5 @@ def test_a_commit_goes_through_vllms_own_routes_in_their_order_and_joins_once() 
             assert routes_of(fake) == ["/pause", join, *UPDATE, "/pause", *UPDATE]
             expected = {"version": 1, "digest": "d1", "num_tensors": 2, "num_bytes": 8}
             assert fake.infos[1]["update_info"] == expected
-
-    run_virtual(story())
-
-
-def test_an_update_that_fails_in_vllm_is_the_loss_of_that_engine() -> None:
-    async def story() -> None:
-        fake = ReceivingVllm("engine-0")
-        fake.refused["/update_weights"] = (
-            500,
-            "weights of version 1 in the broadcast have digest x, announced was d1",
-        )
-        server = server_over(fake, Broadcasts(FakeSender(), Path("/staging"), timeout_s=5.0))
-        await server.ready(10.0)
-        await server.prepare(manifest(1))
-        with pytest.raises(EngineLost, match="announced was d1"):
-            await server.commit(1, "d1", "abort")
-        assert server.policy_version == 0
 
     run_virtual(story())
