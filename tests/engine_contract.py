@@ -189,6 +189,11 @@ def check_whole(answer: GenerateResponse, server: Server) -> None:
     assert versions == sorted(set(versions))
 
 
+def said(answer: GenerateResponse) -> tuple[object, ...]:
+    """All but the name of the request."""
+    return answer.token_ids, answer.logprobs, answer.version_spans
+
+
 def versions_of(answer: GenerateResponse) -> list[int]:
     """The version of each span."""
     return [span.version for span in answer.version_spans]

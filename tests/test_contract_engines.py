@@ -16,6 +16,7 @@ from engine_contract import (
     health,
     prepare,
     refused,
+    said,
     staged,
     until,
     until_decoding,
@@ -208,11 +209,7 @@ async def test_a_commit_of_another_digest_is_refused_and_the_old_weights_serve_o
         engine.commit(old + 1, "0123abcd", "abort"), "0123abcd" if server.traits.reads_files else None
     )
     after = await engine.generate_segment(server.request())
-    assert (after.token_ids, after.logprobs, after.version_spans) == (
-        before.token_ids,
-        before.logprobs,
-        before.version_spans,
-    )
+    assert said(after) == said(before)
     assert engine.policy_version == old
 
 
@@ -244,8 +241,4 @@ async def test_weights_that_are_not_what_was_announced_are_refused_with_both_dig
     missing = manifest.model_copy(update={"path": str(server.folder / "nowhere.safetensors")})
     await refused(engine.prepare(missing), "nowhere")
     after = await engine.generate_segment(server.request())
-    assert (after.token_ids, after.logprobs, after.version_spans) == (
-        before.token_ids,
-        before.logprobs,
-        before.version_spans,
-    )
+    assert said(after) == said(before)

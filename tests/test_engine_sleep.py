@@ -58,28 +58,19 @@ def wake(engine: Engine, parts: list[EnginePart] = BOTH, *, restore: bool = True
     return engine.wake(WakeRequest(parts=parts, restore=restore)).result(timeout=60)
 
 
-def chunk_requests(
-    weights: dict[str, torch.Tensor], version: int, scratch: Path, num_chunks: int = 3
-) -> list[LoadChunkRequest]:
-    names = list(weights)
+def chunk_requests(weights: dict[str, torch.Tensor], scratch: Path) -> list[LoadChunkRequest]:
     chunks = []
-    for index in range(num_chunks):
-        part = {name: weights[name] for name in names[index::num_chunks]}
-        (scratch / str(index)).mkdir(exist_ok=True)
-        staged = staging_request(part, version, scratch / str(index))
-        fields = staged.model_dump(exclude={"kind"})
-        chunks.append(LoadChunkRequest(**fields, index=index, is_last=index == num_chunks - 1))
+    for index in range(3):
+        folder = scratch / str(index)
+        folder.mkdir()
+        part = {name: weights[name] for name in list(weights)[index::3]}
+        fields = staging_request(part, 0, folder).model_dump(exclude={"kind"})
+        chunks.append(LoadChunkRequest(**fields, index=index, is_last=index == 2))
     return chunks
 
 
-def sampled(engine: Engine, max_tokens: int = 60) -> list[GenerateResponse]:
-    prompts = [(1, 2, 3), (4,), tuple(range(40)), (1, 2, 3), (9, 9)]
-    requests = [
-        make_request(f"r{seed}", prompt_ids=prompt, seed=seed, max_tokens=max_tokens)
-        for seed, prompt in enumerate(prompts)
-    ]
-    futures = [engine.submit(request) for request in requests]
-    return [future.result(timeout=60) for future in futures]
+def sampled(engine: Engine) -> GenerateResponse:
+    return engine.submit(make_request(max_tokens=60)).result(timeout=60)
 
 
 @pytest.mark.slow
@@ -123,58 +114,41 @@ def test_the_start_can_be_restored_only_while_its_folder_is_what_it_was(tmp_path
 def test_weights_under_adapters_cannot_sleep_and_nothing_is_interrupted_but_the_cache_can(
     folder: Path, tmp_path: Path
 ) -> None:
+    small = adapters(folder, ("model.layers.1.self_attn.q_proj",))
     with running_engine(folder, has_adapters=True) as engine, running_engine(folder) as late:
+        publish(late, lora_request(small, 1, tmp_path))
         for refusing in (engine, late):
-            if refusing is late:
-                publish(
-                    late, lora_request(adapters(folder, ("model.layers.1.self_attn.q_proj",)), 1, tmp_path)
-                )
             expected = sampled(refusing)
             running = refusing.submit(make_request("running", max_tokens=200))
-            with pytest.raises(Refused, match="weights under adapters cannot sleep") as refusal:
+            with pytest.raises(Refused, match="weights under adapters cannot sleep"):
                 sleep(refusing)
-            assert refusal.value.status == 409
             assert running.result(timeout=60).finish_reason == "length"
-            assert refusing.health().asleep == []
             assert sleep(refusing, ["kv"]).num_bytes > 0
             wake(refusing, ["kv"])
             assert sampled(refusing) == expected
 
 
-def test_without_memory_for_it_a_part_stays_asleep_and_the_engine_lives(folder: Path) -> None:
-    with running_engine(folder) as engine:
-        expected = sampled(engine)
-        sleep(engine)
-        slots = engine.runner.slots
-        engine.runner.slots = 10**9
-        with pytest.raises(
-            Refused, match=r"kv and weights need \d+ bytes to wake, \d+ are free on cpu"
-        ) as refusal:
-            wake(engine)
-        assert refusal.value.status == 507
-        assert engine.health().asleep == BOTH
-        engine.runner.slots = slots
-        wake(engine)
-        assert sampled(engine) == expected
-
-
-def test_a_loop_with_nothing_that_may_run_sleeps_although_requests_queue(folder: Path) -> None:
-    engine = build_engine(make_spec(folder))
-    turns = itertools.count()
+def test_without_memory_a_part_stays_asleep_and_the_loop_sleeps_although_requests_queue(folder: Path) -> None:
+    engine, turns = build_engine(make_spec(folder)), itertools.count()
     turn = engine.turn
     engine.turn = lambda: (next(turns), turn())[1]  # type: ignore[method-assign]
     engine.start()
-    try:
-        sleep(engine)
-        waiting = engine.submit(make_request(max_tokens=5))
-        for _ in range(20):
-            assert engine.abort(["nobody"]).result(timeout=60) == []
-        assert next(turns) <= 25, "a turn a message: one that spins makes thousands"
-        assert not waiting.done()
+    sleep(engine)
+    slots, engine.runner.slots = engine.runner.slots, 10**9
+    refusing = pytest.raises(Refused, match=r"kv and weights need \d+ bytes to wake, \d+ are free on cpu")
+    with refusing as refusal:
         wake(engine)
-        assert len(waiting.result(timeout=60).token_ids) == 5
-    finally:
-        engine.stop()
+    assert refusal.value.status == 507
+    assert engine.health().asleep == BOTH
+    waiting = engine.submit(make_request(max_tokens=5))
+    for _ in range(20):
+        assert engine.abort(["nobody"]).result(timeout=60) == []
+    assert next(turns) <= 30, "a turn a message: one that spins makes thousands"
+    assert not waiting.done()
+    engine.runner.slots = slots
+    wake(engine)
+    assert len(waiting.result(timeout=60).token_ids) == 5
+    engine.stop()
 
 
 class SleepHistories(RuleBasedStateMachine):
@@ -277,7 +251,7 @@ def test_random_histories_never_serve_weights_that_no_digest_vouches_for(tmp_pat
     weights = weights_of(model)
 
     class Histories(SleepHistories):
-        folder, pushes, digest = model, chunk_requests(weights, 0, tmp_path), digest_tensors(weights)
+        folder, pushes, digest = model, chunk_requests(weights, tmp_path), digest_tensors(weights)
 
     run_state_machine_as_test(
         Histories, settings=settings(max_examples=30, stateful_step_count=25, deadline=None)
