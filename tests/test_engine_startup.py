@@ -25,14 +25,8 @@ from asyncrl_servers.embedded.kv_attention import CacheShape
 from asyncrl_servers.embedded.kv_memory import EmbeddedSpec, check_memory
 from asyncrl_servers.embedded.runner import MODEL_TYPES
 
-SIZES = {
-    "vocab_size": 50,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
+SIZES = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 
 
 def refusal_of(spec: EmbeddedSpec, capfd: pytest.CaptureFixture[str]) -> ErrorBody:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -38,7 +38,7 @@ from asyncrl.trainer.trainer_client import TrainerClient
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 MAX_LENGTH, SLOTS = 512, 8
-CANARY: dict[str, Any] = {"canary_tokens": 160, "chunk_bytes": 40_000}
+HOW: dict[str, Any] = {"canary_tokens": 160, "chunk_bytes": 40_000}
 
 
 @dataclass
@@ -61,26 +61,18 @@ class House:
 
     def run(self, story: Any, *, num_servers: int) -> None:
         async def within() -> None:
-            callers = [
-                Caller(f"engine-{i}", server.url, SECRET)
-                for i, server in enumerate(self.servers[:num_servers])
-            ]
-            trainer_caller = Caller("trainer", self.trainer.urls[0], "s3cret")
-            trainer = TrainerClient(trainer_caller, timeout_s=100.0)
-            broadcasts = Broadcasts(trainer, self.trainer.folder, timeout_s=60.0)
-            engines = [
-                self.client(caller, served(server))
-                for caller, server in zip(callers, self.servers, strict=False)
-            ]
-            try:
-                async with asyncio.timeout(300):
-                    for engine in engines:
-                        await engine.ready(200)
-                        engine.meeting = broadcasts
-                    await story(trainer, engines)
-            finally:
-                for caller in (*callers, trainer_caller):
-                    await caller.aclose()
+            async with AsyncExitStack() as stack, asyncio.timeout(300):
+                caller = Caller("trainer", self.trainer.urls[0], "s3cret")
+                trainer = TrainerClient(await stack.enter_async_context(aclosing(caller)), timeout_s=100.0)
+                broadcasts = Broadcasts(trainer, self.trainer.folder, timeout_s=60.0)
+                engines = []
+                for index, server in enumerate(self.servers[:num_servers]):
+                    caller = Caller(f"engine-{index}", server.url, SECRET)
+                    await stack.enter_async_context(aclosing(caller))
+                    engines.append(self.client(caller, served(server)))
+                    await engines[-1].ready(200)
+                    engines[-1].meeting = broadcasts
+                await story(trainer, engines)
 
         asyncio.run(within())
 
@@ -95,30 +87,20 @@ def served(server: VllmProcess) -> int:
     return 0 if label == "default" else int(label)
 
 
-@contextmanager
-def house_with(folder: Path, num_servers: int) -> Iterator[House]:
+@pytest.fixture(scope="module")
+def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    folder = tmp_path_factory.mktemp("broadcast")
     tokenizer = make_character_tokenizer("abcdefghijklmnopqrstuvwxyz0123456789 .,!?")
     model_path = make_qwen3(folder / "model", vocab_size=len(tokenizer))
     tokenizer.save_pretrained(model_path)
     sizes = {"max_length": MAX_LENGTH, "slots": SLOTS}
     spec = {"model_path": str(model_path), "dtype": "float32", "device": "cpu", "transport": "nccl", **sizes}
-    with ExitStack() as stack:
-        servers = [
-            stack.enter_context(vllm_process({**spec, "name": f"engine-{i}"}, folder / f"server-{i}"))
-            for i in range(num_servers)
-        ]
-        trainer = stack.enter_context(
-            running(model_path, folder / "trainer", 1, transport="nccl", is_file_wanted=True, **CANARY)
-        )
-        for server in servers:
-            server.wait_ready()
-        yield House(trainer, servers, model_path)
-
-
-@pytest.fixture(scope="module")
-def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
-    with house_with(tmp_path_factory.mktemp("broadcast"), 2) as one:
-        yield one
+    with (
+        vllm_process({**spec, "name": "engine-0"}, folder / "server-0") as first,
+        vllm_process({**spec, "name": "engine-1"}, folder / "server-1") as second,
+        running(model_path, folder / "trainer", 1, transport="nccl", is_file_wanted=True, **HOW) as trainer,
+    ):
+        yield House(trainer, [first.wait_ready(), second.wait_ready()], model_path)
 
 
 async def sample(engine: VllmServer) -> tuple[list[int], list[float]]:
@@ -181,7 +163,7 @@ def test_chunks_in_memory_that_the_trainer_shares_are_loaded_as_they_were_writte
     a mapped file.
     """
     server = house.servers[0]
-    trainer = running(house.model_path, tmp_path / "trainer", 1, transport="ipc", chunks="memory", **CANARY)
+    trainer = running(house.model_path, tmp_path / "trainer", 1, transport="ipc", chunks="memory", **HOW)
     with trainer as other:
         handles = set[str]()
         for index in range(100):

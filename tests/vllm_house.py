@@ -26,8 +26,6 @@ from asyncrl.messages.trainer_calls import Canary, ExportResponse
 from asyncrl.trainer.model.scratch import make_character_tokenizer
 
 SLOTS, MAX_LENGTH, CANARY_LIMIT = 16, 768, 1e-3
-Outputs = list[tuple[list[int], list[float]]]
-PROMPTS = [[1, 2, 3], [(7 * i) % 40 + 1 for i in range(40)], [(11 * i + i // 5) % 40 for i in range(200)]]
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789 .,!?"
 
 
@@ -45,8 +43,6 @@ class House:
     version: int = 0
     num_requests: int = 0
     pushed: dict[int, dict[str, Tensor]] = field(default_factory=dict)
-    fresh: Outputs = field(default_factory=list)
-    """What it answered before anything was pushed to it."""
     warnings: list[str] = field(default_factory=list)
     on_warning: Callable[[], object] | None = None
     """Called once, at the next warning."""
@@ -55,14 +51,12 @@ class House:
         facts = VllmFacts(str(self.model_path), "float32", SLOTS, MAX_LENGTH, (), self.has_adapters, "cpu")
         return replace(facts, **changes)
 
-    def run(
-        self, story: Callable[[VllmServer], Awaitable[None]], *, url: str | None = None, **settings: Any
-    ) -> None:
+    def run(self, story: Callable[[VllmServer], Awaitable[None]], **settings: Any) -> None:
         """A story with a client of its own, on the weights that the story before left."""
 
         async def within() -> None:
             facts = self.facts(**settings.pop("facts", {}))
-            caller = Caller("engine-0", url or self.process.url, SECRET)
+            caller = Caller("engine-0", self.process.url, SECRET)
             server = VllmServer(
                 caller,
                 facts=facts,
@@ -85,16 +79,6 @@ class House:
             self.process.post(
                 "/update_weight_version", {"new_version": str(self.version)}
             )  # the next client knows no second attempt
-
-    def outputs(self) -> Outputs:
-        """Greedy tokens and one sampled row, nothing of it from a prefix cache."""
-        greedy = [self.process.generate(prompt, salt=self._salt(), max_tokens=24) for prompt in PROMPTS]
-        sampled = self.process.generate(PROMPTS[1], salt=self._salt(), max_tokens=24, temperature=1.0, seed=5)
-        return [*greedy, sampled]
-
-    def _salt(self) -> str:
-        self.num_requests += 1
-        return f"salt {self.num_requests}"
 
     def warn(self, words: str) -> None:
         self.warnings.append(words)
@@ -190,7 +174,6 @@ def faulty_vllm_house(folder: Path) -> Iterator[House]:
     (folder / "faulty" / "faulty_vllm_worker.py").symlink_to(Path(__file__).parent / "faulty_vllm_worker.py")
     args, faulty = {"max-num-batched-tokens": 256}, "faulty_vllm_worker.FaultyWeightLoader"
     with vllm_house(folder, path=(folder / "faulty",), worker_extension=faulty, args=args) as house:
-        house.fresh = house.outputs()
         yield house
 
 

@@ -55,14 +55,12 @@ class VllmProcess:
     def read_log(self) -> str:
         return self.log.read_text(encoding="utf-8", errors="replace")
 
-    def post(
-        self, path: str, body: object = None, *, secret: str | None = SECRET, timeout_s: float = 120.0
-    ) -> Any:
+    def post(self, path: str, body: object = None) -> Any:
         """The JSON that a POST of JSON answers. Raises urllib.error.HTTPError."""
-        return self._ask("POST", path, json.dumps({} if body is None else body).encode(), secret, timeout_s)
+        return self._ask("POST", path, json.dumps(body or {}).encode(), SECRET, 120.0)
 
-    def get(self, path: str, *, secret: str | None = SECRET, timeout_s: float = 120.0) -> Any:
-        return self._ask("GET", path, None, secret, timeout_s)
+    def get(self, path: str, *, timeout_s: float = 120.0) -> Any:
+        return self._ask("GET", path, None, SECRET, timeout_s)
 
     def rpc(self, method: str, **request: Any) -> dict[str, Any]:
         """What the first worker answers to a method of the extension."""
@@ -130,17 +128,6 @@ class VllmProcess:
         return json.loads(text) if text else None
 
 
-def package_path(folder: Path) -> Path:
-    """A folder that has our two packages and nothing else, for PYTHONPATH: vLLM's Python must not see our
-    site-packages.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, source in (("asyncrl", ROOT), ("asyncrl_servers", ROOT / "servers")):
-        if not (folder / name).exists():
-            (folder / name).symlink_to(source / name)
-    return folder
-
-
 @contextmanager
 def vllm_process(spec: dict[str, Any], folder: Path, *, path: tuple[Path, ...] = ()) -> Iterator[VllmProcess]:
     """Start `asyncrl_servers.vllm` with `spec`; `folder` takes its spec file and log. Its whole group is
@@ -150,7 +137,10 @@ def vllm_process(spec: dict[str, Any], folder: Path, *, path: tuple[Path, ...] =
     """
     python = vllm_python()
     folder.mkdir(parents=True, exist_ok=True)
-    spec_file, log = folder / "spec.json", folder / "engine.log"
+    spec_file, log, packages = folder / "spec.json", folder / "engine.log", folder / "path"
+    packages.mkdir()  # our two packages and nothing else: vLLM's Python must not see our site-packages
+    (packages / "asyncrl").symlink_to(ROOT / "asyncrl")
+    (packages / "asyncrl_servers").symlink_to(ROOT / "servers" / "asyncrl_servers")
     spec_file.write_text(json.dumps(spec), encoding="utf-8")
     with socket.create_server(("127.0.0.1", 0), backlog=512) as listener, log.open("wb") as output:
         fd = listener.fileno()
@@ -161,10 +151,7 @@ def vllm_process(spec: dict[str, Any], folder: Path, *, path: tuple[Path, ...] =
             stderr=output,
             pass_fds=[fd],
             cwd=folder,
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join(map(str, (package_path(folder / "path"), *path))),
-            },
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (packages, *path)))},
             start_new_session=True,
         )
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
