@@ -1,6 +1,4 @@
-"""Files that must outlive a kill or a power cut: synced, whole or not there. Knows paths alone; everything
-here blocks.
-"""
+"""Files that must outlive a kill or a power cut: synced, whole or not there. Everything here blocks."""
 
 from __future__ import annotations
 
@@ -36,11 +34,7 @@ def sync_tree(folder: Path) -> None:
     Raises OSError.
     """
     paths = list(folder.rglob("*"))
-    for path in [
-        *(path for path in paths if path.is_file()),
-        *(path for path in paths if path.is_dir()),
-        folder,
-    ]:
+    for path in [*filter(Path.is_file, paths), *filter(Path.is_dir, paths), folder]:
         sync(path)
 
 
@@ -51,9 +45,7 @@ def lines_from_end(path: Path) -> Iterator[tuple[int, bytes]]:
     with path.open("rb") as file:
         begin, held = file.seek(0, os.SEEK_END), b""
         while begin:
-            size = min(
-                begin, max(_BLOCK, len(held))
-            )  # a line that is longer than all that is held: twice as much
+            size = min(begin, max(_BLOCK, len(held)))  # a longer line than all that is held: twice as much
             begin -= size
             file.seek(begin)
             held = file.read(size) + held
@@ -189,10 +181,7 @@ class RunLock:
         except OSError as error:
             holder = os.pread(file, 32, 0).decode(errors="replace").strip()
             os.close(file)
-            if error.errno in (
-                errno.EACCES,
-                errno.EAGAIN,
-            ):  # which of the two says "held" depends on the system
+            if error.errno in (errno.EACCES, errno.EAGAIN):  # either says "held", depending on the system
                 raise self._refused(holder or "unknown") from None
             raise self._cannot(error) from error
         self._file = file

@@ -34,6 +34,7 @@ from asyncrl.messages.trainer_calls import (
     StateRequest,
     TrainerHealth,
 )
+from asyncrl.placement.devices import place
 from asyncrl.run import start as startup
 from asyncrl.trainer.model.packing import split_tokens
 from asyncrl.trainer.ranks import join_ranks
@@ -248,15 +249,14 @@ def test_a_rank_that_cannot_start_ends_the_start_of_the_others_that_wait_for_it(
     (tmp_path / "empty").mkdir()
 
     async def story() -> None:
-        trainers, _ = startup.make_servers(config, tiny_model_dir, tmp_path, tmp_path / "staging", "s3cret")
-        trainers[1].child._spec = trainers[1].child._spec.replace(
-            str(tiny_model_dir), str(tmp_path / "empty")
+        placement = place(config, 0)
+        trainers = startup.Launcher(config, placement, tiny_model_dir, tmp_path).trainers(
+            tmp_path / "staging"
         )
+        trainers[1].child.spec = trainers[1].child.spec.replace(str(tiny_model_dir), str(tmp_path / "empty"))
         try:
-            for server in trainers:
-                await startup.start(server)
             with pytest.raises(RoomError, match=r"trainer-1: cannot load the model .*/empty"):
-                await startup.wait_all_ready(trainers)
+                await startup.start_all(trainers)
         finally:
             for server in trainers:
                 await server.aclose()

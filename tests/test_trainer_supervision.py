@@ -20,7 +20,8 @@ from asyncrl.errors import RoomError, TrainerError, TrainerLost
 from asyncrl.messages.base import Moved
 from asyncrl.messages.records import Batch
 from asyncrl.messages.trainer_calls import OffloadRequest
-from asyncrl.run.supervise_trainer import LivingTrainer
+from asyncrl.run.supervise import Supervision
+from asyncrl.run.supervise_trainer import SupervisedTrainer
 from asyncrl.testing.fake_trainer import FakeTrainerProcess, FakeTrainerServer
 from asyncrl.testing.virtual_time import all_blocked, run_virtual
 from asyncrl.trainer.trainer_client import TrainerClient
@@ -46,7 +47,7 @@ class MovableServer(FakeTrainerServer):
 
 
 class House:
-    """A LivingTrainer over fake ranks, a journal that is a list, and at most one saved state."""
+    """A SupervisedTrainer over fake ranks, a journal that is a list, and at most one saved state."""
 
     def __init__(
         self,
@@ -67,15 +68,17 @@ class House:
         self.told: list[str] = []
         self.events: list[tuple[str, Mapping[str, Any]]] = []
         self.cleared_at: list[float] = []
-        self.trainer = LivingTrainer(
+        self.trainer = SupervisedTrainer(
             self.client,
             self.ranks,
-            SupervisionConfig(max_restarts=max_restarts, backoff_s=backoff_s),
-            heartbeat_s=HEARTBEAT_S,
+            Supervision(
+                SupervisionConfig(max_restarts=max_restarts, backoff_s=backoff_s),
+                HEARTBEAT_S,
+                self.told.append,
+                lambda what, detail: self.events.append((what, detail)),
+            ),
             before_start=lambda: self.cleared_at.append(now_s()),
             recover=self.recover,
-            warn=self.told.append,
-            on_event=lambda what, detail: self.events.append((what, detail)),
         )
         self.running = tasks.create_task(self.trainer.run(), name="watch trainer")
 

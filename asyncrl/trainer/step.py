@@ -38,7 +38,7 @@ from asyncrl.trainer.offload import Offload
 from asyncrl.trainer.ranks import ALONE, Ranks
 from asyncrl.trainer.spec import TrainerSpec
 from asyncrl.trainer.state import Progress, TrainerState
-from asyncrl.weights.chunk_export import ChunkPlace, Chunks, cut
+from asyncrl.weights.chunk_export import ChunkFile, ChunkPlace, Chunks, cut
 from asyncrl.weights.export import (
     LazyWeights,
     digest_of,
@@ -51,7 +51,6 @@ from asyncrl.weights.export import (
     sizes_of,
 )
 from asyncrl.weights.ipc import SharedChunk
-from asyncrl.weights.shm import ChunkFile
 from asyncrl.weights.transport import Exported, TrainerEnd, make_transport
 
 CHUNK_FILE = "chunk.safetensors"
