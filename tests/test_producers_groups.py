@@ -172,7 +172,7 @@ async def test_a_failed_rollout_is_retried_with_another_seed_and_its_siblings_ar
 
 
 @virtual
-async def test_a_failed_groups_prompt_comes_again_once_another_has_not_failed_and_a_later_version_serves() -> (
+async def test_a_failed_prompt_comes_again_once_another_has_not_failed_and_a_later_version_is_served() -> (
     None
 ):
     fails = {"p0", "p1"}
