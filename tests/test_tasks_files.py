@@ -79,7 +79,7 @@ def test_a_file_that_is_not_there_or_of_another_kind_is_refused(tmp_path: Path) 
     with pytest.raises(ConfigError, match="nowhere.jsonl is not a file"):
         task_of(str(tmp_path / "nowhere.jsonl"))
     (tmp_path / "a.csv").write_text("prompt\nx\n")
-    with pytest.raises(ConfigError, match=r"ends in .csv; files are .jsonl or .parquet"):
+    with pytest.raises(ConfigError, match=r"a.csv is not a file with rows .\.jsonl"):
         task_of(str(tmp_path / "a.csv"))
     (tmp_path / "a.parquet").write_text("not at all")
     with pytest.raises(ConfigError, match="a.parquet is not a parquet file"):
