@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import tempfile
+import weakref
 from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
@@ -34,8 +36,8 @@ PROMPTS = tuple(Prompt(f"0/{number}", ({"role": "user", "content": f"p{number}"}
 class FileTrainer(FakeTrainer):
     """Exports into files, of which the newest KEPT_EXPORTS stay."""
 
-    def __init__(self, folder: Path, *, train_s: float) -> None:
-        super().__init__(train_s=train_s)
+    def __init__(self, folder: Path) -> None:
+        super().__init__(train_s=1.0)
         self.folder = folder
 
     async def export(self) -> ExportResponse:
@@ -59,17 +61,15 @@ class House:
         prepare_s: float = 0.1,
         decode_s: float = 0.01,
         timeout_s: float = 60.0,
-        train_s: float = 1.0,
-        evaluated: int | None = None,
     ) -> None:
         self.last = last
         self.folder = Path(tempfile.mkdtemp())
-        self.trainer = FileTrainer(self.folder, train_s=train_s)
+        weakref.finalize(self, shutil.rmtree, self.folder)
+        self.trainer = FileTrainer(self.folder)
         self.rollout_engine = FakeEngineServer("engine-0", prepare_s=0.1)
         self.eval_engine = FakeEngineServer("engine-eval", prepare_s=prepare_s, decode_s=decode_s)
         self.results: list[EvalResult] = []
         self.troubles: list[str] = []
-        self.served: list[int] = []
         self.served_at: list[float] = []
         self.trained_at: list[float] = []
         target = EngineServer(self.eval_engine)
@@ -78,7 +78,7 @@ class House:
         self.evaluation = Evaluation(
             evaluator,
             target,
-            Schedule(every=every, last=last, at_start=at_start, evaluated=evaluated),
+            Schedule(every=every, last=last, at_start=at_start),
             self.folder,
             timeout_s=timeout_s,
             on_result=self.results.append,
@@ -94,7 +94,6 @@ class House:
         )
 
     def _on_served(self, version: int) -> None:
-        self.served.append(version)
         self.served_at.append(asyncio.get_running_loop().time())
 
     async def live(self, *, before_step: Callable[[int], None] = lambda _: None) -> None:
