@@ -1,4 +1,4 @@
-"""Random histories of the buffer, kills included: the model is one dict, each invariant a line of a docstring."""
+"""Random histories of the buffer, kills included: the model is one dict, each invariant a docstring line."""
 
 from __future__ import annotations
 
