@@ -240,8 +240,8 @@ class BufferHistory(RuleBasedStateMachine):
 
     def _check(self, batch: Batch) -> None:
         taken = [group.group_id for group in batch.groups]
-        assert taken == sorted(set(taken))
-        assert len(taken) == self.num_groups
+        due_first = sorted(self.ready.values(), key=lambda group: (group.oldest_version, group.group_id))
+        assert taken == sorted(group.group_id for group in due_first[: self.num_groups])
         assert batch.version == len(self.batches)
         for group in batch.groups:
             assert self.ready.pop(group.group_id) is group, "taken once, and as it was given"
