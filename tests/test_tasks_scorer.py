@@ -254,9 +254,14 @@ def rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def process_scorer(name: str, **settings: Any) -> TaskScorer:
+@asynccontextmanager
+async def process_scorer(name: str, **settings: Any) -> AsyncIterator[TaskScorer]:
     config = TaskConfig(files=["rows.jsonl"], reward=name, reward_pool="process", **settings)
-    return TaskScorer(build_task(config, 0), config, seed=0)
+    scorer = TaskScorer(build_task(config, 0), config, seed=0)
+    try:
+        yield scorer
+    finally:
+        await scorer.aclose()
 
 
 MOODS = {
@@ -270,8 +275,8 @@ MOODS = {
 @pytest.mark.slow
 def test_processes_survive_whatever_the_reward_function_does(rewards: Path) -> None:
     async def story() -> None:
-        scorer = process_scorer("rewards_here:moody", reward_workers=2, reward_timeout_s=1.0)
-        try:
+        settings = {"reward_workers": 2, "reward_timeout_s": 1.0}
+        async with process_scorer("rewards_here:moody", **settings) as scorer:
             assert await scorer.score(PROMPT, "fine") == 1.0
             assert await scorer.score(PROMPT, "torch") == 0.0, "torch was loaded into a reward process"
             words = ["hang", "hang", *MOODS, "fine"]
@@ -283,8 +288,6 @@ def test_processes_survive_whatever_the_reward_function_does(rewards: Path) -> N
             assert last == 1.0
             with pytest.raises(RewardFailure, match="cannot be sent there"):
                 await scorer.score(Prompt("0/0", (), answer=lambda: 0), "x")
-        finally:
-            await scorer.aclose()
 
     asyncio.run(story())
     assert multiprocessing.active_children() == []
@@ -293,13 +296,10 @@ def test_processes_survive_whatever_the_reward_function_does(rewards: Path) -> N
 @pytest.mark.slow
 def test_a_score_that_cannot_be_built_in_a_process_ends_the_run(rewards: Path) -> None:
     async def story() -> None:
-        scorer = process_scorer("rewards_here:plain", reward_workers=1)
-        (rewards / "rewards_here.py").write_text("raise ValueError('not here')")
-        try:
+        async with process_scorer("rewards_here:plain", reward_workers=1) as scorer:
+            (rewards / "rewards_here.py").write_text("raise ValueError('not here')")
             with pytest.raises(TaskError, match=r"cannot build the score function(.|\n)*not here"):
                 await scorer.score(PROMPT, "x")
-        finally:
-            await scorer.aclose()
 
     asyncio.run(story())
 

@@ -90,19 +90,6 @@ def test_all_blocked_returns_when_nobody_else_can_move_and_no_time_has_passed() 
     run_virtual(story())
 
 
-def test_all_blocked_lets_timers_that_are_due_run_first() -> None:
-    async def story() -> None:
-        seen: list[str] = []
-        loop = asyncio.get_running_loop()
-        loop.call_later(0, seen.append, "due now")
-        loop.call_at(loop.time(), seen.append, "due now too")
-        loop.call_later(1e-6, seen.append, "later")
-        await all_blocked()
-        assert sorted(seen) == ["due now", "due now too"]
-
-    run_virtual(story())
-
-
 def test_a_task_that_never_lets_the_clock_go_on_is_an_error() -> None:
     async def spin() -> None:
         while True:  # noqa: ASYNC110  the loop under test
@@ -168,13 +155,3 @@ def test_threads_and_other_loops_are_refused_with_the_reason() -> None:
         run_virtual(asyncio.to_thread(time.monotonic))
     with pytest.raises(RuntimeError, match="run_virtual"):
         asyncio.run(all_blocked())
-
-
-def test_a_task_of_a_library_function_alone_is_named_by_that_function() -> None:
-    async def story() -> None:
-        queue: asyncio.Queue[int] = asyncio.Queue()
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(queue.get(), name="getter")
-
-    with pytest.raises(DeadlockError, match=r"getter waits in Queue\.get, main waits in story"):
-        run_virtual(story())
