@@ -1,4 +1,4 @@
-"""What rooms need of each other, as Protocols."""
+"""What a part needs of a part above it, or of one that has several implementations."""
 
 from __future__ import annotations
 

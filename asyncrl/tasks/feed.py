@@ -60,8 +60,15 @@ class Feed:
         else:
             draw = self.num_drawn
             self.num_drawn += 1
+        return self._make(draw, self._counts.pop(draw, 0))
+
+    def make_again(self, prompt_id: str, num_handed_back: int) -> Prompt:
+        """A prompt that was drawn before. Raises TaskError if the task cannot make it."""
+        return self._make(self._draw_of(prompt_id), num_handed_back)
+
+    def _make(self, draw: int, num_handed_back: int) -> Prompt:
         prompt = self._first[draw] if draw < len(self._first) else self._make_prompt(*self._place(draw))
-        return replace(prompt, num_handed_back=self._counts.pop(draw, 0))
+        return replace(prompt, num_handed_back=num_handed_back)
 
     def hand_back_nowait(self, prompt: Prompt) -> None:
         """Put a drawn prompt at the front again. Raises ValueError if it was not drawn, or was handed back
@@ -69,11 +76,14 @@ class Feed:
         """
         self._hand_back(prompt.prompt_id, prompt.num_handed_back)
 
+    def _draw_of(self, prompt_id: str) -> int:
+        if (draw := self._first_draws.get(prompt_id)) is not None:
+            return draw
+        epoch, index = (int(part) for part in prompt_id.split("/"))
+        return len(self._first) + epoch * self._num_prompts + int(self._epoch(epoch)[1][index])
+
     def _hand_back(self, prompt_id: str, num_handed_back: int) -> None:
-        draw = self._first_draws.get(prompt_id)
-        if draw is None:
-            epoch, index = (int(part) for part in prompt_id.split("/"))
-            draw = len(self._first) + epoch * self._num_prompts + int(self._epoch(epoch)[1][index])
+        draw = self._draw_of(prompt_id)
         if draw >= self.num_drawn or draw in self._counts:
             raise ValueError(f"prompt {prompt_id} is not out: it cannot be handed back")
         heapq.heappush(self._handed_back, draw)

@@ -12,7 +12,6 @@ from asyncrl.http import Answer
 from asyncrl.messages.engine_calls import EngineHealth
 from asyncrl.messages.trainer_calls import (
     ExportResponse,
-    StateSaved,
     TrainerHealth,
     TrainResponse,
     unpack_batch,
@@ -114,7 +113,6 @@ class FakeTrainerServer(FakeServer):
             case _:
                 assert path == "/begin_save_state", path
                 self._pending = (body.path, list(self.weights))
-                return StateSaved(policy_version=version, held_s=0.0)
         return self.health()
 
 
