@@ -70,13 +70,6 @@ def read_all(path: Path) -> ResumeState:
     return asyncio.run(story())
 
 
-def test_a_closed_journal_is_one_file_that_can_be_copied(whole: Path, tmp_path: Path) -> None:
-    assert [path.name for path in whole.parent.iterdir()] == ["journal.sqlite"]
-    shutil.copy(whole, tmp_path)
-    state = read_all(tmp_path / "journal.sqlite")
-    assert (state.next_version, len(state.ready), len(state.running)) == (3, NUM_GROUPS - 12, 4)
-
-
 @pytest.mark.parametrize(
     ("damage", "why"),
     [

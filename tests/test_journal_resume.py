@@ -30,7 +30,7 @@ from asyncrl.errors import JournalError
 from asyncrl.journal.journal import Journal
 from asyncrl.journal.read import read_resume
 from asyncrl.journal.story import batch_story, events, group_story, totals
-from asyncrl.messages.records import Batch, GroupId, Prompt, Ticket
+from asyncrl.messages.records import Batch, GroupId, Ticket
 from asyncrl.testing.memory_journal import MemoryJournal
 
 
@@ -99,20 +99,6 @@ def test_a_checkpoint_that_is_newer_than_the_journal_means_that_the_journal_lost
             await journal.read_resume(2)
 
     with_journal(tmp_path / "journal.sqlite", story)
-
-
-def test_a_journal_that_is_begun_anew_knows_what_was_before_it(tmp_path: Path) -> None:
-    async def second_life(journal: Journal) -> None:
-        journal.began_at_nowait(4, 11, {"0/9": 0, "0/10": 2}, 15)
-        for group_id, prompt in ((15, 9), (16, 11)):
-            journal.admitted_nowait(Ticket(GroupId(group_id), 4), Prompt(f"0/{prompt}", ()))
-
-    path = with_journal(tmp_path / "journal.sqlite", second_life)
-    state = read_resume(path, 4)
-    assert (state.next_version, state.num_drawn, state.next_group_id) == (4, 12, 17)
-    assert state.requeued == {"0/10": 2}
-    with pytest.raises(JournalError, match="begins at version 4, the newest whole checkpoint is of 3"):
-        read_resume(path, 3)
 
 
 # ---- what is refused

@@ -53,12 +53,10 @@ class TurnEngine(FakeEngineServer):
     """
 
     dies_at = ""
-    num_loaded = 0
 
     async def post(self, path: str, body: Any, answer: Any, *, timeout_s: float | None) -> Any:
         if path in ("/sleep", "/wake", "/load_chunk"):
             await asyncio.sleep(MOVE_S)
-        self.num_loaded += path == "/load_chunk"
         if path == self.dies_at:
             self.dies_at = ""
             self.die()
@@ -204,14 +202,10 @@ class House(EngineRooms):
         *,
         num_engines: int = 2,
         max_restarts: int = 20,
-        num_steps: int = 1000,
-        is_begun: bool = True,
     ) -> None:
-        self.is_begun = is_begun
         self.worker = TurnTrainer()
         self.worker_process = FakeTrainerProcess(self.worker, start_s=START_S)
         self.published: list[tuple[int, str]] = []
-        self.wholes: list[int] = []
         self.batches: list[Batch] = []
         self.client = TrainerClient(self.worker)
         config = SupervisionConfig(max_restarts=max_restarts, backoff_s=0.1)
@@ -232,14 +226,12 @@ class House(EngineRooms):
                 self.targets,
                 trainer,
                 self.publisher,
-                num_steps=num_steps,
+                num_steps=1000,
                 timeout_s=TIMEOUT_S,
                 on_event=self.tell,
                 on_lost=self.on_lost,
             ),
             on_published=lambda manifest: self.published.append((manifest.version, manifest.digest)),
-            is_file_wanted=lambda version: version % 2 == 0,
-            on_file=lambda manifest: self.wholes.append(manifest.version),
         )
         self.running.insert(0, tasks.create_task(trainer.run(), name="watch trainer"))
         self.running.append(tasks.create_task(self._watch(), name="watch memory"))
@@ -248,8 +240,7 @@ class House(EngineRooms):
         """As a run starts: the engines are asleep until their first turn."""
         for fake in self.fakes:
             fake.parts.asleep, fake.parts.has_content = {"weights", "kv"}, False
-        if self.is_begun:
-            await self.turns.start(0)
+        await self.turns.start(0)
 
     async def step(self) -> TrainResponse:
         """What the train loop does with a batch."""

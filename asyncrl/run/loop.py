@@ -122,97 +122,97 @@ class Job(Life):
             self.warn(text)
         if self._note:
             self.say(self._note)
-        rooms = await open_parts(
+        parts = await open_parts(
             self,
             self._placement,
             evaluated=self.reporter.evaluated,
             may_change_model=self._point is not None and self._point.may_change_model,
         )
-        self.servers = rooms.servers
-        self.servers_beside = () if rooms.eval_server is None else (rooms.eval_server,)
-        self.closes("producers", rooms.producers.aclose)
-        self._start_guards(rooms)
-        unfinished = await self._catch_up(rooms)
+        self.servers = parts.servers
+        self.servers_beside = () if parts.eval_server is None else (parts.eval_server,)
+        self.closes("producers", parts.producers.aclose)
+        self._start_guards(parts)
+        unfinished = await self._catch_up(parts)
         self.reporter.training_starts()
-        await self._start_services(rooms, unfinished)
-        await self._train_loop(rooms)
-        await self._end(rooms)
+        await self._start_services(parts, unfinished)
+        await self._train_loop(parts)
+        await self._end(parts)
         return 0 if self._signal is None else 128 + self._signal
 
-    def _start_guards(self, rooms: Parts) -> None:
+    def _start_guards(self, parts: Parts) -> None:
         """The tasks that see to it that the run lives: from before the first batch until the weights are
         saved.
         """
-        watchdog = make_watchdog(self.config, self.run_dir, rooms, tell=self.warn)
+        watchdog = make_watchdog(self.config, self.run_dir, parts, tell=self.warn)
         self.spawn(watchdog.run(), name="watchdog")
-        self.spawn(self._report_status(rooms, watchdog), name="status")
-        self.spawn(rooms.journal.wait_failed(), name="watch journal")
-        self.spawn(rooms.trainer.run(), name="watch trainer")
-        workers = () if rooms.harnessing is None else rooms.harnessing.supervisors
-        for supervisor in (*rooms.supervisors, *workers):
+        self.spawn(self._report_status(parts, watchdog), name="status")
+        self.spawn(parts.journal.wait_failed(), name="watch journal")
+        self.spawn(parts.trainer.run(), name="watch trainer")
+        workers = () if parts.harnessing is None else parts.harnessing.supervisors
+        for supervisor in (*parts.supervisors, *workers):
             self.spawn(supervisor.run(), name=f"watch {supervisor.name}")
-        if rooms.harnessing is not None:
+        if parts.harnessing is not None:
             self.spawn(self.wait_broken(), name="watch gateway")
 
-    async def _catch_up(self, rooms: Parts) -> Sequence[UnfinishedGroup]:
+    async def _catch_up(self, parts: Parts) -> Sequence[UnfinishedGroup]:
         """A run that was killed goes to where it stood; what is returned runs again once the engines have the
         weights.
         """
         point = self._point
         if point is None:
-            rooms.pin.write()
-            rooms.journal.order_nowait(rooms.feed.order)
+            parts.pin.write()
+            parts.journal.order_nowait(parts.feed.order)
             return ()
-        state = await rooms.journal.read_resume(point.version)
+        state = await parts.journal.read_resume(point.version)
         self.tell(f"training again on {state.next_version - point.version} journaled batches")
-        unfinished = await restore(rooms, self.reporter, point, state)
+        unfinished = await restore(parts, self.reporter, point, state)
         # Only now: a resume that was refused has changed nothing.
         write_whole(self.run_dir / "config.yaml", run_config_yaml(self.config))
-        rooms.pin.write()
+        parts.pin.write()
         for text in await asyncio.to_thread(set_aside, point.damaged):
             self.say(text)
         return unfinished
 
-    async def _start_services(self, rooms: Parts, unfinished: Sequence[UnfinishedGroup]) -> None:
-        version = rooms.trainer.policy_version
-        if rooms.evaluation is not None and rooms.eval_server is not None:
-            server, guard = rooms.eval_server, rooms.evaluation.guard
-            self.spawn(rooms.evaluation.run(), name="evaluation")
+    async def _start_services(self, parts: Parts, unfinished: Sequence[UnfinishedGroup]) -> None:
+        version = parts.trainer.policy_version
+        if parts.evaluation is not None and parts.eval_server is not None:
+            server, guard = parts.eval_server, parts.evaluation.guard
+            self.spawn(parts.evaluation.run(), name="evaluation")
             self.spawn(guard(server.child.watch()), name=f"watch {server.name}")
             beats = heartbeat(server, self.config.observe.heartbeat_s)
             self.spawn(guard(beats), name=f"heartbeat {server.name}")
         if version > 0:
             self.tell("bringing the weights to the engines")
-        await rooms.turns.start(version)
+        await parts.turns.start(version)
         self.tell("training")
         for group in unfinished:
-            rooms.producers.resume_nowait(group)
-        self.spawn(rooms.producers.run(), name="producers")
+            parts.producers.resume_nowait(group)
+        self.spawn(parts.producers.run(), name="producers")
 
-    async def _train_loop(self, rooms: Parts) -> None:
+    async def _train_loop(self, parts: Parts) -> None:
         """The loop: a batch that keeps the bound, one optimizer step, and what its weights need before the
         next one.
         """
         clock = asyncio.get_running_loop().time
         self.can_stop = True
-        while rooms.trainer.policy_version < self.config.trainer.num_steps:
+        while parts.trainer.policy_version < self.config.trainer.num_steps:
             started_s = clock()
-            batch = await self._next_batch(rooms)
+            batch = await self._next_batch(parts)
             if batch is None:
                 return
-            await rooms.journal.batch_taken(batch)  # durable before it is acted on
-            await rooms.turns.to_trainer()
-            report = await rooms.trainer.train(batch)
-            rooms.journal.trained_nowait(batch.version, report.metrics)
-            await rooms.turns.to_engines(report.policy_version)
-            self.reporter.step(rooms, batch, report, step_s=clock() - started_s)
-            await rooms.checkpointer.after_step(report.policy_version)
+            await parts.journal.batch_taken(batch)  # durable before it is acted on
+            await parts.turns.to_trainer()
+            report = await parts.trainer.train(batch)
+            parts.journal.trained_nowait(batch.version, report.metrics)
+            await parts.turns.to_engines(report.policy_version)
+            self.reporter.step(parts, batch, report, step_s=clock() - started_s)
+            await parts.checkpointer.after_step(report.policy_version)
 
-    async def _next_batch(self, rooms: Parts) -> Batch | None:
+    async def _next_batch(self, parts: Parts) -> Batch | None:
         """The next batch, or None once the run is to stop."""
         if self.stop.is_set():
             return None
-        waiting = asyncio.ensure_future(rooms.buffer.wait_batch())
+        waiting = asyncio.ensure_future(parts.buffer.wait_batch())
         stopping = asyncio.ensure_future(self.stop.wait())
         try:
             await asyncio.wait({waiting, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -221,31 +221,31 @@ class Job(Life):
             waiting.cancel()
             stopping.cancel()
 
-    async def _end(self, rooms: Parts) -> None:
+    async def _end(self, parts: Parts) -> None:
         """All steps are taken, or the run was told to stop: save what is to be saved. Guarded, as at any
         other time.
         """
         if self._signal is not None:
             self.end_tasks(all_but=GUARDS)
             self.tell("writing a checkpoint")
-            await rooms.checkpointer.make_last(rooms.trainer.policy_version)
+            await parts.checkpointer.make_last(parts.trainer.policy_version)
             return
         self.can_stop = False  # a signal cuts what comes now: there is no step to wait for
-        self.end_tasks(all_but=GUARDS if rooms.evaluation is None else GUARDS + EVALUATING)
-        await rooms.turns.to_trainer()
+        self.end_tasks(all_but=GUARDS if parts.evaluation is None else GUARDS + EVALUATING)
+        await parts.turns.to_trainer()
         self.tell("saving the weights")
-        await rooms.trainer.save(self.run_dir / "final")
+        await parts.trainer.save(self.run_dir / "final")
         if self.config.trainer.lora is not None:
-            await rooms.trainer.save(self.run_dir / "adapter", merged=False)
-        await rooms.checkpointer.make_last(rooms.trainer.policy_version)
-        if rooms.evaluation is not None:
+            await parts.trainer.save(self.run_dir / "adapter", merged=False)
+        await parts.checkpointer.make_last(parts.trainer.policy_version)
+        if parts.evaluation is not None:
             self.tell("evaluating the last weights")
-            await rooms.evaluation.wait_last()
+            await parts.evaluation.wait_last()
 
-    async def _report_status(self, rooms: Parts, watchdog: Watchdog) -> None:
+    async def _report_status(self, parts: Parts, watchdog: Watchdog) -> None:
         while True:
             try:
-                self.reporter.status(rooms, watchdog.look())
+                self.reporter.status(parts, watchdog.look())
             except OSError as error:
                 if error.errno not in OURS:
                     raise

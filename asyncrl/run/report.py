@@ -1,4 +1,4 @@
-"""Turns what the rooms report into step metrics, status and the end-of-run summary; observe/ shows and writes
+"""Turns what the parts report into step metrics, status and the end-of-run summary; observe/ shows and writes
 them.
 """
 
@@ -138,10 +138,10 @@ class Reporter(Voice):
         self._console.say(f"ready after {duration(time.monotonic() - self._opened_s)}; training")
         self.tell("training")
 
-    def step(self, rooms: Parts, batch: Batch, report: TrainResponse, *, step_s: float) -> None:
+    def step(self, parts: Parts, batch: Batch, report: TrainResponse, *, step_s: float) -> None:
         """One optimizer step is done: its metrics go to metrics.jsonl, TensorBoard and the console."""
         self._totals.starts_from(self._before.get(batch.version, self._journaled))
-        metrics = self._step_metrics(rooms, batch, report, step_s) | self._new_evaluation
+        metrics = self._step_metrics(parts, batch, report, step_s) | self._new_evaluation
         self._new_evaluation = {}
         self._last = metrics
         self._num_skipped += int(metrics.get("trainer/skipped_steps", 0))
@@ -194,27 +194,27 @@ class Reporter(Voice):
                 logger.warning("%s", text)
             self.warn_once("skipped", text)
 
-    def status(self, rooms: Parts, waits: Sequence[Wait]) -> None:
+    def status(self, parts: Parts, waits: Sequence[Wait]) -> None:
         """Replace status.json, for `asyncrl status` from another terminal. `waits`: who waits for whom right
         now.
         """
-        found, producers = gauges(rooms), rooms.producers
+        found, producers = gauges(parts), parts.producers
         now = {**found, **self._totals.add(totals_of(found))}
-        missing = rooms.harnessing.missing_workers() if rooms.harnessing is not None else None
+        missing = parts.harnessing.missing_workers() if parts.harnessing is not None else None
         if missing is not None:
             self.warn_once("workers", missing)
-        down = rooms.engines.stats().down
+        down = parts.engines.stats().down
         optional = {
             "skipped_steps": self._num_skipped,
-            "turns": rooms.turns.status(),
-            "evaluation": None if rooms.evaluation is None else asdict(rooms.evaluation.stats()),
+            "turns": parts.turns.status(),
+            "evaluation": None if parts.evaluation is None else asdict(parts.evaluation.stats()),
             "warnings": self._warnings,
         }
         self._recorder.write_status(
             {
                 "state": "running",
                 "activity": self._activity,
-                "step": rooms.trainer.policy_version,
+                "step": parts.trainer.policy_version,
                 "num_steps": self.config.trainer.num_steps,
                 "buffer": {
                     name: now[f"buffer/{name}"] for name in ("ready", "running", "look_ahead", "served")
@@ -229,7 +229,7 @@ class Reporter(Voice):
                 "weight_sync": {"version": now["publish/version"], "skipped": now["weight_sync/skipped"]},
                 "engines": {
                     server.name: "down" if server.name in down else f"policy_version {server.policy_version}"
-                    for server in rooms.engines.servers
+                    for server in parts.engines.servers
                 },
                 **{name: value for name, value in optional.items() if value},
                 "waits": [wait.as_dict() for wait in waits],
@@ -285,7 +285,7 @@ class Reporter(Voice):
         self._trained_since_s = time.monotonic() - self._last.get("time_s", 0.0)
 
     def _step_metrics(
-        self, rooms: Parts, batch: Batch, report: TrainResponse, step_s: float
+        self, parts: Parts, batch: Batch, report: TrainResponse, step_s: float
     ) -> dict[str, float]:
         metrics: dict[str, float] = {
             "step": batch.version,
@@ -295,7 +295,7 @@ class Reporter(Voice):
         metrics |= {**batch_metrics(batch), **report.metrics}
         metrics["perf/step_s"] = step_s
         metrics["perf/tokens_per_s"] = metrics["tokens/trained"] / step_s if step_s > 0 else 0.0
-        found = gauges(rooms)
+        found = gauges(parts)
         for name, value in found.items():
             gauge = gauge_of(name)
             if gauge is not None and gauge.kind in ("step", "now") and not isinstance(value, Mapping):

@@ -220,24 +220,24 @@ def _refuse_done(run_dir: Path, config: RunConfig) -> None:
 
 
 async def restore(
-    rooms: Parts, reporter: Reporter, point: ResumePoint, state: ResumeState
+    parts: Parts, reporter: Reporter, point: ResumePoint, state: ResumeState
 ) -> tuple[UnfinishedGroup, ...]:
     """Everything but the engines; returns what goes on once they have the current weights.
 
     What can refuse goes first: data, buffer, and the trainer that loads the state. Then reporter and journal
     are told, and nothing but a broken part can end it. Raises what the parts raise.
     """
-    feed, journal = rooms.feed, rooms.journal
+    feed, journal = parts.feed, parts.journal
     if state.order is not None:
         feed.check_order(state.order)
     is_journal_new = state.num_drawn == 0 and point.checkpoint is not None
     unfinished: tuple[UnfinishedGroup, ...] = ()
     ended: dict[GroupId, tuple[Prompt, str]] = {}
     if is_journal_new:
-        _from_checkpoint_alone(rooms, point)
+        _from_checkpoint_alone(parts, point)
     else:
-        unfinished, ended = _from_journal(rooms, state)
-    before = (feed.num_drawn, feed.prompts_back(), rooms.buffer.next_group_id)
+        unfinished, ended = _from_journal(parts, state)
+    before = (feed.num_drawn, feed.prompts_back(), parts.buffer.next_group_id)
     is_restored = False
 
     def restored() -> None:
@@ -251,10 +251,10 @@ async def restore(
     def trained_again(batch: Batch, report: TrainResponse) -> None:
         restored()
         journal.trained_nowait(batch.version, report.metrics)
-        reporter.step(rooms, batch, report, step_s=report.metrics.get("perf/train_s", 0.0))
+        reporter.step(parts, batch, report, step_s=report.metrics.get("perf/train_s", 0.0))
 
     folder = None if point.checkpoint is None else point.checkpoint.trainer_dir
-    await rooms.trainer.recover(
+    await parts.trainer.recover(
         folder, lambda: load_batches(state, point.version, state.next_version), trained_again
     )
     restored()
@@ -266,10 +266,10 @@ async def restore(
 
 
 def _from_journal(
-    rooms: Parts, state: ResumeState
+    parts: Parts, state: ResumeState
 ) -> tuple[tuple[UnfinishedGroup, ...], dict[GroupId, tuple[Prompt, str]]]:
     """(what goes on, what is handed back and why)."""
-    feed, ready = rooms.feed, [group for _, group in state.ready]
+    feed, ready = parts.feed, [group for _, group in state.ready]
     first = {name: count for name, count in state.requeued.items() if name not in state.returning}
     feed.restore_nowait(state.num_drawn, first)
     prompts = {group.group_id: group.prompt for group in ready}
@@ -282,7 +282,7 @@ def _from_journal(
             continue
         prompts[group_id], whole[group_id] = made, replace(found, prompt=made)
     tickets = [group.ticket for group in whole.values()]
-    late = rooms.buffer.restore_nowait(state.next_version, state.next_group_id, tickets, ready)
+    late = parts.buffer.restore_nowait(state.next_version, state.next_group_id, tickets, ready)
     if late:
         logger.warning("handed back, as too old for the settings that have changed: groups %s", list(late))
     for group_id in late:
@@ -292,19 +292,19 @@ def _from_journal(
         feed.hand_back_nowait(prompt)
     for prompt_id in state.returning:
         prompt = Prompt(prompt_id, (), num_handed_back=state.requeued[prompt_id])
-        rooms.producers.returns_nowait(state.next_version, prompt)
+        parts.producers.returns_nowait(state.next_version, prompt)
     return tuple(whole.values()), ended
 
 
-def _from_checkpoint_alone(rooms: Parts, point: ResumePoint) -> None:
+def _from_checkpoint_alone(parts: Parts, point: ResumePoint) -> None:
     """The journal is gone: what was in flight when the checkpoint was made is generated again."""
     assert point.checkpoint is not None
     controller = point.checkpoint.controller
     try:
-        rooms.feed.load_state(controller["feed"])
+        parts.feed.load_state(controller["feed"])
         for prompt_id, num_handed_back in controller["out"].items():
-            rooms.feed.hand_back_nowait(Prompt(prompt_id, (), num_handed_back=int(num_handed_back)))
-        rooms.buffer.restore_nowait(point.version, int(controller["next_group_id"]), [], [])
+            parts.feed.hand_back_nowait(Prompt(prompt_id, (), num_handed_back=int(num_handed_back)))
+        parts.buffer.restore_nowait(point.version, int(controller["next_group_id"]), [], [])
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{point.checkpoint.folder} does not say where the run stood: {type(error).__name__} {error}",

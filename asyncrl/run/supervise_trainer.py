@@ -264,9 +264,9 @@ class Checkpointer:
                 written is told, each time, and neither touches older checkpoints nor the run.
     """
 
-    def __init__(self, rooms: Parts, job: Life) -> None:
-        self._rooms, self._job = rooms, job
-        self._checkpoints, self._trainer = rooms.checkpoints, rooms.trainer
+    def __init__(self, parts: Parts, job: Life) -> None:
+        self._parts, self._job = parts, job
+        self._checkpoints, self._trainer = parts.checkpoints, parts.trainer
         self._writing: asyncio.Task[None] | None = None
         self.num_made = self.num_failed = 0
 
@@ -284,7 +284,7 @@ class Checkpointer:
                 f"the checkpoint at version {version} is left out: the one before is being written"
             )
         elif (begun := await self._begin()) is not None:
-            writing = self._finish(*begun, self._rooms.controller_state())
+            writing = self._finish(*begun, self._parts.controller_state())
             self._writing = self._job.spawn(writing, name=f"checkpoint {begun[1]}")
 
     async def make_last(self, version: int) -> None:
@@ -297,7 +297,7 @@ class Checkpointer:
             with waiting("the checkpoint before", on="checkpoint"):
                 await asyncio.wait({self._writing})
         if version not in self._checkpoints.versions() and (begun := await self._begin()) is not None:
-            await self._finish(*begun, self._rooms.controller_state())
+            await self._finish(*begun, self._parts.controller_state())
 
     async def _begin(self) -> tuple[Pending, int] | None:
         """(what the trainer is writing into, the version that it is of); None if it cannot, which is told."""
@@ -317,9 +317,9 @@ class Checkpointer:
                 with waiting("the files of a checkpoint to be whole", on="disk"):
                     folder = await asyncio.to_thread(self._checkpoints.finish, pending, version, controller)
                 self.num_made += 1
-                self._rooms.journal.checkpointed_nowait(version, folder, self._checkpoints.versions())
+                self._parts.journal.checkpointed_nowait(version, folder, self._checkpoints.versions())
                 if self._job.config.journal.keep == "checkpoint":
-                    await self._rooms.journal.compact(self._checkpoints.oldest_version())
+                    await self._parts.journal.compact(self._checkpoints.oldest_version())
         except (CheckpointError, TrainerLost) as error:
             await self._failed(pending, error)
 

@@ -26,80 +26,80 @@ from asyncrl.run.start import Server, failure_text
 HEALTH_TIMEOUT_S = 5.0
 
 
-def gauges(rooms: Parts) -> dict[str, float | Mapping[str, float]]:
+def gauges(parts: Parts) -> dict[str, float | Mapping[str, float]]:
     """All numbers of the run by name; several by source, where a source may begin anew (a new process)."""
-    parts: list[Any] = [rooms.buffer, rooms.producers, rooms.engines, rooms.publisher, rooms.scorer]
-    parts += [rooms.trainer, rooms.turns, rooms.checkpointer]
-    if rooms.evaluation is not None:
-        parts.append(rooms.evaluation)
-    if rooms.harnessing is not None:
-        parts += [rooms.harnessing.gateway, rooms.harnessing.queue]
+    sources: list[Any] = [parts.buffer, parts.producers, parts.engines, parts.publisher, parts.scorer]
+    sources += [parts.trainer, parts.turns, parts.checkpointer]
+    if parts.evaluation is not None:
+        sources.append(parts.evaluation)
+    if parts.harnessing is not None:
+        sources += [parts.harnessing.gateway, parts.harnessing.queue]
     found: dict[str, float | Mapping[str, float]] = {}
-    for part in parts:
-        found |= part.gauges()
-    healths = {server.name: server.health for server in servers(rooms)}
+    for source in sources:
+        found |= source.gauges()
+    healths = {server.name: server.health for server in servers(parts)}
     engines = {name: health for name, health in healths.items() if isinstance(health, EngineHealth)}
-    ours = {server.name for server in rooms.servers}
+    ours = {server.name for server in parts.servers}
     found |= {
         "engine/tokens": sum(health.tokens_generated for health in engines.values()),
         "engine/decode_s": {name: health.decode_s for name, health in engines.items() if name in ours},
-        "engine/restarts": sum(supervisor.num_restarts for supervisor in rooms.supervisors),
+        "engine/restarts": sum(supervisor.num_restarts for supervisor in parts.supervisors),
         "trainer/version": sum(h.policy_version for h in healths.values() if isinstance(h, TrainerHealth)),
     }
-    if rooms.harnessing is not None:
+    if parts.harnessing is not None:
         workers = {name: health for name, health in healths.items() if isinstance(health, WorkerHealth)}
         found |= {
             "harness/abandoned": {name: health.num_abandoned for name, health in workers.items()},
-            "harness/restarts": sum(one.num_restarts for one in rooms.harnessing.supervisors),
+            "harness/restarts": sum(one.num_restarts for one in parts.harnessing.supervisors),
         }
     return found
 
 
-def servers(rooms: Parts) -> tuple[Server, ...]:
-    """All child processes; that of the evaluation is one of them, and is not in rooms.servers."""
-    others = () if rooms.eval_server is None else (rooms.eval_server,)
-    return (*rooms.servers, *others, *(() if rooms.harnessing is None else rooms.harnessing.workers))
+def servers(parts: Parts) -> tuple[Server, ...]:
+    """All child processes; that of the evaluation is one of them, and is not in parts.servers."""
+    others = () if parts.eval_server is None else (parts.eval_server,)
+    return (*parts.servers, *others, *(() if parts.harnessing is None else parts.harnessing.workers))
 
 
-def reported(rooms: Parts) -> Reported:
+def reported(parts: Parts) -> Reported:
     """What the watchdog wants to know at this moment."""
     marks = {
         name: value
-        for name, value in gauges(rooms).items()
+        for name, value in gauges(parts).items()
         if name in GAUGES and GAUGES[name].is_progress and not isinstance(value, Mapping)
     }
-    is_starting = any(one.is_starting for one in (rooms.trainer, *rooms.supervisors))
-    return Reported(marks, tuple(rooms.producers.oldest()), is_starting)
+    is_starting = any(one.is_starting for one in (parts.trainer, *parts.supervisors))
+    return Reported(marks, tuple(parts.producers.oldest()), is_starting)
 
 
-def make_watchdog(config: RunConfig, run_dir: Path, rooms: Parts, *, tell: Callable[[str], None]) -> Watchdog:
+def make_watchdog(config: RunConfig, run_dir: Path, parts: Parts, *, tell: Callable[[str], None]) -> Watchdog:
     """The watchdog of a run. `tell` is for people; what it sees goes into the journal too."""
     log_path = run_dir / "logs" / "controller.log"
 
     async def restart_engines() -> None:
         why = f"the run has stopped moving; {log_path} says who waited for whom"
-        for supervisor in rooms.supervisors:
+        for supervisor in parts.supervisors:
             supervisor.lost_nowait(EngineLost(supervisor.name, why, rule="supervision.on_stuck=restart"))
 
     return Watchdog(
         config.supervision,
-        lambda: reported(rooms),
+        lambda: reported(parts),
         log_path=log_path,
         tell=tell,
         way_out=f"{log_path} and the logs beside it have all stacks; the run goes on from its journal with "
         f"`{run_again(run_dir, '--resume', 'must')}`.",
-        ask_children=lambda: _ask_children(rooms),
+        ask_children=lambda: _ask_children(parts),
         restart=restart_engines,
-        note=rooms.journal.event_nowait,
+        note=parts.journal.event_nowait,
     )
 
 
-async def _ask_children(rooms: Parts) -> tuple[ChildState, ...]:
+async def _ask_children(parts: Parts) -> tuple[ChildState, ...]:
     """Have every child dump its stacks into its log, then ask each for its health, all at once."""
-    for child in (server.child for server in servers(rooms)):
+    for child in (server.child for server in servers(parts)):
         if child.pid is not None and child.returncode is None and catches(child.pid, signal.SIGUSR1):
             os.kill(child.pid, signal.SIGUSR1)
-    return tuple(await asyncio.gather(*(_ask(server) for server in servers(rooms))))
+    return tuple(await asyncio.gather(*(_ask(server) for server in servers(parts))))
 
 
 def catches(pid: int, number: signal.Signals) -> bool:
