@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,15 +44,13 @@ def record(run_dir: Path, batch: Batch) -> None:
 
 async def live(run_dir: Path) -> Journal:
     """Groups 0 and 1 are trained, 2 and 3 taken; 4 failed, 5 was dropped and its prompt runs as 6, 7 was
-    filtered, 8 has just begun.
+    filtered, 8 has a rollout of several branches.
     """
-    config = {
-        "model": {"path": "nowhere/at-all"},
-        "task": {"python": "a:B"},
-        "trainer": {"num_steps": 9, "num_groups": 2},
-        "rollout": {"group_size": 2},
-    }
+    config = {"model": {"path": "nowhere/at-all"}, "task": {"python": "a:B"}, "rollout": {"group_size": 2}}
     (run_dir / "config.yaml").write_text(run_config_yaml(RunConfig.model_validate(config)))
+    (run_dir / "metrics.jsonl").write_text(
+        '{"step": 0, "tokens/sampled": 40, "tokens/trained": 33, "perf/step_s": 1.0}\n'
+    )
     journal = open_journal(run_dir / "journal.sqlite")
     tell_ready(journal, 0, 1, 2, 3)
     admit(journal, 4)
@@ -76,6 +75,7 @@ async def live(run_dir: Path) -> Journal:
         journal.rollout_finished_nowait(GroupId(7), (make_trajectory(7, index),))
     journal.group_ended_nowait(GroupId(7), "filtered", "buffer.filter")
     admit(journal, 8)
+    journal.rollout_finished_nowait(GroupId(8), make_rollout(8, 0, has_credits=True))
     journal.event_nowait("stuck", {"seconds": 12.5, "waits": [{"who": "train loop"}]})
     journal.event_nowait("engine lost", {"name": "engine-0", "restart": 1})
     journal.restored_nowait(1)
@@ -83,178 +83,145 @@ async def live(run_dir: Path) -> Journal:
     return journal
 
 
-def on_a_live_run(run_dir: Path, ask: Any) -> Any:
-    async def story() -> Any:
-        journal = await live(run_dir)
-        try:
-            return ask()
-        finally:
-            await journal.aclose()
-
-    return asyncio.run(story())
-
-
-def told(run_dir: Path, **options: Any) -> tuple[dict[str, Any], str]:
-    """As JSON, and for people."""
-    plain, text = on_a_live_run(
-        run_dir,
-        lambda: (
-            json.loads(render_inspect(run_dir, as_json=True, **options)),
-            render_inspect(run_dir, **options),
-        ),
-    )
-    assert plain["problems"] == []
-    return plain, " ".join(text.split())
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Of a run that goes on."""
+    folder = tmp_path_factory.mktemp("live")
+    with asyncio.Runner() as runner:
+        journal = runner.run(live(folder))
+        yield folder
+        runner.run(journal.aclose())
 
 
-def test_a_run_says_where_its_groups_and_tokens_went_and_what_happened_to_it(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text(
-        '{"step": 0, "tokens/sampled": 40, "tokens/trained": 33, "perf/step_s": 1.0}\n'
-    )
-    plain, text = told(tmp_path)
+def as_json(run_dir: Path, **options: Any) -> dict[str, Any]:
+    plain: dict[str, Any] = json.loads(render_inspect(run_dir, as_json=True, **options))
+    return plain
+
+
+def as_text(run_dir: Path, **options: Any) -> str:
+    return " ".join(render_inspect(run_dir, **options).split())
+
+
+def test_a_run_says_where_its_groups_and_tokens_went_and_what_happened_to_it(run_dir: Path) -> None:
+    plain = as_json(run_dir)
     journal = plain["journal"]
     assert journal["groups"] == {"failed": 1, "filtered": 1, "handed_back": 1, "running": 2, "taken": 4}
     wasted = {"retried": 10, "failed": 0, "filtered": 20, "handed_back": 10, "masked": 7}
-    assert (journal["wasted_tokens"], journal["sampled_tokens"]) == (wasted, 80 + 20 + 10 + 10)
+    assert (journal["wasted_tokens"], journal["sampled_tokens"]) == (wasted, 80 + 20 + 20 + 10 + 10)
     assert (journal["num_trained"], journal["num_batches"], journal["failed_rollouts"]) == (1, 2, 2)
     assert [event["what"] for event in journal["events"]] == ["stuck", "engine lost", "restored"]
-    assert plain["bound_kept"] is True
-    assert [step["step"] for step in plain["steps"]] == [0]
-    for words in (
-        "groups failed 1, filtered 1, handed_back 1, running 2, taken 4",
-        "wasted_tokens retried 10, failed 0, filtered 20",
-        "version 1, path checkpoints/step_1",
-        "what stuck, detail seconds 12.500",
-        "what engine lost, detail name engine-0, restart 1",
-        "bound kept",
-    ):
-        assert words in text
+    assert (plain["bound_kept"], plain["problems"], [step["step"] for step in plain["steps"]]) == (
+        True,
+        [],
+        [0],
+    )
 
 
-def test_the_story_of_a_trained_group_joins_journal_and_record(tmp_path: Path) -> None:
-    plain, _ = told(tmp_path, group=1)
-    story = plain["story"]
+def test_the_story_of_a_trained_group_joins_journal_and_record(run_dir: Path) -> None:
+    plain = as_json(run_dir, group=1)
+    story, expected = plain["story"], make_trajectory(1, 0)
     assert (story["state"], story["start_version"], story["batch"]) == ("taken", 0, 0)
     assert story["admitted_at"] <= story["ended_at"] <= story["trained_at"]
     assert story["messages"] == [{"role": "user", "content": "Question 1"}]
-    first, expected = story["rollouts"][0], make_trajectory(1, 0)
+    first = story["rollouts"][0]
     assert (first["state"], first["num_sampled"], first["reward"]) == ("finished", 10, expected.reward)
-    assert first["pieces"] == [
-        {"start": 2, "end": 12, "version": 0, "token_ids": expected.token_ids[2:].tolist()}
-    ]
+    piece = {"start": 2, "end": 12, "version": 0, "token_ids": expected.token_ids[2:].tolist()}
+    assert first["pieces"] == [piece]
     (step,) = plain["steps"]
     assert [entry["num_loss_tokens"] for entry in step["trajectories"]] == [10, 10]
 
 
 def test_a_rollout_with_several_branches_is_told_branch_by_branch_with_what_each_part_earned(
-    tmp_path: Path,
+    run_dir: Path,
 ) -> None:
-    async def story() -> tuple[Any, str]:
-        journal = await live(tmp_path)
-        journal.rollout_finished_nowait(GroupId(8), make_rollout(8, 0, has_credits=True))
-        await journal.flush()
-        try:
-            as_json = render_inspect(tmp_path, as_json=True, group=8)
-            return json.loads(as_json), render_inspect(tmp_path, group=8)
-        finally:
-            await journal.aclose()
-
-    plain, text = asyncio.run(story())
-    first, second = plain["story"]["rollouts"]
+    first, second = as_json(run_dir, group=8)["story"]["rollouts"]
     assert (first["reward"], first["num_sampled"], second["state"]) == (0.25, 20, "running")
-    assert plain["story"]["num_rollouts"] == 1
     assert "pieces" not in first
     sampled = [branch["pieces"][0]["token_ids"] for branch in first["branches"]]
     assert sampled == [branch.token_ids[2:].tolist() for branch in make_rollout(8, 0)]
     assert first["branches"][1]["credits"][0] == {"start": 2, "end": 7, "reward": 1.2, "unit": 2}
-    words = " ".join(text.split())
-    assert "sample 0: reward 0.250, 20 tokens, 0 interruptions branch 0: 10 tokens [v0, 2..11]" in words
-    assert "[7..11] reward 1.700, unit 3" in words
+
+
+RUN = """groups failed 1, filtered 1, handed_back 1, running 2, taken 4
+wasted_tokens retried 10, failed 0, filtered 20
+version 1, path checkpoints/step_1
+what stuck, detail seconds 12.500
+what engine lost, detail name engine-0, restart 1
+bound kept"""
+FAILED = """state failed
+reason too few usable rollouts
+sample 0: failed at each of 2 attempts, the last: timed out
+sample 1: failed at each of 2 attempts, the last: no number
+retried_tokens 7"""
+RUNNING = """state running
+sample 0: runs, nothing is written down yet
+sample 1: runs, attempt 2, turn 2, 4 tokens so far [v0, 0..3] 0 1 2 3
+text_from no tokenizer.json in"""
+BRANCHES = """sample 0: reward 0.250, 20 tokens, 0 interruptions branch 0: 10 tokens [v0, 2..11]
+[7..11] reward 1.700, unit 3"""
 
 
 @pytest.mark.parametrize(
-    ("group", "words"),
+    ("options", "words"),
     [
-        (2, ["state taken", "batch 1", "trained_at -"]),
-        (
-            4,
-            [
-                "state failed",
-                "reason too few usable rollouts",
-                "sample 0: failed at each of 2 attempts, the last: timed out",
-                "sample 1: failed at each of 2 attempts, the last: no number",
-                "retried_tokens 7",
-            ],
-        ),
-        (5, ["state handed_back", "reason dropped", "same_prompt 6"]),
-        (
-            6,
-            [
-                "state running",
-                "sample 0: runs, nothing is written down yet",
-                "sample 1: runs, attempt 2, turn 2, 4 tokens so far [v0, 0..3] 0 1 2 3",
-                "text_from no tokenizer.json in",
-            ],
-        ),
+        ({}, RUN),
+        ({"group": 2}, "state taken\nbatch 1\ntrained_at -"),
+        ({"group": 4}, FAILED),
+        ({"group": 5}, "state handed_back\nreason dropped\nsame_prompt 6"),
+        ({"group": 6}, RUNNING),
+        ({"group": 8}, BRANCHES),
+        ({"step": 0}, "trained_at 2\ntokens_by_version 0 40"),
     ],
 )
-def test_every_group_says_what_became_of_it(tmp_path: Path, group: int, words: list[str]) -> None:
-    plain, text = told(tmp_path, group=group)
-    assert plain["steps"] == [], "it was not trained on"
-    for said in words:
+def test_people_are_told_the_same(run_dir: Path, options: dict[str, Any], words: str) -> None:
+    text = as_text(run_dir, **options)
+    for said in words.splitlines():
         assert said in text
 
 
-def test_a_step_shows_its_batch_with_versions_whether_trained_or_not(tmp_path: Path) -> None:
-    plain, _ = told(tmp_path, step=0)
+def test_a_step_shows_its_batch_whether_trained_or_not(run_dir: Path) -> None:
+    plain, taken = as_json(run_dir, step=0), as_json(run_dir, step=1)
     assert plain["batch"]["tokens_by_version"] == {"0": 40}
     assert [group["group_id"] for group in plain["batch"]["groups"]] == [0, 1]
     assert len(plain["steps"][0]["trajectories"]) == 4
-    (tmp_path / "untrained").mkdir()
-    taken, _ = told(tmp_path / "untrained", step=1)
     assert (taken["batch"]["trained_at"], taken["steps"]) == (None, [])
 
 
-def test_tokens_that_were_deleted_leave_the_groups_numbers(tmp_path: Path) -> None:
-    async def story() -> dict[str, Any]:
+def test_tokens_that_were_deleted_leave_the_groups_numbers_and_a_damaged_journal_leaves_the_record(
+    tmp_path: Path,
+) -> None:
+    async def compacted() -> None:
         journal = await live(tmp_path)
         await journal.compact(1)
-        plain: dict[str, Any] = json.loads(render_inspect(tmp_path, as_json=True, group=0))["story"]
         await journal.aclose()
-        return plain
 
-    told = asyncio.run(story())
-    assert (told["has_tokens"], told["rollouts"], told["num_sampled"]) == (False, [], 20)
-
-
-def test_a_damaged_journal_is_a_problem_and_the_trainers_record_is_shown_all_the_same(tmp_path: Path) -> None:
-    on_a_live_run(tmp_path, lambda: None)
+    asyncio.run(compacted())
+    story = as_json(tmp_path, group=0)["story"]
+    assert (story["has_tokens"], story["rollouts"], story["num_sampled"]) == (False, [], 20)
     (tmp_path / "journal.sqlite").write_bytes(b"no journal at all" * 100)
     (tmp_path / "journal.sqlite-wal").unlink(missing_ok=True)
-    plain = json.loads(render_inspect(tmp_path, as_json=True))
+    plain = as_json(tmp_path)
     assert "journal" not in plain
     assert "journal.sqlite" in plain["problems"][0]
     assert plain["bound_kept"] is True
 
 
-def test_a_step_that_was_trained_again_counts_once_and_on_other_tokens_it_is_found(tmp_path: Path) -> None:
-    batch = make_batch(1, 2, 3)
+def test_a_step_that_was_trained_again_counts_once_and_on_other_tokens_it_is_found(
+    run_dir: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(run_dir, tmp_path, dirs_exist_ok=True)
+    batch, answers = make_batch(1, 2, 3), []
     group = batch.groups[0]
     other = replace(group.trajectories[0], token_ids=group.trajectories[0].token_ids + np.int32(1))
     changed = replace(group, trajectories=(other, *group.trajectories[1:]))
-
-    def ask() -> list[dict[str, Any]]:
-        answers = []
-        record(tmp_path, batch)
-        for again in (batch, replace(batch, groups=(changed, *batch.groups[1:]))):
-            append_line(tmp_path / "trained.jsonl", {"restored": 1})
-            record(tmp_path, again)
-            answers.append(json.loads(render_inspect(tmp_path, as_json=True)))
-        return answers
-
-    same, differs = on_a_live_run(tmp_path, ask)
+    record(tmp_path, batch)
+    for again in (batch, replace(batch, groups=(changed, *batch.groups[1:]))):
+        append_line(tmp_path / "trained.jsonl", {"restored": 1})
+        record(tmp_path, again)
+        answers.append(as_json(tmp_path))
+    same, differs = answers
     assert [step["step"] for step in same["steps"]] == [0, 1]
-    assert (same["violations"], same["problems"], same["restored_from"]) == ([], [], [1])
+    assert (same["violations"], same["restored_from"]) == ([], [1])
     assert differs["violations"] == ["step 1 was trained again on other data than before it was restored"]
 
 

@@ -19,7 +19,6 @@ import functools
 import importlib.util
 import os
 import re
-import shutil
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -235,7 +234,7 @@ def _eval_device(config: RunConfig, ranks: Sequence[str], engines: Sequence[str]
 # order of the bus, which is that of nvidia-smi.
 
 DRIVER_DIR = Path("/proc/driver/nvidia/gpus")
-QUERY = ("--query-gpu=index,uuid,memory.free", "--format=csv,noheader,nounits")
+QUERY = ("nvidia-smi", "--query-gpu=index,uuid,memory.free", "--format=csv,noheader,nounits")
 QUERY_TIMEOUT_S = 20.0
 
 
@@ -271,13 +270,8 @@ def find_cuda_devices() -> tuple[CudaDevice, ...]:
 @functools.cache
 def ask_nvidia_smi() -> str:
     """What nvidia-smi says, '' where there is none or it fails. Asked once a process."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return ""
     try:
-        done = subprocess.run(
-            [program, *QUERY], capture_output=True, text=True, timeout=QUERY_TIMEOUT_S, check=True
-        )
+        done = subprocess.run(QUERY, capture_output=True, text=True, timeout=QUERY_TIMEOUT_S, check=True)
     except (OSError, subprocess.SubprocessError):
         return ""
     return done.stdout
