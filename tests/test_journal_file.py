@@ -173,6 +173,40 @@ def test_nothing_that_reads_beside_the_writer_takes_its_lock_from_it(tmp_path: P
     assert locks_on(path) == []
 
 
+@pytest.mark.parametrize("at", [2, 9, 17, 30, 32 + 5, 32 + 9, 32 + 24 + 100])
+def test_a_damaged_write_ahead_log_is_refused_and_one_that_a_power_cut_tore_is_not(
+    tmp_path: Path, at: int
+) -> None:
+    path, copy = tmp_path / "a" / "journal.sqlite", tmp_path / "killed" / "journal.sqlite"
+
+    async def story(journal: Journal) -> None:
+        for group_id in range(3):
+            tell_ready(journal, group_id)
+            await journal.flush()
+        shutil.copytree(path.parent, copy.parent)
+
+    path.parent.mkdir()
+    with_journal(path, story)
+    log = copy.with_name("journal.sqlite-wal")
+    whole = log.read_bytes()
+    damaged = bytearray(whole)
+    damaged[at] ^= 0x10
+    log.write_bytes(damaged)
+    for _ in range(2):  # at the second start too
+        with pytest.raises(JournalError, match=r"wal is damaged: after 0 whole frames there are \d commits"):
+            open_journal(copy)
+        assert log.read_bytes() == damaged, "what is left of the log stays where it is"
+    log.write_bytes(whole[:-3000])
+
+    async def resumed() -> list[int]:
+        journal = open_journal(copy)
+        ready = [ticket.group_id for ticket, _ in (await journal.read_resume(0)).ready]
+        await journal.aclose()
+        return ready
+
+    assert asyncio.run(resumed()) == [0, 1]
+
+
 def test_a_new_journal_is_not_made_beside_the_log_of_an_old_one(tmp_path: Path) -> None:
     """SQLite would replay it: where journal.sqlite alone was moved away, the old groups would come back."""
     path, log = tmp_path / "journal.sqlite", tmp_path / "journal.sqlite-wal"

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from asyncrl.errors import JournalError
 from asyncrl.files import sync
+from asyncrl.journal.wal import commits_in, lost_commits
 
 APPLICATION_ID = 0x6172_6C6A  # "arlj"
 SCHEMA_VERSION = 4
@@ -181,8 +182,10 @@ def open_to_write(path: Path, run_id: str) -> sqlite3.Connection:
     """
     if not path.exists():
         create(path, run_id)
+    log = path.with_name(f"{path.name}-wal")
     try:
-        with closing(connect(path, is_read_only=True)) as connection:
+        commits = commits_in(log)
+        with closing(connect(path, is_read_only=True)) as connection:  # closed last: a refused log stays
             # quick_check would not see an index that hides a row
             rows = connection.execute("PRAGMA integrity_check(3)").fetchall()
             if wrong := [row[0] for row in rows if row[0] != "ok"]:
@@ -190,7 +193,11 @@ def open_to_write(path: Path, run_id: str) -> sqlite3.Connection:
             owner = connection.execute("SELECT value FROM meta WHERE key = 'run_id'").fetchone()
             if owner != (run_id,):
                 raise _foreign(path, f"is the journal of run {owner and owner[0]}, this is run {run_id}")
-        return connect(path, is_read_only=False)
+            writing = connect(path, is_read_only=False)
+            if lost := lost_commits(writing, commits):
+                writing.close()
+                raise damaged(log, lost)
+            return writing
     except DISK_ERRORS as error:
         raise cannot_use(path, error) from error
 
