@@ -44,8 +44,8 @@ def _is_whole(header: bytes) -> bool:
 
 
 def lost_commits(connection: sqlite3.Connection, commits: list[int]) -> str:
-    """What SQLite did not take of the log, of the `commits_in` it before the file was opened, in words; '' for
-    nothing.
+    """What SQLite did not take of the log, of the `commits_in` it before the file was opened, in words; ''
+    for nothing.
 
     The last commit may be: a power cut tears the one that was being written, of which no answer was given
     yet, and no check can tell that from damage to it.
