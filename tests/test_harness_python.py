@@ -16,9 +16,9 @@ from harness_gateway import open_gateway
 from asyncrl.agents import Outcome, Session, Task
 from asyncrl.agents.harness import (
     GRACE_S,
+    AnyTask,
     HarnessSpec,
     PythonHarness,
-    TaskWithoutAnswer,
     build_harness,
     make_http_client,
 )
@@ -35,7 +35,7 @@ def run(name: str, **args: Any) -> Outcome:
 
 
 def test_a_task_is_a_record_and_an_answer_that_is_not_given_is_missing() -> None:
-    without: Any = TaskWithoutAnswer("p0", TASK.messages)
+    without: Any = AnyTask("p0", TASK.messages)
     for task in (TASK, without):
         assert task == copy.deepcopy(task) == pickle.loads(pickle.dumps(task))
         assert "0.25" not in repr(task)

@@ -51,28 +51,24 @@ class AnyTask:
     sample_index: int = 0
     attempt: int = 0
 
+    def __getattr__(self, name: str) -> Any:
+        """Raises MissingAnswerError for the answer of one that stays with the run (generator.give_answer is
+        false): reading it says so, and gives no None.
+        """
+        if name != "answer":
+            raise AttributeError(f"a task has no {name}")
+        raise MissingAnswerError(
+            "the harness reads task.answer, which it is not given",
+            rule="generator.give_answer=false: what a model's tools run could find it",
+            way_out="set generator.give_answer=true, or leave the reward to the task (return nothing).",
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Task(AnyTask):
     """With the answer of its prompt, as it has come as JSON: generator.give_answer is true."""
 
     answer: Any = field(default=None, repr=False, kw_only=True)
-
-
-@dataclass(frozen=True, slots=True)
-class TaskWithoutAnswer(AnyTask):
-    """Its answer stays with the run: generator.give_answer is false. Reading it says so, and gives no
-    None.
-    """
-
-    @property
-    def answer(self) -> Any:
-        """Raises MissingAnswerError."""
-        raise MissingAnswerError(
-            "the harness reads task.answer, which it is not given",
-            rule="generator.give_answer=false: what a model's tools run could find it",
-            way_out="set generator.give_answer=true, or leave the reward to the task (return nothing).",
-        )
 
 
 class Session:
