@@ -18,11 +18,11 @@ from asyncrl.agents import Outcome, Session, Task
 from asyncrl.agents.harness import (
     GRACE_S,
     AnyTask,
-    HarnessSpec,
     PythonHarness,
     build_harness,
     make_http_client,
 )
+from asyncrl.config import GeneratorConfig
 from asyncrl.errors import ConfigError, RolloutFailure
 from asyncrl.user_code import MAX_ABANDONED
 
@@ -31,7 +31,7 @@ SESSION = Session("http://127.0.0.1:9/v1", "key", "policy")
 
 
 def run(name: str, **args: Any) -> Outcome:
-    harness = build_harness(HarnessSpec(python=f"harnesses_for_test:{name}", args=args))
+    harness = build_harness(GeneratorConfig(python=f"harnesses_for_test:{name}", args=args))
     return asyncio.run(harness.run(TASK, SESSION))
 
 
@@ -100,7 +100,7 @@ def test_a_function_that_cannot_be_called_is_refused_before_any_rollout(
     spec: str, args: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(ConfigError) as error:
-        build_harness(HarnessSpec(python=spec, args=args))
+        build_harness(GeneratorConfig(python=spec, args=args))
     assert said in str(error.value)
 
 
@@ -108,7 +108,7 @@ def test_a_function_that_cannot_be_called_is_refused_before_any_rollout(
 async def test_the_openai_client_of_a_session_calls_with_its_key_and_shares_the_connections() -> None:
     client = make_http_client()
     async with open_gateway() as gateway:
-        harness = build_harness(HarnessSpec(python="harnesses_for_test:two_turns", args={"bonus": 0.5}))
+        harness = build_harness(GeneratorConfig(python="harnesses_for_test:two_turns", args={"bonus": 0.5}))
         for number in range(2):
             session = Session(f"{gateway.url}/v1", f"key-{number}", "policy", http_client=lambda: client)
             assert await harness.run(TASK, session) == Outcome(1.5, {"turns": 2.0})
