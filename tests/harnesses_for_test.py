@@ -46,12 +46,8 @@ async def says_text(task: Task, session: Session) -> Any:
     return "good"
 
 
-async def not_finite(task: Task, session: Session) -> float:
-    return math.nan
-
-
-async def metric_not_finite(task: Task, session: Session) -> Outcome:
-    return Outcome(1.0, {"loss": math.inf})
+async def not_finite(task: Task, session: Session) -> Outcome:
+    return Outcome(1.0, {"loss": math.nan})
 
 
 async def raises(task: Task, session: Session) -> float:
@@ -78,13 +74,8 @@ async def no_session(task: Task) -> float:
     return 1.0
 
 
-async def sleeps(task: Task, session: Session, *, mark: str = "") -> float:
-    """Until it is cancelled; then it says so in the file `mark`."""
-    try:
-        await asyncio.sleep(3600.0)
-    finally:
-        if mark:
-            Path(mark).write_text("cancelled")  # noqa: ASYNC240
+async def sleeps(task: Task, session: Session) -> float:
+    await asyncio.sleep(3600.0)
     return 1.0
 
 
@@ -93,14 +84,6 @@ async def swallows(task: Task, session: Session) -> float:
     while True:
         with contextlib.suppress(BaseException):
             await asyncio.sleep(3600.0)
-
-
-async def blocks(task: Task, session: Session, *, mark: str) -> float:
-    """Holds its worker's loop from when it writes the file `mark` until somebody takes that away."""
-    Path(mark).write_text("begun")  # noqa: ASYNC240
-    while Path(mark).exists():  # noqa: ASYNC240
-        time.sleep(0.01)  # noqa: ASYNC251  that is the point
-    return 1.0
 
 
 class Judge:

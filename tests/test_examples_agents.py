@@ -20,8 +20,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from asyncrl.agents import Outcome, Task
 from asyncrl.agents.command import CommandHarness
 from asyncrl.agents.endpoint.tool_calls import find_tool_format
-from asyncrl.agents.harness import HarnessSpec, Session, build_harness
-from asyncrl.config import load_config
+from asyncrl.agents.harness import Session, build_harness
+from asyncrl.config import GeneratorConfig, load_config
 from asyncrl.tasks import Feed, build_task
 from asyncrl.user_code import load_object
 
@@ -187,7 +187,7 @@ def test_the_agents_configs_load_and_their_prompts_fit(name: str) -> None:
     if python is None:
         assert all(os.access(ROOT / part, os.X_OK) for part in config.generator.command or [])
         return
-    build_harness(HarnessSpec(python=python, args=config.generator.args))
+    build_harness(GeneratorConfig(python=python, args=config.generator.args))
     code = (ROOT / python.partition(":")[0].replace(".", "/")).with_suffix(".py").read_text(encoding="utf-8")
     assert config.generator.give_answer == ("task.answer" in code), (
         "an agent is given what it reads, and no more"

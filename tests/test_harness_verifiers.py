@@ -19,8 +19,9 @@ from gateway_cases import ScriptedEngine, World, gateway_world, in_loop
 
 from asyncrl.agents import Outcome, Session, Task
 from asyncrl.agents.endpoint.sessions import GatewaySession
-from asyncrl.agents.harness import HarnessSpec, build_harness
+from asyncrl.agents.harness import build_harness
 from asyncrl.agents.verifiers import VerifiersHarness, load_taskset
+from asyncrl.config import GeneratorConfig
 from asyncrl.errors import ConfigError, RewardFailure, RolloutFailure
 from asyncrl.messages.records import Rollout, SamplingRequest
 from asyncrl.tasks.verifiers_task import VerifiersTask
@@ -37,7 +38,7 @@ def in_the_examples(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def harness_of(name: str, args: Mapping[str, Any]) -> VerifiersHarness:
-    harness = build_harness(HarnessSpec(verifiers=name, args=dict(args)))
+    harness = build_harness(GeneratorConfig(verifiers=name, args=dict(args)))
     assert isinstance(harness, VerifiersHarness)
     return harness
 

@@ -18,10 +18,11 @@ from gateway_cases import in_loop
 from harness_gateway import WORKER_KEY, TestGateway, open_gateway, settled
 
 from asyncrl.agents import Harness, Outcome, Session, Task
-from asyncrl.agents.harness import AnyTask, HarnessSpec, build_harness
+from asyncrl.agents.harness import AnyTask, build_harness
 from asyncrl.agents.process_group import find_group
 from asyncrl.agents.work_client import Worker
 from asyncrl.agents.worker import WorkerSpec, _key_in, gateway_url, run_worker
+from asyncrl.config import GeneratorConfig
 from asyncrl.errors import ConfigError, RolloutFailure
 from asyncrl.http import Caller
 from asyncrl.messages.base import find_fatal
@@ -67,7 +68,7 @@ async def working(
 
 
 def python(name: str, **args: Any) -> Harness:
-    return build_harness(HarnessSpec(python=f"harnesses_for_test:{name}", args=args))
+    return build_harness(GeneratorConfig(python=f"harnesses_for_test:{name}", args=args))
 
 
 @in_loop
@@ -212,7 +213,7 @@ async def test_a_wrong_key_and_a_harness_that_cannot_be_run_at_all_end_the_worke
 
 @contextlib.asynccontextmanager
 async def started(
-    gateway: TestGateway, run_dir: Path, harness: HarnessSpec, **more: str
+    gateway: TestGateway, run_dir: Path, harness: GeneratorConfig, **more: str
 ) -> AsyncIterator[tuple[ChildProcess, Caller]]:
     spec = WorkerSpec(name="worker-0", url=gateway.url, slots=2, harness=harness).model_dump_json()
     env, keys = {"PYTHONPATH": str(Path(__file__).parent)} | more, {WORKER_KEY_ENV: WORKER_KEY}
@@ -231,7 +232,7 @@ async def started(
 @in_loop
 async def test_the_worker_process_answers_health_runs_rollouts_and_ends_on_sigterm(tmp_path: Path) -> None:
     async with open_gateway() as gateway:
-        harness = HarnessSpec(python="harnesses_for_test:environment")
+        harness = GeneratorConfig(python="harnesses_for_test:environment")
         async with started(gateway, tmp_path, harness) as (process, caller):
             health = await caller.get("/health", WorkerHealth, timeout_s=60.0)
             assert (health.name, health.slots) == ("worker-0", 2)
@@ -239,7 +240,7 @@ async def test_the_worker_process_answers_health_runs_rollouts_and_ends_on_sigte
             assert said == Outcome(1.0, {"has_worker_key": 0.0, "is_hidden": 1.0}), "a harness finds no key"
         assert process.returncode == 0
         assert gateway.queue.gauges()["harness/workers"] == 0, "it said goodbye"
-        async with started(gateway, tmp_path, HarnessSpec(python="harnesses_for_test:two_turn")) as (
+        async with started(gateway, tmp_path, GeneratorConfig(python="harnesses_for_test:two_turn")) as (
             process,
             _,
         ):
@@ -257,12 +258,13 @@ async def test_the_commands_of_a_worker_end_with_it(tmp_path: Path, how: str) ->
     temp.mkdir()
     async with open_gateway() as gateway:
         script = f"env > {written}; trap '' TERM; sleep 3600 & while :; do sleep 1; done"
-        harness = HarnessSpec(command=["/bin/bash", "-c", script])
+        harness = GeneratorConfig(command=["/bin/bash", "-c", script])
         async with started(gateway, tmp_path, harness, TMPDIR=str(temp)) as (process, _):
             running = asyncio.ensure_future(gateway.run(0))
             await settled(lambda: len(find_group(token(written))) >= 3)
             if how == "orphaned":
-                process._close_stdin()
+                os.close(process._stdin or -1)
+                process._stdin = None
                 await process.wait()
             if how == "SIGKILL":
                 process.kill_nowait()

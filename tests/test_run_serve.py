@@ -27,7 +27,7 @@ from asyncrl.rollouts.evaluator import Evaluator
 from asyncrl.rollouts.recording import RecordedRollout, RecordFile, RolloutRecorder, read_recording
 from asyncrl.rollouts.rollout import RolloutAttempt
 from asyncrl.run import agents
-from asyncrl.run.recorded import PeoplesKey, Tried, result_table, try_rollouts, verdict
+from asyncrl.run.recorded import Tried, UserKey, result_table, try_rollouts, verdict
 from asyncrl.run.serve import open_folder
 from asyncrl.testing.virtual_time import run_virtual
 
@@ -43,7 +43,7 @@ class Desk:
         self.world, self.said, self.broken = world, list[str](), list[RoomError]()
         self.recorder = RolloutRecorder(file, world.engine.tokenizer, warn=self.said.append)
         life: Any = SimpleNamespace(say=self.said.append, on_broken=self.broken.append)
-        self.people = PeoplesKey(world.gateway, queue, self.recorder, life)
+        self.people = UserKey(world.gateway, queue, self.recorder, life)
         self.headers = {"Authorization": f"Bearer {self.people.key}"}
 
     async def ask(self, *texts: str) -> tuple[int, Any]:

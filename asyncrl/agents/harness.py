@@ -11,12 +11,12 @@ import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol
 
-from pydantic import Field, TypeAdapter, ValidationError, model_validator
+from pydantic import TypeAdapter, ValidationError
 
+from asyncrl.config import GeneratorConfig
 from asyncrl.errors import ConfigError, RolloutFailure, install_extra
-from asyncrl.messages.base import Message
 from asyncrl.messages.records import Outcome
 from asyncrl.user_code import UserCalls, load_function
 
@@ -51,28 +51,24 @@ class AnyTask:
     sample_index: int = 0
     attempt: int = 0
 
+    def __getattr__(self, name: str) -> Any:
+        """Raises MissingAnswerError for the answer of one that stays with the run (generator.give_answer is
+        false): reading it says so, and gives no None.
+        """
+        if name != "answer":
+            raise AttributeError(f"a task has no {name}")
+        raise MissingAnswerError(
+            "the harness reads task.answer, which it is not given",
+            rule="generator.give_answer=false: what a model's tools run could find it",
+            way_out="set generator.give_answer=true, or leave the reward to the task (return nothing).",
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Task(AnyTask):
     """With the answer of its prompt, as it has come as JSON: generator.give_answer is true."""
 
     answer: Any = field(default=None, repr=False, kw_only=True)
-
-
-@dataclass(frozen=True, slots=True)
-class TaskWithoutAnswer(AnyTask):
-    """Its answer stays with the run: generator.give_answer is false. Reading it says so, and gives no
-    None.
-    """
-
-    @property
-    def answer(self) -> Any:
-        """Raises MissingAnswerError."""
-        raise MissingAnswerError(
-            "the harness reads task.answer, which it is not given",
-            rule="generator.give_answer=false: what a model's tools run could find it",
-            way_out="set generator.give_answer=true, or leave the reward to the task (return nothing).",
-        )
 
 
 class Session:
@@ -142,27 +138,7 @@ class Harness(Protocol):
         ...
 
 
-class HarnessSpec(Message):
-    """Which harness, and its settings: those of the config's section `generator`. One of python, command,
-    verifiers is given.
-    """
-
-    python: str | None = None
-    command: list[str] | None = None
-    verifiers: str | None = None
-    args: dict[str, Any] = {}
-    env: dict[str, str] = {}
-    pass_env: list[str] = []
-    max_output_bytes: int = Field(default=2**20, ge=1024)
-
-    @model_validator(mode="after")
-    def _one_kind(self) -> Self:
-        if sum(map(bool, (self.python, self.command, self.verifiers))) != 1:
-            raise ValueError("give one of python, command, verifiers")
-        return self
-
-
-def build_harness(spec: HarnessSpec) -> Harness:
+def build_harness(spec: GeneratorConfig) -> Harness:
     """The harness of a worker. Raises ConfigError if it cannot be run here."""
     if spec.command:
         from asyncrl.agents.command import CommandHarness

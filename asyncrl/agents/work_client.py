@@ -18,7 +18,6 @@ from asyncrl.agents.harness import (
     Harness,
     Session,
     Task,
-    TaskWithoutAnswer,
     first_fault,
     make_http_client,
 )
@@ -168,7 +167,7 @@ class Worker:
             http_client=self._http_client,
         )
         given = (item.prompt_id, tuple(item.messages), item.info, item.seed, item.sample_index, item.attempt)
-        task: AnyTask = Task(*given, answer=item.answer) if item.has_answer else TaskWithoutAnswer(*given)
+        task: AnyTask = Task(*given, answer=item.answer) if item.has_answer else AnyTask(*given)
         limit = TimeLimit(item.timeout_s)
         try:
             async with limit:

@@ -23,9 +23,10 @@ from typing import NoReturn
 
 from pydantic import Field
 
-from asyncrl.agents.harness import Harness, HarnessSpec, build_harness
+from asyncrl.agents.harness import Harness, build_harness
 from asyncrl.agents.process_group import hide_memory
 from asyncrl.agents.work_client import Worker
+from asyncrl.config import GeneratorConfig
 from asyncrl.errors import ConfigError
 from asyncrl.http import Caller
 from asyncrl.messages.base import ErrorBody, Message, fatal_line
@@ -39,7 +40,7 @@ class WorkerSpec(Message):
     name: str
     url: str
     slots: int = Field(ge=1)
-    harness: HarnessSpec
+    harness: GeneratorConfig
 
 
 def work(
@@ -177,7 +178,7 @@ def run_worker(
             f"and its gateway.json has it.",
         )
     try:
-        harness = HarnessSpec(
+        harness = GeneratorConfig(
             python=python,
             command=shlex.split(command) if command else None,
             verifiers=verifiers,
@@ -186,6 +187,8 @@ def run_worker(
             pass_env=list(pass_env),
             max_output_bytes=max_output_bytes,
         )
+        if not harness.is_harness:
+            raise ValueError("no harness is given")
         name = name or f"{socket.gethostname()}/{os.getpid()}"
         spec = WorkerSpec(name=name, url=gateway_url(url), slots=slots, harness=harness)
     except ValueError as error:

@@ -16,7 +16,6 @@ from asyncrl.agents.endpoint.gateway import Gateway, collect_less
 from asyncrl.agents.endpoint.requests import CallRules
 from asyncrl.agents.endpoint.tool_calls import find_tool_format
 from asyncrl.agents.endpoint.work_routes import RolloutQueue
-from asyncrl.agents.harness import HarnessSpec
 from asyncrl.checkpoints.folder import Checkpoints
 from asyncrl.config import RunConfig
 from asyncrl.engines.engine import EngineClient
@@ -141,7 +140,7 @@ class Harnessing:
         generator, num_slots = config.generator, num_rollouts(config)
         if config.eval is not None and config.evaluates_agent:
             num_slots += config.eval.slots
-        harness = {name: getattr(generator, name) for name in HarnessSpec.model_fields}
+        harness = generator.model_dump(mode="json")
         spec = {"url": self.url, "slots": -(-num_slots // generator.workers), "harness": harness}
         workers = []
         for name in (f"worker-{index}" for index in range(generator.workers)):

@@ -47,8 +47,8 @@ RUN_COPY = "replay.jsonl"
 """In the run directory: what the run began with, whatever becomes of the file that it was given."""
 
 
-class PeoplesKey:
-    """The keys of a person who tries an agent by hand: calls with one, an outcome with the other, then calls
+class UserKey:
+    """The keys of a user who tries an agent by hand: calls with one, an outcome with the other, then calls
     again.
 
     Life:       open -> calls -> an outcome is posted: what was sampled since the last one is a rollout, and
@@ -76,8 +76,9 @@ class PeoplesKey:
         self._keep(self._session, None, rollout)
 
     def _open(self, number: int) -> GatewaySession:
-        return self._gateway.open_for_person_nowait(
-            self.key, f"{self._name}/{number}", prompt_id=self._name, sample_index=number
+        name, prompt_id = f"{self._name}/{number}", self._name
+        return self._gateway.open_nowait(
+            name, prompt_id=prompt_id, sample_index=number, attempt=0, route_key=name, user_key=self.key
         )
 
     def _take(self, outcome: Outcome) -> None:

@@ -40,7 +40,7 @@ from asyncrl.run.check import make_feed
 from asyncrl.run.engine_kinds import engine_kind
 from asyncrl.run.life import Life, logging_to, make_run_dir, say
 from asyncrl.run.model_folder import make_model_folder
-from asyncrl.run.recorded import PeoplesKey, result_table, sampled_by, try_rollouts, verdict
+from asyncrl.run.recorded import UserKey, result_table, sampled_by, try_rollouts, verdict
 from asyncrl.run.start import Launcher, Server, start_all
 from asyncrl.run.supervise import Supervision, heartbeat
 from asyncrl.tasks.scorer import TaskScorer
@@ -199,7 +199,7 @@ class ServedGateway(Serving):
         )
         self.closes("work queue", queue.aclose)
         self.closes("gateway", gateway.aclose)
-        url, people = await gateway.start(), PeoplesKey(gateway, queue, recorder, self)
+        url, people = await gateway.start(), UserKey(gateway, queue, recorder, self)
         messages: Any = [{"role": "user", "content": "Hello"}]
         if task is not None:
             messages = [dict(each) for each in make_feed(config, task, shuffle=False).next_nowait().messages]

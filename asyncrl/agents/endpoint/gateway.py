@@ -17,7 +17,7 @@ from asyncrl.agents.endpoint.capture import GatewayStats
 from asyncrl.agents.endpoint.endpoint_routes import Connection, EndpointRoutes
 from asyncrl.agents.endpoint.engine_route import EngineRoute, SeedOf
 from asyncrl.agents.endpoint.requests import CallRules
-from asyncrl.agents.endpoint.sessions import GatewaySession, Sessions
+from asyncrl.agents.endpoint.sessions import Sessions
 from asyncrl.agents.endpoint.tool_calls import ToolFormat
 from asyncrl.config import GatewayConfig
 from asyncrl.errors import ConfigError, RoomError
@@ -62,19 +62,6 @@ class Gateway:
         self._socket: socket.socket | None = None
         self._listener: asyncio.Server | None = None
         self._runner: web.AppRunner | None = None
-
-    def open_for_person_nowait(
-        self, key: str, rollout_id: str, *, prompt_id: str, sample_index: int
-    ) -> GatewaySession:
-        """A session under a user's key, which may open the next one when this one has ended."""
-        return self.open_nowait(
-            rollout_id,
-            prompt_id=prompt_id,
-            sample_index=sample_index,
-            attempt=0,
-            route_key=rollout_id,
-            user_key=key,
-        )
 
     def add_route(
         self,

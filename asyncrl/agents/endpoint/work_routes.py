@@ -15,14 +15,16 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from aiohttp import web
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from asyncrl.agents.endpoint.endpoint_routes import read_body, shown_key
 from asyncrl.agents.endpoint.openai_form import invalid
 from asyncrl.agents.endpoint.work_queue import QueuedItem, WorkerId, WorkItems, outcome_refused
+from asyncrl.agents.harness import OUTCOME, first_fault
 from asyncrl.config import Outcomes
 from asyncrl.errors import PromptUnusable, RolloutFailure
-from asyncrl.messages.base import ErrorBody, Message
+from asyncrl.http import Refused
+from asyncrl.messages.base import Message
 from asyncrl.messages.records import Outcome, Work
 from asyncrl.messages.work import (
     MAX_MESSAGE_BYTES,
@@ -42,18 +44,9 @@ Read = TypeVar("Read")
 FromWorker = TypeVar("FromWorker", bound=WorkerMessage)
 Handler = Callable[[web.Request], Awaitable[Message | bytes]]
 
-OUTCOME = TypeAdapter(Outcome)
 _TAKEN_BACK = (
     "the rollout was taken back: it ran past rollout.timeout_s, its group was handed back, or the run ends"
 )
-
-
-class Refusal(Exception):  # noqa: N818  an answer, not a crash
-    """Answer this one request with `status` and an ErrorBody."""
-
-    def __init__(self, status: int, error: str, *, way_out: str = "") -> None:
-        self.status, self.body = status, ErrorBody(error=error, way_out=way_out)
-        super().__init__(error)
 
 
 class RolloutQueue:
@@ -172,9 +165,9 @@ class RolloutQueue:
                 shown = shown_key(request).encode(errors="surrogateescape")
                 if not hmac.compare_digest(shown, self._worker_key.encode()):
                     way_out = "start the worker with the key that the run prints."
-                    raise Refusal(401, "wrong or missing worker key", way_out=way_out)
+                    raise Refused(401, "wrong or missing worker key", way_out=way_out)
                 answered, status = await handler(request), 200
-            except Refusal as refusal:
+            except Refused as refusal:
                 answered, status = refusal.body, refusal.status
             body = answered if isinstance(answered, bytes) else answered.model_dump_json().encode()
             return web.Response(body=body, status=status, content_type="application/json")
@@ -184,7 +177,7 @@ class RolloutQueue:
     async def _take(self, request: web.Request) -> bytes:
         message, worker_id = await self._heard(request, TakeRequest)
         if self._is_closed:  # an empty answer would have it ask again at once
-            raise Refusal(503, "the run ends", way_out="wait until it is started again.")
+            raise Refused(503, "the run ends", way_out="wait until it is started again.")
         self._items.workers[worker_id].slots = message.slots
         is_new = self._items.ask(worker_id, message.number, message.holding)
         items = await self._wait_items(request, message, worker_id) if is_new else []
@@ -229,7 +222,7 @@ class RolloutQueue:
             result = RolloutFailure(failure.error, rule=failure.rule, way_out=failure.way_out)
         why = self._items.result(worker_id, message.item_id, result)
         if why is not None:
-            raise Refusal(410, f"work item {message.item_id} is not this worker's: {why}")
+            raise Refused(410, f"work item {message.item_id} is not this worker's: {why}")
         return Accepted()
 
     async def _outcome(self, request: web.Request) -> web.StreamResponse:
@@ -246,7 +239,7 @@ class RolloutQueue:
                 take(outcome)
             else:
                 self._items.find_postable(key).posted = outcome  # it may have ended meanwhile
-        except (Refusal, RolloutFailure) as why:
+        except (Refused, RolloutFailure) as why:
             raise invalid(f"The outcome is refused: {why}") from None
         return web.Response(text=Accepted().model_dump_json(), content_type="application/json")
 
@@ -317,13 +310,11 @@ class RolloutQueue:
 
 
 async def _read(request: web.Request, parse: Callable[[bytes], Read], max_bytes: int) -> Read:
-    """The body. Raises Refusal: 413 if it is too large, 422 with the first wrong field."""
+    """The body. Raises Refused: 413 if it is too large, 422 with the first wrong field."""
     try:
         return parse(await read_body(request.clone(client_max_size=max_bytes)))
     except web.HTTPRequestEntityTooLarge:
-        raise Refusal(413, f"the message is larger than {max_bytes} bytes") from None
+        raise Refused(413, f"the message is larger than {max_bytes} bytes") from None
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
         way_out = "run worker and trainer with the same asyncrl."
-        raise Refusal(422, f"{where}: {first['msg']}".removeprefix(": "), way_out=way_out) from error
+        raise Refused(422, first_fault(error), way_out=way_out) from error
