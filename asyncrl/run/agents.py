@@ -167,13 +167,20 @@ class Harnessing:
         """The command for a worker elsewhere, without its key."""
         return f"asyncrl work {self.url} --python MODULE:FUNCTION"
 
-    async def start(self) -> None:
-        """Open the gateway and start the workers; returns when they answer. Raises ConfigError or
-        RoomError.
+    async def open(self, job: Life) -> None:
+        """Open the gateway and start the workers; returns when they answer. `job` closes them. Raises
+        ConfigError or RoomError.
+
+        Workers elsewhere are started by hand, with the command that is printed.
         """
+        job.tell("starting the gateway and its workers")
+        job.closes("gateway", self.aclose)
         await self.gateway.start()
         await start_all(self.workers)
         collect_less()
+        if not self.workers:
+            command = f"{WORKER_KEY_ENV}={self.worker_key} {self.start_worker}"
+            job.say_secret(f"gateway at {self.url}; start workers with: {command}")
 
     def missing_workers(self) -> str | None:
         """What to do if rollouts wait and no worker runs them; None while one does, or did a moment ago."""

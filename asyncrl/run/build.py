@@ -19,7 +19,6 @@ from asyncrl.errors import EngineLost
 from asyncrl.files import RunLock, write_whole
 from asyncrl.journal.journal import Journal
 from asyncrl.messages.trainer_calls import ExportResponse
-from asyncrl.messages.work import WORKER_KEY_ENV
 from asyncrl.placement.devices import Placement
 from asyncrl.placement.lease import ROUTINE
 from asyncrl.placement.staging import clear_stale_staging, disk_root, new_staging_dir, remove_staging_dir
@@ -319,7 +318,7 @@ async def open_parts(
         parts.make_evaluation(held_out, evaluated)
     parts.make_publisher()
     if parts.harnessing is not None:
-        await open_harnessing(job, parts.harnessing)
+        await parts.harnessing.open(job)
     return parts
 
 
@@ -333,16 +332,6 @@ async def find_task(job: Life, *, is_needed: bool = True) -> Found:
         job.tell("reading the task")
         found = replace(found, task=await asyncio.to_thread(read_task, job.config))
     return found
-
-
-async def open_harnessing(job: Life, harnessing: Harnessing) -> None:
-    """Start it; `job` closes it. Workers elsewhere are started by hand, with the command that is printed."""
-    job.tell("starting the gateway and its workers")
-    job.closes("gateway", harnessing.aclose)
-    await harnessing.start()
-    if not harnessing.workers:
-        key = f"{WORKER_KEY_ENV}={harnessing.worker_key}"
-        job.say_secret(f"gateway at {harnessing.url}; start workers with: {key} {harnessing.start_worker}")
 
 
 async def end_server(server: Server, warn: Callable[[str], None]) -> None:

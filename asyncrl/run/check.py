@@ -36,7 +36,7 @@ from asyncrl.placement.fit import refuse_what_cannot_fit, scarce_connections
 from asyncrl.placement.plan import make_plan, plan_text
 from asyncrl.rollouts.tokenizer import HFChatTokenizer, read_template
 from asyncrl.run.engine_kinds import engine_kind
-from asyncrl.run.model_folder import check_model_type, find_on_disk, is_hub_id
+from asyncrl.run.model_folder import check_model_type, find_on_disk
 from asyncrl.run.recorded import open_replay
 from asyncrl.run.start import START_TIMEOUT_S
 from asyncrl.tasks.feed import Feed
@@ -137,14 +137,8 @@ def _tokenizer(config: RunConfig) -> HFChatTokenizer | None:
     if template is not None:
         read_template(Path(template))
     if model.scratch is None:
-        if (folder := find_on_disk(model)) is None:
-            return None
-        try:
-            return HFChatTokenizer(folder, chat_template=template)
-        except ConfigError:
-            if is_hub_id(model):  # not all of it is in the hub's cache: the start of the run fetches the rest
-                return None
-            raise
+        folder = find_on_disk(model)
+        return None if folder is None else HFChatTokenizer(folder, chat_template=template)
     check_model_type(model.scratch.architecture.get("model_type"), "model.scratch.architecture")
     with tempfile.TemporaryDirectory(prefix="asyncrl-check-") as made:
         try:
