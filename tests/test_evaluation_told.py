@@ -21,9 +21,10 @@ from asyncrl.messages.records import Prompt
 from asyncrl.observe.recorder import write_reward_plot
 from asyncrl.observe.run_numbers import Steps, evaluation_text
 from asyncrl.observe.status import render_status
+from asyncrl.placement.devices import place
 from asyncrl.placement.plan import make_plan, trainer_threads
 from asyncrl.rollouts.evaluator import EvalResult, Sample
-from asyncrl.run.agents import make_evaluation
+from asyncrl.run.build import Parts
 from asyncrl.run.report import Reporter
 from asyncrl.tasks.from_config import build_task, look_at_eval_task, read_eval_task
 from asyncrl.tasks.letters import Letters
@@ -98,19 +99,14 @@ def test_calls_of_the_eval_reward_that_do_not_end_are_a_number_of_the_evaluation
     prompts = tuple(Prompt(f"0/{number}", ({"role": "user", "content": "hi"},)) for number in range(3))
     job: Any = SimpleNamespace(config=config, run_dir=tmp_path, warn=told.append, closes=lambda *_: None)
     tokenizer: Any = FakeTokenizer()
-    checkpoints: Any = SimpleNamespace(evaluated=lambda *_: None)
 
     async def story() -> None:
-        evaluation = make_evaluation(
-            job,
-            EngineServer(FakeEngineServer("engine-eval")),
-            (JudgeThatHoldsOn(size=3, seed=0), prompts),
-            tokenizer,
-            tmp_path,
-            checkpoints,
-            harnessing=None,
-            on_result=results.append,
-        )
+        parts = Parts(job, place(config, 0))
+        parts.tokenizer, parts.staging_dir = tokenizer, tmp_path
+        parts._eval_target = EngineServer(FakeEngineServer("engine-eval"))
+        parts.make_evaluation((JudgeThatHoldsOn(size=3, seed=0), prompts), results.append)
+        evaluation = parts.evaluation
+        assert evaluation is not None
         running = asyncio.ensure_future(evaluation.run())
         await asyncio.sleep(100.0)
         running.cancel()
