@@ -238,45 +238,39 @@ def test_calls_of_an_evaluation_go_to_its_own_engine_and_temperature_and_count_f
     asyncio.run(story())
 
 
-class OneTry:
-    """A Generator of two branches, after it was queued with its clock held."""
-
-    def __init__(self, failure: Exception | None = None, broken: list[RoomError] | None = None) -> None:
-        self.failure, self.names, self.broken = failure, list[str](), broken
-
-    async def run_attempt(self, attempt: RolloutAttempt) -> Rollout:
-        self.names.append(attempt.rollout_id)
+@pytest.mark.parametrize(
+    ("version", "failure", "broke", "says"),
+    [
+        (7, None, None, ""),
+        (7, RolloutFailure("no worker"), None, ""),
+        (8, None, None, r"has tokens of policy_version 7; every .* policy_version 8"),
+        (7, RolloutFailure("503"), EngineError("engine-eval", "gone"), "gone"),
+    ],
+)
+def test_an_evaluation_of_an_agent_takes_the_tokens_of_all_its_turns_at_one_version(
+    version: int, failure: Exception | None, broke: RoomError | None, says: str
+) -> None:
+    async def run_attempt(attempt: RolloutAttempt) -> Rollout:
         attempt.clock.hold()
-        await asyncio.sleep(500.0)
+        await asyncio.sleep(500.0)  # in the queue
         attempt.clock.resume()
-        if self.broken is not None:
-            self.broken.append(EngineError("engine-eval", "gone"))
-        if self.failure is not None:
-            raise self.failure
+        broken.extend([broke] if broke else [])
+        if failure is not None:
+            raise failure
         values: Any = {"version": 7, "sample_index": attempt.sample_index, "reward": 0.5}
-        branch = make_branch(((2, 4), (5, 6)), is_truncated=True, **values)
-        return branch, make_branch(((3, 6),), branch=1, **values)
+        return make_branch(((2, 4), (5, 6)), **values), make_branch(((3, 6),), branch=1, **values)
 
-    def evaluator(self) -> Evaluator:
-        prompts = [make_prompt(number) for number in range(3)]
-        return Evaluator(self, prompts, samples=2, slots=2, timeout_s=50.0, broken=self.broken)
-
-
-def test_an_evaluation_of_an_agent_takes_its_rewards_and_the_tokens_of_all_its_turns() -> None:
-    async def story() -> None:
-        agent = OneTry()
-        result = await agent.evaluator().evaluate(7)
-        assert agent.names == [f"eval-v7/0/{number}/s{sample}" for number in range(3) for sample in range(2)]
-        samples = {(sample.reward, sample.length, sample.is_truncated) for sample in result.samples}
-        assert (samples, len(result.samples), result.num_failed) == ({(0.5, 6, True)}, 6, 0)
-        failed = await OneTry(RolloutFailure("no worker")).evaluator().evaluate(7)
-        assert (failed.num_failed, "no worker" in failed.last_failure) == (6, True)
-        with pytest.raises(EngineError, match=r"has tokens of policy_version 7; every .* policy_version 8"):
-            await OneTry().evaluator().evaluate(8)
-        with pytest.raises(EngineError, match="gone"):  # that is no data
-            await OneTry(RolloutFailure("503"), []).evaluator().evaluate(7)
-
-    run_virtual(story())
+    agent: Any = SimpleNamespace(run_attempt=run_attempt)
+    broken: list[RoomError] = []
+    prompts = [make_prompt(number) for number in range(3)]
+    evaluator = Evaluator(agent, prompts, samples=2, slots=2, timeout_s=50.0, broken=broken)
+    if says:
+        with pytest.raises(EngineError, match=says):
+            run_virtual(evaluator.evaluate(version))
+        return
+    result = run_virtual(evaluator.evaluate(version))
+    assert result.num_failed == (6 if failure else 0)
+    assert [(sample.reward, sample.length) for sample in result.samples] == [(0.5, 6)] * (0 if failure else 6)
 
 
 # ---- the key of the workers
