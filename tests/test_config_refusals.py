@@ -17,16 +17,18 @@ buffer.max_staleness=2 buffer.look_ahead=4 -> look_ahead=4 is above buffer.max_s
 task.python=a:B -> exactly one of python, files, dataset, reasoning_gym
 task.files=none -> exactly one of python, files, dataset, reasoning_gym
 task.verifiers=true task.files=none task.reward=none -> set both, or none
+generator.verifiers=wordle -> set both, or none
+task.verifiers=true task.files=none task.system_prompt=Hi task.reward=none -> taskset.system_prompt
 task.verifiers=true task.files=none task.reward=none task.args={a: 1} -> does not reach a verifiers
 task.python=a:B task.files=none -> a python task scores itself
 task.reward=none -> task.reward is missing
 model.path=none -> give one of model.path
-generator.python=a:b generator.command=[c] -> give at most one of python, command
-generator.command=[] -> give at most one of python, command
-generator.env={A: b} -> generator.env is for a generator with command
-generator.python=a:b generator.stop=[x] -> generator.stop is for a generator with none of them, and
-generator.python=a:b generator.outcomes=posted -> generator.outcomes is for a generator with command or remote
-generator.give_answer=true -> generator.give_answer is for a generator with
+generator.python=a:b generator.command=[c] -> give at most one of python, command, verifiers, remote
+generator.command=[] -> give at most one of python, command, verifiers, remote
+generator.env={A: b} -> generator.env={'A': 'b'} is for command, and the generator is a single turn
+generator.python=a:b generator.stop=[x] -> is for a single turn, and the generator is python; remove it
+generator.python=a:b generator.outcomes=posted -> outcomes=posted is for command or remote
+generator.give_answer=true -> give_answer=True is for python or command or
 generator.command=[c] generator.env={A: b} generator.pass_env=[A] -> env and pass_env both give A
 generator.python=a:b generator.outcomes=none task.reward=none -> no harness returns a reward
 eval.task.files=[x] -> eval.task.reward is missing
