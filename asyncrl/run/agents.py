@@ -27,7 +27,6 @@ from asyncrl.placement.processes import ChildProcess
 from asyncrl.rollouts.generators import HarnessGenerator, SingleTurn
 from asyncrl.rollouts.rollout import Generator, derive_seed
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
-from asyncrl.run.engine_kinds import max_length
 from asyncrl.run.life import Life
 from asyncrl.run.start import Server, start_all
 from asyncrl.run.supervise import Tell, WorkerSupervisor
@@ -78,7 +77,7 @@ def make_gateway(
         top_p=1.0,
         max_tokens=rollout.max_tokens,
         max_prompt_tokens=rollout.max_prompt_tokens,
-        max_length=max_length(config),
+        max_length=config.rollout.max_length,
         vocab_size=tokenizer.vocab_size,
         message_tokens=fewest_message_tokens(tokenizer),
         on_sampling_override=config.gateway.on_sampling_override,
