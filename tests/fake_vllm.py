@@ -1,8 +1,7 @@
 """vLLM's routes on the virtual clock: requests on their way, slots, pauses, labels, a prefix cache, and every
-fault at a given moment.
+fault at a given moment; and what the tests of a VllmServer over it share.
 
-A token's logprob says which weights computed it and over whose KV cache: see Fake.logprob. Knows vLLM's
-messages and none of ours.
+A token's logprob says which weights computed it and over whose KV cache: see FakeVllm.logprob.
 """
 
 from __future__ import annotations
@@ -10,16 +9,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+import pytest
 from pydantic import BaseModel
 
+from asyncrl.engines.vllm.facts import VllmFacts
+from asyncrl.engines.vllm.vllm_server import VllmServer
+from asyncrl.errors import EngineLost
 from asyncrl.http import Answer, Caller, CallGarbled, CallLost
+from asyncrl.messages.base import Interrupt
+from asyncrl.messages.engine_calls import CommitResponse, GenerateRequest, GenerateResponse
+from asyncrl.messages.records import Completion
+from asyncrl.messages.trainer_calls import Canary, ExportResponse
 
 DECODE_S, TRANSIT_S = 0.01, 0.004
 VOCABULARY = 50
+SLOTS = 4
+MODES: list[Interrupt] = ["abort", "keep", "keep_kv", "wait"]
+PROMPT = (1, 2, 3)
 
 
 class Run:
@@ -61,13 +71,9 @@ class FakeVllm(Caller):
         """Routes that answer and do nothing."""
         self.ignores_salt = self.keeps_cache = self.gives_nan = False
         self.transit_s = TRANSIT_S
+        model = {"model": "/model", "dtype": "torch.float32", "max_model_len": 1000}
         self.settings: dict[str, Any] = {
-            "model_config": {
-                "model": "/model",
-                "dtype": "torch.float32",
-                "max_model_len": 1000,
-                "logprobs_mode": "processed_logprobs",
-            },
+            "model_config": model | {"logprobs_mode": "processed_logprobs"},
             "scheduler_config": {"max_num_seqs": slots},
             "lora_config": None,
         }
@@ -123,17 +129,10 @@ class FakeVllm(Caller):
         self._record(path)
         async with contextlib.aclosing(self._sample(json.loads(body.model_dump_json()))) as steps:
             async for run in steps:
-                yield (
-                    b"data: " + json.dumps({"choices": [self._choice(run, from_token=run.num_told)]}).encode()
-                )
+                yield b"data: " + json.dumps({"choices": [self._choice(run, run.num_told)]}).encode()
                 yield b""
                 run.num_told = len(run.tokens)
-        yield (
-            b"data: "
-            + json.dumps(
-                {"choices": [], "usage": {"prompt_tokens_details": {"cached_tokens": run.num_cached}}}
-            ).encode()
-        )
+        yield b"data: " + json.dumps({"choices": [], "usage": self._usage(run)}).encode()
         yield b"data: [DONE]"
 
     async def _answer(self, path: str, body: BaseModel | None) -> str:
@@ -145,16 +144,10 @@ class FakeVllm(Caller):
         if route == "/inference/v1/generate":
             async with contextlib.aclosing(self._sample(sent)) as steps:
                 *_, run = [step async for step in steps]
-            answer: Any = {
-                "choices": [self._choice(run)],
-                "usage": {"prompt_tokens_details": {"cached_tokens": run.num_cached}},
-            }
-            if sent["sampling_params"]["prompt_logprobs"] is not None:
-                told = -(1 + self.weights) / 100  # a prompt that is scored is computed anew
-                answer["prompt_logprobs"] = [
-                    None,
-                    *({str(token): {"logprob": told}} for token in sent["token_ids"][1:]),
-                ]
+            answer: Any = {"choices": [self._choice(run)], "usage": self._usage(run)}
+            if "prompt_logprobs" in sent["sampling_params"]:
+                told = {"logprob": -(1 + self.weights) / 100}  # a prompt that is scored is computed anew
+                answer["prompt_logprobs"] = [None, *({str(token): told} for token in sent["token_ids"][1:])]
             return json.dumps(answer)
         await self._alive(route)
         result = None if route in self.ignored else await self._control(route, sent, query)
@@ -188,26 +181,14 @@ class FakeVllm(Caller):
             case "asyncrl_stage":
                 self.staged = json.loads(sent["args"][0])
                 return {"results": [{"ok": True, "state": "staged", "digest": self.staged["digest"]}]}
-            case "asyncrl_load":
-                assert self.pause is not None, "a load while something may run"
-                right = float(self.staged["version"])
-                self.weights = self.wrong_loads.pop(0) if self.wrong_loads else right
-                return {
-                    "results": [
-                        {
-                            "ok": True,
-                            "num_tensors": self.staged["num_tensors"],
-                            "num_bytes": self.staged["num_bytes"],
-                        }
-                    ]
-                }
+            case "asyncrl_load" | "asyncrl_finish_chunks":
+                assert self.pause is not None or route != "asyncrl_load", "a load while something may run"
+                self.weights = self.wrong_loads.pop(0) if self.wrong_loads else float(self.staged["version"])
+                return {"results": [{"ok": True}]}
             case "asyncrl_load_chunk":
                 chunk = json.loads(sent["args"][0])
                 self.staged = {"version": chunk["version"]}
                 return {"results": [{"ok": True, "digest": chunk["digest"]}]}
-            case "asyncrl_finish_chunks":
-                self.weights = self.wrong_loads.pop(0) if self.wrong_loads else float(self.staged["version"])
-                return {"results": [{"ok": True, "digest": "whole"}]}
             case "/sleep":
                 await self._pause("abort", True)
             case "/wake_up":
@@ -282,19 +263,18 @@ class FakeVllm(Caller):
         if len(run.tokens) == run.body["sampling_params"]["max_tokens"]:
             run.finish = "length"
 
+    def _usage(self, run: Run) -> dict[str, Any]:
+        return {"prompt_tokens_details": {"cached_tokens": run.num_cached}}
+
     def _choice(self, run: Run, from_token: int = 0) -> dict[str, Any]:
-        starts = [start for _, start in run.labels]
+        ends = [start for _, start in run.labels[1:]] + [len(run.tokens)]
         spans = [
             {"version": label, "start": start, "end": end}
-            for (label, start), end in zip(run.labels, [*starts[1:], len(run.tokens)], strict=bool(starts))
-        ]
-        content = [
-            {"token_id": token, "logprob": logprob}
-            for token, logprob in zip(run.tokens, run.logprobs, strict=True)
+            for (label, start), end in zip(run.labels, ends, strict=False)
         ]
         return {
             "token_ids": run.tokens[from_token:],
-            "logprobs": {"content": content[from_token:]},
+            "logprobs": {"content": [{"logprob": one} for one in run.logprobs[from_token:]]},
             "finish_reason": run.finish,
             "weight_versions": spans if run.finish else None,
         }
@@ -317,3 +297,54 @@ class FakeVllm(Caller):
     def _change(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+def server_over(
+    fake: FakeVllm,
+    *,
+    retries: int = 1,
+    warnings: list[str] | None = None,
+    mark: str = "",
+    starts_fresh: bool = True,
+) -> VllmServer:
+    facts = VllmFacts("/model", "float32", fake.slots, 1000, (), False, "cpu", starts_fresh=starts_fresh)
+    warn = (lambda _: None) if warnings is None else warnings.append
+    return VllmServer(fake, facts=facts, canary_limit=1e-3, retries=retries, warn=warn, mark=mark)
+
+
+def manifest(version: int, *, has_canary: bool = True) -> ExportResponse:
+    logprob = -(1 + version) / 100
+    canary = Canary(token_ids=[7, 8, 9, 10], logprobs=[logprob] * 3, next_logprob=logprob)
+    return ExportResponse(
+        version=version,
+        path=f"/dev/shm/w{version}",
+        digest=f"d{version}",
+        num_tensors=2,
+        num_bytes=8,
+        canary=canary if has_canary else None,
+    )
+
+
+async def publish(
+    server: VllmServer, version: int, interrupt: Interrupt = "abort", *, has_canary: bool = True
+) -> CommitResponse:
+    what = manifest(version, has_canary=has_canary)
+    await server.prepare(what)
+    return await server.commit(version, what.digest, interrupt)
+
+
+def request(name: str = "a", *, max_tokens: int = 20, prompt: tuple[int, ...] = PROMPT) -> GenerateRequest:
+    return GenerateRequest(request_id=name, prompt_ids=list(prompt), max_tokens=max_tokens)
+
+
+def check_logprobs(completion: Completion | GenerateResponse) -> None:
+    """Each token is said to be of the version whose weights sampled it, over its own KV cache."""
+    logprobs = completion.behaviour_logprobs if isinstance(completion, Completion) else completion.logprobs
+    for span in completion.version_spans:
+        assert list(logprobs[span.start : span.end]) == [-(1 + span.version) / 100] * (span.end - span.start)
+
+
+async def lost(call: Coroutine[Any, Any, object]) -> EngineLost:
+    with pytest.raises(EngineLost) as caught:
+        await call
+    return caught.value

@@ -33,6 +33,7 @@ generator.command=[c] generator.env={A: b} generator.pass_env=[A] -> env and pas
 generator.python=a:b generator.outcomes=none task.reward=none -> no harness returns a reward
 eval.task.files=[x] -> eval.task.reward is missing
 eval.task.python=a:b eval.task.replay=x -> eval.task.replay is not for evaluations
+eval.task.verifiers=true generator.python=a:b -> eval.task.verifiers cannot be evaluated
 eval.task.python=a:b eval.samples=2 -> all the same at eval.temperature=0
 trainer.mini_batches=3 -> trainer.mini_batches=3 does not divide trainer.num_groups=8
 trainer.world_size=65 -> above the 64 sequences

@@ -51,12 +51,8 @@ def test_every_file_that_is_named_is_there() -> None:
 
 def test_the_command_for_servers_of_ones_own_gives_every_flag_that_the_run_asks_for() -> None:
     facts = (ROOT / "asyncrl" / "engines" / "vllm" / "facts.py").read_text(encoding="utf-8")
-    readiness = (ROOT / "asyncrl" / "engines" / "vllm" / "readiness.py").read_text(encoding="utf-8")
-    wanted = set(re.findall(r"(--[a-z-]{4,}|\bVLLM_[A-Z_]+)", facts + readiness)) - {
-        "--enable-lora",
-        "--max-lora-rank",
-    }
-    wanted -= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING"}
+    wanted = set(re.findall(r"(--[a-z-]{4,}|\bVLLM_[A-Z_]+)", facts))
+    wanted -= {"--enable-lora", "--max-lora-rank", "VLLM_ALLOW_RUNTIME_LORA_UPDATING"}
     assert "--logprobs-mode" in wanted
     (command,) = [
         block for block in re.findall(r"```bash\n(.*?)```", PAGE, flags=re.DOTALL) if "vllm serve" in block

@@ -5,66 +5,43 @@ from __future__ import annotations
 from contextlib import ExitStack
 from random import Random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.engines.pool import Router
 
 
-def test_a_groups_requests_go_to_one_server_while_it_has_a_free_slot() -> None:
-    router = Router(2, slots=3)
+@pytest.mark.parametrize(
+    ("num_servers", "slots", "keys", "expected"),
+    [
+        (2, 3, "ababa", [0, 1, 0, 1, 0]),  # together while there is a free slot
+        (2, 2, "aaaa", [0, 0, 1, 1]),  # they move on together
+        (3, 4, "a-aa    +  ", [0, 1, 1, 2, 2, 1, 2, 0, 0]),  # -, +: server 0 goes down, and comes back
+    ],
+)
+def test_requests_of_a_group_go_to_one_server_while_it_is_up_and_has_a_free_slot(
+    num_servers: int, slots: int, keys: str, expected: list[int]
+) -> None:
+    router, taken = Router(num_servers, slots), list[int]()
     with ExitStack() as requests:
-        taken = [requests.enter_context(router.take(key)) for key in ("a", "b", "a", "b", "a")]
-    assert taken == [0, 1, 0, 1, 0]
+        for key in keys:
+            if key == "-":
+                router.up.discard(0)
+            elif key == "+":
+                router.up.add(0)
+            else:
+                taken.append(requests.enter_context(router.take(key.strip())))
+    assert taken == expected
 
 
-def test_a_group_moves_on_together_when_its_server_is_full() -> None:
-    router = Router(2, slots=2)
-    with ExitStack() as requests:
-        taken = [requests.enter_context(router.take("a")) for _ in range(4)]
-    assert taken == [0, 0, 1, 1]
-
-
-def test_a_group_leaves_a_server_that_is_down_and_nothing_goes_there_until_it_is_up() -> None:
-    router = Router(3, slots=4)
-    with ExitStack() as requests:
-        taken = [requests.enter_context(router.take("a"))]
-        router.up.discard(0)
-        taken += [requests.enter_context(router.take(key)) for key in ("a", "a", "", "", "", "")]
-        assert taken == [0, 1, 1, 2, 2, 1, 2]
-        router.up.add(0)
-        assert [requests.enter_context(router.take("")) for _ in range(2)] == [0, 0]
-
-
-def test_a_key_is_forgotten_with_its_last_request_in_flight_and_a_later_turn_says_itself_where_the_one_before_was() -> (  # noqa: E501
-    None
-):
+def test_a_later_turn_says_itself_where_the_one_before_was() -> None:
     router = Router(3, slots=2)
-    with router.take("a"), router.take("a"):
-        pass
-    assert repr(router) == "<Router load [0, 0, 0] of 2, 0 keys>"
     with ExitStack() as requests:
         taken = [requests.enter_context(router.take(key, near=2)) for key in ("a", "b", "c")]
         assert taken == [2, 2, 0], "where the turn before was, until that server is full"
         router.up.discard(1)
         assert requests.enter_context(router.take("d", near=1)) == 0, "it is down"
-
-
-def test_a_request_moves_only_from_a_server_beyond_its_slots_to_one_with_a_free_slot() -> None:
-    router = Router(2, slots=2)
-    router.up.discard(1)
-    with ExitStack() as requests:
-        for _ in range(3):
-            requests.enter_context(router.take(""))
-        assert not router.has_to_move(0), "there is nowhere to go"
-        router.up.add(1)
-        assert router.has_to_move(0)
-        requests.enter_context(router.take(""))
-        requests.enter_context(router.take(""))
-        assert router.load == [3, 2]
-        assert not router.has_to_move(0), "it would queue there as well"
-        router.up.discard(0)
-        assert router.has_to_move(0)
 
 
 @given(
@@ -117,4 +94,4 @@ def test_a_request_queues_only_when_no_server_has_a_free_slot(
     for stack, _, _ in open_requests:
         stack.close()
     assert not any(router.load)
-    assert "0 keys" in repr(router)
+    assert not router._keys

@@ -13,15 +13,16 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from vllm_house import House, vllm_house
 
 from asyncrl.engines.vllm.vllm_server import VllmServer
 from asyncrl.engines.vllm.vllm_weights import write_adapter_folder
 from asyncrl.errors import EngineError, EngineLost
-from asyncrl.messages.base import Interrupt, find_fatal, weights_digest
+from asyncrl.messages.base import Interrupt, find_fatal
 from asyncrl.messages.trainer_calls import ExportResponse
+from asyncrl.weights.export import export_weights
 
 RANK, SCALE = 4, 0.35
 Q_PROJ, DOWN_PROJ, UP_PROJ = (
@@ -46,12 +47,8 @@ def make_adapters(
     tensors = {"scale": torch.tensor(SCALE)}
     for module in modules:
         out_features, in_features = base[f"{module}.weight"].shape
-        tensors[f"{module}.lora_A.weight"] = (torch.randn(RANK, in_features, generator=random) * 0.3).to(
-            dtype
-        )
-        tensors[f"{module}.lora_B.weight"] = (torch.randn(out_features, RANK, generator=random) * 0.3).to(
-            dtype
-        )
+        for name, shape in {"lora_A": (RANK, in_features), "lora_B": (out_features, RANK)}.items():
+            tensors[f"{module}.{name}.weight"] = (torch.randn(shape, generator=random) * 0.3).to(dtype)
     return tensors
 
 
@@ -59,49 +56,31 @@ def merge(base: dict[str, Tensor], tensors: dict[str, Tensor]) -> dict[str, Tens
     merged = dict(base)
     for name, lora_B in tensors.items():
         if name.endswith(".lora_B.weight"):
-            module = name.removesuffix(".lora_B.weight")
-            merged[f"{module}.weight"] = (
-                base[f"{module}.weight"] + (lora_B @ tensors[f"{module}.lora_A.weight"]) * tensors["scale"]
-            )
+            lora_A = tensors[name.replace("lora_B", "lora_A")]
+            weight = name.replace("lora_B.", "")
+            merged[weight] = base[weight] + (lora_B @ lora_A) * tensors["scale"]
     return merged
 
 
 def stage(tensors: dict[str, Tensor], version: int, folder: Path, **changes: Any) -> ExportResponse:
-    path = folder / f"adapters-{version}.safetensors"
-    save_file(tensors, path)
-    digest = weights_digest(
-        (
-            name,
-            str(one.dtype).removeprefix("torch."),
-            tuple(one.shape),
-            one.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(),
-        )
-        for name, one in tensors.items()
-    )
-    num_bytes = sum(one.nbytes for one in tensors.values())
-    return ExportResponse(
-        version=version,
-        path=str(path),
-        digest=digest,
-        num_tensors=len(tensors),
-        num_bytes=num_bytes,
-        kind="lora",
-    ).model_copy(update=changes)
+    answer = export_weights(tensors, folder / f"adapters-{version}.safetensors", version)
+    return answer.model_copy(update={"kind": "lora", **changes})
 
 
 @pytest.mark.slow
 @pytest.mark.vllm
 def test_adapters_give_what_merged_weights_give_and_each_push_starts_from_the_base(house: House) -> None:
     async def story(server: VllmServer) -> None:
-        folders = []
-        pushes: list[tuple[tuple[str, ...], Interrupt]] = [
-            ((Q_PROJ, DOWN_PROJ), "abort"),
-            ((UP_PROJ,), "keep"),
-            ((Q_PROJ,), "keep_kv"),
-        ]
+        folders: list[Path] = []
+        modules_of: dict[Interrupt, tuple[str, ...]] = {
+            "abort": (Q_PROJ, DOWN_PROJ),
+            "keep": (UP_PROJ,),
+            "keep_kv": (Q_PROJ,),
+        }
         before = await server.generate_segment(house.request(max_tokens=40))
         assert house.gap(house.base, [10, 11, 12], before.token_ids, before.logprobs) <= 1e-4
-        for version, (modules, interrupt) in enumerate(pushes, start=server.policy_version + 1):
+        for interrupt, modules in modules_of.items():
+            version = server.policy_version + 1
             tensors = make_adapters(house.base, modules, version)
             merged = merge(house.base, tensors)
             manifest = stage(tensors, version, house.scratch, canary=house.canary(merged))
@@ -123,16 +102,10 @@ def test_adapters_of_another_version_than_the_canary_are_not_announced(house: Ho
     async def story(server: VllmServer) -> None:
         version = server.policy_version + 1
         tensors = make_adapters(house.base, (Q_PROJ,), 40)
-        manifest = stage(
-            tensors,
-            version,
-            house.scratch,
-            canary=house.canary(merge(house.base, make_adapters(house.base, (Q_PROJ,), 41))),
-        )
+        canary = house.canary(merge(house.base, make_adapters(house.base, (Q_PROJ,), 41)))
+        manifest = stage(tensors, version, house.scratch, canary=canary)
         await server.prepare(manifest)
-        with pytest.raises(
-            EngineError, match=f"does not compute with the weights of policy_version {version}"
-        ):
+        with pytest.raises(EngineError, match="does not compute with the weights of policy_version"):
             await server.commit(version, manifest.digest, "abort")
         assert server.policy_version == version - 1
 
@@ -185,39 +158,36 @@ def base_of() -> dict[str, Tensor]:
 def test_a_folder_of_peft_holds_the_trainers_tensors_bit_for_bit(tmp_path: Path, dtype: torch.dtype) -> None:
     tensors = make_adapters(base_of(), (Q_PROJ, DOWN_PROJ), 1, dtype)
     manifest = stage(tensors, 3, tmp_path)
-    folder, digest = write_adapter_folder("engine-7", manifest)
-    assert (folder, digest) == (tmp_path / "engine-7-adapter-3", manifest.digest)
+    folder = tmp_path / "engine-7-adapter-3"
+    assert write_adapter_folder("engine-7", manifest, folder) == manifest.digest
     found = load_file(folder / "adapter_model.safetensors")
     assert found.keys() == {f"base_model.model.{name}" for name in tensors if name != "scale"}
-    for name, one in found.items():
-        assert one.dtype == dtype
-        assert torch.equal(one, tensors[name.removeprefix("base_model.model.")])
+    assert all(
+        torch.equal(one, tensors[name.removeprefix("base_model.model.")]) for name, one in found.items()
+    )
     from peft import LoraConfig
 
     config = LoraConfig.from_pretrained(str(folder))
     assert (config.r, config.lora_alpha / config.r) == (RANK, pytest.approx(SCALE, rel=1e-7))
     assert set(config.target_modules or ()) == {"q_proj", "down_proj"}
-    assert write_adapter_folder("engine-7", manifest) == (folder, digest), "written again over what is there"
+    assert write_adapter_folder("engine-7", manifest, folder) == manifest.digest, "over what is there"
 
 
 def test_adapters_that_are_not_what_was_announced_are_refused(tmp_path: Path) -> None:
-    tensors = make_adapters(base_of(), (Q_PROJ,), 1)
-    with pytest.raises(EngineError, match="announced for policy_version 1 were 3 of .* with 0123"):
-        write_adapter_folder("e", stage(tensors, 1, tmp_path, digest="0123"))
+    tensors, folder = make_adapters(base_of(), (Q_PROJ,), 1), tmp_path / "adapter"
     lonely = {name: one for name, one in tensors.items() if "lora_B" not in name}
-    with pytest.raises(
-        EngineError, match="adapters are <module>.lora_A.weight and <module>.lora_B.weight of one rank"
-    ):
-        write_adapter_folder("e", stage(lonely, 2, tmp_path))
-    mixed = {**tensors, **make_adapters(base_of(), (DOWN_PROJ,), 1)}
-    mixed[f"{DOWN_PROJ}.lora_A.weight"], mixed[f"{DOWN_PROJ}.lora_B.weight"] = (
-        torch.zeros(2, 5),
-        torch.zeros(6, 2),
-    )
-    with pytest.raises(EngineError, match=r"of ranks \[2, 4\]"):
-        write_adapter_folder("e", stage(mixed, 3, tmp_path))
+    other_rank = {
+        f"{DOWN_PROJ}.lora_A.weight": torch.zeros(2, 5),
+        f"{DOWN_PROJ}.lora_B.weight": torch.zeros(6, 2),
+    }
     broken = stage(tensors, 4, tmp_path)
     Path(broken.path).write_bytes(b"\xff" * 20)
-    with pytest.raises(EngineError, match="cannot make an adapter of"):
-        write_adapter_folder("e", broken)
-    assert not list(tmp_path.glob("e-adapter-*"))
+    for manifest, says in [
+        (stage(tensors, 1, tmp_path, digest="0123"), "announced for policy_version 1 was 0123"),
+        (stage(lonely, 2, tmp_path), "adapters are <module>.lora_A.weight and <module>.lora_B.weight of one"),
+        (stage(tensors | other_rank, 3, tmp_path), r"of ranks \{2, 4\}"),
+        (broken, "cannot make an adapter of"),
+    ]:
+        with pytest.raises(EngineError, match=says):
+            write_adapter_folder("e", manifest, folder)
+    assert not folder.exists()

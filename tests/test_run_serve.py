@@ -24,7 +24,7 @@ from asyncrl.errors import ConfigError, EngineError, RolloutFailure, RoomError
 from asyncrl.messages.records import Rollout
 from asyncrl.messages.work import WORKER_KEY_ENV
 from asyncrl.rollouts.evaluator import Evaluator
-from asyncrl.rollouts.recording import RecordedRollout, Recorder, RecordFile, read_recording
+from asyncrl.rollouts.recording import RecordedRollout, RecordFile, RolloutRecorder, read_recording
 from asyncrl.rollouts.rollout import RolloutAttempt
 from asyncrl.run import agents
 from asyncrl.run.recorded import PeoplesKey, Tried, result_table, try_rollouts, verdict
@@ -41,7 +41,7 @@ class Desk:
 
     def __init__(self, world: World, queue: RolloutQueue, file: RecordFile | None) -> None:
         self.world, self.said, self.broken = world, list[str](), list[RoomError]()
-        self.recorder = Recorder(file, world.engine.tokenizer, warn=self.said.append)
+        self.recorder = RolloutRecorder(file, world.engine.tokenizer, warn=self.said.append)
         life: Any = SimpleNamespace(say=self.said.append, on_broken=self.broken.append)
         self.people = PeoplesKey(world.gateway, queue, self.recorder, life)
         self.headers = {"Authorization": f"Bearer {self.people.key}"}
@@ -278,7 +278,8 @@ def test_the_worker_key_of_a_local_run_stands_in_no_file_and_that_of_a_remote_on
         )
         monkeypatch.setattr(agents, "make_gateway", lambda *_, **__: made)
         nothing: Any = None
-        return agents.Harnessing(job, nothing, nothing, print).worker_key
+        supervision = agents.Supervision(config.supervision, 1.0, print, print)
+        return agents.Harnessing(job, nothing, nothing, supervision).worker_key
 
     monkeypatch.setenv(WORKER_KEY_ENV, "known-to-others")
     keys = [key(python="my_agent:run") for _ in range(2)]

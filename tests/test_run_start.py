@@ -107,14 +107,14 @@ def test_vllm_runs_under_its_own_python_and_sees_our_two_packages_alone(tmp_path
     ).engines():
         child = engine.child
         assert isinstance(child, ChildProcess)
-        assert (child.module, child._python, child.renewed()._python) == (
+        assert (child.module, child.python, child.renewed().python) == (
             "asyncrl_servers.vllm",
             python,
             python,
         )
-        folder = Path(child._env["PYTHONPATH"])
+        folder = Path(child.env["PYTHONPATH"])
         assert sorted(path.name for path in folder.iterdir()) == ["asyncrl", "asyncrl_servers"]
-        assert json.loads(child._spec)["name"] == child.name
+        assert json.loads(child.spec)["name"] == child.name
 
 
 @pytest.mark.parametrize("num_cuda", [0, 3])
@@ -128,8 +128,8 @@ def test_a_process_is_told_its_kind_of_device_and_sees_no_other(
     servers = [*launch.trainers(tmp_path / "staging"), *launch.engines()]
     for server, names in zip(servers, ["4,GPU-b", "4,GPU-b", "GPU-c"], strict=True):
         assert isinstance(server.child, ChildProcess)
-        assert json.loads(server.child._spec)["device"] == ("cuda" if num_cuda else "cpu")
-        assert server.child._env.get("CUDA_VISIBLE_DEVICES") == (names if num_cuda else None)
+        assert json.loads(server.child.spec)["device"] == ("cuda" if num_cuda else "cpu")
+        assert server.child.env.get("CUDA_VISIBLE_DEVICES") == (names if num_cuda else None)
 
 
 # ---- whether it is ready

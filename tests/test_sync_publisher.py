@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from asyncrl.engines.own_server import EngineServer
 from asyncrl.errors import ConnectionShortage, EngineLost, PublishError
-from asyncrl.http import shortage
+from asyncrl.http import out_of
 from asyncrl.messages.base import Interrupt
 from asyncrl.messages.engine_calls import CommitResponse
 from asyncrl.messages.records import Batch
@@ -40,11 +40,7 @@ class Target(EngineServer):
         self._on_swap(self.name, True)
         try:
             report = await super().commit(version, digest, interrupt)
-            return (
-                report.model_copy(update={"digest": "stale", "pause_s": 0.0, "num_interrupted": 0})
-                if self.stale
-                else report
-            )
+            return report.model_copy(update={"digest": "stale"}) if self.stale else report
         finally:
             self._on_swap(self.name, False)
 
@@ -144,59 +140,10 @@ def fails(story: Story, *swaps_s: float, **knobs: Any) -> tuple[House, str]:
     return houses[0], str(error)
 
 
-async def one_step(house: House) -> None:
-    house.trainer.step()
-    await asyncio.sleep(30.0)
-
-
-async def step_alone(house: House) -> None:
-    house.trainer.step()
-
-
-def test_a_version_is_announced_after_every_engine_serves_it() -> None:
-    house = live(one_step, 0.5, 1.0)
-    assert house.served == [(1, 4.0)], "export 1 s, prepare 2 s, the slower swap 1 s"
-    stats = house.publisher.stats()
-    assert (stats.version, stats.published, stats.skipped, stats.num_bytes) == (1, 1, 0, 1000)
-    assert (stats.publish_s, stats.export_s, stats.prepare_s, stats.commit_s, stats.pause_s) == (
-        4,
-        1,
-        2,
-        1,
-        1,
-    )
-
-
-def test_versions_that_came_while_a_push_was_under_way_are_skipped_and_counted() -> None:
-    async def story(house: House) -> None:
-        house.trainer.step()
-        await asyncio.sleep(1.0)
-        for _ in range(3):
-            house.trainer.step()
-        await asyncio.sleep(10.0)
-
-    house = live(story, 0.5, 1.0, export_s=0.0)
-    assert [version for version, _ in house.served] == house.trainer.exported == [1, 4]
-    stats = house.publisher.stats()
-    assert (stats.published, stats.skipped, stats.total_publish_s) == (2, 2, 6.0)
-
-
-def test_the_train_loop_waits_for_the_export_and_never_for_the_push() -> None:
-    async def story(house: House) -> None:
-        clock = asyncio.get_running_loop().time
-        house.trainer.step()
-        await house.publisher.wait_exported_or_busy(1)
-        assert (clock(), house.trainer.exported) == (1.0, [1])
-        house.trainer.step()
-        await house.publisher.wait_exported_or_busy(2)
-        assert (clock(), house.trainer.exported) == (1.0, [1]), "version 1 is still being pushed"
-        await all_blocked()
-
-    live(story, 0.5, 1.0)
-
-
 @pytest.mark.parametrize("is_rolling", [True, False])
-def test_all_are_prepared_at_once_and_swap_at_once_or_one_after_the_other(is_rolling: bool) -> None:
+def test_all_are_prepared_at_once_swap_at_once_or_in_turn_and_the_version_is_announced_after_all(
+    is_rolling: bool,
+) -> None:
     async def story(house: House) -> None:
         house.trainer.step()
         await asyncio.sleep(EXPORT_S + PREPARE_S + 0.5)
@@ -211,7 +158,26 @@ def test_all_are_prepared_at_once_and_swap_at_once_or_one_after_the_other(is_rol
     assert house.peak_swapping == (1 if is_rolling else 3)
     assert house.served == [(1, EXPORT_S + PREPARE_S + commit_s)]
     stats = house.publisher.stats()
-    assert (stats.commit_s, stats.pause_s) == (commit_s, 3.0), "no pause is longer than an engine's own swap"
+    assert (stats.version, stats.published, stats.skipped, stats.num_bytes) == (1, 1, 0, 1000)
+    assert (stats.publish_s, stats.export_s, stats.prepare_s, stats.commit_s) == (
+        3 + commit_s,
+        1,
+        2,
+        commit_s,
+    )
+    assert stats.pause_s == 3.0, "no pause is longer than an engine's own swap"
+
+
+def test_the_train_loop_waits_for_the_export_and_never_for_the_push() -> None:
+    async def story(house: House) -> None:
+        clock = asyncio.get_running_loop().time
+        for version in (1, 2):
+            house.trainer.step()
+            await house.publisher.wait_exported_or_busy(version)
+            assert (clock(), house.trainer.exported) == (1.0, [1]), "version 1 is still being pushed"
+        await all_blocked()
+
+    live(story, 0.5, 1.0)
 
 
 def test_a_digest_that_differs_is_an_error_with_both_and_nothing_is_announced_or_swapped() -> None:
@@ -220,10 +186,9 @@ def test_a_digest_that_differs_is_an_error_with_both_and_nothing_is_announced_or
         house.trainer.step()
 
     house, error = fails(story, 0.5, 1.0)
-    loaded = (
-        "engine-1 loaded policy_version 1 with digest corrupt, the trainer sent w1 (1 tensors, 1000 bytes)"
+    assert (
+        "engine-1 loaded policy_version 1 with digest corrupt, the trainer sent w1 (1 tensors, 1000" in error
     )
-    assert loaded in error
     assert "so 1 was not announced" in error
     assert (house.served, [fake.policy_version for fake in house.fakes]) == ([], [0, 0])
 
@@ -234,59 +199,39 @@ def test_weights_that_differ_after_a_swap_stop_the_publish_before_the_next_engin
         house.trainer.step()
 
     house, error = fails(story, 1.0, 1.0, 1.0, is_rolling=True)
-    assert "engine-1 serves policy_version 1 with digest stale, the trainer sent w1" in error
+    assert "engine-1 serves policy_version 1 with digest stale of version 1, the trainer sent w1" in error
     assert "engine-0: 1, engine-1: 1, engine-2: 0" in error
     assert (house.fakes[2].policy_version, house.served) == (0, [])
 
 
 @pytest.mark.parametrize(
-    ("at_s", "phase", "versions"),
+    ("at_s", "how", "phase", "versions"),
     [
-        (0.0, "prepare", "engine-0: 0, engine-1: 0, engine-2: 0"),
-        (
-            EXPORT_S + PREPARE_S + 0.5,
-            "commit",
-            "engine-0: 1, engine-1: 0 or 1, it gave no answer, engine-2: 1",
-        ),
+        (0.0, "die", "prepare", "engine-0: 0, engine-1: 0, engine-2: 0"),
+        (0.0, "freeze", "prepare", "engine-0: 0, engine-1: 0, engine-2: 0"),
+        (3.5, "die", "commit", "engine-0: 1, engine-1: 0 or 1, it gave no answer, engine-2: 1"),
+        (3.5, "freeze", "commit", "engine-0: 1, engine-1: 0 or 1, it gave no answer, engine-2: 1"),
     ],
 )
-def test_an_engine_that_dies_is_named_with_the_versions_that_each_one_has(
-    at_s: float, phase: str, versions: str
+def test_an_engine_that_dies_or_is_silent_is_named_with_the_versions_that_each_one_has(
+    at_s: float, how: str, phase: str, versions: str
 ) -> None:
     async def story(house: House) -> None:
         house.trainer.step()
         await asyncio.sleep(at_s)
-        house.fakes[1].die()
+        getattr(house.fakes[1], how)()
 
     house, error = fails(story, 1.0, 1.0, 1.0)
     assert f"engine-1 failed in {phase} of policy_version 1" in error
     assert versions in error
     assert house.served == []
-
-
-@pytest.mark.parametrize(
-    ("prepare_s", "swap_s", "says"),
-    [
-        (100.0, 0.0, "engine-0, engine-1 did not prepare policy_version 1 within 60 s"),
-        (
-            0.0,
-            80.0,
-            "engine-1 did not commit policy_version 1 within 60 s (policy_version served: engine-0: 1,",
-        ),
-    ],
-)
-def test_a_phase_that_does_not_end_in_time_is_an_error_that_names_who_was_silent(
-    prepare_s: float, swap_s: float, says: str
-) -> None:
-    _, error = fails(step_alone, swap_s / 2, swap_s, prepare_s=prepare_s)
-    assert says in error
-    assert "weight_sync.timeout_s=60" in error
+    assert how == "die" or "within 60 s" in error
 
 
 def test_a_push_that_this_machine_has_no_connection_for_is_no_failure_of_the_engine() -> None:
     class Short(EngineServer):
         async def prepare(self, manifest: ExportResponse) -> str:
-            raise shortage(self.name, errno.EMFILE)
+            raise out_of(f"cannot open a connection to {self.name}", errno.EMFILE, self.name)
 
     async def story() -> None:
         lost: list[EngineLost] = []
@@ -298,12 +243,7 @@ def test_a_push_that_this_machine_has_no_connection_for_is_no_failure_of_the_eng
     run_virtual(story())
 
 
-def test_an_export_that_does_not_end_in_time_is_an_error() -> None:
-    _, error = fails(step_alone, 1.0, export_s=1000.0, timeout_s=5)
-    assert "the trainer did not export policy_version 1 within 5 s" in error
-
-
-def test_the_time_in_which_a_trainer_is_started_again_does_not_count_as_its_export() -> None:
+def test_an_export_has_a_limit_in_which_the_time_of_a_restart_does_not_count() -> None:
     async def story(house: House) -> None:
         house.trainer.is_up = False
         house.trainer.step()
@@ -319,26 +259,16 @@ def test_the_time_in_which_a_trainer_is_started_again_does_not_count_as_its_expo
         house.trainer.num_restarts, house.trainer.export_s = 1, 4.0
         await asyncio.sleep(20.0)
 
-    assert [version for version, _ in live(story, 0.5, timeout_s=5).served] == [1, 2]
-
-
-def test_an_engine_that_dies_in_its_turn_does_not_stop_those_after_it() -> None:
-    async def story(house: House) -> None:
+    async def too_slow(house: House) -> None:
         house.trainer.step()
-        await asyncio.sleep(EXPORT_S + PREPARE_S + 1.0 + 0.5)
-        house.fakes[1].die()
-        await asyncio.sleep(20.0)
-        assert house.versions() == [1, 0, 1]
-        await one_step(house)
-        assert house.versions() == [2, 0, 2]
 
-    house = live(story, 1.0, 2.0, 3.0, is_rolling=True)
-    assert house.lost == ["engine-1"]
-    assert [version for version, _ in house.served] == [1, 2]
+    assert [version for version, _ in live(story, 0.5, timeout_s=5).served] == [1, 2]
+    _, error = fails(too_slow, 1.0, export_s=1000.0, timeout_s=5)
+    assert "the trainer did not export policy_version 1 within 5 s" in error
 
 
-def test_a_frozen_engine_holds_the_others_up_until_it_is_given_up_or_its_turn_is_over() -> None:
-    async def given_up(house: House) -> None:
+def test_a_frozen_engine_holds_the_others_up_until_it_is_given_up() -> None:
+    async def story(house: House) -> None:
         house.trainer.step()
         await asyncio.sleep(EXPORT_S + PREPARE_S + 0.5)
         house.fakes[0].freeze()
@@ -348,16 +278,7 @@ def test_a_frozen_engine_holds_the_others_up_until_it_is_given_up_or_its_turn_is
         await asyncio.sleep(1.5)
         assert house.versions() == [0, 1]
 
-    async def unwatched(house: House) -> None:
-        house.trainer.step()
-        await asyncio.sleep(EXPORT_S + PREPARE_S + 0.5)
-        house.fakes[0].freeze()
-        await asyncio.sleep(30.0)
-
-    assert live(given_up, 1.0, 1.0, is_rolling=True).lost == ["engine-0"]
-    house = live(unwatched, 1.0, 1.0, is_rolling=True, timeout_s=10)
-    assert house.lost == ["engine-0"]
-    assert house.served == [(1, EXPORT_S + PREPARE_S + 10.0 + 1.0)]
+    assert live(story, 1.0, 1.0, is_rolling=True).lost == ["engine-0"]
 
 
 @pytest.mark.parametrize("is_rolling", [True, False])

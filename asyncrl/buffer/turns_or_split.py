@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from asyncrl.buffer.overdue import OnOverdue
-from asyncrl.buffer.simulation import Outcome, Simulation, Workload
-from asyncrl.buffer.staleness import StalenessRule
+from asyncrl.buffer.simulation import Simulation, SimulationResult, Workload
+from asyncrl.buffer.staleness import OnOverdue, StalenessRule
 from asyncrl.config import RunConfig
 
 BOUNDS = (0, 1, 2, 4)
@@ -49,24 +48,26 @@ class Split:
 
     max_staleness: int
     num_trainer: int
-    outcome: Outcome
+    outcome: SimulationResult
     gain: float
     break_even_s: float
 
 
-def apart(case: Case, max_staleness: int, num_trainer: int) -> Outcome:
+def apart(case: Case, max_staleness: int, num_trainer: int) -> SimulationResult:
     """So many devices train, the others generate, at the same time as far as the bound lets them."""
     return _play(case, max_staleness, case.num_devices - num_trainer, num_trainer, 0.0)
 
 
-def in_turns(case: Case) -> Outcome:
+def in_turns(case: Case) -> SimulationResult:
     """Every device generates, then every device trains; nothing overlaps, and each turn pays its
     handovers.
     """
     return _play(case, 0, case.num_devices, case.num_devices, case.handover_s)
 
 
-def _play(case: Case, max_staleness: int, generating: int, training: int, publish_s: float) -> Outcome:
+def _play(
+    case: Case, max_staleness: int, generating: int, training: int, publish_s: float
+) -> SimulationResult:
     """A whole run; look_ahead is as large as the bound lets it be."""
     rule = StalenessRule(
         num_groups=case.num_groups,
@@ -85,7 +86,7 @@ def _play(case: Case, max_staleness: int, generating: int, training: int, publis
     return Simulation(rule, workload).run()
 
 
-def best_split(case: Case, max_staleness: int, turns: Outcome) -> Split:
+def best_split(case: Case, max_staleness: int, turns: SimulationResult) -> Split:
     """The split with most batches a second."""
     outcomes = {num: apart(case, max_staleness, num) for num in range(1, case.num_devices)}
     num_trainer = max(outcomes, key=lambda num: outcomes[num].batches_per_s)
@@ -94,7 +95,7 @@ def best_split(case: Case, max_staleness: int, turns: Outcome) -> Split:
     return Split(max_staleness, num_trainer, best, best.batches_per_s / turns.batches_per_s, break_even_s)
 
 
-def break_even(case: Case, bounds: Sequence[int] = BOUNDS) -> tuple[Outcome, list[Split]]:
+def break_even(case: Case, bounds: Sequence[int] = BOUNDS) -> tuple[SimulationResult, list[Split]]:
     """Turns, and the best split at each bound."""
     turns = in_turns(case)
     return turns, [best_split(case, bound, turns) for bound in bounds]
@@ -149,7 +150,7 @@ def case_text(case: Case) -> str:
     return "\n".join(lines)
 
 
-def _line(name: str, outcome: Outcome, gain: float, even: str) -> str:
+def _line(name: str, outcome: SimulationResult, gain: float, even: str) -> str:
     idle = f"{outcome.idle_fraction:.0%}"
     return (
         f"{name:<28} {outcome.batches_per_s:>9.3f} {gain:>8.2f} {idle:>12} {outcome.age_mean:>8.2f}  {even}"

@@ -10,7 +10,6 @@ import secrets
 from collections.abc import Callable
 from pathlib import Path
 
-from asyncrl.agents.endpoint.engine_route import fewest_message_tokens
 from asyncrl.agents.endpoint.gateway import Gateway, collect_less
 from asyncrl.agents.endpoint.requests import CallRules
 from asyncrl.agents.endpoint.tool_calls import find_tool_format
@@ -29,7 +28,7 @@ from asyncrl.rollouts.rollout import Generator, derive_seed
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.run.life import Life
 from asyncrl.run.start import Server, start_all
-from asyncrl.run.supervise import Tell, WorkerSupervisor
+from asyncrl.run.supervise import Supervision, WorkerSupervisor
 from asyncrl.tasks.scorer import TaskScorer
 
 NO_WORKER_S = 30.0
@@ -79,7 +78,6 @@ def make_gateway(
         max_prompt_tokens=rollout.max_prompt_tokens,
         max_length=config.rollout.max_length,
         vocab_size=tokenizer.vocab_size,
-        message_tokens=fewest_message_tokens(tokenizer),
         on_sampling_override=config.gateway.on_sampling_override,
     )
     gateway = Gateway(
@@ -103,7 +101,7 @@ class Harnessing:
     """
 
     def __init__(
-        self, job: Life, engines: SamplingEngine, tokenizer: HFChatTokenizer, on_event: Tell
+        self, job: Life, engines: SamplingEngine, tokenizer: HFChatTokenizer, supervision: Supervision
     ) -> None:
         config, run_dir = job.config, job.run_dir
         is_remote = config.generator.remote
@@ -120,12 +118,9 @@ class Harnessing:
         self.supervisors = tuple(
             WorkerSupervisor(
                 worker,
-                config.supervision,
-                heartbeat_s=config.observe.heartbeat_s,
+                supervision,
                 lease_timeout_s=config.gateway.lease_timeout_s,
                 gone=self.queue.worker_gone_nowait,
-                warn=job.warn,
-                on_event=on_event,
             )
             for worker in self.workers
         )

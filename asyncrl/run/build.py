@@ -17,14 +17,14 @@ from asyncrl.checkpoints.folder import Checkpoints
 from asyncrl.engines.pool import EnginePool
 from asyncrl.engines.vllm.vllm_server import VllmServer
 from asyncrl.errors import EngineLost, RoomError
-from asyncrl.files import RunLock, write_whole
+from asyncrl.files import write_whole
 from asyncrl.journal.journal import Journal
 from asyncrl.messages.trainer_calls import ExportResponse
 from asyncrl.observe.run_files import read_evaluations
 from asyncrl.placement.devices import Placement
 from asyncrl.placement.lease import ROUTINE
 from asyncrl.placement.staging import clear_stale_staging, disk_root, new_staging_dir, remove_staging_dir
-from asyncrl.rollouts.evaluation import Evaluation, FileHold, Schedule
+from asyncrl.rollouts.evaluation import Evaluation, Schedule
 from asyncrl.rollouts.evaluator import EvalResult, Evaluator
 from asyncrl.rollouts.generators import HarnessGenerator, Replay
 from asyncrl.rollouts.producers import Producers
@@ -35,10 +35,9 @@ from asyncrl.run.colocate import SideBySide, TakingTurns, Turns
 from asyncrl.run.life import Life
 from asyncrl.run.model_folder import ModelPin, make_model_folder
 from asyncrl.run.recorded import open_replay, sampled_by
-from asyncrl.run.restore import Checkpointer, recover_trainer
 from asyncrl.run.start import Launcher, Server, bring_up
-from asyncrl.run.supervise import EngineSupervisor
-from asyncrl.run.supervise_trainer import LivingTrainer
+from asyncrl.run.supervise import EngineSupervisor, Supervision
+from asyncrl.run.supervise_trainer import Checkpointer, SupervisedTrainer, recover_trainer
 from asyncrl.sync.broadcast import Broadcasts
 from asyncrl.sync.publisher import Publisher
 from asyncrl.tasks.from_config import EvalTask, read_eval_task
@@ -69,7 +68,7 @@ class Parts:
         """Where rollouts are run by harnesses."""
         self.evaluation: Evaluation | None = None
 
-    async def open_journal(self, lock: RunLock) -> None:
+    async def open_journal(self) -> None:
         """And the folder where weights are staged."""
         disk_dir = await asyncio.to_thread(disk_root, self._config.weight_sync)
         for root in dict.fromkeys((None, disk_dir)):
@@ -77,8 +76,14 @@ class Parts:
                 logger.info("removed %s, which a run that was killed had left", folder)
         run_dir = self._job.run_dir
         path = run_dir / "journal.sqlite"
-        self.journal = await asyncio.to_thread(Journal.open, path, run_id=run_id(run_dir), lock=lock)
+        self.journal = await asyncio.to_thread(Journal.open, path, run_id=run_id(run_dir))
         self._job.closes("journal", self.journal.aclose)
+        self.supervision = Supervision(
+            self._config.supervision,
+            self._config.observe.heartbeat_s,
+            self._job.warn,
+            self.journal.event_nowait,
+        )
         self.staging_dir = new_staging_dir(disk_dir)
         self._job.stack.callback(remove_staging_dir, self.staging_dir)
 
@@ -135,18 +140,15 @@ class Parts:
         """Their clients, the trainer's under its supervisor."""
         config, num_ranks = self._config, self._config.trainer.world_size
         client = TrainerClient(self.servers[0].caller, timeout_s=config.trainer.timeout_s)
-        self.trainer = LivingTrainer(
+        self.trainer = SupervisedTrainer(
             client,
             self.servers[:num_ranks],
-            config.supervision,
-            heartbeat_s=config.observe.heartbeat_s,
+            self.supervision,
             before_start=self._before_trainer_starts,
             wait_room=lambda: self.turns.wait_room_for_trainer(),
             recover=partial(
                 recover_trainer, client, self.journal, self.checkpoints, num_batches=config.trainer.num_steps
             ),
-            warn=self._job.warn,
-            on_event=self.journal.event_nowait,
         )
         if config.weight_sync.way.is_one_kept:
             self.meeting = Broadcasts(self.trainer, self.staging_dir, timeout_s=config.weight_sync.timeout_s)
@@ -165,7 +167,7 @@ class Parts:
             on_handed_back=lambda *group: self.producers.handed_back(*group),
         )
         if config.generator.is_harness:
-            self.harnessing = Harnessing(job, self.engines, self.tokenizer, self.journal.event_nowait)
+            self.harnessing = Harnessing(job, self.engines, self.tokenizer, self.supervision)
         generator = make_generator(config, self.engines, self.tokenizer, self.scorer, self.harnessing)
         if self.replayed is not None:
             generator = replay = Replay(
@@ -240,7 +242,7 @@ class Parts:
             evaluator,
             self._eval_target,
             schedule,
-            FileHold(self.staging_dir),
+            self.staging_dir,
             timeout_s=settings.timeout_s,
             on_result=evaluated,
             on_trouble=job.warn,
@@ -281,27 +283,10 @@ class Parts:
                 self.publisher, num_steps=num_steps, spawn=job.spawn, are_engines_ours=are_ours
             )
         self.supervisors = tuple(
-            EngineSupervisor(
-                server,
-                target,
-                self.engines,
-                self.turns,
-                config.supervision,
-                heartbeat_s=config.observe.heartbeat_s,
-                warn=job.warn,
-                on_event=self.journal.event_nowait,
-            )
+            EngineSupervisor(server, target, self.engines, self.turns, self.supervision)
             for server, target in zip(self.servers[config.trainer.world_size :], self.targets, strict=True)
         )
-        self.checkpointer = Checkpointer(
-            self.checkpoints,
-            self.trainer,
-            self.journal,
-            controller_state=self._controller_state,
-            spawn=job.spawn,
-            warn=job.warn,
-            keep=config.journal.keep,
-        )
+        self.checkpointer = Checkpointer(self, job)
 
     @property
     def _on_lost(self) -> Callable[[EngineLost], None] | None:
@@ -332,7 +317,7 @@ class Parts:
         """The journal notes what a handover did."""
         self.journal.event_nowait(what, detail, keep=KEPT_TURNS if what in ROUTINE else None)
 
-    def _controller_state(self) -> Mapping[str, Any]:
+    def controller_state(self) -> Mapping[str, Any]:
         """What a checkpoint says of the run beside the trainer's state."""
         prompts = (*self.producers.prompts_out(), *self.buffer.prompts_ready())
         out = {prompt.prompt_id: prompt.num_handed_back for prompt in prompts}
@@ -342,18 +327,17 @@ class Parts:
 async def open_parts(
     job: Life,
     placement: Placement,
-    lock: RunLock,
     *,
     evaluated: Callable[[EvalResult], None],
     may_change_model: bool,
 ) -> Parts:
-    """Start the processes and make the parts; `job` closes them. `lock` is the run directory's.
+    """Start the processes and make the parts; `job` closes them.
 
     `evaluated` is told of each evaluation. `may_change_model`: the model need not be the one that the run
     began with. Raises AsyncrlError with nothing left behind once `job` is closed.
     """
     parts = Parts(job, placement)
-    await parts.open_journal(lock)
+    await parts.open_journal()
     held_out = await parts.read_tasks()
     model_path = await parts.find_model(may_change=may_change_model)
     await parts.start_processes(model_path)

@@ -23,7 +23,7 @@ import yaml
 
 from asyncrl.agents.command import CommandHarness
 from asyncrl.agents.endpoint.tool_calls import find_tool_format
-from asyncrl.agents.python import PythonHarness
+from asyncrl.agents.harness import PythonHarness
 from asyncrl.agents.verifiers import taskset_loader
 from asyncrl.algorithms.registry import resolve
 from asyncrl.config import LoraConfig, ModelConfig, RunConfig, run_config_yaml
@@ -32,7 +32,7 @@ from asyncrl.http import die_with_parent, fail, secret_of
 from asyncrl.messages.base import SECRET_ENV, find_fatal
 from asyncrl.messages.records import Prompt
 from asyncrl.placement.choices import settle_dtype
-from asyncrl.placement.fit import refuse_what_cannot_fit, scarce_connections
+from asyncrl.placement.fit import refuse_what_cannot_fit
 from asyncrl.placement.plan import make_plan, plan_text
 from asyncrl.rollouts.tokenizer import HFChatTokenizer, read_template
 from asyncrl.run.engine_kinds import engine_kind
@@ -104,9 +104,8 @@ def look(config: RunConfig) -> Found:
     """Load everything but weights. Raises ConfigError with the first that cannot be had."""
     resolve(config.algorithm)
     task, words = look_at_task(config.task, config.seed, load_taskset=taskset_loader(config.generator))
-    lines, notes, eval_task = [f"task: {words}"], scarce_connections(config), None
-    if not engine_kind(config).has_model:
-        notes = [SIMULATED, *notes]
+    lines, eval_task = [f"task: {words}"], None
+    notes = [] if engine_kind(config).has_model else [SIMULATED]
     if config.eval is not None:
         eval_task, words = look_at_eval_task(config.eval)
         lines.append(f"eval task: {words}")

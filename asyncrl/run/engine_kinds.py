@@ -129,7 +129,7 @@ class Vllm(Embedded):
         """The Python of vLLM sees our two packages alone."""
         imports = import_folder((run_dir / "specs" / IMPORTS).absolute())
         python = find_vllm_python(self.rollout)
-        return {"python": python, "has_warden": True, "env": {"PYTHONPATH": str(imports)}}
+        return {"python": python, "env": {"PYTHONPATH": str(imports)}}
 
     def client(self, caller: Caller, launcher: Launcher, warn: Callable[[str], None]) -> VllmServer:
         """Holds the server's settings against the run's."""

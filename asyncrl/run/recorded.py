@@ -25,19 +25,19 @@ from asyncrl.errors import ConfigError, RolloutFailure, RoomError
 from asyncrl.files import write_whole
 from asyncrl.messages.records import GroupId, Outcome, Prompt, Rollout
 from asyncrl.placement.devices import Placement
-from asyncrl.placement.memory_plan import item_bytes
+from asyncrl.placement.plan import item_bytes
 from asyncrl.rollouts.generators import RECORDED_VERSION
 from asyncrl.rollouts.producers import Spawn
 from asyncrl.rollouts.recording import (
     RecordedRollout,
-    Recorder,
     Recording,
+    RolloutRecorder,
     SampledBy,
     read_recording,
     refuse_difference,
     spans_of,
 )
-from asyncrl.rollouts.rollout import FailedRollout, Generator, RolloutRunner
+from asyncrl.rollouts.rollout import FailedRollout, Generator, RolloutRunner, Slots
 from asyncrl.run.agents import num_rollouts
 from asyncrl.run.engine_kinds import engine_kind
 from asyncrl.run.life import Life
@@ -58,7 +58,7 @@ class PeoplesKey:
                 410 and are in none.
     """
 
-    def __init__(self, gateway: Gateway, queue: RolloutQueue, recorder: Recorder, life: Life) -> None:
+    def __init__(self, gateway: Gateway, queue: RolloutQueue, recorder: RolloutRecorder, life: Life) -> None:
         self.key, self.outcome_key = secrets.token_urlsafe(24), secrets.token_urlsafe(24)
         self._gateway, self._recorder, self._life = gateway, recorder, life
         # Drawn, so that the next time does not draw the same tokens.
@@ -151,7 +151,7 @@ async def try_rollouts(
     config: RunConfig,
     generator: Generator,
     prompts: Sequence[Prompt],
-    recorder: Recorder,
+    recorder: RolloutRecorder,
     *,
     say: Callable[[str], None],
     spawn: Spawn,
@@ -162,13 +162,10 @@ async def try_rollouts(
     They are recorded in the order of prompts and samples, each as soon as all before it are done: in the
     order of their ends a recording would begin with what is short.
     """
-    rollout, free = config.rollout, asyncio.Semaphore(num_rollouts(config))
+    rollout, slots = config.rollout, Slots(num_rollouts(config))
     runner = RolloutRunner(generator, timeout_s=rollout.timeout_s, retries=rollout.retries)
     places = [(prompt, index) for prompt in prompts for index in range(rollout.group_size)]
     held, all_tried, recorded = dict[int, Tried](), list[Tried](), 0
-
-    async def no_wait() -> None:
-        """`free` is what is waited for, for all attempts together."""
 
     def record(*, is_over: bool = False) -> None:
         nonlocal recorded
@@ -180,11 +177,8 @@ async def try_rollouts(
 
     async def one(place: int) -> None:
         prompt, index = places[place]
-        async with free:
-            group_id = GroupId(place // rollout.group_size)
-            result = await runner.run(
-                group_id, prompt, index, wait_slot=no_wait, stopped_sampling=lambda: None
-            )
+        group_id = GroupId(place // rollout.group_size)
+        result = await runner.run(group_id, prompt, index, slots=slots, order=(place, index))
         if isinstance(result, FailedRollout):
             tried = Tried(prompt, index, (), result)
         else:

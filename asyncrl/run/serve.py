@@ -32,7 +32,7 @@ from asyncrl.files import RunLock, write_whole
 from asyncrl.observe.console import outliving
 from asyncrl.placement.choices import settle_dtype
 from asyncrl.placement.devices import find_cuda_devices, place
-from asyncrl.rollouts.recording import Recorder, RecordFile
+from asyncrl.rollouts.recording import RecordFile, RolloutRecorder
 from asyncrl.run.agents import Harnessing, make_gateway, make_generator, model_name
 from asyncrl.run.build import find_task
 from asyncrl.run.check import make_feed
@@ -41,7 +41,7 @@ from asyncrl.run.life import Life, logging_to, make_run_dir, say
 from asyncrl.run.model_folder import make_model_folder
 from asyncrl.run.recorded import PeoplesKey, result_table, sampled_by, try_rollouts, verdict
 from asyncrl.run.start import Launcher, Server, start_all
-from asyncrl.run.supervise import heartbeat
+from asyncrl.run.supervise import Supervision, heartbeat
 from asyncrl.tasks.scorer import TaskScorer
 from asyncrl.user_code import end_what_is_left
 
@@ -172,7 +172,7 @@ class ServedGateway(Serving):
         if path is not None:
             sampled = await asyncio.to_thread(sampled_by, config, launcher.model_path, launcher.placement)
             file = RecordFile(path, sampled, must_be_new=self._num_prompts is not None)
-        self._recorder, engines = Recorder(file, self._tokenizer, warn=self.warn), launcher.engines()
+        self._recorder, engines = RolloutRecorder(file, self._tokenizer, warn=self.warn), launcher.engines()
         clients = [launcher.client(engine, self.warn) for engine in engines]
         self._pool = EnginePool(clients, slots=config.rollout.slots)
         await self.start(engines)
@@ -231,7 +231,9 @@ class ServedGateway(Serving):
         self.closes("rewards", scorer.aclose)
         harnessing = None
         if config.generator.is_harness:
-            harnessing = Harnessing(self, self._pool, self._tokenizer, lambda _what, _detail: None)
+            heartbeat_s = config.observe.heartbeat_s
+            supervision = Supervision(config.supervision, heartbeat_s, self.warn, lambda *_: None)
+            harnessing = Harnessing(self, self._pool, self._tokenizer, supervision)
             await harnessing.open(self)
             for supervisor in harnessing.supervisors:
                 self.spawn(supervisor.run(), name=f"watch {supervisor.name}")

@@ -20,12 +20,12 @@ from asyncrl.config import RunConfig
 from asyncrl.engines.engine import EngineClient
 from asyncrl.engines.vllm.vllm_server import VllmServer
 from asyncrl.errors import EngineError, RoomError
-from asyncrl.http import Caller, CallLost, CallRefused
+from asyncrl.http import SHORT_S, Caller, CallLost, CallRefused
 from asyncrl.messages.base import Moved
 from asyncrl.messages.engine_calls import EngineHealth, SleepRequest
 from asyncrl.messages.trainer_calls import TrainerHealth
 from asyncrl.messages.work import WorkerHealth
-from asyncrl.placement.choices import chunk_way
+from asyncrl.placement.choices import chunk_device
 from asyncrl.placement.devices import Placement, child_environ, find_cuda_devices
 from asyncrl.placement.fork_server import KEY_ENV
 from asyncrl.placement.plan import EVAL_ENGINE, engine_threads, trainer_threads
@@ -198,7 +198,8 @@ async def note_deaths(servers: Sequence[Server], *, timeout_s: float) -> None:
     for wait in waits:
         wait.cancel()
     for server in servers:
-        server.child.note_death()
+        if server.child.returncode is not None and server.child.died is None:
+            server.child.died = server.child.death()
 
 
 @dataclass(frozen=True)
@@ -245,7 +246,7 @@ class Launcher:
             transport=config.weight_sync.transport,
             is_file_wanted=config.eval is not None,
             chunk_bytes=config.weight_sync.chunk_bytes,
-            chunks=chunk_way(config, self.placement).place,
+            chunks="file" if chunk_device(config, self.placement) is None else "memory",
             canary_tokens=kind.canary_tokens(),
             measures_gap=kind.has_model,
             staging_dir=staging_dir,
@@ -260,7 +261,7 @@ class Launcher:
         if rollout.urls is not None:
             key = os.environ.get(KEY_ENV, "")
             foreign = [ForeignProcess(f"engine-{number}", url) for number, url in enumerate(rollout.urls)]
-            return [Server(child, Caller(child.name, "", key), EngineHealth) for child in foreign]
+            return [self._engine_server(child, key) for child in foreign]
         ports: Sequence[int | None] = rollout.ports or [None] * rollout.num_engines
         return [
             self._engine(f"engine-{number}", self.placement.devices_of(number), port)
@@ -291,7 +292,17 @@ class Launcher:
         child = self._child(
             name, module, json.dumps(spec), devices, port, threads, **kind.process(self.run_dir)
         )
-        return Server(child, Caller(name, "", self.secret), EngineHealth)
+        return self._engine_server(child, self.secret)
+
+    def _engine_server(self, child: ChildProcess | ForeignProcess, key: str) -> Server:
+        """A call of it waits for a connection of this machine half as long, at most, as the limits around it
+        allow: at their end a rollout or the engine would be blamed.
+        """
+        config = self.config
+        eval_s = None if config.eval is None else config.eval.timeout_s
+        limits = (config.rollout.timeout_s, config.weight_sync.timeout_s, eval_s)
+        short_s = min([SHORT_S, *(limit / 2 for limit in limits if limit is not None)])
+        return Server(child, Caller(child.name, "", key, short_s=short_s), EngineHealth)
 
     def _child(
         self,

@@ -21,24 +21,25 @@ STEP_S = 60.0
 
 @dataclass
 class _Round:
-    """One broadcast: a seat for each engine, by name; the first of them asks the trainer to send.
+    """One broadcast: a seat for each engine, by name; the first of `members` asks the trainer to send.
 
     `failure`: why the others need not go on; set only while not all is sent, for an engine that has all of it
-    can finish alone.
+    can finish alone. Its group can be used again if all had the weights and it is not broken.
     """
 
     version: int
+    path: str
+    members: tuple[tuple[str, int], ...]
     seats: dict[str, GroupSeat]
     sender: GroupSeat
-    members: tuple[tuple[str, int], ...]
     failure: asyncio.Future[RoomError]
     num_left: int
     is_sent: bool = False
-    is_group_whole: bool = True
+    is_broken: bool = False
 
     def fail_nowait(self, error: RoomError) -> None:
         """End it for all, unless all was sent."""
-        self.is_group_whole = False
+        self.is_broken = True
         if not self.is_sent and not self.failure.done():
             self.failure.set_result(error)
 
@@ -61,98 +62,80 @@ class Broadcasts:
     def __init__(self, sender: WeightTrainer, folder: Path, *, timeout_s: float) -> None:
         """`folder`: where a group's file may lie; no other user may write there."""
         self._sender, self._folder, self._timeout_s = sender, folder, timeout_s
-        self._expected: dict[str, int] = {}
-        self._here: set[str] = set()
-        self._rounds: dict[str, _Round] = {}
         self._version = -1
-        self._path = ""
-        self._members: tuple[tuple[str, int], ...] = ()
+        self._expected: dict[str, int] = {}
+        self._here: dict[str, asyncio.Future[_Round]] = {}
         self._last: _Round | None = None
-        self._changed = asyncio.Event()
 
     def expect_nowait(self, name: str, version: int, num_workers: int) -> None:
         """The engine, with so many workers, will receive the version: nothing is sent without it."""
         if version != self._version:
-            self._version, self._expected, self._here = version, {}, set()  # of a push that was given up
+            self._version, self._expected, self._here = version, {}, {}  # of a push that was given up
         self._expected[name] = num_workers
 
     def leave_nowait(self, name: str) -> None:
         """It will not, or is another process from now on. Idempotent."""
         self._expected.pop(name, None)
-        self._here.discard(name)
-        if any(name == member for member, _ in self._members):
-            self._members = ()
+        turn = self._here.pop(name, None)
+        if turn is not None and not turn.done():
+            what = f"left before policy_version {self._version} was sent"
+            turn.set_exception(EngineError(name, what, rule="an engine that left is not sent to"))
         if self._last is not None and name in self._last.seats:
-            self._last.is_group_whole = False
+            self._last.is_broken = True
         self._begin_nowait()
 
     def sender_gone_nowait(self) -> None:
         """The trainer is another process from now on: the next group is a new one. What it was sending has
         failed already.
         """
-        self._members = ()
         if self._last is not None:
-            self._last.is_group_whole = False
+            self._last.is_broken = True
 
     async def receive(self, name: str, version: int, take: Callable[[GroupSeat], Awaitable[None]]) -> None:
         """`take` has the workers of this engine take their seats and receive. Returns when they have the
         weights. Raises EngineError.
         """
         if version != self._version or name not in self._expected:
-            raise EngineError(
-                name,
-                f"is to receive policy_version {version}, and it did not prepare it",
-                rule="prepare comes first",
-            )
-        self._here.add(name)
+            what = f"is to receive policy_version {version}, and it did not prepare it"
+            raise EngineError(name, what, rule="prepare comes first")
+        turn = self._here[name] = asyncio.get_running_loop().create_future()
         self._begin_nowait()
+        is_done = False
         try:
-            while name not in self._rounds:
-                if name not in self._here:
-                    raise EngineError(
-                        name, f"left before policy_version {version} was sent", rule="who left is not sent to"
-                    )
-                await self._changed.wait()
-            await self._take_part(self._rounds[name], name, take)
-            del self._rounds[name]
+            await self._take_part(await turn, name, take)
+            is_done = True
         finally:
-            if name in self._here:
+            if turn.cancelled():
                 self.leave_nowait(name)
-            if (begun := self._rounds.pop(name, None)) is not None:
-                begun.fail_nowait(RoomError(name, "is gone", rule="a group is of processes that live"))
+            elif not is_done and turn.exception() is None:
+                turn.result().fail_nowait(RoomError(name, "is gone", rule="a group is of live processes"))
 
     def _begin_nowait(self) -> None:
         """Start the round if all are here."""
-        if self._expected and self._here == set(self._expected):
-            members = tuple(sorted(self._expected.items()))
-            is_new = members != self._members
-            if is_new:
-                self._path = str(self._folder / f"group-{uuid.uuid4().hex}")
-            rank, size, seats = 1, 1 + sum(num for _, num in members), {}
-            for name, num_workers in members:
-                seats[name] = self._seat(rank, size, is_new)
-                rank += num_workers
-            failure = asyncio.get_running_loop().create_future()
-            begun = _Round(self._version, seats, self._seat(0, size, is_new), members, failure, len(members))
-            self._rounds.update(dict.fromkeys(seats, begun))
-            self._last = begun
-            self._members, self._expected, self._here = (), {}, set()  # members again once all have it
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    def _seat(self, rank: int, size: int, is_new: bool) -> GroupSeat:
-        return GroupSeat(
-            path=self._path, size=size, rank=rank, is_new=is_new, timeout_s=min(self._timeout_s, STEP_S)
-        )
+        if not self._expected or self._here.keys() != self._expected.keys():
+            return
+        members, last = tuple(sorted(self._expected.items())), self._last
+        is_new = last is None or last.members != members or last.is_broken or last.num_left > 0
+        path = str(self._folder / f"group-{uuid.uuid4().hex}") if last is None or is_new else last.path
+        size, timeout_s = 1 + sum(num for _, num in members), min(self._timeout_s, STEP_S)
+        sender = GroupSeat(path=path, size=size, rank=0, is_new=is_new, timeout_s=timeout_s)
+        rank, seats = 1, {}
+        for name, num_workers in members:
+            seats[name] = sender.model_copy(update={"rank": rank})
+            rank += num_workers
+        failure = asyncio.get_running_loop().create_future()
+        begun = self._last = _Round(self._version, path, members, seats, sender, failure, len(members))
+        for turn in self._here.values():
+            turn.set_result(begun)
+        self._expected, self._here = {}, {}
 
     async def _take_part(
         self, begun: _Round, name: str, take: Callable[[GroupSeat], Awaitable[None]]
     ) -> None:
         """The first part to end with an error ends the other: a broken group is not waited for."""
-        works: list[Awaitable[None]] = [
-            take(begun.seats[name]),
-            *([self._send(begun)] if name == begun.members[0][0] else []),
-        ]
+        works: list[Awaitable[None]] = [take(begun.seats[name])]
+        if name == begun.members[0][0]:
+            works.append(self._send(begun))
         parts = [asyncio.ensure_future(work) for work in works]
         try:
             while left := {part for part in parts if not part.done()}:
@@ -170,8 +153,6 @@ class Broadcasts:
                 part.cancel()
             await asyncio.gather(*parts, return_exceptions=True)
         begun.num_left -= 1
-        if begun.num_left == 0 and begun.is_group_whole:
-            self._members = begun.members
 
     async def _send(self, begun: _Round) -> None:
         try:
@@ -182,11 +163,9 @@ class Broadcasts:
         begun.is_sent = True
 
     def _failed(self, begun: _Round, name: str) -> EngineError:
-        why = begun.failure.result()
         return EngineError(
             name,
-            f"was to be sent policy_version {begun.version}: {why}",
-            rule="weights are sent once, to all engines, and one that fails before all is sent ends it for "
-            "all",
+            f"was to be sent policy_version {begun.version}: {begun.failure.result()}",
+            rule="weights are sent once, to all engines, and one that fails before ends it for all",
             way_out="read the logs of the engine and the trainer that are named.",
         )

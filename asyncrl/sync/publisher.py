@@ -7,9 +7,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 from asyncrl.engines.engine import EngineClient
 from asyncrl.errors import EngineLost, PublishError
@@ -20,26 +19,15 @@ from asyncrl.waits import TimeLimit, waiting
 
 
 @dataclass(frozen=True, slots=True)
-class PublisherStats:
-    """Totals, and the seconds of the last publish: publish_s = export_s + prepare_s + commit_s.
-
-    `skipped`: versions that were newer ones before their turn came; `pause_s`: the longest time in which an
-    engine could not decode (in turns, all of publish_s); `total_publish_s`, `total_pause_s` add up all
-    publishes.
+class PublisherStats(PushReport):
+    """Totals, and the seconds of the last publish. `skipped`: versions that were newer ones before their turn
+    came. In turns the pause is all of publish_s.
     """
 
     version: int = 0
     published: int = 0
     skipped: int = 0
-    interrupted: int = 0
     num_bytes: int = 0
-    publish_s: float = 0.0
-    export_s: float = 0.0
-    prepare_s: float = 0.0
-    commit_s: float = 0.0
-    pause_s: float = 0.0
-    total_publish_s: float = 0.0
-    total_pause_s: float = 0.0
 
 
 class Publisher:
@@ -48,9 +36,9 @@ class Publisher:
     Life:       beside generation, run(): idle -> a new version: exporting (the trainer copies between two
                 steps) -> pushing (prepare on all live engines, then commit on all, at once or in turn) ->
                 announced by on_served, then by on_published -> idle. In turns, called by a handover: push()
-                -> all live engines have the version, in chunks -> announce().
-                An engine is live, or down from down_nowait until bring_up has given its new process the
-                announced weights (in turns: until up_nowait, before the next push).
+                -> all live engines have the version, in chunks -> announce(). An engine is live, or down from
+                down_nowait until bring_up has given its new process the announced weights (in turns: until
+                up_nowait, before the next push).
     Waits:      run sleeps in the trainer's wait_version_above, then in export, prepare and commit, each at
                 most timeout_s; the train loop sleeps in wait_exported_or_busy, woken by the end of an export.
                 bring_up and pushes sleep in `_turn` for each other, so that no returning engine misses a
@@ -62,10 +50,11 @@ class Publisher:
 
     The trainer keeps its newest two exports, and makes one only after the last one is announced (run does one
     thing at a time): the announced one, which bring_up pushes, is always among them. If it keeps one
-    (is_one_kept), a turn lasts from an export to its announcement.
+    (`is_one_kept`), it makes none while an engine is brought up with it. `is_rolling`: engines swap one after
+    the other; on_served tells the oldest version. Without `on_lost` an engine that is lost ends the run. The
+    file of an export is there until on_published returns. In turns there is none: `on_file` gets one of the
+    versions that is_file_wanted.
     """
-
-    name = "publisher"
 
     def __init__(
         self,
@@ -83,16 +72,9 @@ class Publisher:
         is_file_wanted: Callable[[int], bool] = lambda _: False,
         on_file: Callable[[ExportResponse], None] = lambda _: None,
     ) -> None:
-        """`is_rolling`: engines swap one after the other. What they hold meanwhile differs; on_served tells
-        the oldest. Without `on_lost` an engine that is lost ends the run.
-
-        `is_one_kept`: the trainer keeps its newest export alone, so it makes none while an engine is brought
-        up with it. The file of an export is there until on_published returns. In turns there is none:
-        `on_file` gets one of the versions that is_file_wanted.
-        """
         self._trainer, self._targets = trainer, tuple(targets)
-        self.interrupt: Interrupt = interrupt
-        self.timeout_s = timeout_s
+        self._interrupt: Interrupt = interrupt
+        self._timeout_s = timeout_s
         self._on_served, self._on_published, self._on_lost = on_served, on_published, on_lost
         self._is_rolling, self._is_one_kept = is_rolling, is_one_kept
         self._is_file_wanted, self._on_file = is_file_wanted, on_file
@@ -100,14 +82,14 @@ class Publisher:
         self._turn = asyncio.Lock()
         self._announced: ExportResponse | None = None
         self._pushed: tuple[ExportResponse, PushReport] | None = None
-        self._is_first_push_due = False
-        self._state: Literal["idle", "exporting", "pushing"] = "idle"
+        self._is_first_push_due = self._is_pushing = False
         self._exported_version = policy_version
         self._changed = asyncio.Event()
         self._stats = PublisherStats(version=policy_version)
 
-    def __repr__(self) -> str:
-        return f"<Publisher {self._state}, v{self._stats.version} on {len(self._live())} engines>"
+    @property
+    def _live(self) -> list[EngineClient]:
+        return [target for target in self._targets if target.name not in self._down]
 
     def stats(self) -> PublisherStats:
         """Totals and the last publish."""
@@ -147,12 +129,9 @@ class Publisher:
             if not self._is_one_kept:
                 await self._export_and_push(newest, self._turn)
                 continue
-            self._enter("pushing")  # the trainer is not held while an engine is brought up
+            self._set_pushing(True)  # the trainer is not held while an engine is brought up
             async with self._turn:
                 await self._export_and_push(newest, contextlib.nullcontext())
-
-    async def aclose(self) -> None:
-        """Nothing is held: staging belongs to the trainer and to the engines."""
 
     async def bring_up(self, name: str) -> None:
         """Give an engine whose process is new the announced weights; it is live when this returns.
@@ -189,31 +168,23 @@ class Publisher:
         an older version is still being pushed, because the trainer is never held for a push.
         """
         with waiting(f"the copy of the weights of policy_version {version}", on="publisher"):
-            while self._exported_version < version and self._state != "pushing":
+            while self._exported_version < version and not self._is_pushing:
                 await self._changed.wait()
 
     async def push(self) -> Moved:
         """In turns: have every live engine serve the trainer's version. Raises PublishError, or what the
         trainer's client raises.
         """
-        version = self._trainer.policy_version
-        push = Push(
-            version,
-            self._live(),
-            served=self._stats.version,
-            timeout_s=self.timeout_s,
-            on_lost=self._on_lost,
-        )
+        push = self._push(self._trainer.policy_version, self._live, self._on_lost)
         report, manifest = await push.chunks(self._trainer)
-        seconds = report.export_s + report.prepare_s + report.commit_s
-        self._pushed = manifest, replace(report, pause_s=seconds)
-        return Moved(num_bytes=manifest.num_bytes, seconds=seconds)
+        self._pushed = manifest, replace(report, pause_s=report.publish_s)
+        return Moved(num_bytes=manifest.num_bytes, seconds=report.publish_s)
 
     def announce(self) -> None:
         """In turns: all live engines serve what was pushed last, and can sample."""
         assert self._pushed is not None, "announce() comes after push()"
         manifest, report = self._pushed
-        self._count(manifest, report, report.pause_s)
+        self._count(manifest, report)
         self._on_published(manifest)
         self._on_served(manifest.version)
 
@@ -221,76 +192,61 @@ class Publisher:
         """In turns, while the trainer has its weights: if this version is to be evaluated, hand all of them
         to `on_file` in one file, then remove it.
         """
-        if not self._is_file_wanted(version):
-            return
-        manifest = await self._trainer.export()
-        self._on_file(manifest)
-        Path(manifest.path).unlink(missing_ok=True)  # noqa: ASYNC240  a name in shared memory
+        if self._is_file_wanted(version):
+            manifest = await self._trainer.export()
+            self._on_file(manifest)
+            Path(manifest.path).unlink(missing_ok=True)  # noqa: ASYNC240  a name in shared memory
 
     async def _export_and_push(self, newest: int, turn: contextlib.AbstractAsyncContextManager[None]) -> None:
         clock = asyncio.get_running_loop().time
         start = clock()
-        self._enter("exporting")
+        self._set_pushing(False)
         manifest = await self._export(newest)
         export_s = clock() - start
         num_skipped = manifest.version - self._exported_version - 1
         self._exported_version = manifest.version
-        self._enter("pushing")
+        self._set_pushing(True)
         async with turn:
-            push = self._push(manifest.version, self._live(), self._on_lost, is_down=self.is_down)
+            push = self._push(manifest.version, self._live, self._on_lost, is_down=self.is_down)
             report = await push.whole(manifest)
             self._announced = manifest
-        self._count(manifest, replace(report, export_s=export_s), clock() - start, num_skipped)
+        self._count(manifest, replace(report, export_s=export_s), num_skipped)
         self._on_served(manifest.version)
         self._on_published(manifest)
-        self._enter("idle")
-
-    def _live(self) -> list[EngineClient]:
-        return [target for target in self._targets if target.name not in self._down]
+        self._set_pushing(False)
 
     def _push(
         self,
         version: int,
         targets: Sequence[EngineClient],
         on_lost: OnLost | None,
-        *,
         is_down: Callable[[str], bool] = lambda _: False,
     ) -> Push:
         return Push(
             version,
             targets,
             served=self._stats.version,
-            timeout_s=self.timeout_s,
-            interrupt=self.interrupt,
+            timeout_s=self._timeout_s,
+            interrupt=self._interrupt,
             on_lost=on_lost,
             is_rolling=self._is_rolling,
             is_down=is_down,
         )
 
-    def _count(
-        self, manifest: ExportResponse, report: PushReport, total_s: float, num_skipped: int = 0
-    ) -> None:
-        before = self._stats
+    def _count(self, manifest: ExportResponse, report: PushReport, num_skipped: int = 0) -> None:
         self._stats = PublisherStats(
+            **asdict(report),
             version=manifest.version,
-            published=before.published + 1,
-            skipped=before.skipped + num_skipped,
-            interrupted=before.interrupted + report.num_interrupted,
+            published=self._stats.published + 1,
+            skipped=self._stats.skipped + num_skipped,
             num_bytes=manifest.num_bytes,
-            publish_s=total_s,
-            export_s=report.export_s,
-            prepare_s=report.prepare_s,
-            commit_s=report.commit_s,
-            pause_s=report.pause_s,
-            total_publish_s=before.total_publish_s + total_s,
-            total_pause_s=before.total_pause_s + report.pause_s,
         )
 
     async def _export(self, newest: int) -> ExportResponse:
-        manifest = None
-        while manifest is None:
+        """An export that a restart of the trainer cut short is asked for again."""
+        while True:
             await self._trainer.wait_up()  # one that is started again may train for long on what is journaled
-            num_restarts, limit = self._trainer.num_restarts, TimeLimit(self.timeout_s)
+            num_restarts, limit = self._trainer.num_restarts, TimeLimit(self._timeout_s)
             try:
                 async with limit:
                     manifest = await self._trainer.export()
@@ -299,23 +255,18 @@ class Publisher:
                     raise
                 if self._trainer.is_up and self._trainer.num_restarts == num_restarts:
                     raise PublishError(
-                        self.name,
-                        f"the trainer did not export policy_version {newest} within {self.timeout_s} s",
-                        rule=f"weight_sync.timeout_s={self.timeout_s} is the limit of each phase, and an "
-                        f"export waits for the running step",
+                        "publisher",
+                        f"the trainer did not export policy_version {newest} within {self._timeout_s} s",
+                        rule=f"weight_sync.timeout_s={self._timeout_s} is the limit of each phase, and an "
+                        "export waits for the running step",
                         way_out="set weight_sync.timeout_s above the time of one optimizer step, or read the "
                         "trainer's log.",
                     ) from None
-        if manifest.version < newest:
-            raise PublishError(
-                self.name,
-                f"the trainer exported policy_version {manifest.version} after it had announced {newest}",
-                rule="versions never go back",
-                way_out="read the trainer's log, then start the run again.",
-            )
-        return manifest
+            else:
+                assert manifest.version >= newest, f"version {manifest.version} after {newest} was announced"
+                return manifest
 
-    def _enter(self, state: Literal["idle", "exporting", "pushing"]) -> None:
-        self._state = state
+    def _set_pushing(self, is_pushing: bool) -> None:
+        self._is_pushing = is_pushing
         self._changed.set()
         self._changed = asyncio.Event()

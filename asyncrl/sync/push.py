@@ -18,49 +18,30 @@ from asyncrl.waits import TimeLimit, waiting
 
 Result = TypeVar("Result")
 OnLost = Callable[[EngineLost], None]
-RESTART = (
-    "read the log of the engine that is named, then start the run again; if it repeats, report it with both "
-    "logs."
-)
+RESTART = "read the log of the engine that is named, then start the run again."
+_ANNOUNCED = "a version is announced only when every engine serves it, with the digest that was sent"
 
 
 class WeightTrainer(Protocol):
-    """What weight sync needs of the trainer, which may be down for a while: run.supervise_trainer has it."""
+    """What weight sync needs of the trainer, which may be down for a while: run.supervise_trainer has it.
+
+    `is_up` is false while its processes are started again, `num_restarts` how often they were; wait_up
+    returns once it can answer. export copies the newest weights into staging, between two optimizer steps;
+    export_chunk writes one chunk of them over the one before. broadcast has the weights that are held sent to
+    all members of a group, and raises TrainerError.
+    """
 
     @property
-    def policy_version(self) -> int:
-        """Of its newest weights."""
-        ...
-
+    def policy_version(self) -> int: ...
     @property
-    def is_up(self) -> bool:
-        """Whether it can answer: false while its processes are started again."""
-        ...
-
+    def is_up(self) -> bool: ...
     @property
-    def num_restarts(self) -> int:
-        """How often they were."""
-        ...
-
-    async def wait_up(self) -> None:
-        """Return once it can answer."""
-        ...
-
-    async def wait_version_above(self, version: int) -> int:
-        """Return the trainer's policy_version once it is greater than `version`."""
-        ...
-
-    async def export(self) -> ExportResponse:
-        """Copy the newest weights into staging, between two optimizer steps."""
-        ...
-
-    async def export_chunk(self, version: int, index: int) -> ExportChunkResponse:
-        """Write chunk `index` of the weights over the one before."""
-        ...
-
-    async def broadcast(self, request: BroadcastRequest) -> BroadcastResponse:
-        """Have the weights that are held sent to all members of a group. Raises TrainerError."""
-        ...
+    def num_restarts(self) -> int: ...
+    async def wait_up(self) -> None: ...
+    async def wait_version_above(self, version: int) -> int: ...
+    async def export(self) -> ExportResponse: ...
+    async def export_chunk(self, version: int, index: int) -> ExportChunkResponse: ...
+    async def broadcast(self, request: BroadcastRequest) -> BroadcastResponse: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +50,15 @@ class PushReport:
     (commit_s); `pause_s` of the engine that paused longest; interrupted requests of all engines.
     """
 
-    export_s: float
-    prepare_s: float
-    commit_s: float
-    pause_s: float
-    num_interrupted: int
+    export_s: float = 0.0
+    prepare_s: float = 0.0
+    commit_s: float = 0.0
+    pause_s: float = 0.0
+    num_interrupted: int = 0
+
+    @property
+    def publish_s(self) -> float:
+        return self.export_s + self.prepare_s + self.commit_s
 
 
 class Push:
@@ -89,6 +74,9 @@ class Push:
                 sent. No engine swaps before each has the right bytes: what fails while a whole export is
                 prepared leaves all on the old version. A chunk is asked for only when every engine has loaded
                 the one before; after an error in a push of chunks no engine can serve, until the next push.
+
+    `is_down` is asked right before an engine's commit: one that went down while others had theirs may be
+    another process by then, with nothing staged, and is brought up by a push of its own.
     """
 
     def __init__(
@@ -103,24 +91,19 @@ class Push:
         is_rolling: bool = False,
         is_down: Callable[[str], bool] = lambda _: False,
     ) -> None:
-        """`is_down` is asked right before an engine's commit: one that went down while others had theirs may
-        be another process by then, with nothing staged, and is brought up by a push of its own.
-        """
         self.version, self.live = version, tuple(targets)
         self._timeout_s, self._on_lost = timeout_s, on_lost
         self._interrupt: Interrupt = interrupt
         self._is_rolling, self._is_down = is_rolling, is_down
-        self._sent = ""
         self._serving: dict[str, str] = {target.name: str(served) for target in targets}
 
     async def whole(self, manifest: ExportResponse) -> PushReport:
         """Prepare and commit. Raises PublishError with the versions that each engine has now."""
         clock = asyncio.get_running_loop().time
         start = clock()
-        self._sent = f"{manifest.num_tensors} tensors, {manifest.num_bytes} bytes"
         digests = await self._on_live("prepare", lambda target: target.prepare(manifest))
-        for target in self.live:
-            self._check_digest(target, "loaded", digests[target.name], manifest.digest)
+        what = f"{manifest.num_tensors} tensors, {manifest.num_bytes} bytes"
+        self._check_digests("loaded", digests, manifest.digest, what)
         return await self._commit(manifest.digest, 0.0, clock() - start)
 
     async def chunks(self, trainer: WeightTrainer) -> tuple[PushReport, ExportResponse]:
@@ -129,41 +112,33 @@ class Push:
         """
         clock = asyncio.get_running_loop().time
         export_s = load_s = 0.0
-        num_tensors = num_bytes = num_chunks = 0
-        is_last = False
-        while not is_last:
-            start = clock()
-            chunk = await trainer.export_chunk(self.version, num_chunks)
+        sent: list[ExportChunkResponse] = []
+        while not sent or not sent[-1].is_last:
+            start, index = clock(), len(sent)
+            chunk = await trainer.export_chunk(self.version, index)
             exported = clock()
-            if (chunk.version, chunk.index) != (self.version, num_chunks) or chunk.is_last != bool(
-                chunk.whole_digest
-            ):
+            asked, wrote = (self.version, index), (chunk.version, chunk.index)
+            if wrote != asked or chunk.is_last != bool(chunk.whole_digest):
                 raise self._error(
-                    f"the trainer was asked for chunk {num_chunks} of policy_version {self.version} and "
-                    f"wrote chunk {chunk.index} of {chunk.version}, is_last={chunk.is_last}, "
+                    f"the trainer was asked for chunk {index} of policy_version {self.version} and wrote "
+                    f"chunk {chunk.index} of {chunk.version}, is_last={chunk.is_last}, "
                     f"whole_digest={chunk.whole_digest or 'none'}",
                     "the chunks of one version come in order, and the last one alone says the digest of all",
                 )
-            self._sent = f"chunk {chunk.index}: {chunk.num_tensors} tensors, {chunk.num_bytes} bytes"
             await self._load(chunk)
             export_s, load_s = export_s + exported - start, load_s + clock() - exported
-            num_tensors, num_bytes = num_tensors + chunk.num_tensors, num_bytes + chunk.num_bytes
-            num_chunks, is_last = num_chunks + 1, chunk.is_last
-        self._sent = f"{num_tensors} tensors, {num_bytes} bytes in {num_chunks} chunks"
-        report = await self._commit(chunk.whole_digest, export_s, load_s)
-        manifest = ExportResponse(
-            version=self.version,
-            path="",
-            digest=chunk.whole_digest,
-            num_tensors=num_tensors,
-            num_bytes=num_bytes,
+            sent.append(chunk)
+        digest = sent[-1].whole_digest
+        report = await self._commit(digest, export_s, load_s)
+        num_tensors, num_bytes = sum(one.num_tensors for one in sent), sum(one.num_bytes for one in sent)
+        return report, ExportResponse(
+            version=self.version, path="", digest=digest, num_tensors=num_tensors, num_bytes=num_bytes
         )
-        return report, manifest
 
     async def _load(self, chunk: ExportChunkResponse) -> None:
         digests = await self._on_live(f"load_chunk {chunk.index}", lambda target: target.load_chunk(chunk))
-        for target in self.live:
-            self._check_digest(target, f"loaded chunk {chunk.index} of", digests[target.name], chunk.digest)
+        what = f"{chunk.num_tensors} tensors, {chunk.num_bytes} bytes"
+        self._check_digests(f"loaded chunk {chunk.index} of", digests, chunk.digest, what)
 
     async def _commit(self, digest: str, export_s: float, prepare_s: float) -> PushReport:
         """Have all of them serve the version, at once or one after the other, and check that they do."""
@@ -181,9 +156,8 @@ class Push:
         for turn in [(target,) for target in self.live] if self._is_rolling else [self.live]:
             targets = [target for target in turn if not self._is_down(target.name)]
             answers = await self._on(targets, "commit", commit)
-            for target in targets:
-                if target.name in answers:
-                    self._check_served(target, answers[target.name], digest)
+            served = {name: f"{one.digest} of version {one.version}" for name, one in answers.items()}
+            self._check_digests("serves", served, f"{digest} of version {self.version}", "committed")
             reports |= answers
         self.live = tuple(target for target in self.live if target.name in reports)
         return PushReport(
@@ -208,63 +182,53 @@ class Push:
         an error can say what each one has.
         """
         answers: dict[str, Result] = {}
-        silent: list[str] = []
 
         async def one(target: EngineClient) -> None:
-            limit = TimeLimit(self._timeout_s)
             try:
                 with waiting(f"{phase} of policy_version {self.version}", on=target.name, who="publisher"):
-                    async with limit:
-                        answers[target.name] = await call(target)
-            except TimeoutError:
-                if not limit.expired():
-                    raise
-                silent.append(target.name)
-                if self._on_lost is not None:
-                    self._on_lost(EngineLost(target.name, too_slow, rule=rule, way_out=way_out))
+                    answers[target.name] = await self._in_time(phase, target, call(target))
             except EngineLost as lost:
                 if self._on_lost is None:
                     raise
                 self._on_lost(lost)  # right here: what it leads to must not wait for the other engines
 
-        too_slow = f"did not {phase} policy_version {self.version} within {self._timeout_s} s"
-        rule = f"weight_sync.timeout_s={self._timeout_s} is the limit of each phase"
-        way_out = "raise weight_sync.timeout_s if the machine is slow, else read its log."
         outcomes = await asyncio.gather(*(one(target) for target in targets), return_exceptions=True)
-        if silent and self._on_lost is None:
-            raise self._error(f"{', '.join(silent)} {too_slow}", rule, way_out)
         for target, outcome in zip(targets, outcomes, strict=True):
-            if isinstance(outcome, ConnectionShortage):  # of ours: nothing is known of the engine
-                raise outcome
-            if isinstance(outcome, RoomError):
+            if isinstance(outcome, RoomError) and not isinstance(outcome, ConnectionShortage):
                 raise self._error(
-                    f"{target.name} failed in {phase} of policy_version {self.version}: {outcome.what}",
-                    outcome.rule or "a version is announced only when every engine serves it",
+                    f"{target.name} failed in {phase} of policy_version {self.version}: {outcome.fault}",
+                    outcome.rule or _ANNOUNCED,
                     outcome.way_out or RESTART,
                 ) from outcome
-            if isinstance(outcome, BaseException):
+            if isinstance(outcome, BaseException):  # a shortage is ours: nothing is known of the engine
                 raise outcome
         return answers
 
-    def _check_served(self, target: EngineClient, report: CommitResponse, digest: str) -> None:
-        self._check_digest(target, "serves", report.digest, digest)
-        if report.version != self.version:
-            raise self._error(
-                f"{target.name} says that it serves policy_version {report.version}, where {self.version} "
-                f"was committed",
-                "a version is announced only when every engine serves it",
-            )
+    async def _in_time(self, phase: str, target: EngineClient, call: Awaitable[Result]) -> Result:
+        limit = TimeLimit(self._timeout_s)
+        try:
+            async with limit:
+                return await call
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise EngineLost(
+                target.name,
+                f"did not {phase} policy_version {self.version} within {self._timeout_s} s",
+                rule=f"weight_sync.timeout_s={self._timeout_s} is the limit of each phase",
+                way_out="raise weight_sync.timeout_s if the machine is slow, else read its log.",
+            ) from None
 
-    def _check_digest(self, target: EngineClient, verb: str, digest: str, expected: str) -> None:
-        if digest != expected:
-            raise self._error(
-                f"{target.name} {verb} policy_version {self.version} with digest {digest}, the trainer sent "
-                f"{expected} ({self._sent})",
-                f"a version is announced only when every digest matches, so {self.version} was not announced",
-            )
+    def _check_digests(self, verb: str, digests: dict[str, str], sent: str, what: str) -> None:
+        for name, digest in digests.items():
+            if digest != sent:
+                raise self._error(
+                    f"{name} {verb} policy_version {self.version} with digest {digest}, the trainer sent "
+                    f"{sent} ({what})",
+                    f"{_ANNOUNCED}, so {self.version} was not announced",
+                )
 
     def _error(self, what: str, rule: str, way_out: str = RESTART) -> PublishError:
         serving = ", ".join(f"{name}: {version}" for name, version in self._serving.items())
-        return PublishError(
-            "publisher", f"{what} (policy_version served: {serving})", rule=rule, way_out=way_out
-        )
+        what = f"{what} (policy_version served: {serving})"
+        return PublishError("publisher", what, rule=rule, way_out=way_out)

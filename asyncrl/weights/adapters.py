@@ -24,7 +24,6 @@ from asyncrl.weights.transport import Exported, Transport, only_gathered
 
 SCALE = "scale"
 SUFFIXES = (".lora_A.weight", ".lora_B.weight")
-WAY_OUT = "use the same model in trainer and engine, and publish what asyncrl's own trainer exports."
 
 
 class AdapterTransport(Transport):
@@ -82,41 +81,32 @@ def read_adapters(
     missing, unknown = sorted(expected - tensors.keys()), sorted(tensors.keys() - expected)
     strangers = [module for module in modules if f"{module}.weight" not in linear]
     if missing or unknown or strangers or not modules:
-        raise Refused(
-            409,
+        raise _wrong(
             f"{path} has adapters of {len(modules)} layers: lacks {missing[:3]}, has unknown tensors "
-            f"{unknown[:3]}, and adapters for {strangers[:3]}, which are no linear layers of their own in "
-            "this model",
-            rule="adapters are <module>.lora_A.weight and <module>.lora_B.weight of linear layers, and one "
-            "scale",
-            way_out=WAY_OUT,
+            f"{unknown[:3]}, and adapters for {strangers[:3]}, which are no linear layers of this model"
         )
     scale = tensors[SCALE]
     if scale.numel() != 1 or not bool(torch.isfinite(scale).all()):
-        rule = "it is one finite number, alpha / rank"
-        raise Refused(409, f"{SCALE} in {path} is {scale.tolist()}", rule=rule, way_out=WAY_OUT)
+        raise _wrong(f"{SCALE} in {path} is {scale.tolist()}")
     adapters = []
     for module in modules:
         name = f"{module}.weight"
-        low_in, low_out = (tensors[module + suffix] for suffix in SUFFIXES)
-        _check_shapes(module, low_in, low_out, parameters[name], path)
-        adapters.append(Adapter(name, low_in, low_out, float(scale)))
+        a, b = (tensors[module + suffix] for suffix in SUFFIXES)
+        is_matrix = a.ndim == b.ndim == 2 and a.is_floating_point() and b.is_floating_point()
+        shape = tuple(parameters[name].shape)
+        if not is_matrix or not a.shape[0] == b.shape[1] > 0 or (b.shape[0], a.shape[1]) != shape:
+            raise _wrong(
+                f"the adapter of {module} in {path} is A {tuple(a.shape)} {a.dtype} and B {tuple(b.shape)} "
+                f"{b.dtype}, the layer's weight is {shape}"
+            )
+        adapters.append(Adapter(name, a, b, float(scale)))
     return adapters
 
 
-def _check_shapes(module: str, low_in: Tensor, low_out: Tensor, weight: Tensor, path: str) -> None:
-    fits = (
-        low_in.ndim == low_out.ndim == 2
-        and low_in.shape[0] == low_out.shape[1] > 0
-        and (low_out.shape[0], low_in.shape[1]) == tuple(weight.shape)
-        and low_in.is_floating_point()
-        and low_out.is_floating_point()
+def _wrong(what: str) -> Refused:
+    return Refused(
+        409,
+        what,
+        rule="adapters are A [rank, in] and B [out, rank] of linear layers [out, in], and one finite scale",
+        way_out="use the same model in trainer and engine, and publish what asyncrl's own trainer exports.",
     )
-    if not fits:
-        raise Refused(
-            409,
-            f"the adapter of {module} in {path} is A {tuple(low_in.shape)} {low_in.dtype} and B "
-            f"{tuple(low_out.shape)} {low_out.dtype}, the layer's weight is {tuple(weight.shape)}",
-            rule="A is [rank, in] and B [out, rank] for a weight [out, in]",
-            way_out=WAY_OUT,
-        )

@@ -8,7 +8,9 @@ forgotten: beside the place, which holds one chunk, that is the memory it takes.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -17,26 +19,39 @@ from torch import Tensor
 from asyncrl.http import Refused
 from asyncrl.messages.base import joint_digest
 from asyncrl.messages.trainer_calls import ExportChunkResponse
-from asyncrl.weights.export import LazyWeights, entries_of, sizes_of, whole_tensors
-from asyncrl.weights.tensor_files import digest_of_tensor
+from asyncrl.weights.export import LazyWeights, entries_of, gathered, sizes_of
+from asyncrl.weights.tensor_files import digest_of_tensor, write_tensors
 
 Entries = list[tuple[str, str, list[int]]]
 
 
 class ChunkPlace(Protocol):
-    """Where chunks are put: shm.ChunkFile or ipc.SharedChunk. `device`: where tensors must be for it."""
+    """Where chunks are put: ChunkFile or ipc.SharedChunk. `device`: where tensors must be for it.
+
+    put writes the tensors, which have names, dtypes and shapes of `entries`, over what was there, and returns
+    their digests; it raises OSError. told: the fields of an ExportChunkResponse that say where the chunk is.
+    """
 
     device: torch.device
 
+    def put(self, entries: Entries, tensors: Iterator[tuple[str, Tensor]]) -> dict[str, bytes]: ...
+    def told(self) -> dict[str, Any]: ...
+
+
+class ChunkFile:
+    """A safetensors file, whose pages are used again."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.device = path, torch.device("cpu")
+
     def put(self, entries: Entries, tensors: Iterator[tuple[str, Tensor]]) -> dict[str, bytes]:
-        """Write the tensors, which have names, dtypes and shapes of `entries`, over what was there; their
-        digests. Raises OSError.
-        """
-        ...
+        with self.path.open("r+b" if self.path.exists() else "w+b", buffering=0) as file:
+            digests = write_tensors(file, entries, tensors)
+            file.truncate()
+        return digests
 
     def told(self) -> dict[str, Any]:
-        """The fields of an ExportChunkResponse that say where the chunk is."""
-        ...
+        return {"path": str(self.path)}
 
 
 class Chunks:
@@ -63,12 +78,8 @@ class Chunks:
             self._version, self._digests = version, {}
         chunks = self._cut(weights)
         if index >= len(chunks):
-            raise Refused(
-                422,
-                f"chunk {index} was asked for, and version {version} has {len(chunks)} of them",
-                rule=f"chunks are numbered from 0, of weight_sync.chunk_bytes={self.chunk_bytes} each",
-                way_out="ask for no more after is_last.",
-            )
+            what = f"chunk {index} was asked for, and version {version} has {len(chunks)} of them"
+            raise Refused(422, what, rule="chunks are numbered from 0 to the one with is_last")
         before = [name for chunk in chunks[:index] for name in chunk if name not in self._digests]
         return (before if index + 1 == len(chunks) else []) + chunks[index]
 
@@ -80,15 +91,10 @@ class Chunks:
         """Write the chunk over the one before, gathering what names() said. Raises OSError."""
         chunks, names = self._cut(weights), self.names(weights, self._version, index)
         chunk = weights.only(chunks[index])
-        tensors = whole_tensors(weights.only(names), self._dtype, self._place.device)
-        try:
-            for _ in range(len(names) - len(chunk)):
-                name, tensor = next(tensors)
+        with gathered(weights.only(names), self._dtype, self._place.device) as tensors:
+            for name, tensor in itertools.islice(tensors, len(names) - len(chunk)):
                 self._digests[name] = digest_of_tensor(name, tensor)
             digests = self._place.put(entries_of(chunk, self._dtype), tensors)
-        finally:
-            for _ in tensors:  # after an error: the other ranks gather on to the end
-                pass
         self._digests.update(digests)
         is_last = index + 1 == len(chunks)
         return ExportChunkResponse(

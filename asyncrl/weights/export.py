@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -77,6 +78,19 @@ def whole_tensors(
         yield name, whole.detach().to(device=device, dtype=target).contiguous()
 
 
+@contextmanager
+def gathered(
+    weights: Mapping[str, Tensor], dtype: torch.dtype | None, device: str | torch.device = "cpu"
+) -> Iterator[Iterator[tuple[str, Tensor]]]:
+    """whole_tensors, gone through to the end even after an error: the other ranks gather along."""
+    tensors = whole_tensors(weights, dtype, device)
+    try:
+        yield tensors
+    finally:
+        for _ in tensors:
+            pass
+
+
 def in_export_dtype(weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     """whole_tensors, all at once."""
     return dict(whole_tensors(weights, dtype))
@@ -84,9 +98,8 @@ def in_export_dtype(weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[s
 
 def gather_along(weights: Mapping[str, Tensor], dtype: torch.dtype | None) -> None:
     """Go with the rank that writes these weights through its gathering, and keep nothing."""
-    for tensor in weights.values():
-        if isinstance(tensor, DTensor):
-            cast(DTensor, tensor.to(_export_dtype(tensor, dtype))).full_tensor()
+    for _ in whole_tensors(weights, dtype, "meta"):
+        pass
 
 
 def digest_of(weights: Mapping[str, Tensor]) -> str:
@@ -101,22 +114,25 @@ def export_weights(
     weights = weights if isinstance(weights, LazyWeights) else LazyWeights(in_file_order(weights))
     unfinished = path.with_name(path.name + ".unfinished")
     try:
-        tensors = whole_tensors(weights, dtype)
-        try:
-            with unfinished.open("wb", buffering=0) as file:
-                digests = write_tensors(file, entries_of(weights, dtype), tensors)
-        finally:
-            for _ in tensors:  # after an error: the other ranks gather on to the end
-                pass
+        with gathered(weights, dtype) as tensors, unfinished.open("wb", buffering=0) as file:
+            digests = write_tensors(file, entries_of(weights, dtype), tensors)
         unfinished.rename(path)
     finally:
         unfinished.unlink(missing_ok=True)
+    return manifest_of(weights, dtype, version, digests, str(path))
+
+
+def manifest_of(
+    weights: LazyWeights, dtype: torch.dtype | None, version: int, digests: Mapping[str, bytes], path: str
+) -> ExportResponse:
+    """What is said of an export; without a file ('') it is held."""
     return ExportResponse(
         version=version,
-        path=str(path),
+        path=path,
         digest=joint_digest(digests.values()),
         num_tensors=len(weights),
         num_bytes=sum(sizes_of(weights, dtype).values()),
+        is_held=not path,
     )
 
 
@@ -136,7 +152,7 @@ def save_folder(
         config_file = unfinished / "config.json"
         config = json.loads(config_file.read_text(encoding="utf-8"))
         # save_pretrained notes the dtype of the master weights, not of the state_dict that it was given.
-        config["dtype"] = str(dtype).removeprefix("torch.")
+        config["dtype"] = dtype_name(dtype)
         config_file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         tokenizer.save_pretrained(unfinished)
         open_as(unfinished, config_file)

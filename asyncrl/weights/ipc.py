@@ -20,12 +20,12 @@ from __future__ import annotations
 
 import base64
 import ctypes
-import mmap
+import math
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,25 +43,29 @@ LAZY_PEER_ACCESS = 1
 """CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the one flag that there is."""
 
 
-class SharedMemory(Protocol):
-    """`data`: all of it, as uint8. It stays open as long as this object or a view of `data` lives."""
+class SharedMemory:
+    """Memory that other processes can open by its handle. `data`: all of it, as uint8. It stays open as long
+    as a view of `data` lives. Its maker keeps it while others may have it open; what they see after that is
+    not defined.
+    """
 
-    handle: MemoryHandle
-    data: Tensor
+    def __init__(self, handle: MemoryHandle, data: Tensor) -> None:
+        self.handle, self.data = handle, data
 
     def settle(self) -> None:
-        """Return when all that was begun with `data` is done."""
-        ...
+        """Return when all that was begun with `data` is done, in all streams."""
+        if self.data.is_cuda:
+            torch.cuda.synchronize(self.data.device)
 
 
 def make_memory(num_bytes: int, device: torch.device, folder: Path) -> SharedMemory:
     """New memory; on the CPU a file in `folder`. Raises OSError if there is none, or the device cannot share
     it.
     """
-    if device.type != "cuda":
-        return MappedFile.made(folder / f"chunk-{os.getpid()}.bin", num_bytes)
-    torch.cuda.empty_cache()  # the driver does not see what torch's allocator keeps unused
-    return CudaMemory.made(num_bytes, device)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # the driver does not see what torch's allocator keeps unused
+        return make_cuda_memory(num_bytes, device)
+    return make_file(folder / f"chunk-{os.getpid()}.bin", num_bytes)
 
 
 def open_memory(handle: MemoryHandle, device: torch.device) -> SharedMemory:
@@ -70,103 +74,76 @@ def open_memory(handle: MemoryHandle, device: torch.device) -> SharedMemory:
     """
     if (handle.kind == "cuda") != (device.type == "cuda"):
         raise ValueError(f"{handle.kind} memory cannot be opened for tensors on {device}")
-    return MappedFile.opened(handle) if handle.kind == "file" else CudaMemory.opened(handle, device)
+    return open_file(handle) if handle.kind == "file" else open_cuda_memory(handle, device)
 
 
-class MappedFile:
+def make_file(path: Path, num_bytes: int) -> SharedMemory:
     """A mapped file, its space set aside: a full shared memory is an error here, and not a signal at the
     first write.
     """
-
-    def __init__(self, path: str, file: int, num_bytes: int) -> None:
-        self.handle = MemoryHandle(kind="file", name=path, num_bytes=num_bytes)
-        self.data = torch.frombuffer(mmap.mmap(file, num_bytes), dtype=torch.uint8)
-
-    @classmethod
-    def made(cls, path: Path, num_bytes: int) -> MappedFile:
-        """A new file. Raises OSError."""
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        try:
-            os.posix_fallocate(file, 0, num_bytes)
-            return cls(str(path), file, num_bytes)
-        finally:
-            os.close(file)
-
-    @classmethod
-    def opened(cls, handle: MemoryHandle) -> MappedFile:
-        """Another process's. Raises OSError, also if it is shorter than its handle says."""
-        file = os.open(handle.name, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            if (found := os.fstat(file).st_size) < handle.num_bytes:
-                raise OSError(f"{handle.name} has {found} bytes instead of {handle.num_bytes}")
-            return cls(handle.name, file, handle.num_bytes)
-        finally:
-            os.close(file)
-
-    def settle(self) -> None:
-        """The host's copies are done when they return."""
+    path.unlink(missing_ok=True)
+    path.touch(0o600)
+    with path.open("r+b") as file:
+        os.posix_fallocate(file.fileno(), 0, num_bytes)
+    return open_file(MemoryHandle(kind="file", name=str(path), num_bytes=num_bytes))
 
 
-class CudaMemory:
-    """An allocation on a CUDA device: this process's own, or opened from another's handle.
+def open_file(handle: MemoryHandle) -> SharedMemory:
+    """Raises OSError, also if it is shorter than its handle says."""
+    if (found := Path(handle.name).stat().st_size) < handle.num_bytes:
+        raise OSError(f"{handle.name} has {found} bytes instead of {handle.num_bytes}")
+    return SharedMemory(
+        handle, torch.from_file(handle.name, shared=True, size=handle.num_bytes, dtype=torch.uint8)
+    )
 
-    Life:       made or opened -> freed or closed with the last view of `data`. Whoever made it keeps it while
-    others may have it
-                open; what they see after that is not defined.
-    """
 
-    def __init__(
-        self, driver: CudaDriver, pointer: int, handle: MemoryHandle, device: torch.device, *, is_own: bool
-    ) -> None:
-        self.handle, self._device = handle, device
-        self.data = self._tensor(
-            _Allocation(driver, pointer, handle.num_bytes, _ordinal(device), is_own=is_own)
-        )
+def make_cuda_memory(num_bytes: int, device: torch.device, driver: CudaDriver | None = None) -> SharedMemory:
+    """A new allocation, by whole granules."""
+    driver, num_bytes = driver or CudaDriver(), -(-num_bytes // GRANULE) * GRANULE
+    pointer, shared = ctypes.c_uint64(), IpcHandle()
+    with driver.on(_ordinal(device)):
+        driver.call("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(num_bytes))
+        allocation = _Allocation(driver, pointer, num_bytes, _ordinal(device), "cuMemFree_v2")
+        driver.call("cuIpcGetMemHandle", ctypes.byref(shared), pointer)
+    name = base64.b64encode(bytes(shared)).decode()
+    handle = MemoryHandle(kind="cuda", name=name, num_bytes=num_bytes)
+    return SharedMemory(handle, device_tensor(allocation, device))
 
-    @classmethod
-    def made(cls, num_bytes: int, device: torch.device, driver: CudaDriver | None = None) -> CudaMemory:
-        """A new allocation, by whole granules. Raises OSError."""
-        driver, num_bytes = driver or CudaDriver(), -(-num_bytes // GRANULE) * GRANULE
-        with driver.on(_ordinal(device)):
-            pointer = driver.allocate(num_bytes)
-            name = base64.b64encode(driver.handle_of(pointer)).decode()
-        return cls(
-            driver, pointer, MemoryHandle(kind="cuda", name=name, num_bytes=num_bytes), device, is_own=True
-        )
 
-    @classmethod
-    def opened(
-        cls, handle: MemoryHandle, device: torch.device, driver: CudaDriver | None = None
-    ) -> CudaMemory:
-        """Another process's. Raises OSError."""
-        driver = driver or CudaDriver()
-        with driver.on(_ordinal(device)):
-            pointer = driver.open(base64.b64decode(handle.name, validate=True))
-        return cls(driver, pointer, handle, device, is_own=False)
+def open_cuda_memory(
+    handle: MemoryHandle, device: torch.device, driver: CudaDriver | None = None
+) -> SharedMemory:
+    """An allocation of another process: CUDA does not open one of this process."""
+    driver, pointer = driver or CudaDriver(), ctypes.c_uint64()
+    shared = IpcHandle.from_buffer_copy(base64.b64decode(handle.name, validate=True))
+    with driver.on(_ordinal(device)):
+        flags = ctypes.c_uint(LAZY_PEER_ACCESS)
+        driver.call("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), shared, flags)
+    allocation = _Allocation(driver, pointer, handle.num_bytes, _ordinal(device), "cuIpcCloseMemHandle")
+    return SharedMemory(handle, device_tensor(allocation, device))
 
-    def settle(self) -> None:
-        """Until the device has done them, in all streams."""
-        torch.cuda.synchronize(self._device)
 
-    def _tensor(self, allocation: _Allocation) -> Tensor:
-        return torch.as_tensor(allocation, device=self._device)
+def device_tensor(allocation: Any, device: torch.device) -> Tensor:
+    """A tensor over it, which keeps it as long as a view of the tensor lives."""
+    return torch.as_tensor(allocation, device=device)
+
+
+def _ordinal(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
 
 
 class _Allocation:
-    """Device memory for torch.as_tensor, which keeps this object as long as a tensor over it lives."""
+    """Device memory for torch.as_tensor; given back by the call `end` with the last tensor over it."""
 
     def __init__(
-        self, driver: CudaDriver, pointer: int, num_bytes: int, ordinal: int, *, is_own: bool
+        self, driver: CudaDriver, pointer: ctypes.c_uint64, num_bytes: int, ordinal: int, end: str
     ) -> None:
-        self.pointer, self.num_bytes = pointer, num_bytes
-        self._driver, self._ordinal, self._is_own = driver, ordinal, is_own
-
-    @property
-    def __cuda_array_interface__(self) -> dict[str, Any]:
-        return {
-            "shape": (self.num_bytes,),
+        self._driver, self._pointer, self._ordinal, self._end = driver, pointer, ordinal, end
+        address = pointer.value, False
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,),
             "typestr": "|u1",
-            "data": (self.pointer, False),
+            "data": address,
             "strides": None,
             "version": 3,
         }
@@ -174,7 +151,7 @@ class _Allocation:
     def __del__(self) -> None:
         try:
             with self._driver.on(self._ordinal):
-                (self._driver.free if self._is_own else self._driver.close)(self.pointer)
+                self._driver.call(self._end, self._pointer)
         except OSError:
             pass  # the process ends, and the driver was sooner
 
@@ -186,12 +163,10 @@ class IpcHandle(ctypes.Structure):
 
 
 class CudaDriver:
-    """The calls of CUDA's driver that sharing takes. Between on(...) they work on that device. All raise
-    OSError.
-    """
+    """CUDA's driver. All raise OSError."""
 
     def __init__(self, library: str = "libcuda.so.1") -> None:
-        self._library = ctypes.CDLL(library)
+        self.library = ctypes.CDLL(library)
         self._contexts: dict[int, ctypes.c_void_p] = {}
 
     @contextmanager
@@ -200,63 +175,23 @@ class CudaDriver:
         context = self._contexts.get(ordinal)
         if context is None:
             device, context = ctypes.c_int(), ctypes.c_void_p()
-            self._call("cuInit", ctypes.c_uint(0))
-            self._call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(ordinal))
-            self._call(
-                "cuDevicePrimaryCtxRetain", ctypes.byref(context), device
-            )  # for good: torch has it as long
+            self.call("cuInit", ctypes.c_uint(0))
+            self.call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(ordinal))
+            self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)  # for good, as torch has it
             self._contexts[ordinal] = context
-        self._call("cuCtxPushCurrent_v2", context)
+        self.call("cuCtxPushCurrent_v2", context)
         try:
             yield
         finally:
-            self._call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+            self.call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
-    def allocate(self, num_bytes: int) -> int:
-        """Address of new memory."""
-        pointer = ctypes.c_uint64()
-        self._call("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(num_bytes))
-        return pointer.value
-
-    def free(self, pointer: int) -> None:
-        """What allocate() gave."""
-        self._call("cuMemFree_v2", ctypes.c_uint64(pointer))
-
-    def handle_of(self, pointer: int) -> bytes:
-        """For other processes; 64 bytes."""
-        handle = IpcHandle()
-        self._call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(pointer))
-        return bytes(handle)
-
-    def open(self, handle: bytes) -> int:
-        """Address, here, of what another process has allocated. Not for the process that allocated it."""
-        if len(handle) != ctypes.sizeof(IpcHandle):
-            raise OSError(
-                f"a handle of CUDA memory has {ctypes.sizeof(IpcHandle)} bytes, this one {len(handle)}"
-            )
-        pointer = ctypes.c_uint64()
-        self._call(
-            "cuIpcOpenMemHandle_v2",
-            ctypes.byref(pointer),
-            IpcHandle.from_buffer_copy(handle),
-            ctypes.c_uint(LAZY_PEER_ACCESS),
-        )
-        return pointer.value
-
-    def close(self, pointer: int) -> None:
-        """What open() gave."""
-        self._call("cuIpcCloseMemHandle", ctypes.c_uint64(pointer))
-
-    def _call(self, name: str, *arguments: Any) -> None:
-        code = self._library[name](*arguments)
+    def call(self, name: str, *arguments: Any) -> None:
+        """One of its calls."""
+        code = self.library[name](*arguments)
         if code != 0:
             text = ctypes.c_char_p()
-            self._library["cuGetErrorString"](ctypes.c_int(code), ctypes.byref(text))
+            self.library["cuGetErrorString"](ctypes.c_int(code), ctypes.byref(text))
             raise OSError(f"{name} failed with {code}: {(text.value or b'unknown').decode()}")
-
-
-def _ordinal(device: torch.device) -> int:
-    return torch.cuda.current_device() if device.index is None else device.index
 
 
 class SharedChunk:
@@ -276,14 +211,12 @@ class SharedChunk:
         self._placed: list[PlacedTensor] = []
 
     def put(self, entries: Entries, tensors: Iterator[tuple[str, Tensor]]) -> dict[str, bytes]:
-        """One tensor after the other; done when it returns."""
         self._placed, _ = lay_out(entries)
         digests = copy_placed(self._placed, self._memory.data, tensors)
         self._memory.settle()
         return digests
 
     def told(self) -> dict[str, Any]:
-        """Its handle, and where each tensor begins."""
         return {"memory": ChunkMemory(handle=self._memory.handle, tensors=self._placed)}
 
 
@@ -292,7 +225,7 @@ def lay_out(entries: Entries) -> tuple[list[PlacedTensor], int]:
     placed, end = [], 0
     for name, dtype, shape in entries:
         placed.append(PlacedTensor(name=name, dtype=dtype, shape=shape, start=end))
-        size = torch.Size(shape).numel() * getattr(torch, dtype).itemsize
+        size = math.prod(shape) * getattr(torch, dtype).itemsize
         end += -(-size // ALIGNMENT) * ALIGNMENT
     return placed, end
 
@@ -313,26 +246,17 @@ def copy_placed(
 def views(placed: Iterable[PlacedTensor], data: Tensor) -> dict[str, Tensor]:
     """Each tensor where it lies in `data`. Raises Refused (400) if one cannot lie there."""
     tensors: dict[str, Tensor] = {}
+    sizes = dict(DTYPES.values())
     for one in placed:
-        dtype = getattr(torch, one.dtype) if one.dtype in dict(DTYPES.values()) else None
-        if (
-            dtype is None
-            or any(size < 0 for size in one.shape)
-            or one.start % dtype.itemsize
-            or one.name in tensors
-        ):
-            raise _misplaced(one, "its dtype is no weight's, it begins inside of a number, or it comes twice")
-        shape = torch.Size(one.shape)
-        end = one.start + shape.numel() * dtype.itemsize
-        if end > len(data):
-            raise _misplaced(one, f"it would end at byte {end} of {len(data)}")
-        tensors[one.name] = data[one.start : end].view(dtype).view(shape)
+        size = sizes.get(one.dtype, 0)
+        end = one.start + math.prod(one.shape) * size
+        is_placed = size and one.start % size == 0 and min(one.shape, default=0) >= 0 and end <= len(data)
+        if not is_placed or one.name in tensors:
+            what = f"{one.name}, {one.dtype} {one.shape} at byte {one.start}, cannot be in a chunk"
+            rule = f"each tensor of weights lies once in its {len(data)} bytes"
+            raise Refused(400, what, rule=rule, way_out=RESEND)
+        tensors[one.name] = data[one.start : end].view(getattr(torch, one.dtype)).view(one.shape)
     return tensors
-
-
-def _misplaced(placed: PlacedTensor, why: str) -> Refused:
-    what = f"{placed.name}, {placed.dtype} {placed.shape} at byte {placed.start}"
-    return Refused(400, f"{what}, cannot be in a chunk: {why}", way_out=RESEND)
 
 
 class TrainerMemory:
@@ -347,13 +271,7 @@ class TrainerMemory:
     @contextmanager
     def tensors(self, chunk: ChunkMemory) -> Iterator[dict[str, Tensor]]:
         """Its tensors where they lie; afterwards they may be written over. Raises Refused (400)."""
-        memory = self._opened(chunk.handle)
-        try:
-            yield views(chunk.tensors, memory.data)
-        finally:
-            memory.settle()
-
-    def _opened(self, handle: MemoryHandle) -> SharedMemory:
+        handle = chunk.handle
         if self._memory is None or self._memory.handle != handle:
             self._memory = None
             try:
@@ -363,9 +281,12 @@ class TrainerMemory:
                     400,
                     f"cannot open the {handle.kind} memory of {handle.num_bytes} bytes that holds the chunk: "
                     f"{error}",
-                    rule="trainer and engine take turns on one device of one machine, and share a piece of "
-                    "its memory",
+                    rule="trainer and engine take turns on one device, and share a piece of its memory",
                     way_out="give them the same device (placement), or devices of their own; in containers, "
                     "one that holds both.",
                 ) from error
-        return self._memory
+        memory = self._memory
+        try:
+            yield views(chunk.tensors, memory.data)
+        finally:
+            memory.settle()

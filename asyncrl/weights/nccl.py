@@ -4,7 +4,7 @@ The trainer copies each version on its device, in the dtype of an export, into b
 weight_sync.chunk_bytes that are made once (hold): all weights once more is the memory it takes, and training
 goes on with the originals. When every engine waits for it (asyncrl/sync/broadcast.py), rank 0 sends the
 buffers (send), and each vLLM worker loads one after the other and compares the digest of what came
-(servers/asyncrl_servers/vllm/transfer.py).
+(servers/asyncrl_servers/vllm/worker_extension.py).
 
 On CUDA devices the group of processes is NCCL's, on the CPU gloo's; they differ in _connect, _wait and
 close. Why not vLLM's own helpers (nccl_common.trainer_init and PyNcclCommunicator): their processes meet in
@@ -19,7 +19,6 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,23 +28,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from asyncrl.http import Refused
-from asyncrl.messages.base import (
-    BroadcastRequest,
-    BroadcastResponse,
-    GroupSeat,
-    SentChunk,
-    SentWeights,
-    joint_digest,
-)
+from asyncrl.messages.base import BroadcastRequest, BroadcastResponse, GroupSeat, SentChunk, SentWeights
 from asyncrl.messages.trainer_calls import ExportResponse
 from asyncrl.weights.chunk_export import cut
-from asyncrl.weights.export import (
-    LazyWeights,
-    entries_of,
-    gather_along,
-    sizes_of,
-    whole_tensors,
-)
+from asyncrl.weights.export import LazyWeights, entries_of, gather_along, gathered, manifest_of, sizes_of
 from asyncrl.weights.ipc import copy_placed, lay_out, views
 from asyncrl.weights.transport import Exported, TrainerEnd, Transport, only_gathered
 
@@ -67,62 +53,47 @@ class BroadcastTransport(Transport):
 
     def __init__(self, end: TrainerEnd) -> None:
         super().__init__(end)
-        self.digest = ""
+        self._digest = ""
         self._chunks: list[SentChunk] = []
         self._buffers: list[Tensor] = []
         self._group: WeightGroup | None = None
         self._in_use = threading.Lock()
 
     def export(self, exported: Exported, path: Path) -> ExportResponse:
-        """Hold the weights; where evaluation wants a file, write it too. Raises OSError, or RuntimeError if
-        there is no memory for the copy.
+        """Copy the weights over what was held, gathering what is sharded; where evaluation wants a file,
+        write it too. Raises OSError, or RuntimeError if there is no memory for the copy.
         """
-        written = self.write(exported, path).path if self.end.is_file_wanted else ""
-        if self.end.is_first:
-            return self.hold(exported.merged(), exported.version).model_copy(update={"path": written})
-        gather_along(exported.merged(), self.end.dtype)
-        return only_gathered(exported.version)
-
-    def hold(self, weights: LazyWeights, version: int) -> ExportResponse:
-        """Copy them over what was held, gathering what is sharded."""
-        with self._in_use:
+        end, version = self.end, exported.version
+        written = super().export(exported, path).path if end.is_file_wanted else ""
+        weights = exported.merged()
+        if not end.is_first:
+            gather_along(weights, end.dtype)
+            return only_gathered(version)
+        with self._in_use, gathered(weights, end.dtype, end.device) as tensors:
             self.version = -1
-            tensors = whole_tensors(weights, self.end.dtype, self.end.device)
+            if not self._chunks:
+                self._make_buffers(weights)
             digests: dict[str, bytes] = {}
-            try:
-                self._make_room(weights)
-                for chunk, buffer in zip(self._chunks, self._buffers, strict=True):
-                    digests |= copy_placed(chunk.tensors, buffer, tensors)
-            finally:
-                for _ in tensors:  # after an error: the other ranks gather on to the end
-                    pass
-            if self.end.device.type == "cuda":
-                torch.cuda.synchronize(self.end.device)  # another thread sends it
-            self.digest, self.version = joint_digest(digests.values()), version
-        return ExportResponse(
-            version=version,
-            path="",
-            digest=self.digest,
-            is_held=True,
-            num_tensors=len(weights),
-            num_bytes=sum(sizes_of(weights, self.end.dtype).values()),
-        )
+            for chunk, buffer in zip(self._chunks, self._buffers, strict=True):
+                digests |= copy_placed(chunk.tensors, buffer, tensors)
+            if end.device.type == "cuda":
+                torch.cuda.synchronize(end.device)  # another thread sends it
+            answer = manifest_of(weights, end.dtype, version, digests, "")
+            self._digest, self.version = answer.digest, version
+        return answer.model_copy(update={"path": written})
 
     def send(self, request: BroadcastRequest) -> BroadcastResponse:
         """To all members of the group; in a thread of its own. Raises Refused."""
+        seat = request.seat
         with self._in_use:
             if self.version != request.version:
-                raise Refused(
-                    409,
-                    f"policy_version {request.version} is to be sent, and what is held is version "
-                    f"{self.version}",
-                    rule="the newest export alone is held",
-                    way_out="export, and send that.",
-                )
+                what = f"policy_version {request.version} is to be sent, and what is held is version "
+                raise Refused(409, f"{what}{self.version}", rule="the newest export alone is held")
             try:
-                self._joined(request.seat).send(
-                    SentWeights(version=self.version, chunks=self._chunks), self._buffers
-                )
+                if self._group is None or self._group.path != seat.path:
+                    self._leave()
+                    self._group = WeightGroup(seat, self.end.device)
+                self._group.send(SentWeights(version=self.version, chunks=self._chunks), self._buffers)
             except GroupBroken as broken:
                 self._leave()
                 raise Refused(
@@ -132,22 +103,14 @@ class BroadcastTransport(Transport):
                     way_out="read the logs of the engines; they are sent anew once those were started again.",
                 ) from broken
             sent = sum(chunk.num_bytes for chunk in self._chunks)
-            return BroadcastResponse(version=self.version, digest=self.digest, num_bytes=sent)
-
-    def _joined(self, seat: GroupSeat) -> WeightGroup:
-        if self._group is None or self._group.path != seat.path:
-            self._leave()
-            self._group = WeightGroup(seat, self.end.device)
-        return self._group
+            return BroadcastResponse(version=self.version, digest=self._digest, num_bytes=sent)
 
     def _leave(self) -> None:
         group, self._group = self._group, None
         if group is not None:
             group.close()
 
-    def _make_room(self, weights: LazyWeights) -> None:
-        if self._chunks:
-            return
+    def _make_buffers(self, weights: LazyWeights) -> None:
         for names in cut(sizes_of(weights, self.end.dtype), self.end.chunk_bytes):
             placed, size = lay_out(entries_of(weights.only(names), self.end.dtype))
             self._buffers.append(torch.zeros(size, dtype=torch.uint8, device=self.end.device))
@@ -174,9 +137,8 @@ class WeightGroup:
         try:
             self._group = _connect(seat, device, self._timeout)
         except (RuntimeError, OSError) as error:
-            raise GroupBroken(
-                f"no group of {seat.size} processes within {seat.timeout_s} s: {error}"
-            ) from error
+            what = f"no group of {seat.size} processes within {seat.timeout_s} s"
+            raise GroupBroken(f"{what}: {error}") from error
 
     def close(self) -> None:
         """Leave. Idempotent; the others notice at their next call."""
@@ -186,13 +148,10 @@ class WeightGroup:
 
     def send(self, weights: SentWeights, buffers: list[Tensor]) -> None:
         """As the sender: what comes, then the buffers. Raises GroupBroken."""
-        head = torch.frombuffer(bytearray(weights.model_dump_json().encode()), dtype=torch.uint8).to(
-            self._device
-        )
-        self._broadcast(torch.tensor([len(head)], device=self._device))
-        self._broadcast(head)
-        for buffer in buffers:
-            self._broadcast(buffer)
+        text = bytearray(weights.model_dump_json().encode())
+        head = torch.frombuffer(text, dtype=torch.uint8).to(self._device)
+        for tensor in (torch.tensor([len(head)], device=self._device), head, *buffers):
+            self._broadcast(tensor)
 
     def receive(self) -> Iterator[tuple[int, dict[str, Tensor]]]:
         """The version, and the tensors of one buffer after the other, each buffer in memory of its own.
@@ -236,31 +195,20 @@ def _connect(seat: GroupSeat, device: torch.device, timeout: timedelta) -> Any:
     store = dist.FileStore(seat.path, seat.size)  # type: ignore[attr-defined]
     store.set_timeout(timeout)
     if device.type == "cuda":
-        if device.index is not None:
-            torch.cuda.set_device(
-                device
-            )  # of this thread; a trainer's rank 0 has no number, and is on the first
+        if device.index is not None:  # of this thread; a trainer's rank 0 has no number, and is on the first
+            torch.cuda.set_device(device)
         nccl = dist.ProcessGroupNCCL.Options()
         nccl._timeout = 2 * timeout  # ours comes first
-        with _without_watchdog():
+        # A group made here does not end the process when another member dies: training goes on.
+        name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+        before = os.environ.get(name)
+        os.environ[name] = "0"
+        try:
             return dist.ProcessGroupNCCL(store, seat.rank, seat.size, nccl)
+        finally:
+            del os.environ[name]
+            if before is not None:
+                os.environ[name] = before
     gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     gloo._timeout, gloo._devices = timeout, [dist.ProcessGroupGloo.create_device(interface="lo")]
     return dist.ProcessGroupGloo(store, seat.rank, seat.size, gloo)
-
-
-@contextmanager
-def _without_watchdog() -> Iterator[None]:
-    """A group made here does not end the whole process when another member dies: a trainer goes on, with the
-    next group.
-    """
-    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-    before = os.environ.get(name)
-    os.environ[name] = "0"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before

@@ -102,14 +102,6 @@ def safetensors_head(entries: Iterable[tuple[str, str, Iterable[int]]]) -> bytes
     return len(text).to_bytes(8, "little") + text
 
 
-def write_raw(path: Path, tensors: Mapping[str, RawTensor]) -> None:
-    """Write a file of tensors in memory. Raises OSError."""
-    with path.open("wb") as file:
-        file.write(safetensors_head((name, raw.dtype, raw.shape) for name, raw in tensors.items()))
-        for raw in tensors.values():
-            file.write(raw.data)
-
-
 def write_tensors(
     file: Any, entries: Iterable[tuple[str, str, Iterable[int]]], tensors: Iterator[tuple[str, Tensor]]
 ) -> dict[str, bytes]:

@@ -1,14 +1,17 @@
 """The ways of the weights from the trainer to the engines, by weight_sync.transport: the trainer's end, and
 the table of all.
 
-Each has a file that says its whole way: shm.py (and disk), adapters.py, nccl.py, ipc.py. What a transport
-needs of engine, placement and config is in asyncrl/config/transports.py, which needs no torch; how vLLM
-takes what comes, in asyncrl/engines/vllm/vllm_weights.py.
+shm and disk: the trainer writes all weights as one safetensors file into its staging folder, in shared memory
+or in weight_sync.disk_dir, which other machines can read. Engines read, copy and hash it beside generation
+(prepare) and swap to the copy (commit). In turns an engine that slept has room for one set of weights: they
+go chunk by chunk (chunk_export.py), with ipc through memory that both sides open (ipc.py). The other ways are
+in adapters.py (lora) and nccl.py. What a transport needs of engine, placement and config is in
+asyncrl/config/transports.py, which needs no torch; how vLLM takes what comes, in
+asyncrl/engines/vllm/vllm_weights.py.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,7 +53,9 @@ def only_gathered(version: int) -> ExportResponse:
 
 
 class Transport:
-    """The trainer's end of one way. Made on every rank; export() is called on all of them at once."""
+    """The trainer's end of one way: this one writes a file. Made on every rank; export() is called on all of
+    them at once.
+    """
 
     sends_chunks = True
     """Whether weights can go this way chunk by chunk."""
@@ -61,11 +66,9 @@ class Transport:
         self.end = end
 
     def export(self, exported: Exported, path: Path) -> ExportResponse:
-        """Bring the weights to where engines take them from; rank 0 says what they are. Raises OSError."""
-        raise NotImplementedError
-
-    def write(self, exported: Exported, path: Path) -> ExportResponse:
-        """All weights into a file, by rank 0, while the other ranks gather along. Raises OSError."""
+        """Bring the weights to where engines take them from; rank 0 says what they are, while the other ranks
+        gather along. Raises OSError.
+        """
         weights = exported.merged()
         if self.end.is_first:
             return export_weights(weights, path, exported.version, self.end.dtype)
@@ -74,25 +77,14 @@ class Transport:
 
     def send(self, request: BroadcastRequest) -> BroadcastResponse:
         """Send the copy that is held. Raises Refused."""
-        raise Refused(
-            409,
-            f"policy_version {request.version} is to be sent, and none are held",
-            rule="weight_sync.transport=nccl holds them",
-            way_out="POST /export.",
-        )
-
-
-_CLASSES = {
-    "shm": "shm:FileTransport",
-    "disk": "shm:FileTransport",
-    "ipc": "shm:FileTransport",  # in turns; a whole file is for evaluation alone
-    "lora": "adapters:AdapterTransport",
-    "nccl": "nccl:BroadcastTransport",
-}
+        what = f"policy_version {request.version} is to be sent, and none are held"
+        raise Refused(409, what, rule="weight_sync.transport=nccl holds them")
 
 
 def make_transport(name: str, end: TrainerEnd) -> Transport:
     """The one that weight_sync.transport names."""
-    module, _, attribute = _CLASSES[name].partition(":")
-    made: Transport = getattr(importlib.import_module(f"asyncrl.weights.{module}"), attribute)(end)
-    return made
+    from asyncrl.weights.adapters import AdapterTransport
+    from asyncrl.weights.nccl import BroadcastTransport
+
+    others = {"lora": AdapterTransport, "nccl": BroadcastTransport}
+    return others.get(name, Transport)(end)

@@ -1,22 +1,30 @@
-"""What a vLLM server must be for this run, held against what it says of itself. Pure: knows settings; asks
-nobody.
+"""What a vLLM server must be for this run, and the wait until one is. Knows routes and settings; starts
+nothing.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
-from asyncrl.engines.vllm.vllm_routes import ServerInfo
+from asyncrl.engines.vllm.vllm_process import START_LABEL, VllmProcess
+from asyncrl.engines.vllm.vllm_routes import GENERATE, LabelInfo, Said, ServerInfo, vllm_request
 from asyncrl.errors import ConfigError
-from asyncrl.messages.engine_calls import GenerateRequest
+from asyncrl.http import CallGarbled, CallLost, CallRefused
 
 EXTENSION = "asyncrl_servers.vllm.worker_extension.WeightLoader"
+_LOGPROBS = "processed_logprobs"
+_KEEP_ALIVE, _LORA_UPDATING = "VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
+_RULE = (
+    "the run counts on its model and dtype, on room for its requests, on logprobs of what was sampled, on "
+    "connections that rest, and with transport=lora on adapters that come while it serves"
+)
+_ASK_AGAIN_S = 0.2
 _MIN_KEEP_ALIVE_S = 60
-"""Our connections rest for 30 s (calling.Caller); a server that closes one first breaks the next request on
-it.
+"""Our connections rest for 30 s (http.Caller); a server that closes one first breaks the next request on it.
 """
 
 
@@ -43,157 +51,107 @@ class VllmFacts:
 
 def check_settings(name: str, info: ServerInfo, facts: VllmFacts) -> None:
     """Raise ConfigError with the flag that vLLM needs, if its settings are not what the run counts on."""
-    model, scheduler = _section(info, "model_config"), _section(info, "scheduler_config")
-    served, dtype = str(model.get("model")), str(model.get("dtype")).removeprefix("torch.")
-    keep_alive_s = info.vllm_env.get("VLLM_HTTP_TIMEOUT_KEEP_ALIVE")
-    _require(
-        name,
-        "logprobs_mode",
-        model.get("logprobs_mode"),
-        model.get("logprobs_mode") == "processed_logprobs",
-        "the trainer needs the logprobs of the distribution that was sampled from, temperature and top_p "
-        "applied",
-        "--logprobs-mode processed_logprobs",
-    )
-    _require(
-        name,
-        "model",
-        served,
-        os.path.realpath(served) == os.path.realpath(facts.model_path),
-        f"it must serve the model that is trained, {facts.model_path}",
-        f"vllm serve {facts.model_path}",
-    )
-    _require(
-        name,
-        "dtype",
-        dtype,
-        dtype == facts.dtype,
-        f"weights are published as {facts.dtype}",
-        f"--dtype {facts.dtype}",
-    )
-    _require(
-        name,
-        "max_model_len",
-        model.get("max_model_len"),
-        _at_least(model.get("max_model_len"), facts.max_length),
-        f"prompt and completion take up to {facts.max_length} tokens",
-        f"--max-model-len {facts.max_length}",
-    )
-    _require(
-        name,
-        "max_num_seqs",
-        scheduler.get("max_num_seqs"),
-        _at_least(scheduler.get("max_num_seqs"), facts.slots),
-        f"rollout.slots={facts.slots} requests are to run at once",
-        f"--max-num-seqs {facts.slots}",
-    )
-    _require(
-        name,
-        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE",
-        keep_alive_s,
-        keep_alive_s is None or _at_least(keep_alive_s, _MIN_KEEP_ALIVE_S),
-        "a connection that the server closes while it rests breaks the next request on it",
-        f"VLLM_HTTP_TIMEOUT_KEEP_ALIVE={_MIN_KEEP_ALIVE_S} or more in its environment",
-    )
-    if facts.has_adapters:
-        _require(
-            name,
-            "lora_config",
-            info.vllm_config.get("lora_config"),
-            info.vllm_config.get("lora_config") is not None,
-            "weight_sync.transport=lora brings adapters",
-            "--enable-lora and a --max-lora-rank of trainer.lora.rank or more",
-        )
-        _require(
-            name,
-            "VLLM_ALLOW_RUNTIME_LORA_UPDATING",
-            info.vllm_env.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING"),
-            info.vllm_env.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING") is not False,
-            "weight_sync.transport=lora brings adapters while it serves",
-            "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment",
-        )
-
-
-def check_workers(name: str, workers: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ConfigError if not every worker answers as our extension does."""
-    for worker in workers:
-        _require(
-            name,
-            "worker extension",
-            worker.get("extension"),
-            worker.get("extension") == 1,
-            "our extension loads the weights and says their digest",
-            f"--worker-extension-cls {EXTENSION}",
-        )
-
-
-def lacks(name: str, what: str, rule: str, give: str) -> ConfigError:
-    """A vLLM server that was started without something."""
-    return ConfigError(f"{name}: the vLLM server there {what}", rule=rule, way_out=f"start it with {give}.")
-
-
-def _section(info: ServerInfo, key: str) -> Mapping[str, Any]:
-    section = info.vllm_config.get(key)
-    return section if isinstance(section, dict) else {}
+    config, env = info.vllm_config, info.vllm_env
+    model, scheduler = config.get("model_config") or {}, config.get("scheduler_config") or {}
+    path, dtype = str(model.get("model")), str(model.get("dtype")).removeprefix("torch.")
+    is_path = os.path.realpath(path) == os.path.realpath(facts.model_path)
+    mode, length = model.get("logprobs_mode"), model.get("max_model_len")
+    num_seqs, keep_alive_s = scheduler.get("max_num_seqs"), env.get(_KEEP_ALIVE)
+    lora, is_updating, is_lora = config.get("lora_config"), env.get(_LORA_UPDATING), facts.has_adapters
+    is_resting = keep_alive_s is None or _at_least(keep_alive_s, _MIN_KEEP_ALIVE_S)
+    for setting, found, is_so, flag in (
+        ("logprobs_mode", mode, mode == _LOGPROBS, f"--logprobs-mode {_LOGPROBS}"),
+        ("model", path, is_path, f"vllm serve {facts.model_path}"),
+        ("dtype", dtype, dtype == facts.dtype, f"--dtype {facts.dtype}"),
+        ("max_model_len", length, _at_least(length, facts.max_length), f"--max-model-len {facts.max_length}"),
+        ("max_num_seqs", num_seqs, _at_least(num_seqs, facts.slots), f"--max-num-seqs {facts.slots}"),
+        (_KEEP_ALIVE, keep_alive_s, is_resting, f"{_KEEP_ALIVE}={_MIN_KEEP_ALIVE_S} or more set"),
+        ("lora_config", lora, lora is not None or not is_lora, "--enable-lora and --max-lora-rank"),
+        (_LORA_UPDATING, is_updating, is_updating is not False or not is_lora, f"{_LORA_UPDATING}=1 set"),
+    ):
+        if not is_so:
+            raise ConfigError(
+                f"{name}: the vLLM server there has {setting}={found}",
+                rule=_RULE,
+                way_out=f"start it with {flag}.",
+            )
 
 
 def _at_least(found: object, least: int) -> bool:
     return isinstance(found, int | float) and found >= least
 
 
-def _require(name: str, setting: str, found: object, is_so: bool, rule: str, give: str) -> None:
-    if not is_so:
-        raise lacks(name, f"has {setting}={found}", rule, give)
+async def make_ready(process: VllmProcess, facts: VllmFacts, *, is_first: bool) -> None:
+    """Returns once it serves as it must; its limit is the caller's. Raises ConfigError, CallRefused or
+    CallLost.
 
-
-# Stop strings that lie over the joint of a resumed segment: vLLM looks at new text alone. Knows a decoder;
-# knows no request.
-
-
-_SLACK = 8
-"""Tokens looked at beyond the longest stop string's bytes (each token holds a byte or more, but for special
-ones).
-"""
-
-
-class JointWatch:
-    """Tells which of the first new tokens completes a stop string that began before them.
-
-    Life: made with the resumed ids -> take() for the new ones, in order -> is_over: no stop string reaches
-    back so far any more.
+    `is_first`: nobody of this run has pushed weights there, so what it has must be what it was started with.
     """
+    there = f"{process.name}: the vLLM server there"
+    with _refusal_means(
+        f"{there} does not take the key",
+        "a server of somebody else has a key of its own",
+        "put that key into the environment variable ASYNCRL_VLLM_KEY.",
+        401,
+    ):
+        await _until_up(process)
+    rule = "weights are pushed through such routes"
+    with _refusal_means(
+        f"{there} has no /server_info", rule, "start it with VLLM_SERVER_DEV_MODE=1.", 403, 404
+    ):
+        info = await process.get("/server_info?config_format=json", ServerInfo)
+    check_settings(process.name, info, facts)
+    rule, flag = "it loads the weights and says their digest", f"--worker-extension-cls {EXTENSION}"
+    with _refusal_means(f"{there} has no worker extension of ours", rule, f"start it with {flag}."):
+        workers = await process.rpc("asyncrl_facts")
+    process.vocab_size = min(int(worker["vocab_size"]) for worker in workers)
+    ours = process.label_of(process.version)
+    label = (await process.get("/weight_info", LabelInfo)).weight_version
+    if is_first and label not in (START_LABEL, ours):
+        raise ConfigError(
+            f"{there} has weights that another run pushed, under the label {label}",
+            rule=f"a run begins with the weights of model.path, as policy_version {process.version}",
+            way_out="start that server again.",
+        )
+    await process.tell("/resume")  # whoever paused it last may have been killed
+    await process.set_label(ours)
+    process.label = ours
+    rule = "tokens go in and come out as ids"
+    with _refusal_means(f"{there} has no {GENERATE}", rule, "start it with --enable-scale-out.", 403, 404):
+        await _warm_up(process, ours)
 
-    def __init__(
-        self, stop: Sequence[str], decode: Callable[[Sequence[int]], str], resumed_ids: Sequence[int]
-    ) -> None:
-        self._stop = [text for text in stop if text]
-        self._decode = decode
-        self._window = max((len(text.encode()) for text in self._stop), default=0) + _SLACK
-        self._tail = list(resumed_ids[-self._window :])
-        self._num_taken = 0
 
-    @property
-    def is_over(self) -> bool:
-        """The tokens to come are vLLM's to watch."""
-        return self._num_taken >= self._window
-
-    def take(self, token_ids: Sequence[int]) -> int | None:
-        """Number of these that are left when the one that completes a stop string is the last; None if none
-        does.
-        """
-        for index, token_id in enumerate(token_ids):
-            if self.is_over:
-                return None
-            self._tail.append(token_id)
-            self._num_taken += 1
-            text = self._decode(self._tail)
-            if any(stop in text for stop in self._stop):
-                return index + 1
-        return None
+@contextlib.contextmanager
+def _refusal_means(what: str, rule: str, way_out: str, *statuses: int) -> Iterator[None]:
+    """A refusal with one of these statuses (none: any) is a ConfigError; a missing route has 403 or 404."""
+    try:
+        yield
+    except CallRefused as refusal:
+        if statuses and refusal.status not in statuses:
+            raise
+        raise ConfigError(f"{what} ({refusal.body.error})", rule=rule, way_out=way_out) from refusal
 
 
-def watch_of(request: GenerateRequest, decode: Callable[[Sequence[int]], str] | None) -> JointWatch | None:
-    """A watch, where the segment has a joint that a stop string can lie over, and its text can be read."""
-    if decode is None or not request.num_resumed or not any(request.stop):
-        return None
-    return JointWatch(request.stop, decode, request.prompt_ids[-request.num_resumed :])
+async def _until_up(process: VllmProcess) -> None:
+    """A server that we started has a socket from the first moment; one of somebody else's may refuse
+    connections for a while.
+    """
+    while True:
+        try:
+            await process.get("/health", Said)
+        except CallGarbled:
+            raise
+        except CallLost:
+            await asyncio.sleep(_ASK_AGAIN_S)
+        else:
+            return
+
+
+async def _warm_up(process: VllmProcess, label: str) -> None:
+    """Have vLLM do once what it compiles at the first time: sampling with a seed, logprobs, and those of a
+    prompt.
+    """
+    greedy = {"max_tokens": 1, "temperature": 0.0}
+    seeded = {"max_tokens": 2, "temperature": 0.7, "top_p": 0.9, "seed": 1}
+    for number, sampling in enumerate((greedy, greedy | {"prompt_logprobs": 0}, seeded)):
+        await process.tell(GENERATE, vllm_request([1, 2, 3], f"warm-up-{number}", label, None, **sampling))

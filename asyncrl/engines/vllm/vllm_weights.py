@@ -15,48 +15,57 @@ from typing import Any, Protocol
 from asyncrl.engines.vllm.vllm_routes import Routes
 from asyncrl.errors import EngineError
 from asyncrl.messages.base import GroupSeat, weights_digest
-from asyncrl.messages.trainer_calls import Canary, ExportResponse
-from asyncrl.weights.tensor_files import RESEND, RawTensor, read_tensors, write_raw
+from asyncrl.messages.trainer_calls import ExportResponse
+from asyncrl.weights.tensor_files import RESEND, RawTensor, read_tensors, safetensors_head
 
+ADAPTER = "policy-adapter"
+SCALE = "scale"
 _ASK_AGAIN_S, _ASK_AGAIN_MAX_S = 0.01, 0.5
 _LOADED_RULE = "a version is served only when what was loaded is what was sent"
+_SUFFIXES = (".lora_A.weight", ".lora_B.weight")
+_ADAPTER_RULE = (
+    "adapters are <module>.lora_A.weight and <module>.lora_B.weight of one rank, and one float32 scale"
+)
 
 
 class Load:
-    """Weights of one version on their way into one process: staged, then loaded. All raise CallRefused,
-    CallLost or EngineError. `can_repeat`: they can be staged and loaded once more; `model`: what requests are
-    to name once they are loaded.
+    """Weights of one version on their way into one process: staged, beside the serving ones and while
+    generation goes on; then loaded, while nothing runs. Both raise CallRefused, CallLost or EngineError.
+
+    stage() returns the digest of what was read. `can_repeat`: both can be done once more; `model`: what
+    requests are to name once they are loaded.
     """
 
-    can_repeat = True
+    can_repeat = False
     model: str | None = None
 
-    def __init__(self, name: str, version: int, digest: str, canary: Canary | None) -> None:
-        self.name, self.version, self.digest, self.canary = name, version, digest, canary
+    def __init__(self, name: str, manifest: ExportResponse) -> None:
+        self.name, self.manifest = name, manifest
+        self.version, self.digest, self.canary = manifest.version, manifest.digest, manifest.canary
 
     async def stage(self, routes: Routes) -> str:
-        """Bring them beside the serving ones, while generation goes on; the digest of what was read."""
         raise NotImplementedError
 
     async def load(self, routes: Routes) -> None:
-        """Make them the serving ones; nothing runs meanwhile."""
         raise NotImplementedError
 
 
 class FileLoad(Load):
     """A whole set of weights in one file."""
 
+    can_repeat = True
+
     def __init__(self, name: str, manifest: ExportResponse, chunk_bytes: int) -> None:
-        super().__init__(name, manifest.version, manifest.digest, manifest.canary)
-        self._manifest, self._chunk_bytes = manifest, chunk_bytes
+        super().__init__(name, manifest)
+        self._chunk_bytes = chunk_bytes
 
     async def stage(self, routes: Routes) -> str:
         """The workers hash in a thread, and are asked until they are done: an answer that waited would hold
         up generation.
         """
-        manifest, wait_s = self._manifest, _ASK_AGAIN_S
-        names = ("version", "path", "digest", "num_tensors", "num_bytes", "kind")
-        asked = {name: getattr(manifest, name) for name in names}
+        wait_s = _ASK_AGAIN_S
+        names = {"version", "path", "digest", "num_tensors", "num_bytes", "kind"}
+        asked = self.manifest.model_dump(include=names)
         await routes.rpc("asyncrl_drop", {})  # else a file that was staged before is not read again
         while True:
             workers = await routes.rpc("asyncrl_stage", asked)
@@ -66,27 +75,13 @@ class FileLoad(Load):
             wait_s = min(2 * wait_s, _ASK_AGAIN_MAX_S)
 
     async def load(self, routes: Routes) -> None:
-        """One load call a chunk, in each worker."""
+        """One load call a chunk, in each worker, which refuses what is not whole."""
         asked = {"version": self.version, "digest": self.digest, "chunk_bytes": self._chunk_bytes}
-        for worker in await routes.rpc("asyncrl_load", asked):
-            found = worker.get("num_tensors"), worker.get("num_bytes")
-            if found != (self._manifest.num_tensors, self._manifest.num_bytes):
-                raise EngineError(
-                    self.name,
-                    f"loaded {found[0]} tensors of {found[1]} bytes for policy_version {self.version}, "
-                    f"sent were {self._manifest.num_tensors} of {self._manifest.num_bytes}",
-                    rule=_LOADED_RULE,
-                )
+        await routes.rpc("asyncrl_load", asked)
 
 
 class ChunkLoad(Load):
-    """What came chunk by chunk into weights that are awake and not served."""
-
-    can_repeat = False
-
-    async def stage(self, routes: Routes) -> str:
-        """There is nothing to stage: the chunks lie in the weights."""
-        return self.digest
+    """What came chunk by chunk into weights that are awake and not served: nothing is to be staged."""
 
     async def load(self, routes: Routes) -> None:
         """Close the update; the workers refuse it if it is not whole."""
@@ -94,21 +89,13 @@ class ChunkLoad(Load):
 
 
 class Meeting(Protocol):
-    """Where engines wait until all of them are there and the trainer sends; sync.broadcast.Broadcasts is
-    it.
-    """
+    """Where engines wait until all of them are there and the trainer sends: sync.broadcast.Broadcasts."""
 
-    def expect_nowait(self, name: str, version: int, num_workers: int) -> None:
-        """The engine will receive the version."""
-        ...
-
-    def leave_nowait(self, name: str) -> None:
-        """It will not. Idempotent."""
-        ...
-
-    async def receive(self, name: str, version: int, take: Callable[[GroupSeat], Awaitable[None]]) -> None:
-        """Returns when it has the weights; `take` has its workers receive them. Raises EngineError."""
-        ...
+    def expect_nowait(self, name: str, version: int, num_workers: int) -> None: ...
+    def leave_nowait(self, name: str) -> None: ...
+    async def receive(
+        self, name: str, version: int, take: Callable[[GroupSeat], Awaitable[None]]
+    ) -> None: ...
 
 
 class BroadcastLoad(Load):
@@ -116,17 +103,9 @@ class BroadcastLoad(Load):
     routes. If the canary fails, it cannot be loaded again for one of them.
     """
 
-    can_repeat = False
-
     def __init__(self, name: str, manifest: ExportResponse, meeting: Meeting) -> None:
-        super().__init__(name, manifest.version, manifest.digest, manifest.canary)
+        super().__init__(name, manifest)
         self._meeting = meeting
-        self._expected = {
-            "version": manifest.version,
-            "digest": manifest.digest,
-            "num_tensors": manifest.num_tensors,
-            "num_bytes": manifest.num_bytes,
-        }
 
     async def stage(self, routes: Routes) -> str:
         """Nothing is brought yet: this engine, with its workers, will take part. They compare the digest as
@@ -138,13 +117,14 @@ class BroadcastLoad(Load):
 
     async def load(self, routes: Routes) -> None:
         """Wait for all others, then receive; a worker that gets something else refuses it."""
+        expected = self.manifest.model_dump(include={"version", "digest", "num_tensors", "num_bytes"})
 
         async def take(seat: GroupSeat) -> None:
             if seat.is_new:
-                await routes.join_group(seat.model_dump())
-            await routes.start_update()
-            await routes.update_weights(self._expected)
-            await routes.finish_update()
+                await routes.tell("/init_weight_transfer_engine", {"init_info": seat.model_dump()})
+            await routes.tell("/start_weight_update")
+            await routes.tell("/update_weights", {"update_info": expected})
+            await routes.tell("/finish_weight_update", {})
 
         await self._meeting.receive(self.name, self.version, take)
 
@@ -153,92 +133,74 @@ def one_digest(name: str, workers: Sequence[Mapping[str, Any]]) -> str:
     """The digest on which all workers agree. Raises EngineError."""
     digests = {str(worker.get("digest", "")) for worker in workers}
     if len(digests) != 1 or "" in digests:
-        raise EngineError(
-            name,
-            f"its workers say digests {sorted(digests)}",
-            rule="all workers read the same bytes",
-            way_out=f"read {name}'s log.",
-        )
+        what = f"its workers say digests {sorted(digests)}"
+        raise EngineError(name, what, rule="all workers read the same bytes", way_out="read its log.")
     return digests.pop()
 
 
-# Adapters as vLLM takes them: a peft folder made of the trainer's file (asyncrl/weights/adapters.py).
-
-ADAPTER = "policy-adapter"
-SCALE = "scale"
-_SUFFIXES = (".lora_A.weight", ".lora_B.weight")
-_RULE = "adapters are <module>.lora_A.weight and <module>.lora_B.weight of one rank, and one float32 scale"
-
-
 class AdapterLoad(Load):
-    """Adapters for the weights that vLLM started with."""
+    """Adapters for the weights that vLLM started with, as a folder of peft made of the trainer's file
+    (asyncrl/weights/adapters.py). `before`: the folder of the adapter that serves now, which is not needed
+    once this one does.
+    """
 
+    can_repeat = True
     model = ADAPTER
 
     def __init__(self, name: str, manifest: ExportResponse, before: Path | None) -> None:
-        """`before`: the folder of the adapter that serves now, which is not needed once this one does."""
-        super().__init__(name, manifest.version, manifest.digest, manifest.canary)
-        self._manifest, self._before = manifest, before
-        self.folder: Path | None = None
+        super().__init__(name, manifest)
+        self._before = before
+        self.folder = Path(manifest.path).with_name(f"{name}-adapter-{manifest.version}")
+        """One for each version: vLLM's prefix cache tells adapters apart by it."""
 
     async def stage(self, routes: Routes) -> str:
-        """Written as a folder of peft, which vLLM reads."""
-        self.folder, digest = await asyncio.to_thread(write_adapter_folder, self.name, self._manifest)
-        return digest
+        return await asyncio.to_thread(write_adapter_folder, self.name, self.manifest, self.folder)
 
     async def load(self, routes: Routes) -> None:
         """Under the name of the one before, in its place."""
-        assert self.folder is not None, "stage() comes before load()"
-        await routes.load_adapter(ADAPTER, str(self.folder))
+        adapter = {"lora_name": ADAPTER, "lora_path": str(self.folder), "load_inplace": True}
+        await routes.tell("/v1/load_lora_adapter", adapter)
         if self._before is not None and self._before != self.folder:
             await asyncio.to_thread(shutil.rmtree, self._before, ignore_errors=True)
 
 
-def write_adapter_folder(name: str, manifest: ExportResponse) -> tuple[Path, str]:
-    """Write the adapters of the manifest as a folder beside its file, for server `name`; (folder, digest of
-    what was read).
-
-    A folder of its own for each version: vLLM's prefix cache tells adapters apart by it. Raises EngineError.
+def write_adapter_folder(name: str, manifest: ExportResponse, folder: Path) -> str:
+    """Write the adapters of the manifest as a folder of peft, for server `name`; returns the digest of what
+    was read. Raises EngineError.
     """
-    folder = Path(manifest.path).with_name(f"{name}-adapter-{manifest.version}")
     try:
         tensors = read_tensors(Path(manifest.path))
         digest = weights_digest((key, one.dtype, one.shape, one.data) for key, one in tensors.items())
-        found = (len(tensors), sum(len(one.data) for one in tensors.values()), digest)
-        if found != (manifest.num_tensors, manifest.num_bytes, manifest.digest):
+        if digest != manifest.digest:
             raise EngineError(
                 name,
-                f"{manifest.path} has {found[0]} tensors of {found[1]} bytes with digest {digest}, announced "
-                f"for policy_version {manifest.version} were {manifest.num_tensors} of {manifest.num_bytes} "
-                f"with {manifest.digest}",
+                f"{manifest.path} has digest {digest}, announced for policy_version {manifest.version} was "
+                f"{manifest.digest}",
                 rule=_LOADED_RULE,
                 way_out=RESEND,
             )
-        config = json.dumps(_peft_config(name, manifest, tensors))
+        config = json.dumps(_peft_config(tensors))
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         (folder / "adapter_config.json").write_text(config, encoding="utf-8")
         weights = {f"base_model.model.{key}": one for key, one in tensors.items() if key != SCALE}
-        write_raw(folder / "adapter_model.safetensors", weights)
+        with (folder / "adapter_model.safetensors").open("wb") as file:
+            file.write(safetensors_head((key, one.dtype, one.shape) for key, one in weights.items()))
+            for one in weights.values():
+                file.write(one.data)
     except (OSError, ValueError, KeyError, struct.error) as error:
-        raise EngineError(
-            name, f"cannot make an adapter of {manifest.path}: {error}", rule=_RULE, way_out=RESEND
-        ) from error
-    return folder, digest
+        what = f"cannot make an adapter of {manifest.path}: {error}"
+        raise EngineError(name, what, rule=_ADAPTER_RULE, way_out=RESEND) from error
+    return digest
 
 
-def _peft_config(name: str, manifest: ExportResponse, tensors: Mapping[str, RawTensor]) -> dict[str, Any]:
+def _peft_config(tensors: Mapping[str, RawTensor]) -> dict[str, Any]:
+    """Raises ValueError or KeyError for what are no adapters."""
     modules = sorted({key.removesuffix(end) for key in tensors for end in _SUFFIXES if key.endswith(end)})
     ranks = {tensors[f"{module}.lora_A.weight"].shape[0] for module in modules}
     ranks |= {tensors[f"{module}.lora_B.weight"].shape[1] for module in modules}
     if len(tensors) != 2 * len(modules) + 1 or len(ranks) != 1 or tensors[SCALE].dtype != "float32":
-        raise EngineError(
-            name,
-            f"{manifest.path} has {len(tensors)} tensors for adapters of {len(modules)} layers, of "
-            f"ranks {sorted(ranks)}",
-            rule=_RULE,
-            way_out=RESEND,
-        )
+        raise ValueError(f"{len(tensors)} tensors for adapters of {len(modules)} layers, of ranks {ranks}")
     (rank,) = ranks
     (scale,) = struct.unpack("<f", tensors[SCALE].data)
     return {

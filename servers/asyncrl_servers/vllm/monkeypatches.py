@@ -1,5 +1,5 @@
-"""What vLLM's CPU engine needs to be mended: seeds that end it, kernels that it compiles for nothing, waits
-that starve the machine.
+"""Monkeypatches of vLLM's CPU engine, in each of its processes: seeds that end it, kernels that it compiles
+for nothing, waits that starve the machine.
 """
 
 from __future__ import annotations
@@ -11,33 +11,29 @@ import numpy as np
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 
-def mend_cpu() -> None:
-    """Everything that is mended in a worker on CPU. A second time does nothing."""
-    mend_seeds()
-    mend_ranks()
-    mend_waits()
+def patch_worker() -> None:
+    """All of them, in a worker on CPU. A second time does nothing."""
+    patch_seeds()
+    patch_compiled()
+    patch_waits()
 
 
-def mend_waits() -> None:
+def patch_waits() -> None:
     """Sleep 20 us between two looks at the shared memory through which the engine and its workers speak,
     instead of yielding the core.
 
     vLLM spins there, with sched_yield, for the whole of each step. Engine and worker then hold two cores, and
-    on Linux 6.18 with two of them everybody else (vLLM's own front end, the trainer, the run) was not
-    scheduled for up to 9 s at a time; with this for 5 ms at most, at the same tokens a second. vLLM's other
-    way to wait, for a notice over zmq, loses notices that come in quick succession.
+    on Linux 6.18 with two of them all others (vLLM's own front end, the trainer, the run) were not scheduled
+    for up to 9 s at a time; with this for 5 ms at most, at the same tokens a second. vLLM's other wait, for a
+    notice over zmq, loses notices that come in quick succession.
     """
     from vllm.distributed.device_communicators import shm_broadcast
 
     if hasattr(shm_broadcast, "sched_yield"):
-        shm_broadcast.sched_yield = _nap
+        shm_broadcast.sched_yield = lambda: time.sleep(2e-5)
 
 
-def _nap() -> None:
-    time.sleep(2e-5)
-
-
-def mend_ranks() -> None:
+def patch_compiled() -> None:
     """Count ranks and draw tokens as plain torch does.
 
     vLLM compiles both with torch.compile, even with --enforce-eager: on CPU the first request with logprobs
@@ -47,15 +43,13 @@ def mend_ranks() -> None:
     from vllm.v1.sample import sampler
     from vllm.v1.sample.ops import topk_topp_sampler
 
-    for module, name in (
-        (sampler, "batched_count_greater_than"),
-        (topk_topp_sampler, "compiled_random_sample"),
-    ):
+    patched = ((sampler, "batched_count_greater_than"), (topk_topp_sampler, "compiled_random_sample"))
+    for module, name in patched:
         compiled = getattr(module, name)
         setattr(module, name, getattr(compiled, "_torchdynamo_orig_callable", compiled))
 
 
-def mend_seeds() -> None:
+def patch_seeds() -> None:
     """Undo a draw that vLLM discards by restoring the generator, instead of by winding it back.
 
     vLLM 0.32: after a partial prefill (a long prompt, many prompts at once, a recompute after a pause) the
@@ -91,19 +85,13 @@ def mend_seeds() -> None:
         finally:
             generators.update(held)
 
-    Runner._sample, Runner._bookkeeping_sync, Runner._asyncrl_seeds = (
-        sample_and_restore,
-        keep_books_without,
-        True,
-    )
+    Runner._sample, Runner._bookkeeping_sync = sample_and_restore, keep_books_without
+    Runner._asyncrl_seeds = True
 
 
-# vLLM's executor of worker processes, for --distributed-executor-backend. Importing it mends the waits of the
-# engine's process.
-
-
-mend_waits()
+# For --distributed-executor-backend: nothing else of ours is imported in the engine's process.
+patch_waits()
 
 
 class CpuExecutor(MultiprocExecutor):  # type: ignore[misc]  # vLLM is not installed where types are checked
-    """The same, in a process whose waits are mended: nothing else of ours is imported there."""
+    """vLLM's executor of worker processes, in a process whose waits are patched."""

@@ -1,0 +1,162 @@
+"""One segment: what of it cannot be is refused, and however a completion is cut into segments, they join to
+it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.engines.engine import SegmentCheck
+from asyncrl.engines.pool import SegmentJoin
+from asyncrl.errors import EngineError
+from asyncrl.messages.engine_calls import GenerateChunk, GenerateRequest, GenerateResponse, Span
+from asyncrl.messages.records import PartialCompletion, SamplingRequest, VersionSpan
+
+PARTIAL = PartialCompletion((11, 12, 13), (-1.0, -2.0, -3.0), (VersionSpan(0, 2, 4), VersionSpan(2, 3, 5)), 2)
+EMPTY: dict[str, Any] = {"token_ids": [], "logprobs": [], "version_spans": []}
+
+
+def make_request(max_tokens: int) -> SamplingRequest:
+    return SamplingRequest("r0", (1, 2), max_tokens, temperature=1.0)
+
+
+def chunk(*tokens: int, version: int = 2, **changes: Any) -> GenerateChunk:
+    values = {"token_ids": list(tokens), "logprobs": [-float(token) for token in tokens], "version": version}
+    return GenerateChunk.model_construct(**(values | changes))
+
+
+def rest(reason: str, *tokens: int, version: int = 2, **changes: Any) -> GenerateResponse:
+    values: dict[str, Any] = {
+        "request_id": "r0",
+        "token_ids": list(tokens),
+        "logprobs": [-float(token) for token in tokens],
+        "version_spans": spans((0, len(tokens), version)) if tokens else [],
+        "finish_reason": reason,
+    }
+    return GenerateResponse(**(values | changes))
+
+
+def spans(*which: tuple[int, int, int]) -> list[Span]:
+    return [Span(start=start, end=end, version=version) for start, end, version in which]
+
+
+def check(*parts: GenerateChunk | GenerateResponse) -> None:
+    """A request of three tokens to a server that had confirmed version 2, and was offered 3."""
+    request = GenerateRequest(request_id="r0", prompt_ids=[5, 6], max_tokens=3)
+    checked = SegmentCheck("engine-0", request, oldest=2)
+    for part in parts:
+        if isinstance(part, GenerateChunk):
+            checked.chunk(part, newest=3)
+        else:
+            checked.end(part, newest=3)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [rest("length", 7, 8, 0, version_spans=spans((0, 1, 2), (1, 3, 3)))],
+        [rest("abort")],
+        [chunk(7), chunk(8, version=3), rest("stop", 9, version=3)],
+    ],
+)
+def test_an_answer_that_can_be_passes(parts: list[Any]) -> None:
+    check(*parts)
+
+
+@pytest.mark.parametrize(
+    ("parts", "says"),
+    [
+        ([rest("stop", 7, request_id="g9")], "the answer to g9"),
+        ([rest("length", 7, 8, 9, logprobs=[-1.0])], "1 logprobs for 3 tokens"),
+        ([rest("length", 1, 2, 3, 4)], "of 3 tokens with 4 tokens"),
+        ([rest("length", 1)], "finish_reason length after 1 tokens"),
+        ([rest("stop", **EMPTY)], "finish_reason stop after 0 tokens"),
+        ([rest("stop", 7, token_ids=[-1])], "token id -1"),
+        ([rest("stop", 7, logprobs=[float("nan")])], "logprob nan"),
+        ([rest("stop", 7, logprobs=[0.5])], "logprob 0.5"),
+        ([rest("length", 7, 8, 9, version_spans=[])], "spans none over 3 tokens"),
+        ([rest("length", 7, 8, 9, version_spans=spans((0, 2, 2)))], r"\[0, 2\) v2 over 3 tokens"),
+        ([rest("length", 7, 8, 9, version_spans=spans((0, 2, 2), (1, 3, 3)))], "cover every token once"),
+        ([rest("length", 7, 8, 9, version_spans=spans((0, 0, 2), (0, 3, 3)))], "cover every token once"),
+        ([rest("length", 7, 8, 9, version_spans=spans((0, 1, 3), (1, 3, 2)))], "never go back"),
+        ([rest("stop", 7, version=1)], r"v1 over 1 tokens; .* from 2 \(confirmed before\)"),
+        ([rest("stop", 7, version=4)], r"v4 over 1 tokens; .* to 3 \(offered last\)"),
+        ([chunk(7, logprobs=[])], "0 logprobs for 1 tokens"),
+        ([chunk(7, version=1)], "v1 over 1 tokens"),
+        ([chunk(7, version=3), chunk(8, version=2)], "v2 over 1 tokens"),
+        ([chunk(7, 8), chunk(9)], "chunks of 3 tokens and no end"),
+        ([chunk(7, 8), rest("length", 9, 9)], "of 3 tokens with 4 tokens"),
+        ([chunk(7), rest("length", 8)], "length after 2 tokens"),
+        ([chunk(7), rest("stop", **EMPTY)], "stop after 1 tokens"),
+    ],
+)
+def test_an_answer_that_cannot_be_is_an_engine_error_with_its_values(parts: list[Any], says: str) -> None:
+    with pytest.raises(EngineError, match=f"engine-0: answered request r0 .*{says}"):
+        check(*parts)
+
+
+@pytest.mark.parametrize("max_tokens", [3, 2])
+def test_a_partial_that_has_used_the_budget_or_more_of_a_larger_one_is_finished(max_tokens: int) -> None:
+    join = SegmentJoin(make_request(max_tokens), PARTIAL)
+    assert join.is_finished
+    assert (join.completion().finish_reason, join.completion().token_ids) == ("length", PARTIAL.token_ids)
+
+
+def test_all_there_is_is_told_after_each_interruption_and_not_at_the_end() -> None:
+    told: list[PartialCompletion] = []
+    join = SegmentJoin(make_request(8), PARTIAL, told.append)
+    for segment in (rest("abort", 14, version=5), rest("abort"), rest("abort", 15, 16, version=6)):
+        join.add(segment)
+    assert [partial.token_ids for partial in told] == [(11, 12, 13, 14), (11, 12, 13, 14, 15, 16)], (
+        "an empty segment tells nothing new"
+    )
+    assert told[1].version_spans == (VersionSpan(0, 2, 4), VersionSpan(2, 4, 5), VersionSpan(4, 6, 6))
+    assert [partial.num_interruptions for partial in told] == [4, 6]
+    join.add(rest("abort", 17, 18))
+    assert (join.is_finished, len(told)) == (True, 2), "an interruption right at the end of the budget"
+
+
+@given(
+    versions=st.lists(st.integers(0, 3), min_size=1, max_size=40).map(sorted),
+    cuts=st.lists(st.tuples(st.integers(1, 39), st.sampled_from(["chunk", "abort", "cut"])), max_size=12),
+    budget_left=st.integers(0, 2),
+)
+def test_any_cuts_of_a_completion_join_to_it(
+    versions: list[int], cuts: list[tuple[int, str]], budget_left: int
+) -> None:
+    tokens, told = list(range(len(versions))), list[PartialCompletion]()
+    join = SegmentJoin(make_request(len(tokens) + budget_left), None, told.append)
+
+    def add_chunks(start: int, end: int) -> None:
+        for token in tokens[start:end]:
+            join.add_chunk(chunk(token, version=versions[token]))
+
+    at, num_interruptions = 0, 0
+    for where, kind in sorted(cuts):
+        if not at <= where < len(tokens):
+            continue
+        request = join.next_request()
+        assert request.prompt_ids == [*join.request.prompt_ids, *tokens[: len(join.token_ids)]]
+        assert (request.num_resumed, request.max_tokens) == (len(join.token_ids), join.num_left)
+        add_chunks(at, where)
+        if kind == "abort":
+            join.add(rest("abort"))
+            num_interruptions += 1
+        elif kind == "cut":
+            num_interruptions += len(join.token_ids) > join._num_told
+            join.cut()
+        at = where
+        assert not join.is_finished
+    add_chunks(at, len(tokens) - 1)
+    join.add(rest("stop", tokens[-1], version=versions[-1]))
+    whole = join.completion()
+    assert whole.token_ids == tuple(tokens)
+    assert whole.behaviour_logprobs == tuple(-float(token) for token in tokens)
+    assert [span.version for span in whole.version_spans for _ in range(span.start, span.end)] == versions
+    assert len(whole.version_spans) == len(set(versions))
+    assert whole.num_interruptions == num_interruptions
+    assert all(partial.token_ids == tuple(tokens[: len(partial.token_ids)]) for partial in told)
