@@ -12,14 +12,15 @@ from asyncrl.errors import ConfigError
 from asyncrl.run.resume import _is_free
 
 HERE = "rollout.engine=vllm rollout.urls=['http://127.0.0.1:8000/']"
+OWN = "task.verifiers=true task.files=none task.reward=none"
 REFUSED = r"""
 buffer.max_staleness=2 buffer.look_ahead=4 -> look_ahead=4 is above buffer.max_staleness=2
 task.python=a:B -> exactly one of python, files, dataset, reasoning_gym
 task.files=none -> exactly one of python, files, dataset, reasoning_gym
-task.verifiers=true task.files=none task.reward=none -> set both, or none
+OWN -> set both, or none
 generator.verifiers=wordle -> set both, or none
 task.verifiers=true task.files=none task.system_prompt=Hi task.reward=none -> taskset.system_prompt
-task.verifiers=true task.files=none task.reward=none task.args={a: 1} -> does not reach a verifiers
+OWN task.args={a: 1} -> does not reach a verifiers
 task.python=a:B task.files=none -> a python task scores itself
 task.reward=none -> task.reward is missing
 model.path=none -> give one of model.path
@@ -33,7 +34,7 @@ generator.command=[c] generator.env={A: b} generator.pass_env=[A] -> env and pas
 generator.python=a:b generator.outcomes=none task.reward=none -> no harness returns a reward
 eval.task.files=[x] -> eval.task.reward is missing
 eval.task.python=a:b eval.task.replay=x -> eval.task.replay is not for evaluations
-eval.task.verifiers=true generator.python=a:b -> eval.task.verifiers cannot be evaluated
+OWN generator.verifiers=x eval.task.verifiers=true -> cannot be evaluated
 eval.task.python=a:b eval.samples=2 -> all the same at eval.temperature=0
 trainer.mini_batches=3 -> trainer.mini_batches=3 does not divide trainer.num_groups=8
 trainer.world_size=65 -> above the 64 sequences
@@ -86,7 +87,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def settings(line: str) -> list[str]:
-    return re.split(r" (?=[a-z_]+\.)", line.replace("HERE", HERE))
+    return re.split(r" (?=[a-z_]+\.)", line.replace("HERE", HERE).replace("OWN", OWN))
 
 
 @pytest.mark.parametrize("line", REFUSED.strip().splitlines())
