@@ -12,6 +12,7 @@ from typing import Annotated, TypeAlias
 import typer
 
 from asyncrl import __version__
+from asyncrl.config import load_config
 from asyncrl.errors import AsyncrlError
 
 app = typer.Typer(
@@ -35,10 +36,8 @@ Texts: TypeAlias = list[str] | None
 File: TypeAlias = Path | None
 ConfigPath = Annotated[Path, Argument(metavar="CONFIG", help="YAML file, e.g. configs/quickstart.yaml.")]
 Overrides = Annotated[
-    list[str] | None,
-    Argument(
-        metavar="[KEY=VALUE]...", help="Settings that replace those of the file: buffer.max_staleness=4."
-    ),
+    Texts,
+    Argument(metavar="[KEY=VALUE]...", help="Settings that replace the file's: buffer.max_staleness=4."),
 ]
 RunDir = Annotated[Path, Argument(metavar="RUN_DIR", help="Directory of a run.")]
 ServeDir = Annotated[File, Option("--run-dir", help="For logs (default: runs/serve-NAME-DATE-TIME).")]
@@ -81,7 +80,6 @@ def run(
     of the run failed (it is named), 2 the configuration is wrong, 130 or 143 interrupted. A run that was
     killed or interrupted, however, goes on where it stood when it is started again with its --run-dir.
     """
-    from asyncrl.config import load_config
     from asyncrl.placement.fork_server import serving
 
     loaded = load_config(config, overrides or [])
@@ -99,7 +97,6 @@ def check(config: ConfigPath, overrides: Overrides = None) -> None:
     """Validate a config, load all that it names but weights, and print the plan: processes, devices, threads,
     memory.
     """
-    from asyncrl.config import load_config
     from asyncrl.run.check import check_lines
 
     for line in check_lines(load_config(config, overrides or [])):
@@ -155,7 +152,6 @@ def simulate(
     Starts nothing.
     """
     from asyncrl.buffer.turns_or_split import simulation_text
-    from asyncrl.config import load_config
 
     loaded = load_config(config, overrides or [])
     typer.echo(simulation_text(loaded, num_devices=devices, ratio=ratio, sigma=sigma, handover_s=handover_s))
@@ -225,14 +221,13 @@ def serve_gateway(
     The key that it prints has no end: POST /v1/outcome with a reward ends one rollout and begins the next.
     With --rollouts: exit code 1 if all of them fail.
     """
-    from asyncrl.config import load_config
     from asyncrl.placement.fork_server import serving
 
-    loaded = load_config(config, overrides or [])
+    loaded, name = load_config(config, overrides or []), config.stem
     with serving():
         from asyncrl.run import serve
 
-        code = serve.serve_gateway(loaded, run_dir, name=config.stem, record=record, num_prompts=rollouts)
+        code = serve.serve_gateway(loaded, run_dir, name=name, record=record, num_prompts=rollouts)
     _exit(code)
 
 
@@ -241,7 +236,6 @@ def serve_engine(config: ConfigPath, overrides: Overrides = None, run_dir: Serve
     """One engine server with the initial weights, by its own protocol (asyncrl/messages; vLLM's routes for a
     vLLM), until Ctrl-C.
     """
-    from asyncrl.config import load_config
     from asyncrl.placement.fork_server import serving
 
     loaded = load_config(config, overrides or [])

@@ -68,7 +68,7 @@ def test_a_file_that_is_no_config_is_refused_with_the_place(
 def test_a_value_that_yaml_fails_on_in_any_way_is_a_config_error(good: Path, value: str) -> None:
     assert "the value is not YAML" in refusal(good, f"task.args.x={value}")
     good.write_text(f"{GOOD}\nseed: {value}\n")
-    assert "cannot be read as YAML" in refusal(good)
+    assert "cannot read the config" in refusal(good)
 
 
 @pytest.mark.parametrize("override", ["novalue", "=3", "seed.deep=3", "model.path.deep=3"])

@@ -12,25 +12,29 @@ from asyncrl.errors import ConfigError
 from asyncrl.run.resume import _is_free
 
 HERE = "rollout.engine=vllm rollout.urls=['http://127.0.0.1:8000/']"
+OWN = "task.verifiers=true task.files=none task.reward=none"
 REFUSED = r"""
 buffer.max_staleness=2 buffer.look_ahead=4 -> look_ahead=4 is above buffer.max_staleness=2
 task.python=a:B -> exactly one of python, files, dataset, reasoning_gym
 task.files=none -> exactly one of python, files, dataset, reasoning_gym
-task.verifiers=true task.files=none task.reward=none -> set both, or none
-task.verifiers=true task.files=none task.reward=none task.args={a: 1} -> does not reach a verifiers
+OWN -> set both, or none
+generator.verifiers=wordle -> set both, or none
+task.verifiers=true task.files=none task.system_prompt=Hi task.reward=none -> taskset.system_prompt
+OWN task.args={a: 1} -> does not reach a verifiers
 task.python=a:B task.files=none -> a python task scores itself
 task.reward=none -> task.reward is missing
 model.path=none -> give one of model.path
-generator.python=a:b generator.command=[c] -> give at most one of python, command
-generator.command=[] -> give at most one of python, command
-generator.env={A: b} -> generator.env is for a generator with command
-generator.python=a:b generator.stop=[x] -> generator.stop is for a generator with none of them, and
-generator.python=a:b generator.outcomes=posted -> generator.outcomes is for a generator with command or remote
-generator.give_answer=true -> generator.give_answer is for a generator with
+generator.python=a:b generator.command=[c] -> give at most one of python, command, verifiers, remote
+generator.command=[] -> give at most one of python, command, verifiers, remote
+generator.env={A: b} -> generator.env={'A': 'b'} is for command, and the generator is a single turn
+generator.python=a:b generator.stop=[x] -> is for a single turn, and the generator is python; remove it
+generator.python=a:b generator.outcomes=posted -> outcomes=posted is for command or remote
+generator.give_answer=true -> give_answer=True is for python or command or
 generator.command=[c] generator.env={A: b} generator.pass_env=[A] -> env and pass_env both give A
 generator.python=a:b generator.outcomes=none task.reward=none -> no harness returns a reward
 eval.task.files=[x] -> eval.task.reward is missing
 eval.task.python=a:b eval.task.replay=x -> eval.task.replay is not for evaluations
+OWN generator.verifiers=x eval.task.verifiers=true -> cannot be evaluated
 eval.task.python=a:b eval.samples=2 -> all the same at eval.temperature=0
 trainer.mini_batches=3 -> trainer.mini_batches=3 does not divide trainer.num_groups=8
 trainer.world_size=65 -> above the 64 sequences
@@ -83,7 +87,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def settings(line: str) -> list[str]:
-    return re.split(r" (?=[a-z_]+\.)", line.replace("HERE", HERE))
+    return re.split(r" (?=[a-z_]+\.)", line.replace("HERE", HERE).replace("OWN", OWN))
 
 
 @pytest.mark.parametrize("line", REFUSED.strip().splitlines())

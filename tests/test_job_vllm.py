@@ -40,21 +40,10 @@ PATIENCE_S = 600.0
 
 def small(*overrides: str) -> list[str]:
     """The quickstart with small batches, on-policy."""
-    return [
-        f"rollout.vllm_python={vllm_python()}",
-        "rollout.threads=1",
-        "rollout.slots=16",
-        "rollout.group_size=4",
-        "rollout.max_tokens=24",
-        "trainer.threads=1",
-        "trainer.num_groups=4",
-        "trainer.num_steps=6",
-        "buffer.max_staleness=0",
-        "observe.console=plain",
-        "observe.tensorboard=false",
-        "supervision.backoff_s=0.1",
-        *overrides,
-    ]
+    sizes = "rollout.threads=1 rollout.slots=16 rollout.group_size=4 rollout.max_tokens=24 trainer.threads=1"
+    steps = "trainer.num_groups=4 trainer.num_steps=6 buffer.max_staleness=0 supervision.backoff_s=0.1"
+    shown = "observe.console=plain observe.tensorboard=false"
+    return [f"rollout.vllm_python={vllm_python()}", *f"{sizes} {steps} {shown}".split(), *overrides]
 
 
 def trained(run_dir: Path) -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 import textwrap
@@ -37,16 +36,21 @@ MODULE = """
         def prompt(self, index): return {}["x"]
         def score(self, prompt, completion): return 0.0
 """
-MODULES = {
-    "exits_here": "import sys\nsys.exit(0)",
-    "threads_here": """
-import threading
-threading.Thread(target=threading.Event().wait).start()
-def loss(current_M, anchor_M, behaviour_M, advantage_M, sequence_M, settings): return current_M, {}
-""",
+FOLDER = {
+    "mine_here.py": MODULE,
+    "exits_here.py": "import sys\nsys.exit(0)",
+    "threads_here.py": """
+        import threading
+        threading.Thread(target=threading.Event().wait).start()
+        def loss(current_M, anchor_M, behaviour_M, advantage_M, sequence_M, settings): return current_M, {}
+    """,
+    "odd_type/config.json": '{"model_type": "qwen33"}',
+    "odd_type/model.safetensors": "",
+    "no_weights/config.json": '{"model_type": "qwen3"}',
+    "refuses.jinja": "{{ raise_exception('no chats') }}",
+    "broken.jinja": "{% for message in messages %}{{ message['content'] }}",
+    "rows.jsonl": '{"prompt": "abc", "answer": "a"}\n{"prompt": "abcd", "answer": "a"}\n',
 }
-"""Modules that do something unusual when they are imported."""
-ROWS = [{"prompt": "abc", "answer": "a"}, {"prompt": "abcd", "answer": "a"}]
 FILES: dict[str, Any] = {"python": None, "files": ["rows.jsonl"], "reward": "math"}
 
 REFUSED = r"""
@@ -108,24 +112,13 @@ def is_said(words: str, text: str) -> bool:
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with a module, data, and folders that are nearly models."""
-    (tmp_path / "mine_here.py").write_text(textwrap.dedent(MODULE))
-    for name, source in MODULES.items():
-        (tmp_path / f"{name}.py").write_text(source)
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    (tmp_path / "odd_type").mkdir()
-    (tmp_path / "odd_type" / "config.json").write_text('{"model_type": "qwen33"}')
-    (tmp_path / "odd_type" / "model.safetensors").touch()
-    (tmp_path / "refuses.jinja").write_text("{{ raise_exception('no chats') }}")
-    (tmp_path / "no_weights").mkdir()
-    (tmp_path / "no_weights" / "config.json").write_text('{"model_type": "qwen3"}')
-    (tmp_path / "broken.jinja").write_text("{% for message in messages %}{{ message['content'] }}")
-    for path in (tmp_path / "rows.jsonl", tmp_path / "data" / "train.jsonl"):
-        path.parent.mkdir(exist_ok=True)
-        path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    """A working directory with modules, data, and folders that are nearly models."""
+    for name, text in FOLDER.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(textwrap.dedent(text))
+        monkeypatch.delitem(sys.modules, name.removesuffix(".py"), raising=False)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
-    monkeypatch.delitem(sys.modules, "mine_here", raising=False)
     return tmp_path
 
 
@@ -182,7 +175,7 @@ def test_half_a_model_in_the_cache_of_the_hub_is_fetched_by_the_run_and_not_look
     download = partial(snapshot_download, cache_dir=here / "cache")
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     config = load_config(write_config(here, model={"scratch": None, "path": "who/half"}))
-    assert find_on_disk(config.model) == snapshot
+    assert find_on_disk(config.model) is None
     assert "model: who/half is fetched from the hub" in look(config).lines[-1]
 
 

@@ -238,45 +238,25 @@ def test_calls_of_an_evaluation_go_to_its_own_engine_and_temperature_and_count_f
     asyncio.run(story())
 
 
-class OneTry:
-    """A Generator of two branches, after it was queued with its clock held."""
+def test_an_evaluation_of_an_agent_takes_the_tokens_of_all_its_turns_and_no_failure_of_its_engine() -> None:
+    broken = list[RoomError]()
 
-    def __init__(self, failure: Exception | None = None, broken: list[RoomError] | None = None) -> None:
-        self.failure, self.names, self.broken = failure, list[str](), broken
-
-    async def run_attempt(self, attempt: RolloutAttempt) -> Rollout:
-        self.names.append(attempt.rollout_id)
+    async def run_attempt(attempt: RolloutAttempt) -> Rollout:
         attempt.clock.hold()
-        await asyncio.sleep(500.0)
+        await asyncio.sleep(500.0)  # in the queue
         attempt.clock.resume()
-        if self.broken is not None:
-            self.broken.append(EngineError("engine-eval", "gone"))
-        if self.failure is not None:
-            raise self.failure
+        if attempt.rollout_id.startswith("eval-v8"):
+            broken.append(EngineError("engine-eval", "gone"))
+            raise RolloutFailure("503")
         values: Any = {"version": 7, "sample_index": attempt.sample_index, "reward": 0.5}
-        branch = make_branch(((2, 4), (5, 6)), is_truncated=True, **values)
-        return branch, make_branch(((3, 6),), branch=1, **values)
+        return make_branch(((2, 4), (5, 6)), **values), make_branch(((3, 6),), branch=1, **values)
 
-    def evaluator(self) -> Evaluator:
-        prompts = [make_prompt(number) for number in range(3)]
-        return Evaluator(self, prompts, samples=2, slots=2, timeout_s=50.0, broken=self.broken)
-
-
-def test_an_evaluation_of_an_agent_takes_its_rewards_and_the_tokens_of_all_its_turns() -> None:
-    async def story() -> None:
-        agent = OneTry()
-        result = await agent.evaluator().evaluate(7)
-        assert agent.names == [f"eval-v7/0/{number}/s{sample}" for number in range(3) for sample in range(2)]
-        samples = {(sample.reward, sample.length, sample.is_truncated) for sample in result.samples}
-        assert (samples, len(result.samples), result.num_failed) == ({(0.5, 6, True)}, 6, 0)
-        failed = await OneTry(RolloutFailure("no worker")).evaluator().evaluate(7)
-        assert (failed.num_failed, "no worker" in failed.last_failure) == (6, True)
-        with pytest.raises(EngineError, match=r"has tokens of policy_version 7; every .* policy_version 8"):
-            await OneTry().evaluator().evaluate(8)
-        with pytest.raises(EngineError, match="gone"):  # that is no data
-            await OneTry(RolloutFailure("503"), []).evaluator().evaluate(7)
-
-    run_virtual(story())
+    agent: Any = SimpleNamespace(run_attempt=run_attempt)
+    evaluator = Evaluator(agent, [make_prompt(0)], samples=2, slots=2, timeout_s=50.0, broken=broken)
+    result = run_virtual(evaluator.evaluate(7))
+    assert [(sample.reward, sample.length) for sample in result.samples] == [(0.5, 6), (0.5, 6)]
+    with pytest.raises(EngineError, match="gone"):
+        run_virtual(evaluator.evaluate(8))
 
 
 # ---- the key of the workers

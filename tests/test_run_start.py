@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,17 +32,7 @@ from asyncrl_servers.vllm.arguments import VllmSpec
 
 QUICKSTART = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
 VLLM = "rollout.engine=vllm"
-HEALTH = EngineHealth(
-    name="engine-0",
-    kind="vllm",
-    policy_version=0,
-    slots=4,
-    max_length=64,
-    num_running=0,
-    num_queued=0,
-    tokens_generated=0,
-    device="cpu",
-)
+HEALTH: Any = object()
 
 
 def load(*overrides: str) -> RunConfig:
@@ -144,40 +135,26 @@ def test_a_process_is_told_its_kind_of_device_and_sees_no_other(
 # ---- whether it is ready
 
 
-class Child(ForeignProcess):
-    """A process that ends when it is told to."""
+def server(error: Exception | None = None, dies_s: float = 999.0) -> Server:
+    """A vLLM that answers after 30 s, and dies after so long."""
 
-    def __init__(self) -> None:
-        super().__init__("engine-0", "http://127.0.0.1:1")
-        self.ended = asyncio.Event()
-
-    async def watch(self) -> None:
-        await self.ended.wait()
-        raise self.death()
-
-    def death(self) -> RoomError:
-        return RoomError(self.name, "killed by SIGKILL")
-
-
-class Client:
-    """That of a vLLM, which answers after `ready_s`."""
-
-    def __init__(self, error: Exception | None = None, *, ready_s: float = 30.0) -> None:
-        self.error, self.ready_s = error, ready_s
-
-    async def ready(self, timeout_s: float) -> EngineHealth:
-        await asyncio.sleep(self.ready_s)
-        return await self.health()
-
-    async def health(self, *, timeout_s: float | None = 10.0) -> EngineHealth:
-        if self.error is not None:
-            raise self.error
+    async def health(timeout_s: float) -> Any:
+        if error is not None:
+            raise error
         return HEALTH
 
+    async def ready(timeout_s: float) -> Any:
+        await asyncio.sleep(30.0)
+        return await health(timeout_s)
 
-def server(*answer: Any, **knobs: Any) -> Any:
-    client: Any = Client(*answer, **knobs)
-    return Server(Child(), Caller("engine-0", "", ""), EngineHealth, vllm=client)
+    async def watch() -> None:
+        await asyncio.sleep(dies_s)
+        raise child.death()
+
+    child: Any = ForeignProcess("engine-0", "http://127.0.0.1:1")
+    child.watch, child.death = watch, lambda: RoomError("engine-0", "killed by SIGKILL")
+    client: Any = SimpleNamespace(health=health, ready=ready)
+    return Server(child, Caller("engine-0", "", ""), EngineHealth, vllm=client)
 
 
 def test_it_is_ready_when_its_client_says_so_and_its_heartbeat_goes_through_it() -> None:
@@ -197,27 +174,24 @@ def test_it_is_ready_when_its_client_says_so_and_its_heartbeat_goes_through_it()
 
 
 @pytest.mark.parametrize(
-    ("error", "dies", "kind", "says"),
+    ("error", "dies_s", "kind", "says"),
     [
-        (EngineLost("engine-0", "no answer"), True, RoomError, "engine-0: killed by SIGKILL"),
+        (EngineLost("engine-0", "no answer"), 31.0, RoomError, "engine-0: killed by SIGKILL"),
         (
             EngineError("engine-0", "not ready"),
-            False,
+            99.0,
             RoomError,
             "did not come up: not ready; the end of its log",
         ),
-        (ConfigError("engine-0 lacks --logprobs-mode"), False, ConfigError, "lacks --logprobs-mode"),
+        (ConfigError("engine-0 lacks --logprobs-mode"), 99.0, ConfigError, "lacks --logprobs-mode"),
     ],
 )
 def test_one_that_never_gets_ready_is_named_with_its_death_its_log_or_what_it_lacks(
-    error: Exception, dies: bool, kind: type[Exception], says: str
+    error: Exception, dies_s: float, kind: type[Exception], says: str
 ) -> None:
     async def story() -> None:
-        starting = server(error, ready_s=1.0)
-        if dies:
-            asyncio.get_running_loop().call_later(1.5, starting.child.ended.set)
         with pytest.raises(kind, match=says):
-            await starting.wait_ready()
+            await server(error, dies_s).wait_ready()
 
     run_virtual(story())
 

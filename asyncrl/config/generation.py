@@ -84,6 +84,11 @@ class RolloutConfig(FrozenConfig):
     ports: list[Port] | None = None
     """Ports of the engine servers on 127.0.0.1, one each (none = any free ones)."""
 
+    @property
+    def max_length(self) -> int:
+        """Most tokens of prompt and completion together."""
+        return self.max_prompt_tokens + self.max_tokens
+
     @field_validator("urls")
     @classmethod
     def _are_addresses(cls, urls: list[str] | None) -> list[str] | None:

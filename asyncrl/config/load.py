@@ -64,7 +64,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         values = _parse(Path(path).read_text(encoding="utf-8"), _KeysOnce, str(path))
     except (OSError, *_NO_YAML) as error:
         raise ConfigError(
-            f"the config {path} cannot be read as YAML: {error}",
+            f"cannot read the config {path}: {error}",
             way_out="give the path of a YAML file, like configs/quickstart.yaml, and correct what it names.",
         ) from error
     for override in overrides:

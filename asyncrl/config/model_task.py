@@ -173,28 +173,25 @@ class GeneratorConfig(FrozenConfig):
 
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
-        kinds = self.given("python", "command", "verifiers", "remote")
-        if len(kinds) > 1 or self.command == []:
+        kinds = ("python", "command", "verifiers", "remote")
+        kind, *others = self.given(*kinds) or ["a single turn"]
+        if others or self.command == []:
             raise ValueError(
-                "give at most one of python, command (a program and its arguments), verifiers, remote "
-                f"(given: {', '.join(kinds)})"
+                f"give at most one of {', '.join(kinds)}; a command is a program and its arguments"
             )
-        kind = kinds[0] if kinds else "none of them"
         for_kinds = {
-            "stop": ("none of them",),
-            "env": ("command",),
-            "pass_env": ("command",),
-            "args": ("python", "verifiers"),
-            "give_answer": ("python", "command", "verifiers", "remote"),
-            "outcomes": ("command", "remote")
-            if self.outcomes == "posted"
-            else ("python", "command", "verifiers", "remote"),
+            "stop": ["a single turn"],
+            "env": ["command"],
+            "pass_env": ["command"],
+            "args": ["python", "verifiers"],
+            "give_answer": kinds,
+            "outcomes": ["command", "remote"] if self.outcomes == "posted" else kinds,
         }
         for name in self.given(*for_kinds):
             if kind not in for_kinds[name]:
                 raise ValueError(
-                    f"generator.{name} is for a generator with {' or '.join(for_kinds[name])}, and it has "
-                    f"{kind} of python, command, verifiers, remote; remove it"
+                    f"generator.{name}={getattr(self, name)} is for {' or '.join(for_kinds[name])}, and the "
+                    f"generator is {kind}; remove it"
                 )
         if both := sorted(set(self.env) & set(self.pass_env)):
             raise ValueError(f"env and pass_env both give {', '.join(both)}; remove it from one of them")

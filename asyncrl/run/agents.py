@@ -5,11 +5,9 @@ the evaluation of a run over its eval engine.
 from __future__ import annotations
 
 import json
-import math
 import os
 import secrets
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 from asyncrl.agents.endpoint.gateway import Gateway, collect_less
@@ -18,25 +16,19 @@ from asyncrl.agents.endpoint.tool_calls import find_tool_format
 from asyncrl.agents.endpoint.work_routes import RolloutQueue
 from asyncrl.checkpoints.folder import Checkpoints
 from asyncrl.config import RunConfig
-from asyncrl.engines.engine import EngineClient
 from asyncrl.engines.pool import EnginePool
 from asyncrl.errors import RoomError
 from asyncrl.files import write_whole
 from asyncrl.http import Caller
 from asyncrl.messages.protocols import SamplingEngine
 from asyncrl.messages.work import WORKER_KEY_ENV, WorkerHealth
-from asyncrl.observe.run_files import read_evaluations
 from asyncrl.placement.processes import ChildProcess
-from asyncrl.rollouts.evaluation import Evaluation, Schedule
-from asyncrl.rollouts.evaluator import EvalResult, Evaluator
 from asyncrl.rollouts.generators import HarnessGenerator, SingleTurn
 from asyncrl.rollouts.rollout import Generator, derive_seed
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
-from asyncrl.run.engine_kinds import max_length
 from asyncrl.run.life import Life
 from asyncrl.run.start import Server, start_all
 from asyncrl.run.supervise import Supervision, WorkerSupervisor
-from asyncrl.tasks.from_config import EvalTask
 from asyncrl.tasks.scorer import TaskScorer
 
 NO_WORKER_S = 30.0
@@ -84,7 +76,7 @@ def make_gateway(
         top_p=1.0,
         max_tokens=rollout.max_tokens,
         max_prompt_tokens=rollout.max_prompt_tokens,
-        max_length=max_length(config),
+        max_length=config.rollout.max_length,
         vocab_size=tokenizer.vocab_size,
         on_sampling_override=config.gateway.on_sampling_override,
     )
@@ -161,13 +153,20 @@ class Harnessing:
         """The command for a worker elsewhere, without its key."""
         return f"asyncrl work {self.url} --python MODULE:FUNCTION"
 
-    async def start(self) -> None:
-        """Open the gateway and start the workers; returns when they answer. Raises ConfigError or
-        RoomError.
+    async def open(self, job: Life) -> None:
+        """Open the gateway and start the workers; returns when they answer. `job` closes them. Raises
+        ConfigError or RoomError.
+
+        Workers elsewhere are started by hand, with the command that is printed.
         """
+        job.tell("starting the gateway and its workers")
+        job.closes("gateway", self.aclose)
         await self.gateway.start()
         await start_all(self.workers)
         collect_less()
+        if not self.workers:
+            command = f"{WORKER_KEY_ENV}={self.worker_key} {self.start_worker}"
+            job.say_secret(f"gateway at {self.url}; start workers with: {command}")
 
     def missing_workers(self) -> str | None:
         """What to do if rollouts wait and no worker runs them; None while one does, or did a moment ago."""
@@ -218,70 +217,4 @@ def make_generator(
         max_prompt_tokens=config.rollout.max_prompt_tokens,
         temperature=config.rollout.temperature,
         stop=tuple(config.generator.stop),
-    )
-
-
-def make_evaluation(
-    job: Life,
-    target: EngineClient,
-    held_out: EvalTask,
-    tokenizer: HFChatTokenizer,
-    staging_dir: Path,
-    checkpoints: Checkpoints,
-    *,
-    harnessing: Harnessing | None,
-    on_result: Callable[[EvalResult], None],
-) -> Evaluation:
-    """Single completions, or rollouts of the run's own agent. It knows what was evaluated before the run was
-    gone on with; `checkpoints` hear of each result, too.
-    """
-    config, settings = job.config, job.config.eval
-    assert settings is not None, "made where the config has the section"
-    task, prompts = held_out
-    scorer = TaskScorer(task, settings.task, seed=settings.seed, warn=job.warn)
-    job.closes("eval rewards", scorer.aclose)
-    seed, broken = settings.seed, list[RoomError]()
-    engine = EnginePool([target], slots=settings.slots)
-    if harnessing is None or not config.evaluates_agent:
-        rollout = config.rollout.model_copy(update={"temperature": settings.temperature})
-        sampling = config.model_copy(update={"seed": seed, "rollout": rollout})
-        generator = make_generator(sampling, engine, tokenizer, scorer, None)
-    else:  # the run's own harness, in its own workers, with calls that go to the eval engine
-        host = harnessing.gateway.add_route(
-            engine,
-            temperature=settings.temperature,
-            seed_of=lambda prompt, sample, attempt, call: derive_seed(seed, prompt, sample, call, attempt),
-            on_broken=broken.append,
-        )
-        generator = HarnessGenerator(host, harnessing.queue, scorer)
-    evaluator = Evaluator(
-        generator,
-        prompts,
-        samples=settings.samples,
-        slots=settings.slots,
-        timeout_s=config.rollout.timeout_s,
-        broken=broken,
-    )
-    before = read_evaluations(job.run_dir, [])
-    for line in before:
-        checkpoints.evaluated(line["policy_version"], line.get("eval/reward_mean", -math.inf))
-
-    def evaluated(result: EvalResult) -> None:
-        checkpoints.evaluated(result.version, result.metrics().get("eval/reward_mean", -math.inf))
-        on_result(replace(result, num_abandoned_calls=scorer.num_abandoned))
-
-    schedule = Schedule(
-        every=settings.every,
-        last=config.trainer.num_steps,
-        at_start=settings.at_start,
-        evaluated=max((line["policy_version"] for line in before), default=None),
-    )
-    return Evaluation(
-        evaluator,
-        target,
-        schedule,
-        staging_dir,
-        timeout_s=settings.timeout_s,
-        on_result=evaluated,
-        on_trouble=job.warn,
     )

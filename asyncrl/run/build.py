@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -15,20 +16,20 @@ from asyncrl.buffer.buffer import Buffer
 from asyncrl.checkpoints.folder import Checkpoints
 from asyncrl.engines.pool import EnginePool
 from asyncrl.engines.vllm.vllm_server import VllmServer
-from asyncrl.errors import EngineLost
+from asyncrl.errors import EngineLost, RoomError
 from asyncrl.files import write_whole
 from asyncrl.journal.journal import Journal
 from asyncrl.messages.trainer_calls import ExportResponse
-from asyncrl.messages.work import WORKER_KEY_ENV
+from asyncrl.observe.run_files import read_evaluations
 from asyncrl.placement.devices import Placement
 from asyncrl.placement.lease import ROUTINE
 from asyncrl.placement.staging import clear_stale_staging, disk_root, new_staging_dir, remove_staging_dir
-from asyncrl.rollouts.evaluation import Evaluation
-from asyncrl.rollouts.evaluator import EvalResult
-from asyncrl.rollouts.generators import Replay
+from asyncrl.rollouts.evaluation import Evaluation, Schedule
+from asyncrl.rollouts.evaluator import EvalResult, Evaluator
+from asyncrl.rollouts.generators import HarnessGenerator, Replay
 from asyncrl.rollouts.producers import Producers
-from asyncrl.rollouts.rollout import RolloutRunner
-from asyncrl.run.agents import Harnessing, make_evaluation, make_generator, num_rollouts
+from asyncrl.rollouts.rollout import RolloutRunner, derive_seed
+from asyncrl.run.agents import Harnessing, make_generator, num_rollouts
 from asyncrl.run.check import Found, look, make_feed, read_task
 from asyncrl.run.colocate import SideBySide, TakingTurns, Turns
 from asyncrl.run.life import Life
@@ -191,17 +192,60 @@ class Parts:
             journal=self.journal,
         )
 
-    def make_evaluation(self, held_out: EvalTask, evaluated: Callable[[EvalResult], None]) -> None:
-        """Of a run whose config has the section eval; `evaluated` is told of each result."""
-        self.evaluation = make_evaluation(
-            self._job,
+    def make_evaluation(self, held_out: EvalTask, on_result: Callable[[EvalResult], None]) -> None:
+        """Single completions, or rollouts of the run's own agent. It knows what was evaluated before the run
+        was gone on with; checkpoints hear of each result, too.
+        """
+        config, settings, job = self._config, self._config.eval, self._job
+        assert settings is not None, "made where the config has the section"
+        (task, prompts), seed, broken = held_out, settings.seed, list[RoomError]()
+        scorer = TaskScorer(task, settings.task, seed=seed, warn=job.warn)
+        job.closes("eval rewards", scorer.aclose)
+        engine = EnginePool([self._eval_target], slots=settings.slots)
+        if self.harnessing is None or not config.evaluates_agent:
+            rollout = config.rollout.model_copy(update={"temperature": settings.temperature})
+            sampling = config.model_copy(update={"seed": seed, "rollout": rollout})
+            generator = make_generator(sampling, engine, self.tokenizer, scorer, None)
+        else:  # the run's own harness, in its own workers, with calls that go to the eval engine
+            host = self.harnessing.gateway.add_route(
+                engine,
+                temperature=settings.temperature,
+                seed_of=lambda prompt, sample, attempt, call: derive_seed(
+                    seed, prompt, sample, call, attempt
+                ),
+                on_broken=broken.append,
+            )
+            generator = HarnessGenerator(host, self.harnessing.queue, scorer)
+        evaluator = Evaluator(
+            generator,
+            prompts,
+            samples=settings.samples,
+            slots=settings.slots,
+            timeout_s=config.rollout.timeout_s,
+            broken=broken,
+        )
+        before = read_evaluations(job.run_dir, [])
+        for line in before:
+            self.checkpoints.evaluated(line["policy_version"], line.get("eval/reward_mean", -math.inf))
+
+        def evaluated(result: EvalResult) -> None:
+            self.checkpoints.evaluated(result.version, result.metrics().get("eval/reward_mean", -math.inf))
+            on_result(replace(result, num_abandoned_calls=scorer.num_abandoned))
+
+        schedule = Schedule(
+            every=settings.every,
+            last=config.trainer.num_steps,
+            at_start=settings.at_start,
+            evaluated=max((line["policy_version"] for line in before), default=None),
+        )
+        self.evaluation = Evaluation(
+            evaluator,
             self._eval_target,
-            held_out,
-            self.tokenizer,
+            schedule,
             self.staging_dir,
-            self.checkpoints,
-            harnessing=self.harnessing,
+            timeout_s=settings.timeout_s,
             on_result=evaluated,
+            on_trouble=job.warn,
         )
 
     def make_publisher(self) -> None:
@@ -303,7 +347,7 @@ async def open_parts(
         parts.make_evaluation(held_out, evaluated)
     parts.make_publisher()
     if parts.harnessing is not None:
-        await open_harnessing(job, parts.harnessing)
+        await parts.harnessing.open(job)
     return parts
 
 
@@ -317,16 +361,6 @@ async def find_task(job: Life, *, is_needed: bool = True) -> Found:
         job.tell("reading the task")
         found = replace(found, task=await asyncio.to_thread(read_task, job.config))
     return found
-
-
-async def open_harnessing(job: Life, harnessing: Harnessing) -> None:
-    """Start it; `job` closes it. Workers elsewhere are started by hand, with the command that is printed."""
-    job.tell("starting the gateway and its workers")
-    job.closes("gateway", harnessing.aclose)
-    await harnessing.start()
-    if not harnessing.workers:
-        key = f"{WORKER_KEY_ENV}={harnessing.worker_key}"
-        job.say_secret(f"gateway at {harnessing.url}; start workers with: {key} {harnessing.start_worker}")
 
 
 async def end_server(server: Server, warn: Callable[[str], None]) -> None:

@@ -36,7 +36,7 @@ from asyncrl.placement.fit import refuse_what_cannot_fit
 from asyncrl.placement.plan import make_plan, plan_text
 from asyncrl.rollouts.tokenizer import HFChatTokenizer, read_template
 from asyncrl.run.engine_kinds import engine_kind
-from asyncrl.run.model_folder import check_model_type, find_on_disk, is_hub_id
+from asyncrl.run.model_folder import check_model_type, find_on_disk
 from asyncrl.run.recorded import open_replay
 from asyncrl.run.start import START_TIMEOUT_S
 from asyncrl.tasks.feed import Feed
@@ -136,14 +136,8 @@ def _tokenizer(config: RunConfig) -> HFChatTokenizer | None:
     if template is not None:
         read_template(Path(template))
     if model.scratch is None:
-        if (folder := find_on_disk(model)) is None:
-            return None
-        try:
-            return HFChatTokenizer(folder, chat_template=template)
-        except ConfigError:
-            if is_hub_id(model):  # not all of it is in the hub's cache: the start of the run fetches the rest
-                return None
-            raise
+        folder = find_on_disk(model)
+        return None if folder is None else HFChatTokenizer(folder, chat_template=template)
     check_model_type(model.scratch.architecture.get("model_type"), "model.scratch.architecture")
     with tempfile.TemporaryDirectory(prefix="asyncrl-check-") as made:
         try:
@@ -187,17 +181,14 @@ def _too_long(
     num_too_long = sum(length > limit for length in lengths)
     if not num_too_long:
         return []
-    if num_too_long == len(lengths):
-        raise ConfigError(
-            f"all of the first {len(lengths)} prompts of the {name} are longer than "
-            f"rollout.max_prompt_tokens={limit}: {min(lengths)} to {max(lengths)} tokens",
-            rule="a prompt is never cut: one that is too long is a failed rollout",
-            way_out=f"raise rollout.max_prompt_tokens to {max(lengths)} or more, or shorten the prompts.",
-        )
-    return [
-        f"{num_too_long} of the first {len(lengths)} prompts of the {name} are longer than "
-        f"rollout.max_prompt_tokens={limit} (the longest has {max(lengths)} tokens): each is a failed rollout"
-    ]
+    number = "all" if num_too_long == len(lengths) else num_too_long
+    what = f"{number} of the first {len(lengths)} prompts of the {name} are longer than "
+    what += f"rollout.max_prompt_tokens={limit}"
+    if number == "all":
+        what = f"{what}: {min(lengths)} to {max(lengths)} tokens"
+        way_out = f"raise rollout.max_prompt_tokens to {max(lengths)} or more, or shorten the prompts."
+        raise ConfigError(what, rule="a prompt is never cut: it is a failed rollout", way_out=way_out)
+    return [f"{what} (the longest has {max(lengths)} tokens): each is a failed rollout"]
 
 
 def _ask_child(config: RunConfig) -> None:
@@ -205,8 +196,6 @@ def _ask_child(config: RunConfig) -> None:
     names = (config.algorithm.loss, config.algorithm.advantage, config.generator.python or "")
     if not any(":" in name for name in names) and config.trainer.lora is None:
         return
-    if config.model.path is not None and (folder := find_on_disk(config.model)) is not None:
-        config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder)})})
     environment = {name: value for name, value in os.environ.items() if name != SECRET_ENV}
     with (
         tempfile.TemporaryFile("w+b") as output,
@@ -241,18 +230,16 @@ def _ask_child(config: RunConfig) -> None:
 
 
 def check_in_child(config: RunConfig) -> None:
-    """Load what only the trainer and the workers of a run load. Raises ConfigError. model.path is a folder on
-    disk, or is not looked at.
-    """
+    """Load what only the trainer and the workers of a run load. Raises ConfigError."""
     if ":" in config.algorithm.loss:
         load_loss(config.algorithm.loss)
     if ":" in config.algorithm.advantage:
         load_advantage(config.algorithm.advantage)
     if config.generator.python is not None:
         PythonHarness(config.generator.python, config.generator.args)
-    is_here = config.model.scratch is not None or Path(config.model.path or "").is_dir()
-    if config.trainer.lora is not None and is_here:
-        _check_targets(config.model, config.trainer.lora)
+    model, lora = config.model, config.trainer.lora
+    if lora is not None and (model.scratch is not None or find_on_disk(model) is not None):
+        _check_targets(model, lora)
 
 
 def _check_targets(model: ModelConfig, lora: LoraConfig) -> None:
@@ -264,7 +251,7 @@ def _check_targets(model: ModelConfig, lora: LoraConfig) -> None:
 
     try:
         if model.scratch is None:
-            architecture = AutoConfig.from_pretrained(model.path)
+            architecture = AutoConfig.from_pretrained(find_on_disk(model))
         else:
             tokenizer = make_character_tokenizer(model.scratch.characters)
             architecture = scratch_config(model.scratch.architecture, tokenizer)

@@ -38,33 +38,30 @@ IMPORTS = "imports"
 """In the specs of a run: links to our packages, for the Python of a server that is not ours."""
 
 
-def max_length(config: RunConfig) -> int:
-    """Most tokens of prompt and completion together."""
-    return config.rollout.max_prompt_tokens + config.rollout.max_tokens
-
-
 class Embedded:
     """rollout.engine=embedded, and what the other kinds take from it."""
 
     has_model = True
-    canary_tokens = 0
-    """Length of the text whose logprobs go with each push (0 = none is compared)."""
     protocol = "its own protocol, token ids in and out"
 
     def __init__(self, config: RunConfig) -> None:
         self.config, self.rollout = config, config.rollout
 
+    def canary_tokens(self) -> int:
+        """Length of the text whose logprobs go with each push (0 = none is compared)."""
+        return 0
+
     def slots(self, name: str) -> int:
         """Sequences that the engine of this name decodes at once."""
-        is_eval = name == EVAL_ENGINE and self.config.eval is not None
-        return self.config.eval.slots if is_eval and self.config.eval else self.rollout.slots
+        held_out = self.config.eval
+        return held_out.slots if held_out is not None and name == EVAL_ENGINE else self.rollout.slots
 
     def spec(self, model_path: Path, name: str, device: str = "auto", *, takes_turns: bool = False) -> Body:
         """What its server is started with. It sees its devices alone, so `device` needs no number."""
         return {
             "name": name,
             "slots": self.slots(name),
-            "max_length": max_length(self.config),
+            "max_length": self.rollout.max_length,
             "model_path": str(model_path),
             "dtype": self.config.model.dtype,
             "device": device.partition(":")[0],
@@ -101,7 +98,7 @@ class Simulated(Embedded):
         """The latency model; it has no device."""
         model = json.loads((model_path / "config.json").read_text(encoding="utf-8"))
         vocab_size = model.get("vocab_size") or model["text_config"]["vocab_size"]
-        common = {"name": name, "slots": self.slots(name), "max_length": max_length(self.config)}
+        common = {"name": name, "slots": self.slots(name), "max_length": self.rollout.max_length}
         return common | {"vocab_size": vocab_size} | self.rollout.simulated.model_dump(mode="json")
 
 
@@ -110,12 +107,11 @@ class Vllm(Embedded):
 
     protocol = "vLLM's routes, all behind the key"
 
-    @property
-    def canary_tokens(self) -> int:  # type: ignore[override]
+    def canary_tokens(self) -> int:
         """As long as the engines have room for, and one more."""
         if self.config.weight_sync.canary_limit is None:
             return 0
-        return max(2, min(CANARY_TOKENS, max_length(self.config) - 1))
+        return max(2, min(CANARY_TOKENS, self.rollout.max_length - 1))
 
     def spec(self, model_path: Path, name: str, device: str = "auto", *, takes_turns: bool = False) -> Body:
         """With the user's own arguments of `vllm serve`. An eval engine is split over no devices."""
@@ -146,7 +142,7 @@ class Vllm(Embedded):
             model_path=str(launcher.model_path),
             dtype=config.model.dtype,
             slots=self.slots(caller.name),
-            max_length=max_length(config),
+            max_length=self.rollout.max_length,
             end_ids=tuple(sorted(tokenizer.end_ids)),
             has_adapters=config.weight_sync.way.sends_adapters,
             device=device.partition(":")[0],

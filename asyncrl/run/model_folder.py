@@ -88,12 +88,7 @@ def find_on_disk(model: ModelConfig) -> Path | None:
         _refuse_incomplete(folder, path)
     except (OSError, ValueError, ConfigError):  # not there, or not all of it
         return None
-    return folder
-
-
-def is_hub_id(model: ModelConfig) -> bool:
-    """Whether model.path is no folder here. It may be one in the hub's cache."""
-    return model.path is not None and not Path(model.path).expanduser().is_dir()
+    return folder if any(folder.glob("tokenizer*")) else None
 
 
 def check_model_type(model_type: Any, source: str) -> None:

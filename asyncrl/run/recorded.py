@@ -39,7 +39,7 @@ from asyncrl.rollouts.recording import (
 )
 from asyncrl.rollouts.rollout import FailedRollout, Generator, RolloutRunner, Slots
 from asyncrl.run.agents import num_rollouts
-from asyncrl.run.engine_kinds import engine_kind, max_length
+from asyncrl.run.engine_kinds import engine_kind
 from asyncrl.run.life import Life
 from asyncrl.run.model_folder import TOKENIZER, WEIGHTS, hash_files
 
@@ -330,8 +330,8 @@ def _unusable(record: RecordedRollout, config: RunConfig) -> str:
         return "without a reward"
     if {span.version for branch in record.rollout for span in branch.version_spans} != {RECORDED_VERSION}:
         return f"with tokens of another policy_version than {RECORDED_VERSION}"
-    if max(len(branch.token_ids) for branch in record.rollout) > max_length(config):
-        return f"longer than max_prompt_tokens + max_tokens = {max_length(config)}"
+    if max(len(branch.token_ids) for branch in record.rollout) > config.rollout.max_length:
+        return f"longer than max_prompt_tokens + max_tokens = {config.rollout.max_length}"
     return ""
 
 

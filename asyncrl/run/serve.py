@@ -33,9 +33,8 @@ from asyncrl.observe.console import outliving
 from asyncrl.placement.choices import settle_dtype
 from asyncrl.placement.devices import find_cuda_devices, place
 from asyncrl.rollouts.recording import RecordFile, RolloutRecorder
-from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.run.agents import Harnessing, make_gateway, make_generator, model_name
-from asyncrl.run.build import find_task, open_harnessing
+from asyncrl.run.build import find_task
 from asyncrl.run.check import make_feed
 from asyncrl.run.engine_kinds import engine_kind
 from asyncrl.run.life import Life, logging_to, make_run_dir, say
@@ -44,7 +43,6 @@ from asyncrl.run.recorded import UserKey, result_table, sampled_by, try_rollouts
 from asyncrl.run.start import Launcher, Server, start_all
 from asyncrl.run.supervise import Supervision, heartbeat
 from asyncrl.tasks.scorer import TaskScorer
-from asyncrl.tasks.task import Task
 from asyncrl.user_code import end_what_is_left
 
 
@@ -167,49 +165,44 @@ class ServedGateway(Serving):
 
     async def live(self) -> int:
         """Until Ctrl-C, or until the rollouts are done."""
-        config, path, num_prompts = self.config, self._record, self._num_prompts
-        task = (await find_task(self, is_needed=num_prompts is not None)).task
+        config, path = self.config, self._record
+        self._task = (await find_task(self, is_needed=self._num_prompts is not None)).task
         launcher = await self.launch()
-        tokenizer = launcher.tokenizer
-        file = None
+        self._tokenizer, file = launcher.tokenizer, None
         if path is not None:
             sampled = await asyncio.to_thread(sampled_by, config, launcher.model_path, launcher.placement)
-            file = RecordFile(path, sampled, must_be_new=num_prompts is not None)
-        recorder, servers = RolloutRecorder(file, tokenizer, warn=self.warn), launcher.engines()
-        clients = [launcher.client(engine, self.warn) for engine in servers]
-        await self.start(servers)
+            file = RecordFile(path, sampled, must_be_new=self._num_prompts is not None)
+        self._recorder, engines = RolloutRecorder(file, self._tokenizer, warn=self.warn), launcher.engines()
+        clients = [launcher.client(engine, self.warn) for engine in engines]
+        self._pool = EnginePool(clients, slots=config.rollout.slots)
+        await self.start(engines)
         self.spawn(self.wait_broken(), name="watch gateway")
-        pool = EnginePool(clients, slots=config.rollout.slots)
         try:
-            if num_prompts is None:
-                return await self._serve_people(pool, tokenizer, recorder, task)
-            assert task is not None, "it was read"
-            return await self._try(pool, tokenizer, recorder, task, num_prompts)
+            return await (self._serve_people() if self._num_prompts is None else self._try(self._num_prompts))
         finally:
-            recorder.close()
+            self._recorder.close()
             if path is not None:
-                self.say(f"{recorder.num_recorded} rollouts recorded in {path}")
+                self.say(f"{self._recorder.num_recorded} rollouts recorded in {path}")
 
-    async def _serve_people(
-        self, pool: EnginePool, tokenizer: HFChatTokenizer, recorder: RolloutRecorder, task: Task | None
-    ) -> int:
-        config, worker_key = self.config, secrets.token_urlsafe(24)
+    async def _serve_people(self) -> int:
+        config, key = self.config, secrets.token_urlsafe(24)
         gateway, queue = make_gateway(
-            config, pool, tokenizer, worker_key=worker_key, on_broken=self.on_broken
+            config, self._pool, self._tokenizer, worker_key=key, on_broken=self.on_broken
         )
         self.closes("work queue", queue.aclose)
         self.closes("gateway", gateway.aclose)
-        url, people = await gateway.start(), UserKey(gateway, queue, recorder, self)
+        url, people = await gateway.start(), UserKey(gateway, queue, self._recorder, self)
         messages: Any = [{"role": "user", "content": "Hello"}]
-        if task is not None:
-            messages = [dict(each) for each in make_feed(config, task, shuffle=False).next_nowait().messages]
-        self.say(
-            f"gateway ready: model {model_name(config)}, temperature {config.rollout.temperature}; logs in "
-            f"{self.run_dir / 'logs'}"
-        )
+        if self._task is not None:
+            first = make_feed(config, self._task, shuffle=False).next_nowait()
+            messages = [dict(message) for message in first.messages]
         call, header = (
             _json_data({"model": model_name(config), "messages": messages}),
             "Authorization: Bearer",
+        )
+        self.say(
+            f"gateway ready: model {model_name(config)}, temperature {config.rollout.temperature}; logs in "
+            f"{self.run_dir / 'logs'}"
         )
         # The outcome key is not exported: an agent that is started there does not inherit it.
         for line in (
@@ -228,33 +221,28 @@ class ServedGateway(Serving):
             self._say_calls(gateway)
         return 0
 
-    async def _try(
-        self,
-        pool: EnginePool,
-        tokenizer: HFChatTokenizer,
-        recorder: RolloutRecorder,
-        task: Task,
-        num_prompts: int,
-    ) -> int:
+    async def _try(self, num_prompts: int) -> int:
         """The config's own generator, on the prompts that a run would begin with."""
         config = self.config
-        feed = make_feed(config, task, shuffle=config.task.shuffle)
+        assert self._task is not None, "it was read"
+        feed = make_feed(config, self._task, shuffle=config.task.shuffle)
         prompts = [feed.next_nowait() for _ in range(num_prompts)]
-        scorer = TaskScorer(task, config.task, seed=config.seed, warn=self.warn)
+        scorer = TaskScorer(self._task, config.task, seed=config.seed, warn=self.warn)
         self.closes("rewards", scorer.aclose)
         harnessing = None
         if config.generator.is_harness:
-            supervision = Supervision(
-                config.supervision, config.observe.heartbeat_s, self.warn, lambda *_: None
-            )
-            harnessing = Harnessing(self, pool, tokenizer, supervision)
-            await open_harnessing(self, harnessing)
+            heartbeat_s = config.observe.heartbeat_s
+            supervision = Supervision(config.supervision, heartbeat_s, self.warn, lambda *_: None)
+            harnessing = Harnessing(self, self._pool, self._tokenizer, supervision)
+            await harnessing.open(self)
             for supervisor in harnessing.supervisors:
                 self.spawn(supervisor.run(), name=f"watch {supervisor.name}")
         num_all = num_prompts * config.rollout.group_size
         self.say(f"ready: {num_all} rollouts of {num_prompts} prompts; logs in {self.run_dir / 'logs'}")
-        generator = make_generator(config, pool, tokenizer, scorer, harnessing)
-        all_tried = await try_rollouts(config, generator, prompts, recorder, say=self.say, spawn=self.spawn)
+        generator = make_generator(config, self._pool, self._tokenizer, scorer, harnessing)
+        all_tried = await try_rollouts(
+            config, generator, prompts, self._recorder, say=self.say, spawn=self.spawn
+        )
         Console(file=outliving()).print(result_table(prompts, all_tried))
         self.say(verdict(all_tried))
         if harnessing is not None:
