@@ -131,38 +131,6 @@ def run_config(task: dict[str, Any], generator: dict[str, Any] | None = None, **
     )
 
 
-SECTIONS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    ({"verifiers": True}, {}, "takes the tasks of the environment .* and it names none"),
-    ({"python": "a:B"}, {"verifiers": "x"}, "generator.verifiers=x runs the tasks of its own environment"),
-    ({"verifiers": True, "python": "a:B"}, {"verifiers": "x"}, r"\(given: python, verifiers\)"),
-    ({"verifiers": True, "reward": "math"}, {"verifiers": "x"}, "a verifiers task scores itself"),
-    ({"verifiers": True, "system_prompt": "Hi"}, {"verifiers": "x"}, "generator.args.taskset.system_prompt"),
-    ({"verifiers": True, "args": {"a": 1}}, {"verifiers": "x"}, "its settings are generator.args"),
-    ({"files": ["r"]}, {}, "task.reward is missing"),
-    ({"files": ["r"]}, {"python": "a:b", "outcomes": "posted"}, "outcomes=posted is for programs"),
-    ({"files": ["r"]}, {"python": "a:b", "pass_env": ["X"]}, "pass_env is for generator.command"),
-    ({"files": ["r"]}, {"command": ["c"], "env": {"X": "1"}, "pass_env": ["X"]}, "both give X"),
-    ({"files": ["r"]}, {"python": "a:b", "outcomes": "none"}, "leaves the reward to the task"),
-    ({"files": ["r"], "reward": "math"}, {"give_answer": True}, "are for a harness"),
-]
-
-
-@pytest.mark.parametrize(("task", "generator", "said"), SECTIONS)
-def test_sections_that_do_not_fit_together_are_refused(
-    task: dict[str, Any], generator: dict[str, Any], said: str
-) -> None:
-    with pytest.raises(ValueError, match=said):
-        run_config(task, generator)
-
-
-@pytest.mark.parametrize("held_out", [{"files": ["rows.jsonl"]}, {"verifiers": True}])
-def test_an_evaluation_needs_a_reward_of_its_own(held_out: dict[str, Any]) -> None:
-    task, generator = {"verifiers": True}, {"verifiers": "wordle"}
-    run_config(task, generator, eval={"task": {"files": ["rows.jsonl"], "reward": "math"}})
-    with pytest.raises(ValueError, match=r"eval\.task\.\w+ .*without any harness"):
-        run_config(task, generator, eval={"task": held_out})
-
-
 def test_the_shipped_config_and_the_page_make_prompts() -> None:
     page = (EXAMPLE.parents[1] / "docs" / "verifiers.md").read_text(encoding="utf-8")
     shown = [yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", page, flags=re.DOTALL)]
