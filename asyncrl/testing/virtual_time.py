@@ -1,11 +1,11 @@
 """An asyncio event loop whose clock jumps to the next timer. For fakes only: it knows no threads, no sockets,
 no processes.
 
-run_virtual(story())     runs a coroutine; `asyncio.sleep(3600)` takes no time, and the same story always plays
-                         the same
+run_virtual(story())     runs a coroutine; `asyncio.sleep(3600)` takes no time, and the same story always
+                         plays the same
 await all_blocked()      lets all other tasks go on until none can; no virtual time passes
-stand_still(10.0)        the loop does nothing for 10 s, as a process that was stopped: timers of that time all
-                         come due at its end
+stand_still(10.0)        the loop does nothing for 10 s, as a process that was stopped: timers of that time
+                         all come due at its end
 DeadlockError            no task can move and no timer is left: says which task waits in which function
 BusyLoopError            a task runs for ever without letting the clock go on
 """
