@@ -30,13 +30,6 @@ def test_it_needs_no_torch(tiny_model_dir: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_template_file_replaces_the_tokenizers_own(tiny_model_dir: Path, tmp_path: Path) -> None:
-    template = tmp_path / "chat.jinja"
-    template.write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}=")
-    tokenizer = HFChatTokenizer(tiny_model_dir, chat_template=template)
-    assert tokenizer.decode(tokenizer.encode_chat(CHAT)) == "2+2=?="
-
-
 def test_a_folder_without_a_template_or_a_tokenizer_is_refused(tiny_model_dir: Path, tmp_path: Path) -> None:
     bare = tmp_path / "bare"
     shutil.copytree(tiny_model_dir, bare)
@@ -148,23 +141,17 @@ def test_the_end_ids_are_those_of_the_embedded_engine(tiny_model_dir: Path, tmp_
 
     folder = tmp_path / "several"
     shutil.copytree(tiny_model_dir, folder)
-    for name, ends in (("generation_config", [7, 5]), ("config", 9)):
+    for name, values in (("generation_config", {"eos_token_id": [7, 5]}), ("config", {"eos_token_id": 9})):
         path = folder / f"{name}.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": ends}))
+        path.write_text(json.dumps(json.loads(path.read_text()) | values))
     of_engine = _eos_ids(AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder))
     end = HFChatTokenizer(tiny_model_dir).encode("<|im_end|>")[0]
     assert HFChatTokenizer(folder).end_ids == of_engine == {7, 5, 9, end}
+    known = json.loads((tiny_model_dir / "config.json").read_text())["vocab_size"]
+    assert HFChatTokenizer(tiny_model_dir).vocab_size == known, "it may be more than the vocabulary has"
     (folder / "generation_config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"cannot read generation_config\.json"):
         HFChatTokenizer(folder)
-
-
-def test_the_model_may_know_more_ids_than_the_vocabulary_has(tiny_model_dir: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "padded"
-    shutil.copytree(tiny_model_dir, folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 128}))
-    assert HFChatTokenizer(folder).vocab_size == 128
 
 
 def test_it_tells_text_from_special_tokens_and_which_are_bytes_of_a_run(

@@ -35,12 +35,6 @@ def test_the_right_answer_scores_1_and_nothing_else_does() -> None:
             assert TASK.score(prompt, wrong) < 1.0
 
 
-@pytest.mark.parametrize("length", [0, 1, 4, 12, 48])
-def test_always_answering_the_same_does_not_pay(length: int) -> None:
-    assert mean_score(["a" * length] * len(PROMPTS)) < 0.35
-    assert mean_score([("abcdef" * 8)[:length]] * len(PROMPTS)) < 0.35
-
-
 def test_each_step_towards_the_answer_pays() -> None:
     prompt = Prompt("0/0", ({"role": "user", "content": "b 4"},))
     ladder = ["", "acac", "abac", "abab", "abbb", "bbbb"]

@@ -13,6 +13,7 @@ import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,24 +30,11 @@ from asyncrl.tasks.task import as_scored
 PROMPT = Prompt("0/7", ({"role": "user", "content": "say x"},), answer="x")
 
 
-class OnePrompt:
-    """A task with one prompt, scored by `function`."""
-
-    def __init__(self, function: Any) -> None:
-        self.score = function
-
-    def __len__(self) -> int:
-        return 1
-
-    def prompt(self, index: int) -> str:
-        return "say x"
-
-
 @asynccontextmanager
 async def scorer_of(function: Any, pool: str, **settings: Any) -> AsyncIterator[TaskScorer]:
     """A scorer in the thread or inline pool."""
     config = TaskConfig(python="x:y", reward_pool=pool, **settings)  # type: ignore[arg-type]
-    scorer = TaskScorer(OnePrompt(function), config, seed=0)
+    scorer = TaskScorer(SimpleNamespace(score=function), config, seed=0)  # type: ignore[arg-type]
     try:
         yield scorer
     finally:
@@ -206,17 +194,14 @@ def run_python(code: str, **settings: Any) -> subprocess.CompletedProcess[str]:
 
 HANGING = """
     import asyncio, threading
+    from types import SimpleNamespace
     from asyncrl.config import TaskConfig
     from asyncrl.tasks import TaskScorer
     from asyncrl.messages.records import Prompt
-    class Hangs:
-        def __len__(self): return 1
-        def prompt(self, index): return "x"
-        def score(self, prompt, completion): threading.Event().wait()
     async def main():
+        task = SimpleNamespace(score=lambda *_: threading.Event().wait())
         config = TaskConfig(python="x:y", reward_pool="thread", reward_timeout_s=0.1)
-        scorer = TaskScorer(Hangs(), config, seed=0)
-        await scorer.score(Prompt("0/0", ()), "")
+        await TaskScorer(task, config, seed=0).score(Prompt("0/0", ()), "")
     asyncio.run(main())
 """
 

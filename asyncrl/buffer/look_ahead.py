@@ -17,16 +17,8 @@ MIN_LACK_FRACTION = 0.05
 """Share of the time lost to missing groups below which nothing is done: more look-ahead could win no more
 than this.
 """
-CLEAR_LACK_FRACTION = 0.2
-"""Share of the time lost to missing groups from which it is plain that the engines are the limit, if more
-look-ahead was of no use.
-"""
-MAX_LOSS_FRACTION = 0.02
-"""Longer time for a batch at which one batch less of look-ahead still counts as as good."""
-FIRST_HOLD, SHORT_HOLD = 96, 24
-"""Batches until a refuted change is tried again (doubled each time), and until a confirmed step down is
-followed by the next.
-"""
+FIRST_HOLD = 96
+"""Batches until a refuted change is tried again; doubled each time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +49,6 @@ class LookAhead:
       noise is given to the higher look-ahead.
     - spare: nearly always a whole batch more was ready than was asked for: lower by one, and go back up if
       the trainer lacks groups then.
-    - much lack, and more was of no use: after a while try one less; then again more, for the workload may
-      have changed.
 
     Straggler waits (on_overdue=wait) need no rule of their own: in simulation the time for a batch falls with
     the look-ahead and stays, it does not rise again, because what a long group holds up is the batch of its
@@ -75,7 +65,8 @@ class LookAhead:
         self._trial_of: _Measured | None = None  # the setting that the present one is compared with
         self._raise_from, self._raise_hold = 0, FIRST_HOLD
         self._lower_from, self._lower_hold = 0, FIRST_HOLD
-        self._came_down = self._try_lower = False
+        self._came_down = False
+        self._doubts = True  # the first time, what falls into the noise is given to the higher look-ahead
 
     def batch_taken(self, interval_s: float, wait: WaitReport, num_spare: int) -> int:
         """The look-ahead from now on.
@@ -102,21 +93,13 @@ class LookAhead:
         """Judge the change that was on trial. If it does not stand, go where it should have gone."""
         self._trial_of = None
         now = self._measured()
-        if now.look_ahead < before.look_ahead:
-            if now.interval_s <= before.interval_s * (1 + MAX_LOSS_FRACTION):
-                self._raise_from = self._batch + SHORT_HOLD
-                return True
-            needed, self._try_lower = before.look_ahead, False
-        else:
-            doubt = 0.0 if self._try_lower else math.hypot(before.error, now.error)
-            gain = before.interval_s / now.interval_s * (1 + doubt)
-            needed, self._try_lower = (
-                max(before.look_ahead, math.ceil((before.look_ahead + 1) * gain) - 1),
-                True,
-            )
-            if needed >= now.look_ahead:
-                self._raise_hold = FIRST_HOLD
-                return True
+        doubt = math.hypot(before.error, now.error) if self._doubts else 0.0
+        gain = before.interval_s / now.interval_s * (1 + doubt)
+        needed = max(before.look_ahead, math.ceil((before.look_ahead + 1) * gain) - 1)
+        self._doubts = False
+        if needed >= now.look_ahead:
+            self._raise_hold = FIRST_HOLD
+            return True
         self._raise_from = self._batch + self._raise_hold
         self._raise_hold *= 2
         self._move(needed)
@@ -135,13 +118,6 @@ class LookAhead:
                 self._lower_from = self._batch + self._lower_hold
                 self._lower_hold *= 2
                 self._move(self.current + 1)
-            elif (
-                self._batch >= self._raise_from
-                and self._try_lower
-                and lack > CLEAR_LACK_FRACTION
-                and self.current > START
-            ):
-                self._try(self.current - 1)
             elif self._batch >= self._raise_from and self.current < self.max_staleness:
                 without_lack = math.ceil((self.current + 1) / max(1 - lack, 1e-9) - 0.25) - 1
                 self._try(min(self.max_staleness, max(self.current + 1, without_lack)))
@@ -160,9 +136,8 @@ class LookAhead:
         self._came_down = False
 
     def _measured(self) -> _Measured:
-        samples = (
-            self._samples if self._try_lower else self._samples[-WINDOW:]
-        )  # at first the change may be of the workload, and new
+        # at first the change may be of the workload, and new
+        samples = self._samples[-WINDOW:] if self._doubts else self._samples
         intervals = [max(sample.interval_s, 1e-9) for sample in samples]
         mean = fmean(intervals)
         return _Measured(self.current, mean, stdev(intervals) / math.sqrt(len(intervals)) / mean)

@@ -2,10 +2,12 @@
 no processes.
 
 run_virtual(story())     runs a coroutine; `asyncio.sleep(3600)` takes no time, and the same story always
-plays the same way await all_blocked()      lets everybody else go on until nobody can; no virtual time passes
+                         plays the same
+await all_blocked()      lets all other tasks go on until none can; no virtual time passes
 stand_still(10.0)        the loop does nothing for 10 s, as a process that was stopped: timers of that time
-all come due at its end DeadlockError            nobody can move and no timer is left: says which task waits
-in which function BusyLoopError            somebody runs for ever without letting the clock go on
+                         all come due at its end
+DeadlockError            no task can move and no timer is left: says which task waits in which function
+BusyLoopError            a task runs for ever without letting the clock go on
 """
 
 from __future__ import annotations
@@ -99,11 +101,10 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
     clock.
 
     Waits:      tasks sleep in futures and timers as ever. select(), called whenever the loop has run its
-    ready
-                callbacks, wakes those in all_blocked first, else jumps to the next timer, else raises
+                ready callbacks, wakes those in all_blocked first, else jumps to the next timer, else raises
                 DeadlockError.
     Invariant:  the clock moves only while nothing is ready, and only to the time of the next timer;
-    stand_still() aside.
+                stand_still() aside.
     """
 
     def __init__(self, start_s: float, max_rounds: int) -> None:
