@@ -5,7 +5,9 @@ swaps and errors.
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from engine_contract import (
@@ -80,16 +82,24 @@ async def test_a_resumed_request_draws_what_the_uninterrupted_one_draws(
         assert head.token_ids + tail.token_ids == whole.token_ids
 
 
+@pytest.mark.parametrize("on_chunk", [None, lambda _: None], ids=["whole", "streamed"])
 @contract
-async def test_a_request_that_cannot_fit_is_refused_with_the_numbers(
-    server: Server, engine: EngineClient
+async def test_a_request_that_cannot_fit_and_a_second_one_of_an_id_are_refused(
+    server: Server, engine: EngineClient, on_chunk: Any
 ) -> None:
+    sample = partial(engine.generate_segment, on_chunk=on_chunk)
     with pytest.raises(RequestRefused) as refusal:
-        await engine.generate_segment(server.request(prompt_ids=[1] * 10, max_tokens=MAX_LENGTH - 9))
+        await sample(server.request(prompt_ids=[1] * 10, max_tokens=MAX_LENGTH - 9))
     for number in ("10", str(MAX_LENGTH - 9), str(MAX_LENGTH + 1), str(MAX_LENGTH)):
         assert number in refusal.value.what
     fitting = server.request(prompt_ids=[1] * (MAX_LENGTH - 2), max_tokens=2)
-    assert len((await engine.generate_segment(fitting)).token_ids) == 2
+    assert (await sample(fitting)).finish_reason == "length"
+    first = asyncio.create_task(sample(server.request(request_id="twice", max_tokens=LONG)))
+    await until(engine, lambda now: now.num_running == 1)
+    with pytest.raises((EngineError, RequestRefused), match="twice.* already"):
+        await sample(server.request(request_id="twice"))
+    assert await abort(engine, ["twice"]) == ["twice"]
+    assert (await first).finish_reason == "abort"
 
 
 @pytest.mark.parametrize("token_id", [-1, VOCAB_SIZE, 2**40])
@@ -103,16 +113,6 @@ async def test_a_token_id_that_the_model_does_not_know_is_refused(
     assert str(token_id) in refusal.value.what
     assert f"0..{VOCAB_SIZE - 1}" in refusal.value.rule
     assert len((await engine.generate_segment(server.request())).token_ids) == 20, "it lives"
-
-
-@contract
-async def test_an_id_that_is_running_is_refused_a_second_time(server: Server, engine: EngineClient) -> None:
-    first = asyncio.create_task(engine.generate_segment(server.request(request_id="twice", max_tokens=LONG)))
-    await until(engine, lambda now: now.num_running == 1)
-    with pytest.raises((EngineError, RequestRefused), match="twice.* already"):
-        await engine.generate_segment(server.request(request_id="twice"))
-    assert await abort(engine, ["twice"]) == ["twice"]
-    assert (await first).finish_reason == "abort"
 
 
 @contract
@@ -140,10 +140,14 @@ async def test_abort_ends_the_named_requests_with_what_they_have_and_frees_their
     assert (aborted.token_ids, aborted.logprobs) == (again.token_ids, again.logprobs)
 
 
+@pytest.mark.parametrize("on_chunk", [None, lambda _: None], ids=["whole", "streamed"])
 @contract
-async def test_a_client_that_goes_away_frees_its_slot(server: Server, engine: EngineClient) -> None:
+async def test_a_client_that_goes_away_frees_its_slot(
+    server: Server, engine: EngineClient, on_chunk: Any
+) -> None:
     async with another_client(server, engine) as leaver:
-        task = asyncio.create_task(leaver.generate_segment(server.request(max_tokens=LONG)))
+        request = server.request(max_tokens=LONG)
+        task = asyncio.create_task(leaver.generate_segment(request, on_chunk=on_chunk))
         await until(engine, lambda now: now.num_running == 1)
         task.cancel()
         await asyncio.wait([task])
@@ -199,21 +203,6 @@ async def test_committed_weights_are_those_that_sample(server: Server, engine: E
 
 
 @contract
-async def test_a_commit_of_another_digest_is_refused_and_the_old_weights_serve_on(
-    server: Server, engine: EngineClient
-) -> None:
-    old = engine.policy_version
-    before = await engine.generate_segment(server.request())
-    await prepare(engine, server, old + 1, scale=2.0)
-    await refused(
-        engine.commit(old + 1, "0123abcd", "abort"), "0123abcd" if server.traits.reads_files else None
-    )
-    after = await engine.generate_segment(server.request())
-    assert said(after) == said(before)
-    assert engine.policy_version == old
-
-
-@contract
 async def test_a_commit_of_what_was_never_prepared_or_of_an_older_version_is_refused(
     server: Server, engine: EngineClient
 ) -> None:
@@ -221,8 +210,11 @@ async def test_a_commit_of_what_was_never_prepared_or_of_an_older_version_is_ref
     digest = await prepare(engine, server, old + 1)
     await engine.commit(old + 1, digest, "abort")
     assert (await engine.commit(old + 1, digest, "abort")).num_interrupted == 0, "the same again is no error"
-    for version, wrong in ((old + 1, "other"), (old, digest), (old + 2, digest)):
-        await refused(engine.commit(version, wrong, "abort"))
+    before = await engine.generate_segment(server.request())
+    await prepare(engine, server, old + 2, scale=2.0)
+    for version, wrong in ((old + 1, "other"), (old, digest), (old + 2, "0123abcd")):
+        await refused(engine.commit(version, wrong, "abort"), wrong if server.traits.reads_files else None)
+    assert said(await engine.generate_segment(server.request())) == said(before)
     assert engine.policy_version == (await health(engine)).policy_version == old + 1
 
 

@@ -8,12 +8,11 @@ import asyncio
 from collections.abc import Callable
 
 import pytest
-from engine_contract import abort, check_whole, contract, prepare, until, versions_of
-from engine_kinds import LONG, MAX_LENGTH, SLOTS, Server, another_client
+from engine_contract import check_whole, contract, prepare, until, versions_of
+from engine_kinds import LONG, SLOTS, Server
 
 from asyncrl.engines.engine import EngineClient
 from asyncrl.engines.pool import EnginePool
-from asyncrl.errors import EngineError, RequestRefused
 from asyncrl.messages.base import Interrupt
 from asyncrl.messages.engine_calls import GenerateChunk, GenerateRequest, GenerateResponse
 from asyncrl.messages.records import SamplingRequest
@@ -124,32 +123,3 @@ async def test_a_request_that_publishes_interrupt_goes_on_and_each_token_is_told
         server.request(max_tokens=server.traits.waited, seed=3, temperature=temperature)
     )
     assert completion.token_ids == tuple(whole.token_ids), "the same weights under each version"
-
-
-@contract
-async def test_a_request_that_is_refused_is_so_although_it_asked_for_a_stream(
-    server: Server, engine: EngineClient
-) -> None:
-    with pytest.raises(RequestRefused, match=str(MAX_LENGTH)):
-        await stream(engine, server.request(prompt_ids=[1] * 10, max_tokens=MAX_LENGTH))
-    came = asyncio.Event()
-    long = server.request(request_id="twice", max_tokens=LONG)
-    first = asyncio.create_task(stream(engine, long, lambda _: came.set()))
-    await came.wait()
-    with pytest.raises((EngineError, RequestRefused), match="twice"):
-        await stream(engine, server.request(request_id="twice"))
-    await abort(engine, ["twice"])
-    assert (await first)[1].finish_reason == "abort"
-
-
-@contract
-async def test_a_client_that_goes_away_in_mid_stream_frees_its_slot(
-    server: Server, engine: EngineClient
-) -> None:
-    came = asyncio.Event()
-    async with another_client(server, engine) as leaver:
-        task = asyncio.create_task(stream(leaver, server.request(max_tokens=LONG), lambda _: came.set()))
-        await came.wait()
-        task.cancel()
-        await asyncio.wait([task])
-        await until(engine, lambda now: now.num_running == 0)
