@@ -257,7 +257,8 @@ class VllmServer:
             rule = "chunks of no older version are loaded into weights that woke without restore"
             raise EngineError(self.name, f"{what} {over}", rule=rule, way_out="sleep and wake them first.")
         self._staged = None
-        process.begin_load_nowait(chunk.version)
+        if chunk.index == 0:
+            process.begin_load_nowait(chunk.version)
         asked = LoadChunkRequest.model_validate(chunk, from_attributes=True).model_dump()
         async with process.calls():
             digest = one_digest(self.name, await process.rpc("asyncrl_load_chunk", asked))
