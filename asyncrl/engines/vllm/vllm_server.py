@@ -24,7 +24,6 @@ from asyncrl.engines.vllm.vllm_weights import (
     FileLoad,
     Load,
     Meeting,
-    one_digest,
 )
 from asyncrl.errors import EngineError, EngineLost
 from asyncrl.http import Caller
@@ -261,11 +260,11 @@ class VllmServer:
             process.begin_load_nowait(chunk.version)
         asked = LoadChunkRequest.model_validate(chunk, from_attributes=True).model_dump()
         async with process.calls():
-            digest = one_digest(self.name, await process.rpc("asyncrl_load_chunk", asked))
+            workers = await process.rpc("asyncrl_load_chunk", asked)
         if chunk.is_last:
             whole = chunk.model_dump(include={"version", "path", "num_tensors", "num_bytes", "canary"})
             self._staged = ChunkLoad(self.name, ExportResponse(**whole, digest=chunk.whole_digest))
-        return digest
+        return str(workers[0]["digest"])
 
     async def _wake(self, parts: Iterable[EnginePart]) -> None:
         """Take memory for these parts again; the weights are copied back."""
