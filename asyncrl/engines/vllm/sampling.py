@@ -224,7 +224,7 @@ def response_of(process: VllmProcess, segment: Segment, sampled: Sampled) -> Gen
             process.name,
             f"{answered} finish_reason {sampled.finish}, {len(sampled.token_ids)} tokens and labels "
             f"{shown or 'none'}, after {num_told} tokens under version {version}",
-            rule="vLLM 0.32 says how an answer ended and which weights sampled it; they change in a commit alone",
+            rule="vLLM 0.32 says how an answer ended and which weights sampled it",
             way_out=f"read {process.name}'s log, and use vLLM 0.32.",
         )
     if num_good < len(sampled.token_ids):
