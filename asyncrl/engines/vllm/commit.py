@@ -15,7 +15,6 @@ from asyncrl.engines.vllm.vllm_process import Segment, VllmProcess
 from asyncrl.engines.vllm.vllm_routes import GENERATE, Generated, Routes, vllm_request
 from asyncrl.engines.vllm.vllm_weights import Load
 from asyncrl.errors import EngineError, EngineLost
-from asyncrl.http import CallLost, CallRefused
 from asyncrl.messages.base import Interrupt
 from asyncrl.messages.engine_calls import CommitResponse
 from asyncrl.messages.trainer_calls import Canary
@@ -134,12 +133,11 @@ class Commit:
     async def _resume(self) -> None:
         """Also after a pause of which nobody knows whether it came: a resume too many does nothing."""
         process = self._process
-        if process.is_cut:
-            return
         try:
-            await process.tell("/resume", timeout_s=RESUME_LIMIT_S)
-        except (CallLost, CallRefused) as failure:
-            what = f"was paused and could not be resumed: {failure}"
+            async with process.calls():
+                await process.tell("/resume", timeout_s=RESUME_LIMIT_S)
+        except EngineError as error:  # a process that was given up is broken already
+            what = f"was paused and could not be resumed: {error.fault}"
             process.break_nowait(what, rule="a pause ends with its commit")
 
     async def _is_true(self, attempt: int) -> bool:
