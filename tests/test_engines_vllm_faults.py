@@ -319,7 +319,7 @@ def test_a_server_that_lacks_a_route_or_has_the_weights_of_another_run_is_refuse
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"max_tokens": 998}, r"3 prompt tokens \+ 998 new ones = 1001; a slot holds 1000"),
+        ({"max_tokens": 998}, r"3 prompt tokens \+ 998 new ones = 1001, a slot holds 1000"),
         ({"prompt_ids": [2**20]}, "it has token id 1048576; the model knows ids 0..1048575"),
         ({"num_resumed": 4}, "num_resumed=4 of 3"),
         ({"temperature": 0.001}, "temperature 0.001; vLLM samples at 0.01"),

@@ -38,8 +38,8 @@ def check_request(name: str, request: GenerateRequest, facts: VllmFacts, vocab_s
     num_tokens = num_prompt + request.max_tokens
     wrong = next((token for token in request.prompt_ids if not 0 <= token < num_ids), None)
     if num_tokens > facts.max_length:
-        what = f"{num_prompt} prompt tokens + {request.max_tokens} new ones = {num_tokens}"
-        rule = f"a slot holds {facts.max_length}"
+        what = f"{num_prompt} prompt tokens + {request.max_tokens} new ones = {num_tokens}, a slot holds "
+        what, rule = f"{what}{facts.max_length}", "prompt and completion must fit into a slot"
         way_out = "shorten the prompt, lower max_tokens, or raise rollout.max_prompt_tokens or .max_tokens."
     elif wrong is not None:
         what, rule = f"it has token id {wrong}", f"the model knows ids 0..{num_ids - 1}"
