@@ -137,6 +137,14 @@ def test_a_push_in_chunks_into_a_sleeping_engine_is_checked_when_it_wakes() -> N
             waits = tasks.create_task(server.generate_segment(request("w")))
             await slept
             assert running.result().finish_reason == "abort"
+            await server.wake(["weights"])
+            await server.load_chunk(chunk(1, 0))
+            with pytest.raises(EngineError, match="staged is nothing"):
+                await server.commit(1, "whole", "abort")
+            with pytest.raises(
+                EngineError, match="chunk 1 of policy_version 1 cannot be loaded after 0 chunks"
+            ):
+                await server.load_chunk(chunk(1, 1, is_last=True))
             await turn(server, 1)
         assert versions(waits.result()) == [1]
         check_logprobs(waits.result())

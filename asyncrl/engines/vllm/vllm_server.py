@@ -85,6 +85,8 @@ class VllmServer:
     def _begin_nowait(self) -> None:
         self._process = VllmProcess(self._caller, self._start_version, self._mark)
         self._staged: Load | None = None
+        self._num_chunks = 0
+        """Of the push that comes chunk by chunk, so far."""
         self._unchecked: Commit | None = None
         """Of weights that were committed while parts slept."""
         self._adapter_folder: Path | None = None
@@ -176,6 +178,7 @@ class VllmServer:
         if is_same and process.is_settled and process.has_content:
             self._leave_meeting_nowait()
             return CommitResponse(version=version, digest=digest, pause_s=0.0, num_interrupted=0)
+        self._num_chunks = 0  # whatever becomes of this commit, a push ends with it
         is_other = version == process.version and process.digest not in ("", digest)
         is_staged = load is not None and (load.version, load.digest) == (version, digest)
         if load is None or not is_staged or is_other or version < process.version or process.is_committing:
@@ -247,20 +250,26 @@ class VllmServer:
         return Moved(num_bytes=0, seconds=asyncio.get_running_loop().time() - started)
 
     async def load_chunk(self, chunk: ExportChunkResponse) -> str:
-        """The workers refuse chunks that do not come in order, or are not what was sent."""
+        """The workers refuse chunks of another push, and what is not what was sent."""
         process = self._process
         what = f"chunk {chunk.index} of policy_version {chunk.version} cannot be loaded"
         self._check_weights_awake(what)
-        if process.has_content or chunk.version < process.version:
-            over = "over weights that are served" if process.has_content else f"after {process.version}"
-            rule = "chunks of no older version are loaded into weights that woke without restore"
-            raise EngineError(self.name, f"{what} {over}", rule=rule, way_out="sleep and wake them first.")
+        here, self._num_chunks = self._num_chunks, 0
+        if process.has_content or chunk.version < process.version or chunk.index not in (0, here):
+            over = f"after {here} chunks, over policy_version {process.version}"
+            raise EngineError(
+                self.name,
+                f"{what} {'over weights that are served' if process.has_content else over}",
+                rule="chunks come in order, of no older version, into weights that woke without restore",
+                way_out="sleep and wake the weights, then push from chunk 0.",
+            )
         self._staged = None
         if chunk.index == 0:
             process.begin_load_nowait(chunk.version)
         asked = LoadChunkRequest.model_validate(chunk, from_attributes=True).model_dump()
         async with process.calls():
             workers = await process.rpc("asyncrl_load_chunk", asked)
+        self._num_chunks = 0 if chunk.is_last else chunk.index + 1
         if chunk.is_last:
             whole = chunk.model_dump(include={"version", "path", "num_tensors", "num_bytes", "canary"})
             self._staged = ChunkLoad(self.name, ExportResponse(**whole, digest=chunk.whole_digest))
