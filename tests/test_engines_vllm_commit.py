@@ -142,7 +142,7 @@ def test_a_push_in_chunks_into_a_sleeping_engine_is_checked_when_it_wakes() -> N
             with pytest.raises(EngineError, match="staged is nothing"):
                 await server.commit(1, "whole", "abort")
             with pytest.raises(
-                EngineError, match="chunk 1 of policy_version 1 cannot be loaded after 0 chunks"
+                EngineError, match="chunk 1 of policy_version 1 cannot be loaded: loaded is nothing"
             ):
                 await server.load_chunk(chunk(1, 1, is_last=True))
             await turn(server, 1)

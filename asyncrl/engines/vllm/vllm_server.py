@@ -256,10 +256,15 @@ class VllmServer:
         self._check_weights_awake(what)
         here, self._num_chunks = self._num_chunks, 0
         if process.has_content or chunk.version < process.version or chunk.index not in (0, here):
-            over = f"after {here} chunks, over policy_version {process.version}"
+            if process.has_content:
+                what = f"{what} over weights that are served"
+            elif chunk.version < process.version:
+                what = f"{what} after {process.version}"
+            else:
+                what = f"{what}: loaded is {f'chunks 0..{here - 1}' if here else 'nothing'}"
             raise EngineError(
                 self.name,
-                f"{what} {'over weights that are served' if process.has_content else over}",
+                what,
                 rule="chunks come in order, of no older version, into weights that woke without restore",
                 way_out="sleep and wake the weights, then push from chunk 0.",
             )
